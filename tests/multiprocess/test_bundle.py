@@ -29,28 +29,15 @@ class Mine(ImageClassifier):
 """
 NET = """
 import pytorch_lightning as pl
-import torch
-from pytorch_lightning.callbacks import Callback
-from torch.utils.data import DataLoader, TensorDataset
+from pytorch_lightning.demos.boring_classes import BoringDataModule as Data, BoringModel
 
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
+class Net(BoringModel, pl.LightningModule):
     def training_step(self, batch, batch_idx):
-        loss = self.layer(batch[0]).square().mean()
+        loss = super().training_step(batch, batch_idx)["loss"]
         self.log("train/loss", loss)
         return loss
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-class Data(pl.LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
-
-class Watch(Callback):
+class Watch(pl.Callback):
     def on_train_start(self, trainer, pl_module):
         print("net, from", __file__, flush=True)
 """
@@ -67,7 +54,7 @@ data: {_target_: ours.net.Data}
 callbacks:
   watch: {_target_: ours.net.Watch}
   timer: {_target_: pytorch_lightning.callbacks.Timer}
-trainer: {max_epochs: 1, accelerator: cpu, log_every_n_steps: 1}
+trainer: {max_steps: 2, accelerator: cpu, log_every_n_steps: 1}
 checkpoint: {monitor: null}
 """
 FILES = {

@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Callback, LightningDataModule
 from omegaconf import OmegaConf
-from torch import Tensor, nn
+from torch import nn
 
 from distdl.checkpoint import deepspeed_folder, formats
 from distdl.checkpoint.formats import AnyCheckpoint
@@ -125,26 +125,13 @@ def fit(
     return keeps, data
 
 
-def same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, np.ndarray | np.generic | Tensor):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and bool((one == other).all())
-    return one == other
-
-
 def test_any_hyperparameters_are_read_again(tmp_path: Path) -> None:
     """As plain data or text; and Lightning hands them to the module, as it did."""
     odd = {"array": np.arange(3, dtype=np.int16), "object": object()}
     fit(tmp_path, Module(**{k: v for k, (v, _) in HYPER_PARAMETERS.items()}, **odd))
     file = tmp_path / "epoch_000.ckpt"
     kept = torch.load(file, weights_only=True)["hyper_parameters"]
-    assert {k: kept[k] for k in HYPER_PARAMETERS} == {
-        k: v for k, (_, v) in HYPER_PARAMETERS.items()
-    }
+    assert all(kept[key] == expected for key, (_, expected) in HYPER_PARAMETERS.items())
     assert torch.equal(kept["array"], torch.arange(3, dtype=torch.int16))
     assert kept["object"].startswith("<object object")
     assert described(os) == "os" and "<lambda>" in described(lambda x: x)  # Lightning takes neither
@@ -163,8 +150,8 @@ def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
     module = Module()
     keeps, data = fit(tmp_path / "again", module, STATE, resume=tmp_path / "last.ckpt")
     for source, seen in (("callback", keeps.seen), ("data", data.seen), ("module", module.seen)):
-        wrong = [key for key in STATE if not same(STATE[key], seen[key])]
-        assert not wrong and seen["deque"].maxlen == 3, (source, wrong)
+        shown = {key: (type(seen[key]), repr(seen[key])) for key in STATE}
+        assert shown == {key: (type(value), repr(value)) for key, value in STATE.items()}, source
 
 
 def test_what_only_pickle_keeps_is_refused_before_the_first_step(tmp_path: Path, caplog) -> None:
@@ -224,22 +211,18 @@ def deepspeeds(folder: Path, gadget: Any, *, in_optimizer: bool = False) -> Path
     return folder / "ds"
 
 
-KINDS = {
-    "file": file_of,
-    **{
-        f"{part} of DCP": functools.partial(sharded, within=part)
-        for part in ("index", "entry", "rest")
-    },
-    "model of DeepSpeed": deepspeeds,
-    "optimizer of DeepSpeed": functools.partial(deepspeeds, in_optimizer=True),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, monkeypatch, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("write", "options"),
+    [
+        (file_of, {}),
+        *((sharded, {"within": part}) for part in ("index", "entry", "rest")),
+        *((deepspeeds, {"in_optimizer": place}) for place in (True, False)),
+    ],
+)
+def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, monkeypatch, write, options) -> None:
     monkeypatch.chdir(tmp_path)
     ran = tmp_path / "ran"
-    path = KINDS[kind](tmp_path, Gadget(ran))
+    path = write(tmp_path, Gadget(ran), **options)
     for argument in ("ddp", "weights"):
         with pytest.raises(UserError, match=r"object of (posix|os)\.system.*\n.*--trust-pickle"):
             convert.main([str(path), "--to", argument])

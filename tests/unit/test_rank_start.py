@@ -48,7 +48,6 @@ def sees(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("count", "visible", "local", "index"),
     [
-        (4, None, 0, 0),
         (4, None, 3, 3),
         (8, None, 3, 3),
         (1, None, 3, 0),

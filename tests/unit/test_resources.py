@@ -45,14 +45,11 @@ def resolved(local: bool = True, **trainer) -> Resources:
     [
         (None, "0 1 2 3"),
         ("", ""),
-        ("-1", ""),
         ("NoDevFiles", ""),  # what Slurm writes for a job without GPUs
         ("0, 2", "0 2"),
-        ("2,0", "2 0"),
         ("0,-1,1", "0"),
         ("0,9,1", "0"),
         ("1,GPU-2", "1"),
-        ("GPU-2", "GPU-2"),
         ("GPU-3,GPU-1,2", "GPU-3 GPU-1"),
         ("MIG-31,MIG-30", "MIG-31 MIG-30"),
     ],
@@ -79,7 +76,6 @@ def test_a_list_of_which_cuda_shows_nothing(gpus, visible) -> None:
     ("visible", "devices", "cards"),
     [
         ("4,5,6,7", [1, 2], ("5", "6")),
-        ("4,5,6,7", [3], ("7",)),
         ("4,5,6,7", 2, None),
         ("GPU-6,GPU-4", [1, 0], ("GPU-4", "GPU-6")),
         ("MIG-71,MIG-70", [1], ("MIG-70",)),
@@ -99,15 +95,12 @@ def test_ids_are_indices_into_what_is_visible(gpus, visible, devices, cards) -> 
     ("count", "trainer", "expected"),
     [
         (0, {}, (1, 1, "cpu")),
-        (0, {"devices": -1}, (1, 1, "cpu")),
         (0, {"devices": 3}, (1, 3, "cpu")),
         (4, {}, (1, 4, "gpu")),
         (4, {"devices": -1}, (1, 4, "gpu")),
         (4, {"devices": None}, (1, 4, "gpu")),
-        (4, {"devices": 2}, (1, 2, "gpu")),
         (4, {"devices": [0, 3]}, (1, 2, "gpu", ("0", "3"))),
         (4, {"accelerator": "cuda", "devices": 1}, (1, 1, "gpu")),
-        (4, {"accelerator": "cpu"}, (1, 1, "cpu")),
         (4, {"accelerator": "cpu", "devices": 2}, (1, 2, "cpu")),
         # On a cluster `auto` must be a GPU or an error there; nothing is counted here.
         (4, {"local": False, "devices": 8, "num_nodes": 2}, (2, 8, "gpu")),
@@ -136,7 +129,6 @@ def test_on_a_mac_and_without_a_driver(gpus, tmp_path, monkeypatch) -> None:
         (2, {"devices": 4}, "trainer.devices", "trainer.devices=2"),
         (2, {"devices": [0, 2]}, "trainer.devices", "trainer.devices=2"),
         (2, {"devices": [1, 1]}, "trainer.devices", "write trainer.devices=[1]"),
-        (2, {"devices": [-1]}, "trainer.devices", "trainer.devices=2"),
         (0, {"devices": [0]}, "trainer.devices", "trainer.devices=1"),
         (2, {"accelerator": "cpu", "devices": [0, 1]}, "trainer.devices", "trainer.devices=2"),
         (2, {"num_nodes": 2}, "trainer.num_nodes", "trainer.num_nodes=1"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import logging
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -147,11 +146,15 @@ def saved(folder: Path) -> dict[int, Path]:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_no_checkpoint_mixes_two_steps(fit: Fit, tmp_path: Path, background: bool) -> None:
-    """In the background it is written while the training continues."""
+def test_no_checkpoint_mixes_two_steps(
+    fit: Fit, tmp_path: Path, monkeypatch, caplog, background: bool
+) -> None:
+    """In the background it is written while the training continues; a wait is reported once."""
+    monkeypatch.setattr("distdl.checkpoint.saving.PATIENCE", 0.0)
     writing: list[bool] = []
     fit(3, at_start(lambda _: writing.append(bool(writers()))), background=background)
     assert writing == [False, background, background]
+    assert caplog.text.count("save less often (checkpoint.every_n_steps") == background
     files = saved(tmp_path)
     assert list(files) == [1, 2, 3]
     for step, path in files.items():
@@ -160,13 +163,6 @@ def test_no_checkpoint_mixes_two_steps(fit: Fit, tmp_path: Path, background: boo
         assert all(
             torch.allclose(w, torch.tensor(step / 10)) for w in checkpoint["state_dict"].values()
         )
-
-
-def test_a_save_that_waits_is_reported_once(fit: Fit, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("distdl.checkpoint.saving.PATIENCE", 0.0)
-    with caplog.at_level(logging.WARNING):
-        fit(4)
-    assert caplog.text.count("save less often (checkpoint.every_n_steps") == 1
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])

@@ -129,12 +129,6 @@ def test_too_much_is_refused_and_the_largest_is_named(repository: Path) -> None:
     assert "data/images.tar" not in sent(repository, limit_mb=1)
 
 
-def test_distdl_is_sent_as_it_is_imported() -> None:
-    names = {name for _, name in snapshot.own_files()}
-    wanted = {"worker/main.py", "conf/distdl.yaml", "launchers/local.py", "models/classifier.py"}
-    assert wanted <= names and not any("__pycache__" in name for name in names)
-
-
 def made(length: int, alphabet: str = string.ascii_letters + string.digits) -> str:
     """A token that nobody ever had: put together here, so that none stands in this file."""
     chosen = random.Random(length)

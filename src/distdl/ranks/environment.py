@@ -263,8 +263,7 @@ def _main_address(launcher: str, env: Mapping[str, str]) -> tuple[str, str]:
     """The host of rank 0 and the variable that names it; two empty texts if none does."""
     anywhere = chain.from_iterable(MAIN_ADDRESS.values())
     inside = () if launcher == "local" else MAIN_ADDRESS.get(launcher, anywhere)
-    names = ("MASTER_ADDR", *inside)
-    name = next((name for name in names if env.get(name, "").strip()), "")
+    name = next((n for n in ("MASTER_ADDR", *inside) if env.get(n, "").strip()), "")
     value = env.get(name, "").strip()
     if name == "SM_HOSTS":
         return json.loads(value)[0], name

@@ -19,17 +19,10 @@ from distdl.util.processes import is_alive, this_process
 LAUNCH, STATUS = "launch.yaml", "status.json"
 NUMBER = (int, float)
 STATUS_SHAPE: files.Shape = {
-    "state": str,
-    "host": str,
-    "pid": int,
-    "birth": str,
-    "started": NUMBER,
-    "ended": NUMBER,
-    "exit_code": int,
-    "restarts": int,
-    "error": str,
-    "metrics": dict,
-    "parameters": dict,
+    **dict.fromkeys(("state", "host", "birth", "error"), str),
+    **dict.fromkeys(("pid", "exit_code", "restarts"), int),
+    **dict.fromkeys(("started", "ended"), NUMBER),
+    **dict.fromkeys(("metrics", "parameters"), dict),
 }
 LAUNCH_SHAPE: files.Shape = {"run_id": str, "where": dict}
 
@@ -142,11 +135,10 @@ class Attempt:
             write_json(self.path / STATUS, after)
 
     def _status_or_new(self) -> dict[str, Any]:
-        path = self.path / STATUS
         try:
             return self.status()
         except Damaged:
-            os.replace(path, path.with_name(f"{path.name}.damaged"))
+            os.replace(self.path / STATUS, self.path / f"{STATUS}.damaged")
             return {}
 
     def begin(self) -> None:
@@ -160,10 +152,10 @@ class Attempt:
         self.update(**new, **this_process(), restarts=restarts)
 
     def end(self, state: JobState, **fields: Any) -> None:
-        self.update(**_ended(state), **fields)
+        self.update(**{**_ended(state), **fields})
 
     def fail(self, error: str, exit_code: int) -> None:
-        self.update(**{**_ended(JobState.FAILED), "error": error, "exit_code": exit_code})
+        self.end(JobState.FAILED, error=error, exit_code=exit_code)
 
     def conclude(self, seen: JobState, code: int | None = None, killed: str = "") -> JobState:
         """Called when the job has ended: records what the run did not record itself.

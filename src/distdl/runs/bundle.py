@@ -25,9 +25,6 @@ from distdl.runs.files import write_stamped, write_text
 from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
 
-# Known only on the machine that submits.
-NOT_SENT = (("where", "output_dir"), ("where", "project", "root"))
-
 
 @dataclass(frozen=True)
 class Bundle:
@@ -44,11 +41,9 @@ class Bundle:
             shutil.copy(source, target)
             snapshot.refuse_changed(source, name)
         launch = attempt.launch()
-        for *parents, key in NOT_SENT:
-            node = launch
-            for part in parents:
-                node = node.get(part) or {}
-            node.pop(key, None)
+        where = launch.get("where") or {}
+        where.pop("output_dir", None)  # known only on the machine that submits
+        (where.get("project") or {}).pop("root", None)
         write_stamped(bundle.path / LAUNCH, OmegaConf.to_yaml(OmegaConf.create(launch)))
         for name in (PROVENANCE, CONFIG):
             shutil.copyfile(run.path / name, bundle.path / name)

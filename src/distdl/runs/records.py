@@ -39,12 +39,9 @@ def journal_path(run_dir: Path, node_rank: int = 0) -> Path:
 
 def journals(run_dir: Path) -> dict[int, Path]:
     """Node rank to journal, for the journals that exist."""
-    found = {}
-    for path in Path(run_dir).glob("logs/metrics*.jsonl"):
-        tail = path.stem.removeprefix("metrics").removeprefix("-node") or "0"
-        if tail.isdigit():
-            found[int(tail)] = path
-    return dict(sorted(found.items()))
+    paths = Path(run_dir).glob("logs/metrics*.jsonl")
+    ranks = {p.stem.removeprefix("metrics").removeprefix("-node") or "0": p for p in paths}
+    return dict(sorted((int(rank), p) for rank, p in ranks.items() if rank.isdigit()))
 
 
 def encode(time: float, step: int, attempt: int, metrics: Mapping[str, float]) -> bytes:
