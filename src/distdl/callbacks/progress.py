@@ -169,7 +169,7 @@ def remedy(datamodule: Any) -> str:
         return used + cheaper
     return used + (
         "`python -m distdl prepare ... --short-side 256` makes images that load twice as fast "
-        "(lossy), data.decoder=nvjpeg decodes on the GPU, `python -m distdl data check` says what "
+        "(lossy), data.decoder=nvjpeg decodes on the GPU, `python -m distdl data check` shows what "
         "fits"
     )
 

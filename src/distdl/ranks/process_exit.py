@@ -36,7 +36,7 @@ class Outliving(io.FileIO):
             os.dup2(nothing, self.fileno())  # C code that writes to it directly must not fail
             os.close(nothing)
             if self.fileno() == 1:
-                log.warning("nobody reads the output any more: the run goes on, in its log")
+                log.warning("nobody reads the output any more: the run continues, see its log")
             return len(data)
 
 

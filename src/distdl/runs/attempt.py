@@ -62,8 +62,8 @@ class Attempt:
     def _put_aside(self) -> str:
         aside, run = self.path.with_name(f"damaged-{self.path.name}"), self.path.parents[1]
         return (
-            "restore it, or, once no process of this attempt runs any more, put it aside and go "
-            f"on: mv {self.path} {aside} && python -m distdl resume {run}"
+            "restore it, or, once no process of this attempt runs any more, put it aside and "
+            f"resume: mv {self.path} {aside} && python -m distdl resume {run}"
         )
 
     def write_launch(self, record: dict[str, Any]) -> None:
@@ -187,7 +187,11 @@ class Attempt:
             fields = _ended(state)
         else:
             state = seen if ordered else JobState.FAILED
-            error = f"a worker ended with exit code {code}" if code else "it ended without a word"
+            error = (
+                f"a worker ended with exit code {code}"
+                if code
+                else "it ended without an error message"
+            )
             if ordered:
                 error = "it was asked to end, and its ranks ended before they could record it"
             fields = {**_ended(state), "error": error}

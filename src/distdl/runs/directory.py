@@ -58,7 +58,7 @@ class RunDirectory:
 
         run = cls(find_run(str(path)).resolve())
         if not run.exists:
-            raise UserError.at(str(path), "has no config.yaml, so it cannot go on")
+            raise UserError.at(str(path), "has no config.yaml, so it cannot be resumed")
         return run
 
     def create(self, recipe: str, provenance: dict[str, Any]) -> None:

@@ -63,13 +63,13 @@ def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") ->
     (seconds since 1970); its exit code is -N if signal N ended it."""
     host = host or socket.gethostname()
     if code >= 0:
-        what = f"ended with exit code {code} on {host}, and said nothing"
+        what = f"ended with exit code {code} on {host}, without an error message"
         return record(folder, rank, ENDED, what, code=code, time=at, host=host)
     known = -code in {*signal.Signals}
     name = signal.Signals(-code).name if known else f"signal {-code}"
     what = f"killed by {name} on {host}"
     if -code == signal.SIGKILL:
-        what += " (out of memory? dmesg tells there)"
+        what += " (out of memory? see dmesg there)"
     return record(folder, rank, KILLED, what, code=128 - code, time=at, host=host, signal=name)
 
 

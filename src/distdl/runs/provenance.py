@@ -55,10 +55,10 @@ def git_state(root: Path) -> dict[str, Any]:
     }
 
 
-def project_root(given: str | None) -> Path:
-    """The user's code: `given`, else the git top, else the current folder."""
-    if given:
-        return Path(given).resolve()
+def project_root(chosen: str | None) -> Path:
+    """The user's code: `chosen`, else the git top, else the current folder."""
+    if chosen:
+        return Path(chosen).resolve()
     top = _git(Path.cwd(), "rev-parse", "--show-toplevel").strip()
     return Path(top) if top else Path.cwd()
 

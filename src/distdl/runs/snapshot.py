@@ -106,8 +106,8 @@ def take(
     left_out: list[tuple[str, str]] = []
     problems: list[Problem] = []
     searched: dict[Path, tuple[int, int]] = {}
-    for path, place in [*((path, f"distdl/{name}") for path, name in own_files()), *candidates]:
-        name = place.removeprefix("project/")
+    for path, target in [*((path, f"distdl/{name}") for path, name in own_files()), *candidates]:
+        name = target.removeprefix("project/")
         shown = name if name.isprintable() else ascii(name)
         try:
             if path in outside:
@@ -115,14 +115,14 @@ def take(
             else:
                 searched[path] = state_of(path)
                 # distdl's own code may contain a weak value (DB_PASSWORD=password) as a word.
-                known = values if place.startswith("project/") else ()
+                known = values if target.startswith("project/") else ()
                 why = "" if name in anyway else secret_in(path, searched[path], known)
         except OSError as error:
             remedy = f"name it in {IGNORE_FILE}"
             problems.append(Problem(shown, f"cannot be read: {error.strerror}", remedy))
             continue
         if not why:
-            files.append((path, place))
+            files.append((path, target))
         elif is_module(path, name) and path not in outside:
             problems.append(held(shown, why))
         else:
@@ -170,8 +170,8 @@ def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes
             content = before + piece
             kinds = [*find(content)]
             for variable, value in values:
-                if (place := content.find(value)) >= 0:
-                    kinds.append((content.count(b"\n", 0, place) + 1, f"the value of ${variable}"))
+                if (start := content.find(value)) >= 0:
+                    kinds.append((content.count(b"\n", 0, start) + 1, f"the value of ${variable}"))
             for line, kind in kinds:
                 lines_of_kinds.setdefault(kind, lines + line)
             before = content[-OVERLAP:]
@@ -181,7 +181,7 @@ def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes
 
 
 def held(name: str, why: str) -> Problem:
-    variable = found[1] if (found := re.search(r"\$(\w+)$", why)) else "NAME"
+    variable = match[1] if (match := re.search(r"\$(\w+)$", why)) else "NAME"
     return Problem(
         name,
         f"{why}, and would leave this machine with the job",
@@ -197,15 +197,15 @@ def size_of(files: Sequence[tuple[Path, str]]) -> int:
 def own_files() -> Iterator[tuple[Path, str]]:
     """The files of distdl as it is imported here, named as in an installed package."""
     home = Path(distdl.__file__).parent
-    places = [(home, "")]
-    for folder in ("conf", "launchers"):  # beside src/ in a checkout, inside in a wheel
-        if not (home / folder).is_dir():
-            parent = next(p for p in distdl.__path__ if (Path(p) / folder).is_dir())
-            places.append((Path(parent) / folder, f"{folder}/"))
-    for place, prefix in places:
-        for path in sorted(place.rglob("*")):
+    folders = [(home, "")]
+    for name in ("conf", "launchers"):  # beside src/ in a checkout, inside in a wheel
+        if not (home / name).is_dir():
+            folder = next(p for p in (Path(p) / name for p in distdl.__path__) if p.is_dir())
+            folders.append((folder, f"{name}/"))
+    for folder, prefix in folders:
+        for path in sorted(folder.rglob("*")):
             if path.is_file() and not set(path.parts) & {*SKIPPED_FOLDERS}:
-                yield path, prefix + path.relative_to(place).as_posix()
+                yield path, prefix + path.relative_to(folder).as_posix()
 
 
 def metadata_of(root: Path) -> Iterator[tuple[Path, str]]:
