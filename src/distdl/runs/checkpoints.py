@@ -112,7 +112,7 @@ class CheckpointStore:
             log.warning("skipped a damaged checkpoint: %s: %s", path, damage)
         if damaged:
             each = "".join(f"\n    {name}: {damage}" for name, damage in damaged.items())
-            what = f"all checkpoints of this run are damaged, and it would start again from step 0:{each}"
+            what = f"all checkpoints of this run are damaged, and it would start from step 0:{each}"
             remedy = f"to start again: another name=, or mv {self.folder} {self.folder}.damaged"
             raise UserError.at(str(self.folder), what, remedy)
         return None
