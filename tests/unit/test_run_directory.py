@@ -293,4 +293,3 @@ def test_the_users_code(repository, monkeypatch) -> None:
         assert provenance.project_root(chosen) == root
     # The folder that a command is typed in comes first, if it is part of the project.
     assert own_code.python_path(repository) == ["experiments", "."]
-    assert own_code.python_path(Path("/elsewhere")) == ["."]

@@ -153,10 +153,11 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
     """
     launcher = env.get(LAUNCHER_VARIABLE) or "single"
     if launcher not in ROWS:
-        known = ", ".join(ROWS)
-        raise UserError.at(LAUNCHER_VARIABLE, f"no launcher {launcher!r}", f"one of: {known}")
+        remedy = f"one of: {', '.join(ROWS)}"
+        raise UserError.at(LAUNCHER_VARIABLE, f"no launcher {launcher!r}", remedy)
     if launcher == "external":
         rows = _claims(env)
+        _agree(rows, env)
     else:
         rows = [r for r in ROWS[launcher] if r.rank in env and r.world_size in env]
     if launcher == "single" or (launcher == "local" and not rows):
@@ -170,8 +171,6 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
         what = f"launcher={launcher} started this process without {wanted}"
         raise UserError.at(LAUNCHER_VARIABLE, what)
     else:
-        if launcher == "external":
-            _agree(rows, env)
         resolved = _read(launcher, rows[0], env, resources)
     if resources is not None and resolved.world_size != resources.world_size:
         what = (
@@ -235,8 +234,8 @@ def _read(
 
 def _agree(rows: list[Row], env: Mapping[str, str]) -> None:
     """Refuses contradictions, if several tools seem to have started this process."""
-    first = rows[0]
     for row in rows[1:]:
+        first = rows[0]
         # srun may start one agent of torchrun or mpirun per node, which numbers its own ranks.
         agents = re.match(r"1(\(x\d+\))?$", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
         if row is SLURM and (agents or env[row.world_size] != env[first.world_size]):

@@ -46,7 +46,7 @@ class CheckpointStore:
                 "size": written.stat().st_size,
                 "sha256": sha256(written),
             }
-            for written in files_of(temporary)
+            for written in sorted(filter(Path.is_file, parts_of(temporary)))
         }
         manifest = {"files": files, "created": time.time(), **facts}
         self._put(temporary, self.folder / name, manifest)
@@ -54,7 +54,7 @@ class CheckpointStore:
 
     def _put(self, temporary: Path, path: Path, manifest: dict[str, Any]) -> None:
         """Gives a checkpoint its name and its manifest; both are on the disk when this returns."""
-        for part in (*files_of(temporary), *folders_of(temporary)):
+        for part in parts_of(temporary):
             sync(part)
         # Written before the rename, so that a kill rarely leaves a checkpoint without a manifest.
         ready = self.temporary(manifest_of(path).name)
@@ -205,15 +205,9 @@ def looks_like_one(path: Path) -> bool:
     return head[:1] == b"\x80"  # torch.save before 1.6, a bare pickle
 
 
-def files_of(path: Path) -> list[Path]:
-    """A checkpoint's files: itself, or those in its folder."""
-    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-
-
-def folders_of(path: Path) -> list[Path]:
-    """A checkpoint's folders, inner ones first; empty for a file."""
-    inside = sorted(p for p in path.rglob("*") if p.is_dir())
-    return [*reversed(inside), path] if path.is_dir() else []
+def parts_of(path: Path) -> list[Path]:
+    """A checkpoint's files and folders, the inner ones first."""
+    return [*sorted(path.rglob("*"), reverse=True), path]
 
 
 def link(source: str | Path, target: str | Path) -> None:

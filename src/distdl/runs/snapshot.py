@@ -146,9 +146,8 @@ def lines_of(path: Path) -> list[str]:
 
 def is_module(path: Path, name: str) -> bool:
     """Whether the job may import it. Secrets in tests are examples, and no job imports tests."""
-    tests = {"test", "tests"} & {*name.split("/")[:-1]}
-    tests |= {*re.findall(r"^(?:test_.*|.*_test\.py|conftest\.py)$", path.name)}
-    return path.suffix == ".py" and not tests
+    test = re.fullmatch(r"test_.*|.*_test\.py|conftest\.py", path.name)
+    return path.suffix == ".py" and not (test or {"test", "tests"} & {*name.split("/")[:-1]})
 
 
 @functools.cache  # the members of a sweep share a project
