@@ -103,6 +103,7 @@ def test_resumes_exactly(after, uninterrupted, killed) -> None:
 def test_another_batch_after_damage(killed) -> None:
     """A damaged checkpoint is skipped; the rate is scaled, and both are reported."""
     newest, older, *_ = CheckpointStore(killed / "checkpoints").all()
+    consumed = 16 * math.ceil((step_of(older) - STEPS) / 2)  # in batches of 16, rounded up
     for path in (newest, newest.with_name("last.ckpt")):  # one file with two names, before the copy
         path.write_bytes(path.read_bytes()[:-1])
     output = resumed(killed, "trainer.devices=1", "data.batch_size=16")
@@ -111,7 +112,6 @@ def test_another_batch_after_damage(killed) -> None:
     assert "the learning rate goes from 0.003125 to 0.00625 (linear)" in output
     rows = samples(killed)[2]
     assert ids(rows, 2) == list(range(SAMPLES))
-    consumed = 16 * math.ceil((step_of(older) - STEPS) / 2)  # in batches of 16, rounded up
     assert len({*ids(rows, 1)}) == len(ids(rows, 1)) == SAMPLES - consumed
     assert status(killed, 2)["state"] == "SUCCEEDED"
 
