@@ -51,6 +51,8 @@ def test_config_comes_last_and_an_attempt_appears_complete(tmp_path, monkeypatch
     assert attempt.status()["state"] == "PENDING"
     monkeypatch.chdir(tmp_path)
     assert RunDirectory.open("outputs/e/r").path == run.path
+    with pytest.raises(UserError, match="nowhere"):
+        RunDirectory.open("nowhere")
 
 
 def test_attempts_are_counted_and_keep_their_task_and_state(run) -> None:
@@ -85,8 +87,8 @@ def test_an_update_keeps_the_rest_and_no_change_writes_nothing(run, monkeypatch)
     monkeypatch.setattr(attempts, "write_json", lambda *_: written.append(1))
     attempt.update(a=1, b=2)
     assert not written
-    attempt.record_error(0, "ValueError", "the cause", "", exit_code=7)
-    for code in (None, 7):
+    for code in (None, 7):  # however much is recorded at an end
+        attempt.record_error(0, "ValueError", "the cause", "", exit_code=7)
         attempt.conclude(JobState.FAILED, code)
     attempt.fail("the cause", 7)
     assert len(written) == 3

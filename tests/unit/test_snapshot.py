@@ -106,6 +106,11 @@ def test_files_made_for_secrets_stay_and_are_reported(repository: Path, name: st
     assert name in taken.lines_left_out()[0]
 
 
+def test_many_files_left_out_are_counted(tmp_path: Path) -> None:
+    taken = take(written(tmp_path, **{f"{number}.pem": "" for number in range(12)}))
+    assert taken.lines_left_out()[10] == "and 2 more"
+
+
 def test_a_secret_of_this_shell_stays_and_a_module_with_one_is_refused(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
