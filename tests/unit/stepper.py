@@ -9,11 +9,11 @@ from benchmarks.turns import stop_before
 
 
 def main(name: str, seconds: str, steps: str, file: str, dies: str) -> None:
-    """Says when it is its turn, and for how long."""
+    """Logs its steps, each of so many seconds."""
     for step in range(int(steps)):
         stop_before(step, 2, 3)
         if step == int(dies):
             sys.exit(f"broken in step {dies}")
-        with open(file, "a") as said:
-            print(name, step, file=said)
+        with open(file, "a") as log:
+            print(name, step, file=log)
         time.sleep(float(seconds))

@@ -8,29 +8,24 @@ from torch import nn
 
 from distdl.checkpoint.portable import is_named, names_of, to_indices, to_names
 
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-
-
-def trained(module: nn.Module, groups: list[list[str]]) -> torch.optim.Optimizer:
-    own = dict(module.named_parameters())
-    params = [
-        {"params": [own[n] for n in names], "lr": 0.1 / (i + 1)} for i, names in enumerate(groups)
-    ]
-    optimizer = torch.optim.SGD(params, momentum=0.9)
-    module(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    return optimizer
-
-
 GROUPS = [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
 
 
+def trained(groups: list[list[str]] = GROUPS) -> tuple[torch.optim.Optimizer, nn.Module]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    own = dict(module.named_parameters())
+    rated = [
+        {"params": [own[n] for n in names], "lr": 0.1 / i} for i, names in enumerate(groups, 1)
+    ]
+    optimizer = torch.optim.SGD(rated, momentum=0.9)
+    module(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return optimizer, module
+
+
 def test_there_and_back() -> None:
-    module = model()
-    optimizer = trained(module, GROUPS)
+    optimizer, module = trained()
     before = optimizer.state_dict()
     named = to_names(before, optimizer, module)
     assert is_named(named) and not is_named(before)
@@ -39,7 +34,6 @@ def test_there_and_back() -> None:
     for name, value in named["state"].items():
         assert value["momentum_buffer"] is optimizer.state[own[name]]["momentum_buffer"]
     assert to_names(named, optimizer, module) == named, "nothing is done twice"
-
     again = to_indices(named, optimizer, module)
     assert again["param_groups"] == before["param_groups"]
     assert again["state"].keys() == before["state"].keys()
@@ -47,10 +41,8 @@ def test_there_and_back() -> None:
 
 
 def test_another_order_of_parameters_and_groups() -> None:
-    module = model()
-    named = to_names((optimizer := trained(module, GROUPS)).state_dict(), optimizer, module)
-    twin = model()
-    other = trained(twin, [["1.bias", "0.bias"], ["1.weight", "0.weight"]])
+    named = to_names((pair := trained())[0].state_dict(), *pair)
+    other, twin = trained([["1.bias", "0.bias"], ["1.weight", "0.weight"]])
     other.load_state_dict(to_indices(named, other, twin))
     assert [group["lr"] for group in other.param_groups] == [0.05, 0.1]
     own = dict(twin.named_parameters())
@@ -59,28 +51,23 @@ def test_another_order_of_parameters_and_groups() -> None:
 
 
 def test_a_stage_takes_its_share() -> None:
-    module = model()
-    optimizer = trained(module, GROUPS)
+    optimizer, module = trained()
     named = to_names(optimizer.state_dict(), optimizer, module)
-    stage = nn.Sequential(nn.Identity(), module[1])
-    own = torch.optim.SGD(
-        [{"params": [stage[1].weight]}, {"params": [stage[1].bias]}], lr=1.0, momentum=0.9
-    )
+    stage = nn.Sequential(nn.Identity(), module[1])  # type: ignore[index]
+    groups = [{"params": [p]} for p in stage.parameters()]
+    own = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
     own.load_state_dict(to_indices(named, own, stage))
     assert own.param_groups[1]["lr"] == 0.05
-    buffer = own.state[stage[1].weight]["momentum_buffer"]
+    buffer = own.state[next(stage.parameters())]["momentum_buffer"]
     assert torch.equal(buffer, named["state"]["1.weight"]["momentum_buffer"])
 
 
 def test_what_does_not_fit_is_named() -> None:
-    module = model()
-    optimizer = trained(module, [["0.weight"], ["0.bias"]])
-    named = to_names(optimizer.state_dict(), optimizer, module)
-    whole = trained(module, GROUPS)
+    part, all_of_it = trained([["0.weight"], ["0.bias"]]), trained()
     with pytest.raises(ValueError, match=r"for 2 of the parameters.*1\.weight"):
-        to_indices(named, whole, module)
+        to_indices(to_names(part[0].state_dict(), *part), *all_of_it)
     with pytest.raises(ValueError, match=r"\[1, 1\] parameters, and the checkpoint's \[2, 2\]"):
-        to_names(whole.state_dict(), optimizer, module)
+        to_names(all_of_it[0].state_dict(), *part)
 
 
 def test_a_pruned_weight_keeps_its_name() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import logging
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -13,27 +12,38 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from distdl.callbacks import Checkpointer
+from distdl.checkpoint import host_copy
 from distdl.checkpoint.host_copy import HostCopy
 from distdl.checkpoint.saving import SaveError
 from distdl.runs.checkpoints import CheckpointStore, damage_of, manifest_of
 from tests.unit import checkpointing
-from tests.unit.checkpointing import numbers
-
-# ------------------------------------------------------------------------------------ the copy
 
 
-def odd_state() -> dict[str, Any]:
-    """What a checkpoint may hold besides plain tensors."""
+class Own(Tensor):
+    """As quantised weights are."""
+
+
+def copied(state: dict[str, Any], path: Path, change: Callable[[], Any] = lambda: None) -> Any:
+    """The file of a copy of `state`, written after a change."""
+    copy = HostCopy()
+    copy.take(state)
+    change()
+    copy.write(path)
+    return torch.load(path, weights_only=False)
+
+
+def test_the_file_is_the_one_that_torch_writes(tmp_path: Path) -> None:
+    """Also of what is not a plain tensor."""
     network = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
     network[2].weight = network[0].weight  # tied
-    base = torch.arange(24.0)
-    learned = nn.Parameter(torch.ones(2))
+    base, learned = torch.arange(24.0), nn.Parameter(torch.ones(2))
     learned.note = ["a user's"]  # type: ignore[attr-defined]
-    return {
+    state = {
         "state_dict": network.state_dict(),  # an OrderedDict with an attribute
         "views": [base[:6], base[6:].view(3, 6).t(), base],
         "types": (torch.ones(3, dtype=torch.bfloat16), torch.tensor(True), torch.empty(0, 4)),
@@ -44,82 +54,58 @@ def odd_state() -> dict[str, Any]:
         "same": [base, base],
         "none": None,
     }
-
-
-def test_the_file_is_the_one_that_torch_writes(tmp_path: Path) -> None:
-    state = odd_state()
-    held = HostCopy()
-    held.take(state)
-    held.write(tmp_path / "held")
+    copied(state, tmp_path / "copied")
     with (tmp_path / "direct").open("wb") as file:
         torch.save(state, file)
-    assert (tmp_path / "held").read_bytes() == (tmp_path / "direct").read_bytes()
-
-
-def test_a_view_that_is_more_than_a_view(tmp_path: Path) -> None:
-    numbers = torch.tensor([1 + 2j, 3 - 1j])
-    held = HostCopy()
-    held.take({"conjugated": numbers.conj(), "of another class": numbers.as_subclass(Own)})
-    numbers.zero_()
-    held.write(tmp_path / "held")
-    found = torch.load(tmp_path / "held", weights_only=False)
-    assert found["conjugated"].tolist() == [1 - 2j, 3 + 1j]
-    assert type(found["of another class"]) is Own
-    assert found["of another class"].tolist() == [1 + 2j, 3 - 1j]
-
-
-class Own(Tensor):
-    """As quantised weights are."""
+    assert (tmp_path / "copied").read_bytes() == (tmp_path / "direct").read_bytes()
 
 
 def test_it_is_of_its_moment(tmp_path: Path) -> None:
     weights, steps = torch.zeros(1000), [1, {"a": 1}]
+    complex_ = torch.tensor([1 + 2j, 3 - 1j])
     state = {"weights": weights, "half": weights[:500], "steps": steps, "named": {"x": weights}}
-    held = HostCopy()
-    held.take(state)
-    weights.add_(1)
-    steps[1]["a"] = 2  # type: ignore[index]
-    steps.append(3)
-    held.write(tmp_path / "held")
-    found = torch.load(tmp_path / "held", weights_only=True)
-    assert found["steps"] == [1, {"a": 1}] and not found["weights"].any()
-    assert found["half"].data_ptr() == found["weights"].data_ptr() == found["named"]["x"].data_ptr()
+    views = {"conjugated": complex_.conj(), "other": complex_.as_subclass(Own)}
+
+    def change() -> None:
+        weights.add_(1)
+        complex_.zero_()
+        steps[1]["a"] = 2  # type: ignore[index]
+        steps.append(3)
+
+    kept = copied({**state, **views}, tmp_path / "copied", change)
+    assert kept["steps"] == [1, {"a": 1}] and not kept["weights"].any()
+    assert kept["half"].data_ptr() == kept["weights"].data_ptr() == kept["named"]["x"].data_ptr()
+    assert kept["conjugated"].tolist() == [1 - 2j, 3 + 1j]
+    assert type(kept["other"]) is Own and kept["other"].tolist() == [1 + 2j, 3 - 1j]
 
 
-def addresses(held: HostCopy) -> set[int]:
-    return {storage.data_ptr() for storages in held._used.values() for storage in storages}
-
-
-def test_its_memory_is_used_again() -> None:
-    held = HostCopy()
+def test_its_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    new = host_copy.host_memory
+    monkeypatch.setattr(
+        host_copy, "host_memory", lambda size, **how: (made.append(size), new(size, **how))[1]
+    )
+    copy = HostCopy()
     state = {str(i): torch.full((1000 + i % 2,), float(i)) for i in range(6)}
-    held.take(state)
-    first = addresses(held)
-    held.release()
-    held.take(state)
-    assert addresses(held) == first and len(first) == 6
-    held.take({"0": torch.zeros(1000)})
-    held.take({"0": torch.zeros(1000)})
-    assert addresses(held) < first and held._left == {}, "what has no use any more is given back"
+    counts = []
+    for each in (state, state, {"0": torch.zeros(1000)}, state):
+        copy.take(each)
+        counts.append(len(made))
+    assert counts == [6, 6, 6, 11], "what has no use any more is given back"
 
-
-# ---------------------------------------------------------------------------------- in training
 
 LARGE = 1_000_000  # weights of 4 MB: written in more time than a step takes
 
 
-class Counts(LightningModule):
-    """Each step adds 1 to all weights, so the weights say of which step they are."""
+class Counts(checkpointing.OneWeight):
+    """Each step adds 0.1 to all weights, so the weights show of which step they are."""
 
-    def __init__(self, layers: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(LARGE)) for _ in range(layers))
+        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(LARGE)) for _ in range(3))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return -sum(layer.sum() for layer in self.layers)  # type: ignore[return-value]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
+        return -sum(parameter.sum() for parameter in self.parameters())  # type: ignore[return-value]
 
 
 Fit = Callable[..., Checkpointer]
@@ -127,112 +113,93 @@ Fit = Callable[..., Checkpointer]
 
 @pytest.fixture
 def fit(tmp_path: Path) -> Iterator[Fit]:
-    """Trains for some steps and saves after each `every`; whatever happens, no thread is left."""
+    """Trains for some steps and saves after each `every`; whatever happens, no thread is left, nor
+    half of a file."""
 
     def run(steps: int, *callbacks: Callback, every: int = 1, **more: Any) -> Checkpointer:
         often = {"every_n_steps": every, "every_n_epochs": 1000, **more}
         ours = checkpointing.checkpointer(tmp_path / "checkpoints", **often)
-        checkpointing.fit(Counts(), [*callbacks, ours], numbers(1000), max_steps=steps)
+        data = checkpointing.numbers(1000)
+        checkpointing.fit(Counts(), [*callbacks, ours], data, max_steps=steps)
         return ours
 
-    before = threading.active_count()
+    before, limits = threading.active_count(), resource.getrlimit(resource.RLIMIT_FSIZE)
     yield run
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert threading.active_count() == before
+    assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-def found(tmp_path: Path) -> dict[int, dict[str, Any]]:
-    """step -> what the checkpoint of that step holds."""
-    paths = CheckpointStore(tmp_path / "checkpoints").all()
-    steps = {json.loads(manifest_of(path).read_text())["step"]: path for path in paths}
-    assert all(damage_of(path) is None for path in paths)
-    return {step: torch.load(path, weights_only=True) for step, path in steps.items()}
+def at_start(do: Callable[[Trainer], Any]) -> Callback:
+    return LambdaCallback(on_train_batch_start=lambda trainer, *_: do(trainer))
+
+
+def writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.endswith(".ckpt")]
+
+
+def saved(folder: Path) -> dict[int, Path]:
+    """step -> the checkpoint of that step; all are intact, last.ckpt too."""
+    paths = CheckpointStore(folder / "checkpoints").all()
+    assert all(damage_of(path) is None for path in [*paths, paths[0].with_name("last.ckpt")])
+    return {json.loads(manifest_of(path).read_text())["step"]: path for path in reversed(paths)}
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_no_checkpoint_mixes_two_steps(fit: Fit, tmp_path: Path, background: bool) -> None:
-    fit(6, background=background)
-    checkpoints = found(tmp_path)
-    assert sorted(checkpoints) == [1, 2, 3, 4, 5, 6]
-    for step, checkpoint in checkpoints.items():
-        for name, weights in checkpoint["state_dict"].items():
-            assert weights.unique().tolist() == [step], name
-        assert checkpoint["global_step"] == step
-    assert not list((tmp_path / "checkpoints").glob(".*")), "no half of a file is left"
-
-
-def test_it_is_written_while_the_training_goes_on(fit: Fit) -> None:
-    class Watches(Callback):
-        seen = 0
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.seen += any(t.name.endswith(".ckpt") for t in threading.enumerate())
-
-    behind, before = Watches(), Watches()
-    fit(3, behind)
-    fit(3, before, background=False)
-    assert behind.seen == 2 and before.seen == 0
-
-
-def test_a_save_that_waits_says_so_once(fit: Fit, monkeypatch, caplog) -> None:
+def test_no_checkpoint_mixes_two_steps(
+    fit: Fit, tmp_path: Path, monkeypatch, caplog, background: bool
+) -> None:
+    """In the background it is written while the training continues; a wait is reported once."""
     monkeypatch.setattr("distdl.checkpoint.saving.PATIENCE", 0.0)
-    with caplog.at_level(logging.WARNING):
-        fit(4)
-    (said,) = [r.getMessage() for r in caplog.records if "to be written" in r.getMessage()]
-    assert "save less often (checkpoint.every_n_steps" in said
+    writing: list[bool] = []
+    fit(3, at_start(lambda _: writing.append(bool(writers()))), background=background)
+    assert writing == [False, background, background]
+    assert caplog.text.count("save less often (checkpoint.every_n_steps") == background
+    files = saved(tmp_path)
+    assert list(files) == [1, 2, 3]
+    for step, path in files.items():
+        checkpoint = torch.load(path, weights_only=True)
+        assert checkpoint["global_step"] == step
+        assert all(
+            torch.allclose(w, torch.tensor(step / 10)) for w in checkpoint["state_dict"].values()
+        )
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_what_was_begun_is_published_whatever_ends_the_training(fit: Fit, tmp_path, kind) -> None:
-    class Breaks(Callback):
-        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-            if trainer.global_step == 3:
-                raise kind("in the middle")
+    def end(trainer: Trainer) -> None:
+        if trainer.global_step == 3:
+            raise kind("in the middle")
 
     with pytest.raises((kind, SystemExit)):
-        fit(6, Breaks(), every=3)
-    assert sorted(found(tmp_path)) == [3]
-    assert damage_of(tmp_path / "checkpoints/last.ckpt") is None
-
-
-class Fills(Callback):
-    """From some step on no file may be larger than 1 MB: as on a disk that is full."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            for thread in threading.enumerate():
-                if thread.name.endswith(".ckpt"):
-                    thread.join()
-            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
-
-
-@pytest.fixture
-def limit() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        fit(6, at_start(end), every=3)
+    assert list(saved(tmp_path)) == [3]
 
 
 @pytest.mark.parametrize("steps", [1000, 40])
-def test_a_failed_write_ends_the_training(fit: Fit, tmp_path, caplog, limit, steps) -> None:
-    """At the latest when the next one is due, or the training ends."""
-    reached = 0
+def test_a_failed_write_ends_the_training(fit: Fit, tmp_path, caplog, steps) -> None:
+    """At the latest when the next one is due (step 60), or the training ends. From step 35 on no
+    file may be larger than 1 MB, as on a full disk."""
+    reached = [0]
 
-    class Watches(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            nonlocal reached
-            reached = trainer.global_step
+    def fill(trainer: Trainer) -> None:
+        reached.append(trainer.global_step)
+        if trainer.global_step == 35:
+            for thread in writers():
+                thread.join()
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
 
     with pytest.raises(SaveError, match=r"step_00000040.ckpt could not be saved: OSError: .*large"):
-        fit(steps, Fills(35), Watches(), every=20)
-    assert 40 <= reached <= 60, "the next one is due at 60"
+        fit(steps, at_start(fill), every=20)
+    assert 39 <= reached[-1] <= 60
     assert "the checkpoints before it are as they were" in caplog.text
-    assert sorted(found(tmp_path)) == [20]
-    assert damage_of(tmp_path / "checkpoints/last.ckpt") is None
-    assert not list((tmp_path / "checkpoints").glob(".*")), "its half of a file is removed"
+    assert list(saved(tmp_path)) == [20]
+
+
+class Stubborn:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("only by pickle")
 
 
 def test_what_cannot_be_copied_is_written_at_once(fit: Fit, tmp_path: Path, caplog) -> None:
@@ -241,23 +208,16 @@ def test_what_cannot_be_copied_is_written_at_once(fit: Fit, tmp_path: Path, capl
             return {"seen": Stubborn()}
 
     with torch.serialization.safe_globals([Stubborn]):
-        fit(2, Keeps(), every=1)
-    paths = CheckpointStore(tmp_path / "checkpoints").all()
-    assert len(paths) == 2 and all(damage_of(path) is None for path in paths)
+        fit(2, Keeps())
+    assert list(saved(tmp_path)) == [1, 2]
     assert caplog.text.count("no copy could be made: TypeError: only by pickle") == 1
 
 
-class Stubborn:
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("only by pickle")
-
-
 def test_a_users_own_checkpoint_is_there_at_once(fit: Fit, tmp_path: Path) -> None:
-    class Reads(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            trainer.save_checkpoint(tmp_path / "own.ckpt")
-            step = torch.load(tmp_path / "own.ckpt", weights_only=False)["global_step"]
-            assert step == trainer.global_step
+    def read(trainer: Trainer) -> None:
+        trainer.save_checkpoint(tmp_path / "own.ckpt")
+        step = torch.load(tmp_path / "own.ckpt", weights_only=False)["global_step"]
+        assert step == trainer.global_step
 
-    fit(3, Reads())
-    assert sorted(found(tmp_path)) == [1, 2, 3]
+    fit(2, at_start(read))
+    assert list(saved(tmp_path)) == [1, 2]

@@ -1,127 +1,270 @@
-"""Which files leave this machine with a job, and which never do."""
+"""Which files leave this machine with a job: what git would keep, and never a secret."""
 
 from __future__ import annotations
 
+import base64
+import json
+import os
+import random
+import string
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distdl.runs import snapshot
+from distdl.runs.bundle import Bundle
+from distdl.runs.directory import RunDirectory
+from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
+from distdl.util.redact import hide_shapes
+from distdl.util.secret_shapes import SHAPES, find
 
-HERE = ("train.py", "package/model.py", "notes.txt", "big.bin", "outputs/run/config.yaml")
 
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    root = tmp_path / "project"
-    for name in HERE:
+def written(root: Path, **files: str | bytes) -> Path:
+    for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"this is {name}")
+        data = content if isinstance(content, bytes) else content.encode("utf-8")
+        (root / name).write_bytes(data)
     return root
 
 
-@pytest.fixture
-def repository(project: Path) -> Path:
-    git(project, "init", "-q")
-    (project / ".gitignore").write_text("*.bin\n")
-    git(project, "add", "train.py", ".gitignore")
-    return project
+def take(root: Path, **options: Any) -> Snapshot:
+    return snapshot.take(root, [root / "outputs"], **{"limit_mb": 300, **options})
+
+
+def sent(root: Path, **options: Any) -> set[str]:
+    files = take(root, **options).files
+    return {name.removeprefix("project/") for _, name in files if name.startswith("project/")}
 
 
 def git(folder: Path, *arguments: str) -> None:
     subprocess.run(["git", "-C", str(folder), *arguments], check=True)
 
 
-def sent(root: Path, **options: object) -> set[str]:
-    taken = snapshot.take(root, [root / "outputs"], **{"limit_mb": 300, **options})  # type: ignore[arg-type]
-    names = {name for _, name in taken.files if name.startswith("project/")}
-    return {name.removeprefix("project/") for name in names}
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """As files; not a repository."""
+    names = ("train.py", "package/model.py", "notes.txt", "big.bin", "outputs/run/config.yaml")
+    files = {name: f"this is {name}" for name in names}
+    return written(tmp_path / "project", **files, **{".gitignore": "*.bin\n"})
+
+
+@pytest.fixture
+def repository(project: Path) -> Path:
+    git(project, "init", "-q")
+    git(project, "add", "train.py", ".gitignore")
+    return project
 
 
 def test_of_a_repository_what_git_would_keep(repository: Path) -> None:
     assert sent(repository) == {"train.py", ".gitignore", "package/model.py", "notes.txt"}
-    inner = repository / "vendored"  # a submodule
-    inner.mkdir()
-    git(inner, "init", "-q")
-    (inner / "layers.py").write_text("")
+    inner = written(repository / "vendored", **{"layers.py": ""})
+    git(inner, "init", "-q")  # a submodule
     assert "vendored/layers.py" in sent(repository)
     (repository / "train.py").unlink()  # still tracked
-    (repository / ".env.example").write_text("TOKEN=")
+    written(repository, **{".env.example": "TOKEN="})
     assert "train.py" not in sent(repository) and ".env.example" in sent(repository)
-    (repository / ".amlignore").write_text("notes.*\npackage/\nvendored/\n.env*\n")
+    written(repository, **{".amlignore": "notes.*\npackage/\nvendored/\n.env*\n"})
     assert sent(repository) == {".gitignore", ".amlignore"}
-    taken = snapshot.take(repository, [repository / "outputs"], 300)
+    taken = take(repository)
     assert taken.size == sum(path.stat().st_size for path, _ in taken.files)
 
 
 def test_outside_git_what_is_neither_hidden_nor_ignored(project: Path) -> None:
-    (project / ".gitignore").write_text("*.bin\n")
-    for name in (".cache/weights.pt", "venv/pyvenv.cfg", "venv/activate.py"):
-        (project / name).parent.mkdir(exist_ok=True)
-        (project / name).write_text("")
+    written(project, **{".cache/w.pt": "", "venv/pyvenv.cfg": "", "venv/activate.py": ""})
     assert sent(project) == {"train.py", "package/model.py", "notes.txt"}
 
 
 @pytest.mark.parametrize("in_git", [True, False])
-def test_runs_are_no_code_wherever_they_are(project: Path, in_git: bool) -> None:
+def test_runs_are_not_code_wherever_they_are(project: Path, in_git: bool) -> None:
     if in_git:
         git(project, "init", "-q")
     for name in ("config.yaml", "attempts/001/launch.yaml", "checkpoints/last.ckpt"):
-        (project / "elsewhere/e/run" / name).parent.mkdir(parents=True, exist_ok=True)
-        (project / "elsewhere/e/run" / name).write_text("")
+        written(project, **{f"elsewhere/e/run/{name}": ""})
     assert not any(name.startswith("elsewhere") for name in sent(project))
 
 
 def test_a_link_to_elsewhere_is_not_the_project(repository: Path, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere.py").write_text("")
-    (repository / "linked.py").symlink_to(tmp_path / "elsewhere.py")
+    (repository / "linked.py").symlink_to(
+        written(tmp_path, **{"elsewhere.py": ""}) / "elsewhere.py"
+    )
     (repository / "alias.py").symlink_to("train.py")
-    taken = snapshot.take(repository, [repository / "outputs"], 300)
-    assert taken.left_out == (("linked.py", "is a link that leads out of the project"),)
-    assert "project/alias.py" in {place for _, place in taken.files}
+    assert [name for name, _ in take(repository).left_out] == ["linked.py"]
+    assert "alias.py" in sent(repository)
 
 
 @pytest.mark.parametrize(
     "name",
     [".env", ".env.local", "prod.env", "id_rsa", "server.pem", "credentials.json", "hf_token.txt"],
 )
-def test_files_made_for_secrets_stay_and_it_is_said(repository: Path, name: str) -> None:
-    (repository / name).write_text("whatever")
-    taken = snapshot.take(repository, [repository / "outputs"], 300)
-    assert f"project/{name}" not in {place for _, place in taken.files}
+def test_files_made_for_secrets_stay_and_are_reported(repository: Path, name: str) -> None:
+    taken = take(written(repository, **{name: "whatever"}))
+    assert name not in sent(repository)
     assert taken.left_out == ((name, "is a file for secrets, by its name"),)
     assert name in taken.lines_left_out()[0]
 
 
-def test_what_holds_a_secret_of_this_shell_stays_and_a_module_is_refused(
+def test_many_files_left_out_are_counted(tmp_path: Path) -> None:
+    taken = take(written(tmp_path, **{f"{number}.pem": "" for number in range(12)}))
+    assert taken.lines_left_out()[10] == "and 2 more"
+
+
+def test_a_secret_of_this_shell_stays_and_a_module_with_one_is_refused(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_SERVICE_TOKEN", "c4nary-c4nary")
     monkeypatch.setenv("PLAIN", "plain-but-forwarded")
-    (repository / "notes.txt").write_text("\nplain-but-forwarded")
-    taken = snapshot.take(repository, [repository / "outputs"], 300, secret_names=["PLAIN"])
+    written(repository, **{"notes.txt": "\nplain-but-forwarded"})
+    taken = take(repository, secret_names=["PLAIN"])
     assert taken.left_out == (("notes.txt", "line 2 holds the value of $PLAIN"),)
-    (repository / "package" / "client.py").write_text('TOKEN = "c4nary-c4nary"')
-    with pytest.raises(UserError) as refused:
+    written(repository, **{"package/client.py": 'TOKEN = "c4nary-c4nary"'})
+    with pytest.raises(UserError, match=r"line 1 holds the value of \$MY_SERVICE_TOKEN") as error:
         sent(repository, secret_names=["PLAIN"])
-    assert [p.path for p in refused.value.problems] == ["package/client.py"]
-    assert "line 1 holds the value of $MY_SERVICE_TOKEN" in str(refused.value)
-    assert "c4nary" not in str(refused.value)
+    assert [p.path for p in error.value.problems] == ["package/client.py"]
+    assert "c4nary" not in str(error.value)
 
 
 def test_too_much_is_refused_and_the_largest_is_named(repository: Path) -> None:
-    (repository / "data").mkdir()
-    (repository / "data" / "images.tar").write_bytes(bytes(2_000_000))
+    written(repository, **{"data/images.tar": bytes(2_000_000)})
     with pytest.raises(UserError, match="data 2 MB"):
         sent(repository, limit_mb=1)
-    (repository / ".amlignore").write_text("data/\n")
+    written(repository, **{".amlignore": "data/\n"})
     assert "data/images.tar" not in sent(repository, limit_mb=1)
 
 
-def test_distdl_goes_as_it_is_imported() -> None:
-    names = {name for _, name in snapshot.own_files()}
-    wanted = {"worker/main.py", "conf/distdl.yaml", "launchers/local.py", "models/classifier.py"}
-    assert wanted <= names
-    assert not any("__pycache__" in name for name in names)
+def made(length: int, alphabet: str = string.ascii_letters + string.digits) -> str:
+    """A token that nobody ever had: put together here, so that none stands in this file."""
+    chosen = random.Random(length)
+    return "".join(chosen.choice(alphabet) for _ in range(length))
+
+
+def pem(kind: str, newline: str = "\n") -> str:
+    lines = [made(64)[i:] + made(64)[:i] for i in range(8)]
+    return newline.join([f"-----BEGIN {kind}-----", *lines, f"-----END {kind}-----", ""])
+
+
+HEX = "0123456789abcdef"
+HUB = f"hf_{made(34)}"
+ACCOUNT = json.dumps({"type": "service_account", "private_key": pem("PRIVATE KEY")}, indent=1)
+STORAGE = f"DefaultEndpointsProtocol=https;AccountName=me;AccountKey={made(86)}==;Endpoint=x"
+NOTEBOOK = {"cells": [{"outputs": [{"text": [f"login {HUB} ok\n"]}], "image": made(5000)}]}
+BLOB = f"azcopy 'https://a.blob.core.windows.net/c?sv=2024&sig={made(43)}%3D'"
+# Kind -> file -> content. The secret is in the first line, or in the one after "N:".
+SECRETS = {
+    "a private key": {
+        "deploy": pem("OPENSSH PRIVATE KEY"),
+        "2:deploy.txt": "\n" + pem("ENCRYPTED PRIVATE KEY", "\r\n"),
+        "3:gcp.json": ACCOUNT,
+        "kube": base64.b64encode(pem("EC PRIVATE KEY").encode()).decode(),
+    },
+    "the key of a storage account": {"storage.cfg": STORAGE},
+    "a signed URL": {"blob.sh": BLOB},
+    "a Hugging Face token": {"hub": HUB, "run.ipynb": json.dumps(NOTEBOOK)},
+    "a GitHub token": {
+        "clone.sh": f"git clone https://ghp_{made(36)}@github.com/o/r",
+        "pat": f"github_pat_{made(82)}",
+    },
+    "a password in a URL": {"dsn.ini": "url = postgres://me:hunter2-vq8@db.corp.net/x"},
+    "an AWS secret key": {"2:aws": f"[default]\naws_secret_access_key = {made(40)}\n"},
+    "an AWS access key": {"key-id": "AKIA" + made(16, string.ascii_uppercase + string.digits)},
+    "a Slack token": {"slack": "xoxb-" + made(24)},
+    "an API key (sk-...)": {"openai.yaml": f"key: sk-proj-{made(40)}"},
+    "a Weights & Biases key": {"wandb.sh": f"export WANDB_API_KEY={made(40, HEX)}"},
+    "a web token (JWT)": {"session": f"eyJ{made(30)}.eyJ{made(40)}.{made(43)}"},
+    "a secret by its name": {"2:settings.yaml": f'service:\n  api_key: "{made(32)}"\n'},
+}
+HARMLESS = {
+    "README.md": "AKIAIOSFODNN7EXAMPLE, https://user:password@host, hf_" + "x" * 34,
+    "docs.md": "AccountKey=<your key>; ghp_YOUR_TOKEN_YOUR_TOKEN_YOUR_TOKEN; Bearer ${TOKEN}",
+    "parse.py": 'if text.startswith("-----BEGIN RSA PRIVATE KEY-----"):\n    token = read(text)\n',
+    "model.py": "token_embedding = self.backbone2.embed_tokens_with_positions7(x)\npad_token = 7",
+    "ssh.py": 'URL = f"https://{user}:{token}@github.com"; sig=inspect.signature(f)',
+    "poetry.lock": f'hash = "sha256:{made(64, HEX)}"\n' * 50,
+    "cert.crt": pem("CERTIFICATE"),
+    "plot.ipynb": json.dumps({"png": base64.b64encode(random.Random(1).randbytes(10**6)).decode()}),
+    "hex.txt": random.Random(2).randbytes(5 * 10**5).hex(),
+    "sk.html": "#sk-container-id-1 div.sk-estimator-doc-link-12 { sk-toggleable__label-arrow-3 }",
+    "azurite.md": "AccountKey=Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZ"
+    "FPTOtr/KBHBeksoGMGw==",
+    "weights.bin": random.Random(3).randbytes(10**6).decode("latin-1"),
+}
+
+
+@pytest.mark.parametrize("kind", SECRETS)
+def test_a_secret_is_left_out_and_named_by_line_and_kind(tmp_path: Path, kind: str) -> None:
+    """And it is hidden in a log as well."""
+    for label, content in SECRETS[kind].items():
+        line, _, name = label.rpartition(":")
+        taken = take(written(tmp_path, **{name: content, "train.py": "import torch\n"}))
+        assert f"line {line or 1} holds {kind}" in dict(taken.left_out)[name]
+        longest = max(content.replace("\\n", " ").split(), key=len)
+        assert longest[:30] not in "\n".join(taken.lines_left_out())
+        if kind != "a secret by its name":  # by name logs hide more, see test_redact
+            assert not [*find(hide_shapes(content).encode())]
+    assert sent(tmp_path) == {"train.py"}
+    assert len({shape.pattern.pattern for shape in SHAPES}) == len(SHAPES)
+
+
+def test_what_only_looks_like_one_is_sent(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("DB_PASSWORD", "password")  # no file of distdl is taken for a secret either
+    taken = take(written(tmp_path, **{k: v for k, v in HARMLESS.items() if "password" not in v}))
+    assert taken.left_out == ()
+    monkeypatch.delenv("DB_PASSWORD")
+    assert sent(written(tmp_path, **HARMLESS)) == {*HARMLESS}
+
+
+def test_a_module_is_refused_and_its_test_is_left_out(tmp_path: Path) -> None:
+    module = f"import os\nTOKEN = '{HUB}'\n"
+    written(tmp_path, **{"tests/keys.py": module, "test_hub.py": module})
+    assert {name for name, _ in take(tmp_path).left_out} == {"tests/keys.py", "test_hub.py"}
+    written(tmp_path, **{"package/hub.py": module})
+    with pytest.raises(UserError, match=r"line 2 holds a Hugging Face.*\n.*!package/hub") as error:
+        take(tmp_path)
+    assert [p.path for p in error.value.problems] == ["package/hub.py"]
+    assert HUB not in str(error.value)
+
+
+def test_a_file_named_in_amlignore_is_sent_and_a_pattern_names_none(tmp_path: Path) -> None:
+    written(tmp_path, **{"docs/a.pem": pem("PRIVATE KEY"), "b": pem("PRIVATE KEY"), "c.pem": ""})
+    written(tmp_path, **{".amlignore": "*\n!*.pem\n!b*\n!docs/\n!/docs/a.pem\n!c.pem\n"})
+    taken = take(tmp_path)
+    assert sent(tmp_path) == {"docs/a.pem", "c.pem"}
+    assert [name for name, _ in taken.left_out] == ["b"]
+    assert taken.lines_left_out()[-1].endswith("!b)")
+    for start, encoding in (("\ufeff", "utf-8"), ("", "latin-1")):
+        lines = f"{start}!b\n# Größe\n!c.pem\n!docs/a.pem".encode(encoding)
+        assert take(written(tmp_path, **{".amlignore": lines})).left_out == ()
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "latin-1"])
+def test_another_encoding_hides_nothing(tmp_path: Path, encoding: str) -> None:
+    written(tmp_path, note=f"é\n{HUB}".encode(encoding))
+    assert take(tmp_path).left_out == (("note", "line 2 holds a Hugging Face token"),)
+
+
+@pytest.mark.parametrize("before", [980, 3000, 3961])
+def test_a_large_file_is_searched_across_its_pieces(tmp_path, monkeypatch, before: int) -> None:
+    monkeypatch.setattr(snapshot, "PIECE", 1000)
+    monkeypatch.setattr(snapshot, "OVERLAP", 100)
+    written(tmp_path, log="x" * (before - 2) + "\n " + HUB + "\n" * 999)
+    assert take(tmp_path).left_out == (("log", "line 2 holds a Hugging Face token"),)
+
+
+def test_what_changed_after_the_search_is_not_sent(tmp_path: Path) -> None:
+    project = written(tmp_path / "project", **{"train.py": "import torch\n"})
+    run = RunDirectory(tmp_path / "outputs/e/run")
+    run.create("seed: 1\n", {})
+    attempt = run.begin_attempt({"where": {"project": {}}})
+    taken = take(project)
+    written(project, **{"train.py": f"TOKEN = '{HUB}'\n"})
+    with pytest.raises(UserError, match=r"train\.py: was changed"):
+        Bundle.write(run, attempt, taken)
+
+
+def test_names_of_any_bytes_are_sent_and_printed_on_one_line(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
+    written(tmp_path, **{"odd\nname": HUB})
+    assert sent(tmp_path) == {os.fsdecode(b"caf\xe9.txt")}
+    assert [name for name, _ in take(tmp_path).left_out] == [r"'odd\nname'"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from pathlib import Path
@@ -25,7 +26,7 @@ from distdl.util.errors import UserError
 from distdl.validation import rules
 from distdl.validation.resolve import resolve
 
-# What the script calls on a node; here it only says what it was given.
+# What the script calls on a node; here it only records what it was given.
 NODE = {
     "srun": 'env -0 > "$SEEN/env"; printf "%s\\0" "$@" > "$SEEN/arguments"',
     "scontrol": "echo localhost",
@@ -44,13 +45,13 @@ PLAIN = st.text(
     max_size=20,
 ).filter(lambda name: name.strip(".") != "")
 few = hypothesis_settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
 def spec(store: str = "/shared/runs/e/first", **fields: Any) -> JobSpec:
-    given = {"name": "e/first", "bundle": f"{store}/attempts/001/bundle", "attempt": 1, **fields}
-    return JobSpec(store=store, resources=Resources(1, 2, "cpu"), **given)
+    chosen = {"name": "e/first", "bundle": f"{store}/attempts/001/bundle", "attempt": 1, **fields}
+    return JobSpec(store=store, resources=Resources(1, 2, "cpu"), **chosen)
 
 
 @pytest.fixture
@@ -78,12 +79,13 @@ def test_bash_gets_every_value_and_path_byte_for_byte(
     node: Path, launcher_value: str, value: str, folder: str
 ) -> None:
     """Also through an array's cases, where lines are indented."""
-    store = f"/runs/{folder}"
     env = {f"N{number}": text for number, text in enumerate([*NASTY, value])}
     launcher = SlurmLauncher(env={"OF_LAUNCHER": launcher_value}, requeue=False)
-    one, other = spec(store, env=env), spec("/runs/other", env={"N0": "other"})
+    one, other = spec(f"/runs/{folder}", env=env), spec("/runs/other", env={"N0": "other"})
     for request in (launcher.request(one), launcher.request_sweep([one, other])):
         assert request is not None
+        body = itertools.dropwhile(lambda line: line.startswith("#"), request.text.splitlines())
+        assert not [line for line in body if line.startswith("#SBATCH")]
         script = request.text.replace("#!/bin/bash\n", "#!/bin/bash\nSLURM_ARRAY_TASK_ID=0\n")
         seen, arguments = run(script, node)
         assert {name: seen[name] for name in env} == env
@@ -92,35 +94,20 @@ def test_bash_gets_every_value_and_path_byte_for_byte(
         assert seen["PYTHONPATH"] == f"{one.bundle}/code"
 
 
-def test_no_value_becomes_a_line_of_sbatch() -> None:
-    request = SlurmLauncher(env={"A": NASTY[1]}).request(spec(env={"B": NASTY[1]}))
-    assert not request.array
-    lines = request.text.splitlines()
-    after = next(i for i, line in enumerate(lines) if not line.startswith("#"))
-    assert not [line for line in lines[after:] if line.startswith("#SBATCH")]
-
-
 @few
 @given(TEXT)
 @example("".join(NASTY).replace("\udce9", ""))
 @example("\x85")
 def test_yaml_for_azure_reads_back_the_same(value: str) -> None:
-    assert yaml.safe_load(to_yaml({"environment_variables": {"A": value}})) == {
-        "environment_variables": {"A": value}
-    }
+    content = {"environment_variables": {"A": value}}
+    assert yaml.safe_load(to_yaml(content)) == content
 
 
-@pytest.mark.parametrize(
-    "name", ["", "1A", "A-B", "A B", "A=B", "A,B", "A\nB", "É", "A;id", "$(id)"]
-)
-def test_a_name_that_is_none_is_refused_for_every_launcher(name: str) -> None:
+@pytest.mark.parametrize("name", ["", "1A", "A-B", "A B", "A=B", "A\nB", "É", "$(id)"])
+def test_a_name_of_a_variable_is_checked_for_every_launcher(name: str) -> None:
     for section in ({"env": {name: "1"}}, {"forward_env": [name]}):
-        found = [*rules.names(resolve({"launcher": section, "output_dir": "outputs"}))]
-        assert len(found) == 1, section
-        problem = found[0]
+        (problem,) = rules.names(resolve({"launcher": section, "output_dir": "outputs"}))
         assert problem.path.startswith(("launcher.env.", "launcher.forward_env"))
-        assert "is not a name of a variable" in problem.what
-        assert "letters, digits and _" in problem.remedy
         assert problem.path.isprintable() and problem.what.isprintable()
     for build in (
         lambda: spec(env={name: "1"}),
@@ -133,40 +120,40 @@ def test_a_name_that_is_none_is_refused_for_every_launcher(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, [1], {"a": 1}, "a\0b", "\ud800"])
-def test_a_value_that_is_none_is_refused(value: object) -> None:
+def test_a_value_of_a_variable_is_checked(value: object) -> None:
     with pytest.raises(UserError, match=r"launcher\.env\.A: .* is not a value of a variable"):
         variables({"A": value})
 
 
 @pytest.mark.parametrize("odd", ["\n", "\r", "\t", "\x1b", "\x85", "\u2028", "\udcff", "\0"])
-def test_a_folder_or_a_name_of_several_lines_is_refused(odd: str, tmp_path: Path) -> None:
-    found = rules.names(resolve({"output_dir": f"runs{odd}x"}))
-    assert [problem.path for problem in found] == ["output_dir"]
-    with pytest.raises(UserError, match="output_dir: "):
-        spec(f"/runs/a{odd}b")
-    with pytest.raises(UserError, match="name: "):
-        spec(name=f"e/a{odd}b")
+def test_a_folder_or_a_name_of_several_lines_is_refused(odd: str) -> None:
+    problems = [*rules.names(resolve({"output_dir": f"runs{odd}x"}))]
+    for path, build in (
+        ("output_dir", lambda: spec(f"/runs/a{odd}b")),
+        ("name", lambda: spec(name=f"e/a{odd}b")),
+    ):
+        with pytest.raises(UserError) as error:
+            build()
+        problems += [p for p in error.value.problems if p.path == path]
+    assert [problem.path for problem in problems] == ["output_dir", "output_dir", "name"]
 
 
 @pytest.mark.parametrize(
     ("launcher", "store"),
     [
-        (SlurmLauncher(), '/runs/"a"'),
-        (SlurmLauncher(), "/runs/a\\b"),
-        (SlurmLauncher(), "/runs/a:b"),
+        *((SlurmLauncher(), store) for store in ('/runs/"a"', "/runs/a\\b", "/runs/a:b")),
         (SlurmLauncher(container="a.sif"), "/runs/a,b"),
         (MpiLauncher(flavour="openmpi4"), "/runs/a b"),
         (MpiLauncher(flavour="mpich"), "/runs/a:b"),
     ],
 )
-def test_a_folder_that_a_place_would_misread_is_refused(launcher: Any, store: str) -> None:
+def test_a_folder_that_a_platform_would_misread_is_refused(launcher: Any, store: str) -> None:
     with pytest.raises(UserError, match="choose another output_dir"):
         launcher.request(spec(store))
 
 
 def test_a_dry_run_can_be_copied_into_a_shell() -> None:
-    text = LocalLauncher().request(spec(env={"A": "b c; id"})).render()
-    assert "A='b c; id'" in text
+    assert "A='b c; id'" in LocalLauncher().request(spec(env={"A": "b c; id"})).render()
 
 
 WORKSPACE = "azureml://subscriptions/s/resourceGroups/g/workspaces/w"
@@ -180,17 +167,18 @@ WORKSPACE = "azureml://subscriptions/s/resourceGroups/g/workspaces/w"
         "azureml://subscriptions/s/resourceGroups/../workspaces/w/jobs/a",
     ],
 )
-def test_a_handle_is_no_way_to_another_address(handle: str) -> None:
+def test_a_handle_does_not_lead_to_another_address(handle: str) -> None:
     launcher = SageMakerLauncher() if handle.startswith("sagemaker") else AzureMLLauncher()
-    with pytest.raises(UserError, match=r"is no (SageMaker job|handle)"):
+    with pytest.raises(UserError) as error:
         launcher.attach(handle)
+    assert [problem.path for problem in error.value.problems] == [handle]
 
 
-def test_names_of_a_place_are_names() -> None:
-    with pytest.raises(UserError) as refused:
+def test_names_of_a_platforms_own_objects_are_checked() -> None:
+    with pytest.raises(UserError) as error:
         Workspace.find("s/../t", "a group", "w?x")
     keys = ["launcher.subscription", "launcher.resource_group", "launcher.workspace"]
-    assert [problem.path for problem in refused.value.problems] == keys
+    assert [problem.path for problem in error.value.problems] == keys
     for prefix in ("../x", "a//b", "a b", "a\nb", "é"):
-        found = SageMakerLauncher.check({"prefix": prefix}, {"devices": 1, "accelerator": "cpu"})
-        assert "prefix" in [problem.path for problem in found], prefix
+        problems = SageMakerLauncher.check({"prefix": prefix}, {"devices": 1, "accelerator": "cpu"})
+        assert "prefix" in [problem.path for problem in problems], prefix

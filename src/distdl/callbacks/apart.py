@@ -1,8 +1,5 @@
-"""Keeps the checkpoints of a user's callbacks apart from distdl's own.
-
-Both use names like `last.ckpt` and `epoch_003.ckpt`, and both delete old files. In one folder,
-each would overwrite and delete the other's files.
-"""
+"""Keeps the checkpoints of a user's callbacks apart from distdl's own: in one folder, each would
+overwrite and delete the other's `last.ckpt` and `epoch_003.ckpt`."""
 
 from __future__ import annotations
 
@@ -22,30 +19,23 @@ FOLDER = "model_checkpoints"  # of a run
 
 
 def give_own_folders(trainer: Trainer, ours: Path) -> None:
-    """Redirects Checkpoint callbacks with no folder, or one inside `ours`, to a folder beside it.
-
-    Args:
-        trainer: Before its callbacks restore their state: ModelCheckpoint ignores the state of
-            another folder.
-        ours: RUN/checkpoints.
-    """
+    """Redirects Checkpoint callbacks with no folder, or one inside `ours` (RUN/checkpoints), to a
+    folder beside it; before they restore their state: ModelCheckpoint ignores the state of another
+    folder."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, Checkpoint) or not hasattr(callback, "dirpath"):
             continue
-        dirpath: Any = callback.dirpath
-        if dirpath is None:
+        if callback.dirpath is None:
             callback.dirpath = str(ours.parent / FOLDER)
-        elif (inside := below(dirpath, ours)) is not None:
+        elif (inside := below(callback.dirpath, ours)) is not None:
             callback.dirpath = str(ours.parent / FOLDER / inside)
             name = type(callback).__name__
             log.warning("%s writes into %s: %s is distdl's", name, callback.dirpath, ours)
 
 
 def refuse_ours(trainer: Trainer, ours: Path) -> None:
-    """Makes `trainer.save_checkpoint` raise a UserError for paths in `ours`.
-
-    Callbacks of every kind save with this method.
-    """
+    """Makes `trainer.save_checkpoint`, with which callbacks of every kind save, raise a UserError
+    for paths in `ours`."""
     save = trainer.save_checkpoint
 
     def save_checkpoint(filepath: Any, *args: Any, **options: Any) -> None:
@@ -58,10 +48,8 @@ def refuse_ours(trainer: Trainer, ours: Path) -> None:
 
 
 def save_swa(trainer: Trainer, run: Path) -> None:
-    """Saves SWA's averaged weights in a file of their own. Collective.
-
-    SWA puts them into the model when the training ends, after our last checkpoint.
-    """
+    """Saves SWA's averaged weights in a file of their own: SWA puts them into the model when the
+    training ends, after our last checkpoint. Collective."""
     averages = [c for c in trainer.callbacks if isinstance(c, StochasticWeightAveraging)]  # type: ignore[attr-defined]
     # Not if the training stopped before SWA's last epoch.
     if any(c.n_averaged is not None and trainer.current_epoch > c.swa_end for c in averages):

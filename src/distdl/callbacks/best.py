@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,17 +41,14 @@ class Best:
             return False
         value = trainer.callback_metrics.get(self.monitor)
         score = process_group.broadcast(None if value is None else float(value))
-        if score is None:
+        self._found = self._found or score is not None
+        if score is None or math.isnan(score):
             return False
-        self._found = True
-        if math.isnan(score):
+        better = operator.gt if self.mode == "max" else operator.lt
+        if self.score is not None and not better(score, self.score):
             return False
-        better = self.score is None or (
-            score > self.score if self.mode == "max" else score < self.score
-        )
-        if better:
-            self.score = score
-        return better
+        self.score = score
+        return True
 
     def state(self) -> dict[str, Any]:
         return {"best": self.score, "monitor": self.monitor}
@@ -62,12 +60,10 @@ class Best:
         self.score = score if same and score is not None and not math.isnan(score) else None
 
     def missing(self, trainer: Trainer, *, early: bool = False) -> bool:
-        """Whether the chosen metric is still not logged after a validation. Collective.
-
-        For the default metric, and in a sanity check, it warns and returns False.
+        """Whether the chosen metric is still not logged after a validation. Collective. For the
+        default metric, and in a sanity check, it warns and returns False.
 
         Args:
-            trainer: After a validation.
             early: Inside an epoch. Training metrics may be logged at its end, so only a metric of
                 the validation is known to be missing.
         """
@@ -87,11 +83,7 @@ class Best:
         return False
 
     def refuse(self, trainer: Trainer) -> None:
-        """Ends a training whose metric is missing. Its state must be saved already.
-
-        Raises:
-            Unfinished: Always.
-        """
+        """Ends a training whose metric is missing, by `Unfinished`; its state is already saved."""
         raise Unfinished(self._problem(trainer, sorted(trainer.callback_metrics)))
 
     def warn_if_never_validated(self, trainer: Trainer) -> None:

@@ -77,10 +77,9 @@ class Checkpointer(Callback):
         background: bool = True,
         trust_pickle: bool = False,
     ) -> None:
-        self.stop, self.position = stop, position
+        self.stop, self.position, self.optimizer = stop, position, optimizer
         self.saver = Saver(store, keep_last=keep_last, background=background)
         self._declared, self.accumulate, self.seed = global_batch_size, accumulate, seed
-        self.optimizer = optimizer
         self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
         self.every_seconds = every_minutes * 60 if every_minutes else math.inf
         self.best = Best(monitor, mode)
@@ -91,8 +90,7 @@ class Checkpointer(Callback):
         self._reason = ""
         self._rng: dict[str, Any] | None = None
         self._kept: dict[str, Any] | None = None
-        self._guards = False
-        self._common: float = 0
+        self._guards, self._common = False, 0.0
         self.trust_pickle = trust_pickle
 
     @property
@@ -122,23 +120,21 @@ class Checkpointer(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning would broadcast a flag and read it back (a device sync) at every step.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         loop = trainer.fit_loop
+        loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         loop.on_advance_end = functools.partial(self._after_epoch, trainer)  # type: ignore[method-assign]
         loop.epoch_loop.on_advance_end = functools.partial(self._after_batch, trainer)  # type: ignore[method-assign]
         refuse_uneven(trainer.num_training_batches)
         self._agreement = Agreement(3)
-        self.rates = self.rates or resume_state.built_rates(
-            [o.param_groups for o in trainer.optimizers]
-        )
+        built = [optimizer.param_groups for optimizer in trainer.optimizers]
+        self.rates = self.rates or resume_state.built_rates(built)
         self._saved_step, self._stepped = steps_of(trainer), trainer.global_step
         self._saved_at = time.monotonic()
         if not self.trust_pickle:
             refuse_pickles(trainer)
         if self._kept is not None:
-            resume_state.restore_rng(
-                self._kept["rng"], self.seed + trainer.global_step, trainer.global_rank
-            )
+            seed = self.seed + trainer.global_step
+            resume_state.restore_rng(self._kept["rng"], seed, trainer.global_rank)
             resume_state.restore_parameters(pl_module, self._kept)
             if trainer.current_epoch > 0 and self.position.consumed == 0:
                 # This epoch's loaders drew their seeds before `restore_rng`: draw them again.
@@ -168,12 +164,9 @@ class Checkpointer(Callback):
         self._half_a_step, self._stepped = self._stepped == trainer.global_step, trainer.global_step
 
     def _after_batch(self, trainer: Trainer, data_fetcher: Any) -> None:
-        """Replaces `on_advance_end` of Lightning's batch loop, to save as late as possible.
-
-        The module's `on_train_batch_end`, which follows ours, and the loggers have run by then.
-        Without a validation, the save also comes after the step of the plateau schedules. A
-        validation may take long, so the save comes before it.
-        """
+        """Replaces `on_advance_end` of Lightning's batch loop, to save as late as possible: after
+        the module's `on_train_batch_end`, the loggers and, without a validation, the step of the
+        plateau schedules. A validation may take long, so the save comes before it."""
         loop = trainer.fit_loop.epoch_loop
         if loop._skip_next_val:  # resumed from a save at this point: all of this was done
             loop._skip_next_val = False
@@ -200,21 +193,16 @@ class Checkpointer(Callback):
 
     def _batch_ended(self, trainer: Trainer) -> None:
         loop, step = trainer.fit_loop.epoch_loop, steps_of(trainer)
-        overdue = trainer.global_rank == 0 and self._overdue()
+        elapsed = time.monotonic() - self._saved_at
+        overdue = trainer.global_rank == 0 and elapsed >= self.every_seconds
         stop, save, failed = self._agreement.exchange(*self._flags(overdue))
         if loop._num_ready_batches_reached():
             if stop or failed:  # raise them again: the epoch's end handles them
                 self._agreement.exchange(stop, False, failed)
             return
-        if failed:
-            self.saver.settle()
-        if stop:
-            self._save(trainer, "signal")
-            self._end(trainer)
-        by_step, soon = (
-            bool(self.every_n_steps) and (step + ahead) % (self.every_n_steps or 1) == 0
-            for ahead in (0, 1)
-        )
+        self._obey(trainer, stop, failed)
+        every = self.every_n_steps or math.inf
+        by_step, soon = ((step + ahead) % every == 0 for ahead in (0, 1))
         if (by_step or (save and not soon)) and step != self._saved_step:
             self._save(trainer, "step" if by_step else "time")
 
@@ -228,6 +216,9 @@ class Checkpointer(Callback):
             return
         self._common -= 1
         stop, _save, failed = self._agreement.exchange(*self._flags())
+        self._obey(trainer, stop, failed)
+
+    def _obey(self, trainer: Trainer, stop: bool, failed: bool) -> None:
         if failed:
             self.saver.settle()
         if stop:
@@ -235,12 +226,10 @@ class Checkpointer(Callback):
             self._end(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != "fit":
-            return
         if trainer.sanity_checking:
             self.best.missing(trainer, early=True)  # only for its warning
-            return
-        self.best.validated = True
+        elif trainer.state.fn == "fit":
+            self.best.validated = True
 
     def _validated(self, trainer: Trainer) -> None:
         """After a validation inside an epoch; `_epoch_ended` handles one at the epoch's end."""
@@ -248,8 +237,7 @@ class Checkpointer(Callback):
             self._save(trainer, "best")
         elif self.best.missing(trainer, early=True):
             self._save(trainer, "monitor")
-            self.saver.settle()
-            self.best.refuse(trainer)
+            self._refuse_missing_metric(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
@@ -259,11 +247,8 @@ class Checkpointer(Callback):
             self.saver.settle()
 
     def _after_epoch(self, trainer: Trainer) -> None:
-        """Replaces Lightning's `on_advance_end`, to save after it.
-
-        It calls the epoch-end hooks (the module's after ours), then steps the plateau schedules. A
-        checkpoint must include their effects.
-        """
+        """Replaces Lightning's `on_advance_end`, to save after it: a checkpoint must include the
+        effects of the epoch-end hooks, and the step of the plateau schedules."""
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch:
             loop.restarting = False  # else Lightning does not step the plateau schedules
@@ -360,31 +345,21 @@ class Checkpointer(Callback):
 
     # --------------------------------------------------------------------------------- saving
 
-    def _overdue(self) -> bool:
-        return time.monotonic() - self._saved_at >= self.every_seconds
-
     def _save(self, trainer: Trainer, reason: str, best: bool = False) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        facts: dict[str, Any]
         step, epoch = steps_of(trainer), trainer.current_epoch
-        name = f"epoch_{epoch:03d}.ckpt"
-        if reason != "epoch":
-            name = f"epoch_{epoch:03d}_step_{step:08d}.ckpt"
+        inside = "" if reason == "epoch" else f"_step_{step:08d}"
         self._reason = reason
         for logger in trainer.loggers:  # a resume from here does not log these again
             if isinstance(logger, Journal):
                 logger.flush()
-        self.saver.save(
-            trainer,
-            name,
-            best=best or reason == "best",
-            step=step,
-            epoch=epoch,
-            reason=reason,
-            world_size=trainer.world_size,
-            global_batch_size=self.global_batch_size,
-            metrics={k: float(v) for k, v in trainer.callback_metrics.items()},
-        )
+        facts = {"step": step, "epoch": epoch, "reason": reason, "world_size": trainer.world_size}
+        facts["global_batch_size"] = self.global_batch_size
+        facts["metrics"] = {k: float(v) for k, v in trainer.callback_metrics.items()}
+        name = f"epoch_{epoch:03d}{inside}.ckpt"
+        self.saver.save(trainer, name, best=best or reason == "best", **facts)
         self._saved_step, self._saved_at = step, time.monotonic()
         self._agreement.withdraw(SAVE)  # an overdue save was requested again at this step
 

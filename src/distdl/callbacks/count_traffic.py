@@ -17,13 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class CountTraffic(Callback):
-    """Counts the bytes sent in training steps; logs them at the end, writes `logs/traffic.json`.
-
-    Counting slows the steps down. Traffic of validations and checkpoints is not counted.
+    """Counts the bytes sent in training steps (not in validations and checkpoints), and slows them
+    down; logs them at the end, writes `logs/traffic.json`.
 
     Args:
-        skip_steps: Optimizer steps at the start that are not counted: DDP settles its buckets in
-            them.
+        skip_steps: First optimizer steps, in which DDP settles its buckets; not counted.
     """
 
     def __init__(self, skip_steps: int = 2) -> None:
@@ -56,24 +54,16 @@ class CountTraffic(Callback):
             f"{name} {tally['calls']:g} x, {in_words(tally['sent'])}"
             for name, tally in most["collectives"].items()
         )
-        log.info(
-            "traffic: a rank sends %s per step (%s counted)  %s",
-            in_words(most["sent"]),
-            "1 step" if self.steps == 1 else f"{self.steps} steps",
-            parts,
-        )
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        sent = in_words(most["sent"])
+        log.info("traffic: a rank sends %s per step (%s counted)  %s", sent, steps, parts)
         path = Path(trainer.default_root_dir) / "logs" / "traffic.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"steps": self.steps, "ranks": every_rank}, indent=1))
 
     def per_step(self) -> dict[str, Any]:
         """Bytes and calls per optimizer step of this rank."""
-        steps = self.steps or 1
-        return {
-            "payload": self.traffic.payload / steps,
-            "sent": self.traffic.sent / steps,
-            "collectives": {
-                name: {k: v / steps for k, v in vars(tally).items()}
-                for name, tally in self.traffic.collectives.items()
-            },
-        }
+        steps, tallies = self.steps or 1, self.traffic.collectives.items()
+        each = {name: {k: v / steps for k, v in vars(tally).items()} for name, tally in tallies}
+        sent, payload = self.traffic.sent / steps, self.traffic.payload / steps
+        return {"payload": payload, "sent": sent, "collectives": each}

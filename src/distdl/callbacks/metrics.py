@@ -65,9 +65,7 @@ class StepMetrics(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._batch_end = time.perf_counter()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Do not count the validation as time of a training step.
-        self._batch_end = time.perf_counter()
+    on_validation_end = on_train_epoch_start  # a validation is not time of a training step
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -96,8 +94,7 @@ class StepMetrics(Callback):
             self._reset()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        damage = getattr(trainer.datamodule, "damage", None)  # type: ignore[attr-defined]
-        if damage is None:
+        if (damage := getattr(trainer.datamodule, "damage", None)) is None:  # type: ignore[attr-defined]
             return
         # The stages of a pipeline read the same images.
         shares = trainer.distributed_sampler_kwargs or {}
@@ -109,11 +106,8 @@ class StepMetrics(Callback):
             return
         for logger in trainer.loggers:
             logger.log_metrics({"data/damaged": float(damaged)}, trainer.global_step)
-        log.warning(
-            "epoch %d: %d damaged images were left out; logs/damaged-rank*.txt names them",
-            trainer.current_epoch + 1,
-            damaged,
-        )
+        what = "epoch %d: %d damaged images were left out; logs/damaged-rank*.txt names them"
+        log.warning(what, trainer.current_epoch + 1, damaged)
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         self.on_train_end(trainer, trainer.lightning_module)
@@ -152,9 +146,7 @@ class StepMetrics(Callback):
             log.warning(
                 "the loss is %s since step %d at the latest (looked at every %d steps): a lower "
                 "learning rate may help, trainer.detect_anomaly=true names the operation",
-                loss,
-                step,
-                trainer.log_every_n_steps,  # type: ignore[attr-defined]
+                *(loss, step, trainer.log_every_n_steps),  # type: ignore[attr-defined]
             )
         # A module's own train/loss takes precedence, also one that is reduced at the epoch's end.
         begun = trainer.fit_loop.epoch_loop._results.values()
@@ -176,22 +168,17 @@ class StepMetrics(Callback):
 
 
 def steps_of(trainer: Trainer) -> int:
-    """The step number in logs, metrics and checkpoints: optimizer steps so far.
-
-    With manual optimization it is the number of batches: a batch may take several optimizer steps,
-    or none.
-    """
+    """The step number in logs, metrics and checkpoints: optimizer steps so far. With manual
+    optimization, where a batch may take several or none, the number of batches."""
     if trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
 def rates(optimizers: list[Any]) -> dict[str, float]:
-    """`lr`, the rate of the first optimizer's first group; if there are more groups, all rates.
-
-    The names are those of Lightning's LearningRateMonitor: `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`.
-    The groups of a config's optimizer share one rate, so they get `lr` only.
-    """
+    """`lr`, the rate of the first optimizer's first group; if groups may differ (those of a
+    config's optimizer do not), also all rates, named as by Lightning's LearningRateMonitor:
+    `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     named = {"lr": float(groups[0]["lr"])} if groups else {}
     one = len(groups) < 2 or all("reference_lr" in group for group in groups)

@@ -39,10 +39,8 @@ class Progress(Callback):
         self.bar, self.refresh_seconds = bar, refresh_seconds
         self._console = console.Console(stderr=True)
         self._line: Line | None = None
-        self._drawn = 0.0
-        self._hinted = False
-        self._hot = 0
-        self._began = 0.0
+        self._drawn = self._began = 0.0
+        self._hinted, self._hot = False, 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.progress_bar_callback is not None:  # also one of the module's own
@@ -61,8 +59,7 @@ class Progress(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
-        last = trainer.max_epochs
-        of = f"/{last}" if last and last > 0 else ""
+        of = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else ""
         self._open(trainer, f"epoch {trainer.current_epoch + 1}{of}", trainer.num_training_batches)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
@@ -84,15 +81,9 @@ class Progress(Callback):
             self._line.update(self._line.task_ids[0], info=parts)
         elif not self._draws:
             batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            total = trainer.num_training_batches
-            log.info(
-                "epoch %d  step %d  batch %d/%s  %s",
-                trainer.current_epoch + 1,
-                step,
-                batch,
-                total,
-                "  ".join(parts),
-            )
+            count = f"{batch}/{trainer.num_training_batches}"
+            epoch = trainer.current_epoch + 1
+            log.info("epoch %d  step %d  batch %s  %s", epoch, step, count, "  ".join(parts))
         # The first batches of an epoch always wait: warn only after three logs in a row.
         self._hot = self._hot + 1 if metrics.get("perf/data_wait", 0) > DATA_WAIT_LIMIT else 0
         settled = time.monotonic() - self._began >= HINT_AFTER
@@ -105,7 +96,7 @@ class Progress(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open(trainer, "validate", sum(trainer.num_val_batches))
 
-    def on_validation_batch_end(self, *args: Any) -> None:
+    def on_validation_batch_end(self, *args: Any, **options: Any) -> None:
         if self._line is not None:
             self._line.advance(self._line.task_ids[-1])
 
@@ -115,26 +106,14 @@ class Progress(Callback):
         else:
             self._close()
         if trainer.is_global_zero and not trainer.sanity_checking:
-            values = {
-                k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val")
-            }
-            shown = "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items()))
+            logged = sorted(trainer.callback_metrics.items())
+            shown = "  ".join(f"{k} {float(v):.4g}" for k, v in logged if k.startswith("val"))
             log.info("epoch %d  %s", trainer.current_epoch + 1, shown)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open(trainer, "test", sum(trainer.num_test_batches))
 
-    def on_test_batch_end(self, *args: Any) -> None:
-        self.on_validation_batch_end()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
-
-    def on_exception(self, *args: Any) -> None:
-        self._close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._close()
+    on_test_batch_end = on_validation_batch_end
 
     def _open(self, trainer: Trainer, title: str, total: float) -> None:
         """Draws a task below its parent task."""
@@ -143,25 +122,23 @@ class Progress(Callback):
         if self._line is None:
             self._line = Line(self._console)
             self._line.start()
-            give_way(self)
+            DRAWN.add(self)
+            _listen()
         self._line.add_task(title, total=None if math.isinf(total) else total)
 
-    def _close(self) -> None:
+    def _close(self, *args: Any, **options: Any) -> None:
         line, self._line = self._line, None
         DRAWN.discard(self)
         if line is not None:
             line.stop()
+
+    on_train_epoch_end = on_exception = teardown = _close
 
 
 # Bars on the screen. A debugger or an input() of the user's code removes them; the next batch
 # draws them again.
 DRAWN: set[Progress] = set()
 ASKS = ("builtins.breakpoint", "builtins.input", "sys.settrace")
-
-
-def give_way(bar: Progress) -> None:
-    DRAWN.add(bar)
-    _listen()
 
 
 @functools.cache  # once: Python cannot remove an audit hook
@@ -181,19 +158,18 @@ def remedy(datamodule: Any) -> str:
         workers = getattr(datamodule, "hparams", {}).get("num_workers")
         if workers is None:
             return f"data.num_workers={most} uses this process's CPU cores"
+    cheaper = "make a sample cheaper to load"
     if workers is None:
-        return (
-            f"num_workers={most} of its DataLoader uses this process's CPU cores; beyond that, "
-            "make a sample cheaper to load"
-        )
+        own = f"num_workers={most} of its DataLoader uses this process's CPU cores"
+        return f"{own}; beyond that, {cheaper}"
     if workers < most:
         return f"data.num_workers={most} uses this process's CPU cores (now {workers})"
     used = f"data.num_workers={workers} uses this process's CPU cores already; "
     if not getattr(datamodule, "decodes", False):
-        return used + "make a sample cheaper to load"
+        return used + cheaper
     return used + (
         "`python -m distdl prepare ... --short-side 256` makes images that load twice as fast "
-        "(lossy), data.decoder=nvjpeg decodes on the GPU, `python -m distdl data check` says what "
+        "(lossy), data.decoder=nvjpeg decodes on the GPU, `python -m distdl data check` shows what "
         "fits"
     )
 
@@ -209,19 +185,14 @@ def logged_by(trainer: Trainer, has_loss: bool) -> dict[str, float]:
 def described(
     metrics: dict[str, float], logged: dict[str, float] | None = None, unit: str = "samples/s"
 ) -> list[str]:
-    """`loss 6.91`, `lr 0.1`, `312 img/s`, `data_wait 1 %`, `mem 3.2 GiB`, and `logged`.
-
-    Learning rates that differ are all shown.
-    """
-    parts = []
-    if "train/loss" in metrics:
-        parts.append(f"loss {metrics['train/loss']:.4f}")
+    """`loss 6.91`, `lr 0.1` (all rates that differ), `312 img/s`, `data_wait 1 %`, `mem 3.2 GiB`,
+    and `logged`."""
+    parts = [f"loss {metrics['train/loss']:.4f}"] if "train/loss" in metrics else []
     parts += [f"{name} {value:.4g}" for name, value in (logged or {}).items()]
     rates = [f"{v:.4g}" for k, v in metrics.items() if k == "lr" or k.startswith("lr-")]
     if rates:
         parts.append(f"lr {'/'.join(dict.fromkeys(rates))}")
     if "perf/images_per_second" in metrics:
         parts.append(f"{metrics['perf/images_per_second']:,.0f} {unit}")
-    parts.append(f"data_wait {100 * metrics.get('perf/data_wait', 0):.0f} %")
-    parts.append(f"mem {metrics.get('perf/memory_gib', 0):.1f} GiB")
-    return parts
+    wait, memory = (metrics.get(f"perf/{name}", 0) for name in ("data_wait", "memory_gib"))
+    return [*parts, f"data_wait {100 * wait:.0f} %", f"mem {memory:.1f} GiB"]

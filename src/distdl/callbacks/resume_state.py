@@ -38,9 +38,8 @@ def reopen_epoch(fit_loop: dict[str, Any]) -> None:
 
 
 def recount_batches(trainer: Trainer, kept: dict[str, Any], samples_per_batch: int) -> None:
-    """Converts Lightning's batch counts if a batch holds another number of samples than before.
-
-    Rounded up, so that the rest of the epoch never needs more samples than it has.
+    """Converts Lightning's batch counts if a batch holds another number of samples than before;
+    rounded up, so that the rest of the epoch never needs more samples than it has.
 
     Args:
         kept: Our part of the checkpoint.
@@ -53,42 +52,29 @@ def recount_batches(trainer: Trainer, kept: dict[str, Any], samples_per_batch: i
     open_batches = progress.current.processed - progress.current.completed
     shift = math.ceil(kept["consumed"] / samples_per_batch) - progress.current.processed
     for part in (progress.current, progress.total):
-        part.ready += shift
-        part.started += shift
-        part.processed += shift
+        for count in ("ready", "started", "processed"):
+            setattr(part, count, getattr(part, count) + shift)
         part.completed = part.processed - open_batches
 
 
 def rescale(
     trainer: Trainer, optimizer: dict[str, Any] | None, before: int | None, now: int | None
 ) -> None:
-    """For another global batch: the rate follows its scaling rule, the schedule keeps its epoch.
-
-    Args:
-        optimizer: The config's node; None: the module configures its own.
-        before, now: Samples per optimizer step; None: unknown.
-    """
+    """For another global batch (`now` samples per optimizer step; None: unknown): the rate follows
+    the scaling rule of the config's `optimizer` (None: the module's own), the schedule keeps its
+    epoch."""
     if not before or not now or before == now:
         return
     if not optimizer:
         log.warning("the global batch was %d and is %d: the rate is as it was", before, now)
         return
     old, new = optim.rate_of(optimizer, before), optim.rate_of(optimizer, now)
-    for entry in trainer.lr_scheduler_configs:
-        optim.rescale_schedule(
-            entry.scheduler,
-            entry.scheduler.optimizer,
-            old_lr=old,
-            new_lr=new,
-            step_ratio=before / now,
-        )
+    for schedule in (entry.scheduler for entry in trainer.lr_scheduler_configs):
+        rates = {"old_lr": old, "new_lr": new, "step_ratio": before / now}
+        optim.rescale_schedule(schedule, schedule.optimizer, **rates)
     log.warning(
         "the global batch was %d and is %d: the learning rate goes from %.4g to %.4g (%s)",
-        before,
-        now,
-        old,
-        new,
-        optimizer.get("lr_scaling", "none"),
+        *(before, now, old, new, optimizer.get("lr_scaling", "none")),
     )
 
 
@@ -128,12 +114,9 @@ def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
 
 
 def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:
-    """State of parameters beyond weights and optimizer state. Collective.
-
-    Args:
-        half_a_step: A module with manual optimization has accumulated gradients: keep them. They
-            are equal on all ranks under DDP; FSDP's slices are left out.
-    """
+    """State of parameters beyond weights and optimizer state. Collective. With `half_a_step`
+    (manual optimization) it has accumulated gradients, equal on all ranks under DDP; FSDP's
+    slices are left out."""
     named = list(module.named_parameters())
     frozen = process_group.gather([name for name, p in named if not p.requires_grad])
     gradients = {name: p.grad for name, p in named if half_a_step and type(p.grad) is torch.Tensor}

@@ -40,16 +40,10 @@ class Trace(Callback):
             if trainer.is_global_zero:
                 log.info("trace: %s (open it at https://ui.perfetto.dev)", path)
 
+        skip = max(0, self.skip_batches - 1)  # the profiler's warm-up batch counts as skipped
         self._profile = profile(
             activities=activities,
-            # The profiler's warm-up batch counts as skipped.
-            schedule=schedule(
-                skip_first=max(0, self.skip_batches - 1),
-                wait=0,
-                warmup=1,
-                active=self.batches,
-                repeat=1,
-            ),
+            schedule=schedule(skip_first=skip, wait=0, warmup=1, active=self.batches, repeat=1),
             on_trace_ready=write,
             record_shapes=self.shapes,
         )
@@ -59,13 +53,9 @@ class Trace(Callback):
         if self._profile is not None:
             self._profile.step()
 
-    def on_train_end(self, *args: Any) -> None:
-        self._stop()
-
-    def on_exception(self, *args: Any) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
+    def on_train_end(self, *args: Any, **options: Any) -> None:
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
+
+    on_exception = on_train_end

@@ -76,11 +76,8 @@ def split(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, 
 
 
 def compare(before: Any, after: Any, path: str) -> int:
-    """Checks that two nested containers are equal bit by bit; returns their number of tensors.
-
-    Raises:
-        RuntimeError: Something differs; the message has its path.
-    """
+    """Compares two nested containers bit by bit; returns their number of tensors. Raises a
+    RuntimeError with the path of what differs."""
     if isinstance(before, torch.Tensor):
         same = isinstance(after, torch.Tensor) and before.dtype == after.dtype
         # Compare bytes: NaN equals itself, and 0.0 differs from -0.0.

@@ -31,10 +31,8 @@ def is_one(path: Path) -> bool:
 
 
 def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
-    """Reads a folder as one portable checkpoint, in host memory.
-
-    DeepSpeed's own objects in it (loss scalers, enums) are read as `Inert`. None of DeepSpeed's
-    code runs, and it does not have to be installed.
+    """Reads a folder as one portable checkpoint, in host memory. None of DeepSpeed's code runs, and
+    it does not have to be installed: its own objects (loss scalers, enums) are read as `Inert`.
 
     Args:
         path: The folder above the tag.
@@ -65,13 +63,8 @@ def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
 def weights(
     models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, torch.Tensor]:
-    """The full float32 weights and the buffers, in the module's order.
-
-    Merged as in DeepSpeed's `zero_to_fp32`.
-
-    Args:
-        models: Each rank's model states; below stage 3, only rank 0's.
-        parts: Each rank's optimizer states.
+    """The full float32 weights and the buffers, in the module's order, merged as in DeepSpeed's
+    `zero_to_fp32`.. Below stage 3, `models` has only rank 0's.
     """
     state, stage_3 = models[0], is_stage_3(parts)
     tensors: dict[str, torch.Tensor] = {}
@@ -95,9 +88,7 @@ def weights(
 
 def ranked(folder: Path, pattern: str) -> list[Path]:
     """Files sorted by the ranks in their names."""
-    return sorted(
-        folder.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)]
-    )
+    return sorted(folder.glob(pattern), key=lambda f: [*map(int, re.findall(r"\d+", f.name))])
 
 
 def loaded(file: Path, trust: bool) -> dict[str, Any]:
@@ -122,13 +113,8 @@ class Inert:
 def optimizer_state(
     parts: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, torch.Size]]
 ) -> dict[str, Any]:
-    """The optimizer's state by name.
-
-    Args:
-        parts: Each rank's optimizer states.
-        shapes: Shapes of the parameters in each flat tensor, in order. A flat tensor holds a group
-            in stages 1 and 2, a part of a group in stage 3.
-    """
+    """The optimizer's state by name, from each rank's states. `shapes` has those of the parameters
+    in each flat tensor, in order: of a group in stages 1 and 2, of a part of a group in stage 3."""
     key_of_states = "optimizer_state_dict" if is_stage_3(parts) else "base_optimizer_state"
     base = [part[key_of_states] for part in parts]
     state: dict[str, Any] = {}
@@ -140,10 +126,7 @@ def optimizer_state(
             for name, each in values:
                 state.setdefault(name, {})[key] = each
     groups = [
-        {
-            **{key: value for key, value in group.items() if key != "params"},
-            "params": [name for index in group["params"] for name in shapes[index]],
-        }
+        {**group, "params": [name for index in group["params"] for name in shapes[index]]}
         for group in base[0]["param_groups"]
     ]
     return {"state": state, "param_groups": groups}
@@ -160,14 +143,8 @@ def cut(
     parts: Sequence[Mapping[str, Any]],
     index: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a group, cut out of the ranks' partitions of its flat tensor.
-
-    Args:
-        flats: Each rank's partition.
-        shapes: Shapes of the parameters, in order.
-        parts: Each rank's optimizer states.
-        index: Index of the group.
-    """
+    """The parameters of the group `index`, by the ranks' partitions of its flat tensor, the shapes
+    of the parameters in order, and the ranks' optimizer states."""
     at = 0
     if is_stage_3(parts):  # each parameter has one part per rank; the last part is padded
         for name, shape in shapes.items():

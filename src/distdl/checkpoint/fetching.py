@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from itertools import compress, count
 from pathlib import Path
 
 import torch
@@ -29,7 +30,6 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
     Args:
         chosen: Rank 0's choice; the value on other ranks is ignored.
         store: The run's directory on this rank; mounts may differ between nodes.
-        environment: This rank's environment.
 
     Returns:
         The checkpoint's path on this rank, or None.
@@ -47,8 +47,7 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
     text = process_group.broadcast(text)
     mine = manifest.read_text() if manifest.exists() else ""
     lacks = environment.local_rank == 0 and not (path.exists() and mine == text)
-    lacking = [rank for rank, it_lacks in enumerate(process_group.gather(lacks)) if it_lacks]
-    if not lacking:
+    if not (lacking := list(compress(count(), process_group.gather(lacks)))):
         return str(path)
     if process_group.broadcast(path.is_dir()):
         what = f"a sharded checkpoint, and ranks {lacking} do not see its folder"
@@ -62,10 +61,9 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
         atomic_file(path) if lacks else nullcontext() as target,
     ):
         for start in range(0, size, CHUNK):
-            count = min(CHUNK, size - start)
-            chunk = torch.empty(count, dtype=torch.uint8)
+            chunk = torch.empty(min(CHUNK, size - start), dtype=torch.uint8)
             if source is not None:
-                chunk = torch.frombuffer(bytearray(source.read(count)), dtype=torch.uint8)
+                source.readinto(chunk.numpy().data)
             dist.broadcast(chunk, src=0)  # a CPU tensor, so by gloo
             if target is not None:
                 target.write(chunk.numpy().tobytes())

@@ -28,11 +28,8 @@ TYPES = ("hparams_type", "datamodule_hparams_type")  # their classes, which `des
 
 
 class AnyCheckpoint(TorchCheckpointIO):
-    """Writes files as Lightning does, and reads every form.
-
-    If `taker` is set and returns True for a checkpoint, the checkpoint is not written: see
-    `distdl.checkpoint.saving`.
-    """
+    """Writes files as Lightning does, except those that `taker` takes (it returns True; see
+    `distdl.checkpoint.saving`), and reads every form."""
 
     taker: Callable[[dict[str, Any]], bool] | None = None
 
@@ -49,14 +46,8 @@ class AnyCheckpoint(TorchCheckpointIO):
 
 
 def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A checkpoint that loads with weights_only, and a list of its pickles (`Packing.pickled`).
-
-    Args:
-        checkpoint: From Lightning's `dump_checkpoint`.
-
-    Raises:
-        UserError: It holds an object that cannot be saved.
-    """
+    """A checkpoint from Lightning's `dump_checkpoint` in a form that loads with weights_only, and a
+    list of its pickles (`Packing.pickled`). Raises a UserError if an object cannot be saved."""
     packing = Packing()
     new = {
         key: described(value) if key in HYPER_PARAMETERS else packing.pack(value, key)
@@ -77,7 +68,6 @@ def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) ->
     """Reads a checkpoint of any form into host memory.
 
     Args:
-        path: A file or a folder.
         weights_only: False lets a file run code while it is unpickled: only for trusted files.
         mmap: Map a file's tensors instead of reading them, if the caller copies what it needs.
 
@@ -134,11 +124,8 @@ def is_training(checkpoint: Any) -> bool:
 
 
 def weights_of(weights: Any) -> dict[str, torch.Tensor]:
-    """The weights of a file with weights only, also if they are under "model".
-
-    Raises:
-        UserError: It holds something else.
-    """
+    """The weights of a file with weights only, also if they are under "model". Raises a UserError
+    if it holds something else."""
     for key in ("model", "model_state_dict"):
         if isinstance(weights, Mapping) and isinstance(weights.get(key), Mapping):
             weights = weights[key]

@@ -38,11 +38,8 @@ class HostCopy:
 
     @torch.no_grad()
     def take(self, checkpoint: dict[str, Any]) -> None:
-        """Copies a checkpoint and forgets the previous one.
-
-        Copies from a GPU are queued on its current stream: after the step that has ended, and
-        before the next step changes anything. Only `write` waits for them.
-        """
+        """Copies a checkpoint and forgets the previous one. Copies from a GPU are queued on its
+        current stream, before the next step changes anything; only `write` waits for them."""
         self.release()
         self._checkpoint = self._copy(checkpoint)
         for device, event in self._events.items():
@@ -50,11 +47,7 @@ class HostCopy:
         self._left = {}  # of sizes that the checkpoint no longer has
 
     def write(self, path: Path) -> None:
-        """Writes the file; may run in any thread.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Writes the file, in any thread. Raises an OSError if it cannot be written."""
         for event in self._events.values():
             event.synchronize()
         try:

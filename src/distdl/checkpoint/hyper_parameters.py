@@ -60,12 +60,10 @@ def described(value: Any) -> Any:
         positional = {"_args_": described(list(value.args))} if value.args else {}
         target = {"_target_": name_of(value.func), "_partial_": True}
         return {**target, **positional, **described(value.keywords)}
-    if isinstance(value, nn.Module):
-        return name_of(type(value))
     if inspect.ismodule(value):
         return value.__name__
-    if isinstance(value, type) or callable(value):
-        return name_of(value)
+    if callable(value):
+        return name_of(type(value) if isinstance(value, nn.Module) else value)
     if loads(value):
         return value
     try:

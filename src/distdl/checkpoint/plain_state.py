@@ -36,16 +36,8 @@ FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str)}
 
 
 def restored(checkpoint: dict[str, Any], file: Path, *, trust: bool) -> dict[str, Any]:
-    """Undoes `Packing`.
-
-    Args:
-        checkpoint: As read from the file.
-        file: Its path, for the message.
-        trust: Open pickles.
-
-    Raises:
-        UserError: It holds a pickle and is not trusted, or a form that distdl does not write.
-    """
+    """Undoes `Packing`; opens pickles only with `trust`. Raises a UserError about `file` for a
+    pickle that is not trusted, or a form that distdl does not write."""
     try:
         return _restored(checkpoint, trust, "")
     except _NotTrusted as error:
@@ -56,24 +48,16 @@ def restored(checkpoint: dict[str, Any], file: Path, *, trust: bool) -> dict[str
 
 
 class Packing:
-    """Converts one checkpoint to plain forms.
-
-    `pickled` has an entry for each object that is stored as a pickle: "callbacks.Mine.seen (a
-    mine.Seen)".
-    """
+    """Converts one checkpoint to plain forms. `pickled` names each object that is stored as a
+    pickle: "callbacks.Mine.seen (a mine.Seen)"."""
 
     def __init__(self) -> None:
         self.pickled: list[str] = []
         self._open: set[int] = set()  # containers being packed, to detect cycles
 
     def pack(self, value: Any, path: str) -> Any:
-        """A value in a form that loads with weights_only.
-
-        Tensors, and containers that need no change, are returned as they are, not copied.
-
-        Raises:
-            UserError: An object inside can neither be converted nor pickled.
-        """
+        """A value in a form that loads with weights_only. Tensors, and containers that need no
+        change, are not copied. Raises a UserError for an object that cannot be pickled either."""
         if is_leaf(value):
             return value
         kind = type(value)
@@ -85,18 +69,18 @@ class Packing:
                 return self._container(value, path)
             finally:
                 self._open.discard(id(value))
-        form = self._form(value, path)
-        if form is not None:
+        if (form := self._form(value, path)) is not None:
             return form
         if loads(value):  # such as a class that the user has registered with torch
             return value
         self.pickled.append(f"{path} (a {name_of(kind)})")
         try:
-            data = pickled(value)
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
         except Exception as error:
             what = f"holds a {name_of(kind)}, which cannot be saved ({error})"
             raise UserError.at(path, what) from error
-        return {TAG: "pickle", "of": name_of(kind), "data": data}
+        return {TAG: "pickle", "of": name_of(kind), "data": octets(buffer.getvalue())}
 
     def _container(self, value: Any, path: str) -> Any:
         if isinstance(value, dict):
@@ -107,8 +91,7 @@ class Packing:
             if all(new[key] is value[key] for key in value):
                 return value
             changed = copy.copy(value)  # keeps the class and its attributes
-            for key, each in new.items():
-                changed[key] = each
+            dict.update(changed, new)
             return changed
         each = [self.pack(one, f"{path}[{i}]") for i, one in enumerate(value)]
         same = all(a is b for a, b in zip(each, value, strict=True))
@@ -173,12 +156,6 @@ def loads(value: Any) -> bool:
     return True
 
 
-def pickled(value: Any) -> torch.Tensor:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return octets(buffer.getvalue())
-
-
 def octets(data: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
@@ -206,8 +183,7 @@ def _restored(value: Any, trust: bool, path: str) -> Any:
     if type(value.get(TAG)) is str:
         return _made(value, trust, path)
     for key, one in list(value.items()):
-        at = f"{path}.{key}" if path else str(key)
-        new = _restored(one, trust, at)
+        new = _restored(one, trust, f"{path}.{key}" if path else str(key))
         if new is not one:
             value[key] = new
     return value
@@ -226,10 +202,8 @@ def _made(form: Mapping[str, Any], trust: bool, path: str) -> Any:
             raise ValueError("an array of objects")
         array = np.frombuffer(raw(form), dtype=dtype).copy()
         return array[0] if form["shape"] is None else array.reshape(form["shape"])
-    if kind == "enum":
-        module, qualname = form["of"]
-        return member(module, qualname, form["name"])
     makes: dict[str, Callable[[], Any]] = {
+        "enum": lambda: member(form["of"], form["name"]),
         "path": lambda: Path(form["text"]),
         "bytes": lambda: raw(form),
         "int": lambda: int(form["text"], 16),
@@ -247,12 +221,9 @@ def raw(form: Mapping[str, Any]) -> bytes:
     return bytes(form["data"].numpy().tobytes())
 
 
-def member(module: str, qualname: str, name: str) -> enum.Enum:
-    """A member of an enum whose module is already imported. Imports nothing.
-
-    Raises:
-        ValueError: The enum was not found.
-    """
+def member(of: list[str], name: str) -> enum.Enum:
+    """A member of an enum whose module is already imported; else raises a ValueError."""
+    module, qualname = of
     named: Any = sys.modules.get(module)
     for part in qualname.split("."):  # by `vars`: a computed attribute would run code
         named = vars(named).get(part) if named is not None else None

@@ -14,6 +14,7 @@ Files of distdl 0.1 are keyed by position. `to_names` and `to_indices` accept ei
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -23,12 +24,11 @@ from torch.optim import Optimizer
 
 
 def to_names(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """The state of `optimizer` with names instead of positions.
+    """The state of `optimizer` with names instead of positions; tensors are not copied.
 
     Args:
-        state: From `optimizer.state_dict()`, or already by name. Tensors are not copied.
-        optimizer: Its groups define the positions, so it must hold the parameters that the state
-            was written for, in the same order.
+        state: From `optimizer.state_dict()`, or already by name.
+        optimizer: Holds the parameters that the state was written for, in the same order.
         module: The LightningModule, whose `named_parameters()` give the names.
 
     Raises:
@@ -43,8 +43,6 @@ def to_indices(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module
     Args:
         state: By name, or already by position. It may hold more parameters than the optimizer (a
             pipeline stage has a share of them); the others are left out.
-        optimizer: The optimizer to load into.
-        module: The LightningModule, whose `named_parameters()` give the names.
 
     Raises:
         ValueError: The state lacks a parameter of the optimizer.
@@ -53,11 +51,8 @@ def to_indices(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module
 
 
 def names_of(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
-    """The names of an optimizer's parameters, group by group.
-
-    A parameter outside the module is named by its position: "group0.parameter3". A pruned one
-    (torch.nn.utils.prune) keeps its original name, under which its weights are saved.
-    """
+    """The names of an optimizer's parameters, group by group. One outside the module is named by
+    its position: "group0.parameter3". One that torch.nn.utils.prune has pruned keeps its name."""
     masks = {name for name, _ in module.named_buffers()}
     names = {}
     for name, parameter in module.named_parameters():
@@ -80,17 +75,12 @@ def name_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict
     if is_named(state):
         return dict(state)
     groups = state["param_groups"]
-    if [len(group["params"]) for group in groups] != [len(group) for group in names]:
-        raise ValueError(
-            "the optimizer's groups hold "
-            f"{[len(group) for group in names]} parameters, and the checkpoint's "
-            f"{[len(group['params']) for group in groups]}"
-        )
-    name_at = {
-        key: name
-        for group, own in zip(groups, names, strict=True)
-        for key, name in zip(group["params"], own, strict=True)
-    }
+    own, theirs = [len(group) for group in names], [len(group["params"]) for group in groups]
+    if own != theirs:
+        what = f"the optimizer's groups hold {own} parameters, and the checkpoint's {theirs}"
+        raise ValueError(what)
+    keys = chain.from_iterable(group["params"] for group in groups)
+    name_at = dict(zip(keys, chain.from_iterable(names), strict=True))
     return {
         **state,
         "state": {name_at.get(key, key): value for key, value in state["state"].items()},
@@ -131,11 +121,8 @@ def add_groups(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module
 
 
 def speak_names(strategy: Strategy) -> None:
-    """Makes a strategy of Lightning's write and read optimizer states by name.
-
-    Strategies that override these methods are unchanged: ours already use names, and others keep
-    their state elsewhere.
-    """
+    """Makes a strategy of Lightning's write and read optimizer states by name; not if it overrides
+    these methods: ours already use names, and others keep their state elsewhere."""
     own = type(strategy)
     if (
         own.optimizer_state is not Strategy.optimizer_state
@@ -150,14 +137,10 @@ def speak_names(strategy: Strategy) -> None:
 
     def load_optimizer_state_dict(self: Strategy, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
+        states = []
         for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
             add_groups(state, optimizer, self.lightning_module)
-        states = [
-            to_indices(state, optimizer, self.lightning_module)
-            for state, optimizer in zip(
-                checkpoint["optimizer_states"], self.optimizers, strict=True
-            )
-        ]
+            states.append(to_indices(state, optimizer, self.lightning_module))
         Strategy.load_optimizer_state_dict(self, {**checkpoint, "optimizer_states": states})
 
     strategy.optimizer_state = MethodType(optimizer_state, strategy)  # type: ignore[method-assign]

@@ -8,11 +8,10 @@ steps were no slower than with a process. A process would need shared memory and
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -39,13 +38,8 @@ class SaveError(RuntimeError):
 
 
 def refuse_pickles(trainer: Trainer) -> None:
-    """Raises before the first step if some state needs a pickle: a resume would refuse it.
-
-    State that hooks add to a checkpoint is checked when the first one is saved. Collective.
-
-    Raises:
-        UserError: Names the state and the key that allows it.
-    """
+    """Raises a UserError before the first step if some state needs a pickle: a resume would refuse
+    it. State that hooks add to a checkpoint is checked when the first one is saved. Collective."""
     states: dict[str, Any] = {
         "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},  # type: ignore[attr-defined]
         "lr_schedulers": [entry.scheduler.state_dict() for entry in trainer.lr_scheduler_configs],
@@ -54,13 +48,11 @@ def refuse_pickles(trainer: Trainer) -> None:
             for optimizer in trainer.optimizers
         ],
     }
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    if data is not None:
+    if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]
         states[type(data).__qualname__] = data.state_dict()
     try:
-        _, pickles = formats.plain(states)
         what = "cannot be resumed without running code of the checkpoint"
-        problems = [Problem(place, what, REMEDY) for place in pickles]
+        problems = [Problem(path, what, REMEDY) for path in formats.plain(states)[1]]
     except UserError as error:
         problems = list(error.problems)
     if problems := process_group.broadcast(problems):
@@ -85,16 +77,12 @@ class Saver:
         self._has_warned = self._warned = False
 
     def save(self, trainer: Trainer, name: str, *, best: bool, **facts: Any) -> None:
-        """Waits for the previous save, then starts to save the current state. Collective.
+        """Waits for the previous save, then starts to save the state between two steps. Collective.
+        Raises a SaveError if the previous save failed, or without `background` this one.
 
         Args:
-            trainer: Between two steps.
-            name: The file's name.
             best: Link best.ckpt to it.
             facts: For the manifest.
-
-        Raises:
-            SaveError: The previous save failed, or without `background` this one.
         """
         started = time.monotonic()
         self.settle()  # then its memory can be reused
@@ -105,31 +93,31 @@ class Saver:
             log.warning(
                 "the training waited %.1f s for the checkpoint before %s to be written: save less "
                 "often (checkpoint.every_n_steps, every_minutes, every_n_epochs)",
-                waited,
-                name,
+                *(waited, name),
             )
         with self._copying(trainer):
             # trainer.save_checkpoint does the same, but refuses our store: it is for users.
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             checkpoint, pickles = formats.plain(checkpoint)
-            self._warn_of(pickles, trainer)
+            if pickles and not self._warned and trainer.is_global_zero:
+                self._warned = True
+                shown = ", ".join(pickles[:3]) + (", ..." if len(pickles) > 3 else "")
+                needs = "a resume needs checkpoint.trust_pickle=true"
+                log.warning("the checkpoint holds %s, kept as a pickle: %s", shown, needs)
             trainer.strategy.save_checkpoint(checkpoint, self.store.temporary(name))
             trainer.strategy.barrier("distdl.checkpoint.saving")
         if trainer.is_global_zero:
             stall = time.monotonic() - started if self._copy.held else None
-            work = functools.partial(self._publish, name, best, facts, started, stall)
+            work = (name, best, facts, started, stall)
             # Not a daemon: the interpreter waits for it before a normal exit.
-            self._thread = threading.Thread(target=self._run, args=(name, work), name=name)
+            self._thread = threading.Thread(target=self._run, args=work, name=name)
             self._thread.start()
         if not self.background:
             self.settle()
 
     def settle(self) -> None:
-        """Waits until the save under way is published. Collective.
-
-        Raises:
-            SaveError: On all ranks, if it failed.
-        """
+        """Waits until the save under way is published; if it failed, raises a SaveError on all
+        ranks. Collective."""
         self.wait()
         error, self.error = process_group.broadcast(self.error), ""
         if error:
@@ -145,15 +133,6 @@ class Saver:
         """Waits for the write under way and frees the copy's memory."""
         self.wait()
         self._copy = HostCopy()
-
-    def _warn_of(self, pickles: list[str], trainer: Trainer) -> None:
-        if pickles and not self._warned and trainer.is_global_zero:
-            self._warned = True
-            log.warning(
-                "the checkpoint holds %s, kept as a pickle: a resume needs "
-                "checkpoint.trust_pickle=true",
-                ", ".join(pickles[:3]) + (", ..." if len(pickles) > 3 else ""),
-            )
 
     @contextmanager
     def _copying(self, trainer: Trainer) -> Iterator[None]:
@@ -178,15 +157,14 @@ class Saver:
                 log.warning(
                     "the training waits for its checkpoints (checkpoint.background): no copy could "
                     "be made: %s: %s",
-                    type(error).__name__,
-                    error,
+                    *(type(error).__name__, error),
                 )
             return False
         return True
 
-    def _run(self, name: str, work: Callable[[], None]) -> None:
+    def _run(self, name: str, *work: Any) -> None:
         try:
-            work()
+            self._publish(name, *work)
         except BaseException as error:  # else it would be lost with the thread
             self.error = f"{name} could not be saved: {type(error).__name__}: {error}"
             log.error("%s; the checkpoints before it are as they were", self.error)

@@ -49,13 +49,9 @@ def is_one(path: Path) -> bool:
 
 
 def write(checkpoint: Mapping[str, Any], path: Path, *, write_rest: bool) -> None:
-    """Writes a folder with the slices of every rank. Collective.
-
-    Args:
-        checkpoint: Portable, except that tensors may be slices (DTensor).
-        path: The folder, on a file system that all ranks share.
-        write_rest: True on one rank.
-    """
+    """Writes a folder, on a file system that all ranks share, with the slices of every rank: the
+    checkpoint is portable except that tensors may be slices (DTensor). Collective; `write_rest` is
+    True on one rank."""
     rest = dict(checkpoint)
     state = {"state_dict": rest.pop("state_dict")}
     for number, optimizer in enumerate(rest.pop("optimizer_states", ())):
@@ -70,25 +66,17 @@ def write(checkpoint: Mapping[str, Any], path: Path, *, write_rest: bool) -> Non
 
 
 def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
-    """Reads a folder as one checkpoint, in host memory.
-
-    Args:
-        path: The folder.
-        trust: Let the folder run code while it is unpickled.
-
-    Raises:
-        pickle.UnpicklingError: It holds objects that cannot be read without `trust`.
-    """
+    """Reads a folder as one checkpoint, in host memory. Raises an UnpicklingError if it holds
+    objects that cannot be read without `trust`, which lets it run code while it is unpickled."""
     state: dict[str, Any] = {}
     reader = _Reader(path, trust)
     try:
         _load_state_dict(state, storage_reader=reader, planner=_Planner(trust), no_dist=True)
     except CheckpointException as error:  # holds the error of each rank
         raise next(iter(error.failures.values()))[0] from None
-    rest = path / REST
     checkpoint = {}
-    if rest.is_file():
-        checkpoint = torch.load(rest, map_location="cpu", weights_only=not trust)
+    if (path / REST).is_file():
+        checkpoint = torch.load(path / REST, map_location="cpu", weights_only=not trust)
     checkpoint["state_dict"] = state.pop("state_dict", None) or state.pop("model", state)
     optimizers: list[Any] = []
     while OPTIMIZER.format(len(optimizers)) in state:

@@ -14,7 +14,8 @@ import re
 import socket
 import zlib
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import chain
 
 from distdl.job import Resources
 from distdl.util.errors import Problem, UserError
@@ -107,13 +108,11 @@ class Environment:
         )
 
     def describe(self) -> str:
-        def described(name: str) -> str:
-            return f"{name}={getattr(self, name)} ({self.sources.get(name, 'default')})"
-
-        names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank")
-        return f"launcher={self.launcher}: " + ", ".join(
-            map(described, (*names, "main_address", "main_port"))
+        values = ((f.name, getattr(self, f.name)) for f in fields(self)[1:-1])
+        sourced = (
+            f"{name}={value} ({self.sources.get(name, 'default')})" for name, value in values
         )
+        return f"launcher={self.launcher}: {', '.join(sourced)}"
 
 
 def detect(env: Mapping[str, str] = os.environ) -> str | None:
@@ -143,10 +142,9 @@ def _in_step(env: Mapping[str, str]) -> bool:
 
 
 def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = None) -> Environment:
-    """Reads this process's variables.
+    """Reads this process's variables, of which `DISTDL_LAUNCHER` selects some.
 
     Args:
-        env: The variables; `DISTDL_LAUNCHER` selects which of them are used.
         resources: The size that the run asks for; checked against the started processes.
 
     Raises:
@@ -155,23 +153,24 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
     """
     launcher = env.get(LAUNCHER_VARIABLE) or "single"
     if launcher not in ROWS:
-        known = ", ".join(ROWS)
-        raise UserError.at(LAUNCHER_VARIABLE, f"no launcher {launcher!r}", f"one of: {known}")
+        remedy = f"one of: {', '.join(ROWS)}"
+        raise UserError.at(LAUNCHER_VARIABLE, f"no launcher {launcher!r}", remedy)
     if launcher == "external":
         rows = _claims(env)
+        _agree(rows, env)
     else:
         rows = [r for r in ROWS[launcher] if r.rank in env and r.world_size in env]
     if launcher == "single" or (launcher == "local" and not rows):
         # A single process, but `strategy=ddp` opens a port too, which two runs must not share.
-        resolved = Environment(launcher, main_port=_free_port(), sources={"main_port": "free"})
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        resolved = Environment(launcher, main_port=port, sources={"main_port": "free"})
     elif not rows:
         wanted = " or ".join(f"{r.rank} and {r.world_size}" for r in ROWS[launcher])
-        raise UserError.at(
-            LAUNCHER_VARIABLE, f"launcher={launcher} started this process without {wanted}"
-        )
+        what = f"launcher={launcher} started this process without {wanted}"
+        raise UserError.at(LAUNCHER_VARIABLE, what)
     else:
-        if launcher == "external":
-            _agree(rows, env)
         resolved = _read(launcher, rows[0], env, resources)
     if resources is not None and resolved.world_size != resources.world_size:
         what = (
@@ -193,61 +192,58 @@ def _read(
         sources[name] = variable or why
         return _number(env, variable) if variable else otherwise
 
-    rank, world_size = read("rank", (row.rank,)), read("world_size", (row.world_size,))
-    size, why = (resources.devices, "trainer.devices") if resources else (world_size, "one node")
-    local_world_size = read("local_world_size", row.local_world_size, size, why)
-    per_node = max(local_world_size, 1)
+    rank, world = read("rank", (row.rank,)), read("world_size", (row.world_size,))
+    size, why = (resources.devices, "trainer.devices") if resources else (world, "one node")
+    local_world = read("local_world_size", row.local_world_size, size, why)
+    per_node = max(local_world, 1)
     why = f"{row.rank} % local_world_size"
     local_rank = read("local_rank", (row.local_rank,), rank % per_node, why)
     why = f"{row.rank} // local_world_size"
     node_rank = read("node_rank", (row.node_rank,), rank // per_node, why)
 
-    checks = {
-        row.rank: (0 <= rank < world_size, f"{rank} is not a rank of a world of {world_size}"),
-        sources["local_rank"]: (
-            0 <= local_rank < local_world_size,
-            f"local rank {local_rank} on a node of {local_world_size} processes",
+    few = f"but {world} processes of {local_world} per node are fewer nodes than that"
+    checks = (
+        (rank < world, "rank", f"{rank} is not a rank of a world of {world}"),
+        (
+            local_rank < local_world,
+            "local_rank",
+            f"local rank {local_rank} on a node of {local_world} processes",
         ),
-        sources["node_rank"]: (
-            0 <= node_rank < max(1, -(-world_size // per_node)),
-            f"node rank {node_rank}, but {world_size} processes of {local_world_size} per node "
-            "are fewer nodes than that",
+        (node_rank < -(-world // per_node), "node_rank", f"node rank {node_rank}, {few}"),
+        (
+            1 <= local_world <= world,
+            "local_world_size",
+            f"{local_world} processes per node in a world of {world}",
         ),
-        sources["local_world_size"]: (
-            1 <= local_world_size <= world_size,
-            f"{local_world_size} processes per node in a world of {world_size}",
-        ),
-    }
-    wrong = [Problem(name, what) for name, (right, what) in checks.items() if not right]
-    if wrong:
+    )
+    if wrong := [Problem(sources[name], what) for right, name, what in checks if not right]:
         raise UserError(*wrong)
 
-    address, source = _main_address(launcher, env)
-    if address is None:
-        if local_world_size < world_size:
-            what = f"{row.name}: {world_size} processes on several nodes, and no main address"
+    address, sources["main_address"] = _main_address(launcher, env)
+    if not address:
+        if local_world < world:
+            what = f"{row.name}: {world} processes on several nodes, and no main address"
             remedy = "export MASTER_ADDR=<host of rank 0> on every node"
             raise UserError.at("MASTER_ADDR", what, remedy)
-        address, source = "127.0.0.1", "one node"
-    sources["main_address"] = source
+        address, sources["main_address"] = "127.0.0.1", "one node"
     port, sources["main_port"] = _main_port(env)
     return Environment(
-        launcher, rank, world_size, local_rank, local_world_size, node_rank, address, port, sources
+        launcher, rank, world, local_rank, local_world, node_rank, address, port, sources
     )
 
 
 def _agree(rows: list[Row], env: Mapping[str, str]) -> None:
     """Refuses contradictions, if several tools seem to have started this process."""
-    first = rows[0]
     for row in rows[1:]:
+        first = rows[0]
         # srun may start one agent of torchrun or mpirun per node, which numbers its own ranks.
         agents = re.match(r"1(\(x\d+\))?$", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
         if row is SLURM and (agents or env[row.world_size] != env[first.world_size]):
             continue
         for one, other in ((first.rank, row.rank), (first.world_size, row.world_size)):
             if env[one] != env[other]:
-                what = f"{one}={env[one]} contradicts {other}={env[other]}"
                 remedy = "unset the variables of the launcher that did not start this process"
+                what = f"{one}={env[one]} contradicts {other}={env[other]}"
                 raise UserError.at(one, what, remedy)
 
 
@@ -262,34 +258,19 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(match[1])
 
 
-def _main_address(launcher: str, env: Mapping[str, str]) -> tuple[str | None, str]:
-    anywhere = [name for names in MAIN_ADDRESS.values() for name in names]
+def _main_address(launcher: str, env: Mapping[str, str]) -> tuple[str, str]:
+    """The host of rank 0 and the variable that names it; two empty texts if none does."""
+    anywhere = chain.from_iterable(MAIN_ADDRESS.values())
     inside = () if launcher == "local" else MAIN_ADDRESS.get(launcher, anywhere)
-    for name in ("MASTER_ADDR", *inside):
-        value = env.get(name, "").strip()
-        if not value:
-            continue
-        if name == "SM_HOSTS":
-            return json.loads(value)[0], name
-        if "NODELIST" in name:
-            return _first_host(value), name
-        # "host:port,host:port" of Azure Batch; a bare IPv6 address keeps its colons.
-        first = value.split(",")[0]
-        return (first if first.count(":") > 1 else first.split(":")[0]), name
-    return None, ""
-
-
-def _first_host(nodelist: str) -> str:
-    """The first host of Slurm's short form: `gpu[003-005,9]-ib,login` -> `gpu003-ib`."""
-    first = re.match(r"(\[[^\]]*\]|[^,])*", nodelist)
-    assert first is not None  # the pattern matches an empty text too
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    name = next((n for n in ("MASTER_ADDR", *inside) if env.get(n, "").strip()), "")
+    value = env.get(name, "").strip()
+    if name == "SM_HOSTS":
+        return json.loads(value)[0], name
+    if "NODELIST" in name:  # `gpu[003-005,9]-ib,login` is Slurm's short form: gpu003-ib is first
+        value = re.sub(r"\[(\d+)[^\]]*\]", r"\1", value)
+    # Azure Batch has "host:port,host:port"; a bare IPv6 address keeps its colons.
+    first = value.split(",")[0]
+    return (first if first.count(":") > 1 else first.split(":")[0]), name
 
 
 def _main_port(env: Mapping[str, str]) -> tuple[int, str]:

@@ -1,7 +1,5 @@
-"""How a process exits, so that its launcher and its platform react correctly.
-
-The outcome of a run is in status.json and errors/; the exit code must not contradict it.
-"""
+"""How a process exits, so that its launcher and its platform react correctly. The exit code must
+not contradict the outcome of a run in status.json and errors/."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ AGREED = (EXIT_PREEMPTED, EXIT_CANCELLED)
 KILLS_OTHERS = ("mpi", "slurm")
 LINGER = "DISTDL_LINGER_SECONDS"
 
-
 log = logging.getLogger(__name__)
 
 
@@ -39,7 +36,7 @@ class Outliving(io.FileIO):
             os.dup2(nothing, self.fileno())  # C code that writes to it directly must not fail
             os.close(nothing)
             if self.fileno() == 1:
-                log.warning("nobody reads the output any more: the run goes on, in its log")
+                log.warning("nobody reads the output any more: the run continues, see its log")
             return len(data)
 
 
@@ -55,14 +52,10 @@ def outlive_readers() -> None:
         if isinstance(raw, Outliving) or not stat.S_ISFIFO(os.fstat(number).st_mode):
             continue
         stream.flush()
-        stays = io.TextIOWrapper(
-            io.BufferedWriter(Outliving(number, "w", closefd=False)),
-            encoding=stream.encoding,
-            errors=stream.errors,
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
-        setattr(sys, name, stays)
+        options = ("encoding", "errors", "line_buffering", "write_through")
+        kept = {option: getattr(stream, option) for option in options}
+        buffer = io.BufferedWriter(Outliving(number, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(buffer, **kept))
 
 
 @functools.cache
@@ -90,12 +83,7 @@ def name_who_stays(seconds: float = 5) -> None:
 
 
 def exit_process(code: int, launcher: str) -> NoReturn:
-    """Ends this process.
-
-    Args:
-        code: The exit code for a shell.
-        launcher: The launcher that started it, as in DISTDL_LAUNCHER.
-    """
+    """Ends this process. `launcher` started it, as in DISTDL_LAUNCHER; `code` is for a shell."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code == EXIT_PREEMPTED:

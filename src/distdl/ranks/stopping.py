@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -33,10 +33,8 @@ def heard() -> list[signal.Signals]:
 
 
 def state_of(code: int) -> JobState:
-    """The final state of a process, by its exit code; -N if signal N ended it.
-
-    A signal that asks to end means the same if it came before its handler was installed.
-    """
+    """The final state of a process, by its exit code; -N if signal N ended it, which means the same
+    if it came before its handler was installed."""
     if code < 0:
         return next((s for n, s in MEANING.items() if n == -code), JobState.FAILED)
     agreed = (JobState.SUCCEEDED, JobState.PREEMPTED, JobState.CANCELLED)
@@ -61,33 +59,26 @@ def number_of(interrupt: KeyboardInterrupt) -> int:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """While a command prepares a run, a signal that asks to end raises `Ended`.
-
-    By default it would end the process at once, and leave a recorded attempt without a process. A
-    worker and torch's agent replace these handlers by their own while they run.
-    """
+    """While a command prepares a run, a signal that asks to end raises `Ended`: by default it would
+    leave a recorded attempt without a process. A worker and torch's agent replace these handlers
+    by their own while they run."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Ended(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    kept = {n: signal.getsignal(n) for n in heard()}
-    for number in kept:
-        if number is not signal.SIGINT:  # which raises KeyboardInterrupt already
-            signal.signal(number, end)
+    interrupt = {signal.SIGINT: signal.getsignal(signal.SIGINT)}  # raises KeyboardInterrupt already
+    kept = set_handlers(dict.fromkeys(heard(), end) | interrupt)
     try:
         yield
     finally:
-        restore(kept)
+        set_handlers(kept)
 
 
-def restore(kept: dict[signal.Signals, Any]) -> None:
+def set_handlers(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:
+    """Sets handlers and returns the previous ones; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
-        return
-    for number, handler in kept.items():
-        signal.signal(number, handler)
+        return {}
+    return {number: signal.signal(number, handler) for number, handler in handlers.items()}
 
 
 class Stopped(Exception):
@@ -111,13 +102,10 @@ class StopRequest:
 
     def install(self) -> None:
         """Installs the handlers: before anything slow, so that no signal is lost during set-up."""
-        if threading.current_thread() is threading.main_thread():
-            for number in heard():
-                if number not in self._before:
-                    self._before[number] = signal.signal(number, self._note)
+        self._before |= set_handlers({n: self._note for n in heard() if n not in self._before})
 
     def uninstall(self) -> None:
-        restore(self._before)
+        set_handlers(self._before)
         self._before = {}
 
     def check(self) -> None:

@@ -19,17 +19,10 @@ from distdl.util.processes import is_alive, this_process
 LAUNCH, STATUS = "launch.yaml", "status.json"
 NUMBER = (int, float)
 STATUS_SHAPE: files.Shape = {
-    "state": str,
-    "host": str,
-    "pid": int,
-    "birth": str,
-    "started": NUMBER,
-    "ended": NUMBER,
-    "exit_code": int,
-    "restarts": int,
-    "error": str,
-    "metrics": dict,
-    "parameters": dict,
+    **dict.fromkeys(("state", "host", "birth", "error"), str),
+    **dict.fromkeys(("pid", "exit_code", "restarts"), int),
+    **dict.fromkeys(("started", "ended"), NUMBER),
+    **dict.fromkeys(("metrics", "parameters"), dict),
 }
 LAUNCH_SHAPE: files.Shape = {"run_id": str, "where": dict}
 
@@ -53,64 +46,42 @@ class Attempt:
         return self.path / "errors"
 
     def launch(self) -> dict[str, Any]:
-        """Where it runs: `where`, `resources`, `changes`, `global_batch_size`.
-
-        Raises:
-            Damaged: The file is absent, truncated, changed, or of another shape.
-        """
+        """Where it runs: `where`, `resources`, `changes`, `global_batch_size`. Raises `Damaged` if
+        the file is absent, truncated, changed, or of another shape."""
         return files.load_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
 
     @property
     def task(self) -> str:
-        """The `_target_` of the task.
-
-        Raises:
-            Damaged: launch.yaml cannot be read.
-        """
-        return str(((self.launch().get("where") or {}).get("task") or {}).get("_target_"))
+        """The `_target_` of the task, "" if launch.yaml has none."""
+        return str(((self.launch().get("where") or {}).get("task") or {}).get("_target_") or "")
 
     def check_launch(self) -> None:
-        """Checks that `launch` can be read.
-
-        Raises:
-            Damaged: It cannot.
-        """
+        """Raises `Damaged` if `launch` cannot be read."""
         files.check_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
 
     def _put_aside(self) -> str:
         aside, run = self.path.with_name(f"damaged-{self.path.name}"), self.path.parents[1]
         return (
-            "restore it, or, once no process of this attempt runs any more, put it aside and go "
-            f"on: mv {self.path} {aside} && python -m distdl resume {run}"
+            "restore it, or, once no process of this attempt runs any more, put it aside and "
+            f"resume: mv {self.path} {aside} && python -m distdl resume {run}"
         )
 
     def write_launch(self, record: dict[str, Any]) -> None:
-        text = OmegaConf.to_yaml(OmegaConf.create(record))
-        files.write_stamped(self.path / LAUNCH, text)
+        files.write_stamped(self.path / LAUNCH, OmegaConf.to_yaml(OmegaConf.create(record)))
 
     def resources(self, launch: dict[str, Any] | None = None) -> Resources:
-        """The number of nodes and devices, and the accelerator.
-
-        Args:
-            launch: The contents of launch.yaml, if the caller has read it.
-
-        Raises:
-            Damaged: launch.yaml does not state them.
-        """
+        """The number of nodes and devices, and the accelerator. Raises `Damaged` if launch.yaml
+        (`launch`, if the caller has read it) does not state them."""
         size = dict((launch or self.launch()).get("resources") or {})
         ids = size.pop("device_ids", None)
         try:
             return Resources(**size, device_ids=tuple(map(str, ids)) if ids else None)
         except TypeError:
-            what = f"resources is {size}"
-            raise Damaged(self.path / LAUNCH, what, "restore it") from None
+            raise Damaged(self.path / LAUNCH, f"resources is {size}", "restore it") from None
 
     def status(self) -> dict[str, Any]:
-        """The contents of status.json, empty if there is none.
-
-        Raises:
-            Damaged: The file is truncated, of another shape, or has an unknown state.
-        """
+        """The contents of status.json, empty if there is none. Raises `Damaged` if the file is
+        truncated, of another shape, or has an unknown state."""
         path = self.path / STATUS
         remedy = f"make sure that no process of this attempt runs any more, and then: rm {path}"
         status = files.load_json(path, STATUS_SHAPE, remedy)
@@ -122,18 +93,15 @@ class Attempt:
         return status
 
     def state(self) -> JobState:
-        """The recorded state. A pending or running attempt whose process on this host is gone has
-        failed.
-
-        For a job that runs elsewhere, ask `distdl.launch.jobs`.
-        """
+        """The recorded state; FAILED if it is pending or running and its process on this host is
+        gone. For a job that runs elsewhere, ask `distdl.launch.jobs`."""
         status = self.status()
         recorded = JobState(status.get("state") or "UNKNOWN")
-        if recorded not in (JobState.PENDING, JobState.RUNNING) or self.job():
+        remote = status.get("host") != socket.gethostname()
+        if recorded not in (JobState.PENDING, JobState.RUNNING) or self.job() or remote:
             return recorded
-        here = status.get("host") == socket.gethostname()
-        gone = here and not is_alive(status.get("pid") or 0, status.get("birth"))
-        return JobState.FAILED if gone else recorded
+        alive = is_alive(status.get("pid") or 0, status.get("birth"))
+        return recorded if alive else JobState.FAILED
 
     def is_under_way(self) -> bool:
         """Whether it runs or is being started, as far as this host can know. (For a job that waits
@@ -151,12 +119,9 @@ class Attempt:
 
     def job(self) -> dict[str, Any]:
         """The job that a launcher submitted for this attempt: `handle`, `url`; empty if none.
-
-        Raises:
-            Damaged: The file is truncated or of another shape.
-        """
+        Raises `Damaged` if the file is truncated or of another shape."""
         path = self.path / "job.json"
-        remedy = "write the job's handle into it again: " + '{"handle": "slurm://123", "url": null}'
+        remedy = 'write the job\'s handle into it again: {"handle": "slurm://123", "url": null}'
         job = files.load_json(path, {"handle": str, "url": str}, remedy)
         if path.exists() and not job.get("handle"):
             raise Damaged(path, "it names no handle", remedy)
@@ -170,11 +135,10 @@ class Attempt:
             write_json(self.path / STATUS, after)
 
     def _status_or_new(self) -> dict[str, Any]:
-        path = self.path / STATUS
         try:
             return self.status()
         except Damaged:
-            os.replace(path, path.with_name(f"{path.name}.damaged"))
+            os.replace(self.path / STATUS, self.path / f"{STATUS}.damaged")
             return {}
 
     def begin(self) -> None:
@@ -184,20 +148,14 @@ class Attempt:
         restarts = 0 if restarts is None else restarts + 1
         if restarts and self.errors.is_dir():
             os.replace(self.errors, self.path / f"errors-{restarts:03d}")
-        self.update(
-            state=JobState.RUNNING,
-            started=time.time(),
-            ended=None,
-            **this_process(),
-            error=None,
-            restarts=restarts,
-        )
+        new = {"state": JobState.RUNNING, "started": time.time(), "ended": None, "error": None}
+        self.update(**new, **this_process(), restarts=restarts)
 
     def end(self, state: JobState, **fields: Any) -> None:
-        self.update(**_ended(state), **fields)
+        self.update(**{**_ended(state), **fields})
 
     def fail(self, error: str, exit_code: int) -> None:
-        self.update(**{**_ended(JobState.FAILED), "error": error, "exit_code": exit_code})
+        self.end(JobState.FAILED, error=error, exit_code=exit_code)
 
     def conclude(self, seen: JobState, code: int | None = None, killed: str = "") -> JobState:
         """Called when the job has ended: records what the run did not record itself.
@@ -205,8 +163,7 @@ class Attempt:
         Args:
             seen: How it ended according to its platform.
             code: The exit code, where one process stands for the job.
-            killed: What ended the job from outside, in a sentence. The signals that its ranks then
-                received are not a preemption.
+            killed: What ended the job from outside, in a sentence; not a preemption.
         """
         state = recorded = JobState(self._status_or_new().get("state") or "UNKNOWN")
         first = self.first_error()
@@ -230,7 +187,11 @@ class Attempt:
             fields = _ended(state)
         else:
             state = seen if ordered else JobState.FAILED
-            error = f"a worker ended with exit code {code}" if code else "it ended without a word"
+            error = (
+                f"a worker ended with exit code {code}"
+                if code
+                else "it ended without an error message"
+            )
             if ordered:
                 error = "it was asked to end, and its ranks ended before they could record it"
             fields = {**_ended(state), "error": error}

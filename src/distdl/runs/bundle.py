@@ -7,8 +7,8 @@
         code/distdl/        distdl as it was imported here
         code/project/       the user's own code, see `distdl.runs.snapshot`
 
-A bundle is complete: the run can start from a copy of the folder anywhere. On this machine, the
-run's directory is the bundle, and the code is used where it is imported from.
+The run can start from a copy of the folder anywhere. On this machine, the run's directory is the
+bundle, and the code is used where it is imported from.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from distdl.runs.files import write_stamped, write_text
 from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
 
-# Known only on the machine that submits.
-NOT_SENT = (("where", "output_dir"), ("where", "project", "root"))
-
 
 @dataclass(frozen=True)
 class Bundle:
@@ -35,11 +32,8 @@ class Bundle:
 
     @classmethod
     def write(cls, run: RunDirectory, attempt: Attempt, snapshot: Snapshot) -> Bundle:
-        """Copies everything that an attempt needs into one folder.
-
-        Raises:
-            UserError: A file has changed since it was searched for secrets.
-        """
+        """Copies everything that an attempt needs into one folder. Raises a UserError if a file has
+        changed since it was searched for secrets."""
         bundle = cls(attempt.path / "bundle")
         for source, name in snapshot.files:
             target = bundle.code / name
@@ -47,11 +41,9 @@ class Bundle:
             shutil.copy(source, target)
             snapshot.refuse_changed(source, name)
         launch = attempt.launch()
-        for *parents, key in NOT_SENT:
-            node = launch
-            for part in parents:
-                node = node.get(part) or {}
-            node.pop(key, None)
+        where = launch.get("where") or {}
+        where.pop("output_dir", None)  # known only on the machine that submits
+        (where.get("project") or {}).pop("root", None)
         write_stamped(bundle.path / LAUNCH, OmegaConf.to_yaml(OmegaConf.create(launch)))
         for name in (PROVENANCE, CONFIG):
             shutil.copyfile(run.path / name, bundle.path / name)
@@ -73,11 +65,7 @@ class Bundle:
 
     def create_store(self, run: RunDirectory, number: int) -> Attempt:
         """Writes the run and this attempt into the store if they are not there yet; safe on every
-        rank.
-
-        Raises:
-            UserError: The store belongs to another run.
-        """
+        rank. Raises a UserError if the store belongs to another run."""
         attempt = Attempt(run.path / "attempts" / f"{number:03d}")
         if self.path.resolve() == run.path.resolve():
             return attempt

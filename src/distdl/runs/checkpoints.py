@@ -40,21 +40,21 @@ class CheckpointStore:
 
     def publish(self, name: str, **facts: Any) -> Path:
         """Makes `temporary(name)` a checkpoint: sync, then rename, then the manifest."""
-        temporary, path = self.temporary(name), self.folder / name
-        files = {}
-        for written in files_of(temporary):
-            inside = written.relative_to(temporary)
-            files[(PurePath(name) / inside).as_posix() if inside.parts else name] = {
+        temporary = self.temporary(name)
+        files = {
+            (PurePath(name) / written.relative_to(temporary)).as_posix(): {
                 "size": written.stat().st_size,
                 "sha256": sha256(written),
             }
+            for written in sorted(filter(Path.is_file, parts_of(temporary)))
+        }
         manifest = {"files": files, "created": time.time(), **facts}
-        self._put(temporary, path, manifest)
-        return path
+        self._put(temporary, self.folder / name, manifest)
+        return self.folder / name
 
     def _put(self, temporary: Path, path: Path, manifest: dict[str, Any]) -> None:
         """Gives a checkpoint its name and its manifest; both are on the disk when this returns."""
-        for part in (*files_of(temporary), *folders_of(temporary)):
+        for part in parts_of(temporary):
             sync(part)
         # Written before the rename, so that a kill rarely leaves a checkpoint without a manifest.
         ready = self.temporary(manifest_of(path).name)
@@ -68,7 +68,7 @@ class CheckpointStore:
 
     def alias(self, alias: str, path: Path) -> None:
         """Makes `last.ckpt` or `best.ckpt` refer to `path`."""
-        temporary, target = self.temporary(alias), self.folder / alias
+        temporary = self.temporary(alias)
         remove(temporary)
         if path.is_dir():
             shutil.copytree(path, temporary, copy_function=link)
@@ -78,14 +78,11 @@ class CheckpointStore:
         files = manifest["files"].items()
         manifest["files"] = {alias + name.removeprefix(path.name): entry for name, entry in files}
         manifest["alias_of"] = path.name
-        self._put(temporary, target, manifest)
+        self._put(temporary, self.folder / alias, manifest)
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep`; best.ckpt keeps the file that it links to.
-
-        It also removes what a kill left half written, since nothing is being written while this
-        runs.
-        """
+        """Removes all but the newest `keep` (best.ckpt keeps the file that it links to), and what a
+        kill left half written, since nothing is being written while this runs."""
         for path in self.all()[keep:]:
             remove(path)
             manifest_of(path).unlink(missing_ok=True)
@@ -99,10 +96,8 @@ class CheckpointStore:
         return sorted((p for p in paths if p.name not in ALIASES), key=age, reverse=True)
 
     def newest(self) -> Path | None:
-        """The newest intact checkpoint; None if there is no checkpoint of any kind.
-
-        Damaged ones and those without a manifest are skipped with a warning. An alias counts as
-        well if the checkpoint that it refers to does not.
+        """The newest intact checkpoint, also an alias; None if there is no checkpoint of any kind.
+        Damaged ones and those without a manifest are skipped with a warning.
 
         Raises:
             UserError: There are checkpoints, and each of them is damaged.
@@ -111,15 +106,14 @@ class CheckpointStore:
         damaged = {}
         # The age of one without a readable manifest is unknown: those are tried first.
         for path in sorted(paths, key=lambda p: (not manifest_at(p), age(p)), reverse=True):
-            damage = damage_of(path)
-            if damage is None:
+            if (damage := damage_of(path)) is None:
                 return path
             damaged[path.name] = damage
             log.warning("skipped a damaged checkpoint: %s: %s", path, damage)
         if damaged:
             each = "".join(f"\n    {name}: {damage}" for name, damage in damaged.items())
-            what = f"all checkpoints of this run are damaged, and it would begin anew:{each}"
-            remedy = f"to begin anew: another name=, or mv {self.folder} {self.folder}.damaged"
+            what = f"all checkpoints of this run are damaged, and it would start from step 0:{each}"
+            remedy = f"to start again: another name=, or mv {self.folder} {self.folder}.damaged"
             raise UserError.at(str(self.folder), what, remedy)
         return None
 
@@ -137,11 +131,8 @@ def manifest_at(path: Path) -> dict[str, Any]:
 
 def age(path: Path) -> tuple[float, float, bool]:
     """Sorts checkpoints by step, then by time; an alias sorts below its checkpoint."""
-    manifest = manifest_at(path)
-    step, created = (
-        value if isinstance(value, int | float) else -1.0
-        for value in (manifest.get("step"), manifest.get("created"))
-    )
+    values = (manifest_at(path).get(key) for key in ("step", "created"))
+    step, created = (value if isinstance(value, int | float) else -1.0 for value in values)
     return step, created, path.name not in ALIASES
 
 
@@ -165,15 +156,11 @@ def damage_of(path: Path) -> str | None:
 
 def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
     """Finds a checkpoint named by the user: a file, the folder of a sharded one, or a run (its
-    newest).
+    newest). Raises a UserError if there is none, or it is damaged.
 
     Args:
-        named: As written.
         key: The config key under which it is written.
         own: The folder whose checkpoints "best" and "last" refer to.
-
-    Raises:
-        UserError: There is none, or it is damaged.
     """
     path, where = Path(named), f"{key}={named}" if key else str(named)
     forms = "name a .ckpt file or a run directory"
@@ -197,9 +184,8 @@ def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
         if damage := damage_of(path):
             raise UserError.at(where, f"this checkpoint is damaged: {damage}")
     elif not looks_like_one(path):
-        what = "is not a checkpoint, or not all of one"
         remedy = "name a file that Lightning, torch.save or safetensors wrote, or a run directory"
-        raise UserError.at(where, what, remedy)
+        raise UserError.at(where, "is not a checkpoint, or not all of one", remedy)
     return path
 
 
@@ -219,15 +205,9 @@ def looks_like_one(path: Path) -> bool:
     return head[:1] == b"\x80"  # torch.save before 1.6, a bare pickle
 
 
-def files_of(path: Path) -> list[Path]:
-    """A checkpoint's files: itself, or those in its folder."""
-    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-
-
-def folders_of(path: Path) -> list[Path]:
-    """A checkpoint's folders, inner ones first; empty for a file."""
-    inside = sorted(p for p in path.rglob("*") if p.is_dir())
-    return [*reversed(inside), path] if path.is_dir() else []
+def parts_of(path: Path) -> list[Path]:
+    """A checkpoint's files and folders, the inner ones first."""
+    return [*sorted(path.rglob("*"), reverse=True), path]
 
 
 def link(source: str | Path, target: str | Path) -> None:

@@ -30,7 +30,7 @@ from distdl.runs.attempt import Attempt as Attempt
 from distdl.runs.files import read_json as read_json
 from distdl.runs.files import write_json, write_text
 from distdl.util.atomic_files import sync as sync
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import UserError
 from distdl.util.processes import this_process
 
 CONFIG, PROVENANCE = "config.yaml", "provenance.json"
@@ -53,16 +53,12 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
-        """Opens an existing run.
-
-        Raises:
-            UserError: There is none; the message names similar runs.
-        """
+        """Opens an existing run. Raises a UserError that names similar runs if there is none."""
         from distdl.runs.records import find_run
 
         run = cls(find_run(str(path)).resolve())
         if not run.exists:
-            raise UserError.at(str(path), "has no config.yaml, so it cannot go on")
+            raise UserError.at(str(path), "has no config.yaml, so it cannot be resumed")
         return run
 
     def create(self, recipe: str, provenance: dict[str, Any]) -> None:
@@ -74,11 +70,8 @@ class RunDirectory:
         write_text(self.path / CONFIG, recipe)
 
     def take_back(self) -> None:
-        """Undoes `create`, as long as there is no attempt. Other files in the folder stay.
-
-        Raises:
-            OSError: There is an attempt, or it cannot be undone.
-        """
+        """Undoes `create`; other files in the folder stay. Raises an OSError if there is an
+        attempt, or it cannot be undone."""
         if (self.path / "attempts").exists():
             (self.path / "attempts").rmdir()
         (self.path / CONFIG).unlink(missing_ok=True)
@@ -91,19 +84,11 @@ class RunDirectory:
         return next(path for path in paths if not path.exists())
 
     def recipe(self) -> DictConfig:
-        """The frozen config.
-
-        Raises:
-            Damaged: It is truncated, or is not what was frozen.
-        """
+        """The frozen config. Raises `Damaged` if it is not what was frozen."""
         return OmegaConf.create(files.load_yaml(*self._config()))
 
     def check_config(self) -> None:
-        """Checks that `recipe` can be read; fast if it has a checksum.
-
-        Raises:
-            Damaged: It cannot, or provenance.json, which holds the checksum, cannot.
-        """
+        """Raises `Damaged` if `recipe`, or provenance.json with its checksum, cannot be read."""
         files.check_yaml(*self._config())
 
     def _config(self) -> tuple[Path, files.Shape, str, str | None]:
@@ -113,11 +98,7 @@ class RunDirectory:
 
     def provenance(self) -> dict[str, Any]:
         """Where the run came from; empty if it has no provenance.json of its own (a link does not
-        count).
-
-        Raises:
-            Damaged: It is truncated, or of another shape.
-        """
+        count). Raises `Damaged` if that is truncated, or of another shape."""
         path = self.path / PROVENANCE
         if path.is_symlink():
             return {}
@@ -146,10 +127,7 @@ class RunDirectory:
 
     def main_attempt(self) -> Attempt | None:
         """The newest attempt with the run's original task; a later test of the run does not count.
-
-        Raises:
-            Damaged: A launch.yaml cannot be read.
-        """
+        Raises `Damaged` if a launch.yaml cannot be read."""
         attempts = self.attempts()
         if len(attempts) < 2:
             return attempts[0] if attempts else None
@@ -157,24 +135,27 @@ class RunDirectory:
         return next(each for each in reversed(attempts) if each.task == task)
 
     def refuse_under_way(self) -> None:
-        """Refuses to start a run that is running.
-
-        Raises:
-            UserError: An attempt of this run is running.
-        """
+        """Raises a UserError if an attempt of this run is running."""
         last = self.last_attempt()
-        if last is not None and last.is_under_way():
-            raise UserError(refusal(self, last))
+        if last is None or not last.is_under_way():
+            return
+        status = last.status()
+        remedy = "wait for it, stop it, or start a run with another name"
+        if status.get("host") != socket.gethostname() or last.job():
+            remedy += f"; if it is gone: rm {last.path / STATUS}"
+        who = f"pid {status.get('pid')} on {status.get('host')}"
+        since = time.ctime(status.get("started") or 0)
+        what = f"attempt {last.number} is running ({who}, started {since})"
+        raise UserError.at(str(self.path), what, remedy)
 
     def begin_attempt(
         self, launch: dict[str, Any], check: Callable[[], None] = lambda: None
     ) -> Attempt:
-        """Creates the next attempt. It appears complete, with its launch.yaml and status.json, by
-        one rename that only one of several starts can make. Any other start then finds it and
-        checks again.
+        """Creates the next attempt. It appears complete, with its launch.yaml (`launch`) and
+        status.json, by one rename that only one of several starts can make. Any other start then
+        finds it and checks again.
 
         Args:
-            launch: For launch.yaml.
             check: Refuses the start for further reasons; called before each try.
 
         Raises:
@@ -197,17 +178,6 @@ class RunDirectory:
                         raise
         finally:
             shutil.rmtree(prepared, ignore_errors=True)
-
-
-def refusal(run: RunDirectory, last: Attempt) -> Problem:
-    status = last.status()
-    remedy = "wait for it, stop it, or start a run with another name"
-    if status.get("host") != socket.gethostname() or last.job():
-        remedy += f"; if it is gone: rm {last.path / STATUS}"
-    who = f"pid {status.get('pid')} on {status.get('host')}"
-    since = time.ctime(status.get("started") or 0)
-    what = f"attempt {last.number} is running ({who}, started {since})"
-    return Problem(str(run.path), what, remedy)
 
 
 def shown(path: Path) -> str:

@@ -29,13 +29,7 @@ LOST_PEER = re.compile(
 
 
 def record(
-    folder: Path,
-    rank: int,
-    kind: str,
-    message: str,
-    traceback: str = "",
-    exit_code: int = 1,
-    **more: Any,
+    folder: Path, rank: int, kind: str, message: str, trace: str = "", code: int = 1, **more: Any
 ) -> bool:
     """Records how a rank failed. Only its first failure is kept: errors during its shutdown are not
     the cause.
@@ -43,8 +37,7 @@ def record(
     Args:
         folder: The attempt's errors/.
         kind: The exception's type, KILLED or ENDED.
-        more: Further fields, or other values of the common ones: `host`, `time`, `signal`,
-            `lost_peer`.
+        more: `signal`, `lost_peer`, or other values of the common fields.
 
     Returns:
         Whether this is the rank's first failure.
@@ -58,52 +51,37 @@ def record(
         "host": socket.gethostname(),
         "type": kind,
         "message": message,
-        "exit_code": exit_code,
+        "exit_code": code,
         "run": str(_run_of(folder)),
     }
-    write_json(path, {**fields, **more, "traceback": traceback})
+    write_json(path, {**fields, **more, "traceback": trace})
     return True
 
 
 def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") -> bool:
-    """Records the end of a rank that could not do so itself.
-
-    Args:
-        code: -N if signal N ended it.
-        at: When, in seconds since 1970 by this host's clock.
-        host: Where it ran, empty for this host.
-    """
+    """Records the end of a rank that could not do so itself, on `host` (empty: this one) at `at`
+    (seconds since 1970); its exit code is -N if signal N ended it."""
     host = host or socket.gethostname()
     if code >= 0:
-        what = f"ended with exit code {code} on {host}, and said nothing"
-        return record(folder, rank, ENDED, what, exit_code=code, time=at, host=host)
-    name = signal_name(-code)
+        what = f"ended with exit code {code} on {host}, without an error message"
+        return record(folder, rank, ENDED, what, code=code, time=at, host=host)
+    known = -code in {*signal.Signals}
+    name = signal.Signals(-code).name if known else f"signal {-code}"
     what = f"killed by {name} on {host}"
     if -code == signal.SIGKILL:
-        what += " (out of memory? dmesg tells there)"
-    return record(folder, rank, KILLED, what, exit_code=128 - code, time=at, host=host, signal=name)
+        what += " (out of memory? see dmesg there)"
+    return record(folder, rank, KILLED, what, code=128 - code, time=at, host=host, signal=name)
 
 
 def record_first_end(folder: Path, rank: int, code: int, host: str) -> bool:
-    """Records the end of the rank that ended before all others, as its platform reported it, unless
-    the rank was asked to end.
-
-    Args:
-        code, host: See `record_end`.
-    """
+    """As `record_end`, for the rank that ended before all others, as its platform reported it,
+    unless the rank was asked to end."""
     if -code in stopping.MEANING:
         return False
     at = time.time()
     if -code == signal.SIGKILL:  # the other ranks' records are consequences
         at = min([at, *(error["time"] - 0.001 for error in recorded(folder))])
     return record_end(folder, rank, code, at, host)
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def first(folder: Path) -> dict[str, Any] | None:
@@ -159,8 +137,7 @@ def facts(error: dict[str, Any]) -> dict[str, Any]:
 def describe(error: dict[str, Any]) -> str:
     """A recorded failure in one line. Refusals and kills need no type; other failures name it."""
     refused = error.get("exit_code") == EXIT_REFUSED and error["type"] != "SystemExit"
-    plain = refused or error["type"] in (KILLED, ENDED)
-    if plain:
+    if refused or error["type"] in (KILLED, ENDED):
         return str(error["message"])
     if error["type"] == "BdbQuit":
         return "ended in the debugger"

@@ -13,6 +13,7 @@ import io
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,10 @@ def digest(text: str) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """For optional files: empty if the file is absent, incomplete, or not a mapping."""
-    try:
-        loaded = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
+    with suppress(OSError, ValueError):
+        if isinstance(loaded := json.loads(path.read_text()), dict):
+            return loaded
+    return {}
 
 
 def load_json(path: Path, shape: Shape, remedy: str) -> dict[str, Any]:
@@ -94,14 +94,8 @@ def load_json(path: Path, shape: Shape, remedy: str) -> dict[str, Any]:
 
 
 def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) -> dict[str, Any]:
-    """As `load_json`, for YAML that must exist; the keys of `shape` are required.
-
-    Args:
-        sha256: The checksum of the whole file, where it is kept elsewhere.
-
-    Raises:
-        Damaged: Also if the file does not match that checksum, or the one in its first line.
-    """
+    """As `load_json`, for YAML that must exist, with all keys of `shape`, and that must match its
+    checksum: `sha256`, where that is kept elsewhere, or the one in its first line."""
     text = _as_written(path, remedy, sha256)
     try:
         if sha256 or text.startswith(STAMP):  # intact, so the fast loader suffices
@@ -110,25 +104,23 @@ def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) 
             loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except (yaml.YAMLError, OSError, ValueError, RecursionError, OmegaConfBaseException) as error:
         raise Damaged(path, f"it is not YAML ({' '.join(str(error).split())})", remedy) from None
-    return _complete(path, loaded, shape, remedy)
+    shaped = _shaped(path, loaded, shape, remedy)
+    if missing := [key for key in shape if key not in shaped]:
+        raise Damaged(path, f"it lacks {', '.join(missing)}", remedy)
+    return shaped
 
 
 @functools.cache
 def _loader() -> Any:
     """libyaml's loader, ten times as fast, with OmegaConf's rules (YAML reads 1e-3 as text)."""
     rules = get_yaml_loader()
-    taken = {
-        name: getattr(rules, name) for name in ("yaml_implicit_resolvers", "yaml_constructors")
-    }
-    return type("Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), taken)
+    names = ("yaml_implicit_resolvers", "yaml_constructors")
+    base = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return type("Loader", (base,), {name: getattr(rules, name) for name in names})
 
 
 def check_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) -> None:
-    """Checks that `load_yaml` would read it, by its checksum alone where it has one.
-
-    Raises:
-        Damaged: It would not.
-    """
+    """Raises `Damaged` if `load_yaml` would; looks at the checksum alone where there is one."""
     text = _as_written(path, remedy, sha256)
     if not sha256 and not text.startswith(STAMP):
         load_yaml(path, shape, remedy)
@@ -142,22 +134,13 @@ def _as_written(path: Path, remedy: str, sha256: str | None) -> str:
         raise Damaged(path, f"it cannot be read ({error})", remedy) from None
     if not text.strip():
         raise Damaged(path, "it is empty", remedy)
-    if sha256 and digest(text) != sha256:
+    stamp, _, rest = text.partition("\n")
+    if stamped := text.startswith(STAMP):
+        remedy += "; if the change is yours and meant: remove its first line"
+    differs = stamped and stamp.removeprefix(STAMP).strip() != digest(rest)
+    if differs or (sha256 and digest(text) != sha256):
         raise Damaged(path, "it was cut or changed after it was written", remedy)
-    if text.startswith(STAMP):
-        stamp, _, rest = text.partition("\n")
-        if stamp.removeprefix(STAMP).strip() != digest(rest):
-            meant = f"{remedy}; if the change is yours and meant: remove its first line"
-            raise Damaged(path, "it was cut or changed after it was written", meant)
     return text
-
-
-def _complete(path: Path, loaded: Any, shape: Shape, remedy: str) -> dict[str, Any]:
-    shaped = _shaped(path, loaded, shape, remedy)
-    missing = [key for key in shape if key not in shaped]
-    if missing:
-        raise Damaged(path, f"it lacks {', '.join(missing)}", remedy)
-    return shaped
 
 
 def _shaped(path: Path, value: Any, shape: Shape, remedy: str) -> dict[str, Any]:
@@ -165,6 +148,5 @@ def _shaped(path: Path, value: Any, shape: Shape, remedy: str) -> dict[str, Any]
         raise Damaged(path, f"it holds a {type(value).__name__}, and no mapping", remedy)
     for key, kind in shape.items():
         if value.get(key) is not None and not isinstance(value[key], kind):
-            what = f"{key} is {str(value[key])[:40]!r}"
-            raise Damaged(path, what, remedy)
+            raise Damaged(path, f"{key} is {str(value[key])[:40]!r}", remedy)
     return value

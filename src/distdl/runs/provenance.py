@@ -19,25 +19,17 @@ DIFF_LIMIT = 200_000  # characters; a longer diff is cut and marked as such
 
 
 def collect(
-    command: Sequence[str],
-    root: Path,
-    overrides: Sequence[str] = (),
-    swept: Sequence[str] = (),
+    command: Sequence[str], root: Path, overrides: Sequence[str] = (), swept: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Everything that is recorded with a new run.
-
-    Args:
-        command: `sys.argv`.
-        root: The user's code.
-        overrides: The overrides of the run, `key=value` each.
-        swept: Those in which it differs from the other members of its sweep.
-    """
+    """Everything that is recorded with a new run: of `sys.argv`, the user's code in `root`, the
+    overrides, and those of them in which it differs from the other members of its sweep."""
+    typed = ["python", "-m", "distdl"] if command[0].endswith("__main__.py") else ["distdl"]
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "distdl": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "command": redact_command(as_typed(command)),
+        "command": redact_command([*typed, *command[1:]]),
         "overrides": redact_command(overrides),
         "swept": redact_command(swept),
         "git": git_state(root),
@@ -45,36 +37,28 @@ def collect(
     }
 
 
-def as_typed(command: Sequence[str]) -> list[str]:
-    """`sys.argv` as a person would type it again."""
-    program, *rest = command
-    return (["python", "-m", "distdl"] if program.endswith("__main__.py") else ["distdl"]) + rest
-
-
 def git_state(root: Path) -> dict[str, Any]:
     """Commit, branch, changed files and the redacted diff of `root`; empty outside git."""
-    commit = _git(root, "rev-parse", "HEAD")
-    if not commit:
+    if not (commit := _git(root, "rev-parse", "HEAD")):
         return {}
     # A diff holds the bytes of the files, which need not be UTF-8.
     diff = redact_diff(os.fsencode(_git(root, "diff", "HEAD")).decode("utf-8", "replace"))
     if len(diff) > DIFF_LIMIT:
         diff = diff[:DIFF_LIMIT] + "\n[cut here]\n"
     changed = _git(root, "status", "--porcelain").splitlines()
-    branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD")
     return {
         "commit": commit.strip(),
-        "branch": branch.strip(),
+        "branch": _git(root, "rev-parse", "--abbrev-ref", "HEAD").strip(),
         "dirty": bool(changed),
         "changed": changed[:200],
         "diff": diff,
     }
 
 
-def project_root(given: str | None) -> Path:
-    """The user's code: `given`, else the git top, else the current folder."""
-    if given:
-        return Path(given).resolve()
+def project_root(chosen: str | None) -> Path:
+    """The user's code: `chosen`, else the git top, else the current folder."""
+    if chosen:
+        return Path(chosen).resolve()
     top = _git(Path.cwd(), "rev-parse", "--show-toplevel").strip()
     return Path(top) if top else Path.cwd()
 
@@ -89,10 +73,8 @@ def packages() -> tuple[str, ...]:
 
 
 def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, check=False
-        )
-    except OSError:
+        return os.fsdecode(subprocess.run(command, capture_output=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError):
         return ""
-    return os.fsdecode(done.stdout) if done.returncode == 0 else ""

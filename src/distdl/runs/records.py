@@ -39,12 +39,9 @@ def journal_path(run_dir: Path, node_rank: int = 0) -> Path:
 
 def journals(run_dir: Path) -> dict[int, Path]:
     """Node rank to journal, for the journals that exist."""
-    found = {}
-    for path in Path(run_dir).glob("logs/metrics*.jsonl"):
-        tail = path.stem.removeprefix("metrics").removeprefix("-node") or "0"
-        if tail.isdigit():
-            found[int(tail)] = path
-    return dict(sorted(found.items()))
+    paths = Path(run_dir).glob("logs/metrics*.jsonl")
+    ranks = {p.stem.removeprefix("metrics").removeprefix("-node") or "0": p for p in paths}
+    return dict(sorted((int(rank), p) for rank, p in ranks.items() if rank.isdigit()))
 
 
 def encode(time: float, step: int, attempt: int, metrics: Mapping[str, float]) -> bytes:
@@ -73,18 +70,13 @@ def read(path: Path, offset: int = 0) -> Iterator[Record]:
         file.seek(offset)
         for line in file:
             offset += len(line)
-            record = _decode(line, offset)
-            if record is not None:
+            if record := _decode(line, offset):
                 yield record
 
 
 def find_run(text: str) -> Path:
-    """Finds the run directory that a user named.
-
-    Raises:
-        UserError: It is not one. The message lists the runs below it, newest first, or the runs in
-            outputs/ with this name.
-    """
+    """Finds the run directory that a user named. If it is not one, raises a UserError that lists
+    the runs below it, newest first, or the runs in outputs/ with this name."""
     path = Path(text).expanduser()
     if (path / "config.yaml").is_file() or journals(path):
         return path

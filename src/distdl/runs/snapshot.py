@@ -13,6 +13,7 @@ import functools
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,19 +64,14 @@ class Snapshot:
     def lines_left_out(self) -> list[str]:
         """Messages on what is left out, and how to send it anyway."""
         lines = [f"{name}: {why}" for name, why in self.left_out[:SHOWN]]
-        if more := len(self.left_out) - SHOWN:
-            lines += [f"and {more} more"] if more > 0 else []
-        if self.left_out:
-            name = self.left_out[0][0]
+        if (more := len(self.left_out) - SHOWN) > 0:
+            lines.append(f"and {more} more")
+        for name, _ in self.left_out[:1]:
             lines.append(f"(to send one all the same, name it in {IGNORE_FILE}: !{name})")
         return lines
 
     def refuse_changed(self, path: Path, name: str) -> None:
-        """Checks that a file, just copied, is still the one that was searched.
-
-        Raises:
-            UserError: It was changed.
-        """
+        """Raises a UserError if a file, just copied, was changed after it was searched."""
         if state_of(path) != self.searched[path]:
             what = "was changed while the job was put together"
             raise UserError.at(name.partition("/")[2], what, "start it again")
@@ -89,30 +85,29 @@ def take(
     Args:
         root: The user's project.
         exclude: Folders below it that are left out: where runs are written.
-        limit_mb: The most megabytes that are accepted.
         secret_names: Further variables whose values must not be in any file.
 
     Raises:
         UserError: The snapshot is too large, a file cannot be read, or a module holds a secret.
     """
-    candidates = [
-        (path, f"project/{path.relative_to(root).as_posix()}")
-        for path in project_files(root, exclude, limit_mb)
-    ]
+    project = project_files(root, exclude, limit_mb)
+    candidates = [(path, f"project/{path.relative_to(root).as_posix()}") for path in project]
     candidates += metadata_of(root)
-    outside = {path for path, _ in candidates if leads_out(path, root)}
-    size = size_of([pair for pair in candidates if pair[0] not in outside])
-    if size > limit_mb * 1e6:
-        raise too_large(root, candidates, limit_mb)
+    links = (path for path, _ in candidates if path.is_symlink())
+    outside = {path for path in links if not path.resolve().is_relative_to(root.resolve())}
+    refuse_large(root, [pair for pair in candidates if pair[0] not in outside], limit_mb)
     secrets = {**secret_values(), **{n: v for n in secret_names if (v := os.environ.get(n, ""))}}
     values = tuple((name, os.fsencode(v)) for name, v in secrets.items() if len(v) >= 8)
-    anyway = taken_anyway(root)
+    # Files named one by one are sent whatever they hold. A pattern does not count: `!*.py` after
+    # `*` only says where the code is.
+    negated = (line[1:].strip() for line in lines_of(root / IGNORE_FILE) if line.startswith("!"))
+    anyway = {name.lstrip("/") for name in negated}
     files: list[tuple[Path, str]] = []
     left_out: list[tuple[str, str]] = []
     problems: list[Problem] = []
     searched: dict[Path, tuple[int, int]] = {}
-    for path, place in [*((path, f"distdl/{name}") for path, name in own_files()), *candidates]:
-        name = place.removeprefix("project/")
+    for path, target in [*((path, f"distdl/{name}") for path, name in own_files()), *candidates]:
+        name = target.removeprefix("project/")
         shown = name if name.isprintable() else ascii(name)
         try:
             if path in outside:
@@ -120,14 +115,14 @@ def take(
             else:
                 searched[path] = state_of(path)
                 # distdl's own code may contain a weak value (DB_PASSWORD=password) as a word.
-                known = values if place.startswith("project/") else ()
+                known = values if target.startswith("project/") else ()
                 why = "" if name in anyway else secret_in(path, searched[path], known)
         except OSError as error:
-            what = f"cannot be read: {error.strerror}"
-            problems.append(Problem(shown, what, f"name it in {IGNORE_FILE}"))
+            remedy = f"name it in {IGNORE_FILE}"
+            problems.append(Problem(shown, f"cannot be read: {error.strerror}", remedy))
             continue
         if not why:
-            files.append((path, place))
+            files.append((path, target))
         elif is_module(path, name) and path not in outside:
             problems.append(held(shown, why))
         else:
@@ -142,29 +137,17 @@ def state_of(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def leads_out(path: Path, root: Path) -> bool:
-    """Whether it is a link to something outside the project."""
-    return path.is_symlink() and not path.resolve().is_relative_to(root.resolve())
-
-
-def taken_anyway(root: Path) -> set[str]:
-    """Files that the user names one by one, such as `!docs/example.pem`: these are sent whatever
-    they hold. A pattern does not count: `!*.py` after `*` only says where the code is."""
-    ignore = root / IGNORE_FILE
-    lines = lines_of(ignore) if ignore.is_file() else []
-    return {line[1:].strip().lstrip("/") for line in lines if line.startswith("!")}
-
-
 def lines_of(path: Path) -> list[str]:
+    """The lines of an ignore file; none if there is no file."""
+    if not path.is_file():
+        return []
     return path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
 
 
 def is_module(path: Path, name: str) -> bool:
     """Whether the job may import it. Secrets in tests are examples, and no job imports tests."""
-    folders, test = name.split("/")[:-1], re.compile(r"test_.*|.*_test\.py|conftest\.py")
-    return path.suffix == ".py" and not (
-        {"test", "tests"} & {*folders} or test.fullmatch(path.name)
-    )
+    test = re.fullmatch(r"test_.*|.*_test\.py|conftest\.py", path.name)
+    return path.suffix == ".py" and not (test or {"test", "tests"} & {*name.split("/")[:-1]})
 
 
 @functools.cache  # the members of a sweep share a project
@@ -172,7 +155,6 @@ def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes
     """Why a file must stay here, by its name or its contents; "" if it may leave.
 
     Args:
-        path: The file.
         state: As from `state_of`: a changed file is searched again.
         values: Name and value of variables that are secret.
     """
@@ -187,8 +169,8 @@ def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes
             content = before + piece
             kinds = [*find(content)]
             for variable, value in values:
-                if (place := content.find(value)) >= 0:
-                    kinds.append((content.count(b"\n", 0, place) + 1, f"the value of ${variable}"))
+                if (start := content.find(value)) >= 0:
+                    kinds.append((content.count(b"\n", 0, start) + 1, f"the value of ${variable}"))
             for line, kind in kinds:
                 lines_of_kinds.setdefault(kind, lines + line)
             before = content[-OVERLAP:]
@@ -198,7 +180,7 @@ def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes
 
 
 def held(name: str, why: str) -> Problem:
-    variable = found[1] if (found := re.search(r"\$(\w+)$", why)) else "NAME"
+    variable = match[1] if (match := re.search(r"\$(\w+)$", why)) else "NAME"
     return Problem(
         name,
         f"{why}, and would leave this machine with the job",
@@ -214,15 +196,15 @@ def size_of(files: Sequence[tuple[Path, str]]) -> int:
 def own_files() -> Iterator[tuple[Path, str]]:
     """The files of distdl as it is imported here, named as in an installed package."""
     home = Path(distdl.__file__).parent
-    places = [(home, "")]
-    for folder in ("conf", "launchers"):  # beside src/ in a checkout, inside in a wheel
-        if not (home / folder).is_dir():
-            parent = next(p for p in distdl.__path__ if (Path(p) / folder).is_dir())
-            places.append((Path(parent) / folder, f"{folder}/"))
-    for place, prefix in places:
-        for path in sorted(place.rglob("*")):
+    folders = [(home, "")]
+    for name in ("conf", "launchers"):  # beside src/ in a checkout, inside in a wheel
+        if not (home / name).is_dir():
+            folder = next(p for p in (Path(p) / name for p in distdl.__path__) if p.is_dir())
+            folders.append((folder, f"{name}/"))
+    for folder, prefix in folders:
+        for path in sorted(folder.rglob("*")):
             if path.is_file() and not set(path.parts) & {*SKIPPED_FOLDERS}:
-                yield path, prefix + path.relative_to(place).as_posix()
+                yield path, prefix + path.relative_to(folder).as_posix()
 
 
 def metadata_of(root: Path) -> Iterator[tuple[Path, str]]:
@@ -238,37 +220,27 @@ def metadata_of(root: Path) -> Iterator[tuple[Path, str]]:
 def project_files(root: Path, exclude: Sequence[Path], limit_mb: float) -> Iterator[Path]:
     import pathspec
 
-    ignore = root / IGNORE_FILE
-    lines = lines_of(ignore) if ignore.is_file() else []
-    known = git_files(root)
-    git_ignore = root / ".gitignore"
-    if known is None and git_ignore.is_file():
-        lines += lines_of(git_ignore)
-    listed = list(known if known is not None else walked(root, limit_mb))
-    exclude = [*exclude, *runs_among(listed)]
+    lines, listed = lines_of(root / IGNORE_FILE), git_files(root)
+    if listed is None:
+        lines += lines_of(root / ".gitignore")
+        listed = list(walked(root, limit_mb))
+    # Runs, wherever they were written, hold no code, and checkpoints are large.
+    configs = [path.parent for path in listed if path.name == "config.yaml"]
+    exclude = [*exclude, *(folder for folder in configs if (folder / "attempts").is_dir())]
     ignored = pathspec.GitIgnoreSpec.from_lines(lines)
     for path in listed:
-        inside = path.relative_to(root)
         stays = any(path.is_relative_to(folder) for folder in exclude)
-        if stays or ignored.match_file(inside.as_posix()) or not path.is_file():
-            continue  # git also lists deleted, uncommitted files
-        yield path
-
-
-def runs_among(files: Sequence[Path]) -> list[Path]:
-    """Folders of runs, wherever they were written: they hold no code, and checkpoints are large."""
-    configs = [path.parent for path in files if path.name == "config.yaml"]
-    return [folder for folder in configs if (folder / "attempts").is_dir()]
+        stays = stays or ignored.match_file(path.relative_to(root).as_posix())
+        if not stays and path.is_file():  # git also lists deleted, uncommitted files
+            yield path
 
 
 def git_files(root: Path) -> list[Path] | None:
     """Tracked and untracked files, including those of submodules; None outside git."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others"]
     try:
-        done = subprocess.run([*command, "--exclude-standard"], capture_output=True, check=False)
-    except OSError:
-        return None
-    if done.returncode != 0:
+        done = subprocess.run([*command, "--exclude-standard"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         return None
     files: list[Path] = []
     for name in dict.fromkeys(os.fsdecode(done.stdout).split("\0")):
@@ -301,14 +273,14 @@ def walked(root: Path, limit_mb: float) -> Iterator[Path]:
             return
 
 
-def too_large(root: Path, files: Sequence[tuple[Path, str]], limit_mb: float) -> UserError:
-    sizes: dict[str, int] = {}
+def refuse_large(root: Path, files: Sequence[tuple[Path, str]], limit_mb: float) -> None:
+    if size_of(files) <= limit_mb * 1e6:
+        return
+    sizes = Counter[str]()
     for path, name in files:
-        top = name.split("/")[1]
-        sizes[top] = sizes.get(top, 0) + path.stat().st_size
-    largest = sorted(sizes, key=lambda top: -sizes[top])[:3]
-    shown = ", ".join(f"{top} {sizes[top] / 1e6:,.0f} MB" for top in largest)
-    return UserError.at(
+        sizes[name.split("/")[1]] += path.stat().st_size
+    shown = ", ".join(f"{top} {size / 1e6:,.0f} MB" for top, size in sizes.most_common(3))
+    raise UserError.at(
         "project.root",
         f"{root} has more than the {limit_mb:g} MB of code that a job takes along: {shown}",
         f"name what is not code in .gitignore or {IGNORE_FILE}, or set project.root",

@@ -75,7 +75,7 @@ def run(
         return -stopping.number_of(interrupt)
     finally:
         os.environ.pop(PARENT, None)
-        stopping.restore({n: handler for n, handler in kept.items() if handler is not None})
+        stopping.set_handlers({n: handler for n, handler in kept.items() if handler is not None})
 
 
 def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[str, Any]) -> int:
