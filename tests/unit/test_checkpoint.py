@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +104,24 @@ def test_a_damaged_one_is_skipped_and_if_all_are_the_run_does_not_start_again(
         assert line.strip().startswith(name) and what in line
 
 
-@pytest.mark.parametrize("at", ["distdl.runs.checkpoints.write_json", "os.fsync", "os.replace"])
-def test_a_crash_while_publishing_leaves_the_one_before(store, monkeypatch, at) -> None:
+def no_manifest(source: Path, target: Path, rename: Any = os.rename) -> None:
+    if fnmatch(Path(target).name, "step_*.manifest.json"):
+        refused()
+    rename(source, target)
+
+
+@pytest.mark.parametrize(
+    ("at", "crashes"),
+    [
+        *((at, refused) for at in ("distdl.runs.checkpoints.write_json", "os.fsync", "os.replace")),
+        ("os.replace", no_manifest),
+    ],
+)
+def test_a_crash_while_publishing_leaves_the_one_before(store, monkeypatch, at, crashes) -> None:
     old = save(store, 1)
     for step in (2, 1):  # also where the same step is reached again
         with monkeypatch.context() as crash:
-            crash.setattr(at, refused)
+            crash.setattr(at, crashes)
             with pytest.raises(OSError, match="not supported"):
                 save(store, step, b"others")
         if step == 2:

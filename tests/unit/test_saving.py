@@ -6,6 +6,7 @@ import collections
 import json
 import resource
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,18 +81,22 @@ def test_it_is_of_its_moment(tmp_path: Path) -> None:
 
 
 def test_its_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
+    made: list[Any] = []
     new = host_copy.host_memory
-    monkeypatch.setattr(
-        host_copy, "host_memory", lambda size, **how: (made.append(size), new(size, **how))[1]
-    )
+
+    def spy(size: int, *, pinned: bool) -> torch.UntypedStorage:
+        storage = new(size, pinned=pinned)
+        made.append(weakref.ref(storage))
+        return storage
+
+    monkeypatch.setattr(host_copy, "host_memory", spy)
     copy = HostCopy()
     state = {str(i): torch.full((1000 + i % 2,), float(i)) for i in range(6)}
     counts = []
     for each in (state, state, {"0": torch.zeros(1000)}, state):
         copy.take(each)
-        counts.append(len(made))
-    assert counts == [6, 6, 6, 11], "what has no use any more is given back"
+        counts.append((len(made), sum(each() is not None for each in made)))
+    assert counts == [(6, 6), (6, 6), (6, 1), (11, 6)], "what has no use any more is freed"
 
 
 LARGE = 1_000_000  # weights of 4 MB: written in more time than a step takes
