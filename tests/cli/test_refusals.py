@@ -44,13 +44,16 @@ resume outputs/x/y seed = 3 | there is no such folder
 -m optimizer.lr=0.1, 0.2 | write optimizer.lr=0.1,0.2
 {word}trainer.max_epochs = 3 | trainer.max_epochs: | write trainer.max_epochs=3
 seed:3 | seed:3: is not an override | write seed=3
+seed 3 | seed: is not an override | write seed=3
 seed==3 | 'seed==3' is not an override | write seed=3
 trainer,max_epochs=3 | write trainer.max_epochs=3
 tags=[„a b“,c] | write 'tags=["a b",c]'
 –m seed=1,2 | write -m
+output_dir={300 letters} | output_dir: cannot be made: File name too long
 name=größe | name: must be made of letters from a to z | not 'größe'
 data=imagenet data.root=~/x | write data.root={home}/x
 optimizer.betas=[0.9, 0.99] | write 'optimizer.betas=[0.9, 0.99]'
+optimizer.lr=“0.1” | write optimizer.lr=0.1
 optimizer.betas=[0.1 | it lacks ]: 'optimizer.betas=[0.1]'
 trainer.max_epochs=1,2 | several values, and no sweep | add -m
 # Values.
@@ -136,7 +139,12 @@ trainer.devices=[] trainer.devices=abc trainer.devices=[0,1] trainer.devices=[a]
 trainer.num_nodes=0 trainer.num_nodes=2 trainer.num_nodes=abc trainer.num_nodes=null name=a/b
 name=../x name='' experiment_name=../x model@somewhere=resnet18 =5
 """.split()  # noqa: SIM905
-MEANT = {"{home}": str(Path.home()), "{file}": __file__, "{201 letters}": 201 * "a"}
+MEANT = {
+    "{home}": str(Path.home()),
+    "{file}": __file__,
+    "{201 letters}": 201 * "a",
+    "{300 letters}": 300 * "a",
+}
 
 
 def check_one(output, *parts: str) -> None:

@@ -76,7 +76,8 @@ def _row(run: RunDirectory, attempt: Attempt, job: Job | Exception | None) -> tu
         attempt.check_launch()
         main = run.main_attempt() or attempt
         if main.number != attempt.number:  # the newest attempt only tested, so show the training
-            state = f"{jobs.state(main)} ({attempt.task.rpartition('.')[2]}: {state})"
+            task = attempt.task.rpartition(".")[2] or "unknown task"
+            state = f"{jobs.state(main)} ({task}: {state})"
             attempt = main
         facts = attempt.status()
         started = time_of(facts, "started")

@@ -113,12 +113,13 @@ class Binding:
             searched = []  # the user sets up modules or $PYTHONPATH of the nodes
         installed = [folder for _, folder in editable()]
         launches = str(launcher.get("_target_")).partition(".")[0]  # runs here, not on the nodes
-        for name in sorted({*sys.modules} - self.before - {launches}):
+        new = {*sys.modules} - self.before - {launches}
+        # Top-level modules only: what stands below torch.classes invents any attribute.
+        for name in sorted(n for n in new if n.isidentifier() and not n.startswith("__")):
             module = sys.modules[name]
             files = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
             home = FilePath(str(files[0] or ".")).parent
-            known = name.startswith("__") or not name.isidentifier()
-            known = known or str(home) in self.trust.folders or is_installed(home)
+            known = str(home) in self.trust.folders or is_installed(home)
             if known or not home.is_absolute():
                 continue
             what = f"{name} is imported from {home}, which no job takes along"

@@ -168,7 +168,7 @@ def misfit(checkpoint: Mapping[str, Any], trainer: Trainer) -> str | None:
         defaults = getattr(kind, "defaults", {})
         settings = {k for k, v in defaults.items() if not isinstance(v, bool | None)}
         if lacks := settings - state["param_groups"][0].keys():
-            return f"its optimizer is no {type(kind).__name__}, without {', '.join(sorted(lacks))}"
+            return f"its optimizer is not {type(kind).__name__}, without {', '.join(sorted(lacks))}"
     mine = [entry.scheduler.state_dict() for entry in trainer.lr_scheduler_configs]
     same = [*map(settings_of, mine)] == [*map(settings_of, checkpoint["lr_schedulers"])]
     return None if same else "its schedules are of another kind"
