@@ -313,6 +313,7 @@ class Checkpointer(Callback):
             "samples_per_batch": self.samples_per_batch,
             "rates": self.rates,
             "world_size": trainer.world_size,
+            "classes": getattr(trainer.datamodule, "classes", None),  # type: ignore[attr-defined]
             **self.best.state(),
             "rng": process_group.gather(self._rng or resume_state.rng_state()),
             **resume_state.of_parameters(pl_module, self._half_a_step),

@@ -113,7 +113,10 @@ class Progress(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open(trainer, "test", sum(trainer.num_test_batches))
 
-    on_test_batch_end = on_validation_batch_end
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(trainer, "predict", sum(trainer.num_predict_batches))
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def _open(self, trainer: Trainer, title: str, total: float) -> None:
         """Draws a task below its parent task."""

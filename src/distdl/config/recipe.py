@@ -23,7 +23,7 @@ WHERE = (
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
 # Values of `task._target_`.
 TRAIN, BENCHMARK = "distdl.tasks.train", "distdl.tasks.benchmark"
-EVALUATE = ("distdl.tasks.validate", "distdl.tasks.test")
+EVALUATE = ("distdl.tasks.validate", "distdl.tasks.test", "distdl.tasks.predict")
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (
     *("data.batch_size", "data.on_damaged", "trainer.accumulate_grad_batches"),

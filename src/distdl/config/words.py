@@ -21,7 +21,6 @@ _START = "checkpoint.resume_from=FILE trains on from it, task=test task.checkpoi
 _SWEEP = "a sweep is -m and several values: -m optimizer.lr=0.1,0.01"
 _BEST = "checkpoint.monitor=METRIC checkpoint.mode=max"
 _SIZE = "trainer.accelerator=cpu or gpu, trainer.devices=N, strategy=ddp"
-_NOWHERE = "not there yet: best.ckpt loads by Module.load_from_checkpoint in a script of yours"
 
 
 def table(text: str) -> dict[str, str]:
@@ -120,7 +119,7 @@ NOT_GLOBAL = (
     "make its first line: # @package _global_",
 )
 # Options of groups.
-_CHOICES = table(f"""
+_CHOICES = table("""
     trainer=cpu: trainer.accelerator=cpu
     trainer=gpu: trainer.accelerator=gpu trainer.devices=1
     trainer=mps: trainer.accelerator=mps
@@ -130,7 +129,6 @@ _CHOICES = table(f"""
     debug=fdr: debug=step, or trainer.fast_dev_run=true
     task=fit: task=train
     task=eval: task=test task.checkpoint=FILE
-    task=predict: {_NOWHERE}
     tracking=neptune: Neptune was shut down, and Lightning's logger for it only raises: \
 tracking=wandb, comet or clearml
 """)
@@ -145,12 +143,12 @@ _OPTIONS = table(f"""
     --run: python -m distdl key=value ... starts a run
 """)
 # Other tools' verbs. {} stands for the words that follow.
-_VERBS = table(f"""
-    train fit run launch start: python -m distdl {{}}
+_VERBS = table("""
+    train fit run launch start: python -m distdl {}
     test eval evaluate: python -m distdl resume RUN task=test
     validate val: python -m distdl resume RUN task=validate
-    predict: {_NOWHERE}
-    sweep multirun: python -m distdl -m {{}}
+    predict: python -m distdl resume RUN task=predict task.source=FOLDER
+    sweep multirun: python -m distdl -m {}
     list: python -m distdl jobs list
     logs: python -m distdl jobs logs RUN
     status: python -m distdl jobs status RUN

@@ -32,8 +32,12 @@ class EncodedImages(Dataset[dict[str, Any]]):
 
     A damaged image is replaced by the next intact one, so that batches have the same size on all
     ranks. Its "weight" is then 0: validation ignores the row, training uses it. "damaged" names the
-    image and the reason. `distdl.data.images.ImageData` reports or refuses it.
+    image and the reason. `distdl.data.images.ImageData` reports or refuses it. With `replaces =
+    False` (predictions) a blank image takes its place, however many are damaged.
     """
+
+    classes: Sequence[str] = ()
+    replaces = True
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -58,6 +62,14 @@ class EncodedImages(Dataset[dict[str, Any]]):
     def name(self, index: int) -> str:
         """Where a user can find the image: a path, or shard and member."""
 
+    def sample_name(self, index: int) -> str:
+        """Its name within the data set, the same on every machine."""
+        return self.name(index)
+
+    def label_name(self, index: int) -> str | None:
+        """The name of its class, if it is known."""
+        return self.classes[self.label(index)]
+
     def repair(self, index: int) -> bool:
         """Called once for an image that cannot be decoded; True: read it again."""
         return False
@@ -77,8 +89,10 @@ class EncodedImages(Dataset[dict[str, Any]]):
             try:
                 seen = self._seen(shown, epoch)
             except DamagedImage as error:
-                damaged.append(f"{self.name(shown)}: {error}")
-                continue
+                damaged.append(f"{self.name(shown)}: {error}" if self.replaces else str(error))
+                if self.replaces:
+                    continue
+                seen = self.view.blank()
             # Report only the first: the other damaged images report themselves.
             first, weight = next(iter(damaged), ""), np.float32(not damaged)
             return {**seen, "label": self.label(shown), "weight": weight, "damaged": first}

@@ -76,7 +76,7 @@ class ImageData(LightningDataModule):
     ) -> dict[str, Any]:
         """Reports damaged images, and decodes on the device if that is chosen (nvjpeg)."""
         batch = dict(batch)
-        if "damaged" in batch:
+        if "damaged" in batch and not (self.trainer and self.trainer.predicting):
             self.damage.note(batch.pop("damaged"), self._damaged_file())
         if isinstance(batch.get("image"), EncodedBatch):
             batch["image"] = self._beside(self._device, batch["image"].decoded, self._device)

@@ -199,7 +199,7 @@ class _Share:
         sampler = _Chosen(loader)
         if not sampler.has_length:
             return self._cannot(loader, "its sampler has no length")
-        if self.stage != "train" and self.world_size == 1 and not self._exact:
+        if self.stage in ("val", "test") and self.world_size == 1 and not self._exact:
             return loader
         batches: TrainBatches | EvalBatches = (
             self._train(loader, sampler, resume)
@@ -242,8 +242,12 @@ class _Share:
     def _evaluate(self, loader: DataLoader[Any], sampler: _Chosen) -> EvalBatches:
         order = None if sampler.by_torch else Drawn(sampler.order).order(self.seed, 0)
         count = len(loader.dataset) if order is None else len(order)  # type: ignore[arg-type]
+        if self.stage == "predict":
+            done = self.position.predicted
+            order = (np.arange(count) if order is None else order)[done:]
+            count -= done
         twice = -count % self.world_size
-        if twice and not self._exact:
+        if twice and not self._exact and self.stage != "predict":
             text = f"{count} {'batches' if sampler.batched else 'samples'} over {self.world_size} "
             text += f"ranks: {twice} of them are counted twice. To count each once, return dict "
             text += f"samples, set exact_evaluation = True on {type(self.source).__name__} and "

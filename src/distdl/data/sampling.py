@@ -34,12 +34,14 @@ class TrainPosition:
         per_batch: How much one step (a batch on every rank) adds to it; 0 until a loader is
             distributed.
         samples: Samples of one step, over all ranks; None: unknown.
+        predicted: Samples, over all ranks, for which an interrupted prediction has stored rows.
     """
 
     epoch: int = 0
     consumed: int = 0
     per_batch: int = 0
     samples: int | None = None
+    predicted: int = 0
 
 
 class Ordered(Protocol):

@@ -21,6 +21,7 @@ class ShardImages(EncodedImages):
     def __init__(self, view: View, shards: Shards, order: TrainOrder | None = None) -> None:
         super().__init__(view)
         self.shards, self._order = shards, order
+        self.classes = shards.classes
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -36,6 +37,9 @@ class ShardImages(EncodedImages):
 
     def name(self, index: int) -> str:
         return self.shards.member(index)
+
+    def sample_name(self, index: int) -> str:
+        return self.name(index).removeprefix(f"{self.shards.folder}/")
 
     def repair(self, index: int) -> bool:
         return self.shards.repair(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import socket
@@ -15,6 +16,7 @@ from distdl.data.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
 from distdl.data.encoded import EncodedImages, OnDamaged
 from distdl.data.folder import FolderImages, check_folder
 from distdl.data.images import ImageData
+from distdl.data.listed import ListedImages
 from distdl.data.shards import ShardImages, TrainOrder
 from distdl.data.views import EvalView, TrainView, View, check_views
 from distdl.datasets.cache import REMEDY, Cache, default_root
@@ -49,6 +51,8 @@ class StoredImages(ImageData):
     - a folder made by `python -m distdl prepare`, read in place,
     - the URI of such a folder, `azure://container/path` or another form of `distdl.stores`: each
       shard is downloaded once per node into `cache_dir`.
+
+    Predictions are of the validation images, or of `predict_from`.
 
     Args:
         root: Where the images are.
@@ -108,6 +112,8 @@ class StoredImages(ImageData):
         self._val_view: View = EvalView(val_crop_size or image_size, val_resize_size, decoder)
         self._splits: dict[str, EncodedImages] = {}
         self._order: TrainOrder | None = None
+        # What to predict: images below a folder or URI, or a prepared data set; "": validation.
+        self.predict_from = ""
 
     @staticmethod
     def check(
@@ -121,6 +127,9 @@ class StoredImages(ImageData):
         """
         local = context is None or bool(context["local"])
         yield from check_views(config, local)
+        task = (context or {}).get("config", {}).get("task") or {}
+        if task.get("source"):  # nothing at `root` is read
+            return
         if not local:
             yield f"the job looks at {str(config['root']).partition('?')[0]}"  # no signature
             return
@@ -143,6 +152,9 @@ class StoredImages(ImageData):
     def setup(self, stage: str | None = None) -> None:
         if self._splits:
             return
+        if stage == "predict" and self.predict_from:
+            self._splits["predict"] = self._to_predict()
+            return
         with readable("data.root"):
             if not (prepared := _is_prepared(self.root)):
                 _refuse(check_folder(Path(self.root), self.num_classes))
@@ -155,6 +167,25 @@ class StoredImages(ImageData):
             return self._open_shards()
         refuse_others("-".join(images.key[:12] for images in splits.values()))
         self._splits.update(splits)
+
+    def _to_predict(self) -> EncodedImages:
+        where, key = _expanded(self.predict_from), "task.source"
+        with readable(key):
+            store = open_store(where)
+            if store.size(MANIFEST) is None:
+                return ListedImages(where, self._val_view, key)
+        cache_root = _cache_root(self.cache_dir)
+        data = open_data_set(where, cache_root=cache_root)
+        limit = None if self.cache_gb is None else int(self.cache_gb * GB)
+        cache = self._cache(data, cache_root, limit) if is_remote(where) else None
+        split = "val" if "val" in data.manifest.splits else next(iter(data.manifest.splits))
+        return ShardImages(self._val_view, Shards(data, split, cache))
+
+    @property
+    def classes(self) -> list[str] | None:
+        """Their names, in the order of the labels; None before `setup`, and without labels."""
+        images = self._splits.get("train") or self._splits.get("predict")
+        return getattr(images, "classes", None)
 
     def _open_shards(self) -> None:
         cache_root = _cache_root(self.cache_dir)
@@ -226,6 +257,11 @@ class StoredImages(ImageData):
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self.loader(self._splits["val"], shuffle=False)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        images = copy.copy(self._splits.get("predict") or self._splits["val"])
+        images.replaces = False
+        return self.loader(images, shuffle=False)
 
 
 def _expanded(root: str) -> str:

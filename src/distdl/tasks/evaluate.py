@@ -38,12 +38,17 @@ validate.check = needs("validation_step", "val_dataloader")  # type: ignore[attr
 test.check = needs("test_step", "test_dataloader")  # type: ignore[attr-defined]
 
 
+def checkpoint_of(context: Built, checkpoint: str) -> str | None:
+    """The path of a task's checkpoint; None for "none"."""
+    if checkpoint == "none":
+        return None
+    return str(checkpoints.find(checkpoint, "task.checkpoint", context.run.checkpoints))
+
+
 def _evaluate(
     context: Built, checkpoint: str, loop: Callable[..., list[Mapping[str, float]]]
 ) -> dict[str, float]:
-    path = None
-    if checkpoint != "none":
-        path = str(checkpoints.find(checkpoint, "task.checkpoint", context.run.checkpoints))
+    path = checkpoint_of(context, checkpoint)
     for each in context.trainer.loggers if context.has_trained else ():
         each.log_metrics = functools.partial(_log_as, loop.__name__, each.log_metrics)  # type: ignore[method-assign]
     results = start(context, path, loop, verbose=False)

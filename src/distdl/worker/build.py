@@ -88,7 +88,7 @@ def build(
     strategy = make(config.strategy)
     if not own_optimizer:
         attach_optimizer(module, config, global_batch, position)
-    rank, world_size = data_share(strategy, environment)
+    rank, world_size = data_share(strategy, environment.rank, environment.world_size)
     distribute(
         datamodule if datamodule is not None else module,
         rank=rank,
@@ -119,10 +119,10 @@ def build(
     return Built(config, run, trainer, module, datamodule, metrics, kept, checkpoint, own_optimizer)
 
 
-def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
+def data_share(strategy: Any, rank: int, world_size: int) -> tuple[int, int]:
     """(rank, count) among the ranks that take different data; a strategy may override it."""
     share_of = getattr(strategy, "data_share", lambda *position: position)
-    return share_of(environment.rank, environment.world_size)
+    return share_of(rank, world_size)
 
 
 def make(node: Any) -> Any:
