@@ -271,7 +271,7 @@ def problems(**config):
         ({"ratio": ["a", "b"]}, "ratio", "not two numbers above 0, the"),
         (
             {"decoder": "nvjpeg", "augment": {"random_erasing": {"p": 0.1}}},
-            "augment",
+            "augment.random_erasing",
             "data.augment.random_erasing=null",
         ),
     ],

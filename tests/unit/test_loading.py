@@ -174,7 +174,7 @@ def test_ranks_never_train_silently_on_the_same_samples(make, fragment):
     made = make()
     for arguments in ({}, {"world_size": 2, "share": False}):
         assert share(Loaders(lambda: made), **arguments).train_dataloader() is made
-    with pytest.warns(UserWarning, match="starts the epoch anew"):
+    with pytest.warns(UserWarning, match="starts the epoch again"):
         share(Loaders(lambda: made), position=TrainPosition(0, 4)).train_dataloader()
 
 

@@ -234,7 +234,7 @@ def test_check_and_setup_report_the_same(tmp_path, made):
     problem = refusal(StoredImages(root, 4, 11, num_workers=0).setup)
     assert problem.path == "data.num_classes" and "is 11" in problem.what
     assert check(root, num_classes=10) == []
-    assert check("azure://box/a", local=False) == ["the job looks at azure://box/a"]
+    assert check("azure://box/a", local=False) == ["the job itself checks azure://box/a"]
     assert [p.path for p in check("ftp://x/y")] == ["root"]
     ranges = (("cache_gb", 0.5, 0), ("shuffle_window", 1, 0), ("on_damaged", "error", "ignore"))
     for key, good, bad in ranges:

@@ -47,7 +47,7 @@ class Resizing:
             return
         for key in config:
             if key not in KEYS:
-                hint = did_you_mean(key, KEYS) or f"there are: {', '.join(KEYS)}"
+                hint = did_you_mean(key, KEYS) or f"known keys: {', '.join(KEYS)}"
                 yield Problem(f"resize.{key}", "unknown", hint)
         missing = [key for key in ("from", "to", "until_epoch") if key not in config]
         if missing:

@@ -16,7 +16,7 @@ from distdl.datasets.reading import Shards
 
 
 class ShardImages(EncodedImages):
-    """The samples of a split in shards; `order`: of training."""
+    """The samples of a split in shards; only the training split has an `order`."""
 
     def __init__(self, view: View, shards: Shards, order: TrainOrder | None = None) -> None:
         super().__init__(view)
@@ -53,8 +53,8 @@ class TrainOrder:
     """The order in which training reads shards, and their prefetch.
 
     Args:
-        shards, val: Those of validation are needed after those of an epoch of training.
-        prefetch: None: not needed, or another rank of this node does so.
+        shards, val: Training and validation, which is read after each epoch of training.
+        prefetch: None if nothing is prefetched, or by another rank of this node.
         used: Returns how many samples of an epoch, and of validation, will be used.
     """
 
