@@ -128,7 +128,7 @@ def test_of_a_store_one_shard_is_downloaded_or_all(check, shards, monkeypatch, e
     ("edit", "target", "options", "text"),
     [
         ((), "{root}/none", "", "no such folder"),
-        ((), "", "", "an empty address"),
+        ((), "", "", "the address is empty"),
         ((), "{root}", "", "must hold train/<class>/"),
         (
             ("ILSVRC2012_img_train.tar",),
@@ -248,7 +248,7 @@ NVJPEG = ("data.decoder=nvjpeg",)
         # A slow disk asks for more workers, and not for more cores.
         (1000, [PLAIN], 100, 8, 1, "15 workers while", ("data.num_workers=15",)),
         # 4 complete workers.
-        (1000, [PLAIN, SMALL], 1e9, 11, 2, "80 % of what it trains; 6 are needed", ()),
+        (1000, [PLAIN, SMALL], 1e9, 11, 2, "80 % of what it can train on; 6 are needed", ()),
         (1000, [PLAIN, SMALL], 1e9, 11, 2, "Smaller, 2 are enough", ()),
         (1000, [PLAIN, SMALL], 1e9, 1, 1, "has the training itself to do; 6 are", NVJPEG),
         (801, [PLAIN], 1e9, 5, 1, "5 cores per GPU decode 99 % of", NVJPEG),

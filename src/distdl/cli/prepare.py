@@ -24,7 +24,7 @@ from typing import NoReturn
 from distdl.config.resources import cpu_cores
 from distdl.datasets import shard_plan as plans
 from distdl.datasets.images import DEFAULT_QUALITY, Treatment
-from distdl.datasets.next_steps import SPLITS, how_to_have, print_next
+from distdl.datasets.next_steps import SPLITS, how_to_provide, print_next
 from distdl.datasets.shard_plan import Part, ShardPlan
 from distdl.datasets.source import KINDS, Source
 from distdl.datasets.work import Preparation
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         if options.dry_run:
             print("nothing was written (--dry-run)")
             return 0
-        with resumable(), work.alone():
+        with resumable(), work.locked():
             prepare(work, plan, source, options, treatment)
     if options.upload:
         with resumable():
@@ -152,7 +152,7 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     add("--shard-mb", type=float, default=128, metavar="MB", help="of images per shard (128)")
     add("--max-side", type=int, help="scale longer sides down to N pixels; lossy")
     add("--short-side", type=int, help="scale shorter sides down to N pixels; lossy")
-    quality = f"re-encode all JPEGs ({DEFAULT_QUALITY}, and only what is scaled); lossy"
+    quality = f"re-encode all JPEGs ({DEFAULT_QUALITY}, and only scaled images); lossy"
     add("--quality", type=int, metavar="Q", help=quality)
     flag("--skip-damaged", help="leave out what cannot be decoded")
     add("--seed", type=int, default=0, metavar=None, help="of the order of the training images (0)")
@@ -200,7 +200,7 @@ def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment)
         length = size(sum(part.bytes for part in parts))
         print(f"  {split:5}  {counted(images, 'image'):>16}  {length:>8}{shards}")
         if not parts:
-            empty.append(f"no {SPLITS[split]} images: {how_to_have(split, kind)}")
+            empty.append(f"no {SPLITS[split]} images: {how_to_provide(split, kind)}")
     print(*empty, f"images: {treatment}", sep="\n")
     workers = counted(options.workers, "process", "processes")
     print(f"to {options.to} ({options.format}), by {workers}")

@@ -24,7 +24,8 @@ CHUNK = 64  # images per task of a process
 class Seen:
     """The findings about `count` images.
 
-    `mean` and `std` are sums of the images' means and stds of red, green and blue, of 0 to 1.
+    `mean` and `std` are sums over the images: of the mean and std of red, green and blue in each,
+    for values from 0 to 1.
     """
 
     count: int = 0
@@ -68,7 +69,7 @@ def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
                 with Image.open(io.BytesIO(data)) as file:
                     image = converted(file, "RGB")
         except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
-            reason = "no image" if "BytesIO" in str(error) else error
+            reason = "is not an image" if "BytesIO" in str(error) else error
             if isinstance(error, OSError) and error.strerror:  # its text would repeat the path
                 reason = f"cannot be read: {error.strerror}"
             seen.damaged.append(f"{reader.name(index)}: {reason}")

@@ -103,7 +103,8 @@ def needs(screen: Screen, formats: Sequence[Format], wanted: Need, cores: int, g
         rows.append(
             (f"decoding, {each.name}", f"{each.per_core:,.0f}", needed, f"{cores / gpus:g}")
         )
-    columns = ("", "img/s per core", "cores needed per GPU", f"there are, for {gpus}")
+    available = f"available ({gpus} GPU{'s' * (gpus > 1)})"
+    columns = ("", "img/s per core", "cores needed per GPU", available)
     screen.table(columns, rows)
 
 

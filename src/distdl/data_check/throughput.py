@@ -25,8 +25,8 @@ class Rates:
     reading: float  # images per second of wall time, including waits for the disk
     reading_bytes: float  # the same in bytes per second
     decoding: float  # images per second of CPU time: decoded, cropped, resized, in a batch
-    smaller: float | None  # the same at a short side of 256 pixels; None: most are no larger
-    decoder: str  # the fastest on a CPU, which was used
+    smaller: float | None  # the same at a short side of 256 pixels; None: most are that small
+    decoder: str  # the fastest CPU decoder, which was measured
 
 
 def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rates | None:

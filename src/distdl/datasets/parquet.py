@@ -113,9 +113,9 @@ class ParquetImages:
         if isinstance(value, dict):
             value = value.get("bytes")
         if not value:
-            raise ValueError(f"{name}: row {row} of row group {group} holds no bytes of an image")
+            raise ValueError(f"{name}: row {row} of row group {group} holds no image bytes")
         if value[:6] == b"\x93NUMPY":
-            raise ValueError(f"{name}: Petastorm's NdarrayCodec: an array, and no encoded image")
+            raise ValueError(f"{name}: Petastorm's NdarrayCodec wrote arrays, not encoded images")
         return bytes(value)
 
     def describe(self) -> dict[str, Any]:
@@ -221,16 +221,17 @@ def _label_column(schema: Any, wanted: str | None) -> str:
 
 
 def _chosen(
-    option: str, wanted: str | None, fits: list[str], usual: tuple[str, ...], schema: Any, what: str
+    option: str, wanted: str | None, fits: list[str], usual: tuple[str, ...], schema: Any, data: str
 ) -> str:
     columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
     if wanted is not None:
         if wanted not in fits:
-            is_there = f"{wanted} holds no {what}" if wanted in schema.names else f"no {wanted}"
-            raise UserError.at(option, f"{is_there}; the columns are {columns}")
+            exists = wanted in schema.names
+            reason = f"{wanted} holds no {data}" if exists else f"there is no column {wanted}"
+            raise UserError.at(option, f"{reason}; the columns are {columns}")
         return wanted
     named = [name for name in usual if name in fits]
     if named or len(fits) == 1:
         return (named or fits)[0]
-    which = "no column holds" if not fits else f"{len(fits)} columns may hold"
-    raise UserError.at(option, f"{which} {what}: {columns}", f"{option} NAME")
+    candidates = "no column holds" if not fits else f"{len(fits)} columns may hold"
+    raise UserError.at(option, f"{candidates} {data}: {columns}", f"{option} NAME")

@@ -27,7 +27,7 @@ SPLITS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--split", choices=("train", "val"), help="of all files, whatever their names"
+        "--split", choices=("train", "val"), help="the split of all files, whatever their names"
     )
     parser.add_argument(
         "--label-offset",
@@ -44,11 +44,12 @@ def find_files(
 
     Args:
         source: The folder, or one file in it. Subfolders are searched, too.
-        names: A regular expression that is searched for in file names; `shown` in words.
-        split: Of all files; None: from the names of the files or their folders.
+        names: A regular expression that is searched for in file names.
+        shown: The same in words, for messages.
+        split: The split of all files; None: from the names of the files or their folders.
 
     Raises:
-        UserError: There is no such file, or a file's name says no split.
+        UserError: There is no such file, or a file's name does not show its split.
     """
     if not source.exists():
         raise UserError.at("--source", f"no such folder: {source}")
@@ -62,10 +63,10 @@ def find_files(
     for name, named in splits.items():
         if named is None:
             what = f"{folder / name} has neither train nor validation in its name"
-            raise UserError.at("--source", what, "--split train, if all files are of it")
+            raise UserError.at("--source", what, "--split train, if all files are for training")
     if not any(splits.values()):
         what = f"{source} holds files of a test set only"
-        raise UserError.at("--source", what, "--split val, if that is what you want")
+        raise UserError.at("--source", what, "--split val, to validate with them")
     return folder, {name: named for name, named in splits.items() if named}
 
 
@@ -96,7 +97,7 @@ def _below(folder: Path, names: str) -> Iterator[str]:
 
 def no_class(sample: str, label: int) -> UserError:
     remedy = "test sets have such labels: leave that file out, or give it a name with `test` in it"
-    return UserError.at("--source", f"{sample} has the label {label}: no class", remedy)
+    return UserError.at("--source", f"{sample} has the label {label}, which no class has", remedy)
 
 
 def describe(kind: str, folder: Path, files: Mapping[str, str]) -> dict[str, Any]:
@@ -114,7 +115,7 @@ class Labelled:
         self._offset = 0
 
     def add(self, sample: Sample, class_name: str = "") -> None:
-        """Adds a sample with the label that the file has; names it if it has no name.
+        """Adds a sample with the label in the file; gives it a name if it has none.
 
         Raises:
             UserError: An earlier sample had another class name for that label.

@@ -97,8 +97,9 @@ class TFRecords:
 
 
 def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[int, str, str]]]:
-    """Yields (start, length, image, meaning) for each record of a file: the location of its bytes,
-    (start in the record, length) of the image, and (label, class name, image name).
+    """Yields (start, length, image, meaning) for each record of a file. `start` and `length` locate
+    the record, `image` is (start in the record, length), and `meaning` is (label, class name, image
+    name).
 
     A file is a sequence of records, each framed by its length and checksums
     (https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details):
@@ -121,7 +122,7 @@ def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[in
             length, crc = struct.unpack("<QI", header.ljust(12))
             if begin <= size and masked_crc(header[:8]) != crc:
                 gzip = start == 0 and header[:2] in (b"\x1f\x8b", b"\x78\x9c", b"\x78\x01")
-                what = "it is compressed" if gzip else "it is not a record, or damaged"
+                what = "it is compressed" if gzip else "it is not a record, or it is damaged"
                 raise _bad(path, start, what, "decompress it first: gzip -d" if gzip else "")
             if begin + length + 4 > size:
                 raise _bad(path, start, "it is cut short")

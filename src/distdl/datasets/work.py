@@ -89,19 +89,19 @@ class Preparation:
         before.get("images", {}).pop("restart_markers", None)
         different = list(differences(before, json.loads(json.dumps(self.settings))))
         if different:
-            remedy = "repeat that command, name another folder (--to DIR), or remove this one"
+            remedy = "repeat the first command, name another folder (--to DIR), or remove this one"
             if all(one.startswith("source.") for one in different):
-                remedy = "prepare what it is now from the beginning: --to DIR, or first rm -r "
+                remedy = "prepare the changed source into a new folder (--to DIR), or first rm -r "
                 remedy += shlex.quote(str(self.out))
             raise UserError.at("--to", f"{self.out} {how}: {'; '.join(different)}", remedy)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Locks the folder, so that only one command at a time writes the data set.
 
         Raises:
-            UserError: Another command is preparing it, or has put something else there meanwhile;
-                the folder cannot be written, or its disk is full.
+            UserError: Another command is preparing the data set, or has written something else
+                there meanwhile; or the folder cannot be written, or its disk is full.
         """
         lock = FileLock(self.out / WORK / "lock")
         try:
@@ -139,8 +139,8 @@ class Preparation:
             else:
                 _in_parallel(parts, writer, workers, advance)
         except BrokenProcessPool as error:
-            what = "a worker process was killed, perhaps for want of memory"
-            remedy = "the same command resumes where it stopped; fewer: --workers N"
+            what = "a worker process was killed, perhaps for lack of memory"
+            remedy = "the same command resumes where it stopped; with fewer processes: --workers N"
             raise Unfinished.at("--workers", what, remedy) from error
 
     def finish(self, plan: ShardPlan, skip_damaged: bool) -> Result:
