@@ -72,7 +72,7 @@ output_dir= | output_dir: is empty
 output_dir=/dev/null/runs | output_dir: /dev/null is a file
 output_dir=s3://mine/runs | s3://mine/runs is not a folder | choose another
 checkpoint.resume_from=nowhere.ckpt | resume_from=nowhere.ckpt: no such checkpoint
-checkpoint.resume_from={file} | is not a checkpoint, or not all of one | Lightning
+checkpoint.resume_from={file} | is not a checkpoint, or an incomplete one | Lightning
 task=test task.checkpoint= | task.checkpoint=: names no checkpoint
 resume outputs/nothing/here | outputs/nothing/here
 # Options of the command line, and sweeps.

@@ -104,7 +104,7 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
     stored = run.recipe()
     if not configs.same_recipe(stored, recipe):
         if never_trained(run):
-            planned.old_run = run.spare_path()
+            planned.old_run = run.path_when_failed()
             what = f"the old {run_id} failed before its first checkpoint, kept as"
             planned.notes.append(f"{what} {shown(planned.old_run)}")
             return planned

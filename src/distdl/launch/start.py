@@ -166,7 +166,7 @@ def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None)
     except OSError as error:  # a full disk or a quota, which permissions do not show
         if new:
             with suppress(OSError):
-                planned.run.take_back()
+                planned.run.undo_create()
         what = f"{shown(planned.run.path)} cannot be written: {error.strerror}"
         raise UserError.at("output_dir", what, "choose another: output_dir=FOLDER") from error
     if code is not None:
@@ -184,7 +184,7 @@ def interruption_recorded(*planned: Plan) -> Iterator[None]:
         state = stopping.state_of(-stopping.number_of(interrupt))
         for each in planned:
             last = each.run.last_attempt()
-            if last is not None and last.is_mine():
+            if last is not None and last.is_starting_here():
                 last.end(state, error=f"{str(interrupt) or 'interrupted'} before training began")
         raise
 

@@ -233,7 +233,7 @@ def build_trainer(
         # `distribute` shards by rank, and can also resume and count exactly.
         use_distributed_sampler=False,
     )
-    portable.speak_names(trainer.strategy)
+    portable.use_names(trainer.strategy)
     # Ours are installed already, and do not deadlock (pytorch-lightning#20806).
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     return trainer
