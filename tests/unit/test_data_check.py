@@ -89,7 +89,7 @@ def test_damage_is_reported(check, shards, folder, every):
     (folder / "train" / "cat" / "0.jpg").write_bytes(b"words")
     result = check(folder, *every)
     assert result.code == 1 and "2 of 12" in result.out
-    assert "train: train/cat/0.jpg: no image" in result.out
+    assert "train: train/cat/0.jpg: is not an image" in result.out
     assert "val: val/dog/0.jpg: image file is truncated" in result.out
     for path in folder.glob("*/*/*.jpg"):
         path.unlink()
@@ -106,7 +106,7 @@ def test_a_sample_is_spread_and_called_one(check, folder):
     assert "a sample of 4" in result.out and "none of 4 (every image: --all)" in result.out
     (folder / "train" / "dog" / "4.jpg").write_bytes(b"words")  # the last of 9
     result = check(folder, "--sample", "2")
-    assert result.code == 1 and "train: train/dog/4.jpg: no image" in result.out
+    assert result.code == 1 and "train: train/dog/4.jpg: is not an image" in result.out
 
 
 @EVERY
@@ -141,7 +141,7 @@ def test_of_a_store_one_shard_is_downloaded_or_all(check, shards, monkeypatch, e
         ((), "{folder}/val/cat/0.jpg", "", "{folder}/val/cat/0.jpg: is a file"),
         (("../images/val/emu/0.jpg",), "{folder}", "", "only one of the two has emu"),
         ((), "azure://container/data", "", "names no account"),
-        ((), "ftp://somewhere/data", "", "not understood"),
+        ((), "ftp://somewhere/data", "", "of an unknown form"),
         ((), "{folder}", "--smaple 3", "--smaple: is not an option"),
         ((), "{folder}", "--smaple=3", "did you mean: --sample"),
         ((), "{folder}", "--gpu h10", "--gpu h100"),
