@@ -113,9 +113,8 @@ class Inert:
 def optimizer_state(
     parts: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, torch.Size]]
 ) -> dict[str, Any]:
-    """The optimizer's state by name, from each rank's states. `shapes` holds, for each flat tensor,
-    the shapes of its parameters in order. In stages 1 and 2 there is one flat tensor per group, in
-    stage 3 one per part of a group."""
+    """The optimizer's state by name, from each rank's states. `shapes` has the parameters' shapes
+    for each flat tensor: one per group in stages 1 and 2, one per part of a group in stage 3."""
     key_of_states = "optimizer_state_dict" if is_stage_3(parts) else "base_optimizer_state"
     base = [part[key_of_states] for part in parts]
     state: dict[str, Any] = {}

@@ -37,9 +37,8 @@ class Augment:
       arXiv 2103.10158).
     - color_jitter: {brightness, contrast, saturation, hue}, as torchvision's ColorJitter.
     - random_erasing: {p: 0.25, fill: mean or noise} (Zhong et al. 2017, arXiv 1708.04896). "mean"
-      fills with the mean colour as torchvision does (0 after normalisation, up to rounding).
-      "noise" draws each pixel from a normal distribution as timm's `--remode pixel` does, and
-      clamps it to the range of uint8.
+      fills with the mean colour, as torchvision does. "noise" draws each pixel from a normal
+      distribution, as timm's `--remode pixel` does, and clamps it to uint8.
 
     They are applied in this order, as in torchvision's references and in timm. torchvision's ops
     run on PIL images, which takes a third of the time that tensors would take.
@@ -171,8 +170,7 @@ def _wrong_values(
             yield Problem(where, "unknown", hint)
         elif key == "fill":
             if value not in FILLS:
-                remedy = f"data.{where}=mean or data.{where}=noise"
-                yield Problem(where, f"is {value!r}, not a known fill", remedy)
+                yield Problem(where, f"is {value!r}", f"data.{where}=mean or data.{where}=noise")
         elif isinstance(default, int) and type(value) is not int:
             yield Problem(where, f"is {value!r}, not a whole number", f"data.{where}={default}")
         elif not _number(value, most.get(key, math.inf)):

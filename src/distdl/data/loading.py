@@ -131,8 +131,7 @@ def distribute(
 
     Args:
         source: Changed in place: its four `*_dataloader` methods are wrapped on the instance.
-        rank, world_size: Counted among the processes that take different data (the stages of a
-            pipeline take the same).
+        rank, world_size: Among the processes that take different data (pipeline stages share data).
         seed: The run's seed, the same on every rank.
         position: Shared with the callback that counts the samples trained on.
             `train_dataloader` sets how many samples a global batch holds.
@@ -197,7 +196,7 @@ class _Share:
             return self._stream(loader)
         if shards_itself(loader):
             return self._unchanged(loader)
-        sampler = _LoaderSampler(loader)
+        sampler = _Sampling(loader)
         if not sampler.has_length:
             return self._refuse_unsharded(loader, "its sampler has no length")
         if self.stage != "train" and self.world_size == 1 and not self._exact:
@@ -220,9 +219,7 @@ class _Share:
     def _exact(self) -> bool:
         return bool(getattr(self.source, "exact_evaluation", False))
 
-    def _train(
-        self, loader: DataLoader[Any], sampler: _LoaderSampler, resume: bool
-    ) -> TrainBatches:
+    def _train(self, loader: DataLoader[Any], sampler: _Sampling, resume: bool) -> TrainBatches:
         ordered: Any = loader.dataset if hasattr(loader.dataset, "reached") else None
         shuffle = isinstance(sampler.order, RandomSampler)
         if not sampler.by_torch:
@@ -242,7 +239,7 @@ class _Share:
             batched=sampler.batched,
         )
 
-    def _evaluate(self, loader: DataLoader[Any], sampler: _LoaderSampler) -> EvalBatches:
+    def _evaluate(self, loader: DataLoader[Any], sampler: _Sampling) -> EvalBatches:
         order = None if sampler.by_torch else Drawn(sampler.order).order(self.seed, 0)
         count = len(loader.dataset) if order is None else len(order)  # type: ignore[arg-type]
         twice = -count % self.world_size
@@ -297,7 +294,7 @@ class _Share:
         if self.stage == "train":
             if self.position.consumed:
                 self._warn("again", f"{type(loader).__name__} starts the epoch again")
-            rows = _LoaderSampler(loader).rows if isinstance(loader, DataLoader) else None
+            rows = _Sampling(loader).rows if isinstance(loader, DataLoader) else None
             self._count_in((rows or 1) * self.world_size, rows)
         return loader
 
@@ -316,7 +313,7 @@ class _Share:
         self.warned.add(topic)
 
 
-class _LoaderSampler:
+class _Sampling:
     """The sampler of a loader, and its batches.
 
     `order` is the sampler, or a custom batch sampler (then `batched` is True). `rows` is the number

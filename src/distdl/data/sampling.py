@@ -205,8 +205,7 @@ class EvalBatches(Sampler[list[SampleKey]]):
 class InOrder(SequentialSampler):
     """The samples of the batches one by one, for a loader that makes its own batches.
 
-    It subclasses SequentialSampler, since `overfit_batches` replaces any other kind of sampler with
-    one of all samples.
+    It is a SequentialSampler, since `overfit_batches` replaces any other by one of all samples.
     """
 
     def __init__(self, batches: TrainBatches | EvalBatches) -> None:

@@ -39,11 +39,10 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
             yield Problem("decoder", what, remedy)
     yield from Augment.check(augment)
     ops = augment if isinstance(augment, Mapping) else {}
-    on_cpu = [k for k, v in ops.items() if v and k != "horizontal_flip"]
+    on_cpu = next((k for k, v in ops.items() if v and k != "horizontal_flip"), None)
     if name == "nvjpeg" and on_cpu:
         what = "needs images that the workers have decoded, and nvjpeg decodes on the GPU"
-        remedy = f"data.augment.{on_cpu[0]}=null or data.decoder=auto"
-        yield Problem(f"augment.{on_cpu[0]}", what, remedy)
+        yield Problem(f"augment.{on_cpu}", what, f"data.augment.{on_cpu}=null or data.decoder=auto")
     yield from Resizing.check(config.get("resize"))
     yield from _wrong_ranges(config)
 

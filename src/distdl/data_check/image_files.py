@@ -24,8 +24,7 @@ CHUNK = 64  # images per task of a process
 class Seen:
     """The findings about `count` images.
 
-    `mean` and `std` are sums over the images: of the mean and std of red, green and blue in each,
-    for values from 0 to 1.
+    `mean` and `std` add up each image's mean and std of red, green and blue (values from 0 to 1).
     """
 
     count: int = 0

@@ -103,8 +103,7 @@ def needs(screen: Screen, formats: Sequence[Format], wanted: Need, cores: int, g
         rows.append(
             (f"decoding, {each.name}", f"{each.per_core:,.0f}", needed, f"{cores / gpus:g}")
         )
-    available = f"available ({gpus} GPU{'s' * (gpus > 1)})"
-    columns = ("", "img/s per core", "cores needed per GPU", available)
+    columns = ("", "img/s per core", "cores needed per GPU", f"available (GPUs: {gpus})")
     screen.table(columns, rows)
 
 

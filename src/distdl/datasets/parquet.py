@@ -226,9 +226,8 @@ def _chosen(
     columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
     if wanted is not None:
         if wanted not in fits:
-            exists = wanted in schema.names
-            reason = f"{wanted} holds no {data}" if exists else f"there is no column {wanted}"
-            raise UserError.at(option, f"{reason}; the columns are {columns}")
+            why = f"{wanted} holds no {data}" if wanted in schema.names else f"no column {wanted}"
+            raise UserError.at(option, f"{why}; the columns are {columns}")
         return wanted
     named = [name for name in usual if name in fits]
     if named or len(fits) == 1:

@@ -44,8 +44,7 @@ def find_files(
 
     Args:
         source: The folder, or one file in it. Subfolders are searched, too.
-        names: A regular expression that is searched for in file names.
-        shown: The same in words, for messages.
+        names, shown: A regular expression that is searched for in file names; the same in words.
         split: The split of all files; None: from the names of the files or their folders.
 
     Raises:

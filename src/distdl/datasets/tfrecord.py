@@ -97,9 +97,8 @@ class TFRecords:
 
 
 def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[int, str, str]]]:
-    """Yields (start, length, image, meaning) for each record of a file. `start` and `length` locate
-    the record, `image` is (start in the record, length), and `meaning` is (label, class name, image
-    name).
+    """Yields (start, length, image, meaning) for each record of a file. `image` is (start in the
+    record, length), and `meaning` is (label, class name, image name).
 
     A file is a sequence of records, each framed by its length and checksums
     (https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details):

@@ -25,8 +25,7 @@ class BlobStore(RemoteStore):
 
     Args:
         uri: As the user wrote it, without its signature.
-        account: Its name; "": from the environment.
-        endpoint: `https://account.blob.core.windows.net`; "": from the environment.
+        account, endpoint: The account's name and URL; "": from the environment.
         sas: A signature, or "".
 
     Raises:

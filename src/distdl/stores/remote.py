@@ -138,8 +138,7 @@ class RemoteStore(ABC):
         send: Callable[[int, bytes], T],
         progress: Progress | None,
     ) -> list[T]:
-        """Calls `send(number, data)` for each part of `length` bytes, in parallel, and returns its
-        results in order."""
+        """Sends parts of `length` bytes by `send(number, data)`; returns the results in order."""
         results = dict[int, T]()
         with path.open("rb") as file:
 
