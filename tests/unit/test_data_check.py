@@ -96,7 +96,7 @@ def test_damage_is_reported(check, shards, folder, every):
         path.symlink_to("/nowhere")
     result = check(folder, *every)
     assert (result.code, result.err) == (1, "") and "12 of 12" in result.out
-    assert "none of the images" in result.out
+    assert "none of the inspected images" in result.out
     assert "train: train/cat/0.jpg: cannot be read: No such file or directory\n" in result.out
 
 

@@ -47,8 +47,7 @@ def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
     optimizers = ranked(path / tag, "*_optim_*.pt")
     parts = [loaded(file, trust)["optimizer_state_dict"] for file in optimizers]
     if not parts:
-        remedy = "name a folder that ZeRO stage 1, 2 or 3 wrote"
-        raise UserError.at(str(path), "holds no optimizer states of ZeRO", remedy)
+        raise UserError.at(str(path), "holds no optimizer states of ZeRO stage 1, 2 or 3")
     counts = parts[0].get("partition_count", len(parts))
     count = max(counts) if isinstance(counts, list) else counts
     if count != len(parts) or not models:

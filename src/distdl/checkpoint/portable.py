@@ -51,8 +51,8 @@ def to_indices(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module
 
 
 def names_of(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
-    """The names of an optimizer's parameters, group by group. One outside the module is named by
-    its position: "group0.parameter3". One that torch.nn.utils.prune has pruned keeps its name."""
+    """The names of an optimizer's parameters, group by group. A parameter outside the module is
+    named by its position: "group0.parameter3". A parameter that torch pruned keeps its name."""
     masks = {name for name, _ in module.named_buffers()}
     names = {}
     for name, parameter in module.named_parameters():

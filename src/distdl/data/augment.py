@@ -135,7 +135,7 @@ def _ops(config: Mapping[str, Any]) -> list[Callable[[Any], Any]]:
     wanted = ("rand_augment", "trivial_augment", "color_jitter")
     if not any(config.get(key) for key in wanted):
         return []
-    # Imported here, since the import takes a second, which runs without these ops save.
+    # Imported only if it is needed, since the import takes a second.
     from torchvision.transforms import v2
 
     ops: list[Callable[[Any], Any]] = []

@@ -119,7 +119,7 @@ def is_plain(header: Header | None) -> bool:
 def jpeg_header(data: bytes) -> Header | None:
     """Size and components of a JPEG, without decoding it; None: it is not a JPEG, or is broken.
 
-    Segments: ITU-T T.81, annex B (https://www.w3.org/Graphics/JPEG/itu-t81.pdf).
+    The format is in ITU-T T.81, annex B (https://www.w3.org/Graphics/JPEG/itu-t81.pdf).
     """
     if data[:2] != b"\xff\xd8":
         return None

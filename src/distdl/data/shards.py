@@ -53,8 +53,8 @@ class TrainOrder:
     """The order in which training reads shards, and their prefetch.
 
     Args:
-        shards, val: Training and validation, which is read after each epoch of training.
-        prefetch: None if nothing is prefetched, or by another rank of this node.
+        shards, val: Of training, and of validation, which follows each epoch of training.
+        prefetch: None if nothing is prefetched, or if another rank of this node does it.
         used: Returns how many samples of an epoch, and of validation, will be used.
     """
 

@@ -118,7 +118,7 @@ class TrainView(View):
         ratio: Smallest and largest aspect ratio (width / height) of a crop.
         decoder: See `View`.
         augment: `data.augment`; None: a flip.
-        resize: `data.resize`, already checked: S by the epoch, instead of `image_size`.
+        resize: `data.resize`, already checked: S depends on the epoch, and `image_size` is unused.
 
     Raises:
         UserError: If `augment` is invalid.

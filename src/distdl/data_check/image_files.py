@@ -44,7 +44,7 @@ class Seen:
         """Mean and std per channel; each image has the same weight.
 
         The std is the mean of the images' stds, so that it can be compared with torchvision's
-        usual constants, which were computed so (https://github.com/pytorch/vision/pull/1965).
+        usual constants, computed in this way (https://github.com/pytorch/vision/pull/1965).
         """
         count = max(1, len(self.sizes))
         return (self.mean / count).tolist(), (self.std / count).tolist()

@@ -34,7 +34,7 @@ MODELS = {
     "resnet152": 11.51,
     "vit_b_16": 17.56,
 }
-# Allowance for a worker's other work (queues, pages of shared memory), rather too much.
+# A generous allowance for a worker's other work (queues, pages of shared memory).
 BESIDES = 1.15
 # Batches per worker: torch's default, and ours.
 PREFETCH = 2

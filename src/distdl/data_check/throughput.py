@@ -25,7 +25,7 @@ class Rates:
     reading: float  # images per second of wall time, including waits for the disk
     reading_bytes: float  # the same in bytes per second
     decoding: float  # images per second of CPU time: decoded, cropped, resized, in a batch
-    smaller: float | None  # the same at a short side of 256 pixels; None: most are that small
+    smaller: float | None  # the same at a short side of 256 pixels; None: most images are smaller
     decoder: str  # the fastest CPU decoder, which was measured
 
 

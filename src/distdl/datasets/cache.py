@@ -94,8 +94,8 @@ class Cache:
 
         Args:
             file: Its name, length and sha256.
-            evictable: Returns the names of copies that may be evicted for a file, those that are
-                needed last first.
+            evictable: Returns the names of copies that may be evicted for a file, beginning with
+                the one that is needed last.
             progress: As for `Store.download`.
 
         Raises:

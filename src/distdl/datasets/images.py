@@ -1,6 +1,6 @@
 """Checks one image for a data set, repairs it, and scales it down if the user asks for that.
 
-PIL decodes each image completely. Its bytes are stored unchanged, except in these cases:
+PIL decodes each image completely. The file's bytes are stored unchanged, except in these cases:
 
 - A file named JPEG that is not a JPEG, or a CMYK JPEG, which many decoders do not read or read with
   wrong colours: re-encoded at quality 100 without subsampling, like in Inception's script
@@ -22,7 +22,7 @@ from PIL import Image, ImageFile
 from distdl.datasets.image_files import converted, load_image
 from distdl.util.errors import UserError
 
-# PIL's names of the formats that are kept; MPO is a JPEG followed by others, as phones write it.
+# PIL's names of the formats that are kept; MPO, from phones, is a JPEG followed by other JPEGs.
 KEPT = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png", "WEBP": ".webp"}
 JPEGS, JPEG_NAMES = ("JPEG", "MPO"), (".jpg", ".jpeg")
 DEFAULT_QUALITY = 90

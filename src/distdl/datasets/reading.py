@@ -128,8 +128,8 @@ class Shards:
     """The samples of one split, as bytes.
 
     A sample is compared with its sha256 when it is first read, and again if its file has changed
-    since. Only intact samples are remembered, so damage is found in each epoch. That record is
-    shared with a loader's workers and lasts as long as this process.
+    since. Only intact samples are remembered, so damage is found in each epoch. The memory of them
+    is shared with a loader's workers and lasts as long as this process.
 
     Args:
         cache: This node's cache; None: `data` is a folder that is read in place.

@@ -1,4 +1,4 @@
-"""Shared by sources of records: finds files and their splits, and interprets labels."""
+"""Finds record files (TFRecord, Parquet) and their splits, and interprets their labels."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class Labelled:
 
         Inception's TFRecords count from 1, since 0 was "background"
         (https://github.com/tensorflow/models/blob/master/research/inception/inception/data/build_imagenet_data.py).
-        `offset` None: the smallest label, if that is 0 or 1. `names`, by label, are those of all
-        classes; None: those that were added. Returns the class names.
+        `offset` None: the smallest label, if that is 0 or 1. `names` are those of all classes, by
+        label; None: the names that were added with the samples. Returns the class names.
 
         Raises:
             UserError: There is no sample, the smallest label does not fit, or two classes have

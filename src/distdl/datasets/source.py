@@ -39,7 +39,7 @@ class Sample:
     label: int  # index of its class in the source's `classes`
     bytes: int  # size of the encoded image; an estimate will do
     where: tuple[str | int, ...]  # its location, for `read`; stored as JSON
-    mtime_ns: int = 0  # of its file when it was planned, for `refuse_changed`; 0: not compared
+    mtime_ns: int = 0  # its file's mtime when it was planned, for `refuse_changed`; 0: unknown
 
 
 class Source(Protocol):

@@ -2,7 +2,7 @@
 
 Each record has an encoded image and its label, under Inception's names (image/encoded,
 image/class/label, image/class/synset, image/filename) or TFDS's (image, label, file_name). Files
-are called train-00000-of-01024, validation-... or the like; docs/data/tfrecord_parquet.md.
+are called train-00000-of-01024, validation-... or the like (docs/data/tfrecord_parquet.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distdl.util.errors import UserError
 # part-00000, train-00001-of-01024, imagenet2012-train.tfrecord-00000-of-01024, val.tfrecords
 NAMED = "*.tfrecord, *.tfrecords, train-00000-of-01024 or part-00000"
 FILES = r"(\.tfrecords?\b|^[\w.-]*-\d{5}(-of-\d{5})?$)"
-# The first name found is used: Inception's and the reference architecture's first, then TFDS's.
+# The first of these names that a record has is used: Inception's, TFDS's, then others.
 IMAGE = ("image/encoded", "image", "image_raw")
 LABEL = ("image/class/label", "label")
 CLASS = ("image/class/synset", "image/class/text")

@@ -46,7 +46,7 @@ class Preparation:
     """A data set's folder, from empty to complete; created on the first write.
 
     Args:
-        settings: Of the source and the options, as JSON; "format" is one of them.
+        settings: The source's description and the options, as JSON; "format" is one of them.
 
     Raises:
         UserError: The folder holds something else, or was prepared with other settings.
@@ -280,9 +280,9 @@ def _keep_busy(
 def _held_back() -> Iterator[Callable[[], None]]:
     """Yields a function that raises KeyboardInterrupt if Ctrl-C or SIGTERM has arrived.
 
-    Raised elsewhere, KeyboardInterrupt may turn into an error about a lock (CPython 3.11), or leak
-    a semaphore while the pool is created. A second signal, which `uv run` and others send at once,
-    has no effect.
+    If KeyboardInterrupt were raised anywhere, it could become an error about a lock (CPython 3.11),
+    or leak a semaphore while the pool is created. A second signal, which `uv run` and others send
+    at once, has no effect.
     """
     received: list[int] = []
 

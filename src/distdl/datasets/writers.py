@@ -30,8 +30,8 @@ class Result:
     samples: int = 0
     bytes: int = 0
     shard: Shard | None = None  # None for a folder
-    mended: list[tuple[str, str]] = field(default_factory=list)  # oddity and name, repaired
-    damaged: list[tuple[str, str]] = field(default_factory=list)  # name and reason, left out
+    mended: list[tuple[str, str]] = field(default_factory=list)  # oddity and name; repaired
+    damaged: list[tuple[str, str]] = field(default_factory=list)  # name and reason; left out
 
     def save(self, path: Path) -> None:
         write_bytes(path, json.dumps(asdict(self)).encode())

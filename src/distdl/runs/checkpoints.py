@@ -159,7 +159,7 @@ def find(named: str | Path, key: str = "", folder: Path | None = None) -> Path:
     newest). Raises a UserError if there is none, or it is damaged.
 
     Args:
-        key: The config key under which it is written.
+        key: The config key with which the user named it.
         folder: The folder in which "best" and "last" are looked up.
     """
     path, where = Path(named), f"{key}={named}" if key else str(named)
@@ -190,8 +190,8 @@ def find(named: str | Path, key: str = "", folder: Path | None = None) -> Path:
 
 
 def looks_like_one(path: Path) -> bool:
-    """Whether a file begins and ends like a checkpoint, or a folder may hold a sharded one. Nothing
-    is unpickled."""
+    """Whether a file looks complete and like a checkpoint, or a folder may hold a sharded one.
+    Nothing is unpickled."""
     if path.is_dir():
         known = (".metadata", "latest", "*/*_model_states.pt")  # FSDP's and DeepSpeed's
         return any(any(path.glob(pattern)) for pattern in known)

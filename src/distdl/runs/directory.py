@@ -126,7 +126,7 @@ class RunDirectory:
         return Attempt(self.path / "attempts" / f"{number:03d}")
 
     def main_attempt(self) -> Attempt | None:
-        """The newest attempt with the run's original task; a later test of the run does not count.
+        """The newest attempt with the run's original task (a later test of the run has another).
         Raises `Damaged` if a launch.yaml cannot be read."""
         attempts = self.attempts()
         if len(attempts) < 2:

@@ -59,8 +59,8 @@ def record(
 
 
 def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") -> bool:
-    """Records the end of a rank that could not do so itself, on `host` (empty: this one) at `at`
-    (seconds since 1970); its exit code is -N if signal N ended it."""
+    """Records the end of a rank that could not do so itself. It ended on `host` (empty: this one)
+    at `at` (seconds since 1970), with the exit code `code`, which is -N if signal N ended it."""
     host = host or socket.gethostname()
     if code >= 0:
         what = f"ended with exit code {code} on {host}, without an error message"
