@@ -24,7 +24,7 @@ from distdl.callbacks.progress import Progress
 from distdl.data import images
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.sampling import TrainPosition
-from distdl.data.side_stream import Lead
+from distdl.data.side_stream import QueueLimit
 from distdl.job import JobState
 from distdl.models import compilers
 from distdl.optim import optimizers
@@ -165,7 +165,7 @@ def test_the_host_sleeps_while_the_gpu_works(monkeypatch):
     """An event that does not block spins, and takes a core from the workers that load."""
     made = []
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options))
-    Lead(torch.device("cuda", 0)), Lead(torch.device("cpu"))
+    QueueLimit(torch.device("cuda", 0)), QueueLimit(torch.device("cpu"))
     assert made == [{"blocking": True}] * 2
 
 

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl.data.sampling import TrainPosition
-from distdl.data.side_stream import Lead
+from distdl.data.side_stream import QueueLimit
 from distdl.runs.directory import Attempt
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class StepMetrics(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loss = torch.zeros((), device=pl_module.device)
-        self._lead = Lead(pl_module.device)
+        self._queue_limit = QueueLimit(pl_module.device)
         self._logged_step = steps_of(trainer)
         if self.tell is not None and trainer.is_global_zero:
             self.tell()
@@ -80,7 +80,7 @@ class StepMetrics(Callback):
             self._loss += loss.detach()
             self._losses += 1
         self._batches += 1
-        self._lead.step()
+        self._queue_limit.step()
         now = time.perf_counter()
         self._seconds += now - self._batch_end
         self._batch_end = now

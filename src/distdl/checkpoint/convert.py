@@ -23,7 +23,7 @@ PARTS = {
 }
 
 
-def opened(source: Path) -> dict[str, Any]:
+def load_trusted(source: Path) -> dict[str, Any]:
     """Reads a checkpoint that may run code, and converts it to a form that needs none."""
     return formats.plain(formats.load(source, weights_only=False))[0]
 

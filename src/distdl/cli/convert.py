@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     from distdl.checkpoint import convert as parts
     from distdl.checkpoint import formats
 
-    checkpoint = formats.read(source) if not options.trust_pickle else parts.opened(source)
+    checkpoint = formats.read(source) if not options.trust_pickle else parts.load_trusted(source)
     if options.to == WEIGHTS:
         weights = parts.plain_weights(checkpoint["state_dict"])
         parts.write_weights(weights, target)

@@ -39,7 +39,7 @@ def _used_on(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
 
 
-class Lead:
+class QueueLimit:
     """Keeps the host from queueing more than two steps ahead of the device.
 
     Two steps are enough to keep the device busy. More would pile up batches in its memory (hundreds

@@ -75,12 +75,12 @@ def inspect(data: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any
             if rates is None:
                 rates = throughput.measure(reader, rows, options.image_size)
             if not options.all:
-                seen[name] = image_files.look(reader, rows)
+                seen[name] = image_files.inspect_images(reader, rows)
     if options.all:
         total = data.count
         with Bar("looking at every image") as bar:
             progress = lambda done: bar(done, total, f"{done:,} of {total:,}")  # noqa: E731
-            seen = image_files.look_at_all(data, os.cpu_count() or 1, progress)
+            seen = image_files.inspect_all_images(data, os.cpu_count() or 1, progress)
     return seen, rates
 
 

@@ -21,7 +21,7 @@ CHUNK = 64  # images per task of a process
 
 
 @dataclass
-class Seen:
+class Findings:
     """The findings about `count` images.
 
     `mean` and `std` add up each image's mean and std of red, green and blue (values from 0 to 1).
@@ -33,7 +33,7 @@ class Seen:
     mean: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
     std: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
 
-    def add(self, other: Seen) -> None:
+    def add(self, other: Findings) -> None:
         self.count += other.count
         self.damaged += other.damaged
         self.sizes += other.sizes
@@ -50,11 +50,11 @@ class Seen:
         return (self.mean / count).tolist(), (self.std / count).tolist()
 
 
-def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
+def inspect_images(reader: ImageReader, indices: Sequence[int]) -> Findings:
     """Reads the images of some indices, compares their sha256, and decodes them with PIL."""
     from PIL import Image
 
-    seen = Seen()
+    seen = Findings()
     values = np.arange(256) / 255
     for index in map(int, indices):
         seen.count += 1
@@ -83,9 +83,9 @@ def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
     return seen
 
 
-def look_at_all(
+def inspect_all_images(
     data: DataAtUri, processes: int, progress: Callable[[int], None]
-) -> dict[str, Seen]:
+) -> dict[str, Findings]:
     """Inspects every image of every split, in several processes.
 
     Shards in a store are downloaded one by one, and removed again. `progress` is called with the
@@ -94,23 +94,23 @@ def look_at_all(
     Raises:
         StoreError: A shard cannot be downloaded.
     """
-    result: dict[str, Seen] = {}
+    result: dict[str, Findings] = {}
     # Not forked: this process has threads (torch's, the bar's), whose locks a child would inherit.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, end_with_parent) as pool:
         for name, images in data.splits.items():
-            seen = result[name] = Seen()
+            seen = result[name] = Findings()
             for shard, rows in _parts(data, images):
                 with data.reading(images, shard) as reader:
                     chunks = (rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK))
-                    for part in pool.map(_look, map(reader.part, chunks)):
+                    for part in pool.map(_inspect_part, map(reader.part, chunks)):
                         seen.add(part)
                         progress(sum(each.count for each in result.values()))
     return result
 
 
-def _look(reader: ImageReader) -> Seen:
-    return look(reader, range(len(reader.images.where)))
+def _inspect_part(reader: ImageReader) -> Findings:
+    return inspect_images(reader, range(len(reader.images.where)))
 
 
 def _parts(data: DataAtUri, images: SplitImages) -> Iterator[tuple[int | None, Any]]:

@@ -42,13 +42,13 @@ def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rat
     reader.forget(indices)
     start, files = time.perf_counter(), []
     for index in indices:
-        with suppress(OSError):  # unreadable images are counted in `look`
+        with suppress(OSError):  # unreadable images are counted in `inspect_images`
             files.append(reader.read(int(index)))
     seconds = max(1e-9, time.perf_counter() - start)
 
     view, images = TrainView(image_size), []
     for data in files:
-        with suppress(ValueError):  # damaged images are counted in `look`
+        with suppress(ValueError):  # damaged images are counted in `inspect_images`
             view(data)
             images.append(data)
     if not images:

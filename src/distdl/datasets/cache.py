@@ -108,7 +108,7 @@ class Cache:
         with FileLock(self.folder / "locks" / file.name):
             if self.has(file):
                 return self.path(file)
-            self._share_outage(asked)
+            self._raise_known_outage(asked)
             if self.path(file).exists():
                 log.warning(DOWNLOADED_AGAIN, self.path(file))
             for _ in range(TRIES):
@@ -118,7 +118,7 @@ class Cache:
                 part = self.folder / f".{file.name}.{uuid.uuid4().hex[:8]}.part"
                 try:
                     self._reserve(part, file, evictable)
-                    self.store.download(file.name, part, self._giving_up(asked, progress))
+                    self.store.download(file.name, part, self._ending_on_outage(asked, progress))
                     damage = difference(part, file)
                     if not damage:
                         with FileLock(self.root / "lock"):  # so that `_total` counts the file once
@@ -142,13 +142,13 @@ class Cache:
     def _outage(self) -> Path:
         return self.folder / "locks" / "unreachable"
 
-    def _share_outage(self, since: float) -> None:
+    def _raise_known_outage(self, since: float) -> None:
         """Raises UserError if another process has given up on the server since `since`."""
         with suppress(FileNotFoundError):
             if self._outage.stat().st_mtime >= since:
                 raise _unreachable(self._outage.read_text(), transient=True)
 
-    def _giving_up(self, asked: float, progress: Progress | None) -> Progress:
+    def _ending_on_outage(self, asked: float, progress: Progress | None) -> Progress:
         """Wraps `progress` so that the download ends when another process of this node gives up.
 
         In the first AGAIN seconds only outages that were reported after `asked` count.
@@ -158,7 +158,7 @@ class Cache:
             if count:  # the server answers
                 self._outage.unlink(missing_ok=True)
             else:
-                self._share_outage(self._since if time.time() - asked > AGAIN else asked)
+                self._raise_known_outage(self._since if time.time() - asked > AGAIN else asked)
             if progress is not None:
                 progress(count)
 
