@@ -26,8 +26,8 @@ NAME = ("filename", "file_name", "path", "image_path", "__key__", "key", "name",
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--image-column", metavar="NAME", help="by default found by type and name")
-    parser.add_argument("--label-column", metavar="NAME", help="numbers, or names of classes")
+    parser.add_argument("--image-column", metavar="NAME", help="default: by type and name")
+    parser.add_argument("--label-column", metavar="NAME", help="holds numbers or class names")
     records.add_options(parser)
 
 
