@@ -272,7 +272,7 @@ class _Share:
                 self._warn("stride", text % self.world_size)
             return self._unchanged(loader, "an iterable dataset" if shards is None else None)
         name = type(loader.dataset).__name__
-        what = f"train_dataloader: nothing says whether {name}, an iterable dataset, gives "
+        what = f"train_dataloader: it is unknown whether {name}, an iterable dataset, gives "
         what += f"{self.world_size} ranks different samples"
         remedy = f"set shards_itself = True on {name} if it asks for the rank itself, or False to "
         remedy += f"let each rank take every {self.world_size}th sample; or leave all loaders alone"

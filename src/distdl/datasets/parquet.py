@@ -1,4 +1,4 @@
-"""Parquet files of encoded images as a source: Hugging Face's, Petastorm's, or anybody's.
+"""Parquet files of encoded images as a source: Hugging Face's, Petastorm's and others.
 
 The image is a column of bytes (JPEG, PNG), or Hugging Face's struct {bytes, path}
 (https://huggingface.co/docs/datasets/image_dataset). Petastorm's CompressedImageCodec writes plain

@@ -225,9 +225,9 @@ def _too_damaged(damaged: list[tuple[str, str]]) -> Problem:
     return Problem("--source", f"{len(damaged)} {noun} damaged: " + "\n    ".join(shown), remedy)
 
 
-def _by_kind(mended: list[tuple[str, str]]) -> dict[str, Any]:
+def _by_kind(repaired: list[tuple[str, str]]) -> dict[str, Any]:
     kinds = defaultdict[str, list[str]](list)
-    for kind, name in mended:
+    for kind, name in repaired:
         kinds[kind].append(name)
     return {k: {"images": len(v), "names": v[:NAMED]} for k, v in sorted(kinds.items())}
 
