@@ -37,7 +37,7 @@ class StepMetrics(Callback):
         batch_size: Samples per device and batch; None: the first dimension of a batch's tensors.
         attempt: Its status.json is updated (by global rank 0) at most every five seconds.
         position: Once the loaders exist, its samples per batch replace `batch_size`.
-        tell: Called on global rank 0 when training starts and the loaders are known.
+        on_start: Called on global rank 0 when training starts and the loaders are known.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepMetrics(Callback):
         position: TrainPosition | None = None,
     ) -> None:
         self.batch_size, self.attempt, self.position = batch_size, attempt, position
-        self.tell: Callable[[], None] | None = None
+        self.on_start: Callable[[], None] | None = None
         self.latest: dict[str, float] = {}
         self.listeners: list[Any] = []
         self.images_per_second: list[float] = []
@@ -58,8 +58,8 @@ class StepMetrics(Callback):
         self._loss = torch.zeros((), device=pl_module.device)
         self._lead = Lead(pl_module.device)
         self._logged_step = steps_of(trainer)
-        if self.tell is not None and trainer.is_global_zero:
-            self.tell()
+        if self.on_start is not None and trainer.is_global_zero:
+            self.on_start()
         self._reset()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
