@@ -139,7 +139,7 @@ class Tracked:
         return [file.path for file in client(self.uri).list_artifacts(self.run.info.run_id)]
 
     def owes(self) -> bool:
-        return Delivery(Outbox(self.folder), "").owes()
+        return Delivery(Outbox(self.folder), "").is_behind()
 
     def sync(self) -> int:
         return track.main(["sync", str(self.folder)])

@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 class StepMetrics(Callback):
     """Logs `train/loss`, `lr`, `perf/images_per_second`, `perf/data_wait`, `perf/memory_gib`.
 
-    The loss is what `training_step` returns, averaged since the last log and over all ranks. `rates`
-    describes the names of several learning rates. Images per second count all ranks. `data_wait` is
-    the share of the time in which steps waited for their batch (0 to 1). `data/damaged`, at the end
-    of an epoch, is the number of images that could not be decoded.
+    The loss is what `training_step` returns, averaged since the last log and over all ranks. See
+    `rates` for the names of several learning rates. Images per second count all ranks. `data_wait`
+    is the share of the time in which steps waited for their batch (0 to 1). `data/damaged`, at the
+    end of an epoch, is the number of images that could not be decoded.
 
     Args:
         batch_size: Samples per device and batch; None for the first dimension of a batch's tensors.
