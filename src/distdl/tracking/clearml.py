@@ -23,8 +23,8 @@ class ClearMLLogger(Logger):
     """One ClearML task per run, opened on rank 0 when something is first logged.
 
     ClearML chooses the task's id. It is kept in `save_dir/task_id`, so that the next attempt
-    continues the task. `experiment` is the `clearml.Task`. Output, code, figures and files are captured
-    only if an argument of `Task.init` asks for it.
+    continues the task. `experiment` is the `clearml.Task`. Output, code and figures are
+    captured only if an argument of `Task.init` asks for it.
 
     Args:
         save_dir: A folder in the run.

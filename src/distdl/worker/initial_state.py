@@ -64,9 +64,7 @@ def prepare(context: Built, path: str) -> None:
             if "Error(s) in loading state_dict" not in str(error):
                 raise
             what = f"its weights do not fit {type(module).__name__} as configured: {error}"
-            remedy = (
-                "use the class and arguments that wrote it, or strict_loading = False in the module"
-            )
+            remedy = "the class and arguments that wrote it, or strict_loading = False in the class"
             raise UserError.at(file, what, remedy) from None
         if trainer.state.fn != TrainerFn.FITTING:  # Lightning loads only the weights
             loop.epoch_loop._batches_that_stepped = int(checkpoint.get("global_step") or 0)
@@ -95,8 +93,8 @@ def prepare(context: Built, path: str) -> None:
         restore_all()
         loop.max_epochs = longest
         ours = checkpoint.get(KEY) or {}
-        batch_ratio = context.checkpointer.batch_ratio(ours)
-        apply_settings(trainer, configured, ours.get("rates"), file, batch_ratio)
+        ratio = context.checkpointer.batch_ratio(ours)
+        apply_settings(trainer, configured, ours.get("rates"), file, ratio)
         context.checkpointer.rates = built_rates(configured)
         progress: Any = loop.epoch_progress.current
         batches = loop.epoch_loop.batch_progress
@@ -124,17 +122,12 @@ def apply_settings(
     trainer: Trainer, configured: list[Any], before: list[Any] | None, file: str, batch_ratio: float
 ) -> None:
     """Applies the new run's learning rates and optimizer settings where the checkpoint's differ.
-
-    Args:
-        configured: The parameter groups of each optimizer, as built from the new config.
-        before: The rates with which the checkpoint's optimizers were built, if recorded.
-        batch_ratio: The factor by which the new global batch will change the rates later.
-    """
+    `configured` has each optimizer's groups as built now, `before` the rates with which the
+    checkpoint's were built, if recorded. The new global batch will change them by `batch_ratio`."""
     schedules = [entry.scheduler for entry in trainer.lr_scheduler_configs]
     # Schedules that also change the momentum keep it among their own settings.
-    scheduled = (
-        {"momentum", "betas"} if any(hasattr(s, "cycle_momentum") for s in schedules) else set()
-    )
+    cycled = any(hasattr(each, "cycle_momentum") for each in schedules)
+    scheduled = {"momentum", "betas"} if cycled else set()
     differences: dict[str, str] = {}
     for number, (optimizer, groups) in enumerate(zip(trainer.optimizers, configured, strict=True)):
         settings = set(getattr(optimizer, "defaults", ())) - {"lr", *KERNELS, *scheduled}
