@@ -138,7 +138,7 @@ class Tracked:
         """The files and folders at the top of the MLflow run."""
         return [file.path for file in client(self.uri).list_artifacts(self.run.info.run_id)]
 
-    def owes(self) -> bool:
+    def is_behind(self) -> bool:
         return Delivery(Outbox(self.folder), "").is_behind()
 
     def sync(self) -> int:

@@ -335,7 +335,7 @@ def test_sync_of_a_running_run_leaves_it_alone(outputs, capsys) -> None:
     assert (done.returncode, "still active" in done.stdout) == (0, True), done
     tracked.finish()
     assert tracked.sync() == 0
-    assert "the run is complete" in capsys.readouterr().out
+    assert "Nothing was left to send" in capsys.readouterr().out
 
 
 def test_sync_ends_a_run_that_was_killed(outputs) -> None:
