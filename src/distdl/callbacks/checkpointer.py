@@ -89,8 +89,8 @@ class Checkpointer(Callback):
         self._saved_at = time.monotonic()
         self._reason = ""
         self._rng: dict[str, Any] | None = None
-        self._kept: dict[str, Any] | None = None
-        self._guards, self._common = False, 0.0
+        self._loaded: dict[str, Any] | None = None
+        self._folder_is_protected, self._common_batches = False, 0.0
         self.trust_pickle = trust_pickle
 
     @property
@@ -111,8 +111,8 @@ class Checkpointer(Callback):
         if stage == "fit":
             misfits.refuse(trainer)
         apart.separate_folders(trainer, self.saver.store.folder)
-        if not self._guards:
-            self._guards = True
+        if not self._folder_is_protected:
+            self._folder_is_protected = True
             apart.protect_folder(trainer, self.saver.store.folder)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -134,19 +134,19 @@ class Checkpointer(Callback):
         self._saved_at = time.monotonic()
         if not self.trust_pickle:
             refuse_pickles(trainer)
-        if self._kept is not None:
+        if self._loaded is not None:
             seed = self.seed + trainer.global_step
-            resume_state.restore_rng(self._kept["rng"], seed, trainer.global_rank)
-            resume_state.restore_parameters(pl_module, self._kept)
+            resume_state.restore_rng(self._loaded["rng"], seed, trainer.global_rank)
+            resume_state.restore_parameters(pl_module, self._loaded)
             if trainer.current_epoch > 0 and self.position.consumed == 0:
                 # This epoch's loaders drew their seeds before `restore_rng`: draw them again.
                 iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
             resume_state.set_up_epoch_again(trainer)
             # Not in `on_load_checkpoint`: the loaders, which know the batch size, are built later.
-            resume_state.recount_batches(trainer, self._kept, self.samples_per_batch)
-            before = self._kept["global_batch_size"]
+            resume_state.recount_batches(trainer, self._loaded, self.samples_per_batch)
+            before = self._loaded["global_batch_size"]
             resume_state.rescale(trainer, self.optimizer, before, self.global_batch_size)
-            self._kept = None
+            self._loaded = None
         if self._stop_now():
             self._end(trainer)
 
@@ -211,12 +211,14 @@ class Checkpointer(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             # Ranks may have different numbers of batches: exchange flags only in common ones.
-            self._common = least_of_all(sum(trainer.fit_loop.epoch_loop.val_loop.max_batches))
+            self._common_batches = least_of_all(
+                sum(trainer.fit_loop.epoch_loop.val_loop.max_batches)
+            )
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        if trainer.state.fn != "fit" or trainer.sanity_checking or not self._common:
+        if trainer.state.fn != "fit" or trainer.sanity_checking or not self._common_batches:
             return
-        self._common -= 1
+        self._common_batches -= 1
         stop, _save, failed = self._agreement.exchange(*self._flags())
         self._obey(trainer, stop, failed)
 
@@ -330,17 +332,17 @@ class Checkpointer(Callback):
         if trainer.state.fn != "fit":
             return
         resume_state.remove_rate_finder(trainer)
-        kept = checkpoint.get(KEY)
-        if kept is None:
+        loaded = checkpoint.get(KEY)
+        if loaded is None:
             return
-        self.position.epoch, self.position.consumed = kept["epoch"], kept["consumed"]
-        self.rates = kept.get("rates")
-        self.best.load(kept)
-        self._kept = kept
+        self.position.epoch, self.position.consumed = loaded["epoch"], loaded["consumed"]
+        self.rates = loaded.get("rates")
+        self.best.load(loaded)
+        self._loaded = loaded
 
-    def batch_ratio(self, kept: Mapping[str, Any]) -> float:
+    def batch_ratio(self, loaded: Mapping[str, Any]) -> float:
         """The factor by which a checkpoint's rate changes with this run's global batch."""
-        before, now = kept.get("global_batch_size"), self.global_batch_size
+        before, now = loaded.get("global_batch_size"), self.global_batch_size
         if not (before and now and self.optimizer):
             return 1.0
         return optimizers.rate_of(self.optimizer, now) / optimizers.rate_of(self.optimizer, before)

@@ -37,20 +37,20 @@ def reopen_epoch(fit_loop: dict[str, Any]) -> None:
         fit_loop["epoch_progress"][part]["processed"] -= 1
 
 
-def recount_batches(trainer: Trainer, kept: dict[str, Any], samples_per_batch: int) -> None:
+def recount_batches(trainer: Trainer, saved: dict[str, Any], samples_per_batch: int) -> None:
     """Converts Lightning's batch counts if a batch has another size than before; rounds
     up, so that the remaining batches never need more samples than the epoch has left.
 
     Args:
-        kept: Our part of the checkpoint.
+        saved: Our part of the checkpoint.
         samples_per_batch: In this run; 0 if unknown.
     """
-    if not samples_per_batch or kept["samples_per_batch"] == samples_per_batch:
+    if not samples_per_batch or saved["samples_per_batch"] == samples_per_batch:
         return
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     # 1 if the save came before Lightning increments `completed` (on_train_batch_end); else 0.
     open_batches = progress.current.processed - progress.current.completed
-    shift = math.ceil(kept["consumed"] / samples_per_batch) - progress.current.processed
+    shift = math.ceil(saved["consumed"] / samples_per_batch) - progress.current.processed
     for part in (progress.current, progress.total):
         for count in ("ready", "started", "processed"):
             setattr(part, count, getattr(part, count) + shift)
@@ -123,13 +123,13 @@ def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:
     return {"frozen": sorted({n for names in frozen for n in names}), "gradients": gradients}
 
 
-def restore_parameters(module: nn.Module, kept: dict[str, Any]) -> None:
+def restore_parameters(module: nn.Module, saved: dict[str, Any]) -> None:
     """Restores accumulated gradients, and freezes the same parameters (BackboneFinetuning)."""
-    for name, parameter in module.named_parameters() if "frozen" in kept else ():
-        if parameter.requires_grad == (name in kept["frozen"]):
-            parameter.requires_grad_(name not in kept["frozen"])
-        if name in kept["gradients"]:
-            parameter.grad = kept["gradients"][name].to(parameter)
+    for name, parameter in module.named_parameters() if "frozen" in saved else ():
+        if parameter.requires_grad == (name in saved["frozen"]):
+            parameter.requires_grad_(name not in saved["frozen"])
+        if name in saved["gradients"]:
+            parameter.grad = saved["gradients"][name].to(parameter)
 
 
 def set_up_epoch_again(trainer: Trainer) -> None:
@@ -149,5 +149,5 @@ def set_up_epoch_again(trainer: Trainer) -> None:
 
 def remove_rate_finder(trainer: Trainer) -> None:
     """Removes LearningRateFinder: a resumed run has its rate and must not search for one."""
-    kept = [c for c in trainer.callbacks if not isinstance(c, lightnings.LearningRateFinder)]  # type: ignore[attr-defined]
-    trainer.callbacks = kept  # type: ignore[attr-defined]
+    others = [c for c in trainer.callbacks if not isinstance(c, lightnings.LearningRateFinder)]  # type: ignore[attr-defined]
+    trainer.callbacks = others  # type: ignore[attr-defined]
