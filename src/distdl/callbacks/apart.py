@@ -36,8 +36,7 @@ def separate_folders(trainer: Trainer, ours: Path) -> None:
 
 
 def protect_folder(trainer: Trainer, ours: Path) -> None:
-    """Makes `trainer.save_checkpoint`, which callbacks use to save, raise a UserError for paths in
-    `ours`."""
+    """Makes `trainer.save_checkpoint`, used by callbacks, raise a UserError for paths in `ours`."""
     save = trainer.save_checkpoint
 
     def save_checkpoint(filepath: Any, *args: Any, **options: Any) -> None:

@@ -60,8 +60,8 @@ class Best:
         self.score = score if same and score is not None and not math.isnan(score) else None
 
     def missing(self, trainer: Trainer, *, early: bool = False) -> bool:
-        """Whether a validation has ended and the metric is not logged. Collective. If the metric is
-        the default one, and in a sanity check, this only warns and returns False.
+        """Whether a validation has ended and the metric is not logged. Collective. For the default
+        metric, and in a sanity check, this only warns and returns False.
 
         Args:
             early: Called inside an epoch. Training metrics may be logged at the end of the epoch,

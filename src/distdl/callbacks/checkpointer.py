@@ -116,9 +116,7 @@ class Checkpointer(Callback):
             apart.protect_folder(trainer, self.saver.store.folder)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        apart.separate_folders(
-            trainer, self.saver.store.folder
-        )  # a `setup` may have chosen a folder
+        apart.separate_folders(trainer, self.saver.store.folder)  # a `setup` may set one
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = trainer.fit_loop
@@ -352,15 +350,14 @@ class Checkpointer(Callback):
     def _save(self, trainer: Trainer, reason: str, best: bool = False) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        facts: dict[str, Any]
         step, epoch = steps_of(trainer), trainer.current_epoch
         inside = "" if reason == "epoch" else f"_step_{step:08d}"
         self._reason = reason
         for logger in trainer.loggers:  # a resume from here does not log its lines again
             if isinstance(logger, Journal):
                 logger.flush()
-        facts = {"step": step, "epoch": epoch, "reason": reason, "world_size": trainer.world_size}
-        facts["global_batch_size"] = self.global_batch_size
+        facts: dict[str, Any] = {"step": step, "epoch": epoch, "reason": reason}
+        facts |= {"world_size": trainer.world_size, "global_batch_size": self.global_batch_size}
         facts["metrics"] = {k: float(v) for k, v in trainer.callback_metrics.items()}
         name = f"epoch_{epoch:03d}{inside}.ckpt"
         self.saver.save(trainer, name, best=best or reason == "best", **facts)

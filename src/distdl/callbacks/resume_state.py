@@ -60,9 +60,8 @@ def recount_batches(trainer: Trainer, saved: dict[str, Any], samples_per_batch: 
 def rescale(
     trainer: Trainer, optimizer: dict[str, Any] | None, before: int | None, now: int | None
 ) -> None:
-    """Adapts to another global batch: `before` and `now` samples per optimizer step, None if
-    unknown. The rate follows the scaling rule of the config's `optimizer`, and the schedule keeps
-    its epoch. With the module's own optimizer (None), the rate does not change."""
+    """Adapts to another number of samples per step (None: unknown). The rate follows the scaling
+    rule of the config's `optimizer` (None: it is left alone), and the schedule keeps its epoch."""
     if not before or not now or before == now:
         return
     if not optimizer:
@@ -115,8 +114,7 @@ def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
 
 def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:
     """The state of parameters beyond weights and optimizer state. Collective. With `half_a_step`
-    (manual optimization) this includes accumulated gradients, which are equal on all ranks under
-    DDP, but not FSDP's slices."""
+    (manual optimization) it has accumulated gradients: those of DDP, not the slices of FSDP."""
     named = list(module.named_parameters())
     frozen = process_group.gather([name for name, p in named if not p.requires_grad])
     gradients = {name: p.grad for name, p in named if half_a_step and type(p.grad) is torch.Tensor}

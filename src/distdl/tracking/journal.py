@@ -21,7 +21,7 @@ from distdl.runs.records import encode
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5
-UNWRITTEN_LIMIT = 64 << 20  # bytes numbers in memory while the disk is full
+UNWRITTEN_LIMIT = 64 << 20  # bytes kept in memory while the disk is full
 
 
 class Journal(Logger):

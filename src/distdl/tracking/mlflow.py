@@ -1,4 +1,4 @@
-"""One MLflow run per run, which a background thread fills from the journal."""
+"""MLflow: each run of distdl has one MLflow run, which a thread fills from the journal."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ IMPORT_TIMEOUT = 120.0  # seconds for which training waits for the thread's impo
 class MLflowLogger:
     """Sends the run's journal to an MLflow server. Training never waits for the server.
 
-    A thread reads the journal from the position in a cursor file, sends it in batches with the
-    original times and steps, and moves the cursor. A failure of the server is reported once, and
-    sending is tried again at growing intervals. What is left at the end stays in the run for
-    `python -m distdl track sync RUN`. What a module logs through its `lightning_logger`, except
-    metrics, goes through the outbox.
+    A thread sends the journal from a cursor on, in batches with the original times and steps, and
+    moves the cursor. A failure of the server is reported once, and sending is tried again at
+    growing intervals. What is left at the end stays in the run for `python -m distdl track sync
+    RUN`. What a module logs through its `lightning_logger`, except metrics, goes into the outbox.
 
     `start` and `finish` are called on every rank, but only rank 0 creates the MLflow run. With a
     server, local rank 0 of each other node sends its node's system metrics. Only rank 0 writes a
@@ -234,10 +233,8 @@ class MLflowLogger:
                 self._failures += 1
                 if self._failures == 1:
                     reason = str(error).replace(self.uri, redact(self.uri))[:300]
-                    text = (
-                        "MLflow at %s fails; training continues, and what is logged is sent when "
-                    )
-                    text += "the server is back. The error: %s"
+                    text = "MLflow at %s fails; training continues, and what is logged is sent "
+                    text += "when the server is back. The error: %s"
                     log.warning(text, redact(self.uri), reason)
                 self._wait(1.0 if finishing else min(2.0**self._failures, LONGEST_WAIT))
 

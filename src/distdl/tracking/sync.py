@@ -64,8 +64,7 @@ def sync(run: Path) -> int:
                 file=sys.stderr,
             )
             return 1
-    nothing = "Nothing was left to send."
-    print(f"{sender.delivered} points sent." if sender.delivered else nothing)
+    print(f"{sender.delivered} points sent." if sender.delivered else "Nothing was left to send.")
     print("To see it: " + "\n           ".join(how_to_open(uri, outbox)))
     return 0
 

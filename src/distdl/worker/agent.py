@@ -56,7 +56,7 @@ def run(
     handlers = {n: signal.getsignal(n) for n in (*stopping.MEANING, signal.SIGQUIT)}
     os.environ.update(env or {})
     os.environ[PARENT] = str(os.getpid())
-    # One thread per process unless the user has set it. torchrun does the same, with a warning.
+    # One thread per process, unless the user has set it: as torchrun does, without its warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if nodes == 1 and (interface := loopback()):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -105,8 +105,8 @@ def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[s
 
 
 def record_kills(attempt: Attempt, failed: Mapping[int, Any]) -> int:
-    """Records each rank that was killed, since it cannot record its end itself. Returns the exit
-    code of the rank that failed first. torch reports `exitcode` and `timestamp` of each failure."""
+    """Records the ranks that were killed or crashed before they recorded it. Returns the exit code
+    of the rank that failed first. torch reports `exitcode` and `timestamp` of each failure."""
     start = min(each.timestamp for each in failed.values())
     for rank, each in failed.items():
         code = int(each.exitcode)

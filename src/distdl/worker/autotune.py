@@ -50,8 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """The slowest rank's `seconds` per optimizer step (None: it cannot train, see `why`), and the
-    largest `memory` of a rank in bytes (0 on the CPU)."""
+    """The slowest rank's `seconds` per step (None: cannot train), the largest `memory` in bytes."""
 
     candidate: Candidate
     seconds: float | None
@@ -158,8 +157,8 @@ def measure(
             built = build(settings, run, attempt, environment, resources, stop, [])
             trainer: Any = built.trainer
             removed = (Checkpointer, StepMetrics)
-            kept = [c for c in trainer.callbacks if not isinstance(c, removed)]
-            trainer.callbacks = [*kept, clock]
+            others = [c for c in trainer.callbacks if not isinstance(c, removed)]
+            trainer.callbacks = [*others, clock]
             trainer.fit(built.module, datamodule=built.datamodule)
             if (engine := getattr(trainer.strategy, "_engine", None)) is not None:
                 engine.destroy()

@@ -120,8 +120,8 @@ def build(
 
 
 def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
-    """This rank's number, and the count, among the ranks that read different data. A strategy may
-    define them by a method `data_share`: the stages of a pipeline read the same data."""
+    """(rank, count) among the ranks that read different data. A strategy's method `data_share` may
+    change them: the stages of a pipeline read the same data."""
     share_of = getattr(strategy, "data_share", lambda *position: position)
     return share_of(environment.rank, environment.world_size)
 
@@ -147,9 +147,8 @@ def configures_optimizers(module: LightningModule) -> bool:
 def attach_optimizer(
     module: LightningModule, config: DictConfig, declared: int | None, position: TrainPosition
 ) -> None:
-    """Makes the module's `configure_optimizers` build the config's optimizer and schedule. The
-    global batch comes from the loaders (`position`), or is `declared`, the config's, if they do
-    not state it."""
+    """Makes the module's `configure_optimizers` build the config's optimizer and schedule, for the
+    global batch of the loaders (`position`) or, if they do not state it, the `declared` one."""
     optimizer_node, schedule_node = plain(config.get("optimizer")), plain(config.get("schedule"))
     if not optimizer_node:
         return

@@ -126,18 +126,16 @@ def apply_settings(
     checkpoint's were built, if recorded. The new global batch will change them by `batch_ratio`."""
     schedules = [entry.scheduler for entry in trainer.lr_scheduler_configs]
     # Schedules that also change the momentum keep it among their own settings.
-    cycled = any(hasattr(each, "cycle_momentum") for each in schedules)
-    scheduled = {"momentum", "betas"} if cycled else set()
+    moved = {"momentum", "betas"} if any(hasattr(s, "cycle_momentum") for s in schedules) else set()
     differences: dict[str, str] = {}
     for number, (optimizer, groups) in enumerate(zip(trainer.optimizers, configured, strict=True)):
-        settings = set(getattr(optimizer, "defaults", ())) - {"lr", *KERNELS, *scheduled}
+        settings = set(getattr(optimizer, "defaults", ())) - {"lr", *KERNELS, *moved}
         for index, (group, new) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
             for name in sorted(settings & new.keys()):
                 if group.get(name) != new[name]:
                     differences[name] = f"{name} {new[name]} instead of {group.get(name)}"
                     group[name] = new[name]
-            # Lightning's checkpoints record the built rate only with a schedule. Without one, the
-            # rate is left alone: the module may have set it.
+            # Lightning records the built rate only with a schedule; a module may have set another.
             was, now = group.get("initial_lr"), new.get("initial_lr", new["lr"])
             with suppress(IndexError, TypeError):
                 was = before[number][index]  # type: ignore[index]

@@ -1,5 +1,4 @@
-"""How the ranks of one machine find each other, on the loopback interface only. torch's own
-handlers listen on every interface."""
+"""How ranks find each other on one machine. torch's own handlers listen on every interface."""
 
 from __future__ import annotations
 
