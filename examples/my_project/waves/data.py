@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a sine with new noise each time. A resume is exact, since distdl seeds the noise."""
+    """Windows of a sine with new noise each time, which distdl seeds: a resume is exact."""
 
     def __init__(self, count: int, window: int, noise: float) -> None:
         self.count, self.window, self.noise = count, window, noise
