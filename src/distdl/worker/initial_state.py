@@ -104,8 +104,10 @@ def prepare(context: Built, path: str) -> None:
         for unit, done, limit in limits:
             if limit not in (None, -1) and done >= limit:
                 what = f"is {limit}, but {file} was already trained for {done} {unit}"
-                remedy = f"trainer.max_{unit}={done + limit}, or resume_from its weights alone: "
-                remedy += f"python -m distdl convert {file} --to weights"
+                remedy = (
+                    f"trainer.max_{unit}={done + limit}, or resume_from a file with its weights "
+                )
+                remedy += f"alone: python -m distdl convert {file} --to weights"
                 raise UserError.at(f"trainer.max_{unit}", what, remedy)
         if foreign:
             context.checkpointer.position.epoch = epochs
