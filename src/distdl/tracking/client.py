@@ -20,7 +20,7 @@ from distdl.tracking.outbox import database_path, is_local
 log = logging.getLogger(__name__)
 
 CREATION = 5.0  # seconds since the last write, in which a database may still be being created
-# Errors that the same data always cause: sending it again would block everything after it.
+# Errors that the same data cause every time: sending them again would block everything after them.
 PERMANENT = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 
 # Modules that MLflow would import while it sends. Imported early, they delay no step.
