@@ -126,7 +126,7 @@ class Journal(Logger):
                 self.warn_once("disk", f"{self.path} cannot be written ({error}): trying again")
                 if len(self._unwritten) > UNWRITTEN_LIMIT:
                     self._unwritten = b"\n"
-                    self.warn_once("lost", f"{self.path} still cannot be written: metrics are lost")
+                    self.warn_once("lost", f"{self.path} is not writable: metrics are lost")
 
     def close(self) -> None:
         """Writes what is queued and ends the thread. May be called again."""
