@@ -29,7 +29,6 @@ class ClearMLLogger(Logger):
     Args:
         save_dir: A folder in the run.
         offline: Write into `save_dir` and send nothing. $CLEARML_OFFLINE_MODE=1 does the same.
-        init: Further arguments of `Task.init`.
     """
 
     def __init__(

@@ -31,8 +31,7 @@ def run_info(config: DictConfig, context: RankContext) -> RunInfo:
     run_id = launch["run_id"]
     provenance = read_json(path / PROVENANCE)
     params = parameters(config, provenance)
-    # Data modules other than distdl's may divide the batch size themselves.
-    if configs.is_own((config.get("data") or {}).get("_target_")):
+    if configs.is_own((config.get("data") or {}).get("_target_")):  # others may divide the batch
         params["global_batch_size"] = launch.get("global_batch_size")
     git = provenance.get("git") or {}
     tags = {"git.commit": git.get("commit"), "world_size": world_size}
