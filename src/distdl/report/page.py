@@ -98,7 +98,7 @@ def render(run: data.ReportedRun) -> str:
 def _openers(run: Path) -> list[str]:
     """Commands that show all curves."""
     commands, outbox = [], Outbox(run)
-    if outbox.found:
+    if outbox.exists:
         from distdl.tracking.mlflow import how_to_open
 
         commands += how_to_open(outbox.state.server or outbox.database(), outbox)
