@@ -43,7 +43,7 @@ def from_a_live_step(
     module: LightningModule, flops: float | None, batch: int
 ) -> tuple[Counted | None, str]:
     """The counts of a trained module with manual optimization, whose step runs only inside its
-    trainer: `flops` of one of this rank's steps with `batch` samples."""
+    trainer. `flops` are those of one of this rank's steps, with `batch` samples."""
     if not flops:
         return None, "no matrix product, convolution or attention in the step"
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)

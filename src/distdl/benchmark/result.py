@@ -41,7 +41,7 @@ class BatchSize:
 
 
 def batch_size(context: Built, timing: Timing) -> BatchSize:
-    """The run's batch size. It is measured where the data does not state it."""
+    """The run's batch size; if the config has none, that of the measured batches."""
     resources = context.run.last_attempt().resources()  # type: ignore[union-attr]
     batch, shares, accumulate = batches.factors(context.config, resources)
     return BatchSize(batch or timing.batch_size or 1, shares, accumulate)
@@ -206,7 +206,7 @@ def judged(result: dict[str, Any], context: Built) -> verdict.Verdict:
     total = sum(held["split"].values())
     data = context.config.get("data") or {}
     return verdict.judge(
-        # Medians, so that one disturbed step does not decide.
+        # Medians, so that one disturbed step does not change the verdict.
         lost_to_data=1 - held["step_seconds"]["median"] / real["step_seconds"]["median"],
         waiting=real["split"][DATA] / sum(real["split"].values()),
         communication=held["split"][COMMUNICATION] / total if verdict.traced(result) else None,

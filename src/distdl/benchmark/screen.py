@@ -12,7 +12,7 @@ PHASE_NAMES = {phase: phase for phase in PHASES} | {"data": "data wait"}
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints what `result.assemble` made."""
+    """Prints the result of `result.assemble`."""
     from rich.console import Console
     from rich.table import Table
 

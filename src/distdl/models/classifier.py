@@ -32,13 +32,12 @@ class ImageClassifier(LightningModule):
     """A network that maps images to logits, trained by cross-entropy.
 
     A batch is a dict with "image" [B, 3, H, W] and "label" int64 [B]. In validation, "weight"
-    float32 [B] is 1 for rows that count and 0 for fillers. A pair (image, label) also
-    works.
+    float32 [B] is 1 for rows that count and 0 for fillers. A pair (image, label) also works.
 
     Validation logs `val/loss` (cross-entropy without label smoothing), `val/acc1`, `val/acc5` (0 to
-    1) and `val/samples`. Sums over all samples are all-reduced once at the end, and then divided:
-    the values are the same at any world size. `test/...` likewise. It defines no optimizer (the
-    optimizer node is attached to it) and logs nothing in training.
+    1) and `val/samples`; a test logs the same as `test/...`. Sums over all samples are all-reduced
+    once at the end, and then divided, so the values are the same at any world size. The class
+    defines no optimizer (the optimizer node is attached to it) and logs nothing in training.
 
     Args:
         network: [B, 3, H, W] to logits [B, num_classes].
@@ -51,7 +50,7 @@ class ImageClassifier(LightningModule):
         cutmix: Its alpha (Yun et al. 2019); 0: off. With both, one is chosen for each batch.
         channels_last: Memory layout of images and weights; the fast one on tensor cores.
         compile: torch.compile the network, in the default mode (true) or in the given one;
-            "measured": in the fastest, found before the training (`distdl.worker.compiling`).
+            "measured": in the fastest one, chosen before the training (`distdl.worker.compiling`).
         matmul_precision: Of float32 matrix products (torch.set_float32_matmul_precision, for the
             whole process): "highest" is exact; "high" rounds inputs to TF32's 11 bits on GPUs
             that support it, "medium" to bf16's 8. torch uses TF32 for convolutions there anyway.
@@ -101,7 +100,7 @@ class ImageClassifier(LightningModule):
     def check(
         config: Mapping[str, Any], context: Mapping[str, Any] | None = None
     ) -> Iterable[Problem]:
-        """What is wrong with the arguments; paths are relative to the model node."""
+        """Problems of the arguments; paths are relative to the model node."""
         file = config.get("weights")
         if file and context and context["local"] and not Path(file).exists():
             yield Problem("weights", f"no such file: {file}", "a .pth, .safetensors or .ckpt file")

@@ -1,4 +1,4 @@
-"""A loader for pipelines: only the first stage loads, the others get batches without inputs."""
+"""A loader for pipelines: only the first stage loads. Other stages get batches without inputs."""
 
 from __future__ import annotations
 
