@@ -41,8 +41,8 @@ RESNET101 = 4 * 44_549_160
 RESNEXT50 = 4 * 25_028_904
 RESNEXT101 = 4 * 88_791_336
 
-# Every 5 ms (HOROVOD_CYCLE_TIME at that time, in operations.cc) Horovod sent all ready gradients. It
-# splits no tensor; ResNet-50 has 161.
+# Horovod sent all ready gradients every 5 ms (HOROVOD_CYCLE_TIME at that time, in operations.cc).
+# It splits no tensor; ResNet-50 has 161.
 HOROVOD_CYCLE, RESNET50_TENSORS = 5e-3, 161
 
 

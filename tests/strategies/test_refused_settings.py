@@ -45,7 +45,7 @@ SETTINGS = [
     ("DDP", {"bucket_cap_mb": 0}, "=25"),
     ("DDP", {"first_bucket_mb": 0}, "above 0"),
     ("DDP", {"bucket_cap_mb": "auto", "comm_hook": "powersgd"}, "=25"),
-    ("DDP", {"ddp_comm_hook": "x", "comm_hook": "bf16"}, "none"),
+    ("DDP", {"ddp_comm_hook": "x", "comm_hook": "bf16"}, "leave one"),
     ("DDP", {"static_graph": "maybe"}, "must be true or false"),
     ("DDP", {"gradient_as_bucket_view": 7}, "true or false"),
     ("DDP", {"process_group_backend": 3}, "a string or null"),

@@ -184,11 +184,11 @@ def test_what_was_measured_before_stays_in_the_table(command, started):
     (folder / "ddp-1x4-batch12/benchmark.json").unlink()
     result = command(*typed, "--devices", "1,2")
     assert rows() == complete - {("ddp", "weak", 4)}
-    assert "left out: ddp-1x4-batch12, there is no benchmark.json" in result.out
+    assert "left out: ddp-1x4-batch12, whose benchmark.json is gone" in result.out
     # With other settings of the task, nothing of before can stand beside them in table or plot.
     result = command(*typed, "task.steps=7", "--devices", "1", "--mode", "weak")
     assert rows() == {("single", "weak", 1), ("single", "strong", 1)}
-    assert "it was measured with other settings" in result.out
+    assert "which was measured with other settings" in result.out
     assert not (folder / "scale.png").exists()
 
 
@@ -342,9 +342,9 @@ def test_a_refuted_prediction_and_a_disturbed_measurement_are_reported():
     assert near[1].spread > 0.1 and printing.gaps(near, {}) == []
     (text,) = printing.gaps(rows(0.2), {})
     compared = f"ddp on 1 x 2 (weak): measured 20.0 %, predicted {100 * guess:.1f} %, "
-    assert text.startswith(compared) and "what slows it here" in text
+    assert text.startswith(compared) and "something slows it" in text
     (text,) = printing.gaps(rows(0.2), {"ddp": {1: 1.0, 2: 0.85, 64: 0.5}})
-    assert "do not believe what is predicted beyond 2 devices either" in text
+    assert "do not trust predictions beyond 2 devices either" in text
 
 
 def test_nothing_is_cut_off_the_plot(draw):

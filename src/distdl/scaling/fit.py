@@ -60,7 +60,7 @@ def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
     if 1 not in measured:
         problems.append(Problem("measured", "one device is missing", "measure one device, too"))
     if not inside:
-        what = "no measurement of several devices in one node"
+        what = "several devices of one node are missing"
         remedy = f"measure 2 to {setting.devices_per_node} devices in one node"
         problems.append(Problem("measured", what, remedy))
     if problems:
