@@ -154,12 +154,12 @@ def _summary(rows: Sequence[Held]) -> str:
         [
             [
                 name,
-                str(len(found)),
-                _mean(found),
-                _signed(max((r.error for r in found), key=abs)),
-                _percent(fmean(abs(r.error_as_before) for r in found)),
+                str(len(points)),
+                _mean(points),
+                _signed(max((r.error for r in points), key=abs)),
+                _percent(fmean(abs(r.error_as_before) for r in points)),
             ]
-            for name, found in groups.items()
+            for name, points in groups.items()
         ],
     )
 
@@ -171,16 +171,16 @@ def _azure_of(batch: int) -> list[Held]:
 def _parameters() -> str:
     lines = []
     for series in (*published.azure(), *published.pytorch()):
-        found = fitted(series)
-        inside = found.setting.links.inside.bandwidth
+        result = fitted(series)
+        inside = result.setting.links.inside.bandwidth
         free = inside >= 0.999 * series.setting.links.inside.bandwidth
         lines.append(
             [
                 series.name,
                 f"{inside / 1e9:.2f}" + (" (no limit seen)" if free else ""),
                 f"{series.setting.links.between.bandwidth / 1e9:.2f}",
-                f"{1e3 * found.setting.overhead_seconds:.1f}",
-                ", ".join(f"{n}: {_signed(e)}" for n, e in found.errors.items() if n > 1),
+                f"{1e3 * result.setting.overhead_seconds:.1f}",
+                ", ".join(f"{n}: {_signed(e)}" for n, e in result.errors.items() if n > 1),
             ]
         )
     return _table(

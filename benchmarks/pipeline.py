@@ -102,12 +102,12 @@ def by_distdl(rank: int, size: int, total: int) -> None:
             copies = torch.utils.data.ConcatDataset([rows] * total)
             return DataLoader(copies, ROWS)
 
-    here = environment.resolve()
+    env = environment.resolve()
     trainer = Trainer(
         accelerator="cpu",
         devices=STAGES,
         strategy=PipelineStrategy(micro_batches=MICRO_BATCHES),
-        plugins=[process_group.LaunchedEnvironment(here)],
+        plugins=[process_group.LaunchedEnvironment(env)],
         callbacks=[stops.Stops(WARM_UP, STEPS)],
         max_epochs=1,
         logger=False,
@@ -135,9 +135,9 @@ def arm_main(arm: str, size: str, total: str) -> None:
     if arm == ALONE:
         one_process(int(size), int(total))
         return
-    here = environment.resolve()
-    process_group.connect(here, "cpu")
-    {HAND: by_hand, OURS: by_distdl}[arm](here.rank, int(size), int(total))
+    env = environment.resolve()
+    process_group.connect(env, "cpu")
+    {HAND: by_hand, OURS: by_distdl}[arm](env.rank, int(size), int(total))
     process_group.disconnect()
 
 

@@ -58,17 +58,16 @@ def judge(
             `data_batch`, `workers` (of the loader), `compile` (None: no such argument).
         data_remedy: What to do if data is the limit.
     """
-    seen, lost = communication or 0.0, f"{100 * lost_to_data:.0f} % of the speed"
+    exposed, lost = communication or 0.0, f"{100 * lost_to_data:.0f} % of the speed"
     waits = f"{100 * waiting:.0f} %"
-    if lost_to_data > WORTH and lost_to_data >= seen and waiting > lost_to_data / 2:
-        why = f"real input costs {lost} with a batch held ready; "
-        why += f"{waits} of a step waits for its batch"
+    if lost_to_data > WORTH and lost_to_data >= exposed and waiting > lost_to_data / 2:
+        why = f"real input costs {lost}; waiting for the batch takes {waits} of a step"
         return Verdict(DATA, why, [data_remedy])
     if communication is None:
-        why = f"a step waits {waits} for its batch; communication was not traced"
+        why = f"waiting for the batch takes {waits} of a step; communication was not traced"
         return Verdict(NOT_DATA, why, ["task.trace=3 measures how long ranks only communicate"])
-    if seen > WORTH:
-        why = f"{100 * seen:.0f} % of a step passes in communication that no computation hides "
+    if exposed > WORTH:
+        why = f"{100 * exposed:.0f} % of a step is communication that no computation hides "
         why += "(waiting for the slowest rank included)"
         return Verdict(COMMUNICATION, why, communication_remedies(setting))
     parts = []
@@ -76,8 +75,8 @@ def judge(
         parts.append(f"{100 * mfu:.0f} % of the measured matrix rate")
     if bandwidth_use is not None and bandwidth_use >= 0.01:
         parts.append(f"at least {100 * bandwidth_use:.0f} % of the measured copy bandwidth")
-    why = f"a step waits {waits} for its batch and communicates unhidden for {100 * seen:.0f} %"
-    why += f"; it uses {' and '.join(parts)}" if parts else ""
+    why = f"waiting for the batch takes {waits} of a step, and unhidden communication "
+    why += f"{100 * exposed:.0f} %" + (f"; the model uses {' and '.join(parts)}" if parts else "")
     remedies = compute_remedies(setting, other, mfu)
     if lost_to_data > WORTH:  # and most of it is not waiting
         cause = "the machine was busy (compare the windows)"

@@ -54,7 +54,7 @@ class ImageClassifier(LightningModule):
         matmul_precision: Of float32 matrix products (torch.set_float32_matmul_precision, for the
             whole process): "highest" is exact; "high" rounds inputs to TF32's 11 bits on GPUs
             that support it, "medium" to bf16's 8. torch uses TF32 for convolutions there anyway.
-        fused_bn: Accepted for frozen runs of earlier versions; has no effect any more.
+        fused_bn: Accepted for frozen runs of earlier versions, without effect.
         weights: File of initial weights: torchvision's or timm's `.pth`, `.safetensors`, or a
             checkpoint.
         seed: Of mixup and cutmix, whose draws depend only on (seed, epoch, batch, rank).
@@ -88,7 +88,7 @@ class ImageClassifier(LightningModule):
         if norm == "group":
             network = with_group_norm(network)
         if fused_bn:
-            log.warning("model.fused_bn=true has no effect any more; model.compile=true fuses, too")
+            log.warning("model.fused_bn=true no longer has an effect; use model.compile=true")
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self.network = network.to(memory_format=self._layout)
         self.num_classes, self.label_smoothing = num_classes, label_smoothing

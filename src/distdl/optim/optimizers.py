@@ -153,8 +153,8 @@ def build_optimizer(
     if "fused" in optimizer.defaults:
         optimizer.register_state_dict_post_hook(_without_kernels)
         optimizer.register_load_state_dict_pre_hook(_with_own_kernels)
-        optimizer.register_load_state_dict_post_hook(_state_laid_out_alike)
-        optimizer.register_step_pre_hook(_gradients_laid_out_alike)
+        optimizer.register_load_state_dict_post_hook(_match_state_layout)
+        optimizer.register_step_pre_hook(_match_gradient_layout)
     return optimizer
 
 
@@ -186,7 +186,7 @@ def _with_own_kernels(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, 
     return {**state, "param_groups": groups}
 
 
-def _state_laid_out_alike(optimizer: Optimizer) -> None:
+def _match_state_layout(optimizer: Optimizer) -> None:
     """After loading: state from FSDP or DeepSpeed is not channels_last."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
@@ -194,7 +194,7 @@ def _state_laid_out_alike(optimizer: Optimizer) -> None:
                 state[name] = _like(parameter, value)
 
 
-def _gradients_laid_out_alike(optimizer: Optimizer, *_: Any) -> None:
+def _match_gradient_layout(optimizer: Optimizer, *_: Any) -> None:
     """Before a step: autograd's gradients have their parameter's layout; others may not."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():

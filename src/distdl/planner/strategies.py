@@ -57,11 +57,11 @@ def plan_strategy(
     return StrategyPlan(measured, machine, rows, advice, notes)
 
 
-def how_many(trainer: Any, asked: int | None) -> tuple[int, str]:
-    """The number of devices: as asked, else from the config, the visible GPUs, or 8; and a note."""
+def how_many(trainer: Any, requested: int | None) -> tuple[int, str]:
+    """The number of devices: requested, from the config, the visible GPUs, or 8; and a note."""
     devices, nodes = trainer.get("devices"), int(trainer.get("num_nodes") or 1)
-    if asked:
-        return asked, ""
+    if requested:
+        return requested, ""
     if isinstance(devices, int) and devices > 0:
         return devices * nodes, ""
     if devices is not None and not isinstance(devices, (str, int)):

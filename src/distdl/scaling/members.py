@@ -186,11 +186,11 @@ def measured_before(
 ) -> tuple[list[Member], list[str]]:
     """The members that an earlier call measured in this folder (`rows` of its scale.json) and this
     call does not request; and notes. Requested members also get the modes that they had before."""
-    asked = {(m.strategy, m.nodes, m.devices, mode) for m in members for mode in m.modes}
+    requested = {(m.strategy, m.nodes, m.devices, mode) for m in members for mode in m.modes}
     then = [(r["strategy"], r["nodes"], r["devices"], r["mode"]) for r in rows]
     by_name = {m.name: m for m in members}
     more, notes = [], []
-    for member in _composed(overrides, [each for each in then if each not in asked])[0]:
+    for member in _composed(overrides, [each for each in then if each not in requested])[0]:
         if member.name in by_name:
             by_name[member.name].modes += member.modes
         elif not member.run.exists or not member.read():
@@ -241,11 +241,11 @@ def _composed(
 
 
 def _refuse(overrides: Sequence[str]) -> None:
-    taken = {"task": "only its settings: task.steps=20", "strategy": "--strategy ddp"}
-    taken |= {"trainer.devices": "--devices 1,2,4", "trainer.num_nodes": "--nodes 2,4"}
+    remedies = {"task": "only its settings: task.steps=20", "strategy": "--strategy ddp"}
+    remedies |= {"trainer.devices": "--devices 1,2,4", "trainer.num_nodes": "--nodes 2,4"}
     with compose.hydra_session():
         keys = [o.key_or_group for o in compose.parse_overrides(overrides)]
-    problems = [Problem(k, "is set by `scale`", taken[k]) for k in keys if k in taken]
+    problems = [Problem(k, "is set by `scale`", remedies[k]) for k in keys if k in remedies]
     remedy, settings = '--strategy "ddp strategy.comm_hook=bf16"', ("strategy.",)
     problems += [
         Problem(k, "belongs to a strategy", remedy) for k in keys if k.startswith(settings)

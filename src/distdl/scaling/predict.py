@@ -180,6 +180,6 @@ def _group(setting: Setting, count: int) -> Group:
     if count % stages:
         what = f"{count} devices do not divide into pipelines of {stages} stages"
         raise UserError.at("num_devices", what)
-    # Consecutive ranks are the stages of one pipeline (strategies/pipeline/place.py).
+    # Consecutive ranks are the stages of one pipeline (strategies/pipeline/stage_rules.py).
     together = per_node // stages if per_node % stages == 0 else 1
     return Group(count // stages, together, sharing=per_node // together)

@@ -21,16 +21,8 @@ FILE, PLOT = "scale.json", "scale.png"
 # Measured and predicted efficiency agree if they differ by at most this, plus the spread.
 CLOSE = 0.05
 # Columns that a narrow terminal omits, in this order; scale.json has all of them.
-OMITTED_FIRST: tuple[str, ...] = (
-    "data wait",
-    "spread",
-    "communication",
-    "batch",
-    "step",
-    "predicted",
-    "verdict",
-)
-OMITTED_FIRST += ("$ an epoch",)
+OMITTED_FIRST = ["data wait", "spread", "communication", "batch", "step", "predicted", "verdict"]
+OMITTED_FIRST += ["$ an epoch"]
 NAME = 20  # characters of a strategy on one line in a narrow terminal
 
 

@@ -176,14 +176,9 @@ def setting_of(
     devices: int,
     world_size: int,
 ) -> Setting | None:
-    """The input of `distdl.scaling` for a number of devices. Of the measurements on several devices
-    only the links (inside a node, between nodes) are used.
-
-    Args:
-        base: The result of one device alone.
-        result: Gives the strategy and the batch.
-        devices: Of a full node.
-    """
+    """The input of `distdl.scaling` for a number of devices. `base` is the result of one device
+    alone, `result` gives the strategy and the batch, and `devices` fill a node. Of the measurements
+    on several devices only the links (inside a node, between nodes) are used."""
     model, setting, (inside, between) = base["model"], result["setting"], links
     name, node = setting["strategy"], setting["strategy_node"]
     if name not in STRATEGIES or inside is None or model.get("gradient_bytes") is None:

@@ -118,14 +118,14 @@ class PipelineStrategy(StagedStrategy):
         self._plan = partition_plan.make(self, trainer, blocks)
         bounds = self._plan.bounds
         self._spans = [blocks[start:end] for start, end in itertools.pairwise(bounds)]
-        self._own_pieces = range(self.position.stage, len(self._spans), self.position.stages)
+        self._pieces = range(self.position.stage, len(self._spans), self.position.stages)
         self._shapes = [
             torch.nn.Sequential(*(block.on_meta() for block in span)) for span in self._spans
         ]
         self.names = list(module.state_dict())
-        kept = [n for piece in self._own_pieces for n in range(bounds[piece], bounds[piece + 1])]
+        kept = [n for piece in self._pieces for n in range(bounds[piece], bounds[piece + 1])]
         splitting.split(module, blocks, kept)
-        self._spans = [s if i in self._own_pieces else [] for i, s in enumerate(self._spans)]
+        self._spans = [s if i in self._pieces else [] for i, s in enumerate(self._spans)]
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self._plan is not None
@@ -137,11 +137,9 @@ class PipelineStrategy(StagedStrategy):
             dist.broadcast(tensor.data, group=self.replicas, group_src=0)
         edges, context = self._plan.edges, self.precision_plugin.forward_context
         count = len(self._spans)
-        # The model's inputs and outputs are no edges between pieces.
+        # The model's inputs and outputs are not sent between pieces.
         inner = [None, *edges[1:count], None]
-        pieces = {
-            i: Piece(self._spans[i], inner[i], inner[i + 1], context) for i in self._own_pieces
-        }
+        pieces = {i: Piece(self._spans[i], inner[i], inner[i + 1], context) for i in self._pieces}
         parameters = [piece.parameters() for piece in pieces.values()]
         sizes = self.micro_batches, self.bucket_cap_mb
         self._reducer = GradientReducer(parameters, self.replicas, *sizes)
@@ -155,7 +153,7 @@ class PipelineStrategy(StagedStrategy):
             self.schedule,
             self.micro_batches,
             loss=self._loss,
-            done=lambda piece: self._reducer.piece_done(self._own_pieces.index(piece)),
+            done=lambda piece: self._reducer.piece_done(self._pieces.index(piece)),
         )
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
