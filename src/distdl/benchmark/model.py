@@ -1,6 +1,6 @@
-"""What a step of this model does, counted and not assumed: operations, bytes, samples.
+"""Operations and bytes per sample of a training step.
 
-`distdl.benchmark.step_profile` counts it, in one training step of the run's own config on fake
+`distdl.benchmark.step_profile` counts them in one training step of the run's own config on fake
 tensors: matrix products, convolutions and attention, forward and backward. A multiplication and an
 addition are two operations. The result is the same under every strategy and with torch.compile.
 """

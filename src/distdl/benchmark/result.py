@@ -51,7 +51,7 @@ def of_rank(timing: Timing, device: torch.device) -> dict[str, Any]:
     """What this rank measured, in plain values."""
     threads = torch.get_num_threads()
     name = f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''}"
-    # On the CPU: the process's peak resident size.
+    # The process's peak resident size; replaced below on a GPU.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = peak / (2**30 if sys.platform == "darwin" else 2**20)
     if device.type == "cuda":

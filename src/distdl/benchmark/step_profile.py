@@ -1,7 +1,7 @@
-"""What one training step needs, measured without a GPU and without allocating its memory.
+"""Memory and operations of one training step, measured without a GPU or the step's memory.
 
 The model is built without memory, and its step runs on fake tensors (torch's FakeTensorMode), which
-have shapes, types and lifetimes, but no values. So the bytes counted are those that the step itself
+have shapes, types and lifetimes, but no values. So the counted bytes are those that the real step
 would allocate at the full batch, in the run's precision. A step that reads values runs on the CPU
 with a few samples instead, and the result is scaled.
 

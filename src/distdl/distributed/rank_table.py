@@ -124,7 +124,7 @@ def interconnect() -> list[str]:
 
 
 def table(ranks: list[dict[str, Any]]) -> str:
-    """One line per rank, followed by what all ranks have in common."""
+    """One line per rank, followed by the values that all ranks share."""
     columns = ["rank", "node", "local", "host", "pid", "device"]
     columns += ["interconnect"] if any(rank["interconnect"] for rank in ranks) else []
     rows = [columns, *(tuple(str(rank[c]) for c in columns) for rank in ranks)]

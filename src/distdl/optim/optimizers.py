@@ -187,7 +187,7 @@ def _with_own_kernels(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, 
 
 
 def _match_state_layout(optimizer: Optimizer) -> None:
-    """After loading: state from FSDP or DeepSpeed is not channels_last."""
+    """Runs after loading, because state from FSDP or DeepSpeed is not channels_last."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
@@ -195,7 +195,7 @@ def _match_state_layout(optimizer: Optimizer) -> None:
 
 
 def _match_gradient_layout(optimizer: Optimizer, *_: Any) -> None:
-    """Before a step: autograd's gradients have their parameter's layout; others may not."""
+    """Runs before a step: gradients that autograd did not create may have another layout."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
             if parameter.grad is not None:

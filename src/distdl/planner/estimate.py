@@ -147,7 +147,7 @@ def pipeline(measured: MeasuredStep, n: int) -> Estimate:
     costs = [block.flops or 1.0 for block in measured.blocks]
     stages = [measured.blocks[a:b] for a, b in itertools.pairwise(partition(costs, n))]
     micro_batches = MICRO_BATCHES_PER_STAGE * n
-    # The pipeline's batch is the batches of all its devices together.
+    # A pipeline's batch consists of the batches of all its devices.
     share = n / micro_batches
     ratio = measured.optimizer / measured.gradients if measured.gradients else 0.0
 

@@ -58,6 +58,6 @@ class BucketSearch:
         return self.size != before
 
     def describe(self) -> str:
-        """`1 MB 41.2 ms, 5 MB 39.8 ms: 5 MB`."""
+        """Times and result as text: `1 MB 41.2 ms, 5 MB 39.8 ms: 5 MB`."""
         tried = (f"{size:g} MB {1e3 * t:.1f} ms" for size, t in self.seconds.items())
         return f"{', '.join(tried)}: {self.size:g} MB"

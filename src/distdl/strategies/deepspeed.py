@@ -240,7 +240,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         return deepspeed_state.weights(*parts, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """In the form of `distdl.checkpoint.portable`, complete on rank 0. Collective."""
+        """The state as in `distdl.checkpoint.portable`, complete on rank 0. Collective."""
         if self.sharded_checkpoints:
             return {}
         parts = self._engine, self.lightning_module, self._names, self.root_device

@@ -143,7 +143,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
         return self._outgoing(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """In the form of `distdl.checkpoint.portable`: full on rank 0, or slices. Collective."""
+        """The state as in `distdl.checkpoint.portable`: full on rank 0, or slices. Collective."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         self._reshard()
         named = portable.to_names(optimizer.state_dict(), optimizer, self.lightning_module)
@@ -190,7 +190,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
 
 
 def sliced_like(full: Any, parameter: Any) -> Any:
-    """This rank's slice of a full tensor, cut as `parameter` is. No communication.
+    """This rank's slice of a full tensor, cut like `parameter`, without communication.
 
     A tensor of another shape (Adam's step) is the same on every rank and is returned unchanged.
     """

@@ -70,7 +70,7 @@ def buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
 def to_default_layout(module: nn.Module) -> None:
     """Puts weights into the default memory layout: slicing channels_last is not supported.
 
-    By `clone`: `contiguous` would return a 1 x 1 kernel unchanged, with its channels_last strides.
+    Uses `clone`, since `contiguous` would return a 1 x 1 kernel with its channels_last strides.
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)

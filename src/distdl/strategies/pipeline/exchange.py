@@ -73,7 +73,7 @@ class StagedStrategy(DDPStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """As in Lightning, with its three hooks; tensors on `meta` stay there."""
+        """Like Lightning's, with its three hooks, but tensors on `meta` stay there."""
         module = self.lightning_module
         if self.position.first or module is None:
             return super().batch_to_device(batch, device, dataloader_idx)
