@@ -88,7 +88,7 @@ class ImageClassifier(LightningModule):
         if norm == "group":
             network = with_group_norm(network)
         if fused_bn:
-            log.warning("model.fused_bn=true no longer has an effect; use model.compile=true")
+            log.warning("model.fused_bn=true has no effect; use model.compile=true instead")
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self.network = network.to(memory_format=self._layout)
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
