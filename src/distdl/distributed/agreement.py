@@ -13,9 +13,9 @@ from distdl.util.errors import UserError
 
 def least_of_all(batches: float) -> float:
     """The least number of batches (infinity: unknown) of any rank. All ranks call this; with
-    several, the result is 0 if no rank knows its number."""
-    least = min(process_group.gather(batches))
-    return 0 if math.isinf(least) and process_group.world_size() > 1 else least
+    several, the result is 0 if a rank does not know its number."""
+    counts = process_group.gather(batches)
+    return 0 if math.isinf(max(counts)) and len(counts) > 1 else min(counts)
 
 
 def refuse_uneven(batches: float) -> None:
