@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distdl.callbacks import Checkpointer
 from distdl.checkpoint.saving import Saver
-from distdl.distributed import process_group
+from distdl.distributed import agreement, process_group
 from distdl.runs.checkpoints import CheckpointStore, damage_of, manifest_of
 from distdl.runs.records import journal_path, read
 from distdl.tracking.journal import Journal
@@ -269,3 +269,11 @@ def test_nobody_else_writes_into_our_folder(tmp_path: Path, way: str) -> None:
         UserError, match=r"where only distdl writes.*\n.*save into .*model_checkpoints"
     ):
         fit(tmp_path, [0.1], saves if way == "callback" else leads_in)
+
+
+@pytest.mark.parametrize(
+    "counts, least", [([5.0, 3.0], 3), ([5.0, INF], 0), ([INF, INF], 0), ([INF], INF)]
+)
+def test_ranks_of_unknown_length_exchange_in_no_validation_batch(monkeypatch, counts, least):
+    monkeypatch.setattr(process_group, "gather", lambda value: counts)
+    assert agreement.least_of_all(counts[0]) == least

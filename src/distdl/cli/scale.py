@@ -26,7 +26,7 @@ only what is missing. One device is measured without a strategy: the others are 
 LACKING = {
     "not measured": "the same command resumes with them",
     "under way": "once they have ended, the same command shows them",
-    "not here": "fetch them (see above), then the same command shows them",
+    "not fetched": "fetch them (see above), then the same command shows them",
 }
 
 
