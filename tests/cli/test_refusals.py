@@ -37,7 +37,7 @@ train debug=cpu | train: is not a command | python -m distdl debug=cpu
 test | python -m distdl resume RUN task=test
 resume | RUN: | python -m distdl jobs list
 resme outputs/x | did you mean: python -m distdl resume
-seed = 3 | seed=3: the shell takes it for several words | write seed=3
+seed = 3 | seed=3: the shell splits it into several words | write seed=3
 seed= 3 | write seed=3
 seed =3 | write seed=3
 resume outputs/x/y seed = 3 | there is no such folder
@@ -49,7 +49,7 @@ seed==3 | 'seed==3' is not an override | write seed=3
 trainer,max_epochs=3 | write trainer.max_epochs=3
 tags=[„a b“,c] | write 'tags=["a b",c]'
 –m seed=1,2 | write -m
-output_dir={300 letters} | output_dir: cannot be made: File name too long
+output_dir={300 letters} | output_dir: cannot be created: File name too long
 name=größe | name: must be made of letters from a to z | not 'größe'
 data=imagenet data.root=~/x | write data.root={home}/x
 optimizer.betas=[0.9, 0.99] | write 'optimizer.betas=[0.9, 0.99]'
@@ -62,7 +62,7 @@ data.batch_size=1e3 | data.batch_size: | write data.batch_size=1000
 data.image_size=0 | data.image_size: must be an integer of at least 1
 checkpoint.resume_from=None | resume_from: | write checkpoint.resume_from=null
 trainer.detect_anomaly=yes | write trainer.detect_anomaly=true
-trainer.limit_train_batches=0 | 0 is a training of no batches | task=validate
+trainer.limit_train_batches=0 | 0 would train on no batches | task=validate
 seed=${env:HOME} | seed: uses a resolver | write seed='${oc.env:HOME}'
 seed=${data.seed} | refers to itself
 name={201 letters} | name: must be of at most 200 characters
@@ -116,10 +116,10 @@ experiment/latin | # one\n# größe\n | experiment/latin.yaml: is not UTF-8: inv
 experiment/a | {all}defaults:\n  - /data: synthetic\n | in the file: - override /data: NAME
 experiment/a | {all}defaults:\n  - override data: synthetic\n | in experiment/a.yaml | - override /data: NAME
 experiment/a | {all}defaults:\n  - override /callbacks: [defalt]\n | did you mean callbacks=default?
-experiment/a | defaults:\n  - override /data: synthetic\n | experiment/a.yaml: its keys land below it
+experiment/a | defaults:\n  - override /data: synthetic\n | experiment/a.yaml: its keys would be nested below it
 experiment/a | model: {a: 1}\ndata: {b: 2} | experiment: its keys | # @package _global_
 experiment/a | {all}model: {class_path: a.Net, init_args: {width: 3}} | model: class_path and init_args are \
-LightningCLI's words | model: {_target_: a.Net, width: ...}, and under defaults: - override /model: null
+LightningCLI's keys | model: {_target_: a.Net, width: ...}, and under defaults: - override /model: null
 experiment/a | {all}callbacks: [{class_path: a.B}] | a.yaml: a list | callbacks: {NAME: {_target_
 experiment/a | {all}callbacks: {model_checkpoint: {monitor: a}} | callbacks.model_checkpoint: | checkpoint.
 experiment/a | {all}defaults: [override /trainer: gpu] | trainer: no opt | trainer.accelerator=gpu
@@ -241,7 +241,9 @@ def test_a_folder_that_cannot_be_written(command, without_stage_2, monkeypatch, 
     check_one(output, text, "      choose another: output_dir=FOLDER\n")
     assert not (tmp_path / "folder/default/x").exists()
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert f"output_dir: {tmp_path}/folder is not yours" in command("output_dir=folder/a").err
+    assert (
+        f"output_dir: you may not write to {tmp_path}/folder" in command("output_dir=folder/a").err
+    )
 
 
 @pytest.mark.usefixtures("without_stage_2")

@@ -107,7 +107,7 @@ REFUSED: list[tuple[dict[str, Any] | list[str], str, str]] = [
     ({"network__endpoint_subnet": "10.66.0.0/24"}, "network.endpoint_subnet", "overlaps 10.66.0.0"),
     ({"resource_manager": "http://example.com"}, "resource_manager", "not an https address"),
     (["slurm"], "slurm", "can be provisioned"),
-    (["azureml", "workspace=a,b"], "workspace", "sets one value here"),
+    (["azureml", "workspace=a,b"], "workspace", "must set one value"),
     (SAS[:3], "container", "missing"),
     ([*SAS, "days=8"], "days", "8 is not less than or"),
     ([*SAS, "day=1"], "day", "no such setting"),

@@ -62,7 +62,7 @@ def recipe_of(config: DictConfig) -> DictConfig:
 
 
 def same_recipe(one: DictConfig, other: DictConfig) -> bool:
-    """Whether two configs have the same recipe. An older recipe may hold keys now in WHERE."""
+    """Whether two configs have the same recipe. An older recipe may hold keys of WHERE."""
     return recipe_of(one) == recipe_of(other)
 
 
@@ -139,7 +139,7 @@ def flat_paths(config: Any, prefix: str = "", *, leaves: bool = True) -> list[st
 
 
 def _written(config: DictConfig) -> dict[str, Any]:
-    """As plain containers. Only `${hydra:}` and `${now:}` are resolved: no other process can."""
+    """As plain containers. `${hydra:}` and `${now:}` are resolved: no other process could do it."""
     written = _without_clock(OmegaConf.to_container(config, resolve=False))
     assert isinstance(written, dict)
     return written
