@@ -88,7 +88,9 @@ def numbers(flag: str, text: str | None, problems: list[Problem]) -> list[int]:
     except ValueError:
         counts = [0]
     if any(number < 1 for number in counts):
-        problems.append(Problem(flag, f"{text!r} is not a list of counts", f"{flag} 1,2,4"))
+        problems.append(
+            Problem(flag, f"{text!r} is not a list of numbers above 0", f"{flag} 1,2,4")
+        )
     return counts
 
 
