@@ -136,7 +136,7 @@ def test_a_second_copy_that_was_there_before_is_replaced_with_a_warning(
     lightning_names.serve()
     assert importlib.import_module("pytorch_lightning.callbacks") is pl.callbacks
     (message,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
-    assert "pytorch_lightning was imported before distdl began" in message
+    assert "pytorch_lightning was imported before distdl" in message
     caplog.clear()
     lightning_names.serve()
     assert not caplog.records

@@ -106,7 +106,7 @@ REFUSED: list[tuple[dict[str, Any] | list[str], str, str]] = [
     ({"network__compute_subnet": "10.66.0.1/24"}, "network.compute_subnet", "has host bits"),
     ({"network__endpoint_subnet": "10.66.0.0/24"}, "network.endpoint_subnet", "overlaps 10.66.0.0"),
     ({"resource_manager": "http://example.com"}, "resource_manager", "not an https address"),
-    (["slurm"], "slurm", "can be provisioned"),
+    (["slurm"], "slurm", "can provision"),
     (["azureml", "workspace=a,b"], "workspace", "must set one value"),
     (SAS[:3], "container", "missing"),
     ([*SAS, "days=8"], "days", "8 is not less than or"),
