@@ -19,6 +19,8 @@ data=null | data: no option 'null' | available: imagenet, synthetic
 experiment=solar | no option 'solar' | there is no ./conf here; available:
 ~nothing_here | nothing_here
 nodes=2 | nodes: unknown key | trainer.num_nodes?
+optimiser.lr=1 data.batchsize=2 | data.batchsize: distdl.data.SyntheticImages takes no argument | \
+did you mean data.batch_size? | optimiser.lr: unknown key | did you mean optimizer.lr?
 # As Hydra, its templates and Lightning have it.
 hydra/launcher=joblib | hydra/launcher: | launcher=slurm
 --config-name train | --config-name: | experiment=NAME
@@ -33,7 +35,7 @@ logger=wandb | logger: unknown key | tracking=wandb
 --lr 0.1 | dashes: optimizer.lr=... | or model.lr=... where the model makes
 --batch-size=32 | written without dashes: data.batch_size=32
 # Slips of the hand.
-train debug=cpu | train: is not a command | python -m distdl debug=cpu
+train debug=cpu | train: is neither a command | python -m distdl debug=cpu
 test | python -m distdl resume RUN task=test
 resume | RUN: | python -m distdl jobs list
 resme outputs/x | did you mean: python -m distdl resume
@@ -63,7 +65,7 @@ data.image_size=0 | data.image_size: must be an integer of at least 1
 checkpoint.resume_from=None | resume_from: | write checkpoint.resume_from=null
 trainer.detect_anomaly=yes | write trainer.detect_anomaly=true
 trainer.limit_train_batches=0 | 0 would train on no batches | task=validate
-seed=${env:HOME} | seed: uses a resolver | write seed='${oc.env:HOME}'
+seed=${env:HOME} | seed: uses an unknown resolver | write seed='${oc.env:HOME}'
 seed=${data.seed} | refers to itself
 name={201 letters} | name: must be of at most 200 characters
 model._target_=mine:Net | model._target_: is not a dotted path | write mine.Net
@@ -81,7 +83,7 @@ resume outputs/nothing/here | outputs/nothing/here
 --config-dir nowhere | --config-dir: | nowhere is not a folder
 --cfg job --resolve name=${nope} | 'nope' not found
 --cfg job -p modle | the config has no 'modle'
---cfg job -m optimizer.lr=interval(0,1) | optimizer.lr=interval(0,1) cannot be count
+--cfg job -m optimizer.lr=interval(0,1) | of optimizer.lr=interval(0,1) cannot be listed
 -m name=a,b | name: a sweep names its members itself
 -m experiment=resnet50_ddp,imagenette_cpu | missing, in the member experiment=imagenette_cpu
 convert x --to zero3 | --to: there is no 'zero3' | --to deepspeed_zero3?
@@ -98,8 +100,8 @@ experiment=example +experiment=example | chosen twice: example, example | `- exa
 model/net=wide_ | model/net: no option 'wide_' | did you mean model/net=wide?
 +model.class_path=a.Net +model.init_args.c=1 | model: class_path | {_target_: a.Net, c:
 model=odd | model: names no class (_target_), only | in a file: _target_: package.Class
-conf/experiment/example.yaml seed=1 | is not a command | distdl experiment=example seed=1
-example | example: is not a command | python -m distdl experiment=example
+conf/experiment/example.yaml seed=1 | is neither a command | distdl experiment=example seed=1
+example | example: is neither a command | python -m distdl experiment=example
 experiment=old | no option 'old' | rename conf/experiment/old.yml to old.yaml; available
 callbacks=[default,watch] callbacks.early_stopping.patience=3 | early_stopping: names no class | \
 callbacks=[default,watch,early_stopping] callbacks.early_stopping.patience=...

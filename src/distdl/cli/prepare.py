@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """Adds to an interruption that the same command continues the work."""
+    """Adds a hint to an interruption: the same command resumes the work."""
     try:
         yield
     except KeyboardInterrupt:

@@ -123,7 +123,9 @@ def show(
     if not measured:
         return
     between = Link(options.between * 1e9 / 8, 20e-6) if options.between else None
-    every = list(dict.fromkeys([*modes, *scaling_runs.MODES]))  # earlier runs may have the other
+    every = list(
+        dict.fromkeys([*modes, *scaling_runs.MODES])
+    )  # earlier runs may have the other mode
     rows = results.rows(measured, rented, between, every)
     printing.print_rows(rows, rented)
     further = results.further(measured, rented, between, options.predict or 1)

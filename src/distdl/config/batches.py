@@ -94,9 +94,9 @@ def keep_global_batch(
     """Keeps the global batch of a run in an attempt that resumes it.
 
     Args:
-        config, size: Of the attempt.
+        config, size: The config and the size of the attempt.
         before: The global batch of the previous attempt, according to its config.
-        chosen: Paths that the user set in this attempt: they are kept, with a note.
+        chosen: Paths of the values that the user set in this attempt; these values are kept.
         loaders: The batches of an earlier attempt's loaders, if they are recorded.
 
     Raises:

@@ -25,8 +25,8 @@ PRIMARY = "distdl"
 
 @contextmanager
 def hydra_session(config_dirs: Sequence[str] = ()) -> Iterator[None]:
-    """Initialises Hydra. It searches the user's `./conf` (or $DISTDL_CONF), then our options, then
-    the directories of `--config-dir`."""
+    """Initialises Hydra. It searches the user's `./conf` (or $DISTDL_CONF), then distdl's options,
+    then the directories of `--config-dir`."""
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
@@ -37,7 +37,7 @@ def hydra_session(config_dirs: Sequence[str] = ()) -> Iterator[None]:
 
 
 def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
-    """One composed config, with a `hydra` node beside ours.
+    """One composed config, which also has the node `hydra`.
 
     Unknown keys are accepted: every value override is added by `++`, so that validation reports
     all of them at once, each with a suggestion.
@@ -107,7 +107,7 @@ def _normalise_trainer(trainer: Any) -> None:
 
 
 def prepare_overrides(overrides: Sequence[str]) -> list[str]:
-    """Converts what the user typed into what Hydra takes, in a `hydra_session`.
+    """Converts typed overrides into the form that Hydra takes, in a `hydra_session`.
 
     `experiment=x` and `debug=x` become additions, in this order and after all other options;
     `key=value` becomes `++key=value`. All wrong options are reported at once.
@@ -189,7 +189,7 @@ def is_group(key: str) -> bool:
 
 
 def group_options(group: str) -> list[str]:
-    """The options of a config group, ours and the user's; needs a `hydra_session`."""
+    """The options of a config group, distdl's and the user's; needs a `hydra_session`."""
     from hydra.core.global_hydra import GlobalHydra
 
     loader = GlobalHydra.instance().config_loader()

@@ -34,7 +34,7 @@ def own_folders(root: str | Path) -> tuple[str, ...]:
 
 
 def python_path(root: Path) -> list[str]:
-    """The same folders relative to the root, for launch.yaml: valid in each copy of the project."""
+    """`own_folders` relative to the root, for launch.yaml: valid in each copy of the project."""
     return [Path(f).relative_to(root.resolve()).as_posix() for f in own_folders(root)]
 
 

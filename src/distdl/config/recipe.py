@@ -84,7 +84,7 @@ def is_own(target: Any) -> bool:
 
 
 def where_of(config: DictConfig) -> DictConfig:
-    """Where it runs: the keys of WHERE alone, as a nested config."""
+    """The keys of WHERE alone, as a nested config."""
     written, where = _written(config), OmegaConf.create({})
     for path in WHERE:
         if path in flat_paths(written, leaves=False):
@@ -139,7 +139,8 @@ def flat_paths(config: Any, prefix: str = "", *, leaves: bool = True) -> list[st
 
 
 def _written(config: DictConfig) -> dict[str, Any]:
-    """As plain containers. `${hydra:}` and `${now:}` are resolved: no other process could do it."""
+    """As plain containers, with `${hydra:}` and `${now:}` resolved: no other process can do
+    this."""
     written = _without_clock(OmegaConf.to_container(config, resolve=False))
     assert isinstance(written, dict)
     return written

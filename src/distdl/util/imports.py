@@ -41,7 +41,7 @@ def ignore_warnings_for_authors() -> None:
 @contextmanager
 def no_exit() -> Iterator[None]:
     """For imports of the user's code: `os._exit` raises SystemExit, as `sys.exit` does. Otherwise
-    it would end the command without a message, possibly with exit code 0."""
+    the call would end the command without a message, possibly with exit code 0."""
     real, process = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:

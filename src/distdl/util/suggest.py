@@ -30,7 +30,7 @@ def did_you_mean(path: str, known: Iterable[str]) -> str:
 
 
 def nearest(path: str, known: Iterable[str]) -> list[str]:
-    """The same paths as a list, the nearest first; empty if nothing is close."""
+    """The paths of `did_you_mean` as a list, the nearest first; empty if nothing is close."""
     section, _, leaf = path.rpartition(".")
     scored: list[tuple[float, str]] = []
     for candidate in dict.fromkeys(name for name in known if name != path):

@@ -33,7 +33,7 @@ from distdl.validation.targets import BUILT, Trust, nodes, target_problems
 _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 OURS = ("distdl/validation/child.py", "distdl/util/imports.py")
 UNKNOWN = "takes no argument"
-# Functions that pass **kwargs to a model: only building the model shows what it takes.
+# Functions that pass **kwargs to a model: only building the model shows which are valid.
 _BUILT_ON_META = ("torchvision.models.", "timm.models.", "timm.create_model")
 
 # What the builder (worker.build) passes besides the node's own keys. `supplied`: the leading
@@ -106,7 +106,8 @@ class Binding:
 
     def check_imported_modules(self) -> None:
         """Notes modules from outside the project and outside the installed packages: the nodes may
-        have them. Those that only $PYTHONPATH finds are refused: a job has its own $PYTHONPATH."""
+        have them. Modules that only $PYTHONPATH finds are refused: a job has its own
+        $PYTHONPATH."""
         searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         launcher = self.config.get("launcher") or {}
         if launcher.get("modules") or "PYTHONPATH" in str(launcher):

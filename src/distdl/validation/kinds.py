@@ -79,7 +79,7 @@ def problem_of_kind(
     Args:
         called: The target, imported but not called.
         node, path: The target's node, with its arguments, and the path of the node in the config.
-        trust: Whose code may be anything.
+        trust: Whose code may be of any kind.
     """
     target = str(node["_target_"])
     if is_trusted(called, target, trust):

@@ -64,7 +64,7 @@ _REFUSED = ("training_epoch_end", "validation_epoch_end", "test_epoch_end")
 
 
 def replaced(error: BaseException) -> str:
-    """The new name of what a failed import looked for in Lightning 1; "" for other errors."""
+    """The new name of the object of Lightning 1 that could not be imported; "" for other errors."""
     # No module named 'a.b', cannot import name 'b' from 'a', module 'a' has no attribute 'b'
     parts = sorted(re.findall(r"'([\w.]+)'", str(error)), key=lambda part: "." not in part)
     name = re.sub(r"^(pytorch_lightning|lightning\.pytorch)\.", "", ".".join(parts))

@@ -1,5 +1,5 @@
-"""Checks against Lightning: base classes of model and data, hooks that it no longer calls, and the
-Trainer's arguments."""
+"""Checks against Lightning: base classes of model and data, hooks that Lightning no longer calls,
+and the Trainer's arguments."""
 
 from __future__ import annotations
 

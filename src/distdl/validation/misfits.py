@@ -137,7 +137,7 @@ def explained(error: BaseException) -> Problem | None:
     return None
 
 
-# ------------------------------------------------------------ what a class shows of its optimizers
+# ------------------------------------------------------------ what the source of a class shows
 
 
 def by_hand(model: Any) -> bool | None:

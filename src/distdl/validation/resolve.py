@@ -161,5 +161,5 @@ def _explain(error: Exception, written: str, text: str, resolved: Resolved) -> t
         if "${env:" in written:
             remedy = f"write {text}='{written.replace('${env:', '${oc.env:')}'"
     elif isinstance(error, RecursionError) or "ecursive" in message:
-        name, what = "itself", f"refers to itself: {written}"  # one per cycle
+        name, what = "itself", f"refers to itself: {written}"  # so that a cycle is one problem
     return name, Problem(text, what, remedy)

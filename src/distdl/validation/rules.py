@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from distdl.validation.targets import nodes
 _LOCAL = "distdl.launchers.local"  # this machine only
 _ON_THIS_MACHINE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
 
-# The package that a tracker's logger imports; its first word is our extra that installs it.
+# The package that a tracker's logger imports. Its first word is the name of distdl's extra for it.
 PACKAGES = {"WandbLogger": "wandb", "CometLogger": "comet_ml", "ClearMLLogger": "clearml"}
 # Launcher keys whose names look secret, but whose values only name something.
 _NO_SECRETS = ("kms_key", "key_vault")
@@ -93,6 +94,17 @@ def class_paths(resolved: Resolved) -> Iterator[Problem]:
             if "_target_" in node and len(path) == 1:
                 remedy += f", and under defaults: - override /{text}: null"
             yield Problem(text, "class_path and init_args are LightningCLI's keys", remedy)
+
+
+def misspelt(resolved: Resolved) -> Iterator[Problem]:
+    """Arguments of distdl's own classes that almost equal an earlier key of the same node, such as
+    `batchsize` after `batch_size`. They are found without an import."""
+    for path, node in nodes({key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}):
+        keys, text = [*map(str, node)], path_text(path)
+        for position, key in enumerate(keys) if configs.is_own(node["_target_"]) else ():
+            for near in get_close_matches(key, keys[:position], 1, cutoff=0.85):
+                what = f"{node['_target_']} takes no argument {key!r}"
+                yield Problem(f"{text}.{key}", what, f"did you mean {text}.{near}?")
 
 
 def names(resolved: Resolved) -> Iterator[Problem]:

@@ -55,7 +55,7 @@ def under(name: str, prefixes: Sequence[str]) -> bool:
 def lies_in(target: str, folders: Sequence[str]) -> bool:
     """Whether a dotted name is in a module or package of one of the folders.
 
-    Names of the standard library and of distdl never are: Python has imported those already.
+    Names of the standard library and of distdl never are: Python has imported these modules.
     """
     parts = target.split(".")
     if parts[0] in sys.stdlib_module_names or parts[0] == "distdl":

@@ -75,7 +75,9 @@ def problems_of(
     # A value that did not resolve is None now, and must not be reported a second time.
     broken = [*resolved.problems, *rules.class_paths(resolved)]
     problems = [p for p in problems if not any(lies_below(p.path, top.path) for top in broken)]
-    return _tidy([*problems, *broken, *rules.environment(resolved, local)], resolved)
+    problems += [*broken, *rules.environment(resolved, local)]
+    # Otherwise stage 2 reports misspelt arguments, together with all others.
+    return _tidy([*problems, *(rules.misspelt(resolved) if problems else ())], resolved)
 
 
 def refuse(
