@@ -88,9 +88,7 @@ def numbers(flag: str, text: str | None, problems: list[Problem]) -> list[int]:
     except ValueError:
         counts = [0]
     if any(number < 1 for number in counts):
-        problems.append(
-            Problem(flag, f"{text!r} is not a list of numbers above 0", f"{flag} 1,2,4")
-        )
+        problems.append(Problem(flag, f"must be numbers above 0, such as 1,2,4, not {text!r}"))
     return counts
 
 
@@ -123,9 +121,7 @@ def show(
     if not measured:
         return
     between = Link(options.between * 1e9 / 8, 20e-6) if options.between else None
-    every = list(
-        dict.fromkeys([*modes, *scaling_runs.MODES])
-    )  # earlier runs may have the other mode
+    every = list(dict.fromkeys([*modes, *scaling_runs.MODES]))  # earlier runs had other modes
     rows = results.rows(measured, rented, between, every)
     printing.print_rows(rows, rented)
     further = results.further(measured, rented, between, options.predict or 1)

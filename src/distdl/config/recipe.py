@@ -139,8 +139,7 @@ def flat_paths(config: Any, prefix: str = "", *, leaves: bool = True) -> list[st
 
 
 def _written(config: DictConfig) -> dict[str, Any]:
-    """As plain containers, with `${hydra:}` and `${now:}` resolved: no other process can do
-    this."""
+    """As plain containers, with `${hydra:}` and `${now:}` resolved: no other process can."""
     written = _without_clock(OmegaConf.to_container(config, resolve=False))
     assert isinstance(written, dict)
     return written

@@ -26,11 +26,8 @@ def visible_gpus() -> int:
 
 def visible() -> list[str]:
     """The NVIDIA GPUs that a process started here would see, in order, named as
-    $CUDA_VISIBLE_DEVICES names them: "5", "GPU-8f6e...", "MIG-5c23...".
-
-    Raises:
-        UserError: $CUDA_VISIBLE_DEVICES names GPUs, but CUDA would show none.
-    """
+    $CUDA_VISIBLE_DEVICES names them: "5", "GPU-8f6e...", "MIG-5c23...". A UserError if this
+    variable names GPUs, but CUDA would show none."""
     gpus, migs = _installed()
     text = os.environ.get(VISIBLE)
     if text is None:

@@ -215,10 +215,8 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def check(
     values: Mapping[str, Any], *, show: Callable[[Path], str], known: Iterable[str]
 ) -> Iterator[Problem]:
-    """Checks resolved values against the schema.
-
-    `show` formats the value at a path, without values of the environment; `known` are paths to
-    suggest."""
+    """Checks resolved values against the schema. `show` formats the value at a path, without values
+    of the environment; `known` are paths to suggest."""
     expected: dict[Path, list[str]] = {}
     for path, deeper, error in _errors(values):
         if error["type"] == "extra_forbidden":

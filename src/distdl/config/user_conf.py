@@ -83,8 +83,7 @@ def why_not_read(group: str, option: str) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Reads a config file; empty if it is unreadable or not a mapping. Raises if it is not
-    UTF-8."""
+    """A config file; empty if it is unreadable or not a mapping. Raises if it is not UTF-8."""
     with suppress(OSError, yaml.YAMLError):
         text = file.read_text(encoding="utf-8")
         with suppress(ValueError):  # a date that does not exist

@@ -254,8 +254,7 @@ def for_verb(verb: str, rest: Sequence[str]) -> str:
 
 
 def for_experiment(word: str, rest: Sequence[str]) -> str:
-    """What to write instead of `distdl conf/experiment/ours.yaml` or `distdl ours`; "" if there is
-    no such experiment."""
+    """What to write instead of `distdl ours`; "" if there is no experiment of that name."""
     name = re.sub(r"^(.*/)?experiment/|\.ya?ml$", "", word)
     if not any((folder / f"experiment/{name}.yaml").is_file() for folder in _folders()):
         return ""

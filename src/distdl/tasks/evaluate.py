@@ -20,10 +20,7 @@ def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:
 
     Args:
         checkpoint: "best" or "last" of this run, a file, a run directory, or "none" for the weights
-            with which the model starts.
-
-    Raises:
-        UserError: There is no such checkpoint.
+            with which the model starts. A UserError if there is no such checkpoint.
     """
     return _evaluate(context, checkpoint, context.trainer.validate)
 

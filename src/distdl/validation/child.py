@@ -84,7 +84,7 @@ class Binding:
         self.problems = [each for each in self.problems if not self.follows(each.path, each.what)]
 
     def follows(self, path: str, what: str) -> bool:
-        """Whether a value is wrong only because it refers to a wrong value, itself reported."""
+        """Whether a value is wrong only because it refers to a wrong value that is reported."""
         refers = {path_text(path): text[2:-1] for path, text in self.expressions.items()}
         built = [p for p in refers if p.startswith(f"{path}.") and "cannot be built" in what]
         for origin in (path, *built):

@@ -114,11 +114,8 @@ def is_trusted(called: Any, target: str, trust: Trust) -> bool:
 
 def refuse(values: Mapping[str, Any], trust: Trust) -> None:
     """The worker's check of every `_target_` that it is about to build, in resolved sections: a
-    frozen config may come from somebody else, and validation may not have seen it.
-
-    Raises:
-        UserError: With everything that is refused.
-    """
+    frozen config may come from somebody else, and validation may not have seen it. Raises a
+    UserError with all that is refused."""
     built = {key: values.get(key) for key in BUILT if key != "launcher"}
     refused = dict(target_problems(built, trust))
     problems = [*refused.values()]

@@ -123,9 +123,7 @@ def explained(error: BaseException) -> Problem | None:
     called, owner = (getattr(error, key, None) for key in ("name", "obj"))
     logs = type(owner).__module__.startswith(("distdl.tracking.", "mlflow.", "lightning."))
     if logs and str(called).startswith("add_"):
-        wrong = (
-            f"the model calls {called} of TensorBoard's writer, and self.logger has no such writer"
-        )
+        wrong = f"the model calls {called} of TensorBoard's writer, and self.logger has none"
         return Problem("tracking", wrong, "tracking=[tensorboard,mlflow]: the first is self.logger")
     for text, (path, what, remedy) in _KNOWN.items():
         if text in str(error):

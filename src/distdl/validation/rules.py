@@ -100,10 +100,10 @@ def misspelt(resolved: Resolved) -> Iterator[Problem]:
     """Arguments of distdl's own classes that almost equal an earlier key of the same node, such as
     `batchsize` after `batch_size`. They are found without an import."""
     for path, node in nodes({key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}):
-        keys, text = [*map(str, node)], path_text(path)
-        for position, key in enumerate(keys) if configs.is_own(node["_target_"]) else ():
+        keys, text, target = [*map(str, node)], path_text(path), node["_target_"]
+        for position, key in enumerate(keys) if configs.is_own(target) else ():
             for near in get_close_matches(key, keys[:position], 1, cutoff=0.85):
-                what = f"{node['_target_']} takes no argument {key!r}"
+                what = f"{target} takes no argument {key!r}"
                 yield Problem(f"{text}.{key}", what, f"did you mean {text}.{near}?")
 
 

@@ -3,8 +3,7 @@
 A config may come from somebody else (mail, a shared folder, MLflow), and the class or function that
 `_target_` names is called. So there are two checks. This module checks the name: only members of
 known packages may be imported at all. `validation.kinds` then checks the imported object: a
-callback must be a Callback, an optimizer an Optimizer. A `Trust` says whose code is exempt from
-both.
+callback must be a Callback, an optimizer an Optimizer. A `Trust` says whose code is exempt.
 """
 
 from __future__ import annotations
