@@ -19,8 +19,6 @@ data=null | data: no option 'null' | available: imagenet, synthetic
 experiment=solar | no option 'solar' | there is no ./conf here; available:
 ~nothing_here | nothing_here
 nodes=2 | nodes: unknown key | trainer.num_nodes?
-optimiser.lr=1 data.batchsize=2 | data.batchsize: distdl.data.SyntheticImages takes no argument | \
-did you mean data.batch_size? | optimiser.lr: unknown key | did you mean optimizer.lr?
 # As Hydra, its templates and Lightning have it.
 hydra/launcher=joblib | hydra/launcher: | launcher=slurm
 --config-name train | --config-name: | experiment=NAME
@@ -275,7 +273,7 @@ lrr=1 +trainer.max_epoch=3 data=imagenet seed=abc data.batch_size=many optimizer
 +callbacks.shell._target_=os.system +callbacks.foreign._target_=composer.Thing strategy=single
 experiment_name=${projct.name} name=${oc.env:NOT_SET_ANYWHERE}
 +model.api_token=canary-5e11a0 +trainer.callbacks=[] data.image_size=0 schedule.warmup_epochs=-1
-trainer.limit_train_batches=0
+trainer.limit_train_batches=0 data.batchsize=2 optimiser.lr=1
 """
 CLASSES = """
 optimizer.momentun=0.9 optimizer.class_path=mine.Adam data.num_classes=ten data.train_samples=3.0
