@@ -352,10 +352,10 @@ def fetch_files(
     """Copies a run's files, named relative to its store, into a folder, and returns their number.
     It skips a file that exists with the same size and is not older, and the run's own files (`OWN`
     in `distdl.util.safe_paths`)."""
-    from distdl.util.safe_paths import places
+    from distdl.util.safe_paths import local_paths
 
     copied = 0
-    for name, path in places(to, manifests_last(files)).items():
+    for name, path in local_paths(to, manifests_last(files)).items():
         far = files[name]
         near = path.stat() if path.is_file() else None
         if near and near.st_size == far.size and near.st_mtime >= far.modified:

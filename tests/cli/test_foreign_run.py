@@ -134,7 +134,7 @@ def test_what_was_not_asked_is_reported_and_how_to(foreign, command, tmp_path) -
     assert output.code == 1 and "evil.Launcher is outside the allowed packages" in output.out
     assert "its platform was not asked" in output.out and "project.allow=[evil]" in output.out
     output = command("jobs", "status", path, "trainer.max_epochs=3")
-    assert output.code == 2 and "changes nothing here" in output.err
+    assert output.code == 2 and "has no effect here" in output.err
     output = command("resume", path, "dry_run=true")
     assert output.code == 2 and "1 problem" in output.err
     assert "project.root: the run was started with" in output.err

@@ -83,7 +83,7 @@ BAD = "is not a checkpoint, or an incomplete one"
     ("words", "message"),
     [
         ("{source} --to fsdp --output there.ckpt", r"there\.ckpt exists"),
-        ("{source} --to fsdp --world-size 3", "batch of 8 does not divide by 3"),
+        ("{source} --to fsdp --world-size 3", "batch of 8 is not divisible by 3"),
         ("folder --to ddp", "folder: is not a checkpoint"),
         ("weights.pth --to ddp", r"model\.weights=weights\.pth"),
         ("weights.pth --to zero3", "did you mean --to deepspeed_zero3"),

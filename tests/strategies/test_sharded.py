@@ -62,7 +62,7 @@ def test_settings_of_deepspeeds_own(runs):
 def test_slices_are_not_for_everyone(command):
     result = command("strategy=ddp", "checkpoint.sharded=true", "dry_run=true")
     assert result.code == 2
-    assert "checkpoint.sharded: DDPStrategy writes whole checkpoints only" in result.err
+    assert "checkpoint.sharded: DDPStrategy writes each checkpoint as one file" in result.err
 
 
 def block(width):

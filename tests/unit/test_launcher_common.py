@@ -31,7 +31,7 @@ def test_validation_reports_keys_types_ranges_and_misfits_at_once():
 HOURS = {12: 12, 0.5: 0.5, "90": 90, " 0.5 ": 0.5, "1:30:00": 1.5, "0:00:01": 1 / 3600, "2-12": 60}
 HOURS |= {"1-00": 24, "1-00:30": 24.5, "1-00:00:30": 24 + 1 / 120}
 NO_TIMES = {
-    "is no time at all": [0, "0:00:00", "0-00", -1],
+    "is not a time above 0": [0, "0:00:00", "0-00", -1],
     "minutes and seconds go from 00 to 59": ["1:90:00", "1:00:60", "1:3:00"],
     "hours go from 0 to 23": ["1-24"],
     "is minutes and seconds for Slurm, and hours and minutes for others": ["1:30"],

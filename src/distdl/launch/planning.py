@@ -229,7 +229,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     trains_here = starts_here and size.world_size == 1 and not size.device_ids
     with imported_meanwhile(AGENT) if starts_here and not trains_here else nullcontext():
         problems, notes, facts = validate.check_bindings(
-            config, size, str(root_of(config)), goes_on=trains_here
+            config, size, str(root_of(config)), in_process=trains_here
         )
     if problems:
         raise UserError(*problems)

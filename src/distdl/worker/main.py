@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import recipe as configs
-from distdl.config.own_code import make_importable, place_in
+from distdl.config.own_code import last_user_line, make_importable
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.ranks import environment as environments
 from distdl.ranks.process_exit import outlive_readers
@@ -240,7 +240,7 @@ def record_failure(attempt: Attempt, rank: int, error: BaseException) -> int:
         code = error.code or code  # exit(0) in the middle is a failure
     text = redact("".join(traceback.format_exception(error)))
     more: dict[str, Any] = {"lost_peer": True} if failures.is_consequence(error) else {}
-    more |= {"where": where} if (where := place_in(text)) else {}
+    more |= {"where": where} if (where := last_user_line(text)) else {}
     message = redact(str(error))
     if not attempt.record_error(rank, type(error).__name__, message, text, code, **more):
         return code
