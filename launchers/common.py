@@ -259,10 +259,10 @@ class Forgotten(UserError):
     """The platform does not know the job, or no longer knows it."""
 
 
-class AskedJob(ABC):
-    """Base class of jobs whose platform is queried over a network, for one job or for many at once.
+class QueriedJob(ABC):
+    """Base class of jobs whose platform is queried over a network, for one job or many at once.
 
-    A subclass defines the queries (`_look`, `_listed`) and what an answer means (`_meaning`).
+    A subclass defines the queries (`_query`, `_query_all`) and reads their answers (`_state_from`).
     """
 
     why = ""  # the reason if the last `state` was UNKNOWN
@@ -271,23 +271,23 @@ class AskedJob(ABC):
     _answer: Any = None  # stored by `ask` for the next `state`
 
     @abstractmethod
-    def _look(self) -> Any:
+    def _query(self) -> Any:
         """The platform's answer about this job; raises Forgotten if it does not know the job, and
         another UserError if it cannot be queried."""
 
     @classmethod
     @abstractmethod
-    def _listed(cls, jobs: Sequence[Self]) -> Iterable[tuple[Self, Any]]:
+    def _query_all(cls, jobs: Sequence[Self]) -> Iterable[tuple[Self, Any]]:
         """Queries several jobs at once. A job without an answer is queried on its own later. If the
         answer is an exception, the job's next `state` is UNKNOWN."""
 
     @abstractmethod
-    def _meaning(self, answer: Any) -> JobState: ...
+    def _state_from(self, answer: Any) -> JobState: ...
 
     @classmethod
     def ask(cls, jobs: Sequence[Self]) -> None:
         """Queries several jobs at once; the next `state` of each job uses that answer."""
-        for job, answer in cls._listed(jobs):
+        for job, answer in cls._query_all(jobs):
             job._answer = answer
 
     def state(self) -> JobState:
@@ -295,7 +295,7 @@ class AskedJob(ABC):
         try:
             if isinstance(answer, UserError):
                 raise answer
-            return self._meaning(self._look() if answer is None else answer)
+            return self._state_from(self._query() if answer is None else answer)
         except UserError as error:
             self.why = str(error)
             return JobState.UNKNOWN
@@ -305,7 +305,7 @@ class AskedJob(ABC):
         answered = time.monotonic()
         for _ in pace(self.poll_seconds):
             try:
-                state = self._meaning(self._look())
+                state = self._state_from(self._query())
                 answered = time.monotonic()
                 if state.ended:
                     return state
@@ -334,7 +334,7 @@ def from_pages(
 
 
 @dataclass(frozen=True)
-class FarFile:
+class RemoteFile:
     """A file in a remote store: its size in bytes, and when it was written (Unix time)."""
 
     size: int
@@ -347,7 +347,7 @@ def manifests_last(names: Iterable[str]) -> list[str]:
 
 
 def fetch_files(
-    to: Path, files: Mapping[str, FarFile], download: Callable[[str, Path], object]
+    to: Path, files: Mapping[str, RemoteFile], download: Callable[[str, Path], object]
 ) -> int:
     """Copies a run's files, named relative to its store, into a folder, and returns their number.
     It skips a file that exists with the same size and is not older, and the run's own files (`OWN`

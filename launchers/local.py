@@ -91,7 +91,7 @@ class LocalJob:
         except KeyboardInterrupt as interrupt:  # before the job had installed its own handlers
             from distdl.ranks import stopping
 
-            return self._ended(-stopping.number_of(interrupt))
+            return self._ended(-stopping.signal_number(interrupt))
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         from distdl.util.tail import tail
@@ -121,13 +121,13 @@ class LocalJob:
     def _ended(self, code: int) -> JobState:
         from distdl.ranks import stopping
 
-        return self._attempt.conclude(stopping.state_of(code), code)
+        return self._attempt.conclude(stopping.state_after_exit(code), code)
 
 
 def _in_this_process(request: LocalRequest) -> int:
     from distdl.ranks import process_exit
     from distdl.worker import main
 
-    process_exit.name_who_stays()
+    process_exit.report_waiting_threads()
     os.environ.update(request.env)
     return main.main(request.spec.worker()[2:])

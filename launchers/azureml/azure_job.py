@@ -12,7 +12,7 @@ from distdl.job import JobState
 from distdl.launchers.azureml import datastore
 from distdl.launchers.azureml.client import Connection, Workspace, azure_errors
 from distdl.launchers.azureml.run_history import LogFile, RunHistory, by_rank
-from distdl.launchers.common import AskedJob, from_pages, pace
+from distdl.launchers.common import QueriedJob, from_pages, pace
 from distdl.util.errors import UserError
 
 # https://learn.microsoft.com/rest/api/azureml/jobs/get#jobstatus
@@ -36,7 +36,7 @@ SHORTEST, LONGEST = 1.0, 10.0  # seconds between two polls of the log
 MISSES = 20  # consecutive polls without an answer, after which following ends
 
 
-class AzureMLJob(AskedJob):
+class AzureMLJob(QueriedJob):
     """One job, or the trial of a sweep job's member, which Azure names only when it starts."""
 
     def __init__(self, connection: Connection, name: str, member: str | None = None) -> None:
@@ -54,7 +54,7 @@ class AzureMLJob(AskedJob):
         return self._connection.page(self._name)
 
     @classmethod
-    def _listed(cls, jobs: Sequence[AzureMLJob]) -> Iterable[tuple[AzureMLJob, Any]]:
+    def _query_all(cls, jobs: Sequence[AzureMLJob]) -> Iterable[tuple[AzureMLJob, Any]]:
         """As in the base class, but skips trials: the workspace's lists do not contain them."""
         workspaces: dict[Workspace, dict[str, AzureMLJob]] = {}
         for job in jobs:
@@ -67,15 +67,15 @@ class AzureMLJob(AskedJob):
                 pages = ([(j.name, {"status": j.status}) for j in page if j] for page in listed)
                 yield from from_pages(named, pages)
 
-    def _look(self) -> dict[str, Any]:
+    def _query(self) -> dict[str, Any]:
         if run := self._run():
             return self._history.details(run)
         sweep = self._history.details(self._name)
         # The trial can still start while the sweep runs.
-        ended = self._meaning(sweep).ended
+        ended = self._state_from(sweep).ended
         return {"status": "Canceled" if ended else "Queued", "error": sweep.get("error")}
 
-    def _meaning(self, answer: Any) -> JobState:
+    def _state_from(self, answer: Any) -> JobState:
         return STATES.get(answer["status"], JobState.UNKNOWN)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
@@ -84,7 +84,7 @@ class AzureMLJob(AskedJob):
         status, since, explained = "", time.monotonic(), False
         while True:
             try:
-                details = self._look()
+                details = self._query()
                 ranks = by_rank(details.get("logFiles") or {})
                 lines = file.new(ranks[0]) if 0 in ranks else []
             except UserError as error:
@@ -101,7 +101,7 @@ class AzureMLJob(AskedJob):
                 yield f"azureml: {status.lower()}" + (f": {more}" if more else "")
                 since = time.monotonic()
             yield from lines
-            state = self._meaning(details)
+            state = self._state_from(details)
             if state.ended or not follow:
                 break
             if status == "Queued" and not explained and time.monotonic() - since > QUEUED_LONG:

@@ -162,7 +162,7 @@ class Connection:
         group = self.workspace.group.replace("/resourceGroups/", "/resourcegroups/")
         return f"https://{self._hosts.studio}/runs/{job}?wsid=/{group}/workspaces/{self.workspace.name}"
 
-    def look(self) -> None:
+    def check_access(self) -> None:
         """Checks that the workspace exists and the signed-in user may see it."""
         with azure_errors():
             self.client.workspaces.get(self.workspace.name)

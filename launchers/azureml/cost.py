@@ -124,7 +124,7 @@ class _SizedJob:
     def _replacements(self) -> list[VmSize]:
         """Current sizes whose GPUs are at least as fast and have at least as much memory."""
         fast = set(GPUS[GPUS.index(self.size.gpu) :]) - set(vm_sizes.TOO_OLD)
-        current = [size for size in vm_sizes.all() if not size.retired and size.gpu in fast]
+        current = [size for size in vm_sizes.known() if not size.retired and size.gpu in fast]
         return [size for size in current if size.gpu_memory_gb >= self.size.gpu_memory_gb]
 
     def _nodes(self, size: VmSize) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.launchers.azureml.client import Connection, azure_errors
-from distdl.launchers.common import FarFile, fetch_files
+from distdl.launchers.common import RemoteFile, fetch_files
 from distdl.stores.azure import BlobStore
 from distdl.stores.store import StoreError
 from distdl.util.errors import UserError
@@ -46,12 +46,12 @@ class DatastoreFolder(BlobStore):
     def _credential(self, account: str) -> Any:
         return self._secret
 
-    def files(self) -> dict[str, FarFile]:
+    def files(self) -> dict[str, RemoteFile]:
         """All files, by their names relative to the folder."""
         start = f"{self._folder}/"
         listed = lambda: list(self.client.list_blobs(start, include=["metadata"]))  # noqa: E731
         return {
-            blob.name.removeprefix(start): FarFile(blob.size, blob.last_modified.timestamp())
+            blob.name.removeprefix(start): RemoteFile(blob.size, blob.last_modified.timestamp())
             for blob in self.retried("", listed)
             if not (blob.metadata or {}).get("hdi_isfolder")  # mounts mark folders so
         }

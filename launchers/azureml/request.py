@@ -80,7 +80,7 @@ def command_job(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
             "type": "command",
             **titles(settings, spec.name),
             **process(settings, spec, arguments, spec.bundle),
-            **surroundings(settings, spec.name),
+            **data_and_compute(settings, spec.name),
             "services": {k: v.model_dump(exclude_none=True) for k, v in settings.services.items()},
             "limits": tidy({"timeout": settings.walltime}),
         }
@@ -106,7 +106,7 @@ def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, 
             "type": "sweep",
             **titles(settings, common),
             "trial": process(settings, first, arguments, MEMBERS),
-            **surroundings(settings, common),
+            **data_and_compute(settings, common),
             "sampling_algorithm": "grid",
             "search_space": {"member": {"type": "choice", "values": names}},
             "objective": {"goal": sweep.goal, "primary_metric": sweep.metric},
@@ -128,7 +128,7 @@ def process(
     devices, ours = spec.resources.devices, environment(settings)
     name = f"azureml:{ours['name']}:{ours['version']}" if ours else settings.environment
     return {
-        "command": f"{ENTRY} {shlex.join([*arguments, *sources(settings, spec)])}",
+        "command": f"{ENTRY} {shlex.join([*arguments, *entry_arguments(settings, spec)])}",
         "code": code,
         "environment": name or {"image": settings.image},
         "environment_variables": variables(settings, spec),
@@ -137,7 +137,7 @@ def process(
     }
 
 
-def surroundings(settings: AzureSettings, run: str) -> dict[str, Any]:
+def data_and_compute(settings: AzureSettings, run: str) -> dict[str, Any]:
     """Data, store, cluster and identity."""
     identities = {"managed": "managed", "user": "user_identity"}
     tier = "spot" if settings.spot else "standard"
@@ -164,7 +164,7 @@ def titles(settings: AzureSettings, run: str) -> dict[str, Any]:
     }
 
 
-def sources(settings: AzureSettings, spec: JobSpec) -> list[str]:
+def entry_arguments(settings: AzureSettings, spec: JobSpec) -> list[str]:
     """Arguments of the entry point: where inputs are mounted, and the names of secrets.
 
     Azure replaces `${{...}}` with an address before a shell reads the command. The address is then

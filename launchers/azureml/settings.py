@@ -61,7 +61,7 @@ REFERENCE = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)\s*\}\}")
 
 def _vm_size(name: Any) -> Any:
     """Accepts well-formed names that are not in the table: Azure may have that size."""
-    if not vm_sizes.find(str(name)) and not vm_sizes.unknown(str(name)):
+    if not vm_sizes.find(str(name)) and not vm_sizes.unknown_note(str(name)):
         what = f"{name!r} is not a name of a VM size" if name else "missing"
         raise Refused(what, vm_sizes.suggest(str(name or "")))
     return name

@@ -26,7 +26,7 @@ COMPARED = {
 }
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -50,7 +50,7 @@ def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
             if request.may_create:
                 computes.begin_create_or_update(load_compute(as_file(wanted))).result()
                 least, most = wanted["min_instances"], wanted["max_instances"]
-                return say(f"created the cluster {name}: {least} to {most} x {wanted['size']}")
+                return report(f"created the cluster {name}: {least} to {most} x {wanted['size']}")
     what = f"there is no cluster {name}, and launcher.create_compute=false"
     raise UserError.at("launcher.compute", what)
 
@@ -73,7 +73,7 @@ def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
         value = getattr(cluster, key, None)
         if value is not None and not same(value, wanted[key]):
             shown = int(value) if isinstance(value, float) else value
-            say(f"note: cluster {name} stays as it is: launcher.{setting} is {shown} there")
+            report(f"note: cluster {name} stays as it is: launcher.{setting} is {shown} there")
 
 
 def same(left: Any, right: Any) -> bool:
@@ -96,10 +96,10 @@ def ensure_environment(connection: Connection, wanted: Mapping[str, Any]) -> Non
             environment = load_environment(as_file(wanted))
             with quiet():
                 connection.client.environments.create_or_update(environment)
-            say(f"registered the environment {name}:{version}; Azure builds its image once")
+            report(f"registered the environment {name}:{version}; Azure builds its image once")
 
 
-def keep_secrets(connection: Connection, vault: str, values: Mapping[str, str]) -> None:
+def store_secrets(connection: Connection, vault: str, values: Mapping[str, str]) -> None:
     """Writes the forwarded variables' values to a Key Vault, in place of earlier attempts'."""
     with azure_errors("launcher.forward_env"):
         from azure.keyvault.secrets import SecretClient
@@ -117,7 +117,7 @@ def send_checkpoint(connection: Connection, address: str, spec: JobSpec) -> None
     newest = newest_checkpoint(Path(spec.store)) if spec.attempt > 1 else []
     files = {f"checkpoints/{path.name}": path for path in newest}
     if files and datastore.send(connection, address, files):
-        say(f"sent the checkpoint {newest[0].name}")
+        report(f"sent the checkpoint {newest[0].name}")
 
 
 def new_name(request: AzureMLRequest) -> str:

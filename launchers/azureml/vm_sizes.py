@@ -48,7 +48,7 @@ SHORT = {"price": "price_per_hour", "spot": "spot_price_per_hour"}
 
 
 @functools.cache
-def all() -> tuple[VmSize, ...]:
+def known() -> tuple[VmSize, ...]:
     """Every size, in the order of the file: old series first."""
     from importlib.resources import files
 
@@ -64,10 +64,10 @@ def all() -> tuple[VmSize, ...]:
 
 def find(name: str) -> VmSize | None:
     """The size of this name (case-insensitive); None if it is not in the file."""
-    return next((size for size in all() if size.name.lower() == str(name).lower()), None)
+    return next((size for size in known() if size.name.lower() == str(name).lower()), None)
 
 
-def unknown(name: str) -> str:
+def unknown_note(name: str) -> str:
     """A note about a size that Azure may have but the table lacks; "" for any other name."""
     if not NAME.fullmatch(name) or find(name):
         return ""
@@ -79,7 +79,7 @@ def did_you_mean(name: str) -> str:
     """`did you mean Standard_NC24rs_v3?`; "" if no name is close."""
     from distdl.util.suggest import closest
 
-    short = {size.name.lower().removeprefix("standard_"): size.name for size in all()}
+    short = {size.name.lower().removeprefix("standard_"): size.name for size in known()}
     word = name.lower().removeprefix("standard_")
     near = word if word in short else closest(word, short)
     return f"did you mean {short[near]}?" if near else ""
@@ -87,5 +87,5 @@ def did_you_mean(name: str) -> str:
 
 def suggest(name: str) -> str:
     """The closest name for one that is not in the table, else the list of current sizes."""
-    today = ", ".join(size.name for size in all() if not size.retired)
+    today = ", ".join(size.name for size in known() if not size.retired)
     return did_you_mean(name) or f"known sizes: {today}"

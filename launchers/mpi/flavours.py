@@ -107,15 +107,15 @@ def environment(flavour: str) -> dict[str, str]:
     return {"I_MPI_PIN": "off"} if flavour == "intel" else {}
 
 
-def find(mpirun: str) -> str:
+def find_mpirun(mpirun: str) -> str:
     if path := shutil.which(mpirun):
         return path
     raise UserError.at("launcher.mpirun", f"there is no {mpirun} here", INSTALL)
 
 
-def ask(mpirun: str) -> str:
+def detect(mpirun: str) -> str:
     """The flavour of an mpirun, from the output of `mpirun --version`."""
-    command = [find(mpirun), "--version"]
+    command = [find_mpirun(mpirun), "--version"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:

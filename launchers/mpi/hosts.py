@@ -20,8 +20,8 @@ from distdl.util.errors import Problem, UserError
 # Options in the user's own ssh command come first and take precedence.
 OPTIONS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=3 -o ServerAliveCountMax=3"
 ENTRY = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?::([1-9]\d*))?")  # a host, and its slots
-AT_ONCE = 16  # ssh connections
-SECONDS = 30.0  # for a host to answer; copying has no time limit
+AT_A_TIME = 16  # ssh connections
+REPLY_SECONDS = 30.0  # for a host to answer; copying has no time limit
 
 # 255 means that ssh itself failed, but hydra's proxies also exit with it. So the supervisor uses
 # the file only if mpirun does not end, or if no rank reported how it ended.
@@ -38,7 +38,7 @@ exit $code
 """
 
 
-def parse(entries: Sequence[str], slots: int) -> tuple[Host, ...]:
+def parse_hosts(entries: Sequence[str], slots: int) -> tuple[Host, ...]:
     """Parses hosts (`node1`, or `node1:4` for 4 slots instead of `slots`), in rank order."""
     hosts: dict[str, int] = {}
     for entry in entries:
@@ -51,7 +51,7 @@ def parse(entries: Sequence[str], slots: int) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
-    """Reads a hostfile of Open MPI (`node1 slots=4`) or MPICH (`node1:4`); see `parse`."""
+    """Reads a hostfile of Open MPI (`node1 slots=4`) or MPICH (`node1:4`); see `parse_hosts`."""
     try:
         lines = Path(path).expanduser().read_text().splitlines()
     except OSError as error:
@@ -72,10 +72,10 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
         problems = [Problem("launcher.hostfile", f"{path} names no host")]
     if problems:
         raise UserError(*problems)
-    return parse(entries, slots)
+    return parse_hosts(entries, slots)
 
 
-def is_here(name: str) -> bool:
+def is_local(name: str) -> bool:
     """Whether a host name refers to this machine, by name or by an address of this machine."""
     this = socket.gethostname()
     if name in (LOCALHOST, this, this.partition(".")[0]):
@@ -93,7 +93,7 @@ def is_here(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Reach:
+class Setup:
     """Checks and prepares the hosts, in parallel. Each needs the interpreter and the bundle (empty:
     there is none yet), which is copied to those that lack it if `copy` is set."""
 
@@ -103,8 +103,8 @@ class Reach:
     copy: bool
 
     def prepare(self, hosts: Sequence[Host]) -> None:
-        others = [host.name for host in hosts if not is_here(host.name)]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        others = [host.name for host in hosts if not is_local(host.name)]
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
             problems = [problem for problem in pool.map(self.problem, others) if problem]
         if len(others) < len(hosts) and shutil.which(self.python) is None:
             problems.append(Problem("launcher.python", f"there is no {self.python} here"))
@@ -117,9 +117,9 @@ class Reach:
         if self.bundle:
             ask += f"; test -e {shlex.quote(f'{self.bundle}/config.yaml')} || echo no code"
         try:
-            done = self.run(host, ask, timeout=SECONDS)
+            done = self.run(host, ask, timeout=REPLY_SECONDS)
         except subprocess.TimeoutExpired:
-            return Problem("launcher.hosts", f"{host} does not answer within {SECONDS:.0f} s")
+            return Problem("launcher.hosts", f"{host} does not answer within {REPLY_SECONDS:.0f} s")
         if done.returncode:
             why = done.stderr.strip() or f"exit code {done.returncode}"
             remedy = f"this must work without a password: {self.ssh} {host} true"

@@ -21,8 +21,8 @@ from pydantic import Field
 from distdl.job import JobSpec, JobState, variables
 from distdl.launchers.common import Count, LauncherSettings, ListOf, Values, forwarded, relative
 from distdl.launchers.mpi import flavours, supervisor
+from distdl.launchers.mpi import hosts as machines
 from distdl.launchers.mpi.flavours import LOCALHOST, Host, Start
-from distdl.launchers.mpi.hosts import OPTIONS, SSH_SCRIPT, Reach, is_here, parse, read_hostfile
 from distdl.launchers.mpi.mpi_job import MpiJob
 from distdl.util.errors import Problem, UserError
 
@@ -99,7 +99,7 @@ class MpiLauncher(LauncherSettings):
         nodes, devices = context["num_nodes"], context["devices"]
         if self.flavour == "auto":
             try:
-                flavours.find(self.mpirun)
+                flavours.find_mpirun(self.mpirun)
             except UserError as error:
                 yield from relative(error.problems)
         interfaces = sorted(name for _, name in socket.if_nameindex())
@@ -134,12 +134,12 @@ class MpiLauncher(LauncherSettings):
     def chosen_hosts(self, devices: int) -> tuple[Host, ...]:
         """The hosts that a job runs on, in rank order."""
         if self.hostfile:
-            return read_hostfile(self.hostfile, devices)
-        return parse(self.hosts, devices) or (Host(LOCALHOST, devices),)
+            return machines.read_hostfile(self.hostfile, devices)
+        return machines.parse_hosts(self.hosts, devices) or (Host(LOCALHOST, devices),)
 
     def request(self, spec: JobSpec) -> MpiRequest:
         spec.refuse(r"\s:", "mpirun splits it there")
-        flavour = flavours.ask(self.mpirun) if self.flavour == "auto" else self.flavour
+        flavour = flavours.detect(self.mpirun) if self.flavour == "auto" else self.flavour
         hosts = self.chosen_hosts(spec.resources.devices)
         if self.agent:  # one process per host, which starts that host's ranks
             hosts = tuple(replace(host, slots=1) for host in hosts)
@@ -166,7 +166,7 @@ class MpiLauncher(LauncherSettings):
             as_root=os.geteuid() == 0,
             extra=tuple(self.extra_args),
         )
-        python, ssh = self.python or sys.executable, f"{self.ssh} {OPTIONS}"
+        python, ssh = self.python or sys.executable, f"{self.ssh} {machines.OPTIONS}"
         processes = self._processes(spec, python)
         return MpiRequest(spec, flavour, start, processes, env, ssh, python, self.copy_bundle)
 
@@ -181,21 +181,21 @@ class MpiLauncher(LauncherSettings):
         return (python, parent, "-"), agent
 
     def reach(self, request: MpiRequest) -> None:
-        flavours.find(request.start.mpirun)
-        Reach(request.ssh, "", request.python, copy=False).prepare(request.start.hosts)
+        flavours.find_mpirun(request.start.mpirun)
+        machines.Setup(request.ssh, "", request.python, copy=False).prepare(request.start.hosts)
 
     def submit(self, request: MpiRequest) -> MpiJob:
         """Starts mpirun's supervisor in its own session; returns once the supervisor runs."""
         spec, hosts = request.spec, request.start.hosts
-        Reach(request.ssh, spec.bundle, request.python, request.copy_bundle).prepare(hosts)
+        machines.Setup(request.ssh, spec.bundle, request.python, request.copy_bundle).prepare(hosts)
         env = {**forwarded(spec), **request.env}
-        if self.port is None and is_here(hosts[0].name):
+        if self.port is None and machines.is_local(hosts[0].name):
             env["MASTER_PORT"] = str(free_port(int(env["MASTER_PORT"])))
         folder = spec.folder
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         script, lost = Path(request.start.ssh), shlex.quote(str(folder / supervisor.LOST))
-        ssh = shlex.join(shlex.split(request.ssh))  # split as in `Reach`
-        script.write_text(SSH_SCRIPT.format(ssh=ssh, lost=lost), encoding="utf-8")
+        ssh = shlex.join(shlex.split(request.ssh))  # split as in `Setup`
+        script.write_text(machines.SSH_SCRIPT.format(ssh=ssh, lost=lost), encoding="utf-8")
         script.chmod(0o755)
         record = {
             "host": socket.gethostname(),

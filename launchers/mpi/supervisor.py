@@ -58,7 +58,7 @@ class Supervisor:
     def run(self) -> None:
         prctl(SET_CHILD_SUBREAPER, 1)  # mpirun's orphans become children of this process
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+            signal.signal(number, self._on_cancel)
         # Not SIG_IGN: mpirun and the ranks would inherit it.
         signal.signal(signal.SIGHUP, lambda *_: None)
         self.write(pid=os.getpid(), birth=start_time(os.getpid()), started=time.time())
@@ -84,7 +84,7 @@ class Supervisor:
         code = code if code >= 0 else 128 - code
         self.write(exit_code=code, killed=killed, cancelled=self.cancelled, ended=time.time())
 
-    def _note(self, *_: object) -> None:
+    def _on_cancel(self, *_: object) -> None:
         self.cancelled = True
 
     def watch(self, mpirun: subprocess.Popen[bytes]) -> int:
@@ -111,7 +111,7 @@ class Supervisor:
     def record_cause(self) -> None:
         """Records the error of the rank that ended the job, unless that rank recorded it. It could
         not if it was killed, if its host vanished, or if its store is on that host."""
-        if not (first := self.first_report() or self.loss()):
+        if not (first := self.first_report() or self.host_loss()):
             return
         file = self.folder / "errors" / f"rank_{first['rank']}.json"
         others = [json.loads(other.read_text()) for other in file.parent.glob("rank_*.json")]
@@ -144,7 +144,7 @@ class Supervisor:
             "exit_code": 128 + number if by_signal else number,
         }
 
-    def loss(self) -> dict[str, Any] | None:
+    def host_loss(self) -> dict[str, Any] | None:
         """The first host whose connection was lost."""
         lost = (self.folder / LOST).read_text().split() if (self.folder / LOST).exists() else []
         if not lost:

@@ -31,14 +31,14 @@ class Aws:
 
     def __call__(self, service: str) -> Any:
         if service not in self.clients:
-            with explained():
+            with aws_errors():
                 import boto3
 
                 session = boto3.Session(region_name=self.region, profile_name=self.profile)
                 self.clients[service] = session.client(service)
         return self.clients[service]
 
-    def found_region(self) -> str:
+    def resolved_region(self) -> str:
         return str(self("sagemaker").meta.region_name)
 
 
@@ -48,7 +48,7 @@ def code_of(error: Exception) -> str:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def aws_errors() -> Iterator[None]:
     """Turns boto3's errors into UserErrors, since the user can fix them."""
     try:
         import boto3  # noqa: F401

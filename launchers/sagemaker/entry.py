@@ -38,7 +38,7 @@ GRACE_SECONDS = 100
 FAILED_GRACE_SECONDS = 5
 SETTLE_SECONDS = 3  # after a failure, for the others to report how they ended
 MOST_OF_A_FAILURE = 1024  # characters that SageMaker shows of /opt/ml/output/failure
-AGREED = (0, EXIT_PREEMPTED, EXIT_CANCELLED)
+GRACEFUL = (0, EXIT_PREEMPTED, EXIT_CANCELLED)
 
 
 @dataclass(frozen=True)
@@ -165,14 +165,14 @@ class HostRanks:
         heartbeat = Heartbeat(self.hosts.names, self.hosts.current)
         agent = subprocess.Popen(self.command(), env=env)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda n, frame: self.pass_on(agent, n, frame))
+            signal.signal(number, lambda n, frame: self.forward(agent, n, frame))
         end = self.watch(agent, heartbeat)
         if end.code == EXIT_FAILURE and self.stopping:
             end = HostEnd(self.stopped(), "stopped by a signal", time.time())
         heartbeat.report_end(end)
-        return end if end.code in AGREED else self.first_cause(end, heartbeat)
+        return end if end.code in GRACEFUL else self.first_cause(end, heartbeat)
 
-    def pass_on(self, agent: subprocess.Popen[bytes], number: int, _: FrameType | None) -> None:
+    def forward(self, agent: subprocess.Popen[bytes], number: int, _: FrameType | None) -> None:
         self.stopping = True
         if agent.poll() is None:
             agent.send_signal(number)
@@ -186,7 +186,7 @@ class HostRanks:
                 if end.code == 0 and name != self.hosts.primary:
                     continue  # only the primary host's success ends the other hosts
                 # After a host that ended as agreed, the others get time to finish.
-                agreed = end.code in AGREED or self.stopping
+                agreed = end.code in GRACEFUL or self.stopping
                 grace = GRACE_SECONDS if agreed else FAILED_GRACE_SECONDS
                 if time.monotonic() - since[name] > grace:
                     agent.kill()  # and its ranks: those that wait for a lost host cannot save
@@ -201,7 +201,7 @@ class HostRanks:
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline and len(heartbeat.ends()) < len(self.hosts.names) - 1:
             time.sleep(POLL_SECONDS)
-        failed = [end for end in heartbeat.ends().values() if end.code not in AGREED]
+        failed = [end for end in heartbeat.ends().values() if end.code not in GRACEFUL]
         first = min([mine, *failed], key=lambda end: end.time)
         return HostEnd(mine.code, first.why, first.time)
 

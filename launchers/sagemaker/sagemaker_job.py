@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from distdl.job import JobState
-from distdl.launchers.common import AskedJob, FarFile, Forgotten, fetch_files, from_pages
-from distdl.launchers.sagemaker.aws import Aws, code_of, explained
+from distdl.launchers.common import Forgotten, QueriedJob, RemoteFile, fetch_files, from_pages
+from distdl.launchers.sagemaker.aws import Aws, aws_errors, code_of
 from distdl.util.errors import Problem, UserError
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -41,14 +41,14 @@ def state_of(described: Mapping[str, Any]) -> JobState:
     return STATES.get(status, further if status in ("InProgress", "Stopped") else JobState.UNKNOWN)
 
 
-class SageMakerJob(AskedJob):
+class SageMakerJob(QueriedJob):
     """A training job, by its name and the clients of its region. CloudWatch's logs lag by some
     seconds."""
 
     patience = 300.0
 
     def __init__(self, name: str, aws: Aws) -> None:
-        self.name, self.aws, self.region = name, aws, aws.found_region()
+        self.name, self.aws, self.region = name, aws, aws.resolved_region()
 
     @property
     def handle(self) -> str:
@@ -61,7 +61,7 @@ class SageMakerJob(AskedJob):
 
     def describe(self) -> dict[str, Any]:
         """The answer of `describe_training_job`; Forgotten if SageMaker does not know the job."""
-        with explained():
+        with aws_errors():
             try:
                 return self.aws("sagemaker").describe_training_job(TrainingJobName=self.name)
             except Exception as error:
@@ -76,14 +76,14 @@ class SageMakerJob(AskedJob):
         except Forgotten:
             return False
 
-    def _look(self) -> dict[str, Any]:
+    def _query(self) -> dict[str, Any]:
         return self.describe()
 
-    def _meaning(self, answer: Mapping[str, Any]) -> JobState:
+    def _state_from(self, answer: Mapping[str, Any]) -> JobState:
         return state_of(answer)
 
     @classmethod
-    def _listed(cls, jobs: Sequence[SageMakerJob]) -> Iterator[tuple[SageMakerJob, Any]]:
+    def _query_all(cls, jobs: Sequence[SageMakerJob]) -> Iterator[tuple[SageMakerJob, Any]]:
         accounts: dict[tuple[Any, ...], dict[str, SageMakerJob]] = {}
         for job in jobs:
             accounts.setdefault((job.region, job.aws.profile), {})[job.name] = job
@@ -94,7 +94,7 @@ class SageMakerJob(AskedJob):
             )
             summaries = (page["TrainingJobSummaries"] for page in pages)
             named = ([(each["TrainingJobName"], each) for each in page] for page in summaries)
-            with explained():
+            with aws_errors():
                 for job, answer in from_pages(wanted, named):
                     if state_of(answer) is not JobState.UNKNOWN:  # else query the job itself later
                         yield job, answer
@@ -122,7 +122,7 @@ class SageMakerJob(AskedJob):
             yield f"SageMaker: {failure}"
 
     def _streams(self) -> list[str]:
-        with explained():
+        with aws_errors():
             client = self.aws("logs")
             pages = client.get_paginator("describe_log_streams").paginate(
                 logGroupName=LOG_GROUP, logStreamNamePrefix=f"{self.name}/"
@@ -135,7 +135,7 @@ class SageMakerJob(AskedJob):
     def _new_lines(self, stream: str, tokens: dict[str, str]) -> Iterator[str]:
         while True:
             more = {"nextToken": tokens[stream]} if stream in tokens else {}
-            with explained():
+            with aws_errors():
                 page = self.aws("logs").get_log_events(
                     logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=True, **more
                 )
@@ -147,7 +147,7 @@ class SageMakerJob(AskedJob):
 
     def cancel(self) -> None:
         """Stops the job. SageMaker sends SIGTERM to every host, and SIGKILL 120 s later."""
-        with explained():
+        with aws_errors():
             try:
                 self.aws("sagemaker").stop_training_job(TrainingJobName=self.name)
             except Exception as error:
@@ -162,11 +162,11 @@ class SageMakerJob(AskedJob):
             raise UserError.at(self.handle, "has no store")
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         start = f"{prefix.rstrip('/')}/"
-        with explained():
+        with aws_errors():
             s3 = self.aws("s3")
             files = {
-                key.removeprefix(start): FarFile(facts["Size"], facts["LastModified"].timestamp())
-                for key, facts in objects(s3, bucket, start)
+                key.removeprefix(start): RemoteFile(o["Size"], o["LastModified"].timestamp())
+                for key, o in objects(s3, bucket, start)
                 if not key.endswith("/")
             }
             fetch_files(to, files, lambda n, path: s3.download_file(bucket, start + n, str(path)))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distdl.job import JobSpec
-from distdl.launchers.sagemaker.aws import Aws, explained
+from distdl.launchers.sagemaker.aws import Aws, aws_errors
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.launchers.sagemaker.sagemaker_settings import SageMakerSettings, instances
@@ -46,20 +46,20 @@ class SageMakerLauncher(SageMakerSettings):
 
     def reach(self, request: SageMakerRequest) -> None:
         """Checks region, network and sign-in: `get_caller_identity` needs no permission."""
-        self.aws.found_region()
-        with explained():
+        self.aws.resolved_region()
+        with aws_errors():
             self.aws("sts").get_caller_identity()
 
     def submit(self, request: SageMakerRequest) -> SageMakerJob:
         from distdl.launchers.sagemaker import uploads
 
-        region = self.aws.found_region()
-        # If a run was deleted here and starts again, its job name is already taken, and SageMaker
-        # never frees a name.
+        region = self.aws.resolved_region()
+        # A run that was deleted here and starts again has a job name that is taken: SageMaker never
+        # frees a name.
         while SageMakerJob(request.name, self.aws).exists():
-            request = dataclasses.replace(request, again=request.again + 1)
+            request = dataclasses.replace(request, names_taken=request.names_taken + 1)
         uploads.upload(request, self.aws)
-        with explained():
+        with aws_errors():
             self.aws("sagemaker").create_training_job(**request.body(region))
         return SageMakerJob(request.name, self.aws)
 

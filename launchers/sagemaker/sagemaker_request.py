@@ -48,7 +48,7 @@ class SageMakerRequest:
 
     spec: JobSpec
     settings: SageMakerSettings
-    again: int = 0  # how many earlier job names are taken: SageMaker never frees a name
+    names_taken: int = 0  # how many earlier job names are taken: SageMaker never frees a name
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class SageMakerRequest:
         in other buckets or prefixes. At most 63 letters, digits and single hyphens."""
         full = f"{self.settings.bucket}/{self.settings.prefix}/{self.spec.name}"
         suffix = f"-{self.spec.attempt:03d}-{digest(full, 6)}"
-        suffix += f"-{self.again}" if self.again else ""
+        suffix += f"-{self.names_taken}" if self.names_taken else ""
         return slug(self.spec.name)[: LONGEST_NAME - len(suffix)].rstrip("-") + suffix
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.launchers.common import forwarded, manifests_last
-from distdl.launchers.sagemaker.aws import Aws, code_of, explained
+from distdl.launchers.sagemaker.aws import Aws, aws_errors, code_of
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.util.errors import UserError
 
@@ -39,7 +39,7 @@ def upload(request: SageMakerRequest, aws: Aws) -> None:
     Raises:
         UserError: AWS rejects it, or the prefix holds another run.
     """
-    with explained():
+    with aws_errors():
         refuse_another_run(request, aws)
         with tempfile.TemporaryDirectory() as folder:
             archive = Path(folder) / "bundle.tar.gz"

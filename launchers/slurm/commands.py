@@ -16,7 +16,7 @@ from distdl.util.errors import UserError
 
 TIMEOUT = 60  # seconds; without a controller a command waits for 10 to 20
 # The shell variables that a batch script and srun need.
-NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR")
+PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR")
 # The variables by which Slurm's commands find their cluster.
 CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER")
 # Variables with the user's defaults -> launcher setting. A variable is passed on only if its
@@ -53,14 +53,14 @@ class Unreachable(UserError):
     """Slurm did not answer: its commands are not installed, or its controller is down."""
 
 
-def forgotten(number: str) -> Forgotten:
+def forgotten_job(number: str) -> Forgotten:
     """The controller forgets a job MinJobAge seconds after its end, the accounting maybe later."""
     what = f"Slurm does not know job {number}, or has forgotten it (MinJobAge)"
     return Forgotten(f"{what}; its log is in the run's attempts/NNN/logs/")
 
 
 @dataclass(frozen=True)
-class Look:
+class Status:
     """A job's state as Slurm calls it (`RUNNING`), why it waits or ended (`Resources`; empty if
     unknown), and the file that its output goes to."""
 
@@ -82,13 +82,13 @@ def environment(
     shell on the node. Forwarded variables are passed in this way only, so that no script and no
     command line contains their values."""
     defaults = [name for name, key in DEFAULTS.items() if getattr(settings, key, None) is None]
-    names = {*NEEDED, *CLUSTER, *defaults, *forwarded}
+    names = {*PASSED_ON, *CLUSTER, *defaults, *forwarded}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
 def reach() -> None:
     """Checks that there is a cluster that takes jobs."""
-    with from_a_login_node():
+    with login_node_required():
         done = run("scontrol", "ping")
         if done.returncode != 0:  # "Slurmctld(primary) at head is DOWN", one line per controller
             down = [line for line in done.stdout.splitlines() if line.endswith("DOWN")]
@@ -96,7 +96,7 @@ def reach() -> None:
 
 
 @contextmanager
-def from_a_login_node() -> Iterator[None]:
+def login_node_required() -> Iterator[None]:
     try:
         yield
     except Unreachable as error:
@@ -106,7 +106,7 @@ def from_a_login_node() -> Iterator[None]:
 
 def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str:
     """Submits a script and returns the job's number."""
-    with from_a_login_node():
+    with login_node_required():
         done = run("sbatch", "--parsable", str(path), env=environment(forwarded, settings))
     # A site's plugin may print other lines too; with several clusters ";name" follows the number.
     number = re.search(r"^(\d+)(;\S+)?$", done.stdout, re.MULTILINE)
@@ -119,7 +119,7 @@ def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str
     raise UserError.at(key, f"sbatch refuses it: {reason or 'without a reason'}", remedy)
 
 
-def look(number: str) -> Look:
+def query(number: str) -> Status:
     """The status of a job; raises Forgotten or Unreachable."""
     done = run("scontrol", "show", "job", number)
     state = re.search(r"JobState=(\S+)", done.stdout)
@@ -127,31 +127,31 @@ def look(number: str) -> Look:
         reason = re.search(r"Reason=(?!None\b)(\S+)", done.stdout)
         log = re.search(r"^\s*StdOut=(.+)$", done.stdout, re.MULTILINE)
         path = Path(log[1].replace("%%", "%")) if log else None
-        return Look(state[1], reason[1] if reason else "", path)
+        return Status(state[1], reason[1] if reason else "", path)
     if "invalid job id" not in done.stderr.lower():
         raise Unreachable(done.stderr.strip() or "scontrol prints nothing")
-    if looks := remembered([number]):
-        return looks[number]
-    raise forgotten(number)
+    if statuses := query_accounting([number]):
+        return statuses[number]
+    raise forgotten_job(number)
 
 
-def look_at(numbers: Sequence[str]) -> dict[str, Look]:
+def query_all(numbers: Sequence[str]) -> dict[str, Status]:
     """The status of several jobs, queried at once; jobs that Slurm has forgotten are absent."""
-    looks: dict[str, Look] = {}
+    statuses: dict[str, Status] = {}
     for some in batches(numbers):
         done = run("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", some)
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
             raise Unreachable(done.stderr.strip() or "squeue prints nothing")
         for line in done.stdout.splitlines():
             number, state, reason = line.split("|", 2)
-            looks[number] = Look(state, "" if reason == "None" else reason)
-    return remembered([number for number in numbers if number not in looks]) | looks
+            statuses[number] = Status(state, "" if reason == "None" else reason)
+    return query_accounting([number for number in numbers if number not in statuses]) | statuses
 
 
-def remembered(numbers: Sequence[str]) -> dict[str, Look]:
+def query_accounting(numbers: Sequence[str]) -> dict[str, Status]:
     """The accounting's entries for jobs that the controller has forgotten (after MinJobAge, 5
     minutes by default); empty without accounting. Source: https://slurm.schedmd.com/sacct.html"""
-    looks = {}
+    statuses = {}
     for some in batches(numbers):
         try:
             done = run("sacct", "-n", "-P", "-X", "-o", "JobID,State", "-j", some)
@@ -160,8 +160,8 @@ def remembered(numbers: Sequence[str]) -> dict[str, Look]:
         for line in done.stdout.splitlines() if done.returncode == 0 else ():
             number, _, state = line.partition("|")  # the last line of a number is the newest
             if words := state.split():  # "CANCELLED by 1000"
-                looks[number] = Look(words[0])
-    return looks
+                statuses[number] = Status(words[0])
+    return statuses
 
 
 def batches(numbers: Sequence[str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.job import JobState
-from distdl.launchers.common import AskedJob, Forgotten
+from distdl.launchers.common import Forgotten, QueriedJob
 from distdl.launchers.slurm import commands
 
 # Source: https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
@@ -40,7 +40,7 @@ SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_sign
 
 
 @dataclass
-class SlurmJob(AskedJob):
+class SlurmJob(QueriedJob):
     """A job `123`, or one task `123_0` of an array. The controller is queried at most every
     `poll_seconds`, and for the log's path if `log` is None."""
 
@@ -55,20 +55,20 @@ class SlurmJob(AskedJob):
     def handle(self) -> str:
         return f"slurm://{self.number}"
 
-    def _look(self) -> commands.Look:
-        return commands.look(self.number)
+    def _query(self) -> commands.Status:
+        return commands.query(self.number)
 
     @classmethod
-    def _listed(cls, jobs: Sequence[SlurmJob]) -> Iterator[tuple[SlurmJob, Any]]:
+    def _query_all(cls, jobs: Sequence[SlurmJob]) -> Iterator[tuple[SlurmJob, Any]]:
         try:
-            looks = commands.look_at([job.number for job in jobs])
+            looks = commands.query_all([job.number for job in jobs])
         except commands.Unreachable as error:
             yield from ((job, error) for job in jobs)
             return
         for job in jobs:
-            yield job, looks.get(job.number) or commands.forgotten(job.number)
+            yield job, looks.get(job.number) or commands.forgotten_job(job.number)
 
-    def _meaning(self, answer: commands.Look) -> JobState:
+    def _state_from(self, answer: commands.Status) -> JobState:
         self.killed = f"ended by Slurm: {answer}" if answer.state in KILLS else ""
         self.failed = answer.state == "FAILED"
         return STATES.get(answer.state, JobState.UNKNOWN)
@@ -101,17 +101,17 @@ class SlurmJob(AskedJob):
         from distdl.util.tail import tail
 
         shown = ""
-        while follow and self._meaning(answer := self._look()) is JobState.PENDING:
+        while follow and self._state_from(answer := self._query()) is JobState.PENDING:
             if str(answer) != shown:
                 shown = str(answer)
                 yield f"{self.handle}: {shown}"
             time.sleep(self.poll_seconds)
-        path = self.log or self._look().log
+        path = self.log or self._query().log
         if path is None or not (follow or path.exists()):
             return
         yield from tail(path, self._under_way() if follow else lambda: False)
         if follow:
-            yield f"{self.handle}: {self._look()}"
+            yield f"{self.handle}: {self._query()}"
 
     def cancel(self) -> None:
         commands.cancel(self.number)
@@ -125,7 +125,7 @@ class SlurmJob(AskedJob):
             if not ended and time.monotonic() - asked >= self.poll_seconds:
                 with suppress(commands.Unreachable):
                     try:
-                        ended = self._meaning(self._look()).ended
+                        ended = self._state_from(self._query()).ended
                     except Forgotten:
                         ended = True
                 asked = time.monotonic()

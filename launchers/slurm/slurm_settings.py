@@ -21,7 +21,7 @@ from distdl.launchers.common import (
 from distdl.util.errors import Problem
 
 # sbatch options that have their own launcher key, or that the launcher itself depends on.
-OWNED = {
+RESERVED = {
     **{name: f"launcher.{name}" for name in ("mem", "partition", "account", "qos", "constraint")},
     "cpus-per-task": "launcher.cpus_per_task",
     "time": "launcher.walltime",
@@ -43,13 +43,13 @@ SHORT |= {"A": "account", "q": "qos", "C": "constraint", "a": "array", "o": "out
 SHORT |= {"J": "job-name", "W": "wait", "M": "clusters"}
 
 
-def _not_owned(option: str) -> str:
+def _not_reserved(option: str) -> str:
     """Rejects an option that the launcher writes itself."""
     short = re.match(r"-(\w)", option)
     name = re.split("[= ]", option.lstrip("-"))[0]
     name = SHORT.get(short[1], name) if short else name
-    if name in OWNED:
-        remedy = f"leave it out, and write {OWNED[name]}" if OWNED[name] else "leave it out"
+    if name in RESERVED:
+        remedy = f"leave it out, and write {RESERVED[name]}" if RESERVED[name] else "leave it out"
         raise Refused(f"{option} is for the launcher to write", remedy)
     return option
 
@@ -60,8 +60,8 @@ _MOUNT = r"/[^\s,:]*(:/[^\s,:]*(:[\w+]+)?)?"
 _SBATCH = matching(_OPTION, "an option of sbatch, such as --exclusive")
 _SRUN = matching(_OPTION, "an option of srun, such as --label")
 _MEMORY = matching(r"\d+[KMGT]?", 'an amount such as "64G", in quotes; "0" is all of a node')
-SbatchOption = Annotated[str, _SBATCH, AfterValidator(_not_owned)]
-SrunOption = Annotated[str, _SRUN, AfterValidator(_not_owned)]
+SbatchOption = Annotated[str, _SBATCH, AfterValidator(_not_reserved)]
+SrunOption = Annotated[str, _SRUN, AfterValidator(_not_reserved)]
 Word = Annotated[str, matching(_WORD, "one word without quotes")]
 Line = Annotated[str, matching(r".*\S.*", "one line of text")]
 Module = Annotated[str, matching(_WORD, "the name of a module")]

@@ -14,7 +14,7 @@ from distdl.launchers.azureml import cost, vm_sizes
 from distdl.launchers.azureml.settings import AzureSettings
 from tests.conftest import ROOT, check_golden
 
-SIZES = {size.name: size for size in vm_sizes.all()}
+SIZES = {size.name: size for size in vm_sizes.known()}
 NC24, NC96, ND96 = "NC24ads_A100_v4", "NC96ads_A100_v4", "ND96asr_v4"
 Case = tuple[str, int, int, int]  # size, nodes, devices (0: on the CPU), members of the sweep
 SPREAD, FOUR, EIGHT = (NC24, 4, 1, 1), (ND96, 4, 8, 1), (NC24, 1, 1, 8)

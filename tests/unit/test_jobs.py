@@ -164,9 +164,9 @@ def test_a_reader_that_has_ended_does_not_end_the_training(monkeypatch):
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        process_exit.outlive_readers()
+        process_exit.survive_closed_pipes()
         once = sys.stdout
-        process_exit.outlive_readers()
+        process_exit.survive_closed_pipes()
         assert sys.stdout is once
         print("seen", flush=True)
         assert os.read(reading, 100) == b"seen\n"
@@ -178,7 +178,7 @@ def test_a_reader_that_has_ended_does_not_end_the_training(monkeypatch):
 
 STAYS = """
 import threading, time; from distdl.ranks import process_exit
-process_exit.name_who_stays(0.05)
+process_exit.report_waiting_threads(0.05)
 threading.Thread(target=time.sleep, args=(0.4,), name='my-pump').start()
 """
 

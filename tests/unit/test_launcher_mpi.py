@@ -99,14 +99,14 @@ def test_flavour_of_an_mpirun(version, flavour, tmp_path):
 
 
 def test_hosts_and_hostfiles(tmp_path):
-    assert hosts.parse(["node1:2", "node2"], 4) == (Host("node1", 2), Host("node2", 4))
-    assert hosts.parse(["a", "b", "a"], 1) == (Host("a", 2), Host("b", 1))
+    assert hosts.parse_hosts(["node1:2", "node2"], 4) == (Host("node1", 2), Host("node2", 4))
+    assert hosts.parse_hosts(["a", "b", "a"], 1) == (Host("a", 2), Host("b", 1))
     file = tmp_path / "hosts"
     file.write_text("# ours\nnode1 slots=2 max_slots=4\n\nnode2:2  # MPICH\nnode3\n")
     expected = (Host("node1", 2), Host("node2", 2), Host("node3", 8))
     assert hosts.read_hostfile(str(file), 8) == expected
-    assert all(map(hosts.is_here, ("localhost", HERE, "127.0.0.1")))
-    assert not hosts.is_here("192.0.2.1")
+    assert all(map(hosts.is_local, ("localhost", HERE, "127.0.0.1")))
+    assert not hosts.is_local("192.0.2.1")
 
 
 REFUSED = [

@@ -30,7 +30,7 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
     overrides = {**from_environment(), **overrides}  # the launcher's variables for these names
     settings = all_settings.read(overrides)
     for size in (settings.compute.vm_size, settings.build_compute.vm_size):
-        if note := vm_sizes.unknown(size):
+        if note := vm_sizes.unknown_note(size):
             print(f"note: {note}", file=sys.stderr)
     if settings.dry_run:
         print(render(settings))
@@ -38,7 +38,7 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
     arm = Arm(settings.resource_manager, credential)
     if settings.subscription is None:
         settings = all_settings.read({**overrides, "subscription": only_subscription(arm)})
-    steps, known, others = look(settings, arm)
+    steps, known, others = query_existing(settings, arm)
     print(show(settings, steps, others))
     refuse_fixed(steps)
     todo = [s for s in steps if s.action is not Action.UNCHANGED]
@@ -80,7 +80,7 @@ def only_subscription(arm: Arm) -> str:
     raise UserError.at("subscription", what, remedy)
 
 
-def look(
+def query_existing(
     settings: ProvisionSettings, arm: Arm
 ) -> tuple[list[ResourceStep], dict[str, Any], list[str]]:
     """Queries what exists. Returns a step per resource, Azure's answers by ARM id, and the names of

@@ -68,7 +68,7 @@ class Network(Section):
 
     @checks("address_space")
     @classmethod
-    def _not_infinibands(cls, text: str) -> str:
+    def _outside_rdma_network(cls, text: str) -> str:
         if ipaddress.ip_network(text).overlaps(RDMA_NETWORK):
             what = f"{text} overlaps {RDMA_NETWORK}, which InfiniBand uses on Azure"
             raise Refused(what, "write e.g. 10.66.0.0/16")
@@ -185,7 +185,7 @@ def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
             (values[section] if section else values)[last] = value
     absent = [key for key in ("resource_group", "workspace") if values[key] is None]
     wrong += [Problem(key, "missing", f"write {key}=NAME") for key in absent]
-    wrong += _together(values)
+    wrong += _contradictions(values)
     try:
         settings = ProvisionSettings.model_validate(values)
     except ValidationError as error:
@@ -195,7 +195,7 @@ def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
     return settings
 
 
-def _together(values: Mapping[str, Any]) -> Iterator[Problem]:
+def _contradictions(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of settings that contradict each other."""
     if values["private"] is not True:
         return

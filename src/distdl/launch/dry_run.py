@@ -32,7 +32,7 @@ def render(planned: Plan) -> str:
         *([f"code       {code.describe()}"] if code else []),
         *(f"left out   {line}" for line in (code.lines_left_out() if code else ())),
         *(f"note       {note}" for note in planned.notes),
-        *(f"note       ${n} is not set here: it must be to submit" for n in start.unset(planned)),
+        *(f"note       ${n} is not set: submitting needs it" for n in start.unset_names(planned)),
         *(f"file       {shown(file)}" for file in files),
         "",
         request.render(),

@@ -37,7 +37,7 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         # The number of started ranks overrides a preset's size (debug=cpu: one device).
         typed = {override.key_or_group for override in compose.parse_overrides(overrides)}
         asked = config.trainer.get("devices") if "trainer.devices" in typed else None
-        place(config, ranks, asked)
+        adopt_ranks(config, ranks, asked)
         planned = planning.plan(config)
         planning.check_classes(planned)
         return planned
@@ -60,7 +60,7 @@ def main(planner: Planner) -> int:
     return _work(_broadcast(ranks, message))
 
 
-def place(where: DictConfig, ranks: environments.Environment, asked: Any) -> None:
+def adopt_ranks(where: DictConfig, ranks: environments.Environment, asked: Any) -> None:
     """Writes the number of started ranks into a config."""
     per_node = ranks.local_world_size
     nodes, rest = divmod(ranks.world_size, per_node)
@@ -86,7 +86,7 @@ def _create(planned: Plan) -> str:
     if planned.finished:
         print(start.how_to_train_longer(planned))
         return NOTHING_TO_DO
-    start.make_room(planned)
+    start.move_failed_run(planned)
     attempt = start.create_attempt(planned, sys.argv, None)
     return f"{attempt.number} {planned.run.path}"
 

@@ -25,7 +25,7 @@ def state_of(job: Job, attempt: Attempt | None) -> JobState:
 
 def lines(job: Job, attempt: Attempt | None, state: JobState) -> Iterator[str]:
     """One job, in full; without an attempt if it was named by its handle alone."""
-    unasked = state is JobState.UNKNOWN or isinstance(job, jobs.Unasked)
+    unasked = state is JobState.UNKNOWN or isinstance(job, jobs.Unqueried)
     why = plain(getattr(job, "why", "")) if unasked else ""
     if attempt is None:
         yield f"{state}  {job.handle}" + (f"  ({why})" if why else "")
@@ -62,9 +62,9 @@ def table(folder: Path) -> tuple[list[tuple[str, ...]], list[str]]:
         except Exception as error:  # its row shows it
             job = error
         entries.append((run, attempt, job))
-    jobs.ask(job for _, _, job in entries if job and not isinstance(job, Exception))
+    jobs.query_all(job for _, _, job in entries if job and not isinstance(job, Exception))
     rows = [_row(*each) for each in entries]
-    return rows, list(dict.fromkeys(j.why for _, _, j in entries if isinstance(j, jobs.Unasked)))
+    return rows, list(dict.fromkeys(j.why for _, _, j in entries if isinstance(j, jobs.Unqueried)))
 
 
 def _row(run: RunDirectory, attempt: Attempt, job: Job | Exception | None) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from distdl.validation.targets import Trust, target_problems
 
 Target = tuple[Job, Attempt | None]  # None: the job was named by its handle alone
 # Folders of a run that contain no other run; they may hold thousands of folders of copied code.
-INSIDE = ("attempts", "checkpoints", "logs", "tracking")
+NO_RUNS_INSIDE = ("attempts", "checkpoints", "logs", "tracking")
 
 
 def record(attempt: Attempt, job: Job) -> None:
@@ -37,7 +37,7 @@ def record(attempt: Attempt, job: Job) -> None:
     write_json(attempt.path / "job.json", {"handle": job.handle, "url": job.url})
 
 
-def own_trust(allow: Sequence[str] = ()) -> Trust:
+def project_trust(allow: Sequence[str] = ()) -> Trust:
     """Whose code may run while a run is inspected or resumed: that of the project of the current
     folder, and what its `conf/` and the command line (`project.allow`) allow. The run's own files
     are not trusted: they may come from somebody else."""
@@ -48,14 +48,14 @@ class Platforms:
     """The platforms of several attempts. Each launcher is built only once."""
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
-        self.trust = own_trust(allow)
+        self.trust = project_trust(allow)
         self._known: dict[str, Launcher | Problem] = {}
 
     def job(self, attempt: Attempt) -> Job:
         """The job of an attempt, without running untrusted code that the run's files name.
 
         Returns:
-            Its job; `Unasked` if asking its platform would run code that is not trusted.
+            Its job; `Unqueried` if asking its platform would run code that is not trusted.
         """
         from distdl.launchers.local import LocalLauncher
 
@@ -66,11 +66,11 @@ class Platforms:
         if (key := repr(written)) not in self._known:
             self._known[key] = self._launcher(written)
         launcher = self._known[key]
-        if not isinstance(launcher, Problem) and is_elsewhere(str(handle), attempt):
+        if not isinstance(launcher, Problem) and names_another_folder(str(handle), attempt):
             why = f"job.json names a job of another folder: {handle}"
             launcher = Problem("launcher", f"{why}: it was not asked")
         if isinstance(launcher, Problem):
-            return Unasked(str(handle), launcher)
+            return Unqueried(str(handle), launcher)
         return launcher.attach(str(handle))
 
     def _launcher(self, written: Any) -> Launcher | Problem:
@@ -88,7 +88,7 @@ class Platforms:
         return instantiate(node)
 
 
-def of(attempt: Attempt, allow: Sequence[str] = ()) -> Job:
+def job_of(attempt: Attempt, allow: Sequence[str] = ()) -> Job:
     """`Platforms.job` of a single attempt."""
     return Platforms(allow).job(attempt)
 
@@ -97,7 +97,7 @@ def targets(text: str, number: int | None, allow: Sequence[str] = ()) -> list[Ta
     """The jobs that a user named: by a handle, a run, or a folder of runs (a sweep); of the attempt
     of a number, by default the newest."""
     if "://" in text:
-        return [(named(text), None)]
+        return [(job_from_handle(text), None)]
     folder = Path(text)
     below = [] if (folder / "config.yaml").is_file() else runs_below(folder)
     attempts = [attempt_of(run, number) for run in below or [RunDirectory.open(text)]]
@@ -115,7 +115,7 @@ def attempt_of(run: RunDirectory, number: int | None = None) -> Attempt:
     return chosen[number or max(chosen)]
 
 
-def ask(jobs: Iterable[Job]) -> None:
+def query_all(jobs: Iterable[Job]) -> None:
     """Asks each platform that supports it about all of its jobs at once."""
     by_class: dict[type, list[Job]] = {}
     for job in jobs:
@@ -126,7 +126,7 @@ def ask(jobs: Iterable[Job]) -> None:
                 kind.ask(some)
 
 
-def is_elsewhere(handle: str, attempt: Attempt) -> bool:
+def names_another_folder(handle: str, attempt: Attempt) -> bool:
     """Whether a handle that names a folder (local, mpi) names another folder than its attempt's."""
     scheme, _, rest = handle.partition("://")
     folder = Path("/" + rest.partition("/")[2])
@@ -134,7 +134,7 @@ def is_elsewhere(handle: str, attempt: Attempt) -> bool:
 
 
 @dataclass
-class Unasked:
+class Unqueried:
     """A job whose platform is not asked, and why."""
 
     handle: str
@@ -154,7 +154,7 @@ class Unasked:
     wait = cancel = logs
 
 
-def named(handle: str) -> Job:
+def job_from_handle(handle: str) -> Job:
     """The job of a handle such as `slurm://123`, with the launcher's default settings."""
     from distdl.config import compose
 
@@ -197,7 +197,7 @@ def state(attempt: Attempt, job: Job | None = None) -> JobState:
     recorded = attempt.state()
     if is_settled(attempt):
         return recorded
-    job = job or of(attempt)
+    job = job or job_of(attempt)
     seen = job.state()
     if seen.ended:
         code, killed = getattr(job, "exit_code", None), getattr(job, "killed", "")
@@ -225,6 +225,6 @@ def runs_below(folder: Path) -> list[RunDirectory]:
     for top, folders, files in os.walk(folder.resolve()):
         run = RunDirectory(Path(top))
         if "config.yaml" in files and run.last_attempt() is not None:
-            folders[:] = [name for name in folders if name not in INSIDE]
+            folders[:] = [name for name in folders if name not in NO_RUNS_INSIDE]
             runs.append(run)
     return sorted(runs, key=lambda run: -(run.path / "config.yaml").stat().st_mtime)

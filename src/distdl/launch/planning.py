@@ -109,14 +109,14 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
             planned.notes.append(f"{what} {shown(planned.old_run)}")
             return planned
         what = f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}"
-        resume = f"python -m distdl resume {shown(run.path)}{_resumed(planned, stored)}"
+        resume = f"python -m distdl resume {shown(run.path)}{_resume_arguments(planned, stored)}"
         raise UserError.at("name", what, f"choose another name, or resume that run: {resume}")
     if not member:  # a member is refused when its turn comes, so that the others train
         refuse_second(planned)
-    return proceed(planned, chosen=())
+    return continue_run(planned, chosen=())
 
 
-def _resumed(planned: Plan, stored: DictConfig) -> str:
+def _resume_arguments(planned: Plan, stored: DictConfig) -> str:
     """The arguments to suggest for a resume: the changes that were asked for, if a resume may make
     them all; else, if the run has finished, those that train longer."""
     old, new = (
@@ -151,7 +151,7 @@ def refuse_second(planned: Plan) -> None:
         planned.run.refuse_under_way()
 
 
-def proceed(planned: Plan, chosen: Sequence[str]) -> Plan:
+def continue_run(planned: Plan, chosen: Sequence[str]) -> Plan:
     """The next attempt of an existing run. If the world size changes, the global batch is kept,
     except where the user set the paths `chosen`."""
     last = planned.run.last_attempt()
@@ -227,7 +227,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     starts_here = local and not apart and not config.dry_run
     # This process trains, unless chosen GPUs must be set before anything queries the devices.
     trains_here = starts_here and size.world_size == 1 and not size.device_ids
-    with imported_meanwhile(AGENT) if starts_here and not trains_here else nullcontext():
+    with imported_in_background(AGENT) if starts_here and not trains_here else nullcontext():
         problems, notes, facts = validate.check_bindings(
             config, size, str(root_of(config)), goes_on=trains_here
         )
@@ -255,7 +255,7 @@ def root_of(config: DictConfig) -> Path:
 
 
 @contextmanager
-def imported_meanwhile(module: str) -> Iterator[None]:
+def imported_in_background(module: str) -> Iterator[None]:
     """Imports a module in a thread while a child process validates: both take seconds."""
     thread = threading.Thread(target=lambda: suppressed_import(module))
     thread.start()

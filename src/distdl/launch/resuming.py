@@ -39,7 +39,7 @@ def plan(
     typed_paths = [override.key_or_group for override in parsed]
     if started is not None:
         asked = where.trainer.devices if "trainer.devices" in typed_paths else None
-        external.place(where, started, asked)
+        external.adopt_ranks(where, started, asked)
     elif where.launcher["_target_"] == external.TARGET:  # no ranks were started this time
         where.launcher = compose.compose([]).launcher
     config, so_far = (configs.merge(recipe, where, each) for each in (changes, earlier))
@@ -55,7 +55,7 @@ def plan(
     notes += [f"{p} is {typed[p]} from this attempt on" for p in new]
     planned = planning.Plan(config, recipe, size, run, before["run_id"], changes, notes)
     planning.refuse_second(planned)
-    planning.proceed(planned, typed_paths)
+    planning.continue_run(planned, typed_paths)
     with missing_code_located(config, before["where"]):
         planning.check_classes(planned)
     return planned
@@ -69,7 +69,7 @@ def where_by_default(run: RunDirectory, before: dict[str, Any]) -> DictConfig:
         "output_dir": str(run.path.parents[before["run_id"].count("/")]),
         "dry_run": False,
         "follow": True,
-        "project": {"root": None, "allow": list(jobs.own_trust().allow)},
+        "project": {"root": None, "allow": list(jobs.project_trust().allow)},
         "checkpoint": {"trust_pickle": False},  # the run's own files cannot consent to it
     }
     later = {"project": {"max_snapshot_mb": 300}}  # a key that an older run lacks

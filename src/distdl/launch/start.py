@@ -37,12 +37,12 @@ def start(planned: Plan, command: Sequence[str]) -> int:
     if planned.finished:
         print(how_to_train_longer(planned))
         return 0
-    make_room(planned)
+    move_failed_run(planned)
     attempts_left = int(planned.config.launcher.get("max_attempts") or 0)
     while True:
         with interruption_recorded(planned):
             attempt, job = submit(planned, command)
-            state = stay(job, attempt, planned)
+            state = wait_or_follow(job, attempt, planned)
         if state is None or state is JobState.UNKNOWN:  # left running, or out of reach
             return 0 if state is None else state.exit_code
         report_failure(attempt)
@@ -70,7 +70,7 @@ def print_next_command(
     print(f"{state.lower()}. To resume:\n  python -m distdl resume {shown(planned.run.path)}")
 
 
-def make_room(planned: Plan) -> None:
+def move_failed_run(planned: Plan) -> None:
     """Renames an old run of this name that never trained."""
     if planned.old_run is not None:
         jobs.refuse_second(planned.run)
@@ -135,19 +135,19 @@ def same_launcher(planned: Sequence[Plan]) -> bool:
     return all(each.config.launcher == planned[0].config.launcher for each in planned)
 
 
-def unset(planned: Plan) -> list[str]:
+def unset_names(planned: Plan) -> list[str]:
     """Variables of `launcher.forward_env` that are not set in this shell."""
     if is_foreground(planned.config):  # the ranks have this shell's variables
         return []
-    return [name for name in forwarded_by(planned) if name not in os.environ]
+    return [name for name in forwarded_names(planned) if name not in os.environ]
 
 
-def forwarded_by(planned: Plan) -> tuple[str, ...]:
+def forwarded_names(planned: Plan) -> tuple[str, ...]:
     return tuple(planned.config.launcher.get("forward_env") or ())
 
 
 def refuse_unset(planned: Sequence[Plan]) -> None:
-    if missing := list(dict.fromkeys(name for each in planned for name in unset(each))):
+    if missing := list(dict.fromkeys(name for each in planned for name in unset_names(each))):
         what = f"not set in this shell: {', '.join(missing)}"
         raise UserError.at("launcher.forward_env", what, f"export {missing[0]}=...")
 
@@ -181,7 +181,7 @@ def interruption_recorded(*planned: Plan) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        state = stopping.state_of(-stopping.number_of(interrupt))
+        state = stopping.state_after_exit(-stopping.signal_number(interrupt))
         for each in planned:
             last = each.run.last_attempt()
             if last is not None and last.is_mine():
@@ -197,7 +197,7 @@ def refusal_recorded(attempt: Attempt) -> Iterator[None]:
     except BaseException as error:
         state = JobState.FAILED
         if isinstance(error, KeyboardInterrupt):
-            state = stopping.state_of(-stopping.number_of(error))
+            state = stopping.state_after_exit(-stopping.signal_number(error))
         attempt.end(state, error=f"not submitted: {redact(str(error))}")
         run = shown(attempt.path.parents[1])
         print(
@@ -206,7 +206,7 @@ def refusal_recorded(attempt: Attempt) -> Iterator[None]:
         raise
 
 
-def stay(job: Job, attempt: Attempt, planned: Plan) -> JobState | None:
+def wait_or_follow(job: Job, attempt: Attempt, planned: Plan) -> JobState | None:
     """Waits for a job or follows it; None if it continues without this process."""
     if is_foreground(planned.config):
         return job.wait()
@@ -227,7 +227,7 @@ def is_foreground(config: DictConfig) -> bool:
     return bool(getattr(launcher_class(config), "foreground", False))
 
 
-def goes_in_turn(config: DictConfig) -> bool:
+def runs_in_turn(config: DictConfig) -> bool:
     """Whether the members of a sweep must run one by one, as no platform queues them."""
     return is_foreground(config) or bool(getattr(launcher_class(config), "in_turn", False))
 
@@ -240,7 +240,7 @@ def snapshot_of(planned: Plan) -> Snapshot | None:
         root_of(planned.config),
         exclude=[Path(planned.config.output_dir).resolve(), planned.run.path],
         limit_mb=planned.config.project.max_snapshot_mb,
-        secret_names=forwarded_by(planned),
+        secret_names=forwarded_names(planned),
     )
 
 
@@ -266,7 +266,7 @@ def specs_of(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> list[JobSp
             store=str(each.run.path),
             attempt=attempt.number,
             resources=each.resources,
-            forward_env=forwarded_by(each),
+            forward_env=forwarded_names(each),
         )
         for each, attempt in zip(planned, attempts, strict=True)
     ]

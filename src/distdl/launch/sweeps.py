@@ -32,7 +32,7 @@ from distdl.util.orphans import die_with_parent
 from distdl.util.redact import redact_command
 
 Item = TypeVar("Item")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 Member = tuple[str, Plan]  # its own values of what is swept: "seed=1 optimizer.lr=0.1"
 
 
@@ -54,32 +54,32 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     def named(member: Sequence[str]) -> str:
         return " ".join(o for o in member if _key(o) in swept)
 
-    planned = every(chosen_and_plan, members, Unchecked, named)
+    planned = map_all(chosen_and_plan, members, Unchecked, named)
     check = functools.partial(planning.check_classes, apart=True)
-    every(lambda member: check(member[1]), planned, UserError, lambda member: member[0])
+    map_all(lambda member: check(member[1]), planned, UserError, lambda member: member[0])
     print(f"sweep of {len(planned)} runs over {', '.join(swept) or 'nothing'}")
     if planned[0][1].config.dry_run:
         names, plans = zip(*planned, strict=True)
         print(dry_run.render_sweep(plans, names))
         return 0
-    if start.goes_in_turn(planned[0][1].config):
+    if start.runs_in_turn(planned[0][1].config):
         return _run_all(planned)
     return _submit_all(planned)
 
 
-def every(
-    function: Callable[[Item], Answer],
+def map_all(
+    function: Callable[[Item], Result],
     items: Sequence[Item],
     kind: type[UserError],
     name: Callable[[Item], str],
-) -> list[Answer]:
+) -> list[Result]:
     """The function's result for each item. Raises the problems of all items, each once: if only
     some items have it, with the name of the first."""
-    answers: list[Answer] = []
+    results: list[Result] = []
     problems: dict[Problem, list[str]] = {}
     for item in items:
         try:
-            answers.append(function(item))
+            results.append(function(item))
         except UserError as error:
             for problem in error.problems:
                 problems.setdefault(problem, []).append(name(item))
@@ -88,7 +88,7 @@ def every(
             p: f", in the member {of[0]}" for p, of in problems.items() if len(of) < len(items)
         }
         raise kind(*(replace(p, what=p.what + where.get(p, "")) for p in problems))
-    return answers
+    return results
 
 
 def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]) -> Plan:
@@ -104,35 +104,35 @@ def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]
 
 def _run_all(planned: Sequence[Member]) -> int:
     results: list[tuple[str, Plan, JobState]] = []
-    with Turn() as turn:
+    with MemberRunner() as runner:
         for number, (chosen, each) in enumerate(planned, 1):
             last = each.last_attempt
             state = last.state() if last else JobState.PENDING
             title = f"[{number}/{len(planned)}] {chosen}"
             if state is JobState.SUCCEEDED:
                 print(f"{title}: succeeded before, skipped", flush=True)
-            elif turn.state is None:
+            elif runner.state is None:
                 print(f"\n{title}", flush=True)
                 each.config.follow = True
-                state = run_one(each, turn)
+                state = run_one(each, runner)
                 if state in (JobState.PREEMPTED, JobState.CANCELLED) or not state.ended:
-                    turn.state = turn.state or state
+                    runner.state = runner.state or state
             results.append((chosen, each, state))
     _print_table(results)
-    if turn.state is not None:
+    if runner.state is not None:
         again = shlex.join(redact_command(sys.argv[1:]))
-        print(f"{turn.state.lower()}. To resume:\n  python -m distdl {again}", flush=True)
-        return turn.state.exit_code
+        print(f"{runner.state.lower()}. To resume:\n  python -m distdl {again}", flush=True)
+        return runner.state.exit_code
     return 0 if all(state is JobState.SUCCEEDED for _, _, state in results) else 1
 
 
-class Turn(stopping.StopRequest):
+class MemberRunner(stopping.StopRequest):
     """Runs the members of a sweep one after the other. A signal that asks to end is forwarded to
     the running member, and no further member is started."""
 
     process: Any = None
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> MemberRunner:
         self.install()
         return self
 
@@ -140,7 +140,7 @@ class Turn(stopping.StopRequest):
         self.uninstall()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.state = stopping.MEANING[signal.Signals(number)]
+        self.state = stopping.STATE_AFTER[signal.Signals(number)]
         # A terminal sends Ctrl-C to the child as well; other signals reach only this process.
         if number != signal.SIGINT:
             self.forward(number)
@@ -173,28 +173,28 @@ def _state_of(each: Plan) -> JobState | None:
     return jobs.state(last) if last else None
 
 
-def run_one(each: Plan, turn: Turn | None = None) -> JobState:
+def run_one(each: Plan, runner: MemberRunner | None = None) -> JobState:
     """Runs a member in a fresh process, so that nothing leaks from one member to the next."""
-    if turn is None:  # not a member of a sweep
-        with Turn() as alone:
+    if runner is None:  # not a member of a sweep
+        with MemberRunner() as alone:
             return run_one(each, alone)
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_child, args=(each, sys.argv, os.getpid()))
-    if turn.state is None:  # a signal may have come since the caller looked
+    if runner.state is None:  # a signal may have come since the caller looked
         process.start()
-        turn.process = process
-        if turn.state is not None:  # or while it was starting
-            turn.forward(signal.SIGTERM)
+        runner.process = process
+        if runner.state is not None:  # or while it was starting
+            runner.forward(signal.SIGTERM)
         process.join()
-        turn.process = None
+        runner.process = None
     last = each.last_attempt
-    return last.state() if last else turn.state or JobState.FAILED
+    return last.state() if last else runner.state or JobState.FAILED
 
 
 def _child(each: Plan, command: list[str], parent: int) -> None:
     die_with_parent(parent)
     try:
-        with stopping.raised():
+        with stopping.raise_on_signal():
             sys.exit(start.start(each, command))
     except stopping.Ended as ended:  # before an attempt existed that could record it
         sys.exit(ended.state.exit_code)

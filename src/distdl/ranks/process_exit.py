@@ -16,16 +16,16 @@ from typing import Any, NoReturn
 
 from distdl.job import EXIT_CANCELLED, EXIT_PREEMPTED
 
-AGREED = (EXIT_PREEMPTED, EXIT_CANCELLED)
+GRACEFUL = (EXIT_PREEMPTED, EXIT_CANCELLED)
 # mpirun and `srun --kill-on-bad-exit` kill the other ranks at the first non-zero exit code, even
 # those that are still writing.
-KILLS_OTHERS = ("mpi", "slurm")
+KILL_OTHER_RANKS = ("mpi", "slurm")
 LINGER = "DISTDL_LINGER_SECONDS"
 
 log = logging.getLogger(__name__)
 
 
-class Outliving(io.FileIO):
+class SurvivingPipe(io.FileIO):
     """A pipe whose reader may exit (`distdl ... | head -3`) without ending the training."""
 
     def write(self, data: Any) -> int:
@@ -40,7 +40,7 @@ class Outliving(io.FileIO):
             return len(data)
 
 
-def outlive_readers() -> None:
+def survive_closed_pipes() -> None:
     """Keeps this process alive if the reader of its stdout or stderr exits."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -49,17 +49,17 @@ def outlive_readers() -> None:
         except (AttributeError, OSError):  # the stream is None, or not a file
             continue
         raw = getattr(getattr(stream, "buffer", None), "raw", None)
-        if isinstance(raw, Outliving) or not stat.S_ISFIFO(os.fstat(number).st_mode):
+        if isinstance(raw, SurvivingPipe) or not stat.S_ISFIFO(os.fstat(number).st_mode):
             continue
         stream.flush()
         options = ("encoding", "errors", "line_buffering", "write_through")
         kept = {option: getattr(stream, option) for option in options}
-        buffer = io.BufferedWriter(Outliving(number, "w", closefd=False))
+        buffer = io.BufferedWriter(SurvivingPipe(number, "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(buffer, **kept))
 
 
 @functools.cache
-def name_who_stays(seconds: float = 5) -> None:
+def report_waiting_threads(seconds: float = 5) -> None:
     """Prints, some seconds after the run has ended, which non-daemon threads Python still waits
     for."""
 
@@ -89,7 +89,7 @@ def exit_process(code: int, launcher: str) -> NoReturn:
     if code == EXIT_PREEMPTED:
         # Azure ML restarts a job whose node was taken away, but not a job that exited by itself.
         time.sleep(float(os.environ.get(LINGER, 0)))
-    if code in AGREED and launcher in KILLS_OTHERS:
+    if code in GRACEFUL and launcher in KILL_OTHER_RANKS:
         code = 0
     # Library threads must not delay the exit of a rank: the other ranks wait for it.
     os._exit(code)

@@ -18,7 +18,7 @@ from distdl.job import JobState
 
 # Slurm (--signal=USR1@60) and mpirun can send SIGUSR1 before the end.
 # A terminal that is closed sends SIGHUP.
-MEANING = {
+STATE_AFTER = {
     signal.SIGTERM: JobState.PREEMPTED,
     signal.SIGUSR1: JobState.PREEMPTED,
     signal.SIGHUP: JobState.PREEMPTED,
@@ -26,17 +26,17 @@ MEANING = {
 }
 
 
-def heard() -> list[signal.Signals]:
+def signals() -> list[signal.Signals]:
     """The signals that this process handles. SIGHUP is not one of them under `nohup`."""
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in MEANING if not (nohup and number is signal.SIGHUP)]
+    return [number for number in STATE_AFTER if not (nohup and number is signal.SIGHUP)]
 
 
-def state_of(code: int) -> JobState:
+def state_after_exit(code: int) -> JobState:
     """The final state of a process, by its exit code; -N if signal N ended it, which means the same
     if it came before its handler was installed."""
     if code < 0:
-        return next((s for n, s in MEANING.items() if n == -code), JobState.FAILED)
+        return next((s for n, s in STATE_AFTER.items() if n == -code), JobState.FAILED)
     agreed = (JobState.SUCCEEDED, JobState.PREEMPTED, JobState.CANCELLED)
     return next((state for state in agreed if state.exit_code == code), JobState.FAILED)
 
@@ -50,15 +50,15 @@ class Ended(KeyboardInterrupt):
 
     @property
     def state(self) -> JobState:
-        return MEANING[signal.Signals(self.number)]
+        return STATE_AFTER[signal.Signals(self.number)]
 
 
-def number_of(interrupt: KeyboardInterrupt) -> int:
+def signal_number(interrupt: KeyboardInterrupt) -> int:
     return interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
 
 
 @contextmanager
-def raised() -> Iterator[None]:
+def raise_on_signal() -> Iterator[None]:
     """While a command prepares a run, a signal that asks to end raises `Ended`: by default it would
     leave a recorded attempt without a process. A worker and torch's agent replace these handlers
     by their own while they run."""
@@ -67,7 +67,7 @@ def raised() -> Iterator[None]:
         raise Ended(number)
 
     interrupt = {signal.SIGINT: signal.getsignal(signal.SIGINT)}  # raises KeyboardInterrupt already
-    kept = set_handlers(dict.fromkeys(heard(), end) | interrupt)
+    kept = set_handlers(dict.fromkeys(signals(), end) | interrupt)
     try:
         yield
     finally:
@@ -95,18 +95,18 @@ class StopRequest:
     def __init__(self) -> None:
         self.state: JobState | None = None
         self.signal: str = ""
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
         return self.state is not None
 
     def install(self) -> None:
         """Installs the handlers: before anything slow, so that no signal is lost during set-up."""
-        self._before |= set_handlers({n: self._note for n in heard() if n not in self._before})
+        self._previous |= set_handlers(dict.fromkeys({*signals()} - {*self._previous}, self._note))
 
     def uninstall(self) -> None:
-        set_handlers(self._before)
-        self._before = {}
+        set_handlers(self._previous)
+        self._previous = {}
 
     def check(self) -> None:
         """Raises `Stopped` if asked to end. For use before training, where ranks may stop alone."""
@@ -117,5 +117,5 @@ class StopRequest:
         # A second Ctrl-C ends it at once.
         if number == signal.SIGINT and self.state is not None:
             raise KeyboardInterrupt
-        self.state = MEANING[signal.Signals(number)]
+        self.state = STATE_AFTER[signal.Signals(number)]
         self.signal = signal.Signals(number).name
