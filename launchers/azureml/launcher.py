@@ -33,7 +33,7 @@ class AzureMLLauncher(AzureSettings):
 
     @staticmethod
     def notes(node: Mapping[str, Any]) -> Iterator[str]:
-        """Notes on values that could not be checked and are sent as they are."""
+        """Notes on values that cannot be checked and are sent as they are."""
         if note := vm_sizes.unknown_note(str(node.get("vm_size"))):
             yield note
 
@@ -41,7 +41,7 @@ class AzureMLLauncher(AzureSettings):
         return self._request((spec,), requests.command_job(self, spec))
 
     def request_sweep(self, specs: Sequence[JobSpec]) -> AzureMLRequest | None:
-        """With `sweep=azureml` one sweep job of Azure ML; else None, for one job per member."""
+        """One sweep job of Azure ML with `sweep=azureml`; else None, for one job per member."""
         if self.sweep != "azureml":
             return None
         return self._request(tuple(specs), requests.sweep_job(self, tuple(specs)))
@@ -63,7 +63,7 @@ class AzureMLLauncher(AzureSettings):
 
     def reach(self, request: AzureMLRequest) -> None:
         if self.files:
-            what = "is for a dry run, and this would send the job"
+            what = "is only for a dry run, but this command would send the job"
             raise UserError.at("launcher.files", what, "add dry_run=true, or leave it out")
         self._configured_connection().check_access()
 

@@ -15,35 +15,36 @@ from distdl.util.errors import Problem, UserError
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
-# STATES is by TrainingJobStatus. Where that is too coarse, FURTHER is by SecondaryStatus. A word in
-# neither table means UNKNOWN.
+# STATES maps TrainingJobStatus. SECONDARY_STATES maps SecondaryStatus, for jobs whose status is too
+# coarse. A word in neither table means UNKNOWN.
 # https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_DescribeTrainingJob.html
 STATES = {
     "Completed": JobState.SUCCEEDED,
     "Failed": JobState.FAILED,
-    "Stopping": JobState.RUNNING,  # it has two minutes for a checkpoint
+    "Stopping": JobState.RUNNING,  # the job has two minutes for a checkpoint
 }
-FURTHER = {
+SECONDARY_STATES = {
     **dict.fromkeys(("Starting", "Pending", "Downloading", "Restarting"), JobState.PENDING),
     **dict.fromkeys(("LaunchingMLInstances", "PreparingTrainingStack"), JobState.PENDING),
     "DownloadingTrainingImage": JobState.PENDING,
-    "Interrupted": JobState.PENDING,  # a spot instance was taken away; SageMaker finds another
+    "Interrupted": JobState.PENDING,  # a spot instance was taken away; SageMaker looks for another
     **dict.fromkeys(("Training", "Updating", "Uploading"), JobState.RUNNING),
     "Stopped": JobState.CANCELLED,
-    # The time limit ended it: it saved a checkpoint, and another attempt can resume.
+    # The time limit ended the job, which saved a checkpoint: another attempt can resume.
     **dict.fromkeys(("MaxRuntimeExceeded", "MaxWaitTimeExceeded"), JobState.PREEMPTED),
 }
 
 
 def state_of(described: Mapping[str, Any]) -> JobState:
     status = described.get("TrainingJobStatus", "")
-    further = FURTHER.get(described.get("SecondaryStatus", ""), JobState.UNKNOWN)
-    return STATES.get(status, further if status in ("InProgress", "Stopped") else JobState.UNKNOWN)
+    if status in ("InProgress", "Stopped"):
+        return SECONDARY_STATES.get(described.get("SecondaryStatus", ""), JobState.UNKNOWN)
+    return STATES.get(status, JobState.UNKNOWN)
 
 
 class SageMakerJob(QueriedJob):
-    """A training job, by its name and the clients of its region. CloudWatch's logs lag by some
-    seconds."""
+    """A training job, by its name and the clients of its region. CloudWatch's logs are some seconds
+    late."""
 
     patience = 300.0
 
@@ -67,7 +68,7 @@ class SageMakerJob(QueriedJob):
             except Exception as error:
                 # "ValidationException: Requested resource not found."
                 if re.search("not found|could not find", str(error), re.IGNORECASE):
-                    raise Forgotten(Problem(self.handle, "SageMaker knows no such job")) from None
+                    raise Forgotten(Problem(self.handle, "unknown to SageMaker")) from None
                 raise
 
     def exists(self) -> bool:
@@ -96,7 +97,7 @@ class SageMakerJob(QueriedJob):
             named = ([(each["TrainingJobName"], each) for each in page] for page in summaries)
             with aws_errors():
                 for job, answer in from_pages(wanted, named):
-                    if state_of(answer) is not JobState.UNKNOWN:  # else query the job itself later
+                    if state_of(answer) is not JobState.UNKNOWN:  # else the job is queried later
                         yield job, answer
 
     def failure(self) -> str:
@@ -107,7 +108,7 @@ class SageMakerJob(QueriedJob):
         """Lines of all hosts; lines of hosts other than the first start with the host's name."""
         tokens: dict[str, str] = {}  # stream -> position up to which it was read
         while True:
-            # Queried before reading, so that the last lines are read too.
+            # Query the state before reading: after the end, everything is read once more.
             ended = not follow or self.state().ended
             if ended and follow:
                 time.sleep(self.poll_seconds)  # the last lines are not in CloudWatch yet
@@ -155,7 +156,7 @@ class SageMakerJob(QueriedJob):
                     raise
 
     def fetch(self, to: Path) -> None:
-        """Copies the run's store from S3 into a folder; see `fetch_files` for what it skips."""
+        """Copies the run's store from S3 into a folder; `fetch_files` says what it skips."""
         from distdl.launchers.sagemaker.uploads import objects
 
         if not (uri := (self.describe().get("CheckpointConfig") or {}).get("S3Uri")):

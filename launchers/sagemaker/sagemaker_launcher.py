@@ -20,7 +20,7 @@ LONGEST_VALUE = 512  # characters of a variable's value
 
 
 class SageMakerLauncher(SageMakerSettings):
-    """Trains on instances that SageMaker starts for the job and removes after it."""
+    """Trains on instances that SageMaker starts for the job and removes afterwards."""
 
     @functools.cached_property
     def aws(self) -> Aws:
@@ -28,12 +28,12 @@ class SageMakerLauncher(SageMakerSettings):
 
     @functools.cached_property
     def _regions(self) -> dict[str, Aws]:
-        """AWS clients of attached jobs, by region; cached because they are slow to create."""
+        """AWS clients of attached jobs, by region; cached because creating them is slow."""
         return {}
 
     @staticmethod
     def devices(node: Mapping[str, Any]) -> tuple[int, str] | None:
-        """The devices and accelerator of one host; None if its type is not in our file."""
+        """The devices and accelerator of a host; None if its type is not in instance_types.yaml."""
         instance = instances().get(str(node.get("instance_type")))
         return instance and ((instance.gpus, "gpu") if instance.gpus else (1, "cpu"))
 
@@ -41,11 +41,11 @@ class SageMakerLauncher(SageMakerSettings):
         request = SageMakerRequest(spec, self)
         for name, value in request.environment(self.region).items():
             if (length := len(value)) > LONGEST_VALUE:
-                raise UserError.at(name, f"{length} characters; SageMaker takes {LONGEST_VALUE}")
+                raise UserError.at(name, f"has {length} characters; the limit is {LONGEST_VALUE}")
         return request
 
     def reach(self, request: SageMakerRequest) -> None:
-        """Checks region, network and sign-in: `get_caller_identity` needs no permission."""
+        """Checks region, network and sign-in, by a call that needs no permission."""
         self.aws.resolved_region()
         with aws_errors():
             self.aws("sts").get_caller_identity()

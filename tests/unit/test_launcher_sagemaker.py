@@ -339,7 +339,7 @@ def test_a_run_that_began_elsewhere_uploads_its_history(launcher, aws, run) -> N
 def test_every_status_of_the_service_has_a_state() -> None:
     members = service().shape_for("DescribeTrainingJobResponse").members
     secondary, statuses = (set(members[f"{k}Status"].enum) for k in ("Secondary", "TrainingJob"))
-    assert {*sagemaker_job.FURTHER, "Completed", "Failed", "Stopping"} == secondary
+    assert {*sagemaker_job.SECONDARY_STATES, "Completed", "Failed", "Stopping"} == secondary
     assert statuses == {*sagemaker_job.STATES, "InProgress", "Stopped", "Deleting"}
 
 

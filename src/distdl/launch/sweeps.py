@@ -1,6 +1,6 @@
-"""`-m`: every combination is its own run in its own process.
+"""`-m` (a sweep): every combination of values is a run of its own, a member, in its own process.
 
-A member's directory is named by a hash of its overrides, so a sweep that is started again skips
+A member's directory is named by a hash of its overrides. So a sweep that is started again skips
 the members that succeeded and resumes the others.
 """
 
@@ -33,22 +33,22 @@ from distdl.util.redact import redact_command
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Member = tuple[str, Plan]  # its own values of what is swept: "seed=1 optimizer.lr=0.1"
+Member = tuple[str, Plan]  # the text has its values of the swept keys: "seed=1 optimizer.lr=0.1"
 
 
 def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
-    """Checks every member before it starts any: one after the other with launcher=local or mpi, all
-    at once if the platform has a queue."""
+    """Checks every member, then starts them: one after the other with launcher=local or mpi, all at
+    once if the platform has a queue."""
     user_conf.print_shadowed()
     members = compose.sweep(overrides, config_dirs)
     swept = compose.sweep_keys(overrides)
     if "name" in swept:
-        raise UserError.at("name", "a sweep names its members itself", "name=<sweep>")
+        raise UserError.at("name", "cannot be swept: a sweep names its members", "name=<sweep>")
 
     def chosen_and_plan(member: Sequence[str]) -> Member:
         each = plan(member, swept, config_dirs)
         if last := each.last_attempt:
-            last.state()  # raises if it cannot be read
+            last.state()  # raises if the files cannot be read
         return named(member), each
 
     def named(member: Sequence[str]) -> str:
@@ -73,8 +73,8 @@ def map_all(
     kind: type[UserError],
     name: Callable[[Item], str],
 ) -> list[Result]:
-    """The function's result for each item. Raises the problems of all items, each once: if only
-    some items have it, with the name of the first."""
+    """The function's result for each item. Raises the problems of all items, each problem once. If
+    only some items have a problem, it has the name of the first."""
     results: list[Result] = []
     problems: dict[Problem, list[str]] = {}
     for item in items:
@@ -84,10 +84,10 @@ def map_all(
             for problem in error.problems:
                 problems.setdefault(problem, []).append(name(item))
     if problems:
-        where = {
+        suffixes = {
             p: f", in the member {of[0]}" for p, of in problems.items() if len(of) < len(items)
         }
-        raise kind(*(replace(p, what=p.what + where.get(p, "")) for p in problems))
+        raise kind(*(replace(p, what=p.what + suffixes.get(p, "")) for p in problems))
     return results
 
 
@@ -168,18 +168,18 @@ def _submit_all(planned: Sequence[Member]) -> int:
     return 0
 
 
-def _state_of(each: Plan) -> JobState | None:
-    last = each.last_attempt
+def _state_of(planned: Plan) -> JobState | None:
+    last = planned.last_attempt
     return jobs.state(last) if last else None
 
 
-def run_one(each: Plan, runner: MemberRunner | None = None) -> JobState:
+def run_one(planned: Plan, runner: MemberRunner | None = None) -> JobState:
     """Runs a member in a fresh process, so that nothing leaks from one member to the next."""
     if runner is None:  # not a member of a sweep
         with MemberRunner() as alone:
-            return run_one(each, alone)
+            return run_one(planned, alone)
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_child, args=(each, sys.argv, os.getpid()))
+    process = context.Process(target=_child, args=(planned, sys.argv, os.getpid()))
     if runner.state is None:  # a signal may have come since the caller looked
         process.start()
         runner.process = process
@@ -187,16 +187,16 @@ def run_one(each: Plan, runner: MemberRunner | None = None) -> JobState:
             runner.forward(signal.SIGTERM)
         process.join()
         runner.process = None
-    last = each.last_attempt
+    last = planned.last_attempt
     return last.state() if last else runner.state or JobState.FAILED
 
 
-def _child(each: Plan, command: list[str], parent: int) -> None:
+def _child(planned: Plan, command: list[str], parent: int) -> None:
     die_with_parent(parent)
     try:
         with stopping.raise_on_signal():
-            sys.exit(start.start(each, command))
-    except stopping.Ended as ended:  # before an attempt existed that could record it
+            sys.exit(start.start(planned, command))
+    except stopping.Ended as ended:  # before an attempt existed that could record the end
         sys.exit(ended.state.exit_code)
     except UserError as error:  # for example, this member is running already
         print(f"distdl: {error}", file=sys.stderr)
@@ -209,12 +209,12 @@ def _print_table(results: Sequence[tuple[str, Plan, JobState | None]]) -> None:
         last = each.last_attempt
         values = job_status.metrics_text(last.status()) if last else ""
         table.add_row(chosen, str(state or "UNKNOWN").lower(), values, shown(each.run.path))
-    # A log has no terminal's width, and a path that is broken over lines cannot be copied.
+    # A log has no width, and a path that is broken over lines cannot be copied.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _is_where(key: str) -> bool:
-    """Whether a key says where a member runs, not what it is."""
+    """Whether a key only affects where or under which name a member runs."""
     return any(key == w or key.startswith(f"{w}.") for w in ("name", *configs.WHERE))
 
 

@@ -1,5 +1,5 @@
 """How a process exits, so that its launcher and its platform react correctly. The exit code must
-not contradict the outcome of a run in status.json and errors/."""
+not contradict the outcome that the run records in status.json and errors/."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distdl.job import EXIT_CANCELLED, EXIT_PREEMPTED
 
 GRACEFUL = (EXIT_PREEMPTED, EXIT_CANCELLED)
 # mpirun and `srun --kill-on-bad-exit` kill the other ranks at the first non-zero exit code, even
-# those that are still writing.
+# ranks that are still writing.
 KILL_OTHER_RANKS = ("mpi", "slurm")
 LINGER = "DISTDL_LINGER_SECONDS"
 
@@ -32,11 +32,11 @@ class SurvivingPipe(io.FileIO):
         try:
             return super().write(data)
         except BrokenPipeError:
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self.fileno())  # C code that writes to it directly must not fail
-            os.close(nothing)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())  # C code that writes to it directly must not fail
+            os.close(null)
             if self.fileno() == 1:
-                log.warning("nobody reads the output any more: the run continues, see its log")
+                log.warning("the reader of this output has exited; the run continues, see its log")
             return len(data)
 
 
@@ -60,34 +60,33 @@ def survive_closed_pipes() -> None:
 
 @functools.cache
 def report_waiting_threads(seconds: float = 5) -> None:
-    """Prints, some seconds after the run has ended, which non-daemon threads Python still waits
-    for."""
+    """Prints the non-daemon threads that Python still waits for some seconds after the run."""
 
-    def ends() -> None:
+    def after_main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C then ends it without a traceback
-        threading.Thread(target=wait, daemon=True).start()
+        threading.Thread(target=report, daemon=True).start()
 
-    def wait() -> None:
+    def report() -> None:
         time.sleep(seconds)
         alive = [t.name for t in threading.enumerate() if not t.daemon and t.is_alive()]
-        which = ", ".join(name for name in alive if name != threading.main_thread().name)
+        names = ", ".join(name for name in alive if name != threading.main_thread().name)
         print(
-            f"the run has ended; its process waits for threads of your code: {which} "
-            "(Thread(daemon=True) is not waited for; Ctrl-C ends it now)",
+            f"the run has ended, but the process waits for threads of your code: {names} "
+            "(Ctrl-C ends it now; Python does not wait for Thread(daemon=True))",
             file=sys.stderr,
             flush=True,
         )
 
     # Unlike atexit, this runs before Python waits for the threads.
-    threading._register_atexit(ends)  # type: ignore[attr-defined]
+    threading._register_atexit(after_main)  # type: ignore[attr-defined]
 
 
 def exit_process(code: int, launcher: str) -> NoReturn:
-    """Ends this process. `launcher` started it, as in DISTDL_LAUNCHER; `code` is for a shell."""
+    """Ends this process. `launcher` is the value of DISTDL_LAUNCHER, `code` a shell's exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code == EXIT_PREEMPTED:
-        # Azure ML restarts a job whose node was taken away, but not a job that exited by itself.
+        # Azure ML restarts a job whose node is taken away, but not a job that exits by itself.
         time.sleep(float(os.environ.get(LINGER, 0)))
     if code in GRACEFUL and launcher in KILL_OTHER_RANKS:
         code = 0
