@@ -147,7 +147,9 @@ class _SizedJob:
     def _unused(self) -> Text:
         gpus, idle = self.size.gpus, self.size.gpus - self.run.devices
         if self.run.accelerator == "cpu" and gpus:
-            why = f"trainer.accelerator=cpu leaves {gpus} x {self.size.gpu} per node idle, but you pay"
+            why = (
+                f"you pay for {gpus} x {self.size.gpu} per node, idle with trainer.accelerator=cpu"
+            )
             return "choose a size without GPUs, such as Standard_DS3_v2", why
         if 0 < idle < gpus:
             what = f"write trainer.devices={gpus}, or choose a smaller size"

@@ -36,13 +36,13 @@ ADVICE: list[tuple[Case, dict[str, Any], str, str]] = [
     ((NC24, 8, 1, 1), {}, "scale up", "Standard_ND96amsr_A100_v4 (32.77 USD"),
     (("NC6s_v3", 4, 1, 1), {}, "scale up", "1 x Standard_NC96ads_A100_v4"),
     (SLOW, {}, "infiniband", "32.77 USD per hour) because Standard_NC96ads_A100_v4 has no Infini"),
-    (PAIR, DATA, "blob", "if the data lie on standard Blob storage"),
+    (PAIR, DATA, "blob", "if the data is on standard Blob storage"),
     (EIGHT, BASIC, "registry", "8 nodes pull"),
     (ONE, IDLE, "idle", "5,363 USD"),  # 2 x 3.673 x 730
     (ONE, {**IDLE, "min_nodes": 1, "tier": "spot"}, "idle", "about 324 USD"),
     (("NC6s_v3", 1, 1, 1), {}, "retired", "such as Standard_NC24ads_A100_v4 because Azure retired"),
     (("NC24s_v3", 1, 4, 1), {}, "retired", NC96),  # as many GPUs as are asked for
-    ((NC96, 1, 1, 1), {}, "unused", "3 of 4 GPUs per node are idle"),
+    ((NC96, 1, 1, 1), {}, "unused", "3 idle GPUs of 4 per node"),
     ((NC24, 1, 0, 1), {}, "unused", "trainer.accelerator=cpu leaves 1 x A100"),
 ]
 # Four times the price is not advice, nor is a weaker GPU or a size that is gone.

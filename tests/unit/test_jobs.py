@@ -102,10 +102,10 @@ def test_errors_restarts_and_second_attempts(attempt, monkeypatch):
     assert attempt.status()["restarts"] == 1 and attempt.first_error() is None
     assert list((attempt.path / "errors-001").iterdir())
     run = RunDirectory(attempt.path.parents[1])
-    monkeypatch.setattr(jobs, "of", lambda _: Platform("PENDING"))
+    monkeypatch.setattr(jobs, "job_of", lambda _: Platform("PENDING"))
     with pytest.raises(UserError, match="attempt 1 is pending"):
         jobs.refuse_second(run)
-    monkeypatch.setattr(jobs, "of", lambda _: Platform("CANCELLED"))
+    monkeypatch.setattr(jobs, "job_of", lambda _: Platform("CANCELLED"))
     jobs.refuse_second(run)
     assert run.begin_attempt(LAUNCH).number == 2
 

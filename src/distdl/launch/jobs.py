@@ -109,7 +109,7 @@ def attempt_of(run: RunDirectory, number: int | None = None) -> Attempt:
         remedy = f"start it, or resume it: python -m distdl resume {shown(run.path)}"
         raise UserError.at(shown(run.path), "has no recorded attempt", remedy)
     if number is not None and number not in attempts:
-        raise UserError.at("--attempt", f"there is no attempt {number}", f"1 to {max(chosen)}")
+        raise UserError.at("--attempt", f"there is no attempt {number}", f"1 to {max(attempts)}")
     return attempts[number or max(attempts)]
 
 

@@ -255,7 +255,7 @@ def next_attempt(planned: Plan) -> Attempt:
 def how_to_train_longer(planned: Plan) -> str:
     path = shown(planned.run.path)
     command = f"python -m distdl resume {path} {configs.longer(planned.config)}"
-    return f"{path} has finished; there is nothing to do. To train longer:\n  {command}"
+    return f"{path} has finished: nothing to do. To train longer:\n  {command}"
 
 
 def specs_of(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> list[JobSpec]:
