@@ -137,8 +137,8 @@ def query(number: str) -> Status:
 def query_all(numbers: Sequence[str]) -> dict[str, Status]:
     """The status of several jobs, by one query. Jobs that Slurm has forgotten are absent."""
     statuses: dict[str, Status] = {}
-    for some in batches(numbers):
-        done = run("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", some)
+    for batch in batches(numbers):
+        done = run("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", batch)
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
             raise Unreachable(done.stderr.strip() or "squeue prints nothing")
         for line in done.stdout.splitlines():
@@ -151,9 +151,9 @@ def query_accounting(numbers: Sequence[str]) -> dict[str, Status]:
     """The status, from Slurm's accounting, of jobs that the controller has forgotten (by default
     after 5 minutes); empty without accounting. Source: https://slurm.schedmd.com/sacct.html"""
     statuses = {}
-    for some in batches(numbers):
+    for batch in batches(numbers):
         try:
-            done = run("sacct", "-n", "-P", "-X", "-o", "JobID,State", "-j", some)
+            done = run("sacct", "-n", "-P", "-X", "-o", "JobID,State", "-j", batch)
         except Unreachable:
             break
         for line in done.stdout.splitlines() if done.returncode == 0 else ():
