@@ -43,7 +43,7 @@ ADVICE: list[tuple[Case, dict[str, Any], str, str]] = [
     (("NC6s_v3", 1, 1, 1), {}, "retired", "such as Standard_NC24ads_A100_v4 because Azure retired"),
     (("NC24s_v3", 1, 4, 1), {}, "retired", NC96),  # as many GPUs as are asked for
     ((NC96, 1, 1, 1), {}, "unused", "3 idle GPUs of 4 per node"),
-    ((NC24, 1, 0, 1), {}, "unused", "trainer.accelerator=cpu leaves 1 x A100"),
+    ((NC24, 1, 0, 1), {}, "unused", "you pay for 1 x A100 per node, idle"),
 ]
 # Four times the price is not advice, nor is a weaker GPU or a size that is gone.
 NONE: dict[str, list[tuple[Case, dict[str, Any]]]] = {

@@ -127,7 +127,7 @@ def test_without_slurm(tmp_path, monkeypatch):
     request, job = launcher.request(spec(root=str(tmp_path))), launcher.attach("slurm://12_3")
     assert (job.handle, job.url, job.state()) == ("slurm://12_3", None, JobState.UNKNOWN)
     assert job.why == "scontrol is not installed on this machine"
-    with pytest.raises(UserError, match="submits from a login node") as error:
+    with pytest.raises(UserError, match="on a login node") as error:
         launcher.reach(request)
     assert error.value.problems[0].path == "launcher"
     for act in (lambda: launcher.submit(request), lambda: list(job.logs()), job.cancel):

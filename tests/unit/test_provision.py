@@ -339,7 +339,7 @@ def test_the_verb_needs_neither_azure_nor_torch() -> None:
     for text in (
         *("high_business_impact: true", "days         1 to 7", "# 1 resource group ml"),
         *("hbiWorkspace: true", "name: Premium_LRS", "tenantId: <tenantId of", "maxNodeCount: 2"),
-        "The subscription is not given",
+        "The subscription is not set",
     ):
         assert text in done.stdout
 
