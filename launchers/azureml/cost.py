@@ -40,8 +40,7 @@ Text = tuple[str, str] | None  # what to do, and why
 def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
     """Quota, prices and advice as text, for a run of this size, or `jobs` runs of a sweep."""
     if not (size := vm_sizes.find(settings.vm_size)):
-        why = f"as distdl does not know {settings.vm_size}"
-        return f"price and quota: unknown here, {why}: {PRICES}"
+        return f"price and quota: unknown, as distdl does not know {settings.vm_size}: {PRICES}"
     job = _SizedJob(settings, resources, jobs, size)
     rows = [*job.facts(), job.quota(), *job.prices()]
     rows += [("note", size.note)] if size.note else []
@@ -175,9 +174,7 @@ class _SizedJob:
         cost = f"{money(self._cost(best))} per hour, {best.gpus} x {best.gpu} each"
         what = f"scale up before scaling out: {self._nodes(best)} x {best.name} ({cost}) "
         what += f"instead of {nodes} x {size.name} ({money(price * nodes)})"
-        why = (
-            f"{best.interconnect or 'PCIe'} within a VM is faster than a network between VMs, and "
-        )
+        why = f"{best.interconnect or 'PCIe'} in a VM is faster than a network between VMs, and "
         return what, f"{why}gradients wait for the slowest connection"
 
     def _infiniband(self) -> Text:
@@ -210,9 +207,7 @@ class _SizedJob:
         if nodes < MANY_NODES or self.settings.registry_sku != "basic":
             return None
         # learn.microsoft.com/azure/container-registry/container-registry-skus
-        why = (
-            f"{nodes} nodes pull an image of gigabytes at the same time. Basic limits requests and "
-        )
+        why = f"{nodes} nodes pull an image of gigabytes at once. Basic limits requests and "
         why += "bandwidth, and you pay for the nodes while they wait"
         return "give the workspace a premium container registry", why
 

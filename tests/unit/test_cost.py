@@ -82,7 +82,7 @@ def test_a_good_choice_needs_none_and_no_old_gpu_is_proposed() -> None:
         (("ND96isr_H200_v5", 1, 8, 1), "not known here"),
         (("ND96isr_H100_v5", 1, 8, 1), "spot unknown, dedicated 98.32 USD (chosen)"),
         (("DS3_v2", 2, 0, 1), "each            4 cores, 14 GB\nquota needed    8 cores"),
-        (("X1", 1, 1, 1), "unknown here, as distdl does not know Standard_X1"),
+        (("X1", 1, 1, 1), "unknown, as distdl does not know Standard_X1"),
     ],
 )
 def test_table(case: Case, fact: str) -> None:
