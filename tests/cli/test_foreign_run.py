@@ -160,7 +160,7 @@ def test_its_mpirun_is_started_only_if_typed(foreign, command) -> None:
     its = foreign("a program")
     typed = ("resume", str(its.run), "dry_run=true")
     output = command(*typed)
-    assert output.code == 2 and f"if it is yours: launcher.mpirun={its.run}/mpirun" in output.err
+    assert output.code == 2 and f"if you trust it: launcher.mpirun={its.run}/mpirun" in output.err
     assert not its.ran.exists()
     output = command(*typed, f"launcher.mpirun={its.run}/mpirun")
     assert output.code == 0 and its.ran.exists(), output

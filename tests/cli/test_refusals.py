@@ -82,7 +82,7 @@ resume outputs/nothing/here | outputs/nothing/here
 --cfg job --resolve name=${nope} | 'nope' not found
 --cfg job -p modle | the config has no 'modle'
 --cfg job -m optimizer.lr=interval(0,1) | of optimizer.lr=interval(0,1) cannot be listed
--m name=a,b | name: a sweep names its members itself
+-m name=a,b | name: cannot be swept: a sweep names its members
 -m experiment=resnet50_ddp,imagenette_cpu | missing, in the member experiment=imagenette_cpu
 convert x --to zero3 | --to: there is no 'zero3' | --to deepspeed_zero3?
 """  # noqa: RUF001

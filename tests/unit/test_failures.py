@@ -15,7 +15,7 @@ import pytest
 
 from distdl.job import JobState
 from distdl.launch import start
-from distdl.ranks.stopping import state_of
+from distdl.ranks.stopping import state_after_exit
 from distdl.runs import failures
 from distdl.runs.directory import Attempt, RunDirectory
 from distdl.worker import agent, main
@@ -98,7 +98,7 @@ def test_a_rank_that_was_asked_to_end_is_no_failure(attempt, code: int) -> None:
     cause = exits({0: (code, 100), 1: (75, 100)})(attempt)
     attempt.update(state="PENDING")
     assert attempt.first_error() is None
-    assert attempt.conclude(state_of(cause), cause) is JobState.PREEMPTED
+    assert attempt.conclude(state_after_exit(cause), cause) is JobState.PREEMPTED
     assert attempt.status()["exit_code"] == 75
 
 

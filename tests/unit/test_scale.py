@@ -157,12 +157,14 @@ def test_a_run_under_way_or_with_a_remote_store_is_not_measured_again(
     (RUN / "attempts/001/job.json").write_text('{"handle": "far://1"}')
     change_status(state="SUCCEEDED", concluded=True)
     remote = type("Remote", (), {"fetch": lambda self, to: None})
-    monkeypatch.setattr(jobs, "of", lambda attempt: remote())
+    monkeypatch.setattr(jobs, "job_of", lambda attempt: remote())
     result = command(*ONE)
     assert result.code == 1 and len(started.names) == 1
     assert f"jobs fetch {RUN}\n" in result.out and "resumes with them" not in result.out
     assert f"not fetched: {NAME}; fetch them" in result.out
-    monkeypatch.setattr(jobs, "of", lambda attempt: object())  # shares our store: nothing to fetch
+    monkeypatch.setattr(
+        jobs, "job_of", lambda attempt: object()
+    )  # shares our store: nothing to fetch
     assert command(*ONE).code == 0 and len(started.names) == 2
 
 

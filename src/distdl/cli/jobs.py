@@ -92,7 +92,7 @@ def allowed(overrides: Sequence[str]) -> list[str]:
 
 
 def status(targets: Sequence[Target]) -> int:
-    jobs.ask(job for job, attempt in targets if not (attempt and jobs.is_settled(attempt)))
+    jobs.query_all(job for job, attempt in targets if not (attempt and jobs.is_settled(attempt)))
     states, problems = set[JobState](), list[Problem]()
     for job, attempt in targets:
         state = state_of(job, attempt)
@@ -109,7 +109,7 @@ def status(targets: Sequence[Target]) -> int:
 
 
 def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
-    if follow and attempt is not None and not isinstance(job, jobs.Unasked):
+    if follow and attempt is not None and not isinstance(job, jobs.Unqueried):
         from distdl.launch.following import follow as follow_job
 
         state = follow_job(job, attempt)

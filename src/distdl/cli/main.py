@@ -51,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         lightning_names.serve()
         starts = not verb or verb in STARTING
         if starts:
-            process_exit.outlive_readers()
+            process_exit.survive_closed_pipes()
         if not verb and any(a.split("=")[0] in HYDRAS for a in arguments):
             return hydra_itself(arguments)
-        with stopping.raised() if starts else nullcontext():
+        with stopping.raise_on_signal() if starts else nullcontext():
             if not verb:
                 return run(arguments)
             module = importlib.import_module(COMMANDS[verb][0])

@@ -76,7 +76,7 @@ def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") ->
 def record_first_end(folder: Path, rank: int, code: int, host: str) -> bool:
     """As `record_end`, for the rank that ended first according to its platform. Records nothing if
     the rank was asked to end."""
-    if -code in stopping.MEANING:
+    if -code in stopping.STATE_AFTER:
         return False
     at = time.time()
     if -code == signal.SIGKILL:  # the other ranks' records are consequences

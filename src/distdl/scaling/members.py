@@ -108,7 +108,7 @@ class Member:
         elif self.read():
             print(f"{self.name}: measured before")
         # If its files are on another machine, the attempt has a job that fetches them.
-        elif last.job() and hasattr(jobs.of(last), "fetch"):
+        elif last.job() and hasattr(jobs.job_of(last), "fetch"):
             print(f"{self.name}: done; to fetch its result: python -m distdl jobs fetch {path}")
             self.lacking = "not fetched"
         else:
@@ -140,7 +140,7 @@ def measure(members: Sequence[Member]) -> int:
         if member.is_damaged():
             kept = member.file.replace(member.file.with_name(f"{FILE}.damaged"))
             print(f"the damaged file is kept as {shown(kept)}", flush=True)
-        if not start.goes_in_turn(plan.config):
+        if not start.runs_in_turn(plan.config):
             _, job = start.submit(plan, sys.argv)
             member.lacking = "under way"
             print(f"submitted  {job.handle}")

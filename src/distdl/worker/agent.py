@@ -53,7 +53,7 @@ def run(
         0, or the exit code of the rank that failed first; -N if signal N ended that rank or asked
         this process to end.
     """
-    handlers = {n: signal.getsignal(n) for n in (*stopping.MEANING, signal.SIGQUIT)}
+    handlers = {n: signal.getsignal(n) for n in (*stopping.STATE_AFTER, signal.SIGQUIT)}
     os.environ.update(env or {})
     os.environ[PARENT] = str(os.getpid())
     # One thread per process, unless the user has set it: as torchrun does, without its warning.
@@ -69,10 +69,10 @@ def run(
         options["rdzv_configs"] = {"rank": node_rank, "timeout": 900}
     folder = attempt.logs / (f"agent-{node_rank}" if nodes > 1 else "agent")
     try:
-        with stopping.raised():
+        with stopping.raise_on_signal():
             return _run(command, folder, attempt, options)
     except KeyboardInterrupt as interrupt:  # before torch's agent handled signals
-        return -stopping.number_of(interrupt)
+        return -stopping.signal_number(interrupt)
     finally:
         os.environ.pop(PARENT, None)
         stopping.set_handlers({n: old for n, old in handlers.items() if old is not None})
@@ -88,7 +88,7 @@ def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[s
     from distdl.worker import rendezvous
     from distdl.worker.rank_output import RankOutput
 
-    signals = ",".join(n.name for n in (*stopping.heard(), signal.SIGQUIT))
+    signals = ",".join(n.name for n in (*stopping.signals(), signal.SIGQUIT))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
     fields = {f.name for f in dataclasses.fields(LaunchConfig)}
     with RankOutput(folder, options["nproc_per_node"]) as output:
@@ -110,7 +110,7 @@ def record_kills(attempt: Attempt, failed: Mapping[int, Any]) -> int:
     start = min(each.timestamp for each in failed.values())
     for rank, each in failed.items():
         code = int(each.exitcode)
-        agreed = code in (EXIT_PREEMPTED, EXIT_CANCELLED) or -code in stopping.MEANING
+        agreed = code in (EXIT_PREEMPTED, EXIT_CANCELLED) or -code in stopping.STATE_AFTER
         if not agreed and each.timestamp - start < BEFORE_AGENT_KILLS:
             # torch rounds its timestamps down to seconds. A rank that crashes because another one
             # failed must be dated after it. A SIGKILL is never such a consequence.
@@ -160,6 +160,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         # The agent sets torchrun's variables for its ranks, whatever started the agent.
         env={"DISTDL_LAUNCHER": "local"},
     )
-    if -code in stopping.MEANING:  # status.json records how the ranks ended
+    if -code in stopping.STATE_AFTER:  # status.json records how the ranks ended
         code = EXIT_FAILURE
     exit_process(code if code >= 0 else 128 - code, launcher)

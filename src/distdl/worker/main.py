@@ -22,7 +22,7 @@ from distdl.config import recipe as configs
 from distdl.config.own_code import last_user_line, make_importable
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.ranks import environment as environments
-from distdl.ranks.process_exit import outlive_readers
+from distdl.ranks.process_exit import survive_closed_pipes
 from distdl.ranks.stopping import Stopped, StopRequest
 from distdl.runs import failures
 from distdl.runs.bundle import Bundle
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
 
     stop = stop or StopRequest()
     stop.install()
-    outlive_readers()
+    survive_closed_pipes()
     run, bundle = RunDirectory(arguments.store.absolute()), Bundle(arguments.bundle.absolute())
     try:
         last = run.last_attempt()
