@@ -138,8 +138,8 @@ def test_what_was_not_asked_is_reported_and_how_to(foreign, command, tmp_path) -
     output = command("resume", path, "dry_run=true")
     assert output.code == 2 and "1 problem" in output.err
     assert "project.root: the run was started with" in output.err
-    assert "no evil.Launcher" in output.err
-    assert f"or if you trust it: project.root={path}\n" in output.err
+    assert "does not have evil.Launcher" in output.err
+    assert f"or if you trust that code: project.root={path}\n" in output.err
     # From now on it is trusted, and does what it likes.
     assert not its.ran.exists()
     (tmp_path / "mine/evil.py").write_text("class Launcher: ...\n")
@@ -172,5 +172,5 @@ def test_its_model_is_not_imported_to_be_checked(tmp_path, command) -> None:
     (tmp_path / "mine").mkdir()
     os.chdir(tmp_path / "mine")
     output = command("resume", str(its.run), "dry_run=true")
-    assert output.code == 2 and "has no evil.Model" in output.err
+    assert output.code == 2 and "does not have evil.Model" in output.err
     assert not its.ran.exists()

@@ -134,7 +134,7 @@ def test_without_slurm(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="on this machine"):
             act()
     for handle in ("slurm://", "slurm://x", "local://12", "12", "slurm://1;ls"):
-        with pytest.raises(UserError, match="not a job of Slurm's"):
+        with pytest.raises(UserError, match="is not a Slurm job"):
             launcher.attach(handle)
 
 
