@@ -280,7 +280,7 @@ def test_the_files_of_a_dry_run_are_a_job(azure: Azure, project: Path, distdl) -
     assert {"code/project/witness.py", "code/distdl/worker/main.py"} <= set(snapshot)
     assert str(project).encode() not in snapshot["config.yaml"]
     assert "exists already" in distdl(*files, "dry_run=true", code=2).err
-    assert "launcher.files: is for a dry run" in distdl(*files, code=2).err
+    assert "launcher.files: is only for a dry run" in distdl(*files, code=2).err
 
 
 def test_without_a_credential_there_is_one_sentence(distdl, monkeypatch) -> None:

@@ -123,7 +123,7 @@ def test_literal_secrets_are_refused_without_being_repeated(typed, _) -> None:
 
 
 def test_secrets_in_other_places() -> None:
-    """A signed address of an input would stand in the request if a variable held it."""
+    """A signed address of an input would be in the request if a variable held it."""
     message = only({"launcher.inputs": {"imagenet": {"path": SAS}}})
     assert "azureml://datastores/NAME/paths/..." in message
     assert "export" not in message and "hunter2" not in message

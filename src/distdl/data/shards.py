@@ -40,7 +40,7 @@ class ShardImages(EncodedImages):
     def repair(self, index: int) -> bool:
         return self.shards.repair(index)
 
-    # As `distdl.data.sampling.Ordered`.
+    # The methods of `distdl.data.sampling.Ordered`.
     def order(self, seed: int, epoch: int) -> np.ndarray | None:
         return self._order.order(seed, epoch) if self._order else None
 
