@@ -1,8 +1,8 @@
 """How long a checkpoint of 200 MB holds up the training: distdl against `trainer.save_checkpoint`.
 
-The same module, data and Trainer on both sides, on all cores, in one process, in turn: a run
-without a checkpoint, one with Lightning's, one with distdl's. Each saves once to warm up and once
-at the start of a window of steps. Lightning's own saving neither syncs nor hashes the file.
+Both train the same module and data by the same Trainer, on all cores, in one process. Runs without
+a checkpoint, with Lightning's and with distdl's take turns. Each saves once to warm up and once at
+the start of a window of steps. Lightning neither syncs nor hashes the file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Arm(Callback):
 
     Attributes:
         stalls: Seconds that the training was held by the first save and by the second.
-        window: Seconds of the steps, with what is still to be written when they have ended.
+        window: Seconds of the steps, until the checkpoint is written completely.
         idle: Seconds of a call in which nothing is saved.
     """
 
@@ -136,7 +136,7 @@ def fit(kind: type[Arm], folder: Path) -> Arm:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # One epoch that is longer than the training: its end would save as well.
+    # The epoch is longer than the training, because its end would save as well.
     rows = torch.randn(16 * (WARM_UP + WINDOW + 1), WIDTH)
     trainer.fit(Wide(), DataLoader(rows, 16))  # type: ignore[arg-type]
     return arm
@@ -161,7 +161,7 @@ def main() -> Result:
     for name in ("lightning", "distdl"):
         first[name] = [1e3 * arm.stalls[0] for arm in runs[name]]
         stall[name] = [1e3 * arm.stalls[1] for arm in runs[name]]
-        # Beside the run without a checkpoint of the same turn.
+        # The difference from the run without a checkpoint in the same round.
         pairs = zip(runs[name], runs["none"], strict=True)
         window[name] = [1e3 * (arm.window - none.window) for arm, none in pairs]
     idle = [1e6 * seconds for arm in runs["distdl"] for seconds in arm.idle]

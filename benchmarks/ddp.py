@@ -1,10 +1,10 @@
 """DDP of two gloo ranks: `strategy=ddp` against a loop as one writes it for torchrun.
 
-A ResNet-18 on synthetic images of 32 px, SGD with momentum, one thread a rank. Arms that take turns
-(benchmarks.turns): the loop by hand, the same once more (A/A), and distdl's real worker with its
-metrics, log lines, journal and checkpoints; in every second round the loop by hand with distdl's
-allocator settings, which tells how much of the ratio is theirs. What is timed are training steps
-with fetching their batches. It needs a core per rank that does nothing else.
+Both train a ResNet-18 on synthetic images of 32 px by SGD with momentum, one thread per rank. These
+arms take turns (benchmarks.turns): the loop by hand, the same loop again (A/A), and distdl's real
+worker with its metrics, log lines, journal and checkpoints. In every second round, the loop by hand
+also runs with distdl's allocator settings, to show their part of the ratio. Training steps are
+timed, including the fetch of their batches. Each rank needs an idle core.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEEPING, SOMETIMES = "by hand, memory kept", 2
 
 
 def by_hand(total: int) -> None:
-    """`total` steps of the usual script: sampler, loader, DDP, SGD, a line now and then.
+    """`total` steps of the usual script: sampler, loader, DDP, SGD, and a log line now and then.
 
     Needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
     """
@@ -44,9 +44,9 @@ def by_hand(total: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=1e-4)
     images = torch.randint(0, 256, (POOL, 3, SIZE, SIZE), dtype=torch.uint8)
     labels = torch.randint(0, CLASSES, (POOL,))
-    # As many as the steps take, from the pool, as distdl's synthetic images do.
-    places = torch.arange(total * BATCH * dist.get_world_size()) % POOL
-    dataset = TensorDataset(images[places], labels[places])
+    # As many samples as the steps take, repeated from the pool, like distdl's synthetic images.
+    positions = torch.arange(total * BATCH * dist.get_world_size()) % POOL
+    dataset = TensorDataset(images[positions], labels[positions])
     loader = DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset))
     mean = torch.tensor([123.675, 116.28, 103.53]).view(1, 3, 1, 1)
     std = torch.tensor([58.395, 57.12, 57.375]).view(1, 3, 1, 1)
@@ -63,9 +63,9 @@ def by_hand(total: int) -> None:
     dist.destroy_process_group()
 
 
-def lay_out(folder: Path, total: int) -> Path:
-    """A run of distdl that does the same, for the ranks to work on."""
-    run = runs.lay_out(
+def create_run(folder: Path, total: int) -> Path:
+    """A run of distdl that trains the same, for its ranks to execute."""
+    run = runs.create_run(
         folder,
         *("model=resnet18", "data=synthetic", f"data.image_size={SIZE}", f"data.pool_size={POOL}"),
         *(f"data.num_classes={CLASSES}", f"data.batch_size={BATCH}", "schedule.warmup_epochs=0"),
@@ -78,7 +78,7 @@ def lay_out(folder: Path, total: int) -> Path:
 
 
 def rank_main(total: str, keep: str = "") -> None:
-    """A rank of the loop by hand; `keep`: with what distdl tells malloc."""
+    """A rank of the loop by hand; `keep`: with distdl's settings of malloc."""
     if keep:
         from distdl.worker.allocator import keep_freed_memory
 
@@ -95,7 +95,7 @@ def measured(repeats: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as name:
         logs, folder = Path(name) / "logs", Path(name) / "runs"
         logs.mkdir(), folder.mkdir()
-        ours = turns.Arm(runs.rank_main, [str(lay_out(folder, total))], RANKS)
+        ours = turns.Arm(runs.rank_main, [str(create_run(folder, total))], RANKS)
         keeping = turns.Arm(rank_main, [str(fewer), "keep"], RANKS, SOMETIMES)
         arms = {HAND: hand, AGAIN: hand, OURS: ours, KEEPING: keeping}
         blocks, _ = turns.take(arms, repeats, logs)
@@ -116,6 +116,6 @@ def main(repeats: int = REPEATS) -> Result:
         command="python -m benchmarks.run ddp",
         notes=f"In turn, {STEPS} steps each. Both log every {LOG_EVERY} steps; distdl averages the "
         "loss over the ranks then, and the loop prints that of rank 0. On a CPU distdl keeps the "
-        "memory that a step frees (docs/fast.md): with that, the loop by hand comes to "
-        f"{kept:.3f} of itself.",
+        "memory that a step frees (docs/fast.md): with the same setting, the loop by hand reaches "
+        f"{kept:.3f} of its own speed.",
     )

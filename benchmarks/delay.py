@@ -1,10 +1,10 @@
-"""An HTTP server in front of another one, which lets every request wait.
+"""An HTTP proxy that delays every request to the server behind it.
 
     python -m benchmarks.delay http://127.0.0.1:5000 0.7    # prints its own address
 
-`GET /delayed` says how many requests have come so far, and does not wait. Standard library only, so
-that it starts at once; a process of its own, so that it does not share an interpreter with what is
-measured.
+`GET /delayed` returns the number of requests so far, without a delay. The proxy uses only the
+standard library, so that it starts at once. It is a separate process, so that it does not share an
+interpreter with the measured training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OWN = ("transfer-encoding", "connection", "content-length", "date", "server")
 
 
 class Delay(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # connections stay, as they do with the server itself
+    protocol_version = "HTTP/1.1"  # connections stay open, as with the server itself
     target, seconds, requests = "", 0.0, 0
 
     def forward(self) -> None:

@@ -3,10 +3,11 @@
     python -m benchmarks.run gpu
 
 The competitor is timm's resnet50 in a bare PyTorch loop: autocast, channels_last, cudnn's
-autotuning, torch's SGD; then the same loop under `torch.compile(mode="max-autotune")`. distdl is
-its command line, with all that a run has: as it comes, with `model.compile=measured`, and with DDP
-in a world of one. Interleaved; every arm of distdl is a process of its own. The loops take a device
-and sizes, so that a test can run them on a CPU.
+autotuning, torch's SGD; then the same loop under `torch.compile(mode="max-autotune")`. distdl runs
+from its command line with everything that a run has: with the defaults, with
+`model.compile=measured`, and with DDP on one device. The arms are interleaved, and each arm of
+distdl is a separate process. The loops take a device and sizes, so that a test can run them on a
+CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.table import Goal, Result, against_itself, paired, row
 
 REPEATS = 5
 # DRAM traffic of an image in a training step, in bytes, with BatchNorm, ReLU and the residual's
-# addition fused (NHWC, bf16): computed in ../shared/facts/performance.md of this project.
+# addition fused (NHWC, bf16): computed from the layers' shapes.
 BYTES_PER_IMAGE = 353e6
 TITLE = "resnet50, 224 px, bf16, synthetic, batch 256, one GPU (img/s)"
 AGAINST_LOOP = "resnet50 224 px bf16, img/s against timm's model in a bare PyTorch loop"
@@ -47,11 +48,11 @@ def available() -> bool:
 
 
 def goals(ratios: dict[str, float], same: tuple[float, float] | None = None) -> list[Goal]:
-    """The four goals, with what was measured of them."""
-    asked = {AGAINST_LOOP: 1.3, AGAINST_COMPILED: 1.1, OF_MEMORY: 0.6, DDP_ALONE: 0.97}
+    """The four goals, with their measured ratios, if any."""
+    bounds = {AGAINST_LOOP: 1.3, AGAINST_COMPILED: 1.1, OF_MEMORY: 0.6, DDP_ALONE: 0.97}
     return [
         Goal(what, f"at least {bound}", ratios.get(what), same if bound < 1 else None, "GPU")
-        for what, bound in asked.items()
+        for what, bound in bounds.items()
     ]
 
 
@@ -61,7 +62,7 @@ def not_run() -> list[Goal]:
 
 @dataclass(frozen=True)
 class Size:
-    """Of a measurement; the defaults are the benchmark's."""
+    """The sizes of a measurement; the defaults are the benchmark's."""
 
     batch: int = 256
     pixels: int = 224
@@ -74,10 +75,7 @@ class Size:
 class Loop:
     """The bare loop: uint8 images on the device, normalised there; forward, backward, SGD.
 
-    Args:
-        device: Where.
-        size: How much.
-        compiled: The network by torch.compile(mode="max-autotune").
+    `compiled`: with torch.compile(mode="max-autotune").
     """
 
     def __init__(self, device: torch.device, size: Size, compiled: bool = False) -> None:
@@ -109,7 +107,7 @@ class Loop:
         self.optimizer.step()
 
     def rate(self) -> float:
-        """Images per second, after a warm-up of its own."""
+        """Images per second, measured after a warm-up."""
         for _ in range(self.size.warm_up):
             self.step()
         synchronize(self.device)
@@ -126,7 +124,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def by_hand(device: torch.device, size: Size, compiled: bool = False) -> float:
-    """Images per second of a new loop, whose memory is free again afterwards."""
+    """Images per second of a new loop; its memory is freed afterwards."""
     rate = Loop(device, size, compiled).rate()
     torch.compiler.reset()
     gc.collect()
@@ -139,7 +137,7 @@ def by_distdl(folder: Path, device: torch.device, size: Size, *overrides: str) -
     """The same by `python -m distdl`: the median of its log windows after the warm-up.
 
     Raises:
-        RuntimeError: It failed; with the end of its output.
+        RuntimeError: The command failed; the message has the end of its output.
     """
     gpu = device.type == "cuda"
     command = [
@@ -194,12 +192,12 @@ def measured(
 
 def main(repeats: int = REPEATS, size: Size | None = None) -> Result:
     if not available():
-        raise RuntimeError("needs an NVIDIA GPU that torch can use, and there is none here")
+        raise RuntimeError("needs an NVIDIA GPU, and torch sees none on this machine")
     with tempfile.TemporaryDirectory() as folder:
         rates, copies = measured(torch.device("cuda"), size or Size(), repeats, Path(folder))
     name = max((PLAIN, FAST), key=lambda arm: statistics.median(rates[arm]))
     ours = rates[name]
-    found = goals(
+    first, *more = goals(
         {
             AGAINST_LOOP: paired(ours, rates[LOOP]),
             AGAINST_COMPILED: paired(ours, rates[COMPILED]),
@@ -208,7 +206,6 @@ def main(repeats: int = REPEATS, size: Size | None = None) -> Result:
         },
         against_itself(rates[LOOP], rates[AGAIN]),
     )
-    first, *more = found
     return Result(
         title=TITLE,
         what=first.what,

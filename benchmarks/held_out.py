@@ -1,10 +1,10 @@
-"""How wrong the predictor is: fitted on up to 4 GPUs, held against what was published of more.
+"""How wrong the predictor is: fitted on up to 4 GPUs, compared with published numbers for more.
 
     python -m benchmarks.held_out            # prints the tables; `make bench` keeps their summary
-    python -m benchmarks.held_out --write    # puts them, and the plot, into docs/
+    python -m benchmarks.held_out --write    # writes the tables and the plot into docs/
 
-Every number of GPUs that was published and not fitted gets a row; tests/unit/test_scaling.py
-compares the page with what this prints.
+Every published number of GPUs that was not fitted gets a row. tests/unit/test_scaling.py compares
+the page with the printed tables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distdl.scaling.published import INTEL, NCCL
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, PLOT = DOCS / "scaling.md", DOCS / "scaling.svg"
 BEGIN, END = "<!-- benchmarks.held_out: begin -->", "<!-- benchmarks.held_out: end -->"
-FITTED = 4  # GPUs: nothing above is looked at
+FITTED = 4  # GPUs: the fit uses no measurement on more
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Held:
     devices: int
     measured: float
     predicted: float
-    as_before: float  # the efficiency of the most GPUs that were fitted: no model at all
+    as_before: float  # the efficiency of the most GPUs that were fitted: what "no model" predicts
 
     @property
     def error(self) -> float:
@@ -48,7 +48,7 @@ class Held:
 
 
 def fitted(series: Published, most: int = FITTED) -> Fit:
-    """On the published points up to `most` GPUs; with nothing to fit, the setting as it is."""
+    """The fit to the published points up to `most` GPUs; without any, the unchanged setting."""
     points = {n: s for n, s in series.seconds.items() if n <= most}
     if 1 in points and len(points) > 1:
         return _fit(series.setting, tuple(points.items()))
@@ -61,7 +61,7 @@ def _fit(setting: Setting, points: tuple[tuple[int, float], ...]) -> Fit:
 
 
 def held_out(series: Published, most: int = FITTED) -> list[Held]:
-    """A row for every published point above `most` GPUs, but the fewest GPUs there are."""
+    """A row for every published point above `most` GPUs, except the one with the fewest GPUs."""
     setting, base = fitted(series, most).setting, min(series.seconds)
     known = max([n for n in series.seconds if n <= most], default=base)
     alone = predict(setting, base).step_seconds if base == 1 else setting.step_seconds
@@ -94,19 +94,19 @@ def markdown() -> str:
         "### Every held-out error",
         f"{len(rows)} published points above {FITTED} GPUs. Efficiency is throughput per GPU, "
         "relative to one GPU (Goyal: to 8). Error: predicted over published throughput, less 1; "
-        "positive is too optimistic. Last column: the error of no model, which takes the "
-        f"efficiency of the most GPUs up to {FITTED} for all that follow.",
+        "positive is too optimistic. Last column: the error of no model, which assumes the "
+        f"efficiency of the most GPUs up to {FITTED} for any larger number.",
         _errors(rows),
         "### In short",
         _summary(rows),
-        f"If the bars of Azure were made with 256 images per GPU, and not with 64, the mean error "
-        f"there is {_mean(_azure_of(256))} instead of "
+        f"If Azure measured with 256 images per GPU instead of 64, the mean error there is "
+        f"{_mean(_azure_of(256))} instead of "
         f"{_mean(_azure_of(published.AZURE_BATCH))}.",
         "### What was fitted",
         _parameters(),
         "### With two nodes measured",
-        "The same, but fitted on up to 8 GPUs, so that the link between nodes is known from one "
-        "measurement over it. The points at 16 and 32 are held out. Where the fitted link is the "
+        "The same, but fitted on up to 8 GPUs, so that one measurement over the link between nodes "
+        "is known. The points at 16 and 32 are held out. Where the fitted link is the "
         "published one, two nodes were at least as fast as the model could explain.",
         _two_nodes(),
         "### Up to 4,096 GPUs",
@@ -154,12 +154,12 @@ def _summary(rows: Sequence[Held]) -> str:
         [
             [
                 name,
-                str(len(found)),
-                _mean(found),
-                _signed(max((r.error for r in found), key=abs)),
-                _percent(fmean(abs(r.error_as_before) for r in found)),
+                str(len(points)),
+                _mean(points),
+                _signed(max((r.error for r in points), key=abs)),
+                _percent(fmean(abs(r.error_as_before) for r in points)),
             ]
-            for name, found in groups.items()
+            for name, points in groups.items()
         ],
     )
 
@@ -171,16 +171,16 @@ def _azure_of(batch: int) -> list[Held]:
 def _parameters() -> str:
     lines = []
     for series in (*published.azure(), *published.pytorch()):
-        found = fitted(series)
-        inside = found.setting.links.inside.bandwidth
+        result = fitted(series)
+        inside = result.setting.links.inside.bandwidth
         free = inside >= 0.999 * series.setting.links.inside.bandwidth
         lines.append(
             [
                 series.name,
                 f"{inside / 1e9:.2f}" + (" (no limit seen)" if free else ""),
                 f"{series.setting.links.between.bandwidth / 1e9:.2f}",
-                f"{1e3 * found.setting.overhead_seconds:.1f}",
-                ", ".join(f"{n}: {_signed(e)}" for n, e in found.errors.items() if n > 1),
+                f"{1e3 * result.setting.overhead_seconds:.1f}",
+                ", ".join(f"{n}: {_signed(e)}" for n, e in result.errors.items() if n > 1),
             ]
         )
     return _table(
@@ -282,7 +282,7 @@ def _percent(value: float) -> str:
 
 def _signed(value: float) -> str:
     text = f"{100 * value:+.1f} %"
-    return "0.0 %" if text[1:] == "0.0 %" else text  # the sign of nothing differs by machine
+    return "0.0 %" if text[1:] == "0.0 %" else text  # the sign of 0 differs between machines
 
 
 def _mean(rows: Iterable[Held]) -> str:
@@ -291,17 +291,17 @@ def _mean(rows: Iterable[Held]) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """For benchmarks/RESULTS.md."""
+    """The part of benchmarks/RESULTS.md."""
 
     goals: tuple[Goal, ...] = ()
 
     def markdown(self) -> str:
         rows = [row for series in everything() for row in held_out(series)]
         parts = (
-            "## Predicted scaling, held against what was published",
+            "## Predicted scaling against published measurements",
             f"{len(rows)} published points above {FITTED} GPUs, which the fit has not seen; error: "
-            "predicted over published throughput, less 1. Competitor: no model, which takes the "
-            f"efficiency of the most GPUs up to {FITTED} for all that follow. Every point, its "
+            "predicted over published throughput, less 1. Competitor: no model, which assumes the "
+            f"efficiency of the most GPUs up to {FITTED} for any larger number. Every point, its "
             "error and its source: [docs/scaling.md](../docs/scaling.md).",
             _summary(rows),
             "`python -m benchmarks.held_out`",
@@ -310,7 +310,7 @@ class Summary:
 
 
 def main() -> Summary:
-    """For benchmarks.run; there is nothing to measure here."""
+    """For benchmarks.run; this part measures nothing."""
     return Summary()
 
 

@@ -1,4 +1,4 @@
-"""The plot of docs/scaling.md: Azure's published points, and the curves of the first four."""
+"""The plot of docs/scaling.md: Azure's published points, and curves fitted on up to 4 GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTS = (1, 2, 4, 8, 16, 32)
 
 
 def plot() -> str:
-    """Azure's points and the curves that were fitted on the first four, as SVG."""
+    """The plot as SVG."""
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 

@@ -1,5 +1,5 @@
-"""Listing 100,000 images in 100 class folders, before the first batch, against torchvision's
-ImageFolder. The files are empty, and the kernel knows their names by then.
+"""Lists 100,000 images in 100 class folders, as before the first batch, against torchvision's
+ImageFolder. The files are empty, and the kernel has cached their names.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from benchmarks.table import Result, paired, row, turned
 CLASSES, FILES, REPEATS = 100, 1000, 7
 
 
-def lay_out(folder: Path, classes: int, files: int) -> None:
+def create_files(folder: Path, classes: int, files: int) -> None:
     for number in range(classes):
         inside = folder / f"class_{number:03d}"
         inside.mkdir()
-        for place in range(files):
-            (inside / f"{place:06d}.jpg").touch()
+        for file in range(files):
+            (inside / f"{file:06d}.jpg").touch()
 
 
 def main(classes: int = CLASSES, files: int = FILES, repeats: int = REPEATS) -> Result:
@@ -36,14 +36,14 @@ def main(classes: int = CLASSES, files: int = FILES, repeats: int = REPEATS) -> 
     }
     times: dict[str, list[float]] = {name: [] for name in arms}
     with tempfile.TemporaryDirectory() as name:
-        lay_out(Path(name), classes, files)
+        create_files(Path(name), classes, files)
         for repeat in range(repeats + 1):
             for arm in turned(list(arms), repeat):
                 started = time.perf_counter()
-                found = arms[arm](Path(name))
+                images = arms[arm](Path(name))
                 if repeat:
                     times[arm].append(time.perf_counter() - started)
-                assert len(found) == classes * files
+                assert len(images) == classes * files
     theirs, ours = times.values()
     return Result(
         title="Listing a folder of images (s)",

@@ -1,11 +1,11 @@
-"""Files on disk to uint8 batches: distdl's loader against those that people use, on photographs.
+"""Files on disk to uint8 batches: distdl's loader against usual ones, on photographs.
 
-python -m benchmarks.run loader
+    python -m benchmarks.run loader
 
-One process trains nothing and takes batches of 100 as fast as 1 or 2 workers make them; each arm in
-turn, five times, after an epoch to warm up. CPU time is that of the process and its workers. The
-hundred photographs of ../shared/images/imagenet_sample are repeated to four hundred files, which
-the page cache holds: what is measured is decoding and what surrounds it.
+One process trains nothing and takes batches of 100 as fast as 1 or 2 workers make them. After an
+epoch to warm up, the arms take turns, five times each. CPU time is that of the process and its
+workers. A hundred photographs (`PHOTOGRAPHS`) are copied to four hundred files, which stay in the
+page cache: the benchmark measures decoding and its surroundings, not the disk.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ PLAIN, SHORT = 1.5, 3.5  # the goals
 Arm = Callable[[Path, int], Any]
 
 
-def lay_out(folder: Path) -> None:
-    """folder/jpeg/{train,val}, and prepared from it folder/shards and folder/short."""
+def create_data(folder: Path) -> None:
+    """Creates folder/jpeg/{train,val}, and prepares folder/shards and folder/short from it."""
     photographs = sorted(PHOTOGRAPHS.rglob("*.jpg"))
     for split, count in (("train", FILES), ("val", len(photographs))):
-        for place in range(count):
-            photograph = photographs[place % len(photographs)]
-            target = folder / "jpeg" / split / photograph.parent.name / f"{place:04d}.jpg"
+        for number in range(count):
+            photograph = photographs[number % len(photographs)]
+            target = folder / "jpeg" / split / photograph.parent.name / f"{number:04d}.jpg"
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(photograph, target)
     for name, options in (
@@ -59,14 +59,14 @@ def prepare(source: Path, to: Path, *options: str) -> None:
     assert code == 0, f"prepare {' '.join(options)} ended with {code}"
 
 
-# The arms: each gives a loader of (almost) all images.
+# The arms: each returns a loader of (almost) all images.
 
 
 def image_folder(floats: bool) -> Arm:
     """torchvision's reference (references/classification/presets.py, backend PIL) in a DataLoader.
 
     Args:
-        floats: As the reference does it: normalised on the CPU. False: uint8, the strongest form.
+        floats: Normalise on the CPU, as the reference does. False: uint8, which is faster.
     """
 
     def arm(folder: Path, workers: int) -> Any:
@@ -86,13 +86,13 @@ def image_folder(floats: bool) -> Arm:
 
 
 def webdataset(folder: Path, workers: int) -> Any:
-    """Its own way: decoded by PIL, shuffled in a buffer; uint8."""
+    """webdataset's usual form: decoded by PIL, shuffled in a buffer; uint8."""
     import webdataset
     from torchvision.transforms import v2
 
     crop = [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     shards = sorted(map(str, (folder / "shards").glob("train-*.tar")))
-    # It wants as many shards as workers; the same one, each half of the epoch.
+    # webdataset needs as many shards as workers: each worker reads a part of the same shard.
     shards *= max(1, -(-workers // len(shards)))
     dataset = (
         webdataset.WebDataset(shards, shardshuffle=False, nodesplitter=None)
@@ -109,7 +109,7 @@ def webdataset(folder: Path, workers: int) -> Any:
 
 
 def timm(folder: Path, workers: int) -> Any:
-    """create_loader without auto-augment; its uint8 batches, before they go to the device."""
+    """timm's create_loader without auto-augment: its uint8 batches, before the copy to a device."""
     from timm.data import create_dataset, create_loader
 
     dataset = create_dataset("", root=str(folder / "jpeg" / "train"))
@@ -158,7 +158,7 @@ ARMS: dict[str, Arm] = {
 
 
 def epoch(loader: Any) -> tuple[float, float]:
-    """(images per second, CPU milliseconds per image) of one pass."""
+    """Images per second and CPU milliseconds per image, of one pass."""
     cpu, start, images = cpu_seconds(), time.perf_counter(), 0
     for batch in loader:
         images += len(batch["label"] if isinstance(batch, dict) else batch[1])
@@ -167,9 +167,9 @@ def epoch(loader: Any) -> tuple[float, float]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and its living children."""
-    own = psutil.Process()
-    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    """CPU time of this process and its living children."""
+    parent = psutil.Process()
+    times = [process.cpu_times() for process in (parent, *parent.children(recursive=True))]
     return sum(t.user + t.system for t in times)
 
 
@@ -177,15 +177,15 @@ def measured(folder: Path, workers: int) -> dict[str, list[tuple[float, float]]]
     loaders = {name: arm(folder, workers) for name, arm in ARMS.items()}
     for loader in loaders.values():
         epoch(loader)  # starts its workers, which stay
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ARMS}
+    values: dict[str, list[tuple[float, float]]] = {name: [] for name in ARMS}
     for _ in range(REPEATS):
         for name, loader in loaders.items():
-            found[name].append(epoch(loader))
-    return found
+            values[name].append(epoch(loader))
+    return values
 
 
 def differences(folder: Path) -> str:
-    """How far the pixels are from PIL's, decoded and resized, of 255."""
+    """Text on how much the pixels differ from those that PIL decodes and resizes."""
     from PIL import Image
     from torchvision.transforms.v2 import functional as v2
 
@@ -213,16 +213,16 @@ def differences(folder: Path) -> str:
         centres.append(mean(ours(data)["image"], reference))
         shrunk.append(mean(ours(smaller[path.name].read_bytes())["image"], reference))
     return (
-        "Mean absolute difference from PIL's pixels, of 255, on average (and of the worst of "
-        f"{len(crops)} images): training crops {statistics.mean(crops):.3f} ({max(crops):.3f}), "
-        f"validation {statistics.mean(centres):.3f} ({max(centres):.3f}). A short side of 256 at "
-        "quality 90 is lossy: it changes what validation sees by "
+        "Mean absolute difference from PIL's pixels (0 to 255), on average (in brackets: of the "
+        f"worst of {len(crops)} images): training crops {statistics.mean(crops):.3f} "
+        f"({max(crops):.3f}), validation {statistics.mean(centres):.3f} ({max(centres):.3f}). A "
+        "short side of 256 at quality 90 is lossy: it changes validation images by "
         f"{statistics.mean(shrunk):.2f} ({max(shrunk):.2f})."
     )
 
 
 def shorter(folder: Path) -> Iterator[Path]:
-    """The validation files at short side 256."""
+    """The validation files, prepared to a short side of 256."""
     to = folder / "short-files"
     prepare(folder / "jpeg", to, "--short-side", "256", "--quality", "90", "--format", "folder")
     yield from (to / "val").rglob("*.jpg")
@@ -234,11 +234,11 @@ def main() -> Result:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        lay_out(folder)
-        found = {workers: measured(folder, workers) for workers in (1, 2)}
+        create_data(folder)
+        results = {workers: measured(folder, workers) for workers in (1, 2)}
         pixels = differences(folder)
     rows = []
-    for workers, arms in found.items():
+    for workers, arms in results.items():
         for arm, values in arms.items():
             label = f"{arm}, {workers} worker{'s' * (workers > 1)}"
             rows.append(row(label, [v[0] for v in values], "img/s"))
@@ -246,9 +246,9 @@ def main() -> Result:
 
     def ratio(arm: str, base: str) -> list[float]:
         def speed(workers: int, name: str) -> float:
-            return statistics.median(v[0] for v in found[workers][name])
+            return statistics.median(v[0] for v in results[workers][name])
 
-        return [speed(workers, arm) / speed(workers, base) for workers in found]
+        return [speed(workers, arm) / speed(workers, base) for workers in results]
 
     lines = []
     for arm in ARMS:
@@ -256,7 +256,7 @@ def main() -> Result:
             ratios = [f"{r:.2f}" for base in list(ARMS)[:2] for r in ratio(arm, base)]
             lines.append(f"| {arm} | " + " | ".join(ratios) + " |")
     table = "| | (a), 1 worker | (a), 2 | (a'), 1 | (a'), 2 |\n|---|---|---|---|---|\n"
-    missing = "(d) FFCV 1.0.2 does not install here: its build finds no OpenCV by pkg-config."
+    missing = "(d) FFCV 1.0.2 could not be installed: its build finds no OpenCV by pkg-config."
     reference, short = next(iter(ARMS)), "distdl, shards of short side 256"
     return Result(
         "Loader: photographs to batches",

@@ -1,11 +1,11 @@
-"""What logging adds to a step: distdl against Lightning's `self.log` + CSVLogger, on a tiny model.
+"""The time that logging adds to a step: distdl against Lightning's `self.log` + CSVLogger.
 
-"Added" is the time per step minus that of `Trainer(barebones=True)`, in the same round. No progress
-bar on any side. All arms train the same module, data and optimizer, in processes of one thread that
-take turns (benchmarks.turns).
+"Added" is the time per step minus that of `Trainer(barebones=True)`, in the same round. All arms
+train the same tiny module, data and optimizer, without a progress bar, in processes of one thread
+that take turns (benchmarks.turns).
 
-What distdl adds is then taken apart, in runs of their own: two clock reads are put around every
-hook of every callback, around `log_metrics` of every logger, and around Lightning's call of all
+The time that distdl adds is then divided into parts, in separate runs: the clock is read before and
+after every hook of every callback, `log_metrics` of every logger, and Lightning's call of all
 callbacks. The cost of reading the clock is measured and subtracted. The last part is the
 remainder, so the parts sum to the total.
 """
@@ -32,14 +32,14 @@ from benchmarks.tiny import Tiny, TinyData
 
 # Blocks of 300 steps: about a quarter of a second, and six log lines.
 WARM_UP, STEPS, REPEATS = 200, 300, 24
-APART, APART_REPEATS = 900, 5  # steps and runs that are taken apart
-# What Lightning (2.6) calls in every training step.
+PARTS_STEPS, PARTS_REPEATS = 900, 5  # steps and runs in which the parts are timed
+# The hooks that Lightning (2.6) calls in every training step.
 HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
     *("on_after_backward", "on_before_optimizer_step"),
 )
 DISPATCH, LOGGERS = "Lightning's call of the callbacks", "the loggers: the journal"
-REST = "all else of the Trainer"
+REST = "everything else in the Trainer"
 
 
 def barebones(folder: Path, total: int, first: int = 0, steps: int = 0) -> None:
@@ -66,7 +66,7 @@ def lightning(folder: Path, total: int, first: int = 0, steps: int = 0) -> None:
 def distdl(folder: Path, total: int, first: int = 0, steps: int = 0) -> None:
     """The real worker, with its journal, metrics, log lines and checkpoints."""
     runs.work(
-        runs.lay_out(
+        runs.create_run(
             folder,
             *("model=tiny", f"model.first={first}", f"model.steps={steps}"),
             *("data=tiny", f"data.steps={total}", "optimizer=none", "schedule=none"),
@@ -80,7 +80,7 @@ ARMS = {"barebones": barebones, "lightning": lightning, "distdl": distdl}
 
 @contextlib.contextmanager
 def alone_and_silent() -> Iterator[None]:
-    """One thread, and nothing of what libraries would print."""
+    """Uses one thread and silences the messages of libraries."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -112,7 +112,7 @@ def measured(repeats: int) -> dict[str, list[float]]:
 
 
 class Parts:
-    """Seconds that passed in each part and in no other one, while `taken_apart` is in force."""
+    """Seconds spent in each part, without those in parts that it calls."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -138,7 +138,7 @@ class Parts:
         return wrapper
 
     def per_step(self, steps: int) -> dict[str, float]:
-        """Microseconds, less what the clock reads cost."""
+        """Microseconds per step, without the cost of reading the clock."""
         seen, unseen = clock_reads()
         return {
             name: 1e6 / steps * (s - seen * self.calls[name] - unseen * self.inner[name])
@@ -148,7 +148,7 @@ class Parts:
 
 @functools.cache
 def clock_reads() -> tuple[float, float]:
-    """Seconds that timing adds to a call: to its own time, and to its caller's."""
+    """Seconds that timing adds to the time of a call itself, and to that of its caller."""
     parts, calls = Parts(), 20_000
     nothing = parts.timed("nothing", lambda: None)
     started = time.perf_counter()
@@ -160,8 +160,8 @@ def clock_reads() -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def taken_apart(parts: Parts) -> Iterator[None]:
-    """Puts clock reads around what Lightning calls in a training step."""
+def parts_timed(parts: Parts) -> Iterator[None]:
+    """Times each callback and logger that Lightning calls in a training step."""
     from lightning.pytorch.trainer import call
 
     dispatch = call._call_callback_hooks
@@ -184,47 +184,47 @@ def taken_apart(parts: Parts) -> Iterator[None]:
         call._call_callback_hooks = dispatch
 
 
-def apart(arm: Callable[[Path, int], None], folder: Path) -> dict[str, float]:
+def parts_of(arm: Callable[[Path, int], None], folder: Path) -> dict[str, float]:
     """Microseconds per step of each part, in one run."""
     parts = Parts()
-    with taken_apart(parts):
-        arm(folder, APART)
-    return parts.per_step(APART)
+    with parts_timed(parts):
+        arm(folder, PARTS_STEPS)
+    return parts.per_step(PARTS_STEPS)
 
 
-def all_apart(repeats: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """`apart` of distdl and of a Trainer without callbacks, several times."""
+def all_parts(repeats: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """`parts_of` distdl and a Trainer without callbacks, several times."""
     ours, bare = [], []
     with tempfile.TemporaryDirectory() as name, alone_and_silent():
-        apart(distdl, Path(name))  # imports and caches
+        parts_of(distdl, Path(name))  # imports and caches
         for _ in range(repeats):
-            ours.append(apart(distdl, Path(name)))
-            bare.append(apart(barebones, Path(name)))
+            ours.append(parts_of(distdl, Path(name)))
+            bare.append(parts_of(barebones, Path(name)))
     return ours, bare
 
 
 def part_rows(
     ours: list[dict[str, float]], bare: list[dict[str, float]], whole: float
 ) -> list[str]:
-    """A row for each part of distdl's, and one for the remainder.
+    """A row for each part of distdl's time, and one for the remainder.
 
     Args:
-        ours: Of distdl, the parts in microseconds.
-        bare: The same of a Trainer without callbacks, whose calls of none count as nothing.
-        whole: What distdl adds, in microseconds.
+        ours: The parts of distdl in each run, in microseconds.
+        bare: The same of a Trainer without callbacks; its time in `DISPATCH` is subtracted.
+        whole: The time that distdl adds, in microseconds.
     """
     nothing = statistics.median(run[DISPATCH] for run in bare)
     values = {name: [run[name] for run in ours] for name in sorted(ours[0])}
     values[DISPATCH] = [value - nothing for value in values[DISPATCH]]
     left = whole - sum(map(statistics.median, values.values()))
-    rows = [row(f"- {name}", own, "us") for name, own in values.items()]
-    return [*rows, f"| - {REST} (what is left) | {left:.4g} | | | us | |"]
+    rows = [row(f"- {name}", times, "us") for name, times in values.items()]
+    return [*rows, f"| - {REST} (remainder) | {left:.4g} | | | us | |"]
 
 
 def main(repeats: int = REPEATS) -> Result:
     times = measured(repeats)
     added = {
-        arm: [own - floor for own, floor in zip(times[arm], times["barebones"], strict=True)]
+        arm: [time - bare for time, bare in zip(times[arm], times["barebones"], strict=True)]
         for arm in ("distdl", "lightning")
     }
     ours, theirs = (statistics.median(added[arm]) for arm in ("distdl", "lightning"))
@@ -238,10 +238,10 @@ def main(repeats: int = REPEATS) -> Result:
             row("Trainer(barebones=True), per step", times["barebones"], "us"),
             row("lightning, added", added["lightning"], "us"),
             row("distdl, added", added["distdl"], "us"),
-            *part_rows(*all_apart(APART_REPEATS), ours),
+            *part_rows(*all_parts(PARTS_REPEATS), ours),
         ],
-        notes=f"In turn, {STEPS} steps each; what is added is the difference within a round. The "
-        "parts of what distdl adds come from separate runs with a clock around every hook of a "
+        notes=f"In turn, {STEPS} steps each; added time is the difference within a round. The "
+        "parts of distdl's added time come from separate runs with a clock around every hook of a "
         "callback and around the loggers; the last row is the remainder.",
         command="python -m benchmarks.run overhead",
     )

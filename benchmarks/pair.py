@@ -18,14 +18,14 @@ RANKS = 2
 
 
 def start(code: str, plan: dict[str, Any]) -> None:
-    """Runs `code` on both ranks, which have what `launcher=local` tells a rank, and awaits them.
+    """Runs `code` on both ranks, with the variables of `launcher=local`, and waits for their end.
 
     Args:
         code: Python; `sys.argv[1]` is a file with the plan.
         plan: For the ranks, as JSON.
 
     Raises:
-        RuntimeError: A rank failed; with the end of its output.
+        RuntimeError: A rank failed; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         path = Path(name) / "plan.json"
@@ -46,15 +46,15 @@ def start(code: str, plan: dict[str, Any]) -> None:
 
 
 def variables(rank: int, port: int = 0) -> dict[str, str]:
-    """What `launcher=local` tells a rank."""
-    own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": RANKS}
-    more = {**own, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    more |= {"DISTDL_LAUNCHER": "local", "OMP_NUM_THREADS": 1}
-    return {name: str(value) for name, value in more.items()}
+    """The variables that `launcher=local` sets for a rank."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": RANKS}
+    values = {**ranks, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    values |= {"DISTDL_LAUNCHER": "local", "OMP_NUM_THREADS": 1}
+    return {name: str(value) for name, value in values.items()}
 
 
 def _await(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[IO[str]]) -> None:
-    """Until all have ended; one that fails leaves the other waiting, and ends it all."""
+    """Waits until all ranks have ended, or one has failed: the other would wait for it forever."""
     while any(process.poll() is None for process in ranks):
         if any(process.poll() for process in ranks):
             break
@@ -66,7 +66,7 @@ def _await(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[IO[str]]) ->
 
 
 def free_ports(count: int) -> list[int]:
-    """One for each process group: a port is not free at once when a group has ended."""
+    """One port for each process group, because a port stays in use for a while after its group."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -75,7 +75,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def work(paths: Sequence[Path]) -> None:
-    """Both ranks do their share of these runs, one after the other."""
+    """Both ranks execute these runs, one after the other."""
     code = "import sys; from benchmarks import pair; pair.rank_main(sys.argv[1])"
     start(code, {"runs": list(map(str, paths)), "ports": free_ports(len(paths))})
 

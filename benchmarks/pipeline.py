@@ -1,17 +1,17 @@
 """Two stages against one process, and against an equal-layer split by hand.
 
-Three arms in processes of one thread, which take turns (benchmarks.turns): a plain loop over the
+Three arms take turns (benchmarks.turns), in processes of one thread: a plain loop over the
 micro-batches in one process; `torch.distributed.pipelining` by hand, half of the residual blocks on
 each rank, 1F1B; `strategy=pipeline` under Lightning's Trainer, cut by measured cost, 1F1B. All
-train the same ResNet-50 on the same batch with SGD, in torch's default memory format, since what is
-sent by hand must be contiguous, and keep the memory that they free as distdl's worker does. It
-needs a core per stage that does nothing else.
+train the same ResNet-50 on the same batch with SGD. They use torch's default memory format, since
+tensors sent by hand must be contiguous, and keep freed memory, as distdl's worker does. Each stage
+needs an idle core.
 
-Two sizes, since one cannot show both. At 128 px the residual blocks cost about the same, a split
-into equal halves exists, and the step can be held against the ideal (by hand the halves are the
-same ones). At 64 px, where the plain loop has no part, the last blocks, bound by their weights,
-cost most: an equal-layer split waits for them, and no cut between blocks is better than about
-57 : 43, so that nobody reaches the ideal.
+Two image sizes show two things. At 128 px the residual blocks cost about the same, so a split into
+equal halves exists (by hand the halves are the same ones), and the step is compared with the ideal.
+At 64 px the last blocks, bound by their weights, cost most. An equal-layer split waits for them,
+and the best cut between blocks is about 57 : 43, so no arm can reach the ideal. The plain loop does
+not run at this size.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def one_process(size: int, total: int) -> None:
 
 
 def by_hand(rank: int, size: int, total: int) -> None:
-    """As torch's tutorial has it: the layers in two halves, stage and schedule."""
+    """The form of torch's tutorial: the layers in two halves, stage and schedule."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     net: Any = network()
@@ -82,7 +82,7 @@ def by_hand(rank: int, size: int, total: int) -> None:
 
 
 def by_distdl(rank: int, size: int, total: int) -> None:
-    """`strategy=pipeline` as a worker runs it, logging and metrics left out on all sides."""
+    """`strategy=pipeline` as a worker runs it, but without logging and metrics, as in all arms."""
     from lightning.pytorch import LightningDataModule, Trainer
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -102,12 +102,12 @@ def by_distdl(rank: int, size: int, total: int) -> None:
             copies = torch.utils.data.ConcatDataset([rows] * total)
             return DataLoader(copies, ROWS)
 
-    here = environment.resolve()
+    env = environment.resolve()
     trainer = Trainer(
         accelerator="cpu",
         devices=STAGES,
         strategy=PipelineStrategy(micro_batches=MICRO_BATCHES),
-        plugins=[process_group.LaunchedEnvironment(here)],
+        plugins=[process_group.LaunchedEnvironment(env)],
         callbacks=[stops.Stops(WARM_UP, STEPS)],
         max_epochs=1,
         logger=False,
@@ -124,7 +124,7 @@ def named(arm: str, size: int) -> str:
 
 
 def arm_main(arm: str, size: str, total: str) -> None:
-    """A process that takes turns: a rank, or the one that is alone."""
+    """A process that takes turns: a rank of a pipeline, or the plain loop."""
     from distdl.distributed import process_group
     from distdl.ranks import environment
     from distdl.worker import allocator
@@ -135,9 +135,9 @@ def arm_main(arm: str, size: str, total: str) -> None:
     if arm == ALONE:
         one_process(int(size), int(total))
         return
-    here = environment.resolve()
-    process_group.connect(here, "cpu")
-    {HAND: by_hand, OURS: by_distdl}[arm](here.rank, int(size), int(total))
+    env = environment.resolve()
+    process_group.connect(env, "cpu")
+    {HAND: by_hand, OURS: by_distdl}[arm](env.rank, int(size), int(total))
     process_group.disconnect()
 
 

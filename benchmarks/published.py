@@ -1,7 +1,7 @@
-"""Scaling that others measured and published, as data: what `benchmarks.held_out` predicts.
+"""Scaling that others measured and published, as data for `benchmarks.held_out` to predict.
 
-Bandwidths and latencies here are those of the hardware, by its makers: upper limits. None of them
-was chosen by looking at a measurement over several nodes.
+Bandwidths and latencies are those that the hardware's makers state, so they are upper limits. None
+of them was chosen by looking at a measurement over several nodes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NVLINK_V100 = Link(150e9, 5e-6)
 NVLINK_P100 = Link(80e9, 5e-6)
 # 12 links of 25 GB/s in each direction (NVIDIA, A100 architecture whitepaper).
 NVLINK_A100 = Link(300e9, 5e-6)
-# By launchers/azureml/vm_sizes.yaml (`infiniband_gbps`); FDR sends 64 bits in 66. The latency is
-# what OSU's benchmarks found with MPI on Azure's HBv2, 1.6 to 2 us: techcommunity.microsoft.com,
-# "HPC performance and scalability results with Azure HBv2 VMs".
+# The rate is from launchers/azureml/vm_sizes.yaml (`infiniband_gbps`); FDR sends 64 bits in 66. The
+# latency is from OSU's benchmarks with MPI on Azure's HBv2, 1.6 to 2 us:
+# techcommunity.microsoft.com, "HPC performance and scalability results with Azure HBv2 VMs".
 FDR = Link(56 * GBIT * 64 / 66, 2e-6)
 # The pages of these VM sizes give no bandwidth of their Ethernet, only that it is not accelerated:
 # https://learn.microsoft.com/azure/virtual-machines/sizes/gpu-accelerated/ncv3-series. The nearest
@@ -35,14 +35,14 @@ FDR = Link(56 * GBIT * 64 / 66, 2e-6)
 # The latency is assumed: TCP through a software switch.
 ETHERNET = Link(24 * GBIT, 50e-6)
 
-# Of fp32 gradients: parameters by https://docs.pytorch.org/vision/stable/models.html
+# Bytes of fp32 gradients, for the parameters in https://docs.pytorch.org/vision/stable/models.html
 RESNET50 = 4 * 25_557_032
 RESNET101 = 4 * 44_549_160
 RESNEXT50 = 4 * 25_028_904
 RESNEXT101 = 4 * 88_791_336
 
-# Horovod sent what was ready every 5 ms (HOROVOD_CYCLE_TIME's value then, in operations.cc) and
-# splits no tensor, of which ResNet-50 has 161.
+# Horovod sent all ready gradients every 5 ms (HOROVOD_CYCLE_TIME at that time, in operations.cc).
+# It splits no tensor; ResNet-50 has 161.
 HOROVOD_CYCLE, RESNET50_TENSORS = 5e-3, 161
 
 
@@ -51,13 +51,13 @@ class Published:
     """One machine and library.
 
     Args:
-        name: As it stands in a table.
-        group: Of tables.
+        name: Shown in a table.
+        group: Rows with the same group are summarised together.
         seconds: Devices to seconds of a step, at the same batch per device.
         batch: Images per device.
         setting: With the hardware's links, and the step of the fewest devices.
-        source: Where it was published.
-        note: What a reader must know of the numbers.
+        source: Address of the publication.
+        note: Anything that a reader must know about the numbers.
     """
 
     name: str
@@ -70,8 +70,8 @@ class Published:
 
 
 AZURE_NOTE = (
-    "Read off the bars of `experiments/*_resnet50/plot.svg`; 64 images per GPU, as a script there "
-    "says (a later one says 256, more than 16 GB hold; the bars name no batch). NCCL ran with "
+    "Read off the bars of `experiments/*_resnet50/plot.svg`, which name no batch. 64 images per "
+    "GPU are from a script there (a later script has 256, too many for 16 GB). NCCL ran with "
     "`NCCL_IB_DISABLE=1` over `eth0`, Intel MPI over InfiniBand (`generate_job_spec.py`)"
 )
 AZURE_BATCH = 64
@@ -82,8 +82,8 @@ AZURE_SIZES = {
     "K80": "Standard_NC24r",
 }
 
-# Seconds of a step (median), batch 32, fp32, PyTorch 1.4; of ResNets and ResNeXt-50 by images per
-# second, which has a digit more. A DGX-1 with four adapters of 100 Gbit/s has 8 GPUs.
+# Seconds of a step (median), batch 32, fp32, PyTorch 1.4. Those of ResNets and ResNeXt-50 come from
+# images per second, which have one more digit. A DGX-1 has 8 GPUs and four adapters of 100 Gbit/s.
 PYTORCH_SOURCE = "https://github.com/pytorch/pytorch/blob/main/benchmarks/distributed/ddp/README.md"
 PYTORCH_BATCH = 32
 PYTORCH_SECONDS: dict[str, tuple[int, dict[int, float]]] = {
@@ -116,12 +116,12 @@ NVIDIA_RATES: dict[str, tuple[Link, dict[int, float]]] = {
 
 
 def azure(batch: int = AZURE_BATCH) -> list[Published]:
-    """Azure's four GPU types with both libraries: the Azure architecture's own benchmark.
+    """Azure's four GPU types with both libraries, from a benchmark of Azure's own.
 
     Args:
-        batch: Images per GPU, which is the one thing about them that is not quite certain.
+        batch: Images per GPU, which the source does not state beyond doubt.
     """
-    found = []
+    series = []
     for gpu, libraries in AZURE_RATES.items():
         for library, rates in libraries.items():
             seconds = {n: n * batch / rate for n, rate in rates.items()}
@@ -136,10 +136,10 @@ def azure(batch: int = AZURE_BATCH) -> list[Published]:
                 algorithm=RING,
             )
             name = f"{gpu}, {library}"
-            found.append(
+            series.append(
                 Published(name, "Azure", seconds, batch, setting, AZURE_SOURCE, AZURE_NOTE)
             )
-    return found
+    return series
 
 
 def pytorch() -> list[Published]:
@@ -185,8 +185,8 @@ def goyal() -> Published:
             backward_share=0.120 / step,
         ),
         "https://arxiv.org/abs/1706.02677",
-        "Nothing is published below 8 GPUs, so nothing is fitted, and all is relative to 8. NVLink "
-        "and 50 Gbit/s Ethernet; 20 us are assumed",
+        "Nothing is published below 8 GPUs, so nothing is fitted, and efficiency is relative to 8. "
+        "NVLink and 50 Gbit/s Ethernet; a latency of 20 us is assumed",
     )
 
 

@@ -1,9 +1,9 @@
 """`make bench`: runs what fits this machine and writes benchmarks/RESULTS.md.
 
-    python -m benchmarks.run                     # all; with a GPU its part as well
-    python -m benchmarks.run overhead startup    # these, and only printed
+    python -m benchmarks.run                     # all parts; that for a GPU only if there is one
+    python -m benchmarks.run overhead startup    # prints these parts, and writes nothing
 
-A part that fails leaves the others alone: its error stands in the page, and the exit code is 1.
+If a part fails, the others still run; the page shows its error, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GPU_COMMAND = "python -m benchmarks.run gpu"
 
 
 class Part(Protocol):
-    """What a benchmark's `main` gives back."""
+    """The result of a benchmark's `main`."""
 
     @property
     def goals(self) -> list[Goal]: ...
@@ -51,7 +51,7 @@ class Failed:
 
 
 def measured(name: str) -> Part:
-    """Runs one part; prints how long it took, and what went wrong."""
+    """Runs one part; prints how long it took, and its error if it failed."""
     started = time.monotonic()
     print(f"{name} ...", flush=True)
     try:
@@ -73,15 +73,15 @@ def page(parts: list[Part], missing: list[Goal], seconds: float) -> str:
         f"{time.strftime('%Y-%m-%d')}, {machine()}.",
         f"`make bench`, {seconds / 60:.1f} minutes. Interleaved: A, B, C, A, B, C. Ratios are "
         "those of the medians; where trainings take turns (MLflow, DDP, pipeline), the median of "
-        "the rounds' ratios. A goal within 2 % of 1 also holds inside the A/A spread: of the "
-        "competitor against itself in the same run, with 95 % confidence; where that is wider than "
-        "0.1, the machine was not idle and nothing is decided.",
+        "the rounds' ratios. A/A is the range of the competitor's ratio to itself in the same run, "
+        "with 95 % confidence. A goal within 2 % of 1 is also reached inside this range. If the "
+        "range is wider than 0.1, the machine was not idle, and the goal stays undecided.",
         HEADER + "\n" + "\n".join(goal.row() for goal in goals),
         *(part.markdown() for part in parts),
     ]
     if missing:
         sections.append(
-            "## Not run here\n\nNo NVIDIA GPU on this machine. On one that has it "
+            "## Not run\n\nThis machine has no NVIDIA GPU. On a machine with one, "
             f"`{GPU_COMMAND}` measures:\n\n"
             + "\n".join(f"- {goal.what}: {goal.goal}" for goal in missing)
         )
@@ -94,12 +94,12 @@ def main(names: list[str]) -> int:
         return 0
     unknown = set(names) - set(ALL)
     if unknown:
-        print(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(ALL)}")
+        print(f"unknown benchmark {', '.join(sorted(unknown))}; choose from: {', '.join(ALL)}")
         return 2
     from benchmarks import gpu
 
     if "gpu" in names and not gpu.available():
-        print("gpu: needs an NVIDIA GPU that torch can use, and there is none here")
+        print("gpu: needs an NVIDIA GPU, and torch sees none on this machine")
         return 2
     chosen = names or [name for name in ALL if name != "gpu" or gpu.available()]
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Runs of distdl as a benchmark wants them: laid out by the library, worked on in this process."""
+"""Runs of distdl for a benchmark: created by the library, executed in this process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from distdl.runs.directory import RunDirectory
 CONF = Path(__file__).with_name("conf")
 
 
-def lay_out(folder: Path, *overrides: str) -> RunDirectory:
-    """A run that no worker has begun yet, with its first attempt, below `folder`."""
+def create_run(folder: Path, *overrides: str) -> RunDirectory:
+    """Creates a run with its first attempt below `folder`; no worker has begun it yet."""
     from distdl.config import compose
     from distdl.config.resources import resolve
     from distdl.launch import start
@@ -28,10 +28,10 @@ def lay_out(folder: Path, *overrides: str) -> RunDirectory:
 
 
 def work(run: RunDirectory) -> None:
-    """What a rank does with it: the real worker, here, its output kept back.
+    """Executes a run as one of its ranks: the real worker, in this process, without its output.
 
     Raises:
-        RuntimeError: The worker failed; its output.
+        RuntimeError: The worker failed; the message has the end of its output.
     """
     from distdl.worker import main
 
@@ -43,5 +43,5 @@ def work(run: RunDirectory) -> None:
 
 
 def rank_main(path: str) -> None:
-    """A process that does nothing else."""
+    """The main function of a process that only executes a run."""
     work(RunDirectory(Path(path)))

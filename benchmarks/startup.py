@@ -1,5 +1,5 @@
-"""Start-up, whole processes: help, refusals and a small run, against `import lightning.pytorch`
-and a bare Lightning script.
+"""The wall time of whole processes (help, refusals, a small run), against `import
+lightning.pytorch` and a bare Lightning script.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A Trainer that takes turns (benchmarks.turns)."""
+"""A callback with which a Trainer takes turns (benchmarks.turns)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class Stops(Callback):
 
 
 def overrides(first: int, steps: int) -> list[str]:
-    """So that a run of distdl takes turns."""
-    given = {"_target_": "benchmarks.stops.Stops", "first": first, "steps": steps}
-    return [f"+callbacks.turns.{key}={value}" for key, value in given.items()]
+    """Overrides with which a run of distdl takes turns."""
+    node = {"_target_": "benchmarks.stops.Stops", "first": first, "steps": steps}
+    return [f"+callbacks.turns.{key}={value}" for key, value in node.items()]

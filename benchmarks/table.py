@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-NEAR = 0.02  # a goal so near to 1 also holds inside what the competitor differs from itself
-WIDEST = 0.1  # from the lowest to the highest of that; more says that the machine was not idle
+NEAR = 0.02  # a goal so close to 1 also counts as reached inside the spread of A against A
+WIDEST = 0.1  # a wider spread of A against A means that the machine was not idle
 HEADER = "| where | ratio | goal | measured | reached |\n|---|---|---|---|---|"
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A ratio and what it is to be.
+    """A ratio and its goal.
 
     Args:
-        what: Of what to what.
+        what: Describes the ratio.
         goal: Begins with "at most" or "at least" and a number.
         measured: The ratio of the medians, or `paired` where arms take turns; None: not run.
-        same: What the competitor's own ratio to itself may be by chance (`against_itself`).
+        same: The range of the competitor's ratio to itself, by chance (`against_itself`).
         where: CPU or GPU.
     """
 
@@ -36,10 +36,10 @@ class Goal:
 
     @cached_property
     def _bound(self) -> tuple[str, float]:
-        found = re.match(r"at (most|least) (\d+(?:\.\d+)?)", self.goal)
-        if found is None:
+        match = re.match(r"at (most|least) (\d+(?:\.\d+)?)", self.goal)
+        if match is None:
             raise ValueError(f"a goal begins with 'at most 1.0' or 'at least 1.0', not {self.goal}")
-        return found[1], float(found[2])
+        return match[1], float(match[2])
 
     @property
     def state(self) -> str:
@@ -71,9 +71,9 @@ class Result:
 
     Args:
         ratio, same: See `Goal`.
-        more: Further goals that were measured with it.
+        more: Further goals that were measured at the same time.
         where: CPU or GPU.
-        what: The ratio in the table of goals; by default the title.
+        what: Describes the ratio in the table of goals; by default the title.
     """
 
     title: str
@@ -117,15 +117,15 @@ def _how(goal: Goal) -> str:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of the rounds' ratios: what slows down a whole round is in neither of them."""
+    """The median of the rounds' ratios, which a disturbance of a whole round does not change."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def against_itself(first: Sequence[float], again: Sequence[float]) -> tuple[float, float]:
-    """What `paired` comes to by chance alone, from A and A in the same rounds.
+    """The range of `paired` by chance alone, if A is compared with A in the same rounds.
 
-    In each of 2000 draws every round is taken from the same rounds at random, and either of its two
-    values is the first; the result holds 95 % of the ratios (percentile bootstrap, Efron 1979).
+    In each of 2000 draws, as many rounds are drawn at random, and either of the two values of a
+    round is the first. The range holds 95 % of the ratios (percentile bootstrap, Efron 1979).
 
     Args:
         first, again: The competitor's values of each round, measured twice in it.
@@ -144,7 +144,7 @@ def against_itself(first: Sequence[float], again: Sequence[float]) -> tuple[floa
 
 
 def turned(names: Sequence[str], number: int) -> list[str]:
-    """The arms in the order of this round: each is first in its turn."""
+    """The arms in the order of this round; each arm is first in some rounds."""
     first = number % len(names)
     return [*names[first:], *names[:first]]
 
@@ -156,7 +156,7 @@ def row(name: str, values: Sequence[float], unit: str) -> str:
 
 
 def machine() -> str:
-    """The machine and the versions, as they belong beside every number."""
+    """The machine and the versions, without which no number means anything."""
     import os
 
     import torch

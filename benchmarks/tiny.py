@@ -1,4 +1,4 @@
-"""The tiny model of the overhead and tracking benchmarks, in the shape of each competitor."""
+"""The tiny model and data of the overhead and tracking benchmarks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Tiny(LightningModule):
     Args:
         self_log: Log the loss by `self.log`, as Lightning's users do.
         width: Of the hidden layers.
-        depth: How many there are.
-        first, steps: Of `turns.stop_before`, for a Trainer that may have no callbacks; no steps: it
-            never stops.
+        depth: Number of hidden layers.
+        first, steps: Of `turns.stop_before`, for a Trainer that may have no callbacks; `steps` 0:
+            the training never stops.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""What an MLflow server that takes 0.7 s for every request costs a training step.
+"""The cost of an MLflow server that takes 0.7 s for every request, in the time of a training step.
 
-A real `mlflow server`, behind a proxy that lets every request wait (benchmarks.delay), both in
-processes of their own. The same model, data and Trainer take turns (benchmarks.turns): distdl's
-worker with `tracking=none`, twice (A/A), and with `tracking=mlflow`; in some rounds also with a log
-at every step, and Lightning with its own MLFlowLogger. A block is 50 steps and lasts longer than a
-request; its fifth step is logged. How long a run waits at its end is given beside it.
+A real `mlflow server` runs behind a proxy that delays every request (benchmarks.delay), each in a
+process of its own. These arms train the same model and data and take turns (benchmarks.turns):
+distdl's worker with `tracking=none`, twice (A/A), and with `tracking=mlflow`; in some rounds also
+distdl with a log at every step, and Lightning with its own MLFlowLogger. A block is 50 steps and
+lasts longer than a request; its fifth step is logged. The wait at the end of a run is reported too.
 
 Azure ML's tracking server answers as slowly: about 700 ms for a metric
 (https://github.com/Azure/azure-sdk-for-python/issues/45403).
@@ -29,12 +29,12 @@ from benchmarks.table import Result, against_itself, paired, row
 from benchmarks.tiny import Tiny, TinyData
 
 LATENCY = 0.7
-# A step takes tens of milliseconds on one thread, and its activations fit the cache: with wide ones
-# a run is as fast as the memory pages that it happened to get.
+# A step takes tens of milliseconds on one thread, and its activations fit the cache. With larger
+# activations, the speed of a run depends on the memory pages that it happens to get.
 WIDTH, DEPTH, BATCH = 512, 4, 256
 WARM_UP, STEPS, EVERY = 45, 50, 50
 REPEATS, SOMETIMES = 20, 4  # rounds; the last two arms take part in every fourth of them
-SETTLED = 12  # as many requests may be open when an arm stops for the first time
+SETTLED = 12  # so many requests may be open when an arm stops for the first time
 BACKEND = ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "AZUREML_RUN_ID")
 NONE, AGAIN = "distdl, tracking=none", "distdl, tracking=none, again"
 OURS = f"distdl, tracking=mlflow, every {EVERY} steps"
@@ -42,9 +42,9 @@ ALWAYS = "distdl, tracking=mlflow, every step"
 THEIRS = f"Lightning's MLFlowLogger, every {EVERY} steps"
 
 
-def lay_out(folder: Path, total: int, *overrides: str) -> Path:
+def create_run(folder: Path, total: int, *overrides: str) -> Path:
     """A run of distdl, for its worker."""
-    run = runs.lay_out(
+    run = runs.create_run(
         folder,
         *("model=tiny", f"model.width={WIDTH}", f"model.depth={DEPTH}", "data=tiny"),
         *(f"data.steps={total}", f"data.batch_size={BATCH}", "optimizer=none", "schedule=none"),
@@ -55,7 +55,7 @@ def lay_out(folder: Path, total: int, *overrides: str) -> Path:
 
 
 def lightning(folder: str, uri: str, total: str) -> None:
-    """Trainer and MLFlowLogger of Lightning, as its documentation has it."""
+    """Lightning's Trainer and MLFlowLogger, used as in its documentation."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import MLFlowLogger
 
@@ -74,15 +74,15 @@ def lightning(folder: str, uri: str, total: str) -> None:
 
 
 def arms(folder: Path, uri: str, repeats: int) -> dict[str, turns.Arm]:
-    """Each a process of its own."""
+    """The arms, each a process of its own."""
     total = turns.steps_in_all(WARM_UP, STEPS, repeats)
     fewer = turns.steps_in_all(WARM_UP, STEPS, repeats, SOMETIMES)
     mlflow = ("tracking=mlflow", f"tracking.mlflow.tracking_uri={uri}")
-    always = lay_out(folder, fewer, *mlflow, "trainer.log_every_n_steps=1")
+    always = create_run(folder, fewer, *mlflow, "trainer.log_every_n_steps=1")
     return {
-        NONE: turns.Arm(runs.rank_main, [str(lay_out(folder, total, "tracking=none"))]),
-        AGAIN: turns.Arm(runs.rank_main, [str(lay_out(folder, total, "tracking=none"))]),
-        OURS: turns.Arm(runs.rank_main, [str(lay_out(folder, total, *mlflow))]),
+        NONE: turns.Arm(runs.rank_main, [str(create_run(folder, total, "tracking=none"))]),
+        AGAIN: turns.Arm(runs.rank_main, [str(create_run(folder, total, "tracking=none"))]),
+        OURS: turns.Arm(runs.rank_main, [str(create_run(folder, total, *mlflow))]),
         ALWAYS: turns.Arm(runs.rank_main, [str(always)], every=SOMETIMES),
         THEIRS: turns.Arm(lightning, [str(folder), uri, str(fewer)], every=SOMETIMES),
     }
@@ -90,7 +90,7 @@ def arms(folder: Path, uri: str, repeats: int) -> dict[str, turns.Arm]:
 
 @contextlib.contextmanager
 def slow_server(folder: Path, latency: float) -> Iterator[str]:
-    """The address of an MLflow server that lets every request wait."""
+    """The address of an MLflow server that answers every request after `latency` seconds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -133,7 +133,7 @@ def until_it_answers(uri: str, log: Path, seconds: float = 180) -> None:
             urllib.request.urlopen(f"{uri}/health", timeout=2).close()
             return
         time.sleep(0.2)
-    raise RuntimeError(f"mlflow server does not answer: {log.read_text()[-2000:]}")
+    raise RuntimeError(f"the MLflow server does not answer: {log.read_text()[-2000:]}")
 
 
 def requests(uri: str) -> int:
@@ -161,7 +161,7 @@ def main(repeats: int = REPEATS, latency: float = LATENCY) -> Result:
         os.environ.update(hidden)
     steps = {arm: [1000 * s / STEPS for s in seconds] for arm, seconds in blocks.items()}
     none, ours = steps[NONE], steps[OURS]
-    # The rounds that these took part in.
+    # Compared in the rounds in which these arms took part.
     always, theirs = (paired(steps[arm], none[::SOMETIMES]) for arm in (ALWAYS, THEIRS))
     return Result(
         title=f"A step with an MLflow server that takes {latency:g} s for a request (ms)",
@@ -177,10 +177,10 @@ def main(repeats: int = REPEATS, latency: float = LATENCY) -> Result:
                 for arm in ends
             ),
         ],
-        notes=f"In turn, {STEPS} steps each; {sent} requests came in all. With a log at every step "
-        f"the ratio is {always:.3f}; Lightning's MLFlowLogger, which waits for the server in the "
-        f"training thread, comes to {theirs:.2f} with a log every {EVERY} steps. What distdl has "
-        "not sent by the last step it sends at the end, for at most "
+        notes=f"In turn, {STEPS} steps each, with {sent} requests in total. With a log at every "
+        f"step the ratio is {always:.3f}. Lightning's MLFlowLogger, which waits for the server in "
+        f"the training thread, has {theirs:.2f} with a log every {EVERY} steps. Records that "
+        "distdl has not sent by the last step are sent at the end, for at most "
         "`tracking.mlflow.flush_timeout` seconds (60).",
         command="python -m benchmarks.run tracking",
     )

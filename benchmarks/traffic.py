@@ -1,7 +1,7 @@
 """Bytes that a rank sends per step, counted in real runs of two gloo ranks, for every strategy.
 
-A ResNet-18 with batch norm at 32 pixels. The competitor is DDP with plain gradients, which is what
-Lightning's own DDPStrategy sends.
+They train a ResNet-18 with batch norm at 32 pixels. The competitor is DDP with plain gradients,
+which Lightning's own DDPStrategy sends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMMON = (
     # Reading the loss at a log step sends four bytes.
     *("trainer.log_every_n_steps=1000", "tracking=none", "callbacks=[traffic]"),
 )
-# Whatever DeepSpeed's buckets hold: smaller ones, for a small model and a laptop's memory.
+# Smaller buckets for DeepSpeed, because of the small model and a laptop's memory.
 SMALL = ("strategy.reduce_bucket_size=5_000_000", "strategy.allgather_bucket_size=5_000_000")
 ARMS: dict[str, tuple[str, ...]] = {
     "ddp": ("strategy=ddp",),
@@ -49,31 +49,31 @@ ARMS: dict[str, tuple[str, ...]] = {
     "deepspeed_zero2": ("strategy=deepspeed_zero2", *SMALL),
     "deepspeed_zero3": ("strategy=deepspeed_zero3", *SMALL),
     "fsdp": ("strategy=fsdp",),
-    # The same global batch: one pipeline is given what both devices would be given.
+    # For the same global batch, the one pipeline gets the batches of both devices.
     "pipeline of 2": ("strategy=pipeline", "strategy.balance=parameters", "data.batch_size=16"),
 }
 
 
 @dataclass(frozen=True)
 class Table:
-    """What the ranks sent, as Markdown."""
+    """The bytes that the ranks sent, as Markdown."""
 
     rows: list[str]
     goals: tuple[Goal, ...] = ()
 
     def markdown(self) -> str:
         header = (
-            "| | handed over | sent by the busiest rank | of ddp | collectives |\n"
+            "| | given to collectives | sent by the busiest rank | of ddp | collectives |\n"
             "|---|---|---|---|---|\n"
         )
         return "\n\n".join(
             (
                 "## Bytes per step, two ranks",
                 "Competitor: DDP with plain gradients. ResNet-18 (11.2 million parameters, batch "
-                f"norm) at 32 px, mean of {STEPS} steps, counted at torch's dispatcher; what "
-                "leaves a rank follows from the ring algorithm. A test compares it with what the "
-                "kernel saw the ranks write. A pipeline sends activations, which are small at 32 "
-                "px.",
+                f"norm) at 32 px, mean of {STEPS} steps, counted at torch's dispatcher; the bytes "
+                "that leave a rank are computed for the ring algorithm. A test compares them with "
+                "the bytes that the kernel saw the ranks write. A pipeline sends activations, "
+                "which are small at 32 px.",
                 header + "\n".join(self.rows),
                 "`python -m benchmarks.run traffic`",
             )
@@ -91,14 +91,14 @@ def main(arms: dict[str, tuple[str, ...]] = ARMS) -> Table:
     rows = []
     ddp = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        paths = {n: runs.lay_out(Path(folder), *COMMON, *o).path for n, o in arms.items()}
-        # One pair of ranks does them all; DeepSpeed wants to be the first and only one.
+        paths = {n: runs.create_run(Path(folder), *COMMON, *o).path for n, o in arms.items()}
+        # One pair of ranks executes all runs, except DeepSpeed's, which need fresh processes.
         alone = [name for name in arms if name.startswith("deepspeed")]
         for group in ([n for n in arms if n not in alone], *([name] for name in alone)):
             if group:
                 pair.work([paths[name] for name in group])
-        found = {name: count(path) for name, path in paths.items()}
-    for name, sums in found.items():
+        counts = {name: count(path) for name, path in paths.items()}
+    for name, sums in counts.items():
         ddp = ddp or sums["sent"]
         collectives = ", ".join(
             f"{tally['calls']:g} {kind.strip('_')}" for kind, tally in sums["collectives"].items()

@@ -1,9 +1,9 @@
 """Trainings that take turns, a block of steps each.
 
-Two runs of the same thing, one after the other, differ by 5 to 10 % on a shared machine, because it
-is slower for seconds at a stretch. So every arm is there from the start, each rank a process of its
-own, and waits in a read of a pipe, which costs nothing, until it is its turn to train some steps.
-What is compared are neighbours, a second or two apart.
+Two equal runs, one after the other, differ by 5 to 10 % on a shared machine, which is slower for
+seconds at a time. So all arms are started first, each rank in a process of its own. An arm waits in
+a read of a pipe, which costs nothing, until its turn to train some steps. Neighbouring blocks are
+compared, a second or two apart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIPES = "DISTDL_BENCH_TURNS"  # the file numbers that a rank reads from and writ
 
 
 def stop_before(step: int, first: int, steps: int) -> None:
-    """What a rank calls before each of its steps: signals the end of a block, and awaits its turn.
+    """Called by a rank before each step: signals the end of a block, and waits for the next turn.
 
     Args:
         step: From 0.
@@ -41,12 +41,13 @@ def stop_before(step: int, first: int, steps: int) -> None:
 
 @dataclass(frozen=True)
 class Arm:
-    """One of those that take turns.
+    """A training that takes turns with others.
 
     Args:
-        main: Of a module; trains and calls `stop_before`, in each of `ranks` processes (1 or 2).
-        arguments: What it is called with.
-        every: 2: it takes part in every second round.
+        main: A function of a module, called in each of `ranks` processes (1 or 2). It trains, and
+            calls `stop_before`.
+        arguments: Of `main`.
+        every: 2: the arm takes part in every second round.
     """
 
     main: Callable[..., None]
@@ -63,7 +64,7 @@ class Arm:
 
 @dataclass
 class _Started:
-    """An arm's processes, stopped."""
+    """An arm's processes, waiting for their turn."""
 
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     logs: list[Path] = field(default_factory=list)
@@ -73,7 +74,7 @@ class _Started:
     def await_stop(self) -> None:
         for signal, log in zip(self.signals, self.logs, strict=True):
             if os.read(signal, 1) != b".":
-                raise RuntimeError(f"a rank ended before its time: {log.read_text()[-3000:]}")
+                raise RuntimeError(f"a rank ended too early: {log.read_text()[-3000:]}")
 
     def proceed(self) -> None:
         for go in self.go:
@@ -114,7 +115,7 @@ def _start(arm: Arm, folder: Path, stack: ExitStack) -> _Started:
                 stderr=subprocess.STDOUT,
                 pass_fds=(signal, waits),
             )
-        for number in (signal, waits):  # the child's: a pipe of one that died has an end
+        for number in (signal, waits):  # the child's ends, so that reading sees when it dies
             os.close(number)
         for number in (read, go):
             stack.callback(os.close, number)
@@ -132,25 +133,25 @@ def take(
     folder: Path,
     settled: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Starts the arms, one after the other, and lets them take turns, each first in its own.
+    """Starts the arms, one after the other, and lets them take turns.
 
     Args:
-        arms: By name; each trains `steps_in_all`.
-        rounds: In each of them, every arm trains a block.
-        folder: Empty; for what the arms print.
-        settled: Called once, after one block of each that does not count.
+        arms: By name; each trains `steps_in_all` steps.
+        rounds: In each round, every arm trains a block.
+        folder: An empty folder for the output of the arms.
+        settled: Called once, after the first block of each arm, which does not count.
 
     Returns:
-        Seconds of each block, and from the last one to the end of the process.
+        Seconds of each block; and seconds from the last block to the end of the process.
 
     Raises:
-        RuntimeError: An arm ended before its time; with the end of its output.
+        RuntimeError: An arm ended too early; the message has the end of its output.
     """
     with ExitStack() as stack:
         started = {}
         for name, arm in arms.items():
             started[name] = _start(arm, folder, stack)
-            started[name].await_stop()  # some measure something at their start, undisturbed
+            started[name].await_stop()  # some arms measure at their start and need an idle machine
         for each in started.values():
             each.block()
         settled()
@@ -163,5 +164,5 @@ def take(
 
 
 def steps_in_all(first: int, steps: int, rounds: int, every: int = 1) -> int:
-    """How many steps an arm trains: a block that does not count, and one step after the last."""
+    """The steps that an arm trains, with a block that does not count, and one step at the end."""
     return first + steps * (1 + math.ceil(rounds / every)) + 1

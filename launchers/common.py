@@ -35,7 +35,7 @@ __all__ = ["AboveZero", "Count", "Positive"]  # for the launchers' settings
 
 
 class Refused(ValueError):
-    """Raised when a settings validator rejects a value; `what` begins with the value."""
+    """Raised when a settings validator rejects a value. `what` begins with the value."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(what)
@@ -66,8 +66,8 @@ Inputs = Annotated[dict[str, dict[str, Any]], BeforeValidator(with_paths)]
 
 
 def matching(pattern: str, what: str, remedy: str = "") -> BeforeValidator:
-    """A validator that accepts only a one-line string that matches the whole pattern. The error
-    reads `'x' is not {what}`."""
+    """A validator that accepts one-line strings that match the whole pattern, and rejects others by
+    `'x' is not {what}`."""
 
     def validate(value: Any) -> Any:
         is_line = isinstance(value, str) and value.isprintable()
@@ -79,8 +79,8 @@ def matching(pattern: str, what: str, remedy: str = "") -> BeforeValidator:
 
 
 class LauncherSettings(BaseModel):
-    """The keys of `launcher.*`, typed. conf/launcher/ explains each one and sets its default. A
-    launcher is a subclass, with one field for each of its keys.
+    """The typed keys of `launcher.*`: a launcher is a subclass with one field per key. The files of
+    conf/launcher/ explain each key and set its default.
 
     Raises:
         UserError: A value has the wrong type or range, or a key is unknown.
@@ -101,15 +101,15 @@ class LauncherSettings(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        # The config validation compares key names with this signature. Only `check` reports types
-        # and ranges, all at once.
+        # The config's validation compares its keys with this signature. Types and ranges are left
+        # to `check`, which reports all of them at once.
         signature = inspect.signature(cls)
         untyped = [p.replace(annotation=Any) for p in signature.parameters.values()]
         cls.__signature__ = signature.replace(parameters=untyped)
 
     @classmethod
     def check(cls, node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yields every problem of a `launcher` node, with paths relative to it. The context is the
+        """Yields every problem of a `launcher` node, with paths relative to it. The context has the
         size of the run: `num_nodes`, `devices` (per node), `accelerator`."""
         values = {key: value for key, value in node.items() if key in cls.model_fields}
         wrong: list[Problem] = []
@@ -124,8 +124,8 @@ class LauncherSettings(BaseModel):
         yield from (p for p in settings.misfits(context) if p.path not in reported)
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
-        """Problems of settings that are each valid, but not in combination, for the size of this
-        run, or on this machine; see `check`."""
+        """Problems of settings that are valid separately, but not together, for this size of run,
+        or on this machine; see `check`."""
         return iter(())
 
 
@@ -135,7 +135,7 @@ def relative(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raises the problems, if there are any. Their paths are relative to `launcher`."""
+    """Raises the problems if there are any; their paths are relative to `launcher`."""
     if wrong := [replace(p, path=f"launcher.{p.path}".rstrip(".")) for p in problems]:
         raise UserError(*wrong)
 
@@ -155,13 +155,13 @@ def unknown_keys(
     for name, entry in inputs.items():
         for key in sorted(set(entry) - set(known)):
             hint = did_you_mean(key, known) or f"an input has {' and '.join(known)}"
-            yield Problem(f"inputs.{name}.{key}", "no such setting of an input", hint)
+            yield Problem(f"inputs.{name}.{key}", "not a setting of an input", hint)
 
 
 def problems(
     error: ValidationError, values: Mapping[str, Any], known: Iterable[str]
 ) -> Iterator[Problem]:
-    """One Problem for each value that pydantic rejects; a union's errors become one sentence."""
+    """One Problem for each value that pydantic rejects. A union's errors become one sentence."""
     reasons: dict[str, list[dict[str, Any]]] = {}
     for item in error.errors(include_url=False):
         reasons.setdefault(_path(values, item["loc"]), []).append(dict(item))
@@ -212,15 +212,15 @@ def newest_checkpoint(store: Path) -> Sequence[Path]:
 
 
 def attempt_at(folder: Path) -> Attempt:
-    """The attempt in a folder, to read what its ranks have recorded so far."""
+    """The attempt in a folder, to read what its ranks have recorded."""
     from distdl.runs.attempt import Attempt
 
     return Attempt(folder)
 
 
 def forwarded(spec: JobSpec) -> dict[str, str]:
-    """The variables of `forward_env`, with their values in this shell. The values must not be
-    written to any request, file, command line or log."""
+    """The variables of `forward_env` with their values in this shell, which must not be written to
+    any request, file, command line or log."""
     return {name: os.environ[name] for name in spec.forward_env}
 
 
@@ -238,8 +238,8 @@ def digest(text: str, length: int) -> str:
 
 
 def pace(shortest: float, longest: float = 0.0) -> Iterator[None]:
-    """Yields at once, and then again after each pause. The pauses, in seconds, grow from `shortest`
-    up to `longest`; by default they do not grow."""
+    """Yields at once, and again after each pause. Pauses grow from `shortest` to `longest` seconds;
+    by default they do not grow."""
     pause = shortest
     yield
     while True:
@@ -256,13 +256,13 @@ def wait_until_ended(job: Job, seconds: float) -> JobState:
 
 
 class Forgotten(UserError):
-    """The platform does not know the job, or no longer knows it."""
+    """The platform does not know the job, or has forgotten it."""
 
 
-class AskedJob(ABC):
-    """Base class of jobs whose platform is queried over a network, for one job or for many at once.
+class QueriedJob(ABC):
+    """Base class of jobs whose platform is queried over a network, for one job or many at once.
 
-    A subclass defines the queries (`_look`, `_listed`) and what an answer means (`_meaning`).
+    A subclass defines the queries (`_query`, `_query_all`) and reads their answers (`_state_from`).
     """
 
     why = ""  # the reason if the last `state` was UNKNOWN
@@ -271,23 +271,23 @@ class AskedJob(ABC):
     _answer: Any = None  # stored by `ask` for the next `state`
 
     @abstractmethod
-    def _look(self) -> Any:
+    def _query(self) -> Any:
         """The platform's answer about this job; raises Forgotten if it does not know the job, and
         another UserError if it cannot be queried."""
 
     @classmethod
     @abstractmethod
-    def _listed(cls, jobs: Sequence[Self]) -> Iterable[tuple[Self, Any]]:
+    def _query_all(cls, jobs: Sequence[Self]) -> Iterable[tuple[Self, Any]]:
         """Queries several jobs at once. A job without an answer is queried on its own later. If the
         answer is an exception, the job's next `state` is UNKNOWN."""
 
     @abstractmethod
-    def _meaning(self, answer: Any) -> JobState: ...
+    def _state_from(self, answer: Any) -> JobState: ...
 
     @classmethod
     def ask(cls, jobs: Sequence[Self]) -> None:
         """Queries several jobs at once; the next `state` of each job uses that answer."""
-        for job, answer in cls._listed(jobs):
+        for job, answer in cls._query_all(jobs):
             job._answer = answer
 
     def state(self) -> JobState:
@@ -295,7 +295,7 @@ class AskedJob(ABC):
         try:
             if isinstance(answer, UserError):
                 raise answer
-            return self._meaning(self._look() if answer is None else answer)
+            return self._state_from(self._query() if answer is None else answer)
         except UserError as error:
             self.why = str(error)
             return JobState.UNKNOWN
@@ -305,7 +305,7 @@ class AskedJob(ABC):
         answered = time.monotonic()
         for _ in pace(self.poll_seconds):
             try:
-                state = self._meaning(self._look())
+                state = self._state_from(self._query())
                 answered = time.monotonic()
                 if state.ended:
                     return state
@@ -318,9 +318,8 @@ class AskedJob(ABC):
 def from_pages(
     jobs: Mapping[str, T], pages: Iterable[Iterable[tuple[str, Any]]]
 ) -> Iterator[tuple[T, Any]]:
-    """Pairs jobs, by name, with their (name, answer) entries in a platform's list, which has the
-    newest jobs first. It reads no more pages than there are jobs: beyond that, one query per job
-    needs fewer requests."""
+    """Pairs jobs with their (name, answer) entries in a platform's list, newest first. Reads at
+    most a page per job: beyond that, separate queries need fewer requests."""
     missing = dict(jobs)
     for page in islice(pages, len(jobs)):
         for name, answer in page:
@@ -334,37 +333,37 @@ def from_pages(
 
 
 @dataclass(frozen=True)
-class FarFile:
-    """A file in a remote store: its size in bytes, and when it was written (Unix time)."""
+class RemoteFile:
+    """A file in a remote store: its size in bytes, and the time of its last change (Unix time)."""
 
     size: int
     modified: float
 
 
 def manifests_last(names: Iterable[str]) -> list[str]:
-    """File names in copying order: manifests last, since a manifest marks a complete checkpoint."""
+    """File names in copying order. Manifests are last: one marks its checkpoint as complete."""
     return sorted(names, key=lambda name: (name.endswith(".manifest.json"), name))
 
 
 def fetch_files(
-    to: Path, files: Mapping[str, FarFile], download: Callable[[str, Path], object]
+    to: Path, files: Mapping[str, RemoteFile], download: Callable[[str, Path], object]
 ) -> int:
-    """Copies a run's files, named relative to its store, into a folder, and returns their number.
-    It skips a file that exists with the same size and is not older, and the run's own files (`OWN`
-    in `distdl.util.safe_paths`)."""
-    from distdl.util.safe_paths import places
+    """Copies a run's files, named relative to its store, into a folder; returns how many. Skips
+    existing files of the same size that are not older, and the files that only this machine writes
+    (`OWN` in `distdl.util.safe_paths`)."""
+    from distdl.util.safe_paths import local_paths
 
     copied = 0
-    for name, path in places(to, manifests_last(files)).items():
-        far = files[name]
-        near = path.stat() if path.is_file() else None
-        if near and near.st_size == far.size and near.st_mtime >= far.modified:
+    for name, path in local_paths(to, manifests_last(files)).items():
+        remote = files[name]
+        local = path.stat() if path.is_file() else None
+        if local and local.st_size == remote.size and local.st_mtime >= remote.modified:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.part")
         temporary.unlink(missing_ok=True)
         download(name, temporary)
         temporary.replace(path)
-        os.utime(path, (far.modified, far.modified))
+        os.utime(path, (remote.modified, remote.modified))
         copied += 1
     return copied

@@ -1,4 +1,4 @@
-"""Ranks that were started from outside (`torchrun -m distdl ...`): nothing is left to launch."""
+"""Ranks that another tool has started (`torchrun -m distdl ...`), so there is nothing to launch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ExternalRequest:
     def render(self) -> str:
         count = self.spec.resources.world_size
         command = shlex.join(["python", *self.spec.worker()])
-        return f"# the {count} processes that are running already, each:\n{command}"
+        return f"# in each of the {count} processes that are running already:\n{command}"
 
 
 class ExternalLauncher:
-    """Describes a job whose processes already run; `distdl.launch.external` runs their work."""
+    """Describes a job whose processes already run `distdl.launch.external`."""
 
     def request(self, spec: JobSpec) -> ExternalRequest:
         return ExternalRequest(spec)
@@ -29,4 +29,4 @@ class ExternalLauncher:
         raise RuntimeError("the ranks of an external job were started before distdl was")
 
     def attach(self, handle: str) -> NoReturn:
-        raise ValueError(f"{handle}: whoever started an external job can look after it")
+        raise ValueError(f"{handle}: an external job is managed by the tool that started it")

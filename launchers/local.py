@@ -1,4 +1,4 @@
-"""This machine: one device runs in this process, several run under torch's elastic agent."""
+"""This machine: one rank runs in this process, several ranks under torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distdl.util.errors import UserError
 
 @dataclass(frozen=True)
 class LocalRequest:
-    """What will run: the worker's command line and the number of processes."""
+    """The worker's command line and the number of processes."""
 
     spec: JobSpec
     grace_seconds: int
@@ -42,7 +42,7 @@ class LocalRequest:
 
 class LocalLauncher(LauncherSettings):
     """Runs a job on this machine, in the foreground. The ranks inherit every variable, not only
-    those of `forward_env`. The command line, which counts attempts, uses `max_attempts`."""
+    those of `forward_env`. The command line counts attempts, and applies `max_attempts`."""
 
     foreground: ClassVar = True
 
@@ -59,7 +59,7 @@ class LocalLauncher(LauncherSettings):
         """The job of an attempt (`local:///.../attempts/001`), to query or cancel it."""
         folder = Path(handle.removeprefix("local://"))
         if not (folder / "launch.yaml").exists():
-            raise UserError.at(handle, "there is no attempt of a run there")
+            raise UserError.at(handle, "this folder is not an attempt of a run")
         return LocalJob(folder, None)
 
 
@@ -82,16 +82,16 @@ class LocalJob:
         return self._attempt.state()
 
     def wait(self) -> JobState:
-        """Runs the job; if it belongs to another shell, only waits for its end."""
+        """Runs the job. If it belongs to another shell, only waits for its end."""
         if self._request is None:
             return wait_until_ended(self, 0.5)
         try:
             run = _in_this_process if self._request.in_process else self._under_agent
-            return self._ended(run(self._request))
-        except KeyboardInterrupt as interrupt:  # before the job had installed its own handlers
+            return self._conclude(run(self._request))
+        except KeyboardInterrupt as interrupt:  # before the job has installed its own handlers
             from distdl.ranks import stopping
 
-            return self._ended(-stopping.number_of(interrupt))
+            return self._conclude(-stopping.signal_number(interrupt))
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         from distdl.util.tail import tail
@@ -102,7 +102,7 @@ class LocalJob:
     def cancel(self) -> None:
         """Does what Ctrl-C in the job's shell would do."""
         pid = self._attempt.status().get("pid")
-        # The pid comes from a file: 0 and below would signal process groups, and 1 is init.
+        # The pid comes from a file. 0 and below would signal process groups, and 1 is init.
         if isinstance(pid, int) and pid > 1 and self.state() is JobState.RUNNING:
             os.kill(pid, signal.SIGINT)
 
@@ -118,16 +118,16 @@ class LocalJob:
             env=request.env,
         )
 
-    def _ended(self, code: int) -> JobState:
+    def _conclude(self, code: int) -> JobState:
         from distdl.ranks import stopping
 
-        return self._attempt.conclude(stopping.state_of(code), code)
+        return self._attempt.conclude(stopping.state_after_exit(code), code)
 
 
 def _in_this_process(request: LocalRequest) -> int:
     from distdl.ranks import process_exit
     from distdl.worker import main
 
-    process_exit.name_who_stays()
+    process_exit.report_waiting_threads()
     os.environ.update(request.env)
     return main.main(request.spec.worker()[2:])

@@ -45,7 +45,7 @@ UNCHECKED = (
     "-c",
     "import sys\n"
     "from distdl.cli import main as command_line; from distdl.validation import validate\n"
-    f"validate._ask_child = lambda request: {NO_PROBLEMS}\n"
+    f"validate._check_in_child = lambda request: {NO_PROBLEMS}\n"
     "sys.argv[0] = command_line.__file__\n"
     "sys.exit(command_line.main())\n",
 )
@@ -206,7 +206,7 @@ def command(tmp_path, monkeypatch, capsys) -> Callable[..., Said]:
 
 
 def _answer(monkeypatch: pytest.MonkeyPatch, reply: Callable[[str], Any]) -> None:
-    for ask in ("_ask_child", "_ask_here"):
+    for ask in ("_check_in_child", "_check_in_process"):
         monkeypatch.setattr(f"distdl.validation.validate.{ask}", reply)
 
 

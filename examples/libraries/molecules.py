@@ -1,4 +1,4 @@
-"""For chemprop: alkanes and alcohols, whose property is the number of their atoms."""
+"""For chemprop: alkanes and alcohols. The property to learn is the number of their atoms."""
 
 import numpy as np
 from chemprop.data import MoleculeDatapoint, MoleculeDataset, build_dataloader

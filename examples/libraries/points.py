@@ -1,4 +1,4 @@
-"""For torch_uncertainty: noisy sums, and the function that it asks for its optimizer."""
+"""For torch_uncertainty: noisy sums, and the function that makes its optimizer."""
 
 import torch
 from lightning.pytorch import LightningDataModule

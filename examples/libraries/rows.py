@@ -1,4 +1,4 @@
-"""For pytorch_tabular: a generated table, and the module that its settings make."""
+"""For pytorch_tabular: a generated table, and a module built from settings."""
 
 import numpy as np
 import pandas as pd
@@ -35,7 +35,7 @@ class Rows(TabularDatamodule):
         super().__init__(table(96, 1), settings(batch_size), table(32, 2))
 
     def setup(self, stage: str | None = None) -> None:
-        if not self._fitted:  # theirs prepares the data for training alone
+        if not self._fitted:  # TabularDatamodule prepares data only for training
             super().setup("fit")
 
     def test_dataloader(self) -> DataLoader:

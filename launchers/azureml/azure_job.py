@@ -1,4 +1,4 @@
-"""A job on Azure ML: its state, log and end. Its handle is all that is needed to find it."""
+"""A job on Azure ML: its state and log, and how it ended. A handle is enough to find it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distdl.job import JobState
 from distdl.launchers.azureml import datastore
 from distdl.launchers.azureml.client import Connection, Workspace, azure_errors
 from distdl.launchers.azureml.run_history import LogFile, RunHistory, by_rank
-from distdl.launchers.common import AskedJob, from_pages, pace
+from distdl.launchers.common import QueriedJob, from_pages, pace
 from distdl.util.errors import UserError
 
 # https://learn.microsoft.com/rest/api/azureml/jobs/get#jobstatus
@@ -20,7 +20,7 @@ STATES = {
     **dict.fromkeys(("NotStarted", "Queued", "Starting"), JobState.PENDING),
     **dict.fromkeys(("Provisioning", "Preparing", "Paused"), JobState.PENDING),
     **dict.fromkeys(("Running", "Finalizing", "CancelRequested"), JobState.RUNNING),
-    "NotResponding": JobState.RUNNING,  # it may come back
+    "NotResponding": JobState.RUNNING,  # it may answer again
     "Completed": JobState.SUCCEEDED,
     "Failed": JobState.FAILED,
     "Canceled": JobState.CANCELLED,
@@ -31,13 +31,13 @@ EXPLAINED = {
     "Preparing": "getting nodes and the image; the first build of an image takes 10 to 20 minutes",
     "CancelRequested": "being cancelled",
 }
-QUEUED_LONG = 120  # seconds, after which the likely reason is shown
+QUEUED_LONG = 120  # seconds in the queue, after which the likely reason is shown
 SHORTEST, LONGEST = 1.0, 10.0  # seconds between two polls of the log
 MISSES = 20  # consecutive polls without an answer, after which following ends
 
 
-class AzureMLJob(AskedJob):
-    """One job, or the trial of a sweep job's member, which Azure names only when it starts."""
+class AzureMLJob(QueriedJob):
+    """One job, or the trial of `member` in a sweep job. Azure names a trial when it starts."""
 
     def __init__(self, connection: Connection, name: str, member: str | None = None) -> None:
         self._connection = connection
@@ -54,8 +54,8 @@ class AzureMLJob(AskedJob):
         return self._connection.page(self._name)
 
     @classmethod
-    def _listed(cls, jobs: Sequence[AzureMLJob]) -> Iterable[tuple[AzureMLJob, Any]]:
-        """As in the base class, but skips trials: the workspace's lists do not contain them."""
+    def _query_all(cls, jobs: Sequence[AzureMLJob]) -> Iterable[tuple[AzureMLJob, Any]]:
+        """As in the base class, without trials, which the workspace's lists do not contain."""
         workspaces: dict[Workspace, dict[str, AzureMLJob]] = {}
         for job in jobs:
             if job._member is None:
@@ -63,32 +63,32 @@ class AzureMLJob(AskedJob):
         for named in workspaces.values():
             with azure_errors():
                 listed = next(iter(named.values()))._connection.client.jobs.list().by_page()
-                # The SDK lists a job of an unknown kind as None.
+                # The SDK lists a job of a kind that it does not know as None.
                 pages = ([(j.name, {"status": j.status}) for j in page if j] for page in listed)
                 yield from from_pages(named, pages)
 
-    def _look(self) -> dict[str, Any]:
+    def _query(self) -> dict[str, Any]:
         if run := self._run():
             return self._history.details(run)
         sweep = self._history.details(self._name)
-        # The trial can still start while the sweep runs.
-        ended = self._meaning(sweep).ended
+        # While the sweep runs, the trial can still start.
+        ended = self._state_from(sweep).ended
         return {"status": "Canceled" if ended else "Queued", "error": sweep.get("error")}
 
-    def _meaning(self, answer: Any) -> JobState:
+    def _state_from(self, answer: Any) -> JobState:
         return STATES.get(answer["status"], JobState.UNKNOWN)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """Rank 0's output and Azure's own reports; if the job failed, every rank's output."""
+        """Rank 0's output and Azure's own messages; after a failure, every rank's output."""
         file, steps, misses = LogFile(self._history), pace(SHORTEST, LONGEST), 0
         status, since, explained = "", time.monotonic(), False
         while True:
             try:
-                details = self._look()
+                details = self._query()
                 ranks = by_rank(details.get("logFiles") or {})
                 lines = file.new(ranks[0]) if 0 in ranks else []
             except UserError as error:
-                # The job runs without us, so a short network outage must not end the command.
+                # The job continues anyway, so a short network outage must not end the command.
                 misses += 1
                 if not follow or misses > MISSES:
                     raise
@@ -101,7 +101,7 @@ class AzureMLJob(AskedJob):
                 yield f"azureml: {status.lower()}" + (f": {more}" if more else "")
                 since = time.monotonic()
             yield from lines
-            state = self._meaning(details)
+            state = self._state_from(details)
             if state.ended or not follow:
                 break
             if status == "Queued" and not explained and time.monotonic() - since > QUEUED_LONG:
@@ -116,15 +116,15 @@ class AzureMLJob(AskedJob):
 
     def cancel(self) -> None:
         if (run := self._run()) is None:
-            what = "has not started yet, and Azure ML has no name for it"
-            remedy = f"cancel the whole sweep: {self._connection.workspace.handle(self._name)}"
+            what = "has not started yet, and until then Azure ML cannot cancel it alone"
+            remedy = f"cancel the entire sweep: {self._connection.workspace.handle(self._name)}"
             raise UserError.at(self.handle, what, remedy)
         if not self.state().ended:
             with azure_errors(self.handle):
                 self._connection.client.jobs.begin_cancel(run)
 
     def fetch(self, to: Path) -> None:
-        """Copies the store (checkpoints, logs, status) here; `fetch_files` says what it skips."""
+        """Copies the store (checkpoints, logs, status) into a folder, with `fetch_files`."""
         with azure_errors(self.handle):
             path = str(self._connection.client.jobs.get(self._name).outputs["store"].path)
         address = f"{path.rstrip('/')}/{self._member}" if self._member else path
@@ -142,7 +142,7 @@ class AzureMLJob(AskedJob):
         return self._trial
 
     def _failure(self, details: dict[str, Any], ranks: dict[int, str]) -> Iterator[str]:
-        """The other ranks' errors, since rank 0 often fails after them, and Azure's message."""
+        """Azure's error, after the other ranks' output: rank 0 is often not the first to fail."""
         for rank, address in ranks.items():
             if rank:
                 file = LogFile(self._history)
@@ -152,7 +152,7 @@ class AzureMLJob(AskedJob):
             yield f"azureml: {' '.join(str(message).split())[:600]}"
 
     def _why_queued(self) -> str:
-        quota = "is the quota used up (Studio, Quota), or has the region no such VMs to give?"
+        quota = "the quota may be used up (Studio, Quota), or the region has no free VMs"
         with azure_errors():
             client = self._connection.client
             name = str(client.jobs.get(self._name).compute or "").rpartition("/")[2]
@@ -163,5 +163,5 @@ class AzureMLJob(AskedJob):
         most, tier = getattr(cluster, "max_instances", "?"), getattr(cluster, "tier", "")
         text = f"cluster {name} has {nodes} of at most {most} nodes ({cluster.size}, {tier})"
         if errors := getattr(cluster, "provisioning_errors", None):
-            return f"{text}, and Azure says {errors}"
+            return f"{text}; Azure reports {errors}"
         return f"{text}: all are busy" if nodes == most else f"{text}; {quota}"

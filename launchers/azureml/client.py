@@ -1,4 +1,4 @@
-"""The connection to a workspace: its names, its credential, and Azure's errors as UserErrors."""
+"""The connection to a workspace: names, credential, and Azure's errors as UserErrors."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ HOSTS = {
     "studio.ml.azure.cn",
 }
 CLOUDS = {name: Cloud(*hosts.split()) for name, hosts in HOSTS.items()}
-# Part of a workspace's name -> its variable, and its key in config.json (from Azure's portal).
+# Part of a workspace's name -> its environment variable, and its key in Azure's config.json.
 NAMED_BY = {
     "subscription": ("AZURE_SUBSCRIPTION_ID", "subscription_id"),
     "resource_group": ("AZURE_RESOURCE_GROUP", "resource_group"),
     "workspace": ("AZUREML_WORKSPACE_NAME", "workspace_name"),
 }
-OLD_NAME = "AZURE_WORKSPACE_NAME"  # the older name of the workspace's variable
-# A name that becomes part of an address: characters that some Azure name allows, but no `..`.
+OLD_NAME = "AZURE_WORKSPACE_NAME"  # the old name of the variable for the workspace
+# A name that becomes part of an address: all characters of Azure's names, but no `..`.
 PART = r"(?!\.+(?:/|$))[A-Za-z0-9_.()-]+"
 HANDLE = re.compile(
     rf"azureml://subscriptions/({PART})/resourceGroups/({PART})/workspaces/({PART})"
@@ -62,7 +62,7 @@ class Workspace:
 
     def __post_init__(self) -> None:
         problems = [
-            Problem(f"launcher.{key}", f"{name!r} is not a name in Azure", "letters, digits, _.()-")
+            Problem(f"launcher.{key}", f"{name!r} is not an Azure name", "letters, digits, _.()-")
             for key, name in zip(NAMED_BY, astuple(self), strict=True)
             if not re.fullmatch(PART, name)
         ]
@@ -73,15 +73,15 @@ class Workspace:
     def find(
         cls, subscription: str | None, resource_group: str | None, workspace: str | None
     ) -> Workspace:
-        """The workspace; names that are None come from the environment, else from config.json."""
+        """The workspace. Names that are None are read from the environment, else config.json."""
         exported, file, names, problems = from_environment(), config_file(), [], []
         settings = zip(NAMED_BY.items(), (subscription, resource_group, workspace), strict=True)
         for (key, (variable, file_key)), name in settings:
             names.append(name or exported.get(key) or file.get(file_key))
             if not names[-1]:
-                what = "missing, and the job cannot be sent (dry_run=true shows it)"
+                what = "missing: without it a job can be shown (dry_run=true) but not sent"
                 remedy = f"write launcher.{key}=..., export {variable}=..., or put the workspace's "
-                remedy += "config.json here (Azure's portal offers it for download)"
+                remedy += "config.json from Azure's portal into this folder"
                 problems.append(Problem(f"launcher.{key}", what, remedy))
         if problems:
             raise UserError(*problems)
@@ -102,14 +102,14 @@ class Workspace:
 
 
 def from_environment() -> dict[str, str]:
-    """A workspace's names from variables: `subscription`, `resource_group`, `workspace`."""
+    """A workspace's names from environment variables, by the keys of NAMED_BY."""
     names = {key: os.environ.get(variable) for key, (variable, _) in NAMED_BY.items()}
     names["workspace"] = names["workspace"] or os.environ.get(OLD_NAME)
     return {key: name for key, name in names.items() if name}
 
 
 def config_file() -> dict[str, str]:
-    """The nearest config.json in this folder or above it, as the SDK finds it; empty if none."""
+    """The nearest config.json in this folder or above it, like the SDK; empty if there is none."""
     for folder in (Path.cwd(), *Path.cwd().parents):
         for path in (folder / "config.json", folder / ".azureml" / "config.json"):
             with suppress(OSError, ValueError):
@@ -129,8 +129,8 @@ def parse(handle: str) -> tuple[Workspace, str, str | None]:
 
 
 class Connection:
-    """Access to a workspace as the signed-in user. It imports and sends nothing before it is used.
-    Without a cloud, the SDK chooses, which follows ARM_CLOUD_METADATA_URL."""
+    """Access to a workspace as the signed-in user. Nothing is imported or sent before it is used.
+    If `cloud` is None, the SDK chooses the cloud, by ARM_CLOUD_METADATA_URL."""
 
     def __init__(self, workspace: Workspace, cloud: str | None) -> None:
         self.workspace, self.cloud = workspace, cloud
@@ -153,17 +153,17 @@ class Connection:
     @property
     def scope(self) -> str:
         """The scope of tokens for Azure ML's own services."""
-        elsewhere = urlsplit(os.environ.get("ARM_CLOUD_METADATA_URL", ""))
-        if elsewhere.netloc and self.cloud not in CLOUDS:
-            return f"{elsewhere.scheme}://{elsewhere.netloc}/.default"
+        metadata = urlsplit(os.environ.get("ARM_CLOUD_METADATA_URL", ""))
+        if metadata.netloc and self.cloud not in CLOUDS:
+            return f"{metadata.scheme}://{metadata.netloc}/.default"
         return f"https://{self._hosts.manager}/.default"
 
     def page(self, job: str) -> str:
         group = self.workspace.group.replace("/resourceGroups/", "/resourcegroups/")
         return f"https://{self._hosts.studio}/runs/{job}?wsid=/{group}/workspaces/{self.workspace.name}"
 
-    def look(self) -> None:
-        """Checks that the workspace exists and the signed-in user may see it."""
+    def check_access(self) -> None:
+        """Checks that the workspace exists and that the signed-in user may see it."""
         with azure_errors():
             self.client.workspaces.get(self.workspace.name)
 
@@ -187,12 +187,12 @@ def sign_in(cloud: str | None = None) -> Any:
 
 
 def rest_client(credential: Any = None, scope: str = "", base_url: str = "") -> Any:
-    """An azure.core.PipelineClient that retries where that may help. Each request carries the
-    credential's token for `scope`; without a credential none."""
+    """An azure.core.PipelineClient that retries after temporary errors. Its requests have the
+    credential's token for `scope`, or no token without a credential."""
     from azure.core import PipelineClient
     from azure.core.pipeline import policies
 
-    chain: list[Any] = [policies.RequestIdPolicy()]  # which pollers need
+    chain: list[Any] = [policies.RequestIdPolicy()]  # pollers need it
     chain += [policies.UserAgentPolicy("distdl"), policies.RetryPolicy()]
     if credential is not None:
         chain.append(policies.BearerTokenCredentialPolicy(credential, scope))
@@ -201,14 +201,14 @@ def rest_client(credential: Any = None, scope: str = "", base_url: str = "") -> 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences stderr without a terminal: there the SDK still prints progress and colour codes."""
+    """Silences stderr if it is not a terminal, where the SDK would print progress and colours."""
     with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
         yield
 
 
 @contextmanager
 def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> Iterator[None]:
-    """Turns the exceptions of Azure's packages into UserErrors, of which they become the cause.
+    """Turns the exceptions of Azure's packages into UserErrors with the exception as the cause.
 
     Args:
         path: The path of the Problem.
@@ -223,8 +223,8 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
         raise UserError.at("launcher", what, "pip install 'distdl[azure]'") from error
     except core.ClientAuthenticationError as error:
         remedy = "az login, or export AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, "
-        remedy += "or run where a managed identity is"
-        what = f"Azure knows nobody here who may do this: {brief(error.message)}"
+        remedy += "or run this on a machine with a managed identity"
+        what = f"Azure cannot sign you in: {brief(error.message)}"
         raise UserError.at(path, what, remedy) from error
     except core.HttpResponseError as error:
         what = f"Azure refuses ({error.status_code}): {brief(error.message)}"
@@ -244,7 +244,7 @@ def code_of(error: BaseException | None) -> str:
 
 
 def brief(error: object) -> str:
-    """The first lines of a long error message, without repeated lines and secrets."""
+    """The first lines of an error message, without repetitions and secrets."""
     from distdl.util.redact import redact
 
     text = re.sub(r"\x1b\[\d*m", "", str(error))  # the SDK colours its messages

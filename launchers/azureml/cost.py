@@ -1,7 +1,7 @@
 """Quota, prices and advice for a job on Azure, shown by `dry_run=true`.
 
-It works offline. The tiers of the registry and the storage account, which only Azure knows, come
-from the settings `registry_sku` and `storage_sku`.
+It works offline. Only Azure knows the tiers of the registry and the storage account, so the
+settings `registry_sku` and `storage_sku` name them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from distdl.launchers.azureml.vm_sizes import VmSize
 
 PRICES = "azure.microsoft.com/pricing/details/machine-learning"
 HOURS_PER_MONTH = 730
-# Bigger VMs up to this factor of the price are suggested.
+# Fewer, bigger VMs are suggested up to this factor of the price.
 SIMILAR = 1.25
-# With at least this many nodes, which pull the image at once, a registry's tier matters.
+# With at least this many nodes, which pull the image at the same time, a registry's tier matters.
 MANY_NODES = 4
-# From slow to fast; a size with a slower GPU is not a replacement.
+# From slow to fast. A size with a slower GPU is not a replacement.
 GPUS = ("K80", "P40", "T4", "P100", "A10", "V100", "A100", "H100", "H200")
 
 
@@ -38,10 +38,9 @@ Text = tuple[str, str] | None  # what to do, and why
 
 
 def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
-    """Quota, prices and advice as text, for a run of this size, or for that many sweep members."""
+    """Quota, prices and advice as text, for a run of this size, or `jobs` runs of a sweep."""
     if not (size := vm_sizes.find(settings.vm_size)):
-        why = f"as distdl does not know {settings.vm_size}"
-        return f"price and quota: unknown here, {why}: {PRICES}"
+        return f"price and quota: unknown, as distdl does not know {settings.vm_size}: {PRICES}"
     job = _SizedJob(settings, resources, jobs, size)
     rows = [*job.facts(), job.quota(), *job.prices()]
     rows += [("note", size.note)] if size.note else []
@@ -108,7 +107,7 @@ class _SizedJob:
         if limit := self.settings.walltime:
             yield f"for {limit / 3600:g} h at most", both(limit / 3600)
         if spot:
-            yield "tier", "spot: nodes may be taken away; the run goes on from its checkpoint"
+            yield "tier", "spot: nodes may be taken away; the run resumes from its checkpoint"
         elif one_spot:
             less = f"spot costs about {1 - one_spot / one:.0%} less, and may be"
             yield "tier", f"dedicated: never taken away; {less}"
@@ -124,7 +123,7 @@ class _SizedJob:
     def _replacements(self) -> list[VmSize]:
         """Current sizes whose GPUs are at least as fast and have at least as much memory."""
         fast = set(GPUS[GPUS.index(self.size.gpu) :]) - set(vm_sizes.TOO_OLD)
-        current = [size for size in vm_sizes.all() if not size.retired and size.gpu in fast]
+        current = [size for size in vm_sizes.known() if not size.retired and size.gpu in fast]
         return [size for size in current if size.gpu_memory_gb >= self.size.gpu_memory_gb]
 
     def _nodes(self, size: VmSize) -> int:
@@ -141,25 +140,27 @@ class _SizedJob:
         devices = min(self.run.devices, self.size.gpus)
         fitting = [s for s in self._replacements() if s.gpus >= devices]
         best = min(fitting, key=lambda s: (self._cost(s), s.gpus))
-        why = f"Azure retired {self.size.series} on {self.size.retired}; new VMs of this size are "
-        return f"choose a size of today, such as {best.name}", f"{why}refused"
+        why = f"Azure retired {self.size.series} on {self.size.retired} and refuses new VMs of it"
+        return f"choose a current size, such as {best.name}", why
 
     def _unused(self) -> Text:
         gpus, idle = self.size.gpus, self.size.gpus - self.run.devices
         if self.run.accelerator == "cpu" and gpus:
-            why = f"trainer.accelerator=cpu leaves {gpus} x {self.size.gpu} per node idle, and paid"
-            return "choose a size without GPU, such as Standard_DS3_v2", why
+            why = (
+                f"you pay for {gpus} x {self.size.gpu} per node, idle with trainer.accelerator=cpu"
+            )
+            return "choose a size without GPUs, such as Standard_DS3_v2", why
         if 0 < idle < gpus:
             what = f"write trainer.devices={gpus}, or choose a smaller size"
-            return what, f"{idle} of {gpus} GPUs per node are idle, and paid"
+            return what, f"you pay for {idle} idle GPUs of {gpus} per node"
         return None
 
     def _sweep(self) -> Text:
         if self.run.num_nodes == 1 or self.jobs == 1:
             return None
         what = "train the configurations separately, one VM each: trainer.num_nodes=1"
-        why = "configurations do not need each other: on one VM none waits for a network, and "
-        return what, f"{why}one that is preempted stops no other"
+        why = "on one VM a configuration does not wait for a network, and when one is preempted, "
+        return what, f"{why}the others continue"
 
     def _scale_up(self) -> Text:
         size, nodes, price = self.size, self.run.num_nodes, self.size.price_per_hour
@@ -172,9 +173,9 @@ class _SizedJob:
         best = min(similar, key=lambda s: (self._nodes(s), self._cost(s)))
         cost = f"{money(self._cost(best))} per hour, {best.gpus} x {best.gpu} each"
         what = f"scale up before scaling out: {self._nodes(best)} x {best.name} ({cost}) "
-        why = f"GPUs of one VM talk by {best.interconnect or 'PCIe'}, VMs by a network: what the "
         what += f"instead of {nodes} x {size.name} ({money(price * nodes)})"
-        return what, f"{why}gradients wait for is the slower one"
+        why = f"{best.interconnect or 'PCIe'} in a VM is faster than a network between VMs, and "
+        return what, f"{why}gradients wait for the slowest connection"
 
     def _infiniband(self) -> Text:
         size = self.size
@@ -183,10 +184,10 @@ class _SizedJob:
         fast = [s for s in self._replacements() if s.infiniband]
         best = min(fast, key=lambda s: (self._cost(s), s.name))
         price = f", {money(best.price_per_hour)} per hour" if best.price_per_hour else ""
-        what = "where several nodes are needed, choose a size with InfiniBand, such as "
+        what = "if several nodes are needed, choose a size with InfiniBand, such as "
         what += f"{best.name} ({best.gpus} x {best.gpu}, {best.infiniband_gbps} Gb/s{price})"
         if size.sr_iov:
-            why = "has no InfiniBand (no r in its name): gradients go over Ethernet"
+            why = "has no InfiniBand (no r in its name), so gradients are sent over Ethernet"
             return what, f"{size.name} {why}"
         return what, f"the InfiniBand of {size.name} has no SR-IOV, so NCCL falls back to Ethernet"
 
@@ -194,20 +195,20 @@ class _SizedJob:
         nodes, sku = self.run.num_nodes, self.settings.storage_sku
         if nodes == 1 or sku == "premium" or not (sku or self.settings.inputs):
             return None
-        what = "put the training data on premium block blob storage, results may stay"
+        what = "move the training data, but not the results, to premium block blob storage"
         if not sku:
-            what = "if the data lie on standard Blob storage, move them to premium "
+            what = "if the data is on standard Blob storage, move it to premium "
             what += "(launcher.storage_sku=premium ends this advice)"
-        why = f"{nodes} nodes read at once, and a standard account answers small reads slowly and "
-        return what, f"{why}limits requests per second over all readers"
+        why = f"{nodes} nodes read at the same time, and a standard account answers small reads "
+        return what, f"{why}slowly and limits the requests per second of all readers"
 
     def _registry(self) -> Text:
         nodes = self.run.num_nodes * self.jobs
         if nodes < MANY_NODES or self.settings.registry_sku != "basic":
             return None
         # learn.microsoft.com/azure/container-registry/container-registry-skus
-        why = f"{nodes} nodes pull an image of gigabytes at once, and Basic is limited in "
-        why += "requests and bandwidth: nodes are paid for while they wait"
+        why = f"{nodes} nodes pull an image of gigabytes at once. Basic limits requests and "
+        why += "bandwidth, and you pay for the nodes while they wait"
         return "give the workspace a premium container registry", why
 
     def _idle(self) -> Text:
@@ -217,7 +218,7 @@ class _SizedJob:
         price = (self.settings.spot and self.size.spot_price_per_hour) or self.size.price_per_hour
         cost = f"about {money(least * price * HOURS_PER_MONTH)} a month" if price else "money"
         stay = "nodes stay" if least > 1 else "node stays"
-        return "write launcher.min_nodes=0", f"{least} {stay} on when no job runs: {cost}"
+        return "write launcher.min_nodes=0", f"{least} {stay} on without a job, for {cost}"
 
 
 def money(amount: float) -> str:

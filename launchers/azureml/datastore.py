@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from distdl.launchers.azureml.client import Connection, azure_errors
-from distdl.launchers.common import FarFile, fetch_files
+from distdl.launchers.common import RemoteFile, fetch_files
 from distdl.stores.azure import BlobStore
 from distdl.stores.store import StoreError
 from distdl.util.errors import UserError
 
 ADDRESS = re.compile(r"azureml://(?:.*/)?datastores/([^/]+)/paths/(.+?)/?")
-PATIENCE = 30.0  # seconds of retries while Azure does not answer; short, as a user is waiting
+PATIENCE = 30.0  # seconds of retries while Azure does not answer; short, because a user waits
 
 
 class DatastoreFolder(BlobStore):
     """A folder, opened with the datastore's own credential, else as the signed-in user. Its address
-    is `azureml://datastores/NAME/paths/FOLDER`, or the same with its workspace.
+    is `azureml://datastores/NAME/paths/FOLDER`, which may include the workspace.
 
     Raises:
         UserError: The datastore does not store blobs, or Azure rejects the request.
@@ -28,12 +28,12 @@ class DatastoreFolder(BlobStore):
 
     def __init__(self, connection: Connection, address: str) -> None:
         if (match := ADDRESS.fullmatch(address)) is None:
-            raise UserError.at(address, "is not a folder of a datastore")
+            raise UserError.at(address, "is not the address of a folder in a datastore")
         name, folder = match.groups()
         with azure_errors():
             facts = connection.client.datastores.get(name, include_secrets=True)
         if (container := getattr(facts, "container_name", None)) is None:
-            what = f"is a datastore of type {facts.type}; only those of blobs can be copied from"
+            what = f"is a datastore of type {facts.type}, but only Blob datastores can be read"
             raise UserError.at(name, what)
         account = facts.account_name
         endpoint = f"{facts.protocol}://{account}.blob.{facts.endpoint}"
@@ -46,14 +46,14 @@ class DatastoreFolder(BlobStore):
     def _credential(self, account: str) -> Any:
         return self._secret
 
-    def files(self) -> dict[str, FarFile]:
-        """All files, by their names relative to the folder."""
+    def files(self) -> dict[str, RemoteFile]:
+        """All files, by name relative to the folder."""
         start = f"{self._folder}/"
         listed = lambda: list(self.client.list_blobs(start, include=["metadata"]))  # noqa: E731
         return {
-            blob.name.removeprefix(start): FarFile(blob.size, blob.last_modified.timestamp())
+            blob.name.removeprefix(start): RemoteFile(blob.size, blob.last_modified.timestamp())
             for blob in self.retried("", listed)
-            if not (blob.metadata or {}).get("hdi_isfolder")  # mounts mark folders so
+            if not (blob.metadata or {}).get("hdi_isfolder")  # the mark of a folder that mounts set
         }
 
 
@@ -63,13 +63,13 @@ def fetch(connection: Connection, address: str, to: Path) -> int:
         folder = DatastoreFolder(connection, address)
         files = folder.files()
         if not files:
-            raise UserError.at("", f"nothing is in {address} yet")
+            raise UserError.at("", f"there are no files in {address} yet")
         return fetch_files(to, files, folder.download)
 
 
 def send(connection: Connection, address: str, files: Mapping[str, Path]) -> int:
-    """Uploads the files that the folder lacks, by their names in it; returns how many. They are
-    uploaded in this order: put manifests last."""
+    """Uploads the files (name in the folder -> path) that the folder lacks; returns how many. They
+    are uploaded in order, so manifests must be last."""
     with store_errors():
         folder = DatastoreFolder(connection, address)
         missing = [name for name in files if folder.size(name) is None]

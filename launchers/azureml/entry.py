@@ -1,10 +1,10 @@
-"""What Azure ML starts for each rank: it sets up the environment, then becomes the worker.
+"""The program that Azure ML starts for each rank. It sets variables, then becomes the worker.
 
     python -m distdl.launchers.azureml.entry BUNDLE STORE --attempt N
         --input imagenet=/mnt/... --secret HF_TOKEN=<name in the Key Vault> [--identity user]
 
-A job's definition has only the names of secrets. Their values are read here, with the job's
-identity, and exist only in this process's environment.
+A job's definition has only the names of secrets. This program reads their values as the job's
+identity, and only its own environment has them.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser("python -m distdl.launchers.azureml.entry")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("store")
-    parser.add_argument("--attempt", help="default: as the file `attempt` of the bundle says")
+    parser.add_argument("--attempt", help="default: the number in the bundle's file `attempt`")
     parser.add_argument("--input", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--secret", action="append", default=[], metavar="VARIABLE=SECRET")
     parser.add_argument("--identity", choices=("managed", "user"), default="managed")
     options = parser.parse_args(argv)
     code = Path("code").absolute()
-    os.environ["PYTHONPATH"] = str(code)  # absolute, for processes that change their folder
+    os.environ["PYTHONPATH"] = str(code)  # absolute, because processes may change their folder
     for name, _, path in (item.partition("=") for item in options.input):
         os.environ[f"DISTDL_INPUT_{name.upper()}"] = path
     try:
         names = dict(item.split("=", 1) for item in options.secret)
         os.environ.update(secrets(names, options.identity))
     except Exception as error:
-        text, vault = " ".join(str(error).split())[:500], os.environ.get("DISTDL_KEY_VAULT")
+        reason, vault = " ".join(str(error).split())[:500], os.environ.get("DISTDL_KEY_VAULT")
         message = (
-            f"distdl: the forwarded variables cannot be read from {vault}: {text}\n"
+            f"distdl: the forwarded variables cannot be read from {vault}: {reason}\n"
             "    give the identity of the job (the cluster's managed identity, or you with "
             "launcher.identity=user) the role Key Vault Secrets User"
         )
@@ -80,8 +80,8 @@ def credential(identity: str) -> Any:
 
 
 class OnBehalfOf:
-    """The user's tokens, from the endpoint that `identity: user` gives a job, without the SDK's
-    `azure.ai.ml.identity.AzureMLOnBehalfOfCredential`, which the image would need."""
+    """The user's tokens, from the endpoint of jobs with `identity: user`. It replaces
+    `azure.ai.ml.identity.AzureMLOnBehalfOfCredential`, so that the image does not need the SDK."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint

@@ -33,15 +33,15 @@ class AzureMLLauncher(AzureSettings):
 
     @staticmethod
     def notes(node: Mapping[str, Any]) -> Iterator[str]:
-        """Notes on values that could not be checked and are sent as they are."""
-        if note := vm_sizes.unknown(str(node.get("vm_size"))):
+        """Notes on values that cannot be checked and are sent as they are."""
+        if note := vm_sizes.unknown_note(str(node.get("vm_size"))):
             yield note
 
     def request(self, spec: JobSpec) -> AzureMLRequest:
         return self._request((spec,), requests.command_job(self, spec))
 
     def request_sweep(self, specs: Sequence[JobSpec]) -> AzureMLRequest | None:
-        """With `sweep=azureml` one sweep job of Azure ML; else None, for one job per member."""
+        """One sweep job of Azure ML with `sweep=azureml`; else None, for one job per member."""
         if self.sweep != "azureml":
             return None
         return self._request(tuple(specs), requests.sweep_job(self, tuple(specs)))
@@ -63,14 +63,14 @@ class AzureMLLauncher(AzureSettings):
 
     def reach(self, request: AzureMLRequest) -> None:
         if self.files:
-            what = "is for a dry run, and this would send the job"
+            what = "is only for a dry run, but this command would send the job"
             raise UserError.at("launcher.files", what, "add dry_run=true, or leave it out")
-        self._chosen().look()
+        self._configured_connection().check_access()
 
     def submit(self, request: AzureMLRequest) -> Any:
         """Submits the job. Returns an `AzureMLJob`; for a sweep job a list, one per member."""
         values = forwarded(request.specs[0])
-        connection, job = self._chosen(), request.job
+        connection, job = self._configured_connection(), request.job
         if request.compute is not None:
             submit.ensure_compute(connection, request)
         if request.environment is not None:
@@ -78,7 +78,7 @@ class AzureMLLauncher(AzureSettings):
         if values:
             vault = connection.vault(self.key_vault)
             secrets = {request.secrets[name]: value for name, value in values.items()}
-            submit.keep_secrets(connection, vault, secrets)
+            submit.store_secrets(connection, vault, secrets)
             job = submit.with_variable(job, "DISTDL_KEY_VAULT", vault)
         for spec in request.specs:
             submit.send_checkpoint(connection, requests.output(self, spec.name)["path"], spec)
@@ -96,7 +96,7 @@ class AzureMLLauncher(AzureSettings):
         workspace, job, member = parse(handle)
         return AzureMLJob(self._connection(workspace), job, member)
 
-    def _chosen(self) -> Connection:
+    def _configured_connection(self) -> Connection:
         return self._connection(
             Workspace.find(self.subscription, self.resource_group, self.workspace)
         )

@@ -1,6 +1,6 @@
 """The documents for Azure ML, as YAML that `az ml` and `azure.ai.ml.load_*` read.
 
-The SDK reads the same text that `dry_run` prints.
+A submission gives the SDK the same text that a dry run prints.
 Schemas: https://learn.microsoft.com/azure/machine-learning/reference-yaml-job-command
 """
 
@@ -28,40 +28,40 @@ OTHER_MOUNT_VARIABLES = {
     "reserved_free_disk_space": "DATASET_RESERVED_FREE_DISK_SPACE",
     "unmount_timeout_seconds": "DATASET_UNMOUNT_TIMEOUT_SECONDS",
 }
-MEMBERS = "members"  # a sweep's folder in the snapshot, with the frozen files of each member
+MEMBERS = "members"  # a folder in a sweep's snapshot, with the frozen files of each member
 
 
 @dataclass(frozen=True)
 class AzureMLRequest:
-    """One job, and what must exist before it."""
+    """One job, and the resources that must exist before it."""
 
-    specs: tuple[JobSpec, ...]  # the attempt; several are the members of one sweep job
+    specs: tuple[JobSpec, ...]  # one attempt, or the members of a sweep job
     # As in az ml's YAML. Its `code` is the bundle, or for a sweep a folder that `submit` fills.
     job: dict[str, Any]
-    environment: dict[str, Any] | None  # to register; None: the job names one, or an image
+    environment: dict[str, Any] | None  # to register; None if the job names one, or an image
     compute: dict[str, Any] | None  # the cluster to create if it is absent; None for serverless
-    may_create: bool  # the cluster
+    may_create: bool  # whether the cluster may be created
     secrets: dict[str, str]  # variable -> the name of its secret in the Key Vault
     advice: str  # quota, prices and advice, as text
 
     def render(self) -> str:
         """YAML documents with comments: `az ml ... create --file` accepts each of them."""
-        made = "Its name is given at submission"
+        added = "Its name is added at submission"
         if self.job["type"] == "sweep":
-            made += f", and its code: the code once, and in {MEMBERS}/ each run's frozen files"
-        parts = [f"# The job. {made}.\n{to_yaml(self.job)}"]
+            added += f", and its code: one copy, with each run's frozen files in {MEMBERS}/"
+        parts = [f"# The job. {added}.\n{to_yaml(self.job)}"]
         if self.environment is not None:
-            text = "registered under this version, and built by Azure, if it is not there yet"
+            text = "if this version does not exist, it is registered, and Azure builds it"
             parts.append(f"# The environment: {text}.\n{to_yaml(self.environment)}")
         if self.compute is not None:
-            text = "created if it is not there yet; one that is there is used as it is"
+            text = "created if it does not exist; an existing one is used unchanged"
             if not self.may_create:
-                text = "must be there (launcher.create_compute=false)"
+                text = "must exist (launcher.create_compute=false)"
             parts.append(f"# The cluster: {text}.\n{to_yaml(self.compute)}")
         if self.secrets:
             lines = [f"#   {name}  as secret {secret}" for name, secret in self.secrets.items()]
-            where = "go to the Key Vault at submission, and from there to the job"
-            parts.append("\n".join([f"# Values of these variables {where}:", *lines]) + "\n")
+            text = "go to the Key Vault at submission, and from there to the job"
+            parts.append("\n".join([f"# Values of these variables {text}:", *lines]) + "\n")
         parts.append("".join(f"# {line}".rstrip() + "\n" for line in self.advice.splitlines()))
         return "---\n".join(part for part in parts if part)
 
@@ -80,7 +80,7 @@ def command_job(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
             "type": "command",
             **titles(settings, spec.name),
             **process(settings, spec, arguments, spec.bundle),
-            **surroundings(settings, spec.name),
+            **data_and_compute(settings, spec.name),
             "services": {k: v.model_dump(exclude_none=True) for k, v in settings.services.items()},
             "limits": tidy({"timeout": settings.walltime}),
         }
@@ -88,9 +88,8 @@ def command_job(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
 
 
 def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, Any]:
-    """One sweep job whose trials are the runs. Its only parameter is the member's name, so that the
-    members keep their frozen configs; Azure's page lists them by name with their metrics.
-    """
+    """One sweep job whose trials are the runs. Its only parameter is the member's name, because
+    each member has a frozen config. Azure's page lists the members by name, with their metrics."""
     first, sweep = specs[0], settings.sweep_job
     common, member = first.name.rpartition("/")[0], "${{search_space.member}}"
     arguments = [f"{MEMBERS}/{member}", f"${{{{outputs.store}}}}/{member}"]
@@ -106,7 +105,7 @@ def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, 
             "type": "sweep",
             **titles(settings, common),
             "trial": process(settings, first, arguments, MEMBERS),
-            **surroundings(settings, common),
+            **data_and_compute(settings, common),
             "sampling_algorithm": "grid",
             "search_space": {"member": {"type": "choice", "values": names}},
             "objective": {"goal": sweep.goal, "primary_metric": sweep.metric},
@@ -118,17 +117,17 @@ def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, 
 def process(
     settings: AzureSettings, spec: JobSpec, arguments: list[str], code: str
 ) -> dict[str, Any]:
-    """The part of a job that runs: command, code, environment, variables and nodes."""
+    """Command, code, environment, variables and nodes of a job or of a sweep's trials."""
     resources = {
         "instance_count": spec.resources.num_nodes,
         "instance_type": None if settings.compute else settings.vm_size,
         "shm_size": settings.shm_size,
         "docker_args": settings.docker_args,
     }
-    devices, ours = spec.resources.devices, environment(settings)
-    name = f"azureml:{ours['name']}:{ours['version']}" if ours else settings.environment
+    devices, new = spec.resources.devices, environment(settings)
+    name = f"azureml:{new['name']}:{new['version']}" if new else settings.environment
     return {
-        "command": f"{ENTRY} {shlex.join([*arguments, *sources(settings, spec)])}",
+        "command": f"{ENTRY} {shlex.join([*arguments, *entry_arguments(settings, spec)])}",
         "code": code,
         "environment": name or {"image": settings.image},
         "environment_variables": variables(settings, spec),
@@ -137,7 +136,7 @@ def process(
     }
 
 
-def surroundings(settings: AzureSettings, run: str) -> dict[str, Any]:
+def data_and_compute(settings: AzureSettings, run: str) -> dict[str, Any]:
     """Data, store, cluster and identity."""
     identities = {"managed": "managed", "user": "user_identity"}
     tier = "spot" if settings.spot else "standard"
@@ -145,7 +144,7 @@ def surroundings(settings: AzureSettings, run: str) -> dict[str, Any]:
         "inputs": {name: data.model_dump() for name, data in settings.inputs.items()},
         "outputs": {"store": output(settings, run)},
         "compute": settings.compute and f"azureml:{settings.compute}",
-        "queue_settings": None if settings.compute else {"job_tier": tier},  # of serverless only
+        "queue_settings": None if settings.compute else {"job_tier": tier},  # only for serverless
         "identity": settings.identity and {"type": identities[settings.identity]},
     }
 
@@ -164,11 +163,11 @@ def titles(settings: AzureSettings, run: str) -> dict[str, Any]:
     }
 
 
-def sources(settings: AzureSettings, spec: JobSpec) -> list[str]:
-    """Arguments of the entry point: where inputs are mounted, and the names of secrets.
+def entry_arguments(settings: AzureSettings, spec: JobSpec) -> list[str]:
+    """Arguments of the entry point: the paths of inputs, and the names of secrets.
 
-    Azure replaces `${{...}}` with an address before a shell reads the command. The address is then
-    inside quotes, so the settings reject an address that contains a quote.
+    Azure replaces `${{...}}` with an address before a shell reads the command. The address is in
+    quotes, so the settings reject an address that contains a quote.
     """
     words = [f"--input={name}=${{{{inputs.{name}}}}}" for name in settings.inputs]
     words += [f"--secret={name}={secret}" for name, secret in secret_names(spec).items()]
@@ -189,7 +188,7 @@ def variables(settings: AzureSettings, spec: JobSpec) -> dict[str, str]:
     """The variables of every rank; none of them is secret."""
     values = {"DISTDL_LAUNCHER": "azureml", "PYTHONPATH": "code", "PYTHONUNBUFFERED": "1"}
     if spec.resources.devices > 1:
-        values["OMP_NUM_THREADS"] = "1"  # as under launcher=local: the ranks share the cores
+        values["OMP_NUM_THREADS"] = "1"  # as with launcher=local, because the ranks share the cores
     if settings.spot:
         values["DISTDL_LINGER_SECONDS"] = str(settings.linger_seconds)
     for key, value in tidy(settings.mount).items():
@@ -199,8 +198,8 @@ def variables(settings: AzureSettings, spec: JobSpec) -> dict[str, str]:
 
 
 def output(settings: AzureSettings, run: str) -> dict[str, Any]:
-    """A path that belongs to the run. Azure's default path changes with each job, so that no later
-    job could resume from it."""
+    """The store, at a path that belongs to the run. Azure's default path changes with each job, so
+    no later job could resume from it."""
     path = f"azureml://datastores/{settings.datastore}/paths/distdl/{run}"
     return {"type": "uri_folder", "path": path, "mode": "rw_mount"}
 
@@ -219,7 +218,7 @@ def environment(settings: AzureSettings) -> dict[str, Any] | None:
 
 
 def version_of(folder: Path) -> str:
-    """A hash of all files of a build context, which depends on nothing else."""
+    """A hash of the names and contents of all files of a build context."""
     digests = [
         (path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
         for path in sorted(folder.rglob("*"))
@@ -229,7 +228,7 @@ def version_of(folder: Path) -> str:
 
 
 def compute(settings: AzureSettings, num_nodes: int) -> dict[str, Any] | None:
-    """The cluster as the launcher would create it; None for serverless."""
+    """The cluster as the launcher would create it; None for serverless compute."""
     if settings.compute is None:
         return None
     identity: dict[str, Any] = {}
@@ -260,7 +259,7 @@ def to_yaml(value: Mapping[str, Any]) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Escapes unprintable characters: PyYAML writes U+0085 such that it reads back a blank."""
+        """Escapes unprintable characters: PyYAML would write U+0085 so that it reads as a blank."""
 
     def text(dumper: Dumper, value: str) -> yaml.ScalarNode:
         style = '"' if unprintable(value) else None

@@ -1,7 +1,7 @@
 """Reads a running job's log files with the same REST calls as the SDK's `jobs.stream`.
 
-`jobs.stream` itself prints to stdout, downloads each file repeatedly, and prints nothing while a
-job is queued (https://github.com/Azure/azure-cli/issues/27363).
+`jobs.stream` itself prints to stdout, downloads each file repeatedly, and is silent while a job is
+queued (https://github.com/Azure/azure-cli/issues/27363).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from distdl.launchers.azureml.client import Connection, azure_errors, rest_client
 
-# user_logs/std_log_process_00.txt is rank 0's, ..01.txt rank 1's; std_log.txt of a single process.
+# user_logs/std_log_process_00.txt is rank 0's, ..01.txt rank 1's; a single process has std_log.txt.
 USER_LOG = re.compile(r"user_logs/std_log(?:_process_(\d+))?\.txt")
 
 
 class RunHistory:
-    """Azure ML's service for a job's status and the addresses of its log files. Each method raises
-    a UserError if Azure rejects the request, or cannot be reached."""
+    """Azure ML's service for a job's status and the addresses of its log files. Its methods raise a
+    UserError if Azure rejects the request or cannot be reached."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -37,7 +37,7 @@ class RunHistory:
 
     @functools.cached_property
     def _files(self) -> Any:
-        """For addresses that contain their own signature."""
+        """A client for addresses that contain their own signature."""
         return rest_client()
 
     @staticmethod
@@ -45,7 +45,7 @@ class RunHistory:
         from azure.core.rest import HttpRequest
 
         response = client.send_request(HttpRequest("GET", address, headers=headers or {}))
-        if response.status_code != 416:  # the file has no such range
+        if response.status_code != 416:  # the requested range is beyond the end of the file
             response.raise_for_status()
         return response
 
@@ -77,7 +77,7 @@ class RunHistory:
 
 
 class LogFile:
-    """A growing file; `new` returns the lines completed since the last call."""
+    """A growing file. `new` returns the lines that were completed since its last call."""
 
     def __init__(self, history: RunHistory) -> None:
         self._history = history
@@ -85,7 +85,7 @@ class LogFile:
 
     def new(self, address: str) -> list[str]:
         content = self._history.read(address, self._position)
-        if content is None:  # Azure restarted the job, and its log starts from the beginning
+        if content is None:  # Azure has restarted the job, and with it the log
             self._position, self._rest = 0, b""
             content = self._history.read(address, 0) or b""
         self._position += len(content)

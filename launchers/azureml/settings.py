@@ -1,7 +1,7 @@
 """The settings of `launcher=azureml`, and their validation, which works without an account.
 
-The SDK's own validation accepts undefined inputs, negative node counts and most wrong words. Azure
-would reject them later, some of them after an hour in the queue.
+The SDK's own validation accepts undefined inputs, negative node counts and most misspelt words.
+Azure would reject them later, some only after an hour in the queue.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ REFERENCE = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)\s*\}\}")
 
 
 def _vm_size(name: Any) -> Any:
-    """Accepts well-formed names that are not in the table: Azure may have that size."""
-    if not vm_sizes.find(str(name)) and not vm_sizes.unknown(str(name)):
-        what = f"{name!r} is not a name of a VM size" if name else "missing"
+    """Also accepts well-formed names that are not in vm_sizes.yaml: Azure may have that size."""
+    if not vm_sizes.find(str(name)) and not vm_sizes.unknown_note(str(name)):
+        what = f"{name!r} is not the name of a VM size" if name else "missing"
         raise Refused(what, vm_sizes.suggest(str(name or "")))
     return name
 
@@ -81,7 +81,7 @@ MOUNT = (
 def _mount_setting(name: str) -> str:
     if name not in MOUNT:
         remedy = did_you_mean(name, MOUNT) or f"one of {', '.join(MOUNT)}"
-        raise Refused("Azure's data mounts have no such setting", remedy)
+        raise Refused(f"{name!r} is not a setting of Azure's data mounts", remedy)
     return name
 
 
@@ -108,16 +108,16 @@ class AzureInput(BaseModel, strict=True, validate_default=True):
     @classmethod
     def _of_its_type(cls, mode: str, info: ValidationInfo) -> str:
         if mode.startswith("eval_") and info.data.get("type", "mltable") != "mltable":
-            raise Refused(f"{mode} is for type=mltable", "ro_mount or download")
+            raise Refused(f"{mode} is only for type=mltable", "write ro_mount or download")
         return mode
 
     @field_validator("path")
     @classmethod
     def _remote(cls, path: str) -> str:
         if not path:
-            raise Refused("missing", "azureml://datastores/NAME/paths/FOLDER")
+            raise Refused("missing", "write azureml://datastores/NAME/paths/FOLDER")
         if "'" in path:
-            raise Refused("a ' in an address ends a quotation in the job's command", "%27")
+            raise Refused("has a ', which would end a quotation in the job's command", "write %27")
         if not REMOTE.match(path):
             remedy = "upload it, and write azureml://datastores/NAME/paths/FOLDER, azureml:DATA:1 "
             raise Refused(
@@ -144,7 +144,7 @@ def _mapping(value: Any) -> Any:
 
 
 class AzureSettings(LauncherSettings):
-    """The settings, which conf/launcher/azureml.yaml explains."""
+    """The settings; conf/launcher/azureml.yaml explains them."""
 
     subscription: str | None = None
     resource_group: str | None = None
@@ -206,7 +206,7 @@ class AzureSettings(LauncherSettings):
             yield Problem("vm_size", f"{vm.name} has no GPU", remedy)
         elif devices > vm.gpus:
             have = f"{vm.gpus} GPU{'s' if vm.gpus > 1 else ''}"
-            what = f"{devices} processes per node (trainer.devices), and {vm.name} has {have}"
+            what = f"{devices} processes per node (trainer.devices), but {vm.name} has {have}"
             remedy = f"write trainer.devices={vm.gpus}, or choose a larger size"
             yield Problem("vm_size", what, remedy)
         if vm.gpu in vm_sizes.TOO_OLD and not self._images():
@@ -218,39 +218,39 @@ class AzureSettings(LauncherSettings):
         nodes = context.get("num_nodes", 1)
         most = self.max_nodes or nodes
         if nodes > most:
-            what = f"trainer.num_nodes={nodes}, and the cluster may have {most}: the job would "
+            what = f"trainer.num_nodes={nodes}, but the cluster has at most {most}: the job would "
             yield Problem("max_nodes", f"{what}never start", f"write launcher.max_nodes={nodes}")
         if self.min_nodes > most:
             yield Problem("min_nodes", f"{self.min_nodes} is more than max_nodes ({most})")
 
     def _network(self) -> Iterator[Problem]:
         if self.vnet and not self.subnet:
-            yield Problem("subnet", "missing: launcher.vnet is given", "name a subnet of it")
+            yield Problem("subnet", "missing, but launcher.vnet is set", "name a subnet of it")
         if self.subnet and not self.vnet and not self.subnet.startswith("/subscriptions/"):
             what = "without launcher.vnet it must be the subnet's full ARM id"
             yield Problem("subnet", what, "write launcher.vnet=<name of the network> as well")
         if not self.public_ip and not self.subnet:
-            what = "nodes without public IP need a subnet"
+            what = "nodes without a public IP address need a subnet"
             yield Problem("public_ip", what, "write launcher.vnet=... launcher.subnet=...")
 
     def _images(self) -> list[str]:
-        """The settings that replace distdl's own image, of those that are set."""
+        """The settings that replace distdl's own image and are set."""
         keys = ("environment", "image", "build_context")
         return [key for key in keys if getattr(self, key)]
 
     def _image(self) -> Iterator[Problem]:
         if len(keys := self._images()) > 1:
             names = " and ".join(f"launcher.{key}" for key in keys)
-            yield Problem(keys[0], f"{names} each say what the job runs in", "keep one of them")
+            yield Problem(keys[0], f"{names} each choose the job's image", "set only one of them")
         folder = self.build_context
         if folder and not (Path(folder).expanduser() / "Dockerfile").is_file():
-            yield Problem("build_context", f"there is no Dockerfile in {folder}")
+            yield Problem("build_context", f"{folder} has no Dockerfile")
 
     def _services(self) -> Iterator[Problem]:
         for name, service in self.services.items():
             if service.type == "ssh" and not service.ssh_public_keys:
                 path, what = f"services.{name}.ssh_public_keys", "missing: nobody could log in"
-                yield Problem(path, what, "the text of your *.pub")
+                yield Problem(path, what, "write the text of your *.pub file")
 
     def _references(self) -> Iterator[Problem]:
         """Undefined `${{inputs.NAME}}` or `${{outputs.NAME}}` in settings, which Azure fills in."""
@@ -263,14 +263,14 @@ class AzureSettings(LauncherSettings):
                     yield Problem(path, what, did_you_mean(name, known[kind]) or has)
 
     def _files(self) -> Iterator[Problem]:
-        """Settings that need an action at submission, which `launcher.files` cannot write down."""
+        """Settings that need an action at submission, which `launcher.files` cannot include."""
         if self.files and self.forward_env:
-            what = "the values of launcher.forward_env go to the Key Vault when distdl submits"
-            remedy = "launcher.forward_env=[], and pass them to the job yourself"
+            what = "the values of launcher.forward_env are stored only when distdl submits the job"
+            remedy = "write launcher.forward_env=[], and pass them to the job yourself"
             yield Problem("files", what, remedy)
         if self.files and self.sweep == "azureml":
-            what = "the code of one sweep job is put together at submission"
-            yield Problem("files", what, "launcher.sweep=jobs: a folder for each member")
+            what = "the code of a sweep job is collected only when distdl submits it"
+            yield Problem("files", what, "write launcher.sweep=jobs, for a folder per member")
 
 
 def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The side effects of a submission, one function each: they create what is absent, then the job."""
+"""The side effects of a submission: they create what the job needs, then the job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPARED = {
 }
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -50,7 +50,7 @@ def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
             if request.may_create:
                 computes.begin_create_or_update(load_compute(as_file(wanted))).result()
                 least, most = wanted["min_instances"], wanted["max_instances"]
-                return say(f"created the cluster {name}: {least} to {most} x {wanted['size']}")
+                return report(f"created the cluster {name}: {least} to {most} x {wanted['size']}")
     what = f"there is no cluster {name}, and launcher.create_compute=false"
     raise UserError.at("launcher.compute", what)
 
@@ -62,10 +62,10 @@ def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
         what = f"{name} is not an AmlCompute cluster but a {cluster.type}"
         raise UserError.at("launcher.compute", what)
     if most is not None and num_nodes > most:
-        what = f"cluster {name} has {most} nodes at most, and the job needs {num_nodes}"
-        problems.append(Problem("trainer.num_nodes", what, "enlarge the cluster in the studio"))
+        what = f"cluster {name} has at most {most} nodes, but the job needs {num_nodes}"
+        problems.append(Problem("trainer.num_nodes", what, "enlarge the cluster in Studio"))
     if not same(cluster.size, wanted["size"]):
-        what = f"cluster {name} is of {cluster.size}, not of {wanted['size']}"
+        what = f"cluster {name} has nodes of size {cluster.size}, not {wanted['size']}"
         problems.append(Problem("launcher.vm_size", what, f"write launcher.vm_size={cluster.size}"))
     if problems:
         raise UserError(*problems)
@@ -73,18 +73,18 @@ def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
         value = getattr(cluster, key, None)
         if value is not None and not same(value, wanted[key]):
             shown = int(value) if isinstance(value, float) else value
-            say(f"note: cluster {name} stays as it is: launcher.{setting} is {shown} there")
+            report(f"note: cluster {name} stays as it is: launcher.{setting} is {shown} there")
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equality in which 120.0 is 120, and LowPriority is low_priority."""
+    """Equality by which 120.0 equals 120 and LowPriority equals low_priority."""
     if isinstance(left, str):
         left, right = (text.lower().replace("_", "") for text in (left, right))
     return bool(left == right)
 
 
 def ensure_environment(connection: Connection, wanted: Mapping[str, Any]) -> None:
-    """Registers an environment, unless this version exists; Azure then rebuilds nothing."""
+    """Registers an environment, unless this version exists already."""
     name, version = wanted["name"], wanted["version"]
     with azure_errors("launcher.environment"):
         from azure.ai.ml import load_environment
@@ -96,11 +96,11 @@ def ensure_environment(connection: Connection, wanted: Mapping[str, Any]) -> Non
             environment = load_environment(as_file(wanted))
             with quiet():
                 connection.client.environments.create_or_update(environment)
-            say(f"registered the environment {name}:{version}; Azure builds its image once")
+            report(f"registered the environment {name}:{version}; Azure builds its image once")
 
 
-def keep_secrets(connection: Connection, vault: str, values: Mapping[str, str]) -> None:
-    """Writes the forwarded variables' values to a Key Vault, in place of earlier attempts'."""
+def store_secrets(connection: Connection, vault: str, values: Mapping[str, str]) -> None:
+    """Writes the forwarded variables' values to a Key Vault; earlier attempts' are replaced."""
     with azure_errors("launcher.forward_env"):
         from azure.keyvault.secrets import SecretClient
 
@@ -113,11 +113,11 @@ def keep_secrets(connection: Connection, vault: str, values: Mapping[str, str]) 
 
 
 def send_checkpoint(connection: Connection, address: str, spec: JobSpec) -> None:
-    """Uploads a resumed run's newest local checkpoint, for a run that began elsewhere."""
+    """Uploads a resumed run's newest local checkpoint: the run may have begun elsewhere."""
     newest = newest_checkpoint(Path(spec.store)) if spec.attempt > 1 else []
     files = {f"checkpoints/{path.name}": path for path in newest}
     if files and datastore.send(connection, address, files):
-        say(f"sent the checkpoint {newest[0].name}")
+        report(f"uploaded the checkpoint {newest[0].name}")
 
 
 def new_name(request: AzureMLRequest) -> str:
@@ -136,14 +136,14 @@ def create_job(connection: Connection, job: Mapping[str, Any], name: str) -> Non
 
 
 def with_variable(job: Mapping[str, Any], name: str, value: str) -> dict[str, Any]:
-    """A copy of a job with one more environment variable (of its trial, for a sweep job)."""
+    """A copy of a job with one more environment variable, in a sweep job for its trials."""
     if "trial" in job:
         return {**job, "trial": with_variable(job["trial"], name, value)}
     return {**job, "environment_variables": {**job["environment_variables"], name: value}}
 
 
 def sweep_snapshot(request: AzureMLRequest, folder: Path) -> Path:
-    """Fills a sweep's snapshot folder: one copy of the code, and each member's frozen files."""
+    """Fills the folder of a sweep's snapshot: one copy of the code, each member's frozen files."""
     shutil.copytree(Path(request.specs[0].bundle) / "code", folder / "code")
     for spec in request.specs:
         member = folder / MEMBERS / member_of(spec)

@@ -1,4 +1,4 @@
-"""Azure's VM sizes that distdl knows; the facts and their sources are in vm_sizes.yaml."""
+"""The VM sizes of Azure that distdl knows. vm_sizes.yaml has the facts and their sources."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import re
 from dataclasses import dataclass
 
-# The image's torch wheels are built with CUDA 13, which supports nothing older than Turing.
+# The torch wheels of distdl's image are built with CUDA 13, which supports Turing and newer GPUs.
 # https://docs.nvidia.com/cuda/archive/13.0.0/cuda-toolkit-release-notes/
 TOO_OLD = ("K80", "P40", "P100", "V100")
 # Azure retired low-priority VMs on 2026-03-31. Its API keeps the name low_priority, which now means
@@ -18,23 +18,23 @@ NAME = re.compile(r"(Standard|Basic)_[A-Z]{1,3}\d+[A-Z\d-]*(_[A-Z\d]+)*", re.IGN
 
 @dataclass(frozen=True, kw_only=True)
 class VmSize:
-    """One VM size. Prices are in USD for East US, and indicative; None if unknown."""
+    """One VM size. Prices are indicative, in USD for East US; None means unknown."""
 
     name: str  # as Azure spells it
     series: str  # with its GPU, for people
     gpus: int = 0
     gpu: str = ""  # the model, such as A100
     gpu_memory_gb: int = 0  # of one GPU
-    cores: int  # vCPUs, which is what quotas count
+    cores: int  # vCPUs, the unit of quotas
     memory_gb: int
-    infiniband_gbps: int = 0  # of the InfiniBand network that NCCL can use, per VM
-    sr_iov: bool = True  # False: there is InfiniBand hardware that NCCL cannot use
+    infiniband_gbps: int = 0  # per VM, of InfiniBand that NCCL can use
+    sr_iov: bool = True  # False: the VM has InfiniBand hardware, but NCCL cannot use it
     interconnect: str = ""  # between the GPUs of one VM
     price_per_hour: float | None = None  # dedicated
     spot_price_per_hour: float | None = None
     price_date: str = ""
-    quota_family: str  # the name of the quota for its cores
-    retired: str | None = None  # the date (YYYY-MM-DD) from which it cannot be used
+    quota_family: str  # the name of the quota that its cores count against
+    retired: str | None = None  # the date (YYYY-MM-DD) since which Azure refuses new VMs
     note: str = ""
 
     @property
@@ -43,49 +43,49 @@ class VmSize:
         return bool(self.infiniband_gbps)
 
 
-# Shorter names in the file -> field names.
+# Short keys in the file -> field names.
 SHORT = {"price": "price_per_hour", "spot": "spot_price_per_hour"}
 
 
 @functools.cache
-def all() -> tuple[VmSize, ...]:
-    """Every size, in the order of the file: old series first."""
+def known() -> tuple[VmSize, ...]:
+    """Every size in the order of the file, which has old series first."""
     from importlib.resources import files
 
     import yaml
 
     text = files(__package__).joinpath("vm_sizes.yaml").read_text(encoding="utf-8")
     return tuple(
-        VmSize(name=name, **{SHORT.get(key, key): value for key, value in (series | own).items()})
+        VmSize(name=name, **{SHORT.get(key, key): value for key, value in (series | facts).items()})
         for series in yaml.safe_load(text)["series"]
-        for name, own in series.pop("sizes").items()
+        for name, facts in series.pop("sizes").items()
     )
 
 
 def find(name: str) -> VmSize | None:
     """The size of this name (case-insensitive); None if it is not in the file."""
-    return next((size for size in all() if size.name.lower() == str(name).lower()), None)
+    return next((size for size in known() if size.name.lower() == str(name).lower()), None)
 
 
-def unknown(name: str) -> str:
-    """A note about a size that Azure may have but the table lacks; "" for any other name."""
+def unknown_note(name: str) -> str:
+    """A note about a valid name that is not in the file, since Azure may have it; else ""."""
     if not NAME.fullmatch(name) or find(name):
         return ""
-    meant = f" ({near})" if (near := did_you_mean(name)) else ""
-    return f"distdl does not know the VM size {name}{meant}: its GPUs and price cannot be checked"
+    hint = f" ({near})" if (near := did_you_mean(name)) else ""
+    return f"distdl does not know the VM size {name}{hint}: its GPUs and price cannot be checked"
 
 
 def did_you_mean(name: str) -> str:
     """`did you mean Standard_NC24rs_v3?`; "" if no name is close."""
     from distdl.util.suggest import closest
 
-    short = {size.name.lower().removeprefix("standard_"): size.name for size in all()}
+    short = {size.name.lower().removeprefix("standard_"): size.name for size in known()}
     word = name.lower().removeprefix("standard_")
     near = word if word in short else closest(word, short)
     return f"did you mean {short[near]}?" if near else ""
 
 
 def suggest(name: str) -> str:
-    """The closest name for one that is not in the table, else the list of current sizes."""
-    today = ", ".join(size.name for size in all() if not size.retired)
-    return did_you_mean(name) or f"known sizes: {today}"
+    """The closest known name, else the list of current sizes."""
+    current = ", ".join(size.name for size in known() if not size.retired)
+    return did_you_mean(name) or f"known sizes: {current}"

@@ -1,7 +1,8 @@
 """Machines reached over ssh: one mpirun, one rank per device.
 
-`flavours` covers the four mpiruns, and `hosts` the machines. `supervisor` watches mpirun in the
-background, `rank` is each rank's parent process, and `mpi_job` lets a later shell find the job.
+`flavours` has what differs between the four kinds of mpirun, `hosts` checks and prepares machines.
+`supervisor` watches mpirun in the background, `rank` is each rank's parent process, and `mpi_job`
+lets a later shell find the job.
 """
 
 from distdl.launchers.mpi.mpi_launcher import MpiLauncher

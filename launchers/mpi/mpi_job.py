@@ -22,7 +22,7 @@ class MpiJob:
     """One attempt whose mpirun has a supervisor. Its state is read from the attempt's folder."""
 
     url = None
-    # A command on this machine started it; a SIGTERM to that command also cancels the job.
+    # SIGTERM to the command that started the job on this machine also cancels the job.
     ends_with_shell = True
 
     def __init__(self, folder: Path) -> None:
@@ -35,15 +35,15 @@ class MpiJob:
         """The job of a handle `mpi://<host>/<attempt folder>`."""
         match = re.fullmatch(r"mpi://([^/]*)(/.+)", handle)
         if match is None:
-            raise UserError.at(handle, "is not a job of mpirun", "mpi://<host>/<attempt folder>")
+            raise UserError.at(handle, "is not an mpi job", "mpi://<host>/<attempt folder>")
         job = cls(Path(match[2]))
         host = job.record().get("host")
         if host is None:
-            what = f"there is no {RECORD} in {job.folder} here: nothing was started there"
-            remedy = f"if it was on {match[1]}, ask there" if match[1] else ""
+            what = f"{job.folder} has no {RECORD} on this machine, so no job was started there"
+            remedy = f"if the job is on {match[1]}, run this command there" if match[1] else ""
             raise UserError.at(handle, what, remedy)
         if host != match[1]:
-            raise UserError.at(handle, f"the job in that folder is of {host}", job.handle)
+            raise UserError.at(handle, f"the job of that folder is on {host}", job.handle)
         return job
 
     @property
@@ -66,13 +66,13 @@ class MpiJob:
                 return JobState.CANCELLED
             return JobState.FAILED if record["exit_code"] else JobState.SUCCEEDED
         if not record or record["host"] != socket.gethostname():
-            self.why = "its files are not here" if not record else f"it is on {record['host']}"
+            self.why = f"it is on {record['host']}" if record else "its files are elsewhere"
             return JobState.UNKNOWN
         if "pid" not in record:
             return JobState.PENDING
         if self._is_supervised(record):
             return JobState.RUNNING
-        if self.record() != record:  # the supervisor has just recorded its end
+        if self.record() != record:  # the supervisor has just recorded mpirun's end
             return self.state()
         self.killed = f"mpirun's supervisor (pid {record['pid']} on {record['host']}) was killed"
         return JobState.FAILED
@@ -86,17 +86,17 @@ class MpiJob:
         yield from tail(self.folder / LOG, lambda: follow and not self.state().ended)
 
     def cancel(self) -> None:
-        """Asks every rank for a checkpoint, and ends what still runs after `grace_seconds`."""
+        """Asks every rank for a checkpoint; ranks that run after `grace_seconds` are ended."""
         record = self.record()
         if "exit_code" in record or not record:
             return
         if record["host"] != socket.gethostname():
-            what = f"mpirun runs on {record['host']}, and this is {socket.gethostname()}"
-            raise UserError.at(self.handle, what, "cancel it there")
+            what = f"mpirun runs on {record['host']}, not on {socket.gethostname()}"
+            raise UserError.at(self.handle, what, "cancel the job there")
         if self._is_supervised(record):
             os.kill(record["pid"], signal.SIGTERM)
 
     def _is_supervised(self, record: dict[str, Any]) -> bool:
-        """Whether the supervisor runs: that same process, not a later one with the same pid."""
+        """Whether the supervisor runs, and not a later process with the same pid."""
         pid = record["pid"]  # 0 and below would address process groups
         return isinstance(pid, int) and pid > 1 and is_alive(pid, record.get("birth"))

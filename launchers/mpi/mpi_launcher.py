@@ -21,15 +21,15 @@ from pydantic import Field
 from distdl.job import JobSpec, JobState, variables
 from distdl.launchers.common import Count, LauncherSettings, ListOf, Values, forwarded, relative
 from distdl.launchers.mpi import flavours, supervisor
+from distdl.launchers.mpi import hosts as machines
 from distdl.launchers.mpi.flavours import LOCALHOST, Host, Start
-from distdl.launchers.mpi.hosts import OPTIONS, SSH_SCRIPT, Reach, is_here, parse, read_hostfile
 from distdl.launchers.mpi.mpi_job import MpiJob
 from distdl.util.errors import Problem, UserError
 
 # Below the ports that Linux assigns to outgoing connections (32768 and up).
 FIRST_PORT, PORTS = 15000, 10000
-# Variables that mpirun and ssh need. Apart from these, ranks get only the shell variables that are
-# forwarded by name, so that ranks on this machine and on the others see the same environment.
+# Variables that mpirun and ssh need. Of the shell's other variables, ranks get only those that are
+# forwarded by name, so that ranks on all machines have the same environment.
 KEPT = {"HOME", "USER", "LOGNAME", "SHELL", "PATH", "LD_LIBRARY_PATH", "LANG", "TZ", "TMPDIR"}
 KEPT |= {"SSH_AUTH_SOCK", "KRB5CCNAME", "OPAL_PREFIX"}
 KEPT_PREFIXES = ("LC_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "HYDRA_")
@@ -37,9 +37,9 @@ KEPT_PREFIXES = ("LC_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "HYDRA_
 
 @dataclass(frozen=True)
 class MpiRequest:
-    """One mpirun, of one of FLAVOURS: what it starts and where, the command line of each process in
-    groups of related words, and their variables, none of them secret. `python` is the interpreter
-    on every host; `copy_bundle`: the bundle is copied to each host that lacks it."""
+    """One mpirun of a flavour. `processes` is the command line of each process in groups of words;
+    `env` has their variables, none of them secret. `python` is the interpreter on every
+    host. With `copy_bundle` the bundle is copied to each host that lacks it."""
 
     spec: JobSpec
     flavour: str
@@ -64,7 +64,7 @@ class MpiRequest:
             f"{self.flavour}, in the background; its output: {spec.folder / supervisor.LOG}": True,
             f"hosts are reached by: {self.ssh}": self.start.hosts[0].name != LOCALHOST,
             f"copied first, to each host that lacks it: {spec.bundle}": self.copy_bundle,
-            f"with their values of this shell: {', '.join(spec.forward_env)}": spec.forward_env,
+            f"with their values in this shell: {', '.join(spec.forward_env)}": spec.forward_env,
         }
         lines = [f"# {text}" for text, applies in comments.items() if applies]
         assigned = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
@@ -75,7 +75,7 @@ class MpiLauncher(LauncherSettings):
     """Starts a job on machines reached over ssh, with the installed mpirun."""
 
     in_turn: ClassVar = True
-    # Settings (with defaults) that name a program which a dry run executes, to ask its version.
+    # Settings, with defaults, that name a program whose version a dry run queries.
     programs: ClassVar = {"mpirun": "mpirun"}
 
     hosts: ListOf[Any] = []
@@ -95,25 +95,25 @@ class MpiLauncher(LauncherSettings):
     extra_args: ListOf[str] = []
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
-        """Problems of hosts that do not fit the run's size, and of what this machine lacks."""
+        """Hosts that do not fit the run's size, and programs or interfaces this machine lacks."""
         nodes, devices = context["num_nodes"], context["devices"]
         if self.flavour == "auto":
             try:
-                flavours.find(self.mpirun)
+                flavours.find_mpirun(self.mpirun)
             except UserError as error:
                 yield from relative(error.problems)
         interfaces = sorted(name for _, name in socket.if_nameindex())
         if self.interface and self.interface not in interfaces:
-            what = f"this machine has no {self.interface}"
+            what = f"this machine has no interface {self.interface}"
             yield Problem("interface", what, f"one of {', '.join(interfaces)}")
         try:
             program = (shlex.split(self.ssh) or [""])[0]
             if (self.hosts or self.hostfile) and shutil.which(program) is None:
-                yield Problem("ssh", f"there is no {program} here", "launcher.ssh=ssh")
+                yield Problem("ssh", f"this machine has no {program}", "launcher.ssh=ssh")
         except ValueError as error:
             yield Problem("ssh", f"{self.ssh!r}: {error}", "launcher.ssh=ssh")
         if self.hosts and self.hostfile:
-            yield Problem("hostfile", "launcher.hosts is set too", "write only one of the two")
+            yield Problem("hostfile", "launcher.hosts is set too", "set only one of the two")
             return
         try:
             hosts = self.chosen_hosts(devices)
@@ -122,26 +122,26 @@ class MpiLauncher(LauncherSettings):
             return
         key = "hostfile" if self.hostfile else "hosts"
         if len(hosts) != nodes and (self.hosts or self.hostfile):
-            what = f"names {len(hosts)} hosts, and trainer.num_nodes is {nodes}"
+            what = f"names {len(hosts)} hosts, but trainer.num_nodes is {nodes}"
             yield Problem(key, what, f"trainer.num_nodes={len(hosts)}")
         elif len(hosts) != nodes:
             remedy = f"launcher.hosts=[{','.join(f'node{i + 1}' for i in range(min(nodes, 3)))}]"
-            yield Problem(key, f"trainer.num_nodes={nodes}, and no hosts are named", remedy)
+            yield Problem(key, f"missing, but trainer.num_nodes is {nodes}", remedy)
         if odd := [f"{host.name}:{host.slots}" for host in hosts if host.slots != devices]:
-            what = f"{', '.join(odd)}, and trainer.devices is {devices}"
-            yield Problem(key, what, "one rank per device: make the two equal on every host")
+            what = f"{', '.join(odd)}, but trainer.devices is {devices}"
+            yield Problem(key, what, "every host needs one slot per device")
 
     def chosen_hosts(self, devices: int) -> tuple[Host, ...]:
         """The hosts that a job runs on, in rank order."""
         if self.hostfile:
-            return read_hostfile(self.hostfile, devices)
-        return parse(self.hosts, devices) or (Host(LOCALHOST, devices),)
+            return machines.read_hostfile(self.hostfile, devices)
+        return machines.parse_hosts(self.hosts, devices) or (Host(LOCALHOST, devices),)
 
     def request(self, spec: JobSpec) -> MpiRequest:
         spec.refuse(r"\s:", "mpirun splits it there")
-        flavour = flavours.ask(self.mpirun) if self.flavour == "auto" else self.flavour
+        flavour = flavours.detect(self.mpirun) if self.flavour == "auto" else self.flavour
         hosts = self.chosen_hosts(spec.resources.devices)
-        if self.agent:  # one process per host, which starts that host's ranks
+        if self.agent:  # one process per host, which starts the ranks of the host
             hosts = tuple(replace(host, slots=1) for host in hosts)
         sockets = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if self.interface else ()
         env = {
@@ -166,12 +166,12 @@ class MpiLauncher(LauncherSettings):
             as_root=os.geteuid() == 0,
             extra=tuple(self.extra_args),
         )
-        python, ssh = self.python or sys.executable, f"{self.ssh} {OPTIONS}"
+        python, ssh = self.python or sys.executable, f"{self.ssh} {machines.OPTIONS}"
         processes = self._processes(spec, python)
         return MpiRequest(spec, flavour, start, processes, env, ssh, python, self.copy_bundle)
 
     def _processes(self, spec: JobSpec, python: str) -> tuple[tuple[str, ...], ...]:
-        """What mpirun starts: a parent process for each rank, or for each host's agent."""
+        """The command that mpirun starts: the parent process of a rank, or of a host's agent."""
         parent = f"{spec.bundle}/code/distdl/launchers/mpi/rank.py"
         if not self.agent:
             return (python, parent, f"{spec.folder}/errors"), (python, *spec.worker())
@@ -181,21 +181,21 @@ class MpiLauncher(LauncherSettings):
         return (python, parent, "-"), agent
 
     def reach(self, request: MpiRequest) -> None:
-        flavours.find(request.start.mpirun)
-        Reach(request.ssh, "", request.python, copy=False).prepare(request.start.hosts)
+        flavours.find_mpirun(request.start.mpirun)
+        machines.Setup(request.ssh, "", request.python, copy=False).prepare(request.start.hosts)
 
     def submit(self, request: MpiRequest) -> MpiJob:
-        """Starts mpirun's supervisor in its own session; returns once the supervisor runs."""
+        """Starts mpirun's supervisor in its own session, and returns once it runs."""
         spec, hosts = request.spec, request.start.hosts
-        Reach(request.ssh, spec.bundle, request.python, request.copy_bundle).prepare(hosts)
+        machines.Setup(request.ssh, spec.bundle, request.python, request.copy_bundle).prepare(hosts)
         env = {**forwarded(spec), **request.env}
-        if self.port is None and is_here(hosts[0].name):
+        if self.port is None and machines.is_local(hosts[0].name):
             env["MASTER_PORT"] = str(free_port(int(env["MASTER_PORT"])))
         folder = spec.folder
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         script, lost = Path(request.start.ssh), shlex.quote(str(folder / supervisor.LOST))
-        ssh = shlex.join(shlex.split(request.ssh))  # split as in `Reach`
-        script.write_text(SSH_SCRIPT.format(ssh=ssh, lost=lost), encoding="utf-8")
+        ssh = shlex.join(shlex.split(request.ssh))  # split as in `Setup`
+        script.write_text(machines.SSH_SCRIPT.format(ssh=ssh, lost=lost), encoding="utf-8")
         script.chmod(0o755)
         record = {
             "host": socket.gethostname(),
@@ -228,12 +228,12 @@ class MpiLauncher(LauncherSettings):
 
 
 def derived_port(spec: JobSpec) -> int:
-    """The same port for the same attempt, but (most likely) another one for another run."""
+    """A port that is always the same for an attempt, and most likely differs between runs."""
     return FIRST_PORT + zlib.crc32(str(spec.folder).encode()) % PORTS
 
 
 def free_port(wanted: int) -> int:
-    """The first free port from `wanted` on, of 100; `wanted` itself if none is free."""
+    """The first free port of the 100 from `wanted` on; `wanted` itself if none is free."""
     for port in range(wanted, wanted + 100):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,10 +1,10 @@
 """The parent process of one rank, started by mpirun: `python rank.py ERRORS COMMAND...`.
 
-It forwards signals to the rank. If the rank fails, it logs one line on how the rank ended and ends
-the job on every MPI. For hydra (MPICH, Intel MPI) that takes PMI's `abort`: after a plain exit, and
-with Intel MPI also after a kill, hydra lets the other ranks run on. If ssh started this process, it
-also ends the rank when the supervisor's host stops answering, because hydra's proxy would wait.
-It uses the standard library only: it runs before any package is known to be importable.
+It forwards signals to the rank. If the rank fails, it logs one line on how the rank ended, and ends
+the job. Hydra (the process manager of MPICH and Intel MPI) needs PMI's `abort` for this: it lets
+the other ranks continue after a plain exit, and with Intel MPI also after a kill. If ssh started
+this process, it also ends the rank when the supervisor's host stops answering, because hydra's
+proxy would wait. It uses only the standard library, so that it can report a broken environment.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from types import FrameType
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, linux/prctl.h
-READ_SECONDS = 3.0  # for hydra to read a rank's last lines
-# The supervisor's host counts as lost after 20 + 3 x 5 s; the rank then has END_SECONDS to end.
+READ_SECONDS = 3.0  # for hydra to read the last lines of a rank
+# The supervisor's host counts as lost after 20 + 3 x 5 s. The rank then has END_SECONDS to end.
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 END_SECONDS = 15.0
 
 
 def main(errors: str, command: list[str]) -> int:
-    """Runs the rank and returns its exit code, 128 + N if signal N ended it."""
+    """Runs the rank and returns its exit code, which is 128 + N if signal N ended it."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def die_with_me() -> None:
@@ -52,7 +52,7 @@ def main(errors: str, command: list[str]) -> int:
 
     for number in FORWARDED:
         signal.signal(number, forward)
-    # In its own session, because mpirun signals the whole group: the rank gets each signal once.
+    # In its own session, so that the rank gets each signal once: mpirun signals the process group.
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_me)
     for each in early:
         child.send_signal(each)
@@ -64,14 +64,14 @@ def main(errors: str, command: list[str]) -> int:
         code = code if code > 0 else 128 - code
         abort(code)
     if lost.is_set() and os.getppid() == parent:
-        # Kill the daemon that started us: it would report to the lost host until TCP gives up.
+        # The daemon that started this process would report to the lost host until TCP gives up.
         os.kill(parent, signal.SIGKILL)
     return code
 
 
 def watch(child: subprocess.Popen[bytes], lost: threading.Event) -> None:
     """Ends the rank when the host that ssh came from stops answering, and sets `lost`. Returns at
-    once if ssh did not start us, or if that host cannot be reached from here."""
+    once if ssh did not start this process, or if that host cannot be reached."""
     try:
         address = (os.environ["SSH_CONNECTION"].split()[0], int(os.environ["DISTDL_KEEPER_PORT"]))
         connection = socket.create_connection(address, timeout=END_SECONDS)
@@ -111,7 +111,7 @@ def report(errors: str, code: int) -> str:
 
 
 def abort(code: int) -> None:
-    """Asks hydra to end the job with this exit code, by the wire protocol of PMI 1.
+    """Asks hydra to end the job with this exit code, in the wire protocol of PMI 1.
 
     Source: https://flux-framework.readthedocs.io/projects/flux-rfc/en/latest/spec_13.html
     """
@@ -122,8 +122,8 @@ def abort(code: int) -> None:
 
 
 def await_read() -> None:
-    """Waits until hydra has read all output. At an abort it drops what is still in its pipes, which
-    may be the line that explains the failure."""
+    """Waits until hydra has read all output. An abort drops unread output, which may be the line
+    that explains the failure."""
     deadline = time.monotonic() + READ_SECONDS
     while any(map(unread, (1, 2))) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,18 +1,19 @@
 """Supervises one mpirun in the background: `python supervisor.py ATTEMPT_FOLDER`.
 
-`jobs cancel` signals this process. It records how mpirun ended in the attempt's `mpirun.json`. It
-is run by its path, and imports only modules of distdl that import nothing else.
+It records how mpirun ended in the attempt's `mpirun.json`. `jobs cancel` signals this process. The
+file is run by its path, and imports only modules of distdl that need the standard library alone.
 
 - On SIGTERM it sends SIGUSR1 to mpirun. All flavours forward that signal to the ranks, which then
-  write a checkpoint. What still runs after `grace_seconds` is terminated, then killed. (It does not
-  forward SIGTERM itself: Open MPI then kills the ranks within a second, and setting its
-  `odls_base_sigkill_timeout` makes every failure take four times that timeout.)
-- The ssh script records a host whose connection is lost. Open MPI then ends by itself, but hydra
-  (MPICH, Intel MPI) does not. So mpirun is killed, and its proxies on the other hosts end with it.
+  write a checkpoint. After `grace_seconds` mpirun is terminated, then killed. (SIGTERM itself is
+  not forwarded: Open MPI then kills the ranks within a second, and with a longer
+  `odls_base_sigkill_timeout` every failure takes four times that timeout.)
+- The ssh script records a host whose connection is lost. Open MPI then ends by itself, but hydra,
+  the process manager of MPICH and Intel MPI, does not. So mpirun is killed, and its proxies on the
+  other hosts end with it.
 - If a host can no longer reach this one, hydra's proxy there would wait until TCP gives up. So each
   rank's parent holds a connection to the supervisor's port, and ends its rank when the supervisor's
   host stops answering (see rank.py).
-- When mpirun has ended, every process that it left running on this machine is killed too.
+- When mpirun has ended, every process that it left running on this machine is killed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from distdl.util.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, 
 
 RECORD, LOST, LOG = "mpirun.json", "mpirun.lost", "logs/mpirun.log"
 PORT = "DISTDL_KEEPER_PORT"
-MOST_RANKS = 4096  # pending connections; Linux's limit
+MOST_RANKS = 4096  # Linux's limit for pending connections
 RANK_END = re.compile(
     r"distdl: rank (?P<rank>\d+) on (?P<host>\S+) ended with (?P<how>exit code|signal) "
     r"(?P<number>\d+)(: (?P<type>[\w.]+): (?P<message>.*))?"
@@ -43,7 +44,7 @@ RANK_END = re.compile(
 # Seconds that mpirun gets to end by itself after a host is lost, or after a signal.
 LOST_SECONDS, TERM_SECONDS = 8.0, 10.0
 
-# The next signal for mpirun (or none), and the seconds to wait before the step after it.
+# Each step: a signal for mpirun (or none), and the seconds to wait before the next step.
 Steps = Iterator[tuple[signal.Signals | None, float]]
 
 
@@ -58,7 +59,7 @@ class Supervisor:
     def run(self) -> None:
         prctl(SET_CHILD_SUBREAPER, 1)  # mpirun's orphans become children of this process
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+            signal.signal(number, self._on_cancel)
         # Not SIG_IGN: mpirun and the ranks would inherit it.
         signal.signal(signal.SIGHUP, lambda *_: None)
         self.write(pid=os.getpid(), birth=start_time(os.getpid()), started=time.time())
@@ -77,18 +78,18 @@ class Supervisor:
         code = self.watch(mpirun)
         remove_orphans()
         killed = ""
-        if code < 0 and not self.ending:  # its ranks died with it, so no rank is the cause
+        if code < 0 and not self.ending:  # the ranks died with mpirun, so none of them is the cause
             killed = f"mpirun was killed by {signal.Signals(-code).name} on {socket.gethostname()}"
         elif code and not self.cancelled:
             self.record_cause()
         code = code if code >= 0 else 128 - code
         self.write(exit_code=code, killed=killed, cancelled=self.cancelled, ended=time.time())
 
-    def _note(self, *_: object) -> None:
+    def _on_cancel(self, *_: object) -> None:
         self.cancelled = True
 
     def watch(self, mpirun: subprocess.Popen[bytes]) -> int:
-        """Waits for mpirun. After a cancel or a lost host, it also takes the steps that end it."""
+        """Waits for mpirun. After a cancel or the loss of a host, also takes steps to end it."""
         steps: Steps | None = None
         lost, deadline = False, 0.0
         cancel = [(signal.SIGUSR1, float(self.record["grace_seconds"]))]
@@ -109,13 +110,13 @@ class Supervisor:
         return mpirun.wait()
 
     def record_cause(self) -> None:
-        """Records the error of the rank that ended the job, unless that rank recorded it. It could
-        not if it was killed, if its host vanished, or if its store is on that host."""
-        if not (first := self.first_report() or self.loss()):
+        """Records the error of the rank that ended the job, unless the rank has recorded it. A rank
+        cannot do so if it was killed or its host vanished, or if its store is on another host."""
+        if not (first := self.first_report() or self.host_loss()):
             return
         file = self.folder / "errors" / f"rank_{first['rank']}.json"
         others = [json.loads(other.read_text()) for other in file.parent.glob("rank_*.json")]
-        # An agent ends with its first failed rank's exit code: that rank's record is the cause.
+        # An agent ends with its first failed rank's exit code, and that rank's record is the cause.
         same = [all(e.get(key) == first[key] for key in ("host", "exit_code")) for e in others]
         if file.exists() or (self.record["agent"] and any(same)):
             return
@@ -124,7 +125,7 @@ class Supervisor:
         write_json(file, {**first, "traceback": ""})
 
     def first_report(self) -> dict[str, Any] | None:
-        """The first line in the log by which a rank's parent reports its end (see rank.py)."""
+        """The first report of a rank's end in the log; rank.py writes these lines."""
         first = RANK_END.search((self.folder / LOG).read_text(errors="replace"))
         if first is None:
             return None
@@ -135,7 +136,7 @@ class Supervisor:
             if number == signal.SIGKILL:
                 message += " (out of memory? see dmesg there)"
         if self.record["agent"]:
-            message = f"a rank of this host, or their agent: {message}"
+            message = f"a rank of this host, or its agent: {message}"
         return {
             "rank": int(first["rank"]) * self.record["ranks_per_process"],
             "host": first["host"],
@@ -144,7 +145,7 @@ class Supervisor:
             "exit_code": 128 + number if by_signal else number,
         }
 
-    def loss(self) -> dict[str, Any] | None:
+    def host_loss(self) -> dict[str, Any] | None:
         """The first host whose connection was lost."""
         lost = (self.folder / LOST).read_text().split() if (self.folder / LOST).exists() else []
         if not lost:
@@ -164,7 +165,7 @@ class Supervisor:
 
 
 def listen() -> socket.socket:
-    """A listening socket, never accepted from: the kernel answers while this host is reachable."""
+    """A listening socket. Nothing is accepted: the kernel answers while this host is reachable."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=MOST_RANKS, dualstack_ipv6=both)

@@ -1,4 +1,4 @@
-"""launcher=sagemaker: a training job on Amazon SageMaker, with boto3 and our own entry point."""
+"""launcher=sagemaker: a training job on Amazon SageMaker, by boto3 and an entry point of distdl."""
 
 from distdl.launchers.sagemaker.sagemaker_launcher import SageMakerLauncher
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from distdl.util.errors import UserError
 
-_SIGN_IN = ("launcher", "aws configure, aws sso login, or AWS_PROFILE; launcher.profile names one")
-# Errors of botocore -> the setting they are about, and the remedy.
+_SIGN_IN = ("launcher", "aws configure, aws sso login, AWS_PROFILE=NAME or launcher.profile=NAME")
+# Errors of botocore -> the setting that the error is about, and the remedy.
 ABOUT = {
     **dict.fromkeys(("NoCredentialsError", "PartialCredentialsError"), _SIGN_IN),
     "TokenRetrievalError": _SIGN_IN,
@@ -22,8 +22,8 @@ ABOUT = {
 
 @dataclass
 class Aws:
-    """Clients of one account and region, each created at its first use. None for region or profile
-    uses AWS's own variables and files."""
+    """Clients of one account and region, created at their first use. If region or profile is None,
+    AWS's own variables and files decide."""
 
     region: str | None = None
     profile: str | None = None
@@ -31,14 +31,14 @@ class Aws:
 
     def __call__(self, service: str) -> Any:
         if service not in self.clients:
-            with explained():
+            with aws_errors():
                 import boto3
 
                 session = boto3.Session(region_name=self.region, profile_name=self.profile)
                 self.clients[service] = session.client(service)
         return self.clients[service]
 
-    def found_region(self) -> str:
+    def resolved_region(self) -> str:
         return str(self("sagemaker").meta.region_name)
 
 
@@ -48,7 +48,7 @@ def code_of(error: Exception) -> str:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def aws_errors() -> Iterator[None]:
     """Turns boto3's errors into UserErrors, since the user can fix them."""
     try:
         import boto3  # noqa: F401

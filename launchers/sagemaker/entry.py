@@ -1,8 +1,8 @@
 """The entry point that SageMaker starts in the container of every host, from the bundle.
 
 It reads the list of hosts, fetches the forwarded secrets, starts this host's ranks with
-`distdl.agent`, and ends when the other hosts end. SageMaker syncs the store, /opt/ml/checkpoints,
-with the run's prefix in S3.
+`distdl.agent`, and ends when the other hosts end. SageMaker copies the store, /opt/ml/checkpoints,
+to the run's prefix in S3.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ROOT = "DISTDL_SAGEMAKER_ROOT"  # a folder to use instead of /opt/ml
 RESOURCES = "input/config/resourceconfig.json"  # below /opt/ml
 PORT = 29500  # of the ranks' rendezvous store on the primary host
 POLL_SECONDS = 0.2
-# SageMaker sends SIGKILL 120 s after SIGTERM; the difference lets a host report how it ended.
+# SageMaker sends SIGKILL 120 s after SIGTERM. In the remaining time a host reports how it ended.
 GRACE_SECONDS = 100
-# After a host has failed, its ranks are gone: the other ranks only need time to fail as well.
+# When a host has failed, the other ranks cannot save; they only need time to fail as well.
 FAILED_GRACE_SECONDS = 5
-SETTLE_SECONDS = 3  # after a failure, for the others to report how they ended
-MOST_OF_A_FAILURE = 1024  # characters that SageMaker shows of /opt/ml/output/failure
-AGREED = (0, EXIT_PREEMPTED, EXIT_CANCELLED)
+SETTLE_SECONDS = 3  # after a failure, for the other hosts to report how they ended
+FAILURE_LENGTH = 1024  # characters of /opt/ml/output/failure that SageMaker shows
+GRACEFUL = (0, EXIT_PREEMPTED, EXIT_CANCELLED)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Hosts:
         https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
         """
         config = json.loads((root / RESOURCES).read_text())
-        # Numerically, so that algo-10 comes after algo-2; the order is the same on every host.
+        # Sorted by number, so that algo-10 comes after algo-2: each host needs the same order.
         parts = {name: re.split(r"(\d+)", name) for name in config["hosts"]}
         numbers = {name: [int(x) if x.isdigit() else x for x in parts[name]] for name in parts}
         return cls(
@@ -77,7 +77,7 @@ class Hosts:
         return self.names[0]
 
     def environment(self) -> dict[str, str]:
-        """Network variables for NCCL and Gloo; variables that are already set take precedence.
+        """Network variables for NCCL and Gloo. Variables that are already set take precedence.
 
         EFA: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-start-nccl.html
         """
@@ -87,7 +87,7 @@ class Hosts:
         return dict.fromkeys(names, self.interface) | ({"FI_PROVIDER": "efa"} if efa else {})
 
     def await_primary(self, seconds: float = 300) -> None:
-        """Waits until DNS resolves the primary host's name, which may lag behind the start."""
+        """Waits until DNS resolves the primary host's name, maybe some time after the start."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"distdl: {why}", file=sys.stderr, flush=True)
         failure = root / "output" / "failure"
         failure.parent.mkdir(parents=True, exist_ok=True)
-        failure.write_text(why[:MOST_OF_A_FAILURE])
+        failure.write_text(why[:FAILURE_LENGTH])
     return code
 
 
@@ -139,7 +139,7 @@ def secrets(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class HostRanks:
-    """This host's ranks, from their start to their end."""
+    """Runs the ranks of this host."""
 
     def __init__(self, hosts: Hosts, root: Path, devices: int, attempt: int) -> None:
         self.hosts, self.devices, self.number = hosts, devices, attempt
@@ -165,14 +165,14 @@ class HostRanks:
         heartbeat = Heartbeat(self.hosts.names, self.hosts.current)
         agent = subprocess.Popen(self.command(), env=env)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda n, frame: self.pass_on(agent, n, frame))
+            signal.signal(number, lambda n, frame: self.forward(agent, n, frame))
         end = self.watch(agent, heartbeat)
         if end.code == EXIT_FAILURE and self.stopping:
             end = HostEnd(self.stopped(), "stopped by a signal", time.time())
         heartbeat.report_end(end)
-        return end if end.code in AGREED else self.first_cause(end, heartbeat)
+        return end if end.code in GRACEFUL else self.first_cause(end, heartbeat)
 
-    def pass_on(self, agent: subprocess.Popen[bytes], number: int, _: FrameType | None) -> None:
+    def forward(self, agent: subprocess.Popen[bytes], number: int, _: FrameType | None) -> None:
         self.stopping = True
         if agent.poll() is None:
             agent.send_signal(number)
@@ -185,29 +185,29 @@ class HostRanks:
                 since.setdefault(name, time.monotonic())
                 if end.code == 0 and name != self.hosts.primary:
                     continue  # only the primary host's success ends the other hosts
-                # After a host that ended as agreed, the others get time to finish.
-                agreed = end.code in AGREED or self.stopping
-                grace = GRACE_SECONDS if agreed else FAILED_GRACE_SECONDS
+                # After a host that ended gracefully, the others get time to finish.
+                graceful = end.code in GRACEFUL or self.stopping
+                grace = GRACE_SECONDS if graceful else FAILED_GRACE_SECONDS
                 if time.monotonic() - since[name] > grace:
-                    agent.kill()  # and its ranks: those that wait for a lost host cannot save
+                    agent.kill()  # its ranks end with it: they cannot save without the lost host
                     agent.wait()
                     code = EXIT_FAILURE if end.code == VANISHED else end.code
                     return HostEnd(code, end.why, end.time)
             time.sleep(POLL_SECONDS)
         return self.first_error(code if code >= 0 else 128 - code)
 
-    def first_cause(self, mine: HostEnd, heartbeat: Heartbeat) -> HostEnd:
-        """This host's exit code, and the earliest failure of all hosts: it made the others fail."""
+    def first_cause(self, end: HostEnd, heartbeat: Heartbeat) -> HostEnd:
+        """This host's exit code, with the earliest failure of all hosts as the cause."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline and len(heartbeat.ends()) < len(self.hosts.names) - 1:
             time.sleep(POLL_SECONDS)
-        failed = [end for end in heartbeat.ends().values() if end.code not in AGREED]
-        first = min([mine, *failed], key=lambda end: end.time)
-        return HostEnd(mine.code, first.why, first.time)
+        failed = [other for other in heartbeat.ends().values() if other.code not in GRACEFUL]
+        first = min([end, *failed], key=lambda each: each.time)
+        return HostEnd(end.code, first.why, first.time)
 
     def stopped(self) -> int:
-        """The exit code after a signal. The agent exits with 1 for every signal, so the primary
-        host takes the code from status.json; the others assume a preemption."""
+        """The exit code after a signal. The agent exits with 1 after every signal, so the primary
+        host reads the code in status.json, and the others assume a preemption."""
         try:
             status = attempt_at(self.folder).status()
         except UserError:  # status.json was truncated while being written
@@ -221,7 +221,7 @@ class HostRanks:
             return HostEnd(0)
         first = attempt_at(self.folder).first_error()
         if first is None:
-            why = f"the ranks on {self.hosts.current} ended without a recorded error"
+            why = f"the ranks on {self.hosts.current} ended without recording an error"
             return HostEnd(code, why, time.time())
         why = f"rank {first['rank']} on {first['host']}: {first['type']}: {first['message']}"
         return HostEnd(code, why, first["time"])

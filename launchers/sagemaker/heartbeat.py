@@ -1,8 +1,8 @@
 """A heartbeat between a job's hosts: each sends a line per second, and finally how it ended.
 
-Ranks wait for each other in collective operations for up to half an hour. So a host needs another
-way to learn that a host has failed or vanished. The other hosts connect to the primary host. Both
-sides of a connection send lines: `beat`, or `end` with a HostEnd as JSON.
+In collective operations ranks wait for each other for up to half an hour. The heartbeat shows much
+earlier that a host has failed or vanished. The other hosts connect to the primary host. Both sides
+of a connection send lines: `beat`, or `end` with a HostEnd as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 PORT = 29400
 BEAT_SECONDS = 1.0
 PATIENCE_SECONDS = 15.0  # of silence, after which a host counts as vanished
-CONNECT_SECONDS = 900.0  # hosts pull their image and inputs at different speeds
+CONNECT_SECONDS = 900.0  # long, because hosts pull their image and inputs at different speeds
 VANISHED = -1  # used instead of an exit code
 
 
@@ -27,14 +27,14 @@ class HostEnd:
     """How a host ended."""
 
     code: int  # its exit code, or VANISHED
-    why: str = ""  # the first cause, as far as that host knows; empty if nothing went wrong
-    # When that happened. 0 for a host that vanished: it precedes the failures that follow from it.
+    why: str = ""  # the first cause, as far as that host knows; empty if there was no failure
+    # The time of that cause; 0 for a host that vanished, which precedes the failures it causes.
     time: float = 0.0
 
 
 class Heartbeat:
-    """Sends this host's heartbeat to the others, and receives theirs. `names` has all hosts, the
-    primary one first, which listens on the port. With one host it does nothing."""
+    """Sends this host's heartbeat to the other hosts, and receives theirs. `names` has all hosts;
+    the first is the primary host, which listens on the port. A single host does nothing."""
 
     def __init__(self, names: Sequence[str], current: str, port: int = PORT) -> None:
         self.names, self.current, self.primary = names, current, names[0]
@@ -48,12 +48,12 @@ class Heartbeat:
             threading.Thread(target=main, daemon=True).start()
 
     def ends(self) -> dict[str, HostEnd]:
-        """How hosts have ended, by name; only hosts that have ended."""
+        """Name -> how the host ended, for all hosts that have ended."""
         with self._lock:
             return dict(self._ends)
 
     def report_end(self, end: HostEnd) -> None:
-        """Sends the others how this host has ended."""
+        """Reports to the other hosts how this host has ended."""
         self._over.set()
         line = f"end {json.dumps(dataclasses.asdict(end))}\n".encode()
         with self._lock:
@@ -86,7 +86,7 @@ class Heartbeat:
                 link = socket.create_connection((self.primary, self.port), PATIENCE_SECONDS)
             except OSError:
                 if time.monotonic() > deadline:
-                    self._note(self.primary, HostEnd(VANISHED, f"{self.primary} never came"))
+                    self._note(self.primary, HostEnd(VANISHED, f"{self.primary} never answered"))
                     return
                 time.sleep(BEAT_SECONDS)
                 continue

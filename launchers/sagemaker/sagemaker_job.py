@@ -9,46 +9,47 @@ from pathlib import Path
 from typing import Any
 
 from distdl.job import JobState
-from distdl.launchers.common import AskedJob, FarFile, Forgotten, fetch_files, from_pages
-from distdl.launchers.sagemaker.aws import Aws, code_of, explained
+from distdl.launchers.common import Forgotten, QueriedJob, RemoteFile, fetch_files, from_pages
+from distdl.launchers.sagemaker.aws import Aws, aws_errors, code_of
 from distdl.util.errors import Problem, UserError
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
-# STATES is by TrainingJobStatus. Where that is too coarse, FURTHER is by SecondaryStatus. A word in
-# neither table means UNKNOWN.
+# STATES maps TrainingJobStatus. SECONDARY_STATES maps SecondaryStatus, for jobs whose status is too
+# coarse. A word in neither table means UNKNOWN.
 # https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_DescribeTrainingJob.html
 STATES = {
     "Completed": JobState.SUCCEEDED,
     "Failed": JobState.FAILED,
-    "Stopping": JobState.RUNNING,  # it has two minutes for a checkpoint
+    "Stopping": JobState.RUNNING,  # the job has two minutes for a checkpoint
 }
-FURTHER = {
+SECONDARY_STATES = {
     **dict.fromkeys(("Starting", "Pending", "Downloading", "Restarting"), JobState.PENDING),
     **dict.fromkeys(("LaunchingMLInstances", "PreparingTrainingStack"), JobState.PENDING),
     "DownloadingTrainingImage": JobState.PENDING,
-    "Interrupted": JobState.PENDING,  # a spot instance was taken away; SageMaker finds another
+    "Interrupted": JobState.PENDING,  # a spot instance was taken away; SageMaker looks for another
     **dict.fromkeys(("Training", "Updating", "Uploading"), JobState.RUNNING),
     "Stopped": JobState.CANCELLED,
-    # The time limit ended it: it saved a checkpoint, and another attempt can resume.
+    # The time limit ended the job, which saved a checkpoint: another attempt can resume.
     **dict.fromkeys(("MaxRuntimeExceeded", "MaxWaitTimeExceeded"), JobState.PREEMPTED),
 }
 
 
 def state_of(described: Mapping[str, Any]) -> JobState:
     status = described.get("TrainingJobStatus", "")
-    further = FURTHER.get(described.get("SecondaryStatus", ""), JobState.UNKNOWN)
-    return STATES.get(status, further if status in ("InProgress", "Stopped") else JobState.UNKNOWN)
+    if status in ("InProgress", "Stopped"):
+        return SECONDARY_STATES.get(described.get("SecondaryStatus", ""), JobState.UNKNOWN)
+    return STATES.get(status, JobState.UNKNOWN)
 
 
-class SageMakerJob(AskedJob):
-    """A training job, by its name and the clients of its region. CloudWatch's logs lag by some
-    seconds."""
+class SageMakerJob(QueriedJob):
+    """A training job, by its name and the clients of its region. CloudWatch's logs are some seconds
+    late."""
 
     patience = 300.0
 
     def __init__(self, name: str, aws: Aws) -> None:
-        self.name, self.aws, self.region = name, aws, aws.found_region()
+        self.name, self.aws, self.region = name, aws, aws.resolved_region()
 
     @property
     def handle(self) -> str:
@@ -61,13 +62,13 @@ class SageMakerJob(AskedJob):
 
     def describe(self) -> dict[str, Any]:
         """The answer of `describe_training_job`; Forgotten if SageMaker does not know the job."""
-        with explained():
+        with aws_errors():
             try:
                 return self.aws("sagemaker").describe_training_job(TrainingJobName=self.name)
             except Exception as error:
                 # "ValidationException: Requested resource not found."
                 if re.search("not found|could not find", str(error), re.IGNORECASE):
-                    raise Forgotten(Problem(self.handle, "SageMaker knows no such job")) from None
+                    raise Forgotten(Problem(self.handle, "unknown to SageMaker")) from None
                 raise
 
     def exists(self) -> bool:
@@ -76,14 +77,14 @@ class SageMakerJob(AskedJob):
         except Forgotten:
             return False
 
-    def _look(self) -> dict[str, Any]:
+    def _query(self) -> dict[str, Any]:
         return self.describe()
 
-    def _meaning(self, answer: Mapping[str, Any]) -> JobState:
+    def _state_from(self, answer: Mapping[str, Any]) -> JobState:
         return state_of(answer)
 
     @classmethod
-    def _listed(cls, jobs: Sequence[SageMakerJob]) -> Iterator[tuple[SageMakerJob, Any]]:
+    def _query_all(cls, jobs: Sequence[SageMakerJob]) -> Iterator[tuple[SageMakerJob, Any]]:
         accounts: dict[tuple[Any, ...], dict[str, SageMakerJob]] = {}
         for job in jobs:
             accounts.setdefault((job.region, job.aws.profile), {})[job.name] = job
@@ -94,9 +95,9 @@ class SageMakerJob(AskedJob):
             )
             summaries = (page["TrainingJobSummaries"] for page in pages)
             named = ([(each["TrainingJobName"], each) for each in page] for page in summaries)
-            with explained():
+            with aws_errors():
                 for job, answer in from_pages(wanted, named):
-                    if state_of(answer) is not JobState.UNKNOWN:  # else query the job itself later
+                    if state_of(answer) is not JobState.UNKNOWN:  # else the job is queried later
                         yield job, answer
 
     def failure(self) -> str:
@@ -107,7 +108,7 @@ class SageMakerJob(AskedJob):
         """Lines of all hosts; lines of hosts other than the first start with the host's name."""
         tokens: dict[str, str] = {}  # stream -> position up to which it was read
         while True:
-            # Queried before reading, so that the last lines are read too.
+            # Query the state before reading: after the end, everything is read once more.
             ended = not follow or self.state().ended
             if ended and follow:
                 time.sleep(self.poll_seconds)  # the last lines are not in CloudWatch yet
@@ -122,7 +123,7 @@ class SageMakerJob(AskedJob):
             yield f"SageMaker: {failure}"
 
     def _streams(self) -> list[str]:
-        with explained():
+        with aws_errors():
             client = self.aws("logs")
             pages = client.get_paginator("describe_log_streams").paginate(
                 logGroupName=LOG_GROUP, logStreamNamePrefix=f"{self.name}/"
@@ -135,7 +136,7 @@ class SageMakerJob(AskedJob):
     def _new_lines(self, stream: str, tokens: dict[str, str]) -> Iterator[str]:
         while True:
             more = {"nextToken": tokens[stream]} if stream in tokens else {}
-            with explained():
+            with aws_errors():
                 page = self.aws("logs").get_log_events(
                     logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=True, **more
                 )
@@ -147,7 +148,7 @@ class SageMakerJob(AskedJob):
 
     def cancel(self) -> None:
         """Stops the job. SageMaker sends SIGTERM to every host, and SIGKILL 120 s later."""
-        with explained():
+        with aws_errors():
             try:
                 self.aws("sagemaker").stop_training_job(TrainingJobName=self.name)
             except Exception as error:
@@ -155,18 +156,18 @@ class SageMakerJob(AskedJob):
                     raise
 
     def fetch(self, to: Path) -> None:
-        """Copies the run's store from S3 into a folder; see `fetch_files` for what it skips."""
+        """Copies the run's store from S3 into a folder; `fetch_files` says what it skips."""
         from distdl.launchers.sagemaker.uploads import objects
 
         if not (uri := (self.describe().get("CheckpointConfig") or {}).get("S3Uri")):
             raise UserError.at(self.handle, "has no store")
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         start = f"{prefix.rstrip('/')}/"
-        with explained():
+        with aws_errors():
             s3 = self.aws("s3")
             files = {
-                key.removeprefix(start): FarFile(facts["Size"], facts["LastModified"].timestamp())
-                for key, facts in objects(s3, bucket, start)
+                key.removeprefix(start): RemoteFile(o["Size"], o["LastModified"].timestamp())
+                for key, o in objects(s3, bucket, start)
                 if not key.endswith("/")
             }
             fetch_files(to, files, lambda n, path: s3.download_file(bucket, start + n, str(path)))

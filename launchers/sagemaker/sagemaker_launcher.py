@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distdl.job import JobSpec
-from distdl.launchers.sagemaker.aws import Aws, explained
+from distdl.launchers.sagemaker.aws import Aws, aws_errors
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.launchers.sagemaker.sagemaker_settings import SageMakerSettings, instances
@@ -20,7 +20,7 @@ LONGEST_VALUE = 512  # characters of a variable's value
 
 
 class SageMakerLauncher(SageMakerSettings):
-    """Trains on instances that SageMaker starts for the job and removes after it."""
+    """Trains on instances that SageMaker starts for the job and removes afterwards."""
 
     @functools.cached_property
     def aws(self) -> Aws:
@@ -28,12 +28,12 @@ class SageMakerLauncher(SageMakerSettings):
 
     @functools.cached_property
     def _regions(self) -> dict[str, Aws]:
-        """AWS clients of attached jobs, by region; cached because they are slow to create."""
+        """AWS clients of attached jobs, by region; cached because creating them is slow."""
         return {}
 
     @staticmethod
     def devices(node: Mapping[str, Any]) -> tuple[int, str] | None:
-        """The devices and accelerator of one host; None if its type is not in our file."""
+        """The devices and accelerator of a host; None if its type is not in instance_types.yaml."""
         instance = instances().get(str(node.get("instance_type")))
         return instance and ((instance.gpus, "gpu") if instance.gpus else (1, "cpu"))
 
@@ -41,25 +41,25 @@ class SageMakerLauncher(SageMakerSettings):
         request = SageMakerRequest(spec, self)
         for name, value in request.environment(self.region).items():
             if (length := len(value)) > LONGEST_VALUE:
-                raise UserError.at(name, f"{length} characters; SageMaker takes {LONGEST_VALUE}")
+                raise UserError.at(name, f"has {length} characters; the limit is {LONGEST_VALUE}")
         return request
 
     def reach(self, request: SageMakerRequest) -> None:
-        """Checks region, network and sign-in: `get_caller_identity` needs no permission."""
-        self.aws.found_region()
-        with explained():
+        """Checks region, network and sign-in, by a call that needs no permission."""
+        self.aws.resolved_region()
+        with aws_errors():
             self.aws("sts").get_caller_identity()
 
     def submit(self, request: SageMakerRequest) -> SageMakerJob:
         from distdl.launchers.sagemaker import uploads
 
-        region = self.aws.found_region()
-        # If a run was deleted here and starts again, its job name is already taken, and SageMaker
-        # never frees a name.
+        region = self.aws.resolved_region()
+        # A run that was deleted here and starts again has a job name that is taken: SageMaker never
+        # frees a name.
         while SageMakerJob(request.name, self.aws).exists():
-            request = dataclasses.replace(request, again=request.again + 1)
+            request = dataclasses.replace(request, names_taken=request.names_taken + 1)
         uploads.upload(request, self.aws)
-        with explained():
+        with aws_errors():
             self.aws("sagemaker").create_training_job(**request.body(region))
         return SageMakerJob(request.name, self.aws)
 

@@ -1,6 +1,6 @@
 """The request: the arguments of `create_training_job`, and the names of uploads and secrets.
 
-Source of names, limits and meanings:
+Names, limits and meanings are from
 https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.html
 """
 
@@ -24,15 +24,15 @@ from distdl.launchers.sagemaker.sagemaker_settings import (
     mode_of,
 )
 
-# Folders of a container; SageMaker defines the first two.
+# Folders in the container; SageMaker defines the first two.
 # https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo.html
 INPUTS = "/opt/ml/input/data"
-STORE = "/opt/ml/checkpoints"  # filled from a prefix in S3 at the start, then synced to it
+STORE = "/opt/ml/checkpoints"  # SageMaker fills it from S3 at the start, then copies changes to S3
 UNPACKED = "/opt/ml/distdl"
 ARCHIVE = "bundle.tar.gz"
 
-# The image does not contain distdl: its code comes with the bundle. The image has a shell, Python
-# and distdl's dependencies. `exec`, so that SIGTERM reaches our entry point.
+# The image has a shell, Python and distdl's dependencies; the bundle has distdl itself. `exec` lets
+# SIGTERM reach the entry point.
 ENTRY = (
     f"python -m tarfile --filter data -e {INPUTS}/{BUNDLE}/{ARCHIVE} {UNPACKED} && "
     f'PYTHONPATH={UNPACKED}/code exec python -m distdl.launchers.sagemaker.entry "$@"'
@@ -48,7 +48,7 @@ class SageMakerRequest:
 
     spec: JobSpec
     settings: SageMakerSettings
-    again: int = 0  # how many earlier job names are taken: SageMaker never frees a name
+    names_taken: int = 0  # how many earlier job names are taken: SageMaker never frees a name
 
     @property
     def name(self) -> str:
@@ -56,12 +56,12 @@ class SageMakerRequest:
         in other buckets or prefixes. At most 63 letters, digits and single hyphens."""
         full = f"{self.settings.bucket}/{self.settings.prefix}/{self.spec.name}"
         suffix = f"-{self.spec.attempt:03d}-{digest(full, 6)}"
-        suffix += f"-{self.again}" if self.again else ""
+        suffix += f"-{self.names_taken}" if self.names_taken else ""
         return slug(self.spec.name)[: LONGEST_NAME - len(suffix)].rstrip("-") + suffix
 
     @property
     def key(self) -> str:
-        """The prefix of everything that this run has in the bucket."""
+        """The prefix of all objects of this run in the bucket."""
         return "/".join(filter(None, [self.settings.prefix.strip("/"), self.spec.name]))
 
     @property
@@ -81,7 +81,7 @@ class SageMakerRequest:
         return {name: f"{self.key}/{name}" for name in self.spec.forward_env}
 
     def body(self, region: str | None = None) -> dict[str, Any]:
-        """The arguments of `create_training_job`. `region` is the job's, with its secrets."""
+        """The arguments of `create_training_job`; `region` is that of the job and its secrets."""
         s, size, attempt = self.settings, self.spec.resources, self.spec.attempt
         resources: dict[str, Any] = {
             "InstanceType": s.instance_type,
@@ -126,8 +126,8 @@ class SageMakerRequest:
         return body
 
     def environment(self, region: str | None) -> dict[str, str]:
-        """The container's variables. Everybody who may describe the job can read them, so they hold
-        the names of secrets only."""
+        """The container's variables. Everybody who may describe the job can read them, so they have
+        only the names of secrets."""
         inputs = {f"DISTDL_INPUT_{n.upper()}": f"{INPUTS}/{n}" for n in self.settings.inputs}
         env = (
             variables(self.settings.env, self.spec.env) | {"DISTDL_LAUNCHER": "sagemaker"} | inputs
@@ -157,16 +157,16 @@ class SageMakerRequest:
         instance = instances().get(name, Instance(name))
         gpus, one_host = instance.gpus, size.num_nodes == 1
         if size.accelerator == "cpu" and gpus:
-            yield f"{name} has {gpus} GPUs, and none of them is used"
+            yield f"{name} has {gpus} GPUs, but none of them is used"
         elif 0 < size.devices < gpus:
             fits = not one_host and size.world_size <= gpus
-            enough = f": one host holds all {size.world_size} ranks" if fits else ""
-            yield f"{name} has {gpus} GPUs, and {size.devices} of them are used{enough}"
+            enough = f": one host is enough for all {size.world_size} ranks" if fits else ""
+            yield f"{name} has {gpus} GPUs, but only {size.devices} are used{enough}"
         if not one_host and gpus and not instance.efa:
             larger = next((i for i in alike(instance) if i.gpus >= size.world_size), None)
-            hint = f"; one host would do: {larger.name} ({larger.gpus} GPUs)" if larger else ""
+            hint = f"; one host is enough: {larger.name} ({larger.gpus} GPUs)" if larger else ""
             speed = f"{instance.network} Gbit/s of Ethernet{hint}"
-            yield f"{name} has no EFA: {size.num_nodes} hosts share gradients over {speed}"
+            yield f"{name} has no EFA: {size.num_nodes} hosts exchange gradients over {speed}"
 
 
 def channel(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,6 +179,6 @@ def channel(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         }
         return {"ChannelName": name, "DataSource": {"FileSystemDataSource": source}}
     source = {"S3DataType": "S3Prefix", "S3Uri": str(entry["path"])}
-    # Every host gets all the data: the data module decides which rank reads what.
+    # Every host gets all the data; the data module decides which rank reads which part.
     data = {"S3DataSource": {**source, "S3DataDistributionType": "FullyReplicated"}}
     return {"ChannelName": name, "DataSource": data, "InputMode": mode_of(entry)}

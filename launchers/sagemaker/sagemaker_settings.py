@@ -1,7 +1,7 @@
 """The settings under `launcher.*` with launcher=sagemaker, and the known instance types.
 
-An input is s3://bucket/folder (mode File, which copies it before the start, FastFile or Pipe), or a
-file system inside the VPC (mode ro or rw): efs://fs-0123456789abcdef0/folder, or
+An input is s3://bucket/folder, with mode File (copied before the start), FastFile or Pipe. Or it is
+a file system inside the VPC, with mode ro or rw: efs://fs-0123456789abcdef0/folder or
 fsx://fs-0123456789abcdef0/mount/folder.
 """
 
@@ -32,13 +32,13 @@ from distdl.util import walltime
 from distdl.util.errors import Problem
 
 REQUIRED = {
-    "role": "launcher.role=arn:aws:iam::<account>:role/<name>, which the job acts as",
+    "role": "launcher.role=arn:aws:iam::<account>:role/<name>: the job's permissions",
     "image": "launcher.image=<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>; "
-    "launchers/sagemaker/Dockerfile shows one",
+    "launchers/sagemaker/Dockerfile builds one",
     "bucket": "launcher.bucket=<name>, in the region of the job",
     "instance_type": "launcher.instance_type=ml.g5.12xlarge, for example",
 }
-BUNDLE = "bundle"  # the channel of our code
+BUNDLE = "bundle"  # the channel (SageMaker's word for an input) with the code
 MOST_INPUTS = 19  # SageMaker allows 20 channels, and the bundle uses one
 S3_MODES, DISK_MODES = ("File", "FastFile", "Pipe"), ("ro", "rw")
 FILE_SYSTEM = re.compile(r"(efs|fsx)://(fs-[0-9a-f]{8,})(/.*)?")
@@ -100,10 +100,10 @@ class SageMakerSettings(LauncherSettings):
         if self.instance_type:
             yield from _instance(self.instance_type, context)
         if self.max_wait is not None and not self.spot:
-            yield Problem("max_wait", "only spot jobs wait", "launcher.spot=true")
+            yield Problem("max_wait", "applies only to spot jobs", "launcher.spot=true")
         elif self.max_wait is not None and self.max_wait < self.walltime:
-            what = f"{self.max_wait} s is for waiting and running together, and walltime is "
-            what += f"{self.walltime} s already"
+            what = f"{self.max_wait} s must cover waiting and running, but walltime alone is "
+            what += f"{self.walltime} s"
             yield Problem("max_wait", what, "launcher.max_wait=null is twice the walltime")
         if self.keep_alive and self.spot:
             yield Problem(
@@ -111,32 +111,32 @@ class SageMakerSettings(LauncherSettings):
             )
         for missing, other in permutations(("subnets", "security_groups")):
             if getattr(self, other) and not getattr(self, missing):
-                yield Problem(missing, f"missing, and launcher.{other} is set", "a VPC needs both")
+                yield Problem(missing, f"missing, but launcher.{other} is set", "a VPC needs both")
         yield from self._inputs()
 
     def _inputs(self) -> Iterator[Problem]:
         if len(self.inputs) > MOST_INPUTS:
-            what = f"{len(self.inputs)} inputs, and SageMaker takes {MOST_INPUTS} beside the code"
+            what = f"{len(self.inputs)} inputs, but SageMaker allows {MOST_INPUTS} besides the code"
             yield Problem("inputs", what)
         yield from unknown_keys(self.inputs, ("path", "mode"))
         for name, entry in self.inputs.items():
             path, on_disk = str(entry.get("path") or ""), is_on_disk(entry)
             at, modes = f"inputs.{name}", DISK_MODES if on_disk else S3_MODES
             if name == BUNDLE or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name):
-                what = "is the channel of the code" if name == BUNDLE else "is not an input name"
-                yield Problem(at, what, "use letters, digits and _, and another word than bundle")
+                what = "is reserved for the code" if name == BUNDLE else "is not a valid input name"
+                yield Problem(at, what, "use letters, digits and _, but not the name bundle")
             if on_disk and not FILE_SYSTEM.fullmatch(path):
                 yield Problem(at, f"{path} names no file system", "write efs://fs-0123456789/dir")
             elif not on_disk and not re.fullmatch(r"s3://[^/]+/?.*", path):
-                what = f"{path or 'nothing'} is not where a SageMaker job can read"
-                remedy = f"aws s3 sync {path or 'FOLDER'} s3://BUCKET/FOLDER, and name that"
+                what = f"a SageMaker job cannot read {path or 'an empty path'}"
+                remedy = f"aws s3 sync {path or 'FOLDER'} s3://BUCKET/FOLDER, and write that URI"
                 yield Problem(at, what, remedy)
             elif (mode := mode_of(entry)) not in modes:
                 hint = f"{did_you_mean(mode, modes)} one of {', '.join(modes)}".strip()
-                yield Problem(f"{at}.mode", f"no mode {mode!r}", hint)
+                yield Problem(f"{at}.mode", f"{mode!r} is not a mode", hint)
             elif on_disk and not (self.subnets and self.security_groups):
                 remedy = "launcher.subnets=[subnet-...] launcher.security_groups=[sg-...]"
-                yield Problem(at, f"{path} is reached inside its VPC only", remedy)
+                yield Problem(at, f"{path} can be reached only inside its VPC", remedy)
 
 
 def is_on_disk(entry: Mapping[str, Any]) -> bool:
@@ -150,7 +150,7 @@ def mode_of(entry: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Instance:
-    """One instance type. `network` is in Gbit/s, `memory` in GiB; 0 if it is not in the file."""
+    """One instance type. `network` is in Gbit/s and `memory` in GiB; 0 means unknown."""
 
     name: str
     gpus: int = 0
@@ -173,7 +173,7 @@ def instances() -> dict[str, Instance]:
 
 
 def _is_newer_than_the_file(name: str) -> bool:
-    """Whether the installed boto3 knows a type that is not in the file."""
+    """Whether the installed boto3 knows an instance type that the file lacks."""
     try:
         from botocore.session import Session
     except ImportError:
@@ -197,7 +197,7 @@ def _instance(name: str, context: Mapping[str, Any]) -> Iterator[Problem]:
         hint = f", or launcher.instance_type={larger[0]}" if larger else ""
         yield Problem(
             "instance_type",
-            f"{name} has {instance.gpus} {instance.gpu.split()[0]}, and trainer.devices={devices}",
+            f"{name} has {instance.gpus} {instance.gpu.split()[0]}, but trainer.devices={devices}",
             f"trainer.devices={instance.gpus} trainer.num_nodes=<hosts>{hint}",
         )
 

@@ -1,4 +1,4 @@
-"""Uploads before a job is created: its bundle and history to S3, and its secrets."""
+"""Uploads before a job is created: bundle and history to S3, secrets to Secrets Manager."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from distdl.launchers.common import forwarded, manifests_last
-from distdl.launchers.sagemaker.aws import Aws, code_of, explained
+from distdl.launchers.sagemaker.aws import Aws, aws_errors, code_of
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.util.errors import UserError
 
-# Folders from which a run resumes that has a history here (it began with launcher=local, say).
+# Folders to upload of a run that began elsewhere (with launcher=local), so that it can resume.
 HISTORY = ("checkpoints", "logs", "tracking")
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Packs a folder reproducibly: the same files always give the same bytes."""
+    """Packs a folder. The same files always give the same bytes."""
     with (
         archive.open("wb") as raw,
         gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as zipped,
@@ -34,12 +34,12 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def upload(request: SageMakerRequest, aws: Aws) -> None:
-    """Uploads bundle, history and secrets. Secrets come last: a failed upload leaves none behind.
+    """Uploads bundle, history and secrets. Secrets are last: after a failed upload there are none.
 
     Raises:
-        UserError: AWS rejects it, or the prefix holds another run.
+        UserError: AWS rejects an upload, or the prefix has another run.
     """
-    with explained():
+    with aws_errors():
         refuse_another_run(request, aws)
         with tempfile.TemporaryDirectory() as folder:
             archive = Path(folder) / "bundle.tar.gz"
@@ -51,25 +51,25 @@ def upload(request: SageMakerRequest, aws: Aws) -> None:
 
 
 def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:
-    """Refuses a prefix that holds another run of the same name, say of another project: training
-    would resume from that run's checkpoints."""
+    """Refuses a prefix that has another run of the same name (of another project): training would
+    resume from that run's checkpoints."""
     from botocore.exceptions import ClientError
 
-    key, mine = f"{request.store_key}/config.yaml", Path(request.spec.bundle) / "config.yaml"
+    key, config = f"{request.store_key}/config.yaml", Path(request.spec.bundle) / "config.yaml"
     try:
-        theirs = aws("s3").get_object(Bucket=request.settings.bucket, Key=key)["Body"].read()
+        stored = aws("s3").get_object(Bucket=request.settings.bucket, Key=key)["Body"].read()
     except ClientError as error:
         # Without the permission s3:ListBucket, AWS answers 403 for an absent object.
         if code_of(error) in ("NoSuchKey", "404", "AccessDenied", "403"):
             return
         raise
-    if theirs != mine.read_bytes():
-        what = f"{request.uri(request.key)} holds a run of the same name and another config"
+    if stored != config.read_bytes():
+        what = f"{request.uri(request.key)} has a run of the same name with another config"
         raise UserError.at("launcher.prefix", what, "choose another name or launcher.prefix")
 
 
 def upload_history(request: SageMakerRequest, aws: Aws) -> None:
-    """Uploads the run's local history that S3 lacks, so that it resumes instead of restarting."""
+    """Uploads files of the run's history that S3 lacks, so that the run resumes."""
     s3, bucket, run = aws("s3"), request.settings.bucket, Path(request.spec.store)
     paths = (path for top in HISTORY for path in (run / top).rglob("*"))
     names = [p.relative_to(run).as_posix() for p in paths if p.is_file() and not p.is_symlink()]
@@ -92,6 +92,6 @@ def put_secret(client: Any, name: str, value: str, run: str) -> None:
 
 
 def objects(s3: Any, bucket: str, prefix: str) -> list[tuple[str, dict[str, Any]]]:
-    """Every object below a prefix: its key, and its entry in S3's listing."""
+    """The key of every object below a prefix, and its entry in S3's listing."""
     pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
     return [(o["Key"], o) for page in pages for o in page.get("Contents", ())]

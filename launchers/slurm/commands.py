@@ -16,11 +16,11 @@ from distdl.util.errors import UserError
 
 TIMEOUT = 60  # seconds; without a controller a command waits for 10 to 20
 # The shell variables that a batch script and srun need.
-NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR")
+PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR")
 # The variables by which Slurm's commands find their cluster.
 CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER")
-# Variables with the user's defaults -> launcher setting. A variable is passed on only if its
-# setting is null, because sbatch prefers a variable to a line of the script.
+# Variables with the user's defaults -> the launcher's setting. A variable is passed on only if its
+# setting is null, because for sbatch a variable takes precedence over a line of the script.
 DEFAULTS = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_PARTITION": "partition",
@@ -29,40 +29,40 @@ DEFAULTS = {
     "SBATCH_TIMELIMIT": "walltime",
     "SBATCH_RESERVATION": "",
 }
-# Words in sbatch's error -> the setting it is about, and the remedy.
+# Words in sbatch's error -> the setting that the error is about, and the remedy.
 REFUSALS = {
     "partition": ("launcher.partition", "sinfo -s lists the partitions"),
     "account": ("launcher.account", "sacctmgr show associations user=$USER lists yours"),
-    "qos": ("launcher.qos", "sacctmgr show qos lists them"),
+    "qos": ("launcher.qos", "sacctmgr show qos lists every QOS"),
     "time limit": ("launcher.walltime", "sinfo -s shows the limit of each partition"),
     "feature": ("launcher.constraint", "sinfo -o '%N %f' lists the features of the nodes"),
     "gres": ("launcher.gpus", "sinfo -o '%N %G' lists the GPUs; launcher.gpus=gres or none"),
     "memory": ("launcher.mem", "sinfo -o '%N %m' lists the megabytes of the nodes"),
-    "node count": ("trainer.num_nodes", "sinfo -s shows how many there are"),
+    "node count": ("trainer.num_nodes", "sinfo -s shows how many nodes there are"),
     "node configuration": (
         "trainer.num_nodes",
-        "no such nodes: see trainer.devices, launcher.cpus_per_task, mem and gpus",
+        "ask for less: trainer.devices, launcher.cpus_per_task, launcher.mem or launcher.gpus",
     ),
-    "array": ("launcher", "scontrol show config | grep MaxArraySize shows how long one may be"),
+    "array": ("launcher", "scontrol show config | grep MaxArraySize shows the limit"),
 }
-# Parts of the errors that any command prints when no controller answers.
+# Parts of the error that each command prints when no controller answers.
 DOWN = ("unable to contact slurm controller", "process configuration", "configuration source")
 
 
 class Unreachable(UserError):
-    """Slurm did not answer: its commands are not installed, or its controller is down."""
+    """Slurm does not answer: its commands are not installed, or its controller is down."""
 
 
-def forgotten(number: str) -> Forgotten:
-    """The controller forgets a job MinJobAge seconds after its end, the accounting maybe later."""
+def forgotten_job(number: str) -> Forgotten:
+    """The error for a forgotten job: the controller forgets it MinJobAge seconds after its end."""
     what = f"Slurm does not know job {number}, or has forgotten it (MinJobAge)"
-    return Forgotten(f"{what}; its log is in the run's attempts/NNN/logs/")
+    return Forgotten(f"{what}; the log is in the run's attempts/NNN/logs/")
 
 
 @dataclass(frozen=True)
-class Look:
-    """A job's state as Slurm calls it (`RUNNING`), why it waits or ended (`Resources`; empty if
-    unknown), and the file that its output goes to."""
+class Status:
+    """A job's state in Slurm's words (`RUNNING`), why it waits or ended (`Resources`; empty if
+    unknown), and the file with its output."""
 
     state: str
     reason: str = ""
@@ -75,20 +75,19 @@ class Look:
 def environment(
     forwarded: Iterable[str] = (), settings: SlurmSettings | None = None
 ) -> dict[str, str]:
-    """Variables for Slurm's commands, `forwarded` among them. A job inherits those of its sbatch.
+    """Variables for Slurm's commands, including `forwarded`. A job inherits those of its sbatch.
 
-    sbatch gets a minimal environment instead of a list in `sbatch --export`. That option would also
-    pass on the SLURM_* variables of an allocation that this shell may be in, and it starts a login
-    shell on the node. Forwarded variables are passed in this way only, so that no script and no
-    command line contains their values."""
+    sbatch gets a minimal environment instead of the option `--export`. That option would also pass
+    on the SLURM_* variables of an allocation that this shell may be in, and would start a login
+    shell on the node. So the values of forwarded variables are in no script or command line."""
     defaults = [name for name, key in DEFAULTS.items() if getattr(settings, key, None) is None]
-    names = {*NEEDED, *CLUSTER, *defaults, *forwarded}
+    names = {*PASSED_ON, *CLUSTER, *defaults, *forwarded}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
 def reach() -> None:
-    """Checks that there is a cluster that takes jobs."""
-    with from_a_login_node():
+    """Checks that a cluster can be reached that accepts jobs."""
+    with login_node_required():
         done = run("scontrol", "ping")
         if done.returncode != 0:  # "Slurmctld(primary) at head is DOWN", one line per controller
             down = [line for line in done.stdout.splitlines() if line.endswith("DOWN")]
@@ -96,19 +95,19 @@ def reach() -> None:
 
 
 @contextmanager
-def from_a_login_node() -> Iterator[None]:
+def login_node_required() -> Iterator[None]:
     try:
         yield
     except Unreachable as error:
-        remedy = "launcher=slurm submits from a login node of a cluster"
+        remedy = "start it on a login node of a Slurm cluster"
         raise UserError.at("launcher", str(error), remedy) from None
 
 
 def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str:
-    """Submits a script and returns the job's number."""
-    with from_a_login_node():
+    """Submits a script; returns the number of the job."""
+    with login_node_required():
         done = run("sbatch", "--parsable", str(path), env=environment(forwarded, settings))
-    # A site's plugin may print other lines too; with several clusters ";name" follows the number.
+    # A site's plugin may print other lines. With several clusters ";name" follows the number.
     number = re.search(r"^(\d+)(;\S+)?$", done.stdout, re.MULTILINE)
     if done.returncode == 0 and number:
         return number[1]
@@ -119,7 +118,7 @@ def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str
     raise UserError.at(key, f"sbatch refuses it: {reason or 'without a reason'}", remedy)
 
 
-def look(number: str) -> Look:
+def query(number: str) -> Status:
     """The status of a job; raises Forgotten or Unreachable."""
     done = run("scontrol", "show", "job", number)
     state = re.search(r"JobState=(\S+)", done.stdout)
@@ -127,41 +126,41 @@ def look(number: str) -> Look:
         reason = re.search(r"Reason=(?!None\b)(\S+)", done.stdout)
         log = re.search(r"^\s*StdOut=(.+)$", done.stdout, re.MULTILINE)
         path = Path(log[1].replace("%%", "%")) if log else None
-        return Look(state[1], reason[1] if reason else "", path)
+        return Status(state[1], reason[1] if reason else "", path)
     if "invalid job id" not in done.stderr.lower():
         raise Unreachable(done.stderr.strip() or "scontrol prints nothing")
-    if looks := remembered([number]):
-        return looks[number]
-    raise forgotten(number)
+    if statuses := query_accounting([number]):
+        return statuses[number]
+    raise forgotten_job(number)
 
 
-def look_at(numbers: Sequence[str]) -> dict[str, Look]:
-    """The status of several jobs, queried at once; jobs that Slurm has forgotten are absent."""
-    looks: dict[str, Look] = {}
-    for some in batches(numbers):
-        done = run("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", some)
+def query_all(numbers: Sequence[str]) -> dict[str, Status]:
+    """The status of several jobs, by one query. Jobs that Slurm has forgotten are absent."""
+    statuses: dict[str, Status] = {}
+    for batch in batches(numbers):
+        done = run("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", batch)
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
             raise Unreachable(done.stderr.strip() or "squeue prints nothing")
         for line in done.stdout.splitlines():
             number, state, reason = line.split("|", 2)
-            looks[number] = Look(state, "" if reason == "None" else reason)
-    return remembered([number for number in numbers if number not in looks]) | looks
+            statuses[number] = Status(state, "" if reason == "None" else reason)
+    return query_accounting([number for number in numbers if number not in statuses]) | statuses
 
 
-def remembered(numbers: Sequence[str]) -> dict[str, Look]:
-    """The accounting's entries for jobs that the controller has forgotten (after MinJobAge, 5
-    minutes by default); empty without accounting. Source: https://slurm.schedmd.com/sacct.html"""
-    looks = {}
-    for some in batches(numbers):
+def query_accounting(numbers: Sequence[str]) -> dict[str, Status]:
+    """The status, from Slurm's accounting, of jobs that the controller has forgotten (by default
+    after 5 minutes); empty without accounting. Source: https://slurm.schedmd.com/sacct.html"""
+    statuses = {}
+    for batch in batches(numbers):
         try:
-            done = run("sacct", "-n", "-P", "-X", "-o", "JobID,State", "-j", some)
+            done = run("sacct", "-n", "-P", "-X", "-o", "JobID,State", "-j", batch)
         except Unreachable:
             break
         for line in done.stdout.splitlines() if done.returncode == 0 else ():
-            number, _, state = line.partition("|")  # the last line of a number is the newest
+            number, _, state = line.partition("|")  # the last line of a job is the newest
             if words := state.split():  # "CANCELLED by 1000"
-                looks[number] = Look(words[0])
-    return looks
+                statuses[number] = Status(words[0])
+    return statuses
 
 
 def batches(numbers: Sequence[str]) -> Iterator[str]:
@@ -187,9 +186,9 @@ def run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.Compl
             timeout=TIMEOUT,
         )
     except FileNotFoundError:
-        raise Unreachable(f"no {command[0]} on this machine") from None
+        raise Unreachable(f"{command[0]} is not installed on this machine") from None
     except subprocess.TimeoutExpired:
-        raise Unreachable(f"{command[0]} did not come back within {TIMEOUT} seconds") from None
+        raise Unreachable(f"{command[0]} did not end within {TIMEOUT} seconds") from None
     if done.returncode != 0 and any(words in done.stderr.lower() for words in DOWN):
         raise Unreachable(done.stderr.strip().splitlines()[-1])
     return done

@@ -22,15 +22,15 @@ ESCAPES = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t"}
 MODULES = """# The command `module` comes with a login shell.
 type module > /dev/null 2>&1 || source /etc/profile
 module load {} || exit 1"""
-# requeue, requeue_at_time_limit -> the template's word
+# requeue, requeue_at_time_limit -> the value in the template
 REQUEUE = {(False, False): "never", (True, False): "preempted", (True, True): "always"}
 # Variables that a container runtime must pass on, even if the image sets them too.
 CONTAINER_ENV = ("DISTDL_LAUNCHER", "PYTHONPATH", "PYTHONUNBUFFERED", "MASTER_ADDR")
 
 
 def render(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -> str:
-    """The batch script of one run, or of the members of a sweep, all of the same size, as the tasks
-    of a job array."""
+    """The batch script of one run, or (`array`) of a sweep, whose members have the same size and
+    are the tasks of a job array."""
     values = {
         "directives": "\n".join(f"#SBATCH {line}" for line in directives(settings, specs, array)),
         "name": specs[0].name if not array else f"{sweep_name(specs)}, {len(specs)} runs",
@@ -71,7 +71,7 @@ def sweep_name(specs: Sequence[JobSpec]) -> str:
 
 
 def directives(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -> Iterator[str]:
-    """Options of sbatch. Source: https://slurm.schedmd.com/sbatch.html"""
+    """Options of sbatch, from https://slurm.schedmd.com/sbatch.html."""
     size = specs[0].resources
     name = re.sub(r"[^\w./+=-]", "_", sweep_name(specs) if array else specs[0].name)
     yield f"--job-name={name}"
@@ -92,7 +92,7 @@ def directives(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -
         at_a_time = f"%{settings.max_parallel}" if settings.max_parallel else ""
         yield f"--array=0-{len(specs) - 1}{at_a_time}"
     yield "--requeue" if settings.requeue else "--no-requeue"
-    # Without "B:" the ranks get the signal, but the script does not.
+    # Without the prefix "B:" the ranks get the signal, but the script does not.
     yield f"--signal=USR1@{settings.grace_seconds}"
     yield f"--output={output(specs, array)}"
     yield "--open-mode=append"
@@ -106,7 +106,7 @@ def limit(seconds: int) -> str:
 
 
 def output(specs: Sequence[JobSpec], array: bool) -> str:
-    """The log's path, with Slurm's placeholders; a per cent sign in the folder is doubled."""
+    """The log's path, with Slurm's placeholders; per cent signs in the folder are doubled."""
     folder = array_folder(specs) if array else specs[0].folder / "logs"
     name = "/%a/slurm-%A_%a.log" if array else "/slurm-%j.log"
     path = str(folder).replace("%", "%%") + name
@@ -114,8 +114,8 @@ def output(specs: Sequence[JobSpec], array: bool) -> str:
 
 
 def array_folder(specs: Sequence[JobSpec]) -> Path:
-    """The folder of links, named by task number, to the log folders of an array's runs. They are
-    needed because `--output` has one pattern for all tasks, but each run keeps its own log."""
+    """A folder of links, named by task number, to the log folders of an array's runs. They are
+    needed because `--output` has one pattern for all tasks, but each run has its own log."""
     return specs[0].folder / "array"
 
 
@@ -151,9 +151,9 @@ def cases(specs: Sequence[JobSpec]) -> Iterator[str]:
 
 
 def srun_args(settings: SlurmSettings, spec: JobSpec) -> Iterator[str]:
-    """Options of srun. Source: https://slurm.schedmd.com/srun.html"""
-    # Since Slurm 22.05 srun does not inherit this from sbatch. Without it each rank and all its
-    # data loader workers would be bound to one core.
+    """Options of srun, from https://slurm.schedmd.com/srun.html."""
+    # Since Slurm 22.05 srun does not inherit the number of cores from sbatch. Without either option
+    # each rank and all its data loader workers would be bound to one core.
     cpus = settings.cpus_per_task
     yield f"--cpus-per-task={cpus}" if cpus else "--cpu-bind=none"
     if settings.container and settings.container_runtime == "pyxis":
@@ -165,7 +165,7 @@ def srun_args(settings: SlurmSettings, spec: JobSpec) -> Iterator[str]:
 
 
 def program(settings: SlurmSettings, spec: JobSpec) -> Iterator[str]:
-    """The interpreter's command, including that of its container."""
+    """The interpreter, after the command of its container if there is one."""
     if settings.container and settings.container_runtime == "apptainer":
         yield from ("apptainer", "exec")
         if spec.resources.accelerator == "gpu":

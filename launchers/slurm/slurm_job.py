@@ -1,4 +1,4 @@
-"""A submitted job: its state, its log and its end, according to Slurm's controller."""
+"""A submitted job: its state and log, and how it ended, according to Slurm's controller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.job import JobState
-from distdl.launchers.common import AskedJob, Forgotten
+from distdl.launchers.common import Forgotten, QueriedJob
 from distdl.launchers.slurm import commands
 
 # Source: https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
@@ -27,10 +27,10 @@ NAMES = {
     JobState.PREEMPTED: "PREEMPTED",
 }
 STATES = {name: state for state, names in NAMES.items() for name in names.split()}
-# States in which Slurm itself ended the job; a rank sees at most a signal.
+# States of a job that Slurm itself ended. A rank notices at most a signal.
 KILLS = ("BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
-# Lines in the log: the batch script's line at each start, and after it srun's line for each task
-# that failed, in the order of failure: "srun: error: n2: task 1: Killed".
+# Lines in the log. The batch script writes one at each start; srun then writes one for each task
+# that failed, in the order of failure, such as "srun: error: n2: task 1: Killed".
 START = re.compile(r"slurm job \d+, start \d+, on ")
 TASK_END = re.compile(
     r"srun: error: (?P<host>[\w.-]+): tasks? (?P<rank>\d{1,7})[\d,-]*: "
@@ -40,43 +40,43 @@ SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_sign
 
 
 @dataclass
-class SlurmJob(AskedJob):
-    """A job `123`, or one task `123_0` of an array. The controller is queried at most every
-    `poll_seconds`, and for the log's path if `log` is None."""
+class SlurmJob(QueriedJob):
+    """A job `123`, or one task `123_0` of an array. While the job is watched, the controller is
+    queried every `poll_seconds`. If `log` is None, it is also asked for the path of the log."""
 
     number: str
     poll_seconds: float = 5
     log: Path | None = None
     url: None = field(default=None, init=False)
     killed: str = field(default="", init=False)
-    failed: bool = field(default=False, init=False)  # by itself: not ended by Slurm
+    failed: bool = field(default=False, init=False)  # by itself, not ended by Slurm
 
     @property
     def handle(self) -> str:
         return f"slurm://{self.number}"
 
-    def _look(self) -> commands.Look:
-        return commands.look(self.number)
+    def _query(self) -> commands.Status:
+        return commands.query(self.number)
 
     @classmethod
-    def _listed(cls, jobs: Sequence[SlurmJob]) -> Iterator[tuple[SlurmJob, Any]]:
+    def _query_all(cls, jobs: Sequence[SlurmJob]) -> Iterator[tuple[SlurmJob, Any]]:
         try:
-            looks = commands.look_at([job.number for job in jobs])
+            looks = commands.query_all([job.number for job in jobs])
         except commands.Unreachable as error:
             yield from ((job, error) for job in jobs)
             return
         for job in jobs:
-            yield job, looks.get(job.number) or commands.forgotten(job.number)
+            yield job, looks.get(job.number) or commands.forgotten_job(job.number)
 
-    def _meaning(self, answer: commands.Look) -> JobState:
+    def _state_from(self, answer: commands.Status) -> JobState:
         self.killed = f"ended by Slurm: {answer}" if answer.state in KILLS else ""
         self.failed = answer.state == "FAILED"
         return STATES.get(answer.state, JobState.UNKNOWN)
 
     def first_end(self, logs: Path) -> tuple[int, int, str] | None:
-        """The rank that failed first, its exit code (-N for signal N) and host, from srun's line
-        in the log; None if the job did not fail by itself, or the log names no rank. srun then ends
-        the other ranks with SIGKILL, and a killed rank cannot record anything."""
+        """The rank that failed first, its exit code (-N for signal N) and its host, from srun's
+        line in the log; None if the job did not fail by itself, or the log names no rank. A rank
+        cannot record this itself if srun has killed it."""
         log = logs / f"slurm-{self.number}.log"
         if not self.failed or not log.is_file():
             return None
@@ -97,38 +97,38 @@ class SlurmJob(AskedJob):
             return JobState.UNKNOWN
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """The log; with `follow` also why the job waits, and Slurm's state at its end."""
+        """The log; with `follow` also why the job waits, and its state at the end."""
         from distdl.util.tail import tail
 
-        shown = ""
-        while follow and self._meaning(answer := self._look()) is JobState.PENDING:
-            if str(answer) != shown:
-                shown = str(answer)
-                yield f"{self.handle}: {shown}"
+        last = ""
+        while follow and self._state_from(answer := self._query()) is JobState.PENDING:
+            if str(answer) != last:
+                last = str(answer)
+                yield f"{self.handle}: {last}"
             time.sleep(self.poll_seconds)
-        path = self.log or self._look().log
+        path = self.log or self._query().log
         if path is None or not (follow or path.exists()):
             return
         yield from tail(path, self._under_way() if follow else lambda: False)
         if follow:
-            yield f"{self.handle}: {self._look()}"
+            yield f"{self.handle}: {self._query()}"
 
     def cancel(self) -> None:
         commands.cancel(self.number)
 
     def _under_way(self) -> Callable[[], bool]:
-        """A function that tells whether the job may still write to its log."""
-        asked, ended = time.monotonic(), False
+        """A function that returns whether the job may still write to its log."""
+        queried, ended = time.monotonic(), False
 
         def under_way() -> bool:
-            nonlocal asked, ended
-            if not ended and time.monotonic() - asked >= self.poll_seconds:
+            nonlocal queried, ended
+            if not ended and time.monotonic() - queried >= self.poll_seconds:
                 with suppress(commands.Unreachable):
                     try:
-                        ended = self._meaning(self._look()).ended
+                        ended = self._state_from(self._query()).ended
                     except Forgotten:
                         ended = True
-                asked = time.monotonic()
+                queried = time.monotonic()
             return not ended
 
         return under_way

@@ -17,7 +17,7 @@ from distdl.util.errors import UserError
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """The script for sbatch, of a run or of the members of a sweep, each a task of an array."""
+    """The script for sbatch: of one run, or of a sweep, whose members are the tasks of an array."""
 
     specs: Sequence[JobSpec]
     text: str
@@ -25,7 +25,7 @@ class SlurmRequest:
 
     @property
     def path(self) -> Path:
-        """Where the script is kept: in the attempt's folder (for an array, the first attempt's)."""
+        """The script's path, in the attempt's folder (for an array, the first attempt's)."""
         return self.specs[0].folder / "job.sh"
 
     def render(self) -> str:
@@ -47,10 +47,10 @@ class SlurmLauncher(SlurmSettings):
     def _request(self, specs: Sequence[JobSpec], array: bool) -> SlurmRequest:
         refuse(self.misfits({}))
         for spec in specs:
-            spec.refuse(r"\"\\", "sbatch takes it for a quotation or an escape")
+            spec.refuse(r"\"\\", "sbatch reads it as a quotation mark or an escape")
             spec.refuse(":", "PYTHONPATH is split there")
             if self.container:
-                spec.refuse(",", "the list of a container's folders is split there")
+                spec.refuse(",", "the list of folders to mount is split there")
         return SlurmRequest(specs, script.render(self, specs, array), array)
 
     def reach(self, request: SlurmRequest) -> None:
@@ -76,6 +76,4 @@ class SlurmLauncher(SlurmSettings):
         match = re.fullmatch(r"slurm://(\d+(?:_\d+)?)", handle)
         if match:
             return SlurmJob(match[1], self.poll_seconds)
-        raise UserError.at(
-            handle, "is not a job of Slurm's", "such as slurm://123 or slurm://123_0"
-        )
+        raise UserError.at(handle, "is not a Slurm job", "write it as slurm://123 or slurm://123_0")

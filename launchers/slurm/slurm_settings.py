@@ -20,8 +20,8 @@ from distdl.launchers.common import (
 )
 from distdl.util.errors import Problem
 
-# sbatch options that have their own launcher key, or that the launcher itself depends on.
-OWNED = {
+# sbatch options that the launcher writes itself -> the key that sets them, if there is one.
+RESERVED = {
     **{name: f"launcher.{name}" for name in ("mem", "partition", "account", "qos", "constraint")},
     "cpus-per-task": "launcher.cpus_per_task",
     "time": "launcher.walltime",
@@ -43,25 +43,25 @@ SHORT |= {"A": "account", "q": "qos", "C": "constraint", "a": "array", "o": "out
 SHORT |= {"J": "job-name", "W": "wait", "M": "clusters"}
 
 
-def _not_owned(option: str) -> str:
-    """Rejects an option that the launcher writes itself."""
+def _not_reserved(option: str) -> str:
+    """Rejects an option of RESERVED."""
     short = re.match(r"-(\w)", option)
     name = re.split("[= ]", option.lstrip("-"))[0]
     name = SHORT.get(short[1], name) if short else name
-    if name in OWNED:
-        remedy = f"leave it out, and write {OWNED[name]}" if OWNED[name] else "leave it out"
-        raise Refused(f"{option} is for the launcher to write", remedy)
+    if name in RESERVED:
+        remedy = f"leave it out, and set {RESERVED[name]}" if RESERVED[name] else "leave it out"
+        raise Refused(f"{option} is written by the launcher itself", remedy)
     return option
 
 
 _OPTION = r"--?[A-Za-z].*"
-_WORD = r"""[^\s"'\\#]+"""  # needs no quotes in a #SBATCH line
+_WORD = r"""[^\s"'\\#]+"""  # a word that needs no quotes in a #SBATCH line
 _MOUNT = r"/[^\s,:]*(:/[^\s,:]*(:[\w+]+)?)?"
 _SBATCH = matching(_OPTION, "an option of sbatch, such as --exclusive")
 _SRUN = matching(_OPTION, "an option of srun, such as --label")
-_MEMORY = matching(r"\d+[KMGT]?", 'an amount such as "64G", in quotes; "0" is all of a node')
-SbatchOption = Annotated[str, _SBATCH, AfterValidator(_not_owned)]
-SrunOption = Annotated[str, _SRUN, AfterValidator(_not_owned)]
+_MEMORY = matching(r"\d+[KMGT]?", 'an amount such as "64G", in quotes ("0": all of a node)')
+SbatchOption = Annotated[str, _SBATCH, AfterValidator(_not_reserved)]
+SrunOption = Annotated[str, _SRUN, AfterValidator(_not_reserved)]
 Word = Annotated[str, matching(_WORD, "one word without quotes")]
 Line = Annotated[str, matching(r".*\S.*", "one line of text")]
 Module = Annotated[str, matching(_WORD, "the name of a module")]
@@ -97,14 +97,14 @@ class SlurmSettings(LauncherSettings):
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         if self.walltime is not None and self.walltime <= self.grace_seconds:
-            what = f"{self.walltime} seconds are over before the signal for a checkpoint, "
+            what = f"{self.walltime} seconds are too short: the signal for a checkpoint comes "
             what += f"{self.grace_seconds} seconds before the end"
-            yield Problem("walltime", what, "ask for more, or a smaller launcher.grace_seconds")
+            yield Problem("walltime", what, "write more, or a smaller launcher.grace_seconds")
         if self.requeue_at_time_limit and not self.requeue:
-            what = "requeue=false says that the job never goes back to the queue"
+            what = "contradicts launcher.requeue=false, which never requeues the job"
             yield Problem("requeue_at_time_limit", what, "launcher.requeue=true")
         for name, entry in self.inputs.items() if self.container else ():
             path = str(entry.get("path"))
             if path.startswith("/") and re.search(r"[,:\s]", path):
                 what = f"{path!r} cannot be mounted: lists of folders are split at , : and blanks"
-                yield Problem(f"inputs.{name}", what, "rename the folder, or name a link to it")
+                yield Problem(f"inputs.{name}", what, "rename the folder, or write a link to it")

@@ -1,7 +1,7 @@
-"""The protocols of launchers and jobs, and their values with checks. Standard library only.
+"""The protocols that launchers and jobs implement. Needs only the standard library.
 
 A launcher turns a `JobSpec` into a `Request` that can be printed, and a request into a `Job` that
-can be watched. The run has been composed, validated and frozen before that.
+can be watched. Before that, the run has been composed, validated and frozen.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Resources:
         num_nodes: The number of machines.
         devices: Processes per node, one device each.
         accelerator: "cpu", "gpu" or "mps"; never "auto".
-        device_ids: The GPUs of this machine, if not simply the first ones, with their names in
-            $CUDA_VISIBLE_DEVICES, such as "5" or "GPU-8f6e...".
+        device_ids: The chosen GPUs of this machine, named as in $CUDA_VISIBLE_DEVICES ("5" or
+            "GPU-8f6e..."); None for the first ones.
     """
 
     num_nodes: int = 1
@@ -83,8 +83,8 @@ def variables(*sources: Mapping[str, Any]) -> dict[str, str]:
 
 
 def variable_problems(node: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of `env` and `forward_env` in any launcher's node, with relative paths."""
-    remedy = "letters, digits and _, and no digit first"
+    """Problems of `env` and `forward_env` in any launcher's node, with paths relative to it."""
+    remedy = "use letters, digits and _, and do not begin with a digit"
     env = node.get("env") or {}
     if not isinstance(env, Mapping):
         yield Problem("env", f"{env!r} is not a mapping", "launcher.env.NAME=value")
@@ -92,16 +92,16 @@ def variable_problems(node: Mapping[str, Any]) -> Iterator[Problem]:
     for name, value in env.items():
         path = f"env.{name}" if str(name).isprintable() else f"env.{name!r}"
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-            yield Problem(path, f"{name!r} is not a name of a variable", remedy)
+            yield Problem(path, f"{name!r} is not a valid variable name", remedy)
         elif not isinstance(value, (str, int, float)) or not is_value(str(value)):
-            yield Problem(path, f"{value!r} is not a value of a variable", "write text")
+            yield Problem(path, f"{value!r} is not a valid variable value", "write text")
     names = node.get("forward_env") or ()
     if isinstance(names, str) or not hasattr(names, "__iter__"):
         yield Problem("forward_env", f"{names!r} is not a list", f"launcher.forward_env=[{names}]")
         return
     for name in names:
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-            yield Problem("forward_env", f"{name!r} is not a name of a variable", remedy)
+            yield Problem("forward_env", f"{name!r} is not a valid variable name", remedy)
 
 
 def is_value(text: str) -> bool:
@@ -113,7 +113,7 @@ def is_value(text: str) -> bool:
 
 
 def unprintable(text: str) -> str:
-    """The first character that a script, log or terminal cannot show on one line; "" if none."""
+    """The first character that a script or log cannot show on one line; "" if there is none."""
     return next((c for c in text if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), "")
 
 
@@ -121,8 +121,8 @@ def unprintable(text: str) -> str:
 class JobSpec:
     """One attempt of a run, as a launcher receives it.
 
-    Name and paths are single lines, and variables have valid names, so that all of them can be
-    written into scripts and commands.
+    The name and the paths are single lines and the variables have valid names, so all of them can
+    be written into scripts and commands.
 
     Args:
         name: The run's id, for people and for job names: `<experiment>/<name>`.
@@ -132,11 +132,11 @@ class JobSpec:
         attempt: Its number, from 1.
         resources: The number of ranks and their devices.
         env: Variables that each rank gets, none of them secret.
-        forward_env: Names of variables that each rank gets too, but whose values are written
-            nowhere. When a job is submitted, all of them are set in this process.
+        forward_env: Names of further variables for each rank, whose values must not be written
+            anywhere. When a job is submitted, all of them are set in this process.
 
     Raises:
-        UserError: Name or paths have an unprintable character, or a variable is not valid.
+        UserError: The name or a path has an unprintable character, or a variable is not valid.
     """
 
     name: str
@@ -163,7 +163,7 @@ class JobSpec:
 
         Args:
             characters: The characters, as in the brackets of a regular expression.
-            why: What would happen: "mpirun splits it there".
+            why: What would happen, such as "mpirun splits it there".
 
         Raises:
             UserError: The run's folder has one of them.
@@ -181,7 +181,7 @@ class JobSpec:
         """The command of each rank, without the interpreter.
 
         Args:
-            bundle, store: Their paths for the worker, if these differ from the paths here.
+            bundle, store: Their paths on the worker's machine, if they differ from those here.
         """
         bundle, store = bundle or self.bundle, store or self.store
         return ("-m", "distdl.worker", bundle, store, "--attempt", str(self.attempt))
@@ -195,17 +195,17 @@ class Request(Protocol):
 
 @runtime_checkable
 class Job(Protocol):
-    """A job as its platform knows it. What the run itself reports is in the attempt's status.json;
+    """A job as its platform knows it. The run's own report is in the attempt's status.json, and
     `distdl.launch.jobs` combines the two. Optional members:
 
     - `fetch(to)` copies a store that is not on this machine into the folder `to`.
     - `why`: the reason for the last UNKNOWN.
     - `exit_code` of a job that has ended, if one process represents the job.
-    - `killed`: what ended it from outside, as a sentence; empty if nothing did.
+    - `killed`: a sentence on what ended the job from outside; empty if nothing did.
     - `first_end(logs)`, if only the platform saw the ranks end: rank, exit code (-N for signal N)
       and host of the first rank that failed, or None. `logs` is the attempt's folder of logs.
-    - A static `ask(jobs)` asks the platform once about several jobs of the class; the next
-      `state()` of each returns that answer.
+    - A static `ask(jobs)` queries the platform once about several jobs of the class. The next
+      `state()` of each job returns that answer.
     """
 
     @property
@@ -219,7 +219,7 @@ class Job(Protocol):
         ...
 
     def state(self) -> JobState:
-        """Asks once; UNKNOWN if the platform has forgotten the job or cannot be reached."""
+        """Queries once; UNKNOWN if the platform has forgotten the job or cannot be reached."""
         ...
 
     def wait(self) -> JobState:
@@ -231,7 +231,7 @@ class Job(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Asks it to end and leaves it time for a checkpoint; may be called again."""
+        """Asks the job to end, with time for a checkpoint; may be called again."""
         ...
 
 
@@ -240,23 +240,23 @@ class Launcher(Protocol):
 
     Optional members:
 
-    - `foreground = True`: the job runs and ends in this process (local).
+    - `foreground = True`: the job runs and ends with this process (local).
     - `in_turn = True`: the platform has no queue (mpi), so the members of `-m` run one by one.
     - static `check(node, context)`: yields Problems of its settings before anything is started,
       with paths relative to the node (`vm_size`).
     - static `devices(node)`: `(devices per node, accelerator)` of a machine size that it knows,
       for `trainer.devices=auto`.
-    - static `notes(node)`: yields notes for the user before the start: what it could not check.
+    - static `notes(node)`: yields notes for the user, on what could not be checked.
     - `reach(request)`: checks, before the run is created, that the platform is reachable and
       accepts the user. Changes nothing there; raises UserError.
     - a setting `files`, and `files()` of its requests (name -> text): a dry run writes these files
-      and the bundle into that folder, for the platform's own command line.
-    - `request_sweep(specs)`: one request for all members of `-m` (an array), or None to send one
-      job each. `submit` then returns a list of jobs, one per spec.
+      and the bundle into the folder of that setting, for the platform's own command line.
+    - `request_sweep(specs)`: one request for all members of `-m` (an array), for which `submit`
+      returns a list of jobs, one per spec; or None to send one job per member.
     """
 
     def request(self, spec: JobSpec) -> Request:
-        """Makes the request, offline and without side effects. It depends on the spec only.
+        """Builds the request, offline and without side effects, from the spec alone.
 
         Raises:
             UserError: The platform cannot run the job; nothing has been written yet.
@@ -275,6 +275,6 @@ class Launcher(Protocol):
         """The job of this handle, from any later shell.
 
         Raises:
-            UserError: The handle is not one of this launcher.
+            UserError: The handle does not belong to this launcher.
         """
         ...

@@ -94,7 +94,7 @@ def test_what_is_copied_unchanged_is_answered_with_what_to_write(template) -> No
 def test_fine_tuning(tmp_path) -> None:
     printed = run_page("fine-tuning.md", tmp_path, "tracking=none")
     page = (ROOT / "docs/fine-tuning.md").read_text()
-    quoted = re.search(r"^not from .*$", page, re.MULTILINE)
+    quoted = re.search(r"^not loaded from .*$", page, re.MULTILINE)
     assert quoted and quoted[0] in printed
     assert "new: head.weight, head.bias; not taken: none" in printed
     words = ("model=resnet34", "model.weights=outputs/default/base/checkpoints/last.ckpt")

@@ -100,7 +100,7 @@ def test_in_a_shell(tmp_path) -> None:
     """In a folder that is gone, and with a reader that reads no further."""
     typed = f"mkdir gone; cd gone; rmdir ../gone; '{sys.executable}' -m distdl debug=cpu; echo $?"
     done = subprocess.run(["bash", "-c", typed], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "2\n" and "the folder that this was typed in is gone" in done.stderr
+    assert done.stdout == "2\n" and "the current folder no longer exists" in done.stderr
     assert "Traceback" not in done.stderr
     typed = f"'{sys.executable}' -m distdl --help | head -1"
     done = subprocess.run(["bash", "-c", typed], cwd=tmp_path, capture_output=True, text=True)

@@ -134,12 +134,12 @@ def test_what_was_not_asked_is_reported_and_how_to(foreign, command, tmp_path) -
     assert output.code == 1 and "evil.Launcher is outside the allowed packages" in output.out
     assert "its platform was not asked" in output.out and "project.allow=[evil]" in output.out
     output = command("jobs", "status", path, "trainer.max_epochs=3")
-    assert output.code == 2 and "changes nothing here" in output.err
+    assert output.code == 2 and "has no effect here" in output.err
     output = command("resume", path, "dry_run=true")
     assert output.code == 2 and "1 problem" in output.err
     assert "project.root: the run was started with" in output.err
-    assert "no evil.Launcher" in output.err
-    assert f"or if you trust it: project.root={path}\n" in output.err
+    assert "does not have evil.Launcher" in output.err
+    assert f"or if you trust that code: project.root={path}\n" in output.err
     # From now on it is trusted, and does what it likes.
     assert not its.ran.exists()
     (tmp_path / "mine/evil.py").write_text("class Launcher: ...\n")
@@ -160,7 +160,7 @@ def test_its_mpirun_is_started_only_if_typed(foreign, command) -> None:
     its = foreign("a program")
     typed = ("resume", str(its.run), "dry_run=true")
     output = command(*typed)
-    assert output.code == 2 and f"if it is yours: launcher.mpirun={its.run}/mpirun" in output.err
+    assert output.code == 2 and f"if you trust it: launcher.mpirun={its.run}/mpirun" in output.err
     assert not its.ran.exists()
     output = command(*typed, f"launcher.mpirun={its.run}/mpirun")
     assert output.code == 0 and its.ran.exists(), output
@@ -172,5 +172,5 @@ def test_its_model_is_not_imported_to_be_checked(tmp_path, command) -> None:
     (tmp_path / "mine").mkdir()
     os.chdir(tmp_path / "mine")
     output = command("resume", str(its.run), "dry_run=true")
-    assert output.code == 2 and "has no evil.Model" in output.err
+    assert output.code == 2 and "does not have evil.Model" in output.err
     assert not its.ran.exists()

@@ -171,7 +171,7 @@ def test_what_its_platform_refuses(command_there, project, without_stage_2) -> N
 
     unset = (*CPU, *LAUNCHER, "launcher.forward_env=[NOT_SET_ANYWHERE]", "name=unset")
     output = command_there(*unset, "dry_run=true")
-    assert output.code == 0 and "$NOT_SET_ANYWHERE is not set here" in output.out
+    assert output.code == 0 and "$NOT_SET_ANYWHERE is not set: submitting" in output.out
     output = command_there(*unset, full)
     assert output.code == 2 and "not set in this shell: NOT_SET_ANYWHERE" in output.err
     assert not (folder / "unset").exists()

@@ -33,11 +33,11 @@ logger=wandb | logger: unknown key | tracking=wandb
 --lr 0.1 | dashes: optimizer.lr=... | or model.lr=... where the model makes
 --batch-size=32 | written without dashes: data.batch_size=32
 # Slips of the hand.
-train debug=cpu | train: is not a command | python -m distdl debug=cpu
+train debug=cpu | train: is neither a command | python -m distdl debug=cpu
 test | python -m distdl resume RUN task=test
 resume | RUN: | python -m distdl jobs list
 resme outputs/x | did you mean: python -m distdl resume
-seed = 3 | seed=3: the shell takes it for several words | write seed=3
+seed = 3 | seed=3: the shell splits it into several words | write seed=3
 seed= 3 | write seed=3
 seed =3 | write seed=3
 resume outputs/x/y seed = 3 | there is no such folder
@@ -49,7 +49,7 @@ seed==3 | 'seed==3' is not an override | write seed=3
 trainer,max_epochs=3 | write trainer.max_epochs=3
 tags=[„a b“,c] | write 'tags=["a b",c]'
 –m seed=1,2 | write -m
-output_dir={300 letters} | output_dir: cannot be made: File name too long
+output_dir={300 letters} | output_dir: cannot be created: File name too long
 name=größe | name: must be made of letters from a to z | not 'größe'
 data=imagenet data.root=~/x | write data.root={home}/x
 optimizer.betas=[0.9, 0.99] | write 'optimizer.betas=[0.9, 0.99]'
@@ -62,8 +62,8 @@ data.batch_size=1e3 | data.batch_size: | write data.batch_size=1000
 data.image_size=0 | data.image_size: must be an integer of at least 1
 checkpoint.resume_from=None | resume_from: | write checkpoint.resume_from=null
 trainer.detect_anomaly=yes | write trainer.detect_anomaly=true
-trainer.limit_train_batches=0 | 0 is a training of no batches | task=validate
-seed=${env:HOME} | seed: uses a resolver | write seed='${oc.env:HOME}'
+trainer.limit_train_batches=0 | 0 would train on no batches | task=validate
+seed=${env:HOME} | seed: uses an unknown resolver | write seed='${oc.env:HOME}'
 seed=${data.seed} | refers to itself
 name={201 letters} | name: must be of at most 200 characters
 model._target_=mine:Net | model._target_: is not a dotted path | write mine.Net
@@ -72,7 +72,7 @@ output_dir= | output_dir: is empty
 output_dir=/dev/null/runs | output_dir: /dev/null is a file
 output_dir=s3://mine/runs | s3://mine/runs is not a folder | choose another
 checkpoint.resume_from=nowhere.ckpt | resume_from=nowhere.ckpt: no such checkpoint
-checkpoint.resume_from={file} | is not a checkpoint, or not all of one | Lightning
+checkpoint.resume_from={file} | is not a checkpoint, or an incomplete one | Lightning
 task=test task.checkpoint= | task.checkpoint=: names no checkpoint
 resume outputs/nothing/here | outputs/nothing/here
 # Options of the command line, and sweeps.
@@ -81,8 +81,8 @@ resume outputs/nothing/here | outputs/nothing/here
 --config-dir nowhere | --config-dir: | nowhere is not a folder
 --cfg job --resolve name=${nope} | 'nope' not found
 --cfg job -p modle | the config has no 'modle'
---cfg job -m optimizer.lr=interval(0,1) | optimizer.lr=interval(0,1) cannot be count
--m name=a,b | name: a sweep names its members itself
+--cfg job -m optimizer.lr=interval(0,1) | of optimizer.lr=interval(0,1) cannot be listed
+-m name=a,b | name: cannot be swept: a sweep names its members
 -m experiment=resnet50_ddp,imagenette_cpu | missing, in the member experiment=imagenette_cpu
 convert x --to zero3 | --to: there is no 'zero3' | --to deepspeed_zero3?
 """  # noqa: RUF001
@@ -98,8 +98,8 @@ experiment=example +experiment=example | chosen twice: example, example | `- exa
 model/net=wide_ | model/net: no option 'wide_' | did you mean model/net=wide?
 +model.class_path=a.Net +model.init_args.c=1 | model: class_path | {_target_: a.Net, c:
 model=odd | model: names no class (_target_), only | in a file: _target_: package.Class
-conf/experiment/example.yaml seed=1 | is not a command | distdl experiment=example seed=1
-example | example: is not a command | python -m distdl experiment=example
+conf/experiment/example.yaml seed=1 | is neither a command | distdl experiment=example seed=1
+example | example: is neither a command | python -m distdl experiment=example
 experiment=old | no option 'old' | rename conf/experiment/old.yml to old.yaml; available
 callbacks=[default,watch] callbacks.early_stopping.patience=3 | early_stopping: names no class | \
 callbacks=[default,watch,early_stopping] callbacks.early_stopping.patience=...
@@ -116,10 +116,10 @@ experiment/latin | # one\n# größe\n | experiment/latin.yaml: is not UTF-8: inv
 experiment/a | {all}defaults:\n  - /data: synthetic\n | in the file: - override /data: NAME
 experiment/a | {all}defaults:\n  - override data: synthetic\n | in experiment/a.yaml | - override /data: NAME
 experiment/a | {all}defaults:\n  - override /callbacks: [defalt]\n | did you mean callbacks=default?
-experiment/a | defaults:\n  - override /data: synthetic\n | experiment/a.yaml: its keys land below it
+experiment/a | defaults:\n  - override /data: synthetic\n | experiment/a.yaml: its keys would be nested below it
 experiment/a | model: {a: 1}\ndata: {b: 2} | experiment: its keys | # @package _global_
 experiment/a | {all}model: {class_path: a.Net, init_args: {width: 3}} | model: class_path and init_args are \
-LightningCLI's words | model: {_target_: a.Net, width: ...}, and under defaults: - override /model: null
+LightningCLI's keys | model: {_target_: a.Net, width: ...}, and under defaults: - override /model: null
 experiment/a | {all}callbacks: [{class_path: a.B}] | a.yaml: a list | callbacks: {NAME: {_target_
 experiment/a | {all}callbacks: {model_checkpoint: {monitor: a}} | callbacks.model_checkpoint: | checkpoint.
 experiment/a | {all}defaults: [override /trainer: gpu] | trainer: no opt | trainer.accelerator=gpu
@@ -241,7 +241,9 @@ def test_a_folder_that_cannot_be_written(command, without_stage_2, monkeypatch, 
     check_one(output, text, "      choose another: output_dir=FOLDER\n")
     assert not (tmp_path / "folder/default/x").exists()
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert f"output_dir: {tmp_path}/folder is not yours" in command("output_dir=folder/a").err
+    assert (
+        f"output_dir: you may not write to {tmp_path}/folder" in command("output_dir=folder/a").err
+    )
 
 
 @pytest.mark.usefixtures("without_stage_2")
@@ -271,7 +273,7 @@ lrr=1 +trainer.max_epoch=3 data=imagenet seed=abc data.batch_size=many optimizer
 +callbacks.shell._target_=os.system +callbacks.foreign._target_=composer.Thing strategy=single
 experiment_name=${projct.name} name=${oc.env:NOT_SET_ANYWHERE}
 +model.api_token=canary-5e11a0 +trainer.callbacks=[] data.image_size=0 schedule.warmup_epochs=-1
-trainer.limit_train_batches=0
+trainer.limit_train_batches=0 data.batchsize=2 optimiser.lr=1
 """
 CLASSES = """
 optimizer.momentun=0.9 optimizer.class_path=mine.Adam data.num_classes=ten data.train_samples=3.0

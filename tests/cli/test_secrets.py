@@ -166,7 +166,9 @@ def test_a_secret_among_a_launchers_settings_is_refused(
     typed = (*launcher.split(), "trainer.devices=1", "dry_run=true", setting)
     output = command(*typed)
     assert output.code == 2, output
-    assert "would stand in the request" in output.err and "launcher.forward_env=[" in output.err
+    assert (
+        "would be readable in the request" in output.err and "launcher.forward_env=[" in output.err
+    )
     assert "canary" not in output.out + output.err
     assert os.listdir(tmp_path) == []
     monkeypatch.setenv(name, "eth0")

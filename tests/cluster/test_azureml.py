@@ -235,7 +235,7 @@ def test_a_job_in_the_queue(azure: Azure, project: Path, trained: str, distdl) -
     distdl("jobs", "fetch", "outputs/default/x")
     shutil.copytree(project / "outputs/default/x/checkpoints", run / "checkpoints")
     again = distdl("jobs", "resubmit", name, "follow=false")
-    assert "sent the checkpoint epoch_002.ckpt" in again.err
+    assert "uploaded the checkpoint epoch_002.ckpt" in again.err
     folder = f"{CONTAINER}/distdl/default/queued/checkpoints/"
     names = [name.removeprefix(folder) for name in azure.azurite.contents(folder)]
     assert names == ["epoch_002.ckpt", "epoch_002.ckpt.manifest.json"]
@@ -279,8 +279,8 @@ def test_the_files_of_a_dry_run_are_a_job(azure: Azure, project: Path, distdl) -
     assert snapshot == files_of(folder / "bundle")
     assert {"code/project/witness.py", "code/distdl/worker/main.py"} <= set(snapshot)
     assert str(project).encode() not in snapshot["config.yaml"]
-    assert "is there already" in distdl(*files, "dry_run=true", code=2).err
-    assert "launcher.files: is for a dry run" in distdl(*files, code=2).err
+    assert "exists already" in distdl(*files, "dry_run=true", code=2).err
+    assert "launcher.files: is only for a dry run" in distdl(*files, code=2).err
 
 
 def test_without_a_credential_there_is_one_sentence(distdl, monkeypatch) -> None:

@@ -50,8 +50,8 @@ def test_torchrun_names_rank_0_as_the_cause_of_a_refusal(tmp_path, tmp_path_fact
     done = distdl(*typed, cwd=tmp_path, module=TORCHRUN, env=env)
     assert done.returncode != 0
     assert done.stderr.count("distdl: 1 problem, nothing was started") == 1
-    assert "trainer.devices: 3 per node are asked for, and 2 were started" in done.stderr
-    ours, torchruns = done.stderr.split("leave it out: the number of processes says it")
+    assert "trainer.devices: the run asks for 3 per node, but 2 were started" in done.stderr
+    ours, torchruns = done.stderr.split("leave it out: the number of started processes sets it")
     assert "Traceback" not in ours
     cause = torchruns[torchruns.index("Root Cause") :]
     assert re.search(r"rank +: 0 ", cause) and re.search(r"exitcode +: 2 ", cause)
@@ -71,9 +71,9 @@ def test_rank_0_speaks_for_all(tmp_path, typed, code):
         processes.append(Popen(command, env=env, **options))
     (out, err), other = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [code, code]
-    assert ("3 per node are asked for" in err) == bool(code)
+    assert ("the run asks for 3 per node" in err) == bool(code)
     expected = ["run        outputs/default/x", "resources  1 x 2 cpu"]
-    expected += ["# the 2 processes that are running already, each:\npython -m distdl.worker"]
+    expected += ["# in each of the 2 processes that are running already:\npython -m distdl.worker"]
     assert code or all(text in out for text in expected)
     assert other == ("", "") and list(tmp_path.iterdir()) == []
 
@@ -109,7 +109,7 @@ def test_a_rank_resumes_a_run_until_it_has_finished(torchrun, worked, tmp_path):
     launch = OmegaConf.load(folder / "attempts/002/launch.yaml")
     assert launch.changes == {"trainer.max_epochs": 5}
     refused = torchrun("resume", run, "trainer.devices=2")
-    assert refused.code == 2 and "trainer.devices: 2 per node" in refused.err
+    assert refused.code == 2 and "the run asks for 2 per node" in refused.err
     (folder / "attempts/002/status.json").write_text('{"state": "SUCCEEDED"}')
     again = torchrun(*SHORT)
     assert again.code == 0 and "has finished: nothing to do" in again.out and len(worked) == 2

@@ -148,7 +148,7 @@ def test_a_write_that_fails_ends_all_ranks(tmp_path) -> None:
     run = tmp_path / "outputs/default/f"
     assert done.returncode == 1, done.stdout + done.stderr
     reason = "epoch_000_step_00000006.ckpt could not be saved: OSError: [Errno 27] File too large"
-    assert f"{reason}; the checkpoints before it are as they were" in done.stderr
+    assert f"{reason}; earlier checkpoints are unchanged" in done.stderr
     assert status(run)["state"] == "FAILED" and reason in status(run)["error"]
     for rank in (0, 1):
         error = json.loads((run / f"attempts/001/errors/rank_{rank}.json").read_text())

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from distdl.job import JobState
 from distdl.launch import sweeps
-from distdl.ranks.stopping import MEANING
+from distdl.ranks.stopping import STATE_AFTER
 from tests.conftest import TINY, distdl, losses, status
 
 SHORT = (*TINY, "data.train_samples=16", "data.val_samples=8", "trainer.max_epochs=1")
@@ -123,7 +123,7 @@ def test_what_ends_the_sweep(command, started, monkeypatch, stop):
     number = stop or signal.SIGTERM
     before = signal.getsignal(number)
     result = command("-m", "seed=1,3,4", "name=s")
-    assert (result.code, started) == (MEANING[number].exit_code, [1])
+    assert (result.code, started) == (STATE_AFTER[number].exit_code, [1])
     assert "To resume:\n  python -m distdl -m seed=1,3,4 name=s\n" in result.out
     assert "pending" in result.out and signal.getsignal(number) is before
 

@@ -81,7 +81,7 @@ def trainer(
     warnings.filterwarnings("ignore")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if isinstance(strategy, Strategy):
-        portable.speak_names(strategy)
+        portable.use_names(strategy)
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     more = {"limit_val_batches": 0, "num_sanity_val_steps": 0, **dict.fromkeys(off, False), **more}
     result = Trainer(

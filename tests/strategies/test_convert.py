@@ -76,14 +76,14 @@ BROKEN = {
     "end.ckpt": lambda whole: whole[:-10],
     "bad.safetensors": lambda whole: b"garbage" * 10,
 }
-BAD = "is not a checkpoint, or not all of one"
+BAD = "is not a checkpoint, or an incomplete one"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("{source} --to fsdp --output there.ckpt", r"there\.ckpt exists"),
-        ("{source} --to fsdp --world-size 3", "batch of 8 does not divide by 3"),
+        ("{source} --to fsdp --world-size 3", "batch of 8 is not divisible by 3"),
         ("folder --to ddp", "folder: is not a checkpoint"),
         ("weights.pth --to ddp", r"model\.weights=weights\.pth"),
         ("weights.pth --to zero3", "did you mean --to deepspeed_zero3"),
@@ -133,7 +133,7 @@ NAN = [1.0, float("nan")]
 def test_a_difference_is_found(other):
     one, same = ({"a": [torch.tensor(NAN)], "b": 0.5} for _ in range(2))
     assert parts.compare(one, same, "") == 1
-    with pytest.raises(RuntimeError, match="what was written"):
+    with pytest.raises(RuntimeError, match="the written file"):
         parts.compare(one, other, "checkpoint")
 
 

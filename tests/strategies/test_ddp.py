@@ -32,12 +32,12 @@ def test_a_bucket_search_takes_the_slowest_rank_and_the_median():
     assert search.sizes == [1, 5, 21.0]  # 25 is as good as one bucket
     steps, changes = {1: 0.1, 5: 0.2, 21.0: 0.3}, []
     for number, _ in zip(cycle(range(STEPS)), range(3 * STEPS), strict=False):
-        changes.append(search.timed(5.0 if number < NOT_COUNTED else steps[search.size]))
+        changes.append(search.add_step(5.0 if number < NOT_COUNTED else steps[search.size]))
     assert search.seconds == {1: 0.9, 5: 0.3, 21.0: 0.4}
     assert search.done and search.size == 5 and sum(changes) == 3 and changes[STEPS - 1]
     assert search.describe() == "1 MB 900.0 ms, 5 MB 300.0 ms, 21 MB 400.0 ms: 5 MB"
     small = BucketSearch(0.5, lambda mine: [mine])  # nothing to search
-    assert small.done and small.size == 1 and not small.timed(1.0)
+    assert small.done and small.size == 1 and not small.add_step(1.0)
 
 
 def test_the_ring_sends_all_but_its_own_part_twice():

@@ -62,7 +62,7 @@ def test_settings_of_deepspeeds_own(runs):
 def test_slices_are_not_for_everyone(command):
     result = command("strategy=ddp", "checkpoint.sharded=true", "dry_run=true")
     assert result.code == 2
-    assert "checkpoint.sharded: DDPStrategy writes whole checkpoints only" in result.err
+    assert "checkpoint.sharded: DDPStrategy writes each checkpoint as one file" in result.err
 
 
 def block(width):
@@ -84,7 +84,7 @@ def test_units_of_parts_that_are_called_by_themselves():
     model = nn.Sequential(nn.Linear(3, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), attention)
     assert units(model, 300) == [attention], "its out_proj has weights, and is not called"
     assert units(model, 200) == [model[1][0], attention]
-    assert units(model, 300, each=True) == [attention, model[0], model[1][0]]
+    assert units(model, 300, every_part=True) == [attention, model[0], model[1][0]]
 
 
 def test_autotune_freezes_what_it_measured(tmp_path):

@@ -138,8 +138,8 @@ class Tracked:
         """The files and folders at the top of the MLflow run."""
         return [file.path for file in client(self.uri).list_artifacts(self.run.info.run_id)]
 
-    def owes(self) -> bool:
-        return Delivery(Outbox(self.folder), "").owes()
+    def is_behind(self) -> bool:
+        return Delivery(Outbox(self.folder), "").is_behind()
 
     def sync(self) -> int:
         return track.main(["sync", str(self.folder)])

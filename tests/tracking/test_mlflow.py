@@ -21,7 +21,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from distdl.cli import track
-from distdl.tracking.client import put_aside
+from distdl.tracking.client import set_aside
 from distdl.tracking.mlflow import how_to_open
 from distdl.tracking.outbox import Outbox, redact
 from distdl.util.errors import UserError
@@ -105,7 +105,7 @@ def test_a_server_that_refuses_some_data_gets_the_rest(outputs, monkeypatch, cap
     assert page.endswith(f":5000/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}")
 
 
-def test_a_half_made_database_is_kept_and_created_anew(tmp_path, caplog) -> None:
+def test_an_incomplete_database_is_renamed_and_created_again(tmp_path, caplog) -> None:
     path = tmp_path / "mlflow.db"
     for runs in (["somebody's"], []):
         path.unlink(missing_ok=True)
@@ -116,10 +116,10 @@ def test_a_half_made_database_is_kept_and_created_anew(tmp_path, caplog) -> None
             made.executemany("INSERT INTO runs VALUES (?)", [(run,) for run in runs])
         os.utime(path, (0, 0))
         if runs:
-            assert not put_aside(database(tmp_path), 0) and path.is_file()
+            assert not set_aside(database(tmp_path), 0) and path.is_file()
     assert Tracked(tmp_path).finish().info.status == "FINISHED"
-    (kept,) = tmp_path.glob("mlflow.db.half-made-*")
-    assert f"it is kept as {kept.name}" in caplog.text
+    (kept,) = tmp_path.glob("mlflow.db.incomplete-*")
+    assert f"it is renamed to {kept.name}" in caplog.text
 
 
 def test_an_azure_job_names_its_page_in_the_studio(tmp_path, monkeypatch) -> None:
@@ -218,7 +218,10 @@ def test_a_full_disk_costs_a_file_but_no_metric_and_not_the_training(outputs, ca
     ours.experiment.log_artifact(None, "large.bin", "later")
     run = tracked.finish()
     assert tracked.artifacts() == ["config.yaml", "later", "packages.txt"]
-    assert f"large.bin is not kept for MLflow: [Errno {errno.EFBIG}]" in caplog.text
+    assert (
+        f"large.bin cannot be copied for MLflow and is not sent: [Errno {errno.EFBIG}]"
+        in caplog.text
+    )
     assert len(run.data.params) == 20
     assert [record.step for record in tracked.records()] == [*range(100)]
     assert tracked.delivered == tracked.owed
@@ -332,7 +335,7 @@ def test_sync_of_a_running_run_leaves_it_alone(outputs, capsys) -> None:
     assert (done.returncode, "still active" in done.stdout) == (0, True), done
     tracked.finish()
     assert tracked.sync() == 0
-    assert "the run is complete" in capsys.readouterr().out
+    assert "Nothing was left to send" in capsys.readouterr().out
 
 
 def test_sync_ends_a_run_that_was_killed(outputs) -> None:
@@ -342,10 +345,10 @@ while not component.delivery.run_id:
 component.delivery.send = lambda ended: True  # killed before the next delivery
 time.sleep(0.5)
 outbox = component.delivery.outbox
-outbox.owe("params", {"lr": 0.1})
+outbox.add("params", {"lr": 0.1})
 for text in ("old", "new"):
     (run / "note.txt").write_text(text)
-    outbox.keep(run / "note.txt", "notes/note.txt")
+    outbox.add_file(run / "note.txt", "notes/note.txt")
 (run / "note.txt").unlink()
 journal.write_bytes(encode(1.0, 1, 1, {"x": 1.0}))
 os.kill(os.getpid(), 9)

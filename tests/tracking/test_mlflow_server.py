@@ -145,7 +145,7 @@ def run_without_its_server(
     until((tracked.folder / "tracking/artifacts/packages.txt").is_file)
     tracked.tracking.finish("FAILED")
     assert f"distdl track sync {tracked.folder}" in caplog.text
-    assert "1400 points, 3 files left" in caplog.text
+    assert "1400 points and 3 files left" in caplog.text
     return tracked
 
 

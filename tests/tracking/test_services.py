@@ -157,8 +157,8 @@ def test_swept_values_come_first_and_the_environment_is_not_sent(
     assert params.items() >= expected.items()
     assert "/secret/folder" not in str(params)
     assert not {"checkpoint.resume_from", "launcher._target_"} & params.keys()
-    assert summary.called(planned.swept) == "lr=0.01 seed=2 momentum=null"
-    assert summary.called(["a.lr=1", "b.lr=2"]) == "a.lr=1 b.lr=2"
+    assert summary.member_name(planned.swept) == "lr=0.01 seed=2 momentum=null"
+    assert summary.member_name(["a.lr=1", "b.lr=2"]) == "a.lr=1 b.lr=2"
 
 
 def test_parameters_are_counted_where_their_shape_is_known() -> None:

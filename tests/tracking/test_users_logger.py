@@ -184,7 +184,7 @@ def test_mlflow_has_what_a_module_logs_through_its_logger(outputs) -> None:
     assert [p[2] for p in points if p[0] == "loss"] == [*range(12)]  # each once
     assert [p[2] for p in points if p[0] == "mine"] == [0, 1, 2]
     assert [p[1] for p in points if p[0] == "mine_2"] == [1700000000123] * 3
-    assert not tracked.owes()
+    assert not tracked.is_behind()
 
 
 def test_metrics_are_recorded_once_and_before_a_logger_raises(tmp_path) -> None:
@@ -256,4 +256,4 @@ def test_no_name_and_no_value_leads_out_or_delays_the_others(outputs, monkeypatc
     for path in ("copied/folder/inner/own.txt", "inner/own.txt", "größe 1%.txt"):
         assert (tracked.stored / path).read_text() in ("own", "odd")
     assert {"a\nb.txt", "a#b", "both", ".hidden"} <= {x.name for x in tracked.stored.iterdir()}
-    assert not tracked.owes() and not [*outputs.parent.rglob("x.txt")]
+    assert not tracked.is_behind() and not [*outputs.parent.rglob("x.txt")]

@@ -57,7 +57,7 @@ def problems(changes: dict[str, Any], root: Any = None, size: Any = None) -> lis
     config, root = sample(changes), str(root) if root else None
     first = problems_of(config, topology=size, local=True, project_root=root)
     with mock.patch.object(sys, "path", [*sys.path]):
-        return first or check_bindings(config, size, root, local=True, goes_on=True)[0]
+        return first or check_bindings(config, size, root, local=True, in_process=True)[0]
 
 
 def rows(table: str) -> list[tuple[str, list[str]]]:

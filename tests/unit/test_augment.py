@@ -106,7 +106,7 @@ def test_noise_is_normal_after_normalisation():
         ({"random_erasing": {"fill": "black"}}, "augment.random_erasing.fill", "=mean or"),
         ({"horizontal_flip": 2}, "augment.horizontal_flip", "probability"),
         ({"trivial_augment": 1}, "augment.trivial_augment", "=true"),
-        ({"trivial_augment": True, "rand_augment": {"ops": 2}}, "augment", "two ways of the same"),
+        ({"trivial_augment": True, "rand_augment": {"ops": 2}}, "augment", "choose one of them"),
     ],
 )
 def test_invalid_settings(config, path, fragment):

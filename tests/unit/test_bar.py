@@ -16,7 +16,7 @@ from rich.console import Console
 from distdl.callbacks import progress
 from distdl.callbacks.progress import Progress, described
 from distdl.config.recipe import unit_of
-from distdl.tasks.train import log_durations
+from distdl.tasks.train import warn_of_time_limit
 from distdl.util.progress_bar import Line, duration
 
 LONG = "train/mean_absolute_percentage_error_of_the_forecast"
@@ -96,7 +96,7 @@ def test_an_end_by_time_is_reported(caplog, tmp_path, seconds: int) -> None:
         config=SimpleNamespace(trainer={"max_time": "00:00:00:03"}),
         run=SimpleNamespace(path=tmp_path),
     )
-    log_durations(context)
+    warn_of_time_limit(context)
     if not seconds:  # stopped by another
         assert not caplog.text
         return

@@ -20,8 +20,8 @@ def config(batch_size=32, accumulate=1, target=None, **more):
 PRODUCTS = [
     (config(32, 2), (2, 4), 512, "32 x 8 devices x 2 accumulated = 512 per step"),
     (config(32), (1, 1), 32, "32 x 1 device = 32 per step"),
-    (config(None), (1, 1), None, "as the loaders say"),
-    (OmegaConf.create({"trainer": {}}), (1, 1), None, "as the loaders say"),
+    (config(None), (1, 1), None, "shown when training starts"),
+    (OmegaConf.create({"trainer": {}}), (1, 1), None, "shown when training starts"),
     # The stages of a pipeline share a batch.
     (config(64, strategy={"stages": 2}), (1, 4), 128, "64 x 2 pipelines = 128 per step"),
     (config(64, strategy={"stages": None}), (1, 4), 64, "64 x 1 pipeline = 64 per step"),
@@ -66,7 +66,7 @@ def test_a_batch_that_does_not_divide_is_refused(before, ranks, accumulate) -> N
         batches.keep_global_batch(config(999, accumulate), Resources(1, ranks), before, ())
     (problem,) = error.value.problems
     assert (problem.path, "data.batch_size=" in problem.remedy) == ("trainer.devices", True)
-    assert f"global batch of {before} does not divide by {ranks} devices" in problem.what
+    assert f"global batch of {before} is not divisible by {ranks} devices" in problem.what
 
 
 @pytest.mark.parametrize("declared", [None, 16])

@@ -211,7 +211,13 @@ SENDS = {"communication": 0.3}
         (SENDS, {"strategy": "deepspeed_zero1"}, "communication", ["data.batch", "accumul"], ""),
         (SENDS, {"precision": "bf16-true"}, "communication", ["data.batch_size"], "comm_hook"),
         ({"mfu": 0.7}, {}, "compute", ["more devices"], ""),
-        ({"other": 0.3}, {}, "compute", ["30 % of a step is none of its parts"], ""),
+        (
+            {"other": 0.3},
+            {},
+            "compute",
+            ["30 % of a step is outside forward, backward and optimizer"],
+            "",
+        ),
         (
             {},
             {"accelerator": "gpu", "precision": "32-true", "compile": False},

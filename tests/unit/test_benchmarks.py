@@ -141,12 +141,12 @@ def test_the_parts_of_a_step_exclude_each_other() -> None:
 
 
 def test_what_distdl_adds_is_taken_apart(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(overhead, "APART", 60)
-    parts = overhead.apart(overhead.distdl, tmp_path)
+    monkeypatch.setattr(overhead, "PARTS_STEPS", 60)
+    parts = overhead.parts_of(overhead.distdl, tmp_path)
     assert {"StepMetrics", "Checkpointer", "Progress", overhead.DISPATCH} <= set(parts)
     assert parts[overhead.LOGGERS] > 0, "the journal was given nothing"
     assert all(value > -5 for value in parts.values()), parts
-    bare = overhead.apart(overhead.barebones, tmp_path)
+    bare = overhead.parts_of(overhead.barebones, tmp_path)
     assert set(bare) == {overhead.DISPATCH}, "Trainer(barebones=True) has callbacks"
     shares = [float(r.split("|")[2]) for r in overhead.part_rows([parts], [bare], whole=1e6)]
     assert sum(shares) == pytest.approx(1e6, rel=1e-3), "the parts do not sum to the whole"
@@ -158,13 +158,13 @@ TINY += ("tracking=none", "trainer.accelerator=cpu", "trainer.max_epochs=1")
 
 def test_a_worker_that_fails_is_reported(tmp_path) -> None:
     with pytest.raises(RuntimeError, match=r"the worker ended with 1: (.|\n)*TypeError"):
-        runs.work(runs.lay_out(tmp_path, *TINY, "data.steps=none"))
+        runs.work(runs.create_run(tmp_path, *TINY, "data.steps=none"))
 
 
 def test_the_end_of_a_benchmark_names_no_training_to_resume(tmp_path, capsys) -> None:
     task = ("task=benchmark", "task.warmup=1", "task.windows=1", "task.steps=2")
     for overrides, resumes in (((), True), (task, False)):
-        path = str(runs.lay_out(tmp_path, *TINY, *overrides).path)
+        path = str(runs.create_run(tmp_path, *TINY, *overrides).path)
         assert main.main([path, path]) == 0
         out = capsys.readouterr().out
         assert "python -m distdl report" in out and ("resume" in out) == resumes
@@ -174,9 +174,9 @@ def test_only_a_profiler_that_is_asked_for_is_entered(tmp_path, monkeypatch) -> 
     entered: list[str] = []
     profile = Profiler.profile
     monkeypatch.setattr(Profiler, "profile", lambda s, n: entered.append(n) or profile(s, n))
-    runs.work(runs.lay_out(tmp_path, *TINY))
+    runs.work(runs.create_run(tmp_path, *TINY))
     assert not entered
-    profiled = runs.lay_out(tmp_path, *TINY, "trainer.profiler=simple")
+    profiled = runs.create_run(tmp_path, *TINY, "trainer.profiler=simple")
     runs.work(profiled)
     assert any(name.endswith("training_step") for name in entered)
     assert "FIT Profiler Report" in (profiled.path / "attempts/001/logs/rank_0.log").read_text()
@@ -257,7 +257,7 @@ def test_both_arms_of_the_tracking_benchmark_stop_before_each_block(monkeypatch,
     monkeypatch.setattr(turns, "stop_before", stop)
     total = turns.steps_in_all(1, 2, 3)
     assert total == 1 + 2 * 4 + 1
-    runs.rank_main(str(tracking.lay_out(tmp_path, total, "tracking=none")))
+    runs.rank_main(str(tracking.create_run(tmp_path, total, "tracking=none")))
     assert len(stops) == total and stops[-1] == 0
     tracking.lightning(str(tmp_path), f"sqlite:///{tmp_path}/mlflow.db", str(total))
     assert stops[total:] == stops[:total]

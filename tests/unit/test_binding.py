@@ -109,7 +109,7 @@ UNBOUND = """
 optimizer.momentun = 0.9 | optimizer.momentun: torch.optim.SGD takes no argument | optimizer.momentum?
 optimizer.nesterov = "yes" | optimizer.nesterov: must be true or false, not 'yes'
 optimizer.weight_decay = "1e-4x" | optimizer.weight_decay: must be a number or a tensor, not '1e-4x'
-optimizer.class_path = "a.B" | optimizer.class_path: | LightningCLI's word: optimizer._target_=a.B
+optimizer.class_path = "a.B" | optimizer.class_path: | this key is LightningCLI's: write optimizer._target_=a.B
 optimizer._args_ = [0.1] | optimizer.lr: is passed by distdl or by position already
 optimizer = node("torch.optim.Rprop", lr=0.1, fused=True) | optimizer.fused
 model = node("mine.Model", note=3) | model.note: must be a string or null, not 3
@@ -117,9 +117,9 @@ strategy.start_method = "x" | strategy.start_method: must be 'popen' or 'spawn'
 tracking.csv = node(f"{LOGGERS}.CSVLogger") | save_dir: missing | write tracking.csv.save_dir=...
 tracking.x = node(f"{LOGGERS}.Logger") | is abstract: it does not define log_hyperparams, log_metrics
 model = node(f"{DEMOS}.BoringModel", a=1, b=1, c=1, d=1) | model: | takes no argument a, b, c, d\
- | those of the default? under defaults in your file: - override /model: null
+ | if the default adds them, write under defaults: - override /model: null
 model._target_ = f"{DEMOS}.BorinModel" | demos.boring_classes has no 'BorinModel' | mean {DEMOS}.BoringM
-model._target_ = "torch.optim.lr_scheduler" | is a module, no class or function
+model._target_ = "torch.optim.lr_scheduler" | is a module, not a class or function
 model = inner("torch.nn.Linear", in_features=1) | out_features: missing, torch.nn.Linear needs it
 model._target_ = "torch.nn.ReLU" | torch.nn.ReLU is not a LightningModule, and model
 data._target_ = f"{DEMOS}.BoringModel" | BoringModel is not a LightningDataModule
@@ -208,7 +208,7 @@ def test_what_names_a_dtype_is_one(project, monkeypatch) -> None:
 
 def remote(changes, project):
     """Problems and notes of a job elsewhere."""
-    return check_bindings(sample(changes), None, str(project), local=False, goes_on=True)[:2]
+    return check_bindings(sample(changes), None, str(project), local=False, in_process=True)[:2]
 
 
 def test_what_only_the_nodes_have_is_noted(project) -> None:
@@ -232,8 +232,10 @@ def test_what_no_job_takes_along_is_noted(project, tmp_path, monkeypatch) -> Non
         refused, notes = remote({"callbacks.x": node("uses.Thing"), **changes}, project)
         return [p.path for p in refused if p.path == "project.root"], notes
 
-    text = f"helpers is imported from {tmp_path}, which no job takes along: install it there, "
-    noted = ([], [f"{text}or choose project.root above both"])
+    text = (
+        f"helpers is imported from {tmp_path}, which no job takes along: install it on the nodes, "
+    )
+    noted = ([], [f"{text}or choose a project.root that contains it"])
     assert check() == noted
     # What only this shell's $PYTHONPATH leads to: a job has the bundle's.
     monkeypatch.setenv("PYTHONPATH", f"/nowhere{os.pathsep}{tmp_path}")
@@ -248,13 +250,13 @@ def test_what_no_job_takes_along_is_noted(project, tmp_path, monkeypatch) -> Non
 
 def test_refused_targets_are_never_imported(project) -> None:
     changes = {"callbacks.x": node("failing.f"), "model": node("os.system")}
-    assert check_bindings(sample(changes), None, goes_on=True)[0] == []
+    assert check_bindings(sample(changes), None, in_process=True)[0] == []
 
 
 def test_facts_and_what_other_checks_get(project) -> None:
     for name, expected in {"Model": True, "Bare": False, "schedule": None}.items():
         config = sample({"model": node(f"mine.{name}")})
-        facts = check_bindings(config, None, str(project), goes_on=True)[2]
+        facts = check_bindings(config, None, str(project), in_process=True)[2]
         assert facts == {"model_configures_optimizers": expected}
     changes = {"callbacks.bad": node("failing.f"), "model.x": node("failing.f")}
     found = problems({**changes, "strategy": node("mine.curious")}, project)
@@ -278,7 +280,7 @@ def test_every_shipped_option_binds(overrides, tmp_path) -> None:
         (tmp_path / folder).mkdir(parents=True)
     config = compose([text.replace("{root}", str(tmp_path)) for text in overrides])
     size = Resources(1, 2) if "pipeline" in overrides[0] else None
-    stage_2, notes, _ = check_bindings(config, size, local=True, goes_on=True)
+    stage_2, notes, _ = check_bindings(config, size, local=True, in_process=True)
     found = [*problems_of(config, local=True), *stage_2]
     # What is not a part of `all`, such as wandb, may be missing here.
     assert ([p for p in found if "not installed" not in p.what], notes) == ([], [])
@@ -286,8 +288,8 @@ def test_every_shipped_option_binds(overrides, tmp_path) -> None:
 
 CHILDREN = """
 noisy.f | callbacks.x.x: missing, noisy.f needs it
-deadly.f | importing what the config names ended Python (exit code -6) | last words
-hangs.f | importing what the config names took more than
+deadly.f | importing the config's targets ended Python (exit code -6) | last words
+hangs.f | importing the config's targets took more than
 """
 
 

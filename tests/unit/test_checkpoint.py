@@ -170,7 +170,7 @@ def test_a_checkpoint_as_a_user_names_it(store, tmp_path) -> None:
     cases = [(tmp_path / "nowhere.ckpt", "no such checkpoint")]
     for number, content in enumerate((b"", b"from elsewhere", b"PK\3\4 and cut off")):
         (tmp_path / f"{number}.ckpt").write_bytes(content)
-        cases.append((tmp_path / f"{number}.ckpt", "is not a checkpoint, or not all of one"))
+        cases.append((tmp_path / f"{number}.ckpt", "is not a checkpoint, or an incomplete one"))
     cut(path)
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
     cases += [(path, "is damaged"), (tmp_path / "empty", "this run has no checkpoint")]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distdl.callbacks import Checkpointer
 from distdl.checkpoint.saving import Saver
-from distdl.distributed import process_group
+from distdl.distributed import agreement, process_group
 from distdl.runs.checkpoints import CheckpointStore, damage_of, manifest_of
 from distdl.runs.records import journal_path, read
 from distdl.tracking.journal import Journal
@@ -223,7 +223,7 @@ def test_the_default_metric_only_warns(tmp_path: Path, caplog) -> None:
     wrong = {"monitor": "val/accuracy", "epochs": 1}
     fit(tmp_path / "sanity", [], num_sanity_val_steps=1, check_val_every_n_epoch=5, **wrong)
     assert "did you mean val/acc1?" in caplog.text, "reported in the sanity check"
-    assert "no validation has run in this attempt" in caplog.text
+    assert "as no validation has run" in caplog.text
 
 
 def of_hydra_template(folder: Path, **more: Any) -> ModelCheckpoint:
@@ -265,5 +265,15 @@ def test_a_users_own_checkpoints_are_apart_and_resume_their_state(tmp_path: Path
 def test_nobody_else_writes_into_our_folder(tmp_path: Path, way: str) -> None:
     saves = after_batch(lambda trainer: trainer.save_checkpoint(tmp_path / "checkpoints/last.ckpt"))
     leads_in = of_hydra_template(tmp_path, dirpath=tmp_path, filename="checkpoints/epoch_000")
-    with pytest.raises(UserError, match=r"where distdl writes.*\n.*save into .*model_checkpoints"):
+    with pytest.raises(
+        UserError, match=r"where only distdl writes.*\n.*save into .*model_checkpoints"
+    ):
         fit(tmp_path, [0.1], saves if way == "callback" else leads_in)
+
+
+@pytest.mark.parametrize(
+    "counts, least", [([5.0, 3.0], 3), ([5.0, INF], 0), ([INF, INF], 0), ([INF], INF)]
+)
+def test_ranks_of_unknown_length_exchange_in_no_validation_batch(monkeypatch, counts, least):
+    monkeypatch.setattr(process_group, "gather", lambda value: counts)
+    assert agreement.least_of_all(counts[0]) == least

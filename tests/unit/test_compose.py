@@ -115,7 +115,7 @@ def test_one_command_does_each_thing_once() -> None:
     spies = (
         mock.patch.object(OverridesParser, "parse_override", autospec=True, side_effect=parse),
         mock.patch.object(resolve, "Resolved", wraps=resolve.Resolved),
-        mock.patch.object(validate, "_ask_child", return_value=answer),
+        mock.patch.object(validate, "_check_in_child", return_value=answer),
         mock.patch.object(dry_run, "render", return_value="the request"),
     )
     compose._parsed.cache_clear()

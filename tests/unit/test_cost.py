@@ -14,7 +14,7 @@ from distdl.launchers.azureml import cost, vm_sizes
 from distdl.launchers.azureml.settings import AzureSettings
 from tests.conftest import ROOT, check_golden
 
-SIZES = {size.name: size for size in vm_sizes.all()}
+SIZES = {size.name: size for size in vm_sizes.known()}
 NC24, NC96, ND96 = "NC24ads_A100_v4", "NC96ads_A100_v4", "ND96asr_v4"
 Case = tuple[str, int, int, int]  # size, nodes, devices (0: on the CPU), members of the sweep
 SPREAD, FOUR, EIGHT = (NC24, 4, 1, 1), (ND96, 4, 8, 1), (NC24, 1, 1, 8)
@@ -36,14 +36,14 @@ ADVICE: list[tuple[Case, dict[str, Any], str, str]] = [
     ((NC24, 8, 1, 1), {}, "scale up", "Standard_ND96amsr_A100_v4 (32.77 USD"),
     (("NC6s_v3", 4, 1, 1), {}, "scale up", "1 x Standard_NC96ads_A100_v4"),
     (SLOW, {}, "infiniband", "32.77 USD per hour) because Standard_NC96ads_A100_v4 has no Infini"),
-    (PAIR, DATA, "blob", "if the data lie on standard Blob storage"),
+    (PAIR, DATA, "blob", "if the data is on standard Blob storage"),
     (EIGHT, BASIC, "registry", "8 nodes pull"),
     (ONE, IDLE, "idle", "5,363 USD"),  # 2 x 3.673 x 730
     (ONE, {**IDLE, "min_nodes": 1, "tier": "spot"}, "idle", "about 324 USD"),
     (("NC6s_v3", 1, 1, 1), {}, "retired", "such as Standard_NC24ads_A100_v4 because Azure retired"),
     (("NC24s_v3", 1, 4, 1), {}, "retired", NC96),  # as many GPUs as are asked for
-    ((NC96, 1, 1, 1), {}, "unused", "3 of 4 GPUs per node are idle"),
-    ((NC24, 1, 0, 1), {}, "unused", "trainer.accelerator=cpu leaves 1 x A100"),
+    ((NC96, 1, 1, 1), {}, "unused", "3 idle GPUs of 4 per node"),
+    ((NC24, 1, 0, 1), {}, "unused", "you pay for 1 x A100 per node, idle"),
 ]
 # Four times the price is not advice, nor is a weaker GPU or a size that is gone.
 NONE: dict[str, list[tuple[Case, dict[str, Any]]]] = {
@@ -82,7 +82,7 @@ def test_a_good_choice_needs_none_and_no_old_gpu_is_proposed() -> None:
         (("ND96isr_H200_v5", 1, 8, 1), "not known here"),
         (("ND96isr_H100_v5", 1, 8, 1), "spot unknown, dedicated 98.32 USD (chosen)"),
         (("DS3_v2", 2, 0, 1), "each            4 cores, 14 GB\nquota needed    8 cores"),
-        (("X1", 1, 1, 1), "unknown here, as distdl does not know Standard_X1"),
+        (("X1", 1, 1, 1), "unknown, as distdl does not know Standard_X1"),
     ],
 )
 def test_table(case: Case, fact: str) -> None:

@@ -139,7 +139,7 @@ def test_collections_of_loaders():
 def test_several_training_loaders_restart_the_epoch_with_a_warning():
     source = Loaders(lambda: [DataLoader(Augmented(), 2), DataLoader(Augmented(), 5)])
     share(source, position=TrainPosition(0, 4))
-    with pytest.warns(UserWarning, match="start the epoch anew"):
+    with pytest.warns(UserWarning, match="start the epoch again"):
         loaders = source.train_dataloader()
     assert [len(list(loader)) for loader in loaders] == [5, 2]
 

@@ -89,14 +89,14 @@ def test_damage_is_reported(check, shards, folder, every):
     (folder / "train" / "cat" / "0.jpg").write_bytes(b"words")
     result = check(folder, *every)
     assert result.code == 1 and "2 of 12" in result.out
-    assert "train: train/cat/0.jpg: no image" in result.out
+    assert "train: train/cat/0.jpg: is not an image" in result.out
     assert "val: val/dog/0.jpg: image file is truncated" in result.out
     for path in folder.glob("*/*/*.jpg"):
         path.unlink()
         path.symlink_to("/nowhere")
     result = check(folder, *every)
     assert (result.code, result.err) == (1, "") and "12 of 12" in result.out
-    assert "none of the images" in result.out
+    assert "none of the inspected images" in result.out
     assert "train: train/cat/0.jpg: cannot be read: No such file or directory\n" in result.out
 
 
@@ -106,7 +106,7 @@ def test_a_sample_is_spread_and_called_one(check, folder):
     assert "a sample of 4" in result.out and "none of 4 (every image: --all)" in result.out
     (folder / "train" / "dog" / "4.jpg").write_bytes(b"words")  # the last of 9
     result = check(folder, "--sample", "2")
-    assert result.code == 1 and "train: train/dog/4.jpg: no image" in result.out
+    assert result.code == 1 and "train: train/dog/4.jpg: is not an image" in result.out
 
 
 @EVERY
@@ -128,7 +128,7 @@ def test_of_a_store_one_shard_is_downloaded_or_all(check, shards, monkeypatch, e
     ("edit", "target", "options", "text"),
     [
         ((), "{root}/none", "", "no such folder"),
-        ((), "", "", "an empty address"),
+        ((), "", "", "the address is empty"),
         ((), "{root}", "", "must hold train/<class>/"),
         (
             ("ILSVRC2012_img_train.tar",),
@@ -141,7 +141,7 @@ def test_of_a_store_one_shard_is_downloaded_or_all(check, shards, monkeypatch, e
         ((), "{folder}/val/cat/0.jpg", "", "{folder}/val/cat/0.jpg: is a file"),
         (("../images/val/emu/0.jpg",), "{folder}", "", "only one of the two has emu"),
         ((), "azure://container/data", "", "names no account"),
-        ((), "ftp://somewhere/data", "", "not understood"),
+        ((), "ftp://somewhere/data", "", "of an unknown form"),
         ((), "{folder}", "--smaple 3", "--smaple: is not an option"),
         ((), "{folder}", "--smaple=3", "did you mean: --sample"),
         ((), "{folder}", "--gpu h10", "--gpu h100"),
@@ -248,7 +248,7 @@ NVJPEG = ("data.decoder=nvjpeg",)
         # A slow disk asks for more workers, and not for more cores.
         (1000, [PLAIN], 100, 8, 1, "15 workers while", ("data.num_workers=15",)),
         # 4 complete workers.
-        (1000, [PLAIN, SMALL], 1e9, 11, 2, "80 % of what it trains; 6 are needed", ()),
+        (1000, [PLAIN, SMALL], 1e9, 11, 2, "80 % of what it can train on; 6 are needed", ()),
         (1000, [PLAIN, SMALL], 1e9, 11, 2, "Smaller, 2 are enough", ()),
         (1000, [PLAIN, SMALL], 1e9, 1, 1, "has the training itself to do; 6 are", NVJPEG),
         (801, [PLAIN], 1e9, 5, 1, "5 cores per GPU decode 99 % of", NVJPEG),

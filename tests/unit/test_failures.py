@@ -15,7 +15,7 @@ import pytest
 
 from distdl.job import JobState
 from distdl.launch import start
-from distdl.ranks.stopping import state_of
+from distdl.ranks.stopping import state_after_exit
 from distdl.runs import failures
 from distdl.runs.directory import Attempt, RunDirectory
 from distdl.worker import agent, main
@@ -42,7 +42,7 @@ def lost(rank: int, time: float) -> Event:
 def exits(codes: Mapping[int, tuple[int, int]]) -> Event:
     """What torch's agent knows: rank -> exit code and time, in complete seconds."""
     ends = {k: SimpleNamespace(exitcode=code, timestamp=at) for k, (code, at) in codes.items()}
-    return lambda attempt: agent.blame(attempt, ends)
+    return lambda attempt: agent.record_kills(attempt, ends)
 
 
 def platform_saw(rank: int, number: int, host: str) -> Event:
@@ -98,7 +98,7 @@ def test_a_rank_that_was_asked_to_end_is_no_failure(attempt, code: int) -> None:
     cause = exits({0: (code, 100), 1: (75, 100)})(attempt)
     attempt.update(state="PENDING")
     assert attempt.first_error() is None
-    assert attempt.conclude(state_of(cause), cause) is JobState.PREEMPTED
+    assert attempt.conclude(state_after_exit(cause), cause) is JobState.PREEMPTED
     assert attempt.status()["exit_code"] == 75
 
 
@@ -109,7 +109,7 @@ def test_what_came_first_in_a_chain_decides(attempt) -> None:
 
     gloo, mine = RuntimeError(GLOO), ValueError("bad weather")
     assert failures.is_consequence(gloo)
-    main.note(attempt, 0, gloo)
+    main.record_failure(attempt, 0, gloo)
     assert attempt.first_error()["lost_peer"]
     assert failures.is_consequence(chained(gloo, RuntimeError("step 5 failed")))
     assert not failures.is_consequence(chained(mine, RuntimeError(GLOO)))
@@ -139,7 +139,7 @@ def test_the_log_ends_with_the_line_of_the_users_code(
     if in_loader:
         sent = "".join(traceback.format_exception(error))
         error = RuntimeError(f"Caught SyntaxError in DataLoader worker process 0.\n{sent}")
-    assert main.note(attempt, 0, error) == 1
+    assert main.record_failure(attempt, 0, error) == 1
     where = "at bad.py, line 3, in training_step"
     assert caplog.messages[-1].rstrip().endswith(where)
     assert failures.describe(attempt.first_error()).endswith(f"({where})")
@@ -160,7 +160,7 @@ def test_the_command_to_type_after_a_failure(tmp_path, monkeypatch, capsys) -> N
 
 
 def test_q_in_a_debugger_is_no_traceback(attempt, caplog, capsys) -> None:
-    assert main.note(attempt, 0, bdb.BdbQuit()) == 1
+    assert main.record_failure(attempt, 0, bdb.BdbQuit()) == 1
     shown = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
     assert shown == ["ended in the debugger"] == [failures.describe(attempt.first_error())]
     start.print_next_command(None, attempt, JobState.FAILED, [])  # type: ignore[arg-type]

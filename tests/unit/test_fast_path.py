@@ -24,7 +24,7 @@ from distdl.callbacks.progress import Progress
 from distdl.data import images
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.sampling import TrainPosition
-from distdl.data.side_stream import Lead
+from distdl.data.side_stream import QueueLimit
 from distdl.job import JobState
 from distdl.models import compilers
 from distdl.optim import optimizers
@@ -165,14 +165,14 @@ def test_the_host_sleeps_while_the_gpu_works(monkeypatch):
     """An event that does not block spins, and takes a core from the workers that load."""
     made = []
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options))
-    Lead(torch.device("cuda", 0)), Lead(torch.device("cpu"))
+    QueueLimit(torch.device("cuda", 0)), QueueLimit(torch.device("cpu"))
     assert made == [{"blocking": True}] * 2
 
 
 def test_the_fastest_way_is_chosen():
     def fastest(**seconds):
         modes = {"off": False, "max": "max-autotune"}
-        ways = [compiling.way(modes.get(name, name)) for name in seconds]
+        ways = [compiling.candidate(modes.get(name, name)) for name in seconds]
         times = zip(ways, seconds.values(), strict=True)
         measured = [autotune.Measured(way, s, 0, "broken") for way, s in times]
         return compiling.fastest(measured).changes["model.compile"]
@@ -196,7 +196,7 @@ def test_a_signal_while_it_measures_decides_nothing(monkeypatch):
     monkeypatch.setattr(autotune, "build", killed)
     monkeypatch.setattr(autotune.configs, "merge", lambda *_: OmegaConf.create({}))
     with pytest.raises(Stopped, match="SIGTERM before training began") as error:
-        autotune.measure({}, compiling.way("default"), None, None, stop, survivable=Exception)
+        autotune.measure({}, compiling.candidate("default"), None, None, stop, survivable=Exception)
     assert error.value.state is JobState.PREEMPTED
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distdl.util import safe_paths
-from distdl.util.safe_paths import places
+from distdl.util.safe_paths import local_paths
 
 BAD = {
     **dict.fromkeys(("../x", "a/../../x", "a/..", ".."), "leads out"),
@@ -19,14 +19,14 @@ ORDINARY = ["a b/Größe…", "..a", "a..", ".hidden", "-rf", "%2e%2e", "~", "$(
 
 @pytest.mark.parametrize("name", BAD, ids=ascii)
 def test_a_bad_name_is_left_out(name, tmp_path, capsys) -> None:
-    assert places(tmp_path, [name, "good"]) == {"good": tmp_path / "good"}
+    assert local_paths(tmp_path, [name, "good"]) == {"good": tmp_path / "good"}
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"left out   {name!a}: ") and BAD[name] in line
 
 
 def test_ordinary_names_go(tmp_path) -> None:
-    assert list(places(tmp_path, ORDINARY)) == ORDINARY
-    assert list(places(tmp_path, ["a", "a/b"])) == ["a/b"]
+    assert list(local_paths(tmp_path, ORDINARY)) == ORDINARY
+    assert list(local_paths(tmp_path, ["a", "a/b"])) == ["a/b"]
 
 
 def test_a_link_in_the_folder_is_not_followed(tmp_path, capsys) -> None:
@@ -37,25 +37,25 @@ def test_a_link_in_the_folder_is_not_followed(tmp_path, capsys) -> None:
     (folder / "real/back").symlink_to(folder / "real")
     (folder / "last.ckpt").symlink_to(tmp_path / "mine")
     names = ["out/x", "real/back/x", "last.ckpt", "real/deep/file/x", "real/deep", "real/new"]
-    assert list(places(folder, names)) == ["real/new"]
+    assert list(local_paths(folder, names)) == ["real/new"]
     assert capsys.readouterr().err.count("is a link here") == 3
     # The folder itself may be one: that is how the user calls it.
     (tmp_path / "alias").symlink_to(folder)
-    assert list(places(tmp_path / "alias", ["x"])) == ["x"]
+    assert list(local_paths(tmp_path / "alias", ["x"])) == ["x"]
 
 
 def test_names_that_differ_by_capitals(tmp_path, monkeypatch, capsys) -> None:
-    assert len(places(tmp_path, ["A", "a"])) == (1 if safe_paths.capitals_are_one(tmp_path) else 2)
-    monkeypatch.setattr(safe_paths, "capitals_are_one", lambda folder: True)
-    assert list(places(tmp_path, ["A/x", "a/X", "b"])) == ["A/x", "b"]
-    assert "where capitals do not count" in capsys.readouterr().err
+    assert len(local_paths(tmp_path, ["A", "a"])) == (1 if safe_paths.ignores_case(tmp_path) else 2)
+    monkeypatch.setattr(safe_paths, "ignores_case", lambda folder: True)
+    assert list(local_paths(tmp_path, ["A/x", "a/X", "b"])) == ["A/x", "b"]
+    assert "which ignores case" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
 
 
 def test_what_the_run_itself_wrote_stays(tmp_path) -> None:
     own = ["config.yaml", "provenance.json", "attempts/001/launch.yaml", "attempts/001/job.json"]
-    assert list(places(tmp_path, own)) == own  # the first time there is none
+    assert list(local_paths(tmp_path, own)) == own  # the first time there is none
     for name in own:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert list(places(tmp_path, [*own, "a/config.yaml"])) == ["a/config.yaml"]
+    assert list(local_paths(tmp_path, [*own, "a/config.yaml"])) == ["a/config.yaml"]

@@ -102,10 +102,10 @@ def test_errors_restarts_and_second_attempts(attempt, monkeypatch):
     assert attempt.status()["restarts"] == 1 and attempt.first_error() is None
     assert list((attempt.path / "errors-001").iterdir())
     run = RunDirectory(attempt.path.parents[1])
-    monkeypatch.setattr(jobs, "of", lambda _: Platform("PENDING"))
+    monkeypatch.setattr(jobs, "job_of", lambda _: Platform("PENDING"))
     with pytest.raises(UserError, match="attempt 1 is pending"):
         jobs.refuse_second(run)
-    monkeypatch.setattr(jobs, "of", lambda _: Platform("CANCELLED"))
+    monkeypatch.setattr(jobs, "job_of", lambda _: Platform("CANCELLED"))
     jobs.refuse_second(run)
     assert run.begin_attempt(LAUNCH).number == 2
 
@@ -164,9 +164,9 @@ def test_a_reader_that_has_ended_does_not_end_the_training(monkeypatch):
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        process_exit.outlive_readers()
+        process_exit.survive_closed_pipes()
         once = sys.stdout
-        process_exit.outlive_readers()
+        process_exit.survive_closed_pipes()
         assert sys.stdout is once
         print("seen", flush=True)
         assert os.read(reading, 100) == b"seen\n"
@@ -178,7 +178,7 @@ def test_a_reader_that_has_ended_does_not_end_the_training(monkeypatch):
 
 STAYS = """
 import threading, time; from distdl.ranks import process_exit
-process_exit.name_who_stays(0.05)
+process_exit.report_waiting_threads(0.05)
 threading.Thread(target=time.sleep, args=(0.4,), name='my-pump').start()
 """
 

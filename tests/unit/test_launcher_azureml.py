@@ -142,13 +142,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"subnet": "nodes"}, "subnet", "full ARM id"),
     ({"public_ip": False}, "public_ip", "need a subnet"),
     ({"compute_identity": ["trainer"]}, "compute_identity", "not an ARM id"),
-    ({"image": "a", "environment": "azureml:b@latest"}, "environment", "keep one"),
+    ({"image": "a", "environment": "azureml:b@latest"}, "environment", "set only one"),
     ({"environment": "pytorch"}, "environment", "azureml:NAME@latest"),
     ({"build_context": "/nowhere"}, "build_context", "no Dockerfile"),
     ({"inputs": {"a": "/data/a"}}, "inputs.a", "not an address that Azure can read"),
     ({"inputs": {"a b": "azureml:x:1"}}, "inputs.a b", "a name of letters, digits and _"),
     ({"inputs": {"a": {}}}, "inputs.a", "missing"),
-    ({"inputs": {"a": MODE}}, "inputs.a.mode", "is for type=mltable"),
+    ({"inputs": {"a": MODE}}, "inputs.a.mode", "is only for type=mltable"),
     ({"inputs": {"a": {"path": "azureml:x:1", "kind": 1}}}, "inputs.a", "path, mode and type"),
     ({"inputs": {"a": "https://x/o'neill"}}, "inputs.a", "%27"),
     ({"inputs": {"ab": "azureml:x:1"}, "env": {"L": "${{inputs.a}}/l"}}, "env.L", "mean ab?"),
@@ -251,7 +251,7 @@ def test_the_image_has_what_azure_ml_and_torch_can_take(tmp_path: Path) -> None:
         needs = [n for n in metadata.requires("torch") or () if n.startswith("cuda-toolkit[")]
         assert all(f"=={pins['cuda-toolkit']};" in need for need in needs)
     assert not re.search(r"^FROM.*cuda", files["Dockerfile"], re.M)
-    assert f"the CUDA they need, {cuda}:" in files["Dockerfile"]
+    assert f"wheels contain CUDA {cuda}," in files["Dockerfile"]
     page = (ROOT / "docs/launchers/azureml.md").read_text()
     assert set(re.findall(r"CUDA (\d+\.\d+)", page)) == {cuda}
 
@@ -286,7 +286,7 @@ def test_the_workspace_comes_from_settings_variables_and_config_json(
         monkeypatch.delenv(name)
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
-    with pytest.raises(UserError, match="dry_run=true shows it") as refused:
+    with pytest.raises(UserError, match="a job can be shown") as refused:
         Workspace.find("sub", None, None)
     paths = [problem.path for problem in refused.value.problems]
     assert paths == ["launcher.resource_group", "launcher.workspace"]

@@ -7,7 +7,7 @@ import pytest
 from distdl.job import JobState
 from distdl.launchers import common
 from distdl.launchers.azureml.launcher import AzureMLLauncher
-from distdl.launchers.common import AskedJob, FarFile, Forgotten, fetch_files, from_pages
+from distdl.launchers.common import Forgotten, QueriedJob, RemoteFile, fetch_files, from_pages
 from distdl.launchers.sagemaker import SageMakerLauncher
 from distdl.launchers.slurm import SlurmLauncher
 from distdl.util import walltime
@@ -31,7 +31,7 @@ def test_validation_reports_keys_types_ranges_and_misfits_at_once():
 HOURS = {12: 12, 0.5: 0.5, "90": 90, " 0.5 ": 0.5, "1:30:00": 1.5, "0:00:01": 1 / 3600, "2-12": 60}
 HOURS |= {"1-00": 24, "1-00:30": 24.5, "1-00:00:30": 24 + 1 / 120}
 NO_TIMES = {
-    "is no time at all": [0, "0:00:00", "0-00", -1],
+    "is not a time above 0": [0, "0:00:00", "0-00", -1],
     "minutes and seconds go from 00 to 59": ["1:90:00", "1:00:60", "1:3:00"],
     "hours go from 0 to 23": ["1-24"],
     "is minutes and seconds for Slurm, and hours and minutes for others": ["1:30"],
@@ -54,7 +54,7 @@ def test_walltime_is_the_same_for_all_launchers(message):
             assert texts == [(str(error.value), walltime.FORMS)]
 
 
-class Asked(AskedJob):
+class Asked(QueriedJob):
     """A job that answers with the given states and errors, in turn."""
 
     poll_seconds, handle = 0.0, "x://1"
@@ -62,17 +62,17 @@ class Asked(AskedJob):
     def __init__(self, *answers):
         self.answers = list(answers)
 
-    def _look(self):
+    def _query(self):
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     @classmethod
-    def _listed(cls, jobs):
+    def _query_all(cls, jobs):
         yield from zip(jobs, [JobState.RUNNING, UserError("gone")], strict=False)
 
-    def _meaning(self, answer):
+    def _state_from(self, answer):
         return JobState(answer)
 
 
@@ -115,7 +115,7 @@ def test_files_are_fetched_manifests_last_and_newer_ones_stay(tmp_path):
 
     names = ("a.ckpt.manifest.json", "a.ckpt", "logs/x", "here", "../outside")
     (tmp_path / "here").write_text("old")
-    files = {name: FarFile(3, 1000.0) for name in names}
+    files = {name: RemoteFile(3, 1000.0) for name in names}
     assert fetch_files(tmp_path, files, download) == 3
     assert copied == ["a.ckpt", "logs/x", "a.ckpt.manifest.json"]
     assert fetch_files(tmp_path, files, download) == 0

@@ -99,14 +99,14 @@ def test_flavour_of_an_mpirun(version, flavour, tmp_path):
 
 
 def test_hosts_and_hostfiles(tmp_path):
-    assert hosts.parse(["node1:2", "node2"], 4) == (Host("node1", 2), Host("node2", 4))
-    assert hosts.parse(["a", "b", "a"], 1) == (Host("a", 2), Host("b", 1))
+    assert hosts.parse_hosts(["node1:2", "node2"], 4) == (Host("node1", 2), Host("node2", 4))
+    assert hosts.parse_hosts(["a", "b", "a"], 1) == (Host("a", 2), Host("b", 1))
     file = tmp_path / "hosts"
     file.write_text("# ours\nnode1 slots=2 max_slots=4\n\nnode2:2  # MPICH\nnode3\n")
     expected = (Host("node1", 2), Host("node2", 2), Host("node3", 8))
     assert hosts.read_hostfile(str(file), 8) == expected
-    assert all(map(hosts.is_here, ("localhost", HERE, "127.0.0.1")))
-    assert not hosts.is_here("192.0.2.1")
+    assert all(map(hosts.is_local, ("localhost", HERE, "127.0.0.1")))
+    assert not hosts.is_local("192.0.2.1")
 
 
 REFUSED = [
@@ -114,9 +114,9 @@ REFUSED = [
     ({"hosts": ["a", "b:2"]}, (2, 2), []),
     ({"flavour": "lam"}, (1, 1), ["flavour: 'lam' is not 'auto', 'openmpi4', 'openmpi5'"]),
     ({"flavour": "auto", "mpirun": "absent"}, (1, 1), ["mpirun: there is no absent here"]),
-    ({}, (2, 1), ["hosts: trainer.num_nodes=2, and no hosts are named"]),
-    ({"hosts": ["a"]}, (2, 1), ["hosts: names 1 hosts, and trainer.num_nodes is 2"]),
-    ({"hosts": ["a:4", "b:2"]}, (2, 4), ["hosts: b:2, and trainer.devices is 4"]),
+    ({}, (2, 1), ["hosts: missing, but trainer.num_nodes is 2"]),
+    ({"hosts": ["a"]}, (2, 1), ["hosts: names 1 hosts, but trainer.num_nodes is 2"]),
+    ({"hosts": ["a:4", "b:2"]}, (2, 4), ["hosts: b:2, but trainer.devices is 4"]),
     ({"hosts": ["a"], "hostfile": "f"}, (1, 1), ["hostfile: launcher.hosts is set too"]),
     ({"hostfile": "absent"}, (1, 1), ["hostfile: absent: No such file or directory"]),
     ({"hostfile": "empty"}, (1, 1), ["hostfile: empty names no host"]),
@@ -124,8 +124,8 @@ REFUSED = [
     ({"hosts": ["a b"]}, (1, 1), ["hosts: 'a b' is not a host"]),
     ({"port": 99999}, (1, 1), ["port: 99999 is not less than or equal to 65535"]),
     ({"max_attempts": -1}, (1, 1), ["max_attempts: "]),
-    ({"interface": "eth99"}, (1, 1), ["interface: this machine has no eth99"]),
-    ({"hosts": ["a"], "ssh": "nossh -v"}, (1, 1), ["ssh: there is no nossh here"]),
+    ({"interface": "eth99"}, (1, 1), ["interface: this machine has no interface eth99"]),
+    ({"hosts": ["a"], "ssh": "nossh -v"}, (1, 1), ["ssh: this machine has no nossh"]),
     ({"hosts": ["a"], "ssh": "'"}, (1, 1), ['ssh: "\'": No closing quotation']),
 ]
 
@@ -146,7 +146,7 @@ NO_ROUTE = "sh -c 'echo no route >&2; exit 255'"
 RUNS = "sh -c 'for last; do :; done; eval \"$last\"'"
 UNREADY = [
     ({"mpirun": "absent"}, "launcher.mpirun", ""),
-    ({"python": "/absent"}, "launcher.python", "there is no /absent here"),
+    ({"python": "/absent"}, "launcher.python", "this machine has no /absent"),
     ({"hosts": ["-oProxyCommand=x"]}, "launcher.hosts", ""),
     ({"hosts": ["node1:0"]}, "launcher.hosts", ""),
     ({"hosts": ["node1:2:3"]}, "launcher.hosts", ""),
@@ -299,7 +299,7 @@ def test_a_killed_supervisor_or_mpirun_is_the_cause(start):
     assert job.wait() is JobState.FAILED and "mpirun's supervisor" in job.killed
     supervisor.write_json(job.folder / supervisor.RECORD, {**job.record(), "host": "elsewhere"})
     assert job.state() is JobState.UNKNOWN
-    with pytest.raises(UserError, match="mpirun runs on elsewhere, and this is"):
+    with pytest.raises(UserError, match="mpirun runs on elsewhere, not on"):
         job.cancel()
     # The ranks of an mpirun that is killed get a signal by that, and record a preemption.
     job = start("echo 'distdl: rank 1 on node2 ended with signal 15'; kill -9 $$")

@@ -178,9 +178,9 @@ def test_devices_are_counted_by_the_type_and_waste_is_noted() -> None:
     def notes(*size: Any, **changes: Any) -> list[str]:
         return [*SageMakerLauncher(**{**NODE, **changes}).request(spec("", *size)).notes()]
 
-    assert notes(1, 2, "gpu") == ["ml.g5.12xlarge has 4 GPUs, and 2 of them are used"]
+    assert notes(1, 2, "gpu") == ["ml.g5.12xlarge has 4 GPUs, but only 2 are used"]
     (note,) = notes(4, 1, "gpu", instance_type="ml.g5.xlarge")
-    assert "no EFA" in note and "one host would do: ml.g5.12xlarge (4 GPUs)" in note
+    assert "no EFA" in note and "one host is enough: ml.g5.12xlarge (4 GPUs)" in note
     assert notes(2, 4, "gpu") == []
 
 
@@ -209,25 +209,25 @@ def test_valid_settings_are_accepted() -> None:
         ({"bucket": "s3://my-bucket/x"}, "bucket", "launcher.bucket=my-bucket"),
         ({"instance_type": "ml.g5.12xlarg"}, "instance_type", "did you mean ml.g5.12xlarge?"),
         ({"instance_type": "ml.m5.large"}, "instance_type", "has no GPU"),
-        ({"context": {"devices": 8}}, "instance_type", "has 4 A10G, and trainer.devices=8 | trai"),
+        ({"context": {"devices": 8}}, "instance_type", "has 4 A10G, but trainer.devices=8 | trai"),
         ({"context": {"devices": 8}}, "instance_type", "launcher.instance_type=ml.g5.48xlarge"),
         ({"walltime": 700}, "walltime", "28 days"),
-        ({"max_wait": 48}, "max_wait", "only spot jobs wait"),
-        ({"spot": True, "walltime": 24, "max_wait": 2}, "max_wait", "walltime is 86400 s already"),
+        ({"max_wait": 48}, "max_wait", "applies only to spot jobs"),
+        ({"spot": True, "walltime": 24, "max_wait": 2}, "max_wait", "walltime alone is 86400 s"),
         ({"spot": True, "max_wait": 24 * 31}, "max_wait", "more than 30 days"),
         ({"spot": True, "keep_alive": 600}, "keep_alive", "cannot be kept warm"),
         ({"keep_alive": 30000}, "keep_alive", "less than or equal to 21600"),
         ({"subnets": ["subnet-1"]}, "security_groups", "launcher.subnets is set"),
         ({"security_groups": ["sg-1"]}, "subnets", "launcher.security_groups is set"),
         ({"inputs": {"a": "/data/x"}}, "inputs.a", "aws s3 sync /data/x s3://"),
-        ({"inputs": {"a": {"mode": "File"}}}, "inputs.a", "nothing is not where"),
-        ({"inputs": {"bundle": "s3://b/x"}}, "inputs.bundle", "channel of the code"),
-        ({"inputs": {"a-b": "s3://b/x"}}, "inputs.a-b", "not an input name"),
+        ({"inputs": {"a": {"mode": "File"}}}, "inputs.a", "cannot read an empty path"),
+        ({"inputs": {"bundle": "s3://b/x"}}, "inputs.bundle", "reserved for the code"),
+        ({"inputs": {"a-b": "s3://b/x"}}, "inputs.a-b", "not a valid input name"),
         ({"inputs": {"a": "efs://x/y"}}, "inputs.a", "names no file system"),
         ({"inputs": {"a": "efs://fs-01234567/y"}}, "inputs.a", "launcher.subnets=[subnet-...]"),
         ({"inputs": {"a": {"path": "s3://b/x", "mode": "FastFil"}}}, "inputs.a.mode", "FastFile?"),
         ({"inputs": {"a": {"path": "s3://b", "mod": 1}}}, "inputs.a.mod", "did you mean mode?"),
-        ({"inputs": {f"i{n}": "s3://b/x" for n in range(20)}}, "inputs", "takes 19"),
+        ({"inputs": {f"i{n}": "s3://b/x" for n in range(20)}}, "inputs", "allows 19"),
     ],
 )
 def test_refusals(changes, path, text) -> None:
@@ -282,7 +282,7 @@ def test_a_bucket_that_does_not_exist_and_a_run_of_another_config(aws, launcher,
         other = launcher_with(aws, bucket="other-bucket")
         other.submit(other.request(spec(run)))
     put(aws, f"{STORE}/config.yaml", b"seed: 1\n")
-    with pytest.raises(UserError, match="holds a run of the same name and another config"):
+    with pytest.raises(UserError, match="has a run of the same name with another config"):
         launcher.submit(launcher.request(spec(run)))
     put(aws, f"{STORE}/config.yaml", b"seed: 0\n")
     launcher.submit(launcher.request(spec(run)))
@@ -339,7 +339,7 @@ def test_a_run_that_began_elsewhere_uploads_its_history(launcher, aws, run) -> N
 def test_every_status_of_the_service_has_a_state() -> None:
     members = service().shape_for("DescribeTrainingJobResponse").members
     secondary, statuses = (set(members[f"{k}Status"].enum) for k in ("Secondary", "TrainingJob"))
-    assert {*sagemaker_job.FURTHER, "Completed", "Failed", "Stopping"} == secondary
+    assert {*sagemaker_job.SECONDARY_STATES, "Completed", "Failed", "Stopping"} == secondary
     assert statuses == {*sagemaker_job.STATES, "InProgress", "Stopped", "Deleting"}
 
 
@@ -368,11 +368,11 @@ def test_states_from_a_later_shell_one_by_one_and_at_once(launcher, run, monkeyp
     described, describe = [], SageMakerJob.describe
     recorded = lambda job: (described.append(job.name), describe(job))[1]  # noqa: E731
     monkeypatch.setattr(SageMakerJob, "describe", recorded)
-    jobs.ask(attached)
+    jobs.query_all(attached)
     assert [job.state() for job in attached] == [*[JobState.SUCCEEDED] * 3, JobState.UNKNOWN]
     assert described == ["never-was"] and len({id(job.aws) for job in attached}) == 1
-    assert "knows no such job" in attached[3].why
-    with pytest.raises(UserError, match="knows no such job"):
+    assert "unknown to SageMaker" in attached[3].why
+    with pytest.raises(UserError, match="unknown to SageMaker"):
         attached[3].wait()
     # AWS cannot be reached.
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")

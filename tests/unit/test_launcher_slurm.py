@@ -72,7 +72,7 @@ def test_paths_and_values_with_special_characters_arrive_byte_for_byte():
 
 
 REFUSED = [
-    ({"walltime": "0:02:00", "grace_seconds": 120}, "over before the signal"),
+    ({"walltime": "0:02:00", "grace_seconds": 120}, "are too short"),
     ({"partition": "gpu long"}, "'gpu long' is not one word"),
     ({"partition": "gpu\n#SBATCH --uid=0"}, ""),
     ({"mem": -4}, '-4 is not an amount such as "64G"'),
@@ -91,9 +91,9 @@ REFUSED = [
     ({"before_srun": ["a\nb"]}, "'a\\nb' is not one line"),
     ({"sbatch": ["exclusive"]}, "is not an option of sbatch"),
     ({"sbatch": ["--exclusive\nrm -rf ~"]}, ""),
-    ({"sbatch": ["--nodes=4"]}, "write trainer.num_nodes"),
-    ({"sbatch": ["-t 10"]}, "write launcher.walltime"),
-    ({"srun_args": ["--export=NONE"]}, "write launcher.forward_env"),
+    ({"sbatch": ["--nodes=4"]}, "set trainer.num_nodes"),
+    ({"sbatch": ["-t 10"]}, "set launcher.walltime"),
+    ({"srun_args": ["--export=NONE"]}, "set launcher.forward_env"),
     ({"inputs": ["/data"]}, "['/data'] is not a mapping"),
 ]
 
@@ -126,15 +126,15 @@ def test_without_slurm(tmp_path, monkeypatch):
     launcher = SlurmLauncher()
     request, job = launcher.request(spec(root=str(tmp_path))), launcher.attach("slurm://12_3")
     assert (job.handle, job.url, job.state()) == ("slurm://12_3", None, JobState.UNKNOWN)
-    assert job.why == "no scontrol on this machine"
-    with pytest.raises(UserError, match="submits from a login node") as error:
+    assert job.why == "scontrol is not installed on this machine"
+    with pytest.raises(UserError, match="on a login node") as error:
         launcher.reach(request)
     assert error.value.problems[0].path == "launcher"
     for act in (lambda: launcher.submit(request), lambda: list(job.logs()), job.cancel):
         with pytest.raises(UserError, match="on this machine"):
             act()
     for handle in ("slurm://", "slurm://x", "local://12", "12", "slurm://1;ls"):
-        with pytest.raises(UserError, match="not a job of Slurm's"):
+        with pytest.raises(UserError, match="is not a Slurm job"):
             launcher.attach(handle)
 
 

@@ -136,7 +136,7 @@ def test_a_second_copy_that_was_there_before_is_replaced_with_a_warning(
     lightning_names.serve()
     assert importlib.import_module("pytorch_lightning.callbacks") is pl.callbacks
     (message,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
-    assert "pytorch_lightning was imported before distdl began" in message
+    assert "pytorch_lightning was imported before distdl" in message
     caplog.clear()
     lightning_names.serve()
     assert not caplog.records
@@ -171,7 +171,7 @@ callbacks.watch | Watch.on_batch_end is a hook of Lightning 1, and nobody calls 
 callbacks.watch | Watch.on_train_batch_end takes dataloader_idx, which Lightning 2 does | leave it out
 data | Data.on_train_dataloader is a hook of | it is now setup
 model | Net.optimizer_step takes optimizer_idx | step each of self.optimizers()
-model | Net.training_epoch_end is a hook | on_train_epoch_end, for which the step keeps its outputs
+model | Net.training_epoch_end is a hook | on_train_epoch_end; keep the outputs of the steps
 model | Net.training_step takes optimizer_idx | self.automatic_optimization = False
 model | Net.validation_step_end is a hook of | the end of the step itself
 """  # noqa: E501

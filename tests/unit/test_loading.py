@@ -174,7 +174,7 @@ def test_ranks_never_train_silently_on_the_same_samples(make, fragment):
     made = make()
     for arguments in ({}, {"world_size": 2, "share": False}):
         assert share(Loaders(lambda: made), **arguments).train_dataloader() is made
-    with pytest.warns(UserWarning, match="starts the epoch anew"):
+    with pytest.warns(UserWarning, match="starts the epoch again"):
         share(Loaders(lambda: made), position=TrainPosition(0, 4)).train_dataloader()
 
 
@@ -200,7 +200,7 @@ def test_another_kind_of_loader_is_unchanged_with_one_warning():
     source = Loaders(lambda: made)
     source.val_dataloader = None  # as PyTorch Geometric's does without a validation set
     assert share(source, 0, 2).val_dataloader is None
-    with pytest.warns(UserWarning, match="not a DataLoader.*shard by itself over 2") as seen:
+    with pytest.warns(UserWarning, match="not a DataLoader.*shard itself over 2") as seen:
         assert source.train_dataloader() is made is source.train_dataloader()
     assert len(seen) == 1
 

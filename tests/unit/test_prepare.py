@@ -219,7 +219,11 @@ def test_tars_as_a_folder(tars, out):
             "--shard-mb",
         ),
         (["folder", "--source", ".", "--to", "x", "--workers", "0"], "--workers", "less than 1"),
-        (["folder", "--source", ".", "--to", "x", "--max-side", "0"], "--max-side", "not a size"),
+        (
+            ["folder", "--source", ".", "--to", "x", "--max-side", "0"],
+            "--max-side",
+            "not a number of pixels",
+        ),
         (["folder", "--source", ".", "--to", "x", "--quality", "101"], "--quality", "1 to 100"),
         (["folder", "--source", "", "--to", "x"], "prepare folder", "--source: is empty"),
         (["folder", "--source", ".", "--to", "azure://a/b"], "--to", "--upload azure://a/b"),

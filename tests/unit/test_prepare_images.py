@@ -146,6 +146,6 @@ def test_scaled_images_become_jpegs(form, oddity):
     treatment, before = Treatment(short_side=24), encoded(PHOTO, form)
     data, *result = treatment.apply(before, f"a.{form.lower()}")
     assert (opened(data).format, *result) == ("JPEG", ".jpg", oddity)
-    assert "what is scaled as JPEG at quality 90 (lossy)" in str(treatment)
+    assert "scaled images as JPEG at quality 90 (lossy)" in str(treatment)
     complete = Treatment(short_side=48).apply(before, f"a.{form.lower()}")
     assert complete[1] != ".jpg" and "JPEG" not in complete[2]

@@ -90,24 +90,24 @@ def forget(store: ArmStore, part: str) -> dict[str, Any]:
 SAS = ["azureml", "sas", "account=x", "container=c"]
 REFUSED: list[tuple[dict[str, Any] | list[str], str, str]] = [
     ({"workspase": "x"}, "workspase", "did you mean workspace?"),
-    ({"compute": 3}, "compute", "is a section\n    it has compute.name,"),
+    ({"compute": 3}, "compute", "is a section\n    write one of compute.name,"),
     ({"resource_group": None}, "resource_group", "missing\n    write resource_group=NAME"),
-    ({"workspace": "a b"}, "workspace", "'a b' is not such a name in Azure"),
-    ({"storage__data": "Data_1"}, "storage.data", "3 to 24 small letters and digits"),
+    ({"workspace": "a b"}, "workspace", "'a b' is not allowed by Azure"),
+    ({"storage__data": "Data_1"}, "storage.data", "3 to 24 lower-case letters and digits"),
     ({"compute__min_nodes": "2"}, "compute.min_nodes", "'2' is not an integer"),
-    ({"compute__min_nodes": 9}, "compute.max_nodes", "4 nodes at most, 9 at least"),
+    ({"compute__min_nodes": 9}, "compute.max_nodes", "4 is less than min_nodes (9)"),
     ({"compute__vm_size": "NC24adsA100_v4"}, "compute.vm_size", "Standard_NC24ads_A100_v4?"),
     ({"compute__vm_size": "Standard_NC6"}, "compute.vm_size", "retired Standard_NC6 on 2023-08-31"),
-    ({"build_compute__name": "gpu-cluster"}, "build_compute.name", "the other cluster's name"),
+    ({"build_compute__name": "gpu-cluster"}, "build_compute.name", "the name of the other cluster"),
     ({"private": 1}, "private", "1 is not true or false"),
-    ({"registry__sku": "Basic"}, "registry.sku", "need a premium registry, not Basic"),
+    ({"registry__sku": "Basic"}, "registry.sku", "need a Premium registry, not Basic"),
     ({"network__address_space": "172.16.0.0/12"}, "network.address_space", "InfiniBand uses"),
     ({"network__compute_subnet": "10.9.0.0/24"}, "network.compute_subnet", "not inside 10.66.0.0"),
     ({"network__compute_subnet": "10.66.0.1/24"}, "network.compute_subnet", "has host bits"),
     ({"network__endpoint_subnet": "10.66.0.0/24"}, "network.endpoint_subnet", "overlaps 10.66.0.0"),
     ({"resource_manager": "http://example.com"}, "resource_manager", "not an https address"),
-    (["slurm"], "slurm", "can be provisioned"),
-    (["azureml", "workspace=a,b"], "workspace", "sets one value here"),
+    (["slurm"], "slurm", "can provision"),
+    (["azureml", "workspace=a,b"], "workspace", "must set one value"),
     (SAS[:3], "container", "missing"),
     ([*SAS, "days=8"], "days", "8 is not less than or"),
     ([*SAS, "day=1"], "day", "no such setting"),
@@ -232,7 +232,7 @@ def test_a_failed_step_is_named_and_the_next_command_resumes(run, store: ArmStor
     assert run() == 1
     message = capsys.readouterr().err
     assert message.startswith("cluster gpu-cluster: ")
-    for text in ("ClusterCoreQuotaReached", "0 of 96 cores", "ask for quota", "done and stay"):
+    for text in ("ClusterCoreQuotaReached", "0 of 96 cores", "request quota", "are done"):
         assert text in message
     store.failures.clear()
     store.sent()
@@ -272,7 +272,7 @@ def test_which_subscription_and_who(run, store: ArmStore, monkeypatch) -> None:
         run(resource_manager="https://127.0.0.1:9")
     monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "AzureCliCredential")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match=r"knows nobody here who may do this(.|\n)*az login"):
+    with pytest.raises(UserError, match=r"cannot sign you in(.|\n)*az login"):
         command.run({**PUBLIC, "resource_manager": store.url})
 
 
@@ -339,7 +339,7 @@ def test_the_verb_needs_neither_azure_nor_torch() -> None:
     for text in (
         *("high_business_impact: true", "days         1 to 7", "# 1 resource group ml"),
         *("hbiWorkspace: true", "name: Premium_LRS", "tenantId: <tenantId of", "maxNodeCount: 2"),
-        "The subscription is not given",
+        "The subscription is not set",
     ):
         assert text in done.stdout
 

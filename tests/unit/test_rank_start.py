@@ -151,7 +151,7 @@ def test_a_list_cannot_choose_for_ranks_that_run_already() -> None:
     """torchrun -m distdl trainer.devices=[1,2] took cards 0 and 1."""
     config = OmegaConf.create({"trainer": {"devices": [1, 2]}})
     with pytest.raises(UserError, match="export CUDA_VISIBLE_DEVICES before"):
-        external.place(config, rank(0, 2), config.trainer.devices)
+        external.adopt_ranks(config, rank(0, 2), config.trainer.devices)
 
 
 def test_ddp_is_built_on_the_stream_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

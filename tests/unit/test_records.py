@@ -340,7 +340,7 @@ IMAGE, LABEL = "--image-column", "--label-column"
     [
         (TWO, [], IMAGE, "2 columns may hold bytes of images: a (binary), b (binary)"),
         (TWO, ["a"], LABEL, "2 columns may hold labels"),
-        (TWO, ["c"], IMAGE, "no c; the columns are"),
+        (TWO, ["c"], IMAGE, "no column c; the columns are"),
         (TWO, ["x"], IMAGE, "x holds no bytes of images"),
         ({"image": [b"1"], "label": [-1]}, [], SOURCE, "row 0 of row group 0 has the label -1"),
         ({"image": [b"1"], "label": pa.array([None], "int64")}, [], SOURCE, "group 0 has no label"),
@@ -366,7 +366,7 @@ def test_damage_and_arrays_are_no_images(tmp_path):
     assert source.read(samples[0]) == jpeg(1)
     with pytest.raises(ValueError, match="NdarrayCodec"):
         source.read(samples[1])
-    with pytest.raises(ValueError, match="row 0 of row group 1 holds no bytes"):
+    with pytest.raises(ValueError, match="row 0 of row group 1 holds no image bytes"):
         source.read(samples[2])
     flip(path, path.read_bytes().index(jpeg(1)) + 30)
     source = ParquetImages(tmp_path)

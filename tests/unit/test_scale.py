@@ -139,7 +139,7 @@ def test_a_missing_or_damaged_result_is_measured_again(command, started, left):
     file, damaged = RUN / "benchmark.json", RUN / "benchmark.json.damaged"
     file.write_text(left) if left else file.unlink()
     result = command(*ONE)
-    assert result.code == 0 and started.names == [NAME] * 2 and "once more" in result.out
+    assert result.code == 0 and started.names == [NAME] * 2 and "measured again" in result.out
     assert json.loads(file.read_text())["attempt"] == 2
     assert ("could not be read" in result.out) == damaged.exists() == bool(left)
     assert not left or damaged.read_text() == left
@@ -157,12 +157,14 @@ def test_a_run_under_way_or_with_a_remote_store_is_not_measured_again(
     (RUN / "attempts/001/job.json").write_text('{"handle": "far://1"}')
     change_status(state="SUCCEEDED", concluded=True)
     remote = type("Remote", (), {"fetch": lambda self, to: None})
-    monkeypatch.setattr(jobs, "of", lambda attempt: remote())
+    monkeypatch.setattr(jobs, "job_of", lambda attempt: remote())
     result = command(*ONE)
     assert result.code == 1 and len(started.names) == 1
     assert f"jobs fetch {RUN}\n" in result.out and "resumes with them" not in result.out
-    assert f"not here: {NAME}; fetch them" in result.out
-    monkeypatch.setattr(jobs, "of", lambda attempt: object())  # shares our store: nothing to fetch
+    assert f"not fetched: {NAME}; fetch them" in result.out
+    monkeypatch.setattr(
+        jobs, "job_of", lambda attempt: object()
+    )  # shares our store: nothing to fetch
     assert command(*ONE).code == 0 and len(started.names) == 2
 
 
@@ -184,11 +186,11 @@ def test_what_was_measured_before_stays_in_the_table(command, started):
     (folder / "ddp-1x4-batch12/benchmark.json").unlink()
     result = command(*typed, "--devices", "1,2")
     assert rows() == complete - {("ddp", "weak", 4)}
-    assert "left out: ddp-1x4-batch12, there is no benchmark.json" in result.out
+    assert "left out: ddp-1x4-batch12, whose benchmark.json is gone" in result.out
     # With other settings of the task, nothing of before can stand beside them in table or plot.
     result = command(*typed, "task.steps=7", "--devices", "1", "--mode", "weak")
     assert rows() == {("single", "weak", 1), ("single", "strong", 1)}
-    assert "it was measured with other settings" in result.out
+    assert "which was measured with other settings" in result.out
     assert not (folder / "scale.png").exists()
 
 
@@ -197,7 +199,7 @@ def test_other_settings_of_the_task_are_measured_again(command, started):
     assert f"{NAME}: measured before\n" in command(*ONE, "task.steps=5").out
     started.fails = "single"
     result = command(*ONE, "task.steps=7")
-    assert "measured before, with task.steps=5: once more" in result.out
+    assert "measured before with task.steps=5, so it is measured again" in result.out
     assert result.code == 1 and "not measured: single" in result.out, "an older one was shown"
     started.fails = "nothing"
     result = command(*ONE, "task.steps=7")
@@ -282,7 +284,7 @@ def test_predictions_need_a_known_link_and_strategy():
 
 
 UP_FIRST = "scale up before out (weak): 95 % inside a node, 62 %"
-CAUSE = "without communication being the cause"
+CAUSE = "communication is not the cause"
 ADVICE = [
     ([], "more than one device", "most efficient"),
     ([bench(2, bound="data-bound")], "input first", CAUSE),
@@ -327,7 +329,9 @@ def test_the_table_of_a_narrow_terminal_leaves_columns_out(monkeypatch, capsys):
 def test_a_refuted_prediction_and_a_disturbed_measurement_are_reported():
     disturbed = weak(member(bench(2, rate=230)))
     (note,) = results.disturbed(disturbed)
-    assert note.startswith("ddp on 1 x 2 (weak): 115 % is a disturbed measurement")
+    assert note.startswith(
+        "ddp on 1 x 2 (weak): 115 % means that something slowed the measurement of one"
+    )
     assert printing.gaps(disturbed, {}) == []
 
     def rows(efficiency):
@@ -340,9 +344,9 @@ def test_a_refuted_prediction_and_a_disturbed_measurement_are_reported():
     assert near[1].spread > 0.1 and printing.gaps(near, {}) == []
     (text,) = printing.gaps(rows(0.2), {})
     compared = f"ddp on 1 x 2 (weak): measured 20.0 %, predicted {100 * guess:.1f} %, "
-    assert text.startswith(compared) and "what slows it here" in text
+    assert text.startswith(compared) and "something slows it" in text
     (text,) = printing.gaps(rows(0.2), {"ddp": {1: 1.0, 2: 0.85, 64: 0.5}})
-    assert "do not believe what is predicted beyond 2 devices either" in text
+    assert "do not trust predictions beyond 2 devices either" in text
 
 
 def test_nothing_is_cut_off_the_plot(draw):

@@ -120,12 +120,12 @@ def test_the_order_of_the_data_is_that_of_the_epoch(ours, file, kind, epochs, mo
 
 
 UNFIT = [
-    ("a.ckpt", "sgd", "SGD, without dampening, momentum"),
+    ("a.ckpt", "sgd", "SGD: it lacks dampening, momentum"),
     ("a.ckpt", "bare", "its schedules are of another kind"),
     ("a.ckpt", "halves", "has a different number of parameter groups"),
-    ("a.ckpt", "two", "it has 1 optimizers, not 2"),
+    ("a.ckpt", "two", "its optimizers is 1, not 2"),
     ("two.ckpt", "uneven", ""),
-    ("weights.ckpt", "adam", "it holds no state of optimizers"),
+    ("weights.ckpt", "adam", "it has no optimizer state"),
     ("ddp.pth", "adam", ""),
 ]
 
@@ -161,10 +161,12 @@ def test_tests_of_compiled_weights_and_of_each_loader(ours, file, tmp_path):
 
 def test_refusals_name_what_is_wrong(ours, file):
     for run in (tasks.train, functools.partial(tasks.test, checkpoint=str(file))):
-        with pytest.raises(UserError, match=r"a.ckpt: its weights are not .*\n.*layers.0.weight"):
+        with pytest.raises(
+            UserError, match=r"a.ckpt: its weights do not fit .*\n.*layers.0.weight"
+        ):
             run(ours("run", file, width=5))
     for longest in (1, 2):
-        with pytest.raises(UserError, match=f"is {longest}, and a.ckpt .* for 2 epochs") as error:
+        with pytest.raises(UserError, match=f"is {longest}, but a.ckpt .* for 2 epochs") as error:
             tasks.train(ours("run", file, f"trainer.max_epochs={longest}"))
         assert error.value.problems[0].path == "trainer.max_epochs"
 
@@ -197,9 +199,9 @@ def test_another_run_has_its_own_rate_and_a_resumed_one_keeps_it(ours, tmp_path,
     file = tmp_path / "first/checkpoints/last.ckpt"
     # The schedule resumes from its position.
     assert rates(ours("second", file, lr=0.001, decay=0.1)) == (approx(0.001 / 100), 0.1)
-    assert "continues with weight_decay 0.1 and not 0.0, lr 0.001 and not 0.01" in logged()
+    assert "continues with weight_decay 0.1 instead of 0.0, lr 0.001 instead of 0.01" in logged()
     for longest in ("max_epochs=2", "max_steps=8"):
-        with pytest.raises(UserError, match=r", and .*last.ckpt was") as error:
+        with pytest.raises(UserError, match=r", but .*last.ckpt was") as error:
             tasks.train(ours("third", file, f"trainer.{longest}"))
         assert error.value.problems[0].path == f"trainer.{longest.partition('=')[0]}"
     caplog.clear()

@@ -33,16 +33,16 @@ project = 3 | project: must be a mapping, not 3
 trainer.devices = "two" | must be a number of devices of each node, 1 or more, -1 or auto for all
 trainer.logger = True | trainer.logger: is set by distdl itself | tracking=mlflow
 trainer.accelerator = "ddp" | ddp is a strategy | strategy=ddp, and trainer.accelerator=auto
-trainer.gpus = 2 | trainer.gpus: Lightning 2's Trainer has it no more | trainer.devices=N
+trainer.gpus = 2 | trainer.gpus: Lightning 2's Trainer no longer has it | trainer.devices=N
 trainer.num_nodes = 2 | trainer.num_nodes: launcher=local is one machine, not 2
 optimizer._partial_ = "yes" | optimizer._partial_: must be a boolean
 data.root = "???" | data.root: missing | write data.root=...
 callbacks.early_stoping.patience = 3 | callbacks.early_stoping: names no class (_target_), only \
 patience | did you mean callbacks.early_stopping?
-optimizer = {"lr": 0.1} | optimizer: there is none here to take lr | optimizer=NAME
+optimizer = {"lr": 0.1} | optimizer: names no class (_target_) to take lr | optimizer=NAME
 model.num_classes = "${data.num_clases}" | refers to data.num_clases, which is not in the config | \
 did you mean data.num_classes?
-model.num_classes = "${nosuch:3}" | uses a resolver that is not known: ${nosuch:3}
+model.num_classes = "${nosuch:3}" | uses an unknown resolver: ${nosuch:3}
 model.num_classes = "${model.num_classes}" | model.num_classes:
 model.lr = "${${data.which}.lr}" | model.lr: refers to nowhere.lr, which is not in the config
 model._target_ = "foo.bar.Baz" | is outside the allowed packages | project.allow=[foo]
@@ -123,9 +123,9 @@ def test_literal_secrets_are_refused_without_being_repeated(typed, _) -> None:
 
 
 def test_secrets_in_other_places() -> None:
-    """A signed address of an input would stand in the request if a variable held it."""
+    """A signed address of an input would be in the request if a variable held it."""
     message = only({"launcher.inputs": {"imagenet": {"path": SAS}}})
-    assert "azureml://datastores/NAME/paths/... keeps its own" in message
+    assert "azureml://datastores/NAME/paths/..." in message
     assert "export" not in message and "hunter2" not in message
     message = only({"data.note": "hunter2", "tracking.csv.api_token": "${data.note}"})
     assert "refers to a secret that is plain text" in message
@@ -196,7 +196,7 @@ SIZES = [
     (SINGLE, {}, None),
     ({}, {"devices": 2, "accelerator": "mps"}, ["an Apple GPU is one device"]),
     (BATCHES, {"devices": 4}, ["100 is not 8 (data.batch_size) x 4 devices", "batch_size=25"]),
-    ({**BATCHES, "data.global_batch_size": 98}, {"devices": 4}, ["nor divisible", "size=96"]),
+    ({**BATCHES, "data.global_batch_size": 98}, {"devices": 4}, ["and not divisible", "size=96"]),
     ({**BATCHES, "data.global_batch_size": 32}, {"devices": 4}, None),
 ]
 

@@ -115,13 +115,13 @@ def test_a_name_of_a_variable_is_checked_for_every_launcher(name: str) -> None:
         lambda: MpiLauncher(env={name: "1"}, flavour="openmpi4").request(spec()),
         lambda: SlurmLauncher(env={name: "1"}).request(spec()),
     ):
-        with pytest.raises(UserError, match="is not a name of a variable"):
+        with pytest.raises(UserError, match="is not a valid variable name"):
             build()
 
 
 @pytest.mark.parametrize("value", [None, [1], {"a": 1}, "a\0b", "\ud800"])
 def test_a_value_of_a_variable_is_checked(value: object) -> None:
-    with pytest.raises(UserError, match=r"launcher\.env\.A: .* is not a value of a variable"):
+    with pytest.raises(UserError, match=r"launcher\.env\.A: .* is not a valid variable value"):
         variables({"A": value})
 
 

@@ -1,4 +1,4 @@
-"""A data module of one's own: plain DataLoaders over a map-style dataset."""
+"""A data module with plain DataLoaders over a map-style dataset."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a sine, with fresh noise each time: exact on resume all the same."""
+    """Windows of a sine with new noise each time, which distdl seeds: a resume is exact."""
 
     def __init__(self, count: int, window: int, noise: float) -> None:
         self.count, self.window, self.noise = count, window, noise
@@ -24,7 +24,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Waves(LightningDataModule):
-    """Training and validation windows."""
+    """Loads windows for training and validation."""
 
     def __init__(
         self, batch_size: int, window: int = 32, noise: float = 0.1, train_samples: int = 2000

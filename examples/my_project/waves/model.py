@@ -1,4 +1,4 @@
-"""A module of one's own: its own loss, its own optimizer, Lightning's own logging."""
+"""A module with its own loss and optimizer, and Lightning's logging."""
 
 import torch
 from lightning.pytorch import LightningModule

@@ -1,4 +1,4 @@
-"""The part of Azure's resource API that provisioning needs: read, create, change; no delete."""
+"""The part of Azure's resource API that provisioning needs: read, create and change, not delete."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from distdl.launchers.azureml.client import azure_errors, rest_client, sign_in
 
 # Azure's error code -> what to do about it.
 REMEDIES = {
-    "AuthorizationFailed": "the role Owner on the resource group is enough (or Contributor, and "
-    "User Access Administrator for role assignments)",
-    "MissingSubscriptionRegistration": "az provider register --namespace NAME, once",
+    "AuthorizationFailed": "you need the role Owner on the resource group, or Contributor and User "
+    "Access Administrator (for role assignments)",
+    "MissingSubscriptionRegistration": "run once: az provider register --namespace NAME",
     "StorageAccountAlreadyTaken": "choose another name: storage.data=NAME, storage.results=NAME",
     "VaultAlreadyExists": "a deleted vault keeps its name for a while: key_vault=NAME",
-    "ClusterCoreQuotaReached": "ask for quota: az ml quota, or choose another compute.vm_size",
+    "ClusterCoreQuotaReached": "request quota (az ml quota), or choose another compute.vm_size",
     "SubscriptionNotFound": "az account list; subscription=ID",
     "InvalidAuthenticationTokenTenant": "az login --tenant TENANT",
 }
@@ -23,11 +23,11 @@ POLLING_INTERVAL = 5  # seconds between two polls of a running operation
 
 class Arm:
     """A client of Azure's resource manager at an https address, with a TokenCredential of
-    azure-identity (None: of the signed-in user).
+    azure-identity (None: the signed-in user's).
 
     Raises:
-        UserError: Azure's packages are not installed. From the methods: Azure rejects the request,
-            or does not answer.
+        UserError: Azure's packages are not installed. In the methods: Azure rejects the request or
+            does not answer.
     """
 
     def __init__(self, endpoint: str, credential: Any = None) -> None:
@@ -51,8 +51,8 @@ class Arm:
             path, api = page.get("nextLink", ""), ""  # the link contains the API version
 
     def send(self, method: str, path: str, api: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Creates (PUT) or changes (PUT, PATCH) a resource, waits until Azure has finished, and
-        returns the resource as it is then."""
+        """Creates (PUT) or changes (PUT, PATCH) a resource, waits for Azure to finish, and returns
+        the resource as Azure then describes it."""
         with azure_errors(path, REMEDIES):
             from azure.core.polling import LROPoller
             from azure.mgmt.core.polling.arm_polling import ARMPolling

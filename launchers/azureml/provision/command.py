@@ -1,4 +1,4 @@
-"""`python -m distdl provision azureml`: prints a plan, asks, and then executes that plan."""
+"""`python -m distdl provision azureml`: prints a plan, asks the user, and executes the plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
     overrides = {**from_environment(), **overrides}  # the launcher's variables for these names
     settings = all_settings.read(overrides)
     for size in (settings.compute.vm_size, settings.build_compute.vm_size):
-        if note := vm_sizes.unknown(size):
+        if note := vm_sizes.unknown_note(size):
             print(f"note: {note}", file=sys.stderr)
     if settings.dry_run:
         print(render(settings))
@@ -38,16 +38,16 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
     arm = Arm(settings.resource_manager, credential)
     if settings.subscription is None:
         settings = all_settings.read({**overrides, "subscription": only_subscription(arm)})
-    steps, known, others = look(settings, arm)
+    steps, known, others = query_existing(settings, arm)
     print(show(settings, steps, others))
     refuse_fixed(steps)
     todo = [s for s in steps if s.action is not Action.UNCHANGED]
     if todo and not settings.confirm:
         if not sys.stdin.isatty():
-            what = "nobody can be asked here, there is no terminal"
+            what = "there is no terminal to ask for confirmation"
             raise UserError.at("confirm", what, "write confirm=true")
         if input("Continue? Type yes: ").strip().lower() != "yes":
-            print("Nothing was done.")
+            print("Nothing was changed.")
             return 1
     if not apply(todo, known, arm):
         return 1
@@ -56,13 +56,15 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
 
 
 def render(settings: ProvisionSettings) -> str:
-    """The resources as YAML documents, made offline."""
+    """The resources as YAML documents; works offline."""
     import yaml
 
     wanted = resources(settings)
-    parts = [f"# {len(wanted)} resources, in this order. Nothing was asked, nothing is made."]
+    parts = [
+        f"# {len(wanted)} resources, in this order. Azure was not queried, and nothing is created."
+    ]
     if settings.subscription is None:
-        parts.append("# The subscription is not given; names that end in a hash depend on it.")
+        parts.append("# The subscription is not set; names that end in a hash depend on it.")
     for number, resource in enumerate(wanted, start=1):
         head = {"id": resource.id, "apiVersion": resource.api}
         text = yaml.safe_dump({**head, **replaced(resource.body, str)}, sort_keys=False, width=1000)
@@ -80,11 +82,11 @@ def only_subscription(arm: Arm) -> str:
     raise UserError.at("subscription", what, remedy)
 
 
-def look(
+def query_existing(
     settings: ProvisionSettings, arm: Arm
 ) -> tuple[list[ResourceStep], dict[str, Any], list[str]]:
-    """Queries what exists. Returns a step per resource, Azure's answers by ARM id, and the names of
-    the group's other resources."""
+    """Queries the existing resources. Returns a step per resource, Azure's answers by ARM id, and
+    the names of the group's other resources."""
     ids = Ids(settings)
     subscription = arm.get(ids.subscription, "2022-12-01")
     if subscription is None:
@@ -95,7 +97,7 @@ def look(
     exists = arm.get(group.id, group.api) is not None
     steps = []
     for resource in wanted:
-        # Nothing else can exist without the group.
+        # Without the group nothing else can exist.
         actual = arm.get(resource.id, resource.api) if exists else None
         if actual is None:
             steps.append(ResourceStep(resource, None))
@@ -103,15 +105,15 @@ def look(
         known[resource.id] = actual
         wrong = diff.differences(diff.resolve(resource.body, known), actual)
         steps.append(ResourceStep(resource, actual, tuple(wrong)))
-    ours = {resource.id.casefold() for resource in wanted}
+    planned = {resource.id.casefold() for resource in wanted}
     listed = arm.list(f"{ids.group}/resources", "2021-04-01") if exists else ()
-    others = [each for each in listed if each["id"].casefold() not in ours]
+    others = [each for each in listed if each["id"].casefold() not in planned]
     return steps, known, [f"{each['type'].rpartition('/')[2]} {each['name']}" for each in others]
 
 
 def show(settings: ProvisionSettings, steps: Sequence[ResourceStep], others: Sequence[str]) -> str:
-    place = f"{settings.resource_group}, {settings.location}, subscription {settings.subscription}"
-    text = [f"Workspace {settings.workspace} in resource group {place}", ""]
+    group = f"{settings.resource_group}, {settings.location}, subscription {settings.subscription}"
+    text = [f"Workspace {settings.workspace} in resource group {group}", ""]
     width = max(len(s.resource.kind) for s in steps)
     for each in steps:
         resource = each.resource
@@ -122,7 +124,7 @@ def show(settings: ProvisionSettings, steps: Sequence[ResourceStep], others: Seq
         "",
         f"{count[Action.CREATE]} to create, {count[Action.CHANGE] + count[Action.FIXED]} that "
         f"differ, {count[Action.UNCHANGED]} unchanged.",
-        "Nothing is deleted, and settings that are not named here stay as they are.",
+        "Nothing is deleted, and settings that are not listed here stay as they are.",
     ]
     if others:
         more = f" and {len(others) - 10} more" if len(others) > 10 else ""
@@ -131,18 +133,18 @@ def show(settings: ProvisionSettings, steps: Sequence[ResourceStep], others: Seq
 
 
 def refuse_fixed(steps: Sequence[ResourceStep]) -> None:
-    """Raises, before anything is created, if a resource differs in what Azure cannot change."""
+    """Raises, before anything is created, if a resource differs in a value Azure cannot change."""
     problems = []
     for resource, difference in [(s.resource, d) for s in steps for d in s.fixed]:
-        what = f"{difference}: Azure sets this once, when it makes a {resource.kind}"
+        what = f"{difference}: Azure cannot change this after it has created a {resource.kind}"
         rename = f"give it another name ({resource.named_by}=NAME), or " * bool(resource.named_by)
-        problems.append(Problem(str(resource), what, f"{rename}ask for what is there"))
+        problems.append(Problem(str(resource), what, f"{rename}set the existing value"))
     if problems:
         raise UserError(*problems)
 
 
 def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool:
-    """Creates and changes resources one by one until the first failure; returns False after one."""
+    """Creates and changes resources one by one. Stops and returns False at the first failure."""
     for number, each in enumerate(todo, start=1):
         resource, started = each.resource, time.monotonic()
         doing = "creating" if each.action is Action.CREATE else "changing"
@@ -156,14 +158,14 @@ def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool
                 raise UserError(f"Azure did not report {unknown[0]}")
             known[resource.id] = arm.send(method, resource.id, resource.api, body)
         except UserError as error:
-            # The role was granted by hand, under another GUID.
+            # Somebody granted the role by hand, so it has another GUID.
             if code_of(error.__cause__) == "RoleAssignmentExists":
                 print(" exists already")
                 continue
             print(" failed")
             print(f"{resource}: {error}", file=sys.stderr)
-            done = f"{number - 1} of {len(todo)} are done and stay"
-            print(f"{done}; the same command resumes here.", file=sys.stderr)
+            done = f"{number - 1} of {len(todo)} are done"
+            print(f"{done}; to continue, run the same command again.", file=sys.stderr)
             return False
         print(f" done, {time.monotonic() - started:.0f} s")
     return True
@@ -171,7 +173,7 @@ def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool
 
 def next_command(settings: ProvisionSettings) -> str:
     text = f"""\
-Everything is as wanted. Data go to the container data, which jobs read as
+All resources exist. Upload data to the container data, which jobs read as
 azureml://datastores/distdl_data/paths/FOLDER. Next, in the same environment:
 
 python -m distdl +experiment=... launcher=azureml \\
@@ -185,5 +187,5 @@ python -m distdl +experiment=... launcher=azureml \\
     launcher.identity=managed \\
     dry_run=true"""
     if settings.private:
-        text += "\n(the workspace answers inside its virtual network only)"
+        text += "\n(the workspace can be reached only from inside its virtual network)"
     return text

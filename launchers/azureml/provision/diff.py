@@ -1,4 +1,4 @@
-"""Compares existing with wanted resources, and builds the smallest request for the change."""
+"""Compares existing with wanted resources, and builds the smallest request for a change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from distdl.launchers.azureml.provision.values import Ref, Resource
 
 ISO_DURATION = TypeAdapter(timedelta)
-# Keys that Azure adds to every resource, but does not accept in a request.
+# Keys that Azure adds to every resource but does not accept in a request.
 READ_ONLY = ("id", "name", "type", "systemData", "etag")
 
 
@@ -42,7 +42,7 @@ class ResourceStep:
 
     resource: Resource  # the wanted one
     actual: Mapping[str, Any] | None  # as Azure describes it; None if it does not exist
-    differences: tuple[Difference, ...] = ()  # between the two, in the keys that distdl names
+    differences: tuple[Difference, ...] = ()  # between the two, in the keys of the wanted body
 
     @property
     def fixed(self) -> list[Difference]:
@@ -61,8 +61,8 @@ class ResourceStep:
     def request(self, known: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """The request's method and body; `known` has Azure's answers by ARM id, for references.
 
-        To create a resource, the body is the wanted one. A change keeps settings made by others:
-        PATCH sends the sections that differ, PUT the existing body, each merged with our values.
+        To create a resource, the wanted body is sent. A change keeps settings made by others: PATCH
+        sends the sections that differ, PUT the entire body, both with the wanted values merged in.
         """
         wanted = resolve(self.resource.body, known)
         if self.actual is None:
@@ -81,7 +81,7 @@ class ResourceStep:
 
 
 def resolve(body: Any, known: Mapping[str, Any]) -> Any:
-    """A body with references replaced by their known values; unknown references stay."""
+    """A body with references replaced by their values; references without a known value stay."""
 
     def value_of(ref: Ref) -> Any:
         value: Any = known.get(ref.id)
@@ -119,7 +119,7 @@ def differences(wanted: Any, actual: Any, path: tuple[str, ...] = ()) -> Iterato
 
 
 def same(wanted: Any, actual: Any) -> bool:
-    """Equality except for Azure's changes of case, blanks and units of time."""
+    """Equality that ignores case, blanks and units of time, all of which Azure may change."""
     if isinstance(wanted, str) and isinstance(actual, str):
         left, right = (text.replace(" ", "").casefold() for text in (wanted, actual))
         return left == right or (_duration(wanted) or wanted) == (_duration(actual) or actual)
@@ -127,8 +127,8 @@ def same(wanted: Any, actual: Any) -> bool:
 
 
 def merge(actual: Any, wanted: Any) -> Any:
-    """The actual value, updated with the wanted one; nothing is removed."""
-    if wanted == {}:  # a marker, such as an identity: its content is Azure's own
+    """The actual value, updated with the wanted one. Nothing is removed."""
+    if wanted == {}:  # a marker, such as an identity, whose content Azure decides
         return {}
     if isinstance(wanted, Mapping) and isinstance(actual, Mapping):
         spelled = {_spelling(actual, key): value for key, value in wanted.items()}
@@ -150,7 +150,7 @@ def _contains(items: list[Any], wanted: Any) -> bool:
 
 
 def _namesake(wanted: Any, items: list[Any]) -> int | None:
-    """The index of the item with the same name, in lists of named items."""
+    """The index of the item with the same name, in a list of named items."""
     if not isinstance(wanted, Mapping) or "name" not in wanted:
         return None
     names = [item.get("name") if isinstance(item, Mapping) else None for item in items]
@@ -158,7 +158,7 @@ def _namesake(wanted: Any, items: list[Any]) -> int | None:
 
 
 def _spelling(actual: Mapping[str, Any], key: str) -> str:
-    """The actual spelling of a key: some keys are ARM ids, whose case Azure may change."""
+    """The spelling of a key in Azure's answer: the case of ARM ids may be different there."""
     if key in actual or not key.startswith("/"):
         return key
     return next((other for other in actual if other.casefold() == key.casefold()), key)

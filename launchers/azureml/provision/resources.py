@@ -1,7 +1,7 @@
-"""The resources of a workspace, in the order in which they must be created. Pure and offline.
+"""The resources of a workspace, in the order in which they must be created. Works offline.
 
-Bodies contain only what distdl decides; all other settings stay as they are in Azure.
-Sources: learn.microsoft.com/azure/templates (bodies); below learn.microsoft.com/azure, for access
+Bodies contain only the settings that distdl decides; others stay as they are in Azure.
+Sources: learn.microsoft.com/azure/templates for bodies. Below learn.microsoft.com/azure, for access
 without keys: machine-learning/how-to-identity-based-service-authentication; for the network:
 machine-learning/how-to-secure-training-vnet (no public address, outbound),
 machine-learning/how-to-configure-private-link and private-link/private-endpoint-dns.
@@ -30,7 +30,7 @@ ROLES = {
 
 
 def resources(settings: ProvisionSettings) -> list[Resource]:
-    """All resources, each after those that it needs."""
+    """All resources; each comes after those that it needs."""
     s, ids = settings, Ids(settings)
     return [
         Resource("resource group", ids.group, "2024-03-01", {"location": s.location}),
@@ -47,7 +47,7 @@ def resources(settings: ProvisionSettings) -> list[Resource]:
 
 
 def internet(settings: ProvisionSettings) -> str:
-    """Azure's value for whether access from the internet is allowed."""
+    """Azure's word for whether access from the internet is allowed."""
     return "Disabled" if settings.private else "Enabled"
 
 
@@ -160,7 +160,7 @@ def roles(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
 
 
 def _role(ids: Ids, scope: str, role: str, who: str, principal: Ref | str, kind: str) -> Resource:
-    # Azure requires a GUID as the name; here the same grant always gets the same GUID.
+    # Azure requires a GUID as the name. It is derived, so that a grant always has the same GUID.
     name = uuid.uuid5(uuid.NAMESPACE_URL, f"{scope}|{role}|{who}".lower())
     authorization = "providers/Microsoft.Authorization"
     definition = f"{ids.subscription}/{authorization}/roleDefinitions/{ROLES[role]}"
@@ -228,8 +228,8 @@ def network(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
     space = {"addressSpace": {"addressPrefixes": [wanted.address_space]}}
     body = {**location, "properties": space}
     yield Resource("virtual network", ids.network, "2024-05-01", body, named_by="network.name")
-    # Subnets are separate resources here: the network's own body lists no subnets, and so cannot
-    # remove any.
+    # Subnets are separate resources: the network's own body does not list them, so it cannot remove
+    # any.
     subnets = {"compute": {"addressPrefix": wanted.compute_subnet, **outbound}}
     subnets["endpoints"] = {"addressPrefix": wanted.endpoint_subnet}
     for name, properties in subnets.items():
@@ -238,9 +238,9 @@ def network(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
 
 
 def dependencies(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
-    """Endpoints of the resources that the workspace needs; they are created before it."""
+    """Private endpoints of the resources that must exist before the workspace."""
     yield from endpoint(ids, settings, ids.data, "blob", BLOB)
-    # The zone of blobs has just been created.
+    # The zone of blobs is created by the endpoint before.
     yield from endpoint(ids, settings, ids.results, "blob", BLOB, new=False)
     yield from endpoint(ids, settings, ids.results, "file", "privatelink.file.core.windows.net")
     yield from endpoint(ids, settings, ids.vault, "vault", "privatelink.vaultcore.azure.net")
@@ -250,7 +250,7 @@ def dependencies(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
 def endpoint(
     ids: Ids, settings: ProvisionSettings, target: str, group: str, *zones: str, new: bool = True
 ) -> Iterator[Resource]:
-    """A private endpoint, and (new) private DNS zones that resolve the target's name to it."""
+    """A private endpoint, and (if `new`) the DNS zones that resolve the target's name to it."""
     zone_ids = [ids.of(f"{NETWORK}/privateDnsZones", zone) for zone in zones]
     for zone in zone_ids if new else ():
         yield Resource("private DNS zone", zone, "2020-06-01", {"location": "global"})

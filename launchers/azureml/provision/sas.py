@@ -1,7 +1,7 @@
 """`python -m distdl provision azureml sas`: an expiring link to read and list one container.
 
-It is for people and platforms without an identity in the workspace's directory. A user delegation
-key signs it, and no account key is used. So the link loses its rights when the user loses them.
+It is for people and platforms without an identity in the workspace's directory. A key of the user
+(a user delegation key) signs it, not an account key. So it is void when the user loses the rights.
 learn.microsoft.com/rest/api/storageservices/create-user-delegation-sas
 """
 
@@ -21,15 +21,15 @@ from distdl.util.errors import UserError
 HELP = """\
 usage: python -m distdl provision azureml sas account=NAME container=NAME [days=1]
 
-Prints the address of a container with a signature that can read and list, nothing else, and that
-expires after `days` (at most 7). The address is a secret until then.
+Prints the address of a container with a signature that only allows reading and listing, and expires
+after `days` (at most 7). Keep the address secret until then.
 
 account      the storage account
 container    the container
 days         1 to 7, default 1
 endpoint     its address, default https://ACCOUNT.blob.core.windows.net
 """
-NEEDED = "it takes the role Storage Blob Data Reader on the account"
+NEEDED = "you need the role Storage Blob Data Reader on the account"
 
 
 class SasSettings(BaseModel, extra="forbid", strict=True):
@@ -42,8 +42,8 @@ class SasSettings(BaseModel, extra="forbid", strict=True):
 
 
 def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
-    """Prints the address on stdout, and a description on stderr. `overrides` are keys of `HELP`,
-    `credential` signs (None: the signed-in user's).
+    """Prints the address on stdout, and a description on stderr. `overrides` are keys of `HELP`;
+    the address is signed with the credential (None: the signed-in user's).
 
     Raises:
         UserError: A setting is wrong, nobody is signed in, or Azure rejects the request.
@@ -65,7 +65,7 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
 
 
 def signed(settings: SasSettings, endpoint: str, credential: Any) -> tuple[str, str]:
-    """The signed address, and when it expires."""
+    """The signed address, and the time when it expires."""
     from datetime import UTC, datetime, timedelta
 
     from azure.storage import blob

@@ -1,4 +1,4 @@
-"""The settings of `python -m distdl provision azureml`: provision.yaml and the user's overrides."""
+"""The settings of `python -m distdl provision azureml`: provision.yaml with overrides."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ RDMA_NETWORK = ipaddress.ip_network("172.16.0.0/16")
 
 
 def _name(pattern: str, rule: str) -> BeforeValidator:
-    return matching(pattern, "such a name in Azure", f"it takes {rule}")
+    return matching(pattern, "allowed by Azure", f"use {rule}")
 
 
 def _address_range(text: str) -> str:
     try:
         ipaddress.IPv4Network(text)
     except ValueError as error:
-        raise Refused(str(error), "write it as 10.66.0.0/16") from None
+        raise Refused(str(error), "write a range such as 10.66.0.0/16") from None
     return text
 
 
@@ -36,7 +36,7 @@ def _not_retired(name: str) -> str:
     size = vm_sizes.find(name)
     if size is not None and size.retired:
         what = f"Azure retired {size.name} on {size.retired}"
-        raise Refused(what, "docs/azure_vm_sizes.md lists those of today")
+        raise Refused(what, "docs/azure_vm_sizes.md lists the current sizes")
     return name
 
 
@@ -44,7 +44,7 @@ def _not_retired(name: str) -> str:
 Group = Annotated[str, _name(r"[\w.()-]{0,89}[\w()-]", "1 to 90 letters, digits, or _ - . ( )")]
 WorkspaceName = Annotated[str, _name(r"(?i)[a-z0-9][\w-]{2,32}", "3 to 33 letters, digits, _ or -")]
 RegistryName = Annotated[str, _name(r"[A-Za-z0-9]{5,50}", "5 to 50 letters and digits")]
-AccountName = Annotated[str, _name(r"[a-z0-9]{3,24}", "3 to 24 small letters and digits")]
+AccountName = Annotated[str, _name(r"[a-z0-9]{3,24}", "3 to 24 lower-case letters and digits")]
 Vault = Annotated[str, _name(r"(?i)[a-z][a-z0-9-]{1,22}[a-z0-9]", "3 to 24 letters, digits or -")]
 Cluster = Annotated[str, _name(r"(?i)[a-z][a-z0-9-]{1,31}", "2 to 32 letters, digits or -")]
 Vnet = Annotated[str, _name(r"(?i)[a-z0-9][\w.-]{0,62}\w", "2 to 64 letters, digits, _ . or -")]
@@ -56,7 +56,7 @@ Sku = Literal["Premium_LRS", "Premium_ZRS", "Standard_LRS", "Standard_ZRS", "Sta
 
 
 class Section(BaseModel, extra="forbid", strict=True):
-    """No other keys than its fields, and no type conversion."""
+    """A mapping that accepts only its fields, and does not convert types."""
 
 
 class Network(Section):
@@ -68,10 +68,10 @@ class Network(Section):
 
     @checks("address_space")
     @classmethod
-    def _not_infinibands(cls, text: str) -> str:
+    def _outside_rdma_network(cls, text: str) -> str:
         if ipaddress.ip_network(text).overlaps(RDMA_NETWORK):
             what = f"{text} overlaps {RDMA_NETWORK}, which InfiniBand uses on Azure"
-            raise Refused(what, "write e.g. 10.66.0.0/16")
+            raise Refused(what, "write a range such as 10.66.0.0/16")
         return text
 
     @checks("compute_subnet", "endpoint_subnet")
@@ -112,13 +112,13 @@ class Compute(Section):
     def _at_least_min_nodes(cls, most: int, info: ValidationInfo) -> int:
         least = info.data.get("min_nodes", 0)
         if least > most:
-            what = f"{most} nodes at most, {least} at least"
+            what = f"{most} is less than min_nodes ({least})"
             raise Refused(what, "write compute.min_nodes=0 compute.max_nodes=4")
         return most
 
 
 class ProvisionSettings(Section):
-    """All keys of provision.yaml, which explains them."""
+    """The keys of provision.yaml, which explains them."""
 
     resource_group: Group
     workspace: WorkspaceName
@@ -142,15 +142,15 @@ class ProvisionSettings(Section):
     @classmethod
     def _encrypted(cls, address: str) -> str:
         if not address.startswith("https://"):
-            raise Refused(f"{address} is not an https address, and a token would be sent to it")
+            raise Refused(f"{address} is not an https address, but a token would be sent to it")
         return address
 
-    def unique_name(self, given: str | None, suffix: str, limit: int) -> str:
-        """The given name; else one that should be unique in all of Azure, in lower-case letters and
-        digits, `limit` at most: the workspace's name, the suffix (what the resource is for), and
-        six digits of a hash of the workspace's path."""
-        if given:
-            return given
+    def unique_name(self, name: str | None, suffix: str, limit: int) -> str:
+        """The given name; else one that should be unique in all of Azure, of at most `limit`
+        lower-case letters and digits: the workspace's name, the suffix (the resource's purpose),
+        and six digits of a hash of the workspace's path."""
+        if name:
+            return name
         path = f"{self.subscription}/{self.resource_group}/{self.workspace}".lower()
         end = suffix + hashlib.sha256(path.encode()).hexdigest()[:6]
         return re.sub(r"[^a-z0-9]", "", self.workspace.lower())[: limit - len(end)] + end
@@ -167,7 +167,7 @@ def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
     """Reads the settings of a command, with the user's dotted keys.
 
     Raises:
-        UserError: With everything that is wrong with them.
+        UserError: With all problems of the settings.
     """
     import yaml
 
@@ -177,7 +177,7 @@ def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
     known, wrong = list(_keys(values)), []
     for key, value in overrides.items():
         if inside := [name for name in known if name.startswith(f"{key}.")]:
-            wrong.append(Problem(key, "is a section", f"it has {', '.join(inside)}"))
+            wrong.append(Problem(key, "is a section", f"write one of {', '.join(inside)}"))
         elif key not in known:
             wrong.append(Problem(key, "no such key", did_you_mean(key, known)))
         else:
@@ -185,7 +185,7 @@ def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
             (values[section] if section else values)[last] = value
     absent = [key for key in ("resource_group", "workspace") if values[key] is None]
     wrong += [Problem(key, "missing", f"write {key}=NAME") for key in absent]
-    wrong += _together(values)
+    wrong += _contradictions(values)
     try:
         settings = ProvisionSettings.model_validate(values)
     except ValidationError as error:
@@ -195,16 +195,16 @@ def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
     return settings
 
 
-def _together(values: Mapping[str, Any]) -> Iterator[Problem]:
+def _contradictions(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of settings that contradict each other."""
     if values["private"] is not True:
         return
     sku, cluster = values["registry"]["sku"], values["build_compute"]["name"]
     if sku in ("Basic", "Standard"):
-        what = f"private endpoints need a premium registry, not {sku}"
-        yield Problem("registry.sku", what, "write registry.sku=Premium, or private=false")
+        what = f"private endpoints need a Premium registry, not {sku}"
+        yield Problem("registry.sku", what, "write registry.sku=Premium or private=false")
     if cluster == values["compute"]["name"]:
-        yield Problem("build_compute.name", f"{cluster} is the other cluster's name")
+        yield Problem("build_compute.name", f"{cluster} is the name of the other cluster")
 
 
 def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A workspace's parts as values: ids, resources, and references to values in Azure's answers."""
+"""Types for the parts of a workspace: ids, resources, and references to Azure's answers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from distdl.launchers.azureml.provision.settings import ProvisionSettings
 
-# For an offline plan without a given subscription.
+# Used in an offline plan if the user gives no subscription.
 UNKNOWN_SUBSCRIPTION = "00000000-0000-0000-0000-000000000000"
 NETWORK, ML = "Microsoft.Network", "Microsoft.MachineLearningServices"
 IDENTITIES = "Microsoft.ManagedIdentity/userAssignedIdentities"
 REGISTRIES = "Microsoft.ContainerRegistry/registries"
-# Kinds whose own name says little -> the index of their parent's name in the id before the kind.
+# Kinds whose name needs that of a parent -> the index of the parent's name in the id.
 PARENT = {"subnets": -1, "virtualNetworkLinks": -1, "privateDnsZoneGroups": -1, "containers": -3}
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A value that only Azure knows: at `path` in its answer about the resource `id`."""
+    """A value that only Azure knows, at `path` in its answer about the resource `id`."""
 
     id: str
     path: str
@@ -34,15 +34,15 @@ class Resource:
     kind: str  # for people
     id: str  # its ARM path
     api: str  # the version of Azure's API that `body` is written for
-    body: dict[str, Any]  # what distdl decides about it
-    fixed: tuple[str, ...] = ("location",)  # dotted paths that Azure sets only at creation
-    named_by: str = ""  # the setting that gives it another name
-    patch: bool = False  # whether Azure changes it by PATCH, else by a PUT of the complete body
-    label: str = ""  # a name for people, if the name in the id says nothing
+    body: dict[str, Any]  # the settings that distdl decides
+    fixed: tuple[str, ...] = ("location",)  # dotted paths of values that Azure sets at creation
+    named_by: str = ""  # the setting that renames it
+    patch: bool = False  # whether Azure changes it by PATCH; else by a PUT of the complete body
+    label: str = ""  # a readable name, if the name in the id is not readable
 
     @property
     def name(self) -> str:
-        """The name that distinguishes it from others of its kind."""
+        """A name that distinguishes this resource from others of its kind."""
         *parents, kind, name = self.id.split("/")
         return self.label or (f"{parents[PARENT[kind]]}/{name}" if kind in PARENT else name)
 

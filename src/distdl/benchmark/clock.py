@@ -1,7 +1,7 @@
 """Where the time of a step goes, by the device's own clock and without stopping the device.
 
-On a GPU a mark is a CUDA event in the queue. It is read after a window has ended, so that nothing
-in a step waits for it. The time between two marks includes waiting.
+On a GPU a mark is a CUDA event in the queue. Marks are read after a window has ended, so that
+nothing in a step waits for them. The time between two marks includes waiting.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How long ranks communicate, and how much of that is not hidden by computation: from a trace.
+"""Reads from a trace how long ranks communicate, and how much of it no computation hides.
 
 torch's profiler records collectives by name (`gloo:all_reduce`, `ncclDevKernel_AllReduce...`)
 beside the operations (on a GPU: kernels). Time in which a collective runs and nothing is computed
 is *exposed*: it lengthens the step. It includes waiting for the slowest rank.
 
-On the CPU, exposed time is assigned to the phase in which it occurs, on a GPU to that in which the
-host launched the collective, since a kernel runs later than its launch.
+On the CPU, exposed time is assigned to the phase in which it occurs. On a GPU a kernel runs later
+than its launch, so the time is assigned to the phase in which the host launched the collective.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def analyse(events: Iterable[Any], steps: int) -> Exposed:
 
 
 def _finished(events: list[Any]) -> list[Any]:
-    """Drops collectives that were still running when the trace ended: it lacks their end."""
+    """Drops collectives that were still running when the trace ended: their end is unknown."""
     rest = [e for e in events if not _begins(e, COLLECTIVES)]
     first = min((e.start_ns() for e in rest), default=0)
     last = max(map(_end, rest), default=0)

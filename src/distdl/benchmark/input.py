@@ -16,7 +16,7 @@ ENDLESS = 10**9  # batches: an epoch never ends in a benchmark
 
 
 class Input:
-    """Switches between the two, on every rank at the same step."""
+    """Switches between real and held input, on every rank at the same step."""
 
     def __init__(self) -> None:
         self.held = False
@@ -82,7 +82,7 @@ class EndlessLoader:
                 while self.switch.held:
                     yield batch
             if is_empty and epoch:
-                raise RuntimeError("the training data gave batches once, and none the second time")
+                raise RuntimeError("the training data gave no batch when it was iterated again")
             if is_empty:
                 return
 

@@ -1,7 +1,7 @@
-"""The device's peak rates, measured here and now: matrix product, copy, link.
+"""The device's peak rates, measured in the same run: matrix product, copy, link.
 
-Every rank measures at the same time, as it also trains at the same time. Ranks that share a CPU, a
-power budget or a network therefore share it in the measurement, too.
+All ranks measure at the same time, as they train at the same time. So ranks that share a CPU, a
+power budget or a network share it in the measurement, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Limits:
 
 
 def measure(device: torch.device, precision: str) -> Limits:
-    """Measures for a few seconds, on a CPU with as many threads as this process has.
+    """Measures for a few seconds; on a CPU, with as many threads as this process has.
 
     Args:
         precision: `trainer.precision`, which gives the type of the matrices. Float32 on a GPU uses

@@ -1,6 +1,6 @@
-"""What a step of this model does, counted and not assumed: operations, bytes, samples.
+"""Operations and bytes per sample of a training step.
 
-`distdl.benchmark.step_profile` counts it, in one training step of the run's own config on fake
+`distdl.benchmark.step_profile` counts them in one training step of the run's own config on fake
 tensors: matrix products, convolutions and attention, forward and backward. A multiplication and an
 addition are two operations. The result is the same under every strategy and with torch.compile.
 """
@@ -43,7 +43,7 @@ def from_a_live_step(
     module: LightningModule, flops: float | None, batch: int
 ) -> tuple[Counted | None, str]:
     """The counts of a trained module with manual optimization, whose step runs only inside its
-    trainer: `flops` of one of this rank's steps with `batch` samples."""
+    trainer. `flops` are those of one of this rank's steps, with `batch` samples."""
     if not flops:
         return None, "no matrix product, convolution or attention in the step"
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)

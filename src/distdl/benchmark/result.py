@@ -41,7 +41,7 @@ class BatchSize:
 
 
 def batch_size(context: Built, timing: Timing) -> BatchSize:
-    """The run's batch size. It is measured where the data does not state it."""
+    """The run's batch size; if the config has none, that of the measured batches."""
     resources = context.run.last_attempt().resources()  # type: ignore[union-attr]
     batch, shares, accumulate = batches.factors(context.config, resources)
     return BatchSize(batch or timing.batch_size or 1, shares, accumulate)
@@ -51,7 +51,7 @@ def of_rank(timing: Timing, device: torch.device) -> dict[str, Any]:
     """What this rank measured, in plain values."""
     threads = torch.get_num_threads()
     name = f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''}"
-    # On the CPU: the process's peak resident size.
+    # The process's peak resident size; replaced below on a GPU.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = peak / (2**30 if sys.platform == "darwin" else 2**20)
     if device.type == "cuda":
@@ -206,7 +206,7 @@ def judged(result: dict[str, Any], context: Built) -> verdict.Verdict:
     total = sum(held["split"].values())
     data = context.config.get("data") or {}
     return verdict.judge(
-        # Medians, so that one disturbed step does not decide.
+        # Medians, so that one disturbed step does not change the verdict.
         lost_to_data=1 - held["step_seconds"]["median"] / real["step_seconds"]["median"],
         waiting=real["split"][DATA] / sum(real["split"].values()),
         communication=held["split"][COMMUNICATION] / total if verdict.traced(result) else None,

@@ -12,7 +12,7 @@ PHASE_NAMES = {phase: phase for phase in PHASES} | {"data": "data wait"}
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints what `result.assemble` made."""
+    """Prints the result of `result.assemble`."""
     from rich.console import Console
     from rich.table import Table
 
@@ -73,7 +73,7 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"{link['bandwidth'] / 1e9:.3g} GB/s and {1e6 * link['latency']:.3g} us a message"
         lines.append(("link", f"{text}, by an all-reduce over {link['ranks']} ranks"))
     if traced:
-        text = f"{traced['calls']:.3g} collectives a step, under way for "
+        text = f"{traced['calls']:.3g} collectives a step, which take "
         text += f"{milliseconds(traced['busy_seconds'])}, of which no computation hides "
         lines.append(("traced", text + milliseconds(sum(traced["exposed"].values()))))
     return lines

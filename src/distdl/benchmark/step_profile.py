@@ -1,7 +1,7 @@
-"""What one training step needs, measured without a GPU and without allocating its memory.
+"""Memory and operations of one training step, measured without a GPU or the step's memory.
 
 The model is built without memory, and its step runs on fake tensors (torch's FakeTensorMode), which
-have shapes, types and lifetimes, but no values. So the bytes counted are those that the step itself
+have shapes, types and lifetimes, but no values. So the counted bytes are those that the real step
 would allocate at the full batch, in the run's precision. A step that reads values runs on the CPU
 with a few samples instead, and the result is scaled.
 
@@ -34,7 +34,7 @@ from distdl.util.errors import UserError
 from distdl.validation.meta import WEIGHTS
 from distdl.worker.build import configures_optimizers, make
 
-SAMPLES = 4  # loaded ones; fake ones fill the batch
+SAMPLES = 4  # that are loaded; fake tensors have the size of the full batch
 AUTOCAST = ("16-mixed", "bf16-mixed", "16", "bf16", "transformer-engine-float16")
 HALF = ("16-true", "bf16-true", "transformer-engine")
 
@@ -63,7 +63,7 @@ class MeasuredStep:
         flops: Floating-point operations of forward and backward.
         unit: Weights of the largest part that FSDP gathers at once.
         blocks: Between which a pipeline can cut; if it cannot, `no_blocks` gives the reason.
-        notes: How it was measured, where this differs from the module's docstring.
+        notes: Where the measurement differs from that in the module's docstring.
     """
 
     batch_size: int
@@ -107,7 +107,7 @@ class LiveBytes(TorchDispatchMode):
                 self.most_beside_gradients = max(self.most_beside_gradients, beside)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Excludes tensors that existed before."""
+        """Excludes tensors that existed before this mode was active."""
         self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def count_gradient(self, parameter: Tensor) -> None:
@@ -142,7 +142,7 @@ def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
         with FakeTensorMode(allow_non_fake_inputs=True):
             fake = tree_map_only(Tensor, stretched, batch)
             return _step(_as_fake(module), fake, size, config, global_batch)
-    except Exception as error:  # it reads values, or is built in an unusual way
+    except Exception as error:  # the step reads values, or the model is built in an unusual way
         why = _short(error)
     try:
         measured = _extrapolated(batch, samples, size, config, global_batch)
@@ -215,8 +215,8 @@ def _in_precision(module: Any, config: DictConfig) -> Any:
 def _extrapolated(
     batch: Any, samples: int, size: int, config: DictConfig, global_batch: int
 ) -> MeasuredStep:
-    """From a real step with few samples and one with half of them, since only some bytes depend on
-    the number of samples."""
+    """Extrapolates from a real step with few samples and one with half of them, since only some
+    bytes depend on the number of samples."""
     few = max(1, samples // 2)
 
     def first(tensor: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ def _optimizer_state(
         states = _tensors([dict(optimizer.state) for optimizer in optimizers])
         return _total(tensor for tensor in states if tensor.dim())
     except Exception as error:
-        measured.notes.append(f"optimizer taken for Adam, since its step fails here: {error}")
+        measured.notes.append(f"optimizer estimated as Adam, since its step fails here: {error}")
         return 2 * measured.gradients
 
 

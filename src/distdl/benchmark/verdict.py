@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPUTE, DATA, COMMUNICATION = "compute-bound", "data-bound", "communication-bound"
-NOT_DATA = "not data-bound"  # no more is known: communication was not traced
+NOT_DATA = "not data-bound"  # nothing more is known, since communication was not traced
 # Below this share of the step neither data nor communication is worth a change.
 WORTH = 0.1
 # Above this, the matrix units are well used.
 GOOD_MFU = 0.5
 # These reduce gradients or gather weights for every batch, and send half as much again as DDP.
 PARTITIONED = ("fsdp", "deepspeed_zero2", "deepspeed_zero3")
-# Share of the step outside all of its phases: small steps, slow Python.
+# If more of the step is outside all phases, the steps are too small, or Python code is slow.
 MUCH_OTHER = 0.2
 
 
@@ -44,31 +44,30 @@ def judge(
     setting: Mapping[str, Any],
     data_remedy: str,
 ) -> Verdict:
-    """Decides which of the three limits the step.
+    """Decides whether data, communication or computation limits the step.
 
     Args:
         lost_to_data: Share of the speed that real input costs against held input (0 to 1).
         waiting: Share of a step with real input in which it waits for its batch.
         communication: Share of a step with held input in which a rank only communicates; None:
-            there are several ranks, and it was not traced.
+            there are several ranks, and communication was not traced.
         other: Share of that step outside forward, backward and optimizer.
-        mfu, bandwidth_use: Share of the measured matrix rate, and lower bound of that of the copy
-            bandwidth, or None.
+        mfu, bandwidth_use: Share of the measured matrix rate that is used, and a lower bound of the
+            share of the copy bandwidth; or None.
         setting: `accelerator`, `precision`, `strategy` (name), `comm_hook`, `nodes`, `accumulate`,
             `data_batch`, `workers` (of the loader), `compile` (None: no such argument).
         data_remedy: What to do if data is the limit.
     """
-    seen, lost = communication or 0.0, f"{100 * lost_to_data:.0f} % of the speed"
+    exposed, lost = communication or 0.0, f"{100 * lost_to_data:.0f} % of the speed"
     waits = f"{100 * waiting:.0f} %"
-    if lost_to_data > WORTH and lost_to_data >= seen and waiting > lost_to_data / 2:
-        why = f"real input costs {lost} with a batch held ready; "
-        why += f"{waits} of a step waits for its batch"
+    if lost_to_data > WORTH and lost_to_data >= exposed and waiting > lost_to_data / 2:
+        why = f"real input costs {lost}; waiting for the batch takes {waits} of a step"
         return Verdict(DATA, why, [data_remedy])
     if communication is None:
-        why = f"a step waits {waits} for its batch; communication was not traced"
+        why = f"waiting for the batch takes {waits} of a step; communication was not traced"
         return Verdict(NOT_DATA, why, ["task.trace=3 measures how long ranks only communicate"])
-    if seen > WORTH:
-        why = f"{100 * seen:.0f} % of a step passes in communication that no computation hides "
+    if exposed > WORTH:
+        why = f"{100 * exposed:.0f} % of a step is communication that no computation hides "
         why += "(waiting for the slowest rank included)"
         return Verdict(COMMUNICATION, why, communication_remedies(setting))
     parts = []
@@ -76,14 +75,14 @@ def judge(
         parts.append(f"{100 * mfu:.0f} % of the measured matrix rate")
     if bandwidth_use is not None and bandwidth_use >= 0.01:
         parts.append(f"at least {100 * bandwidth_use:.0f} % of the measured copy bandwidth")
-    why = f"a step waits {waits} for its batch and communicates unhidden for {100 * seen:.0f} %"
-    why += f"; it uses {' and '.join(parts)}" if parts else ""
+    why = f"waiting for the batch takes {waits} of a step, and unhidden communication "
+    why += f"{100 * exposed:.0f} %" + (f"; the model uses {' and '.join(parts)}" if parts else "")
     remedies = compute_remedies(setting, other, mfu)
     if lost_to_data > WORTH:  # and most of it is not waiting
         cause = "the machine was busy (compare the windows)"
         if setting.get("workers"):
-            taken = "loader workers take cores from the training (data.num_workers=<fewer>)"
-            cause = f"{taken}, or {cause}"
+            workers = "loader workers take cores from the training (data.num_workers=<fewer>)"
+            cause = f"{workers}, or {cause}"
         remedies.insert(0, f"real input costs {lost}, and waiting for it is only {waits}: {cause}")
     return Verdict(COMPUTE, why, remedies)
 
@@ -122,7 +121,7 @@ def communication_remedies(setting: Mapping[str, Any]) -> list[str]:
 def compute_remedies(setting: Mapping[str, Any], other: float, mfu: float | None) -> list[str]:
     remedies = []
     if other > MUCH_OTHER:
-        text = f"{100 * other:.0f} % of a step is none of its parts"
+        text = f"{100 * other:.0f} % of a step is outside forward, backward and optimizer"
         remedies.append(f"{text}: steps are too small for the device; data.batch_size=<more>")
     on_gpu = setting.get("accelerator") == "gpu"
     if on_gpu and str(setting.get("precision")).startswith("32"):

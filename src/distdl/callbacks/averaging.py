@@ -16,10 +16,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 class EMAWeightAveraging(LightningEMA):
     """Lightning's EMAWeightAveraging, with the same arguments and checkpoints.
 
-    It has the same class name because the name is the key in a checkpoint. torch's AveragedModel
-    keeps its number of updates on the device and reads it twice a step. Here the number is on the
-    host. The weights are averaged in groups (`get_ema_multi_avg_fn`), so results differ from
-    Lightning's by rounding.
+    The class name is the same because it is the key in a checkpoint. torch's AveragedModel counts
+    its updates on the device and reads the count twice per step. Here the count is on the host. The
+    weights are averaged in groups (`get_ema_multi_avg_fn`), so results differ from Lightning's by
+    rounding errors.
 
     Args:
         decay: Decay of the average per update.
@@ -36,12 +36,12 @@ class EMAWeightAveraging(LightningEMA):
         if stage == "fit":
             average = self._average_model
             assert average is not None
-            average.__class__ = CountedOnHost  # Lightning's setup makes torch's own
+            average.__class__ = CountedOnHost  # Lightning creates torch's class
             average.n_averaged = average.n_averaged.cpu()
 
 
 class CountedOnHost(AveragedModel):
-    """torch's AveragedModel with `n_averaged` on the host; `updates` is its value."""
+    """torch's AveragedModel with `n_averaged` on the host, and as the number `updates`."""
 
     n_averaged: Tensor
     updates = 0
@@ -53,7 +53,7 @@ class CountedOnHost(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """One update by `multi_avg_fn`; the first one copies."""
+        """Updates the average by `multi_avg_fn`. The first update copies the weights."""
         assert self.multi_avg_fn is not None
         groups = defaultdict[Any, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
         pairs = zip(self.module.parameters(), model.parameters(), strict=True)

@@ -1,4 +1,4 @@
-"""Which checkpoint is the best by the metric `checkpoint.monitor`."""
+"""Decides which checkpoint is the best by the metric `checkpoint.monitor`."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from distdl.util.suggest import closest
 
 log = logging.getLogger(__name__)
 
-# As in conf/distdl.yaml. The user did not choose it, so a module that does not log it trains
-# without a best.ckpt, with a warning.
+# As in conf/distdl.yaml. The user did not choose this metric, so a module that does not log it
+# trains without a best.ckpt, with a warning.
 DEFAULT = "val/acc1"
 
 
 class Best:
-    """The best value so far. Rank 0 decides: other ranks may log another value, or none.
+    """The best value so far. Rank 0 decides, as other ranks may log another value or none.
 
     Args:
-        monitor: The metric's name; None: no best checkpoint.
+        monitor: The metric's name; None for no best checkpoint.
         mode: "min" or "max". NaN is never the best.
     """
 
     def __init__(self, monitor: str | None, mode: str) -> None:
         self.monitor, self.mode = monitor, mode
         self.score: float | None = None
-        self.validated = False  # a validation has ended, other than a sanity check
-        self._found = self._warned = False
+        self.validated = False  # whether a validation other than a sanity check has ended
+        self._logged = self._warned = False
 
     def improved(self, trainer: Trainer) -> bool:
-        """Whether the metric is the best so far. Collective."""
+        """Whether the metric's current value is the best so far. Collective."""
         if self.monitor is None:
             return False
         value = trainer.callback_metrics.get(self.monitor)
         score = process_group.broadcast(None if value is None else float(value))
-        self._found = self._found or score is not None
+        self._logged = self._logged or score is not None
         if score is None or math.isnan(score):
             return False
         better = operator.gt if self.mode == "max" else operator.lt
@@ -53,21 +53,21 @@ class Best:
     def state(self) -> dict[str, Any]:
         return {"best": self.score, "monitor": self.monitor}
 
-    def load(self, kept: Mapping[str, Any]) -> None:
-        """Restores `state`; ignores a score that is NaN or of another metric."""
-        score = kept["best"]
-        same = kept.get("monitor", self.monitor) == self.monitor
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restores the score, unless it is NaN or of another metric."""
+        score = state["best"]
+        same = state.get("monitor", self.monitor) == self.monitor
         self.score = score if same and score is not None and not math.isnan(score) else None
 
     def missing(self, trainer: Trainer, *, early: bool = False) -> bool:
-        """Whether the chosen metric is still not logged after a validation. Collective. For the
-        default metric, and in a sanity check, it warns and returns False.
+        """Whether a validation has ended and the metric is not logged. Collective. For the default
+        metric, and in a sanity check, this only warns and returns False.
 
         Args:
-            early: Inside an epoch. Training metrics may be logged at its end, so only a metric of
-                the validation is known to be missing.
+            early: Called inside an epoch. Training metrics may be logged at the end of the epoch,
+                so only a metric of the validation is known to be missing.
         """
-        if self.monitor is None or self._found or not (self.validated or trainer.sanity_checking):
+        if self.monitor is None or self._logged or not (self.validated or trainer.sanity_checking):
             return False
         logged = sorted(trainer.callback_metrics)
         validations = [name for name in logged if name.startswith("val")]
@@ -83,13 +83,13 @@ class Best:
         return False
 
     def refuse(self, trainer: Trainer) -> None:
-        """Ends a training whose metric is missing, by `Unfinished`; its state is already saved."""
+        """Ends a training whose metric is missing, by raising Unfinished. Save the state first."""
         raise Unfinished(self._problem(trainer, sorted(trainer.callback_metrics)))
 
     def warn_if_never_validated(self, trainer: Trainer) -> None:
-        if self.monitor not in (None, DEFAULT) and not (self.validated or self._found):
-            what = "no validation has run in this attempt, so it has chosen no best.ckpt"
-            log.warning("checkpoint.monitor=%s: %s", self.monitor, what)
+        if self.monitor not in (None, DEFAULT) and not (self.validated or self._logged):
+            text = "checkpoint.monitor=%s: this attempt has no best.ckpt, as no validation has run"
+            log.warning(text, self.monitor)
 
     def _problem(self, trainer: Trainer, logged: list[str]) -> Problem:
         near = closest(str(self.monitor), logged)

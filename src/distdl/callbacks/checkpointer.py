@@ -1,14 +1,14 @@
 """Writes checkpoints, and ends an attempt on request, on all ranks at the same step.
 
-It saves at three moments. Lightning (2.6) can resume from each of them:
+A checkpoint is saved at one of three moments, from each of which Lightning (2.6) can resume:
 
-- after an optimizer step inside an epoch, except the last (the epoch's end follows at once);
-- inside a validation; a resume repeats this validation from its first batch;
+- after an optimizer step inside an epoch, except the epoch's last step;
+- inside a validation, which a resume repeats from its first batch;
 - at the end of an epoch, after all hooks of Lightning and the module. An epoch that was cut short
   is saved too, and a resume continues it.
 
-A checkpoint also holds what Lightning does not save: the position in the data, the global batch
-and each rank's random number generators.
+A checkpoint also holds state that Lightning does not save: the position in the data, the global
+batch and each rank's random number generators.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from distdl.validation import misfits
 log = logging.getLogger(__name__)
 
 KEY = "distdl"
-SAVE = 1  # its index in `Checkpointer._flags`
+SAVE = 1  # the index of the save flag in `Checkpointer._flags`
 
 
 class Checkpointer(Callback):
-    """See the module's docstring.
+    """Writes checkpoints and ends attempts, as this module's docstring describes.
 
     Args:
         store: Where checkpoints are written.
         stop: Whether this process was asked to end.
-        position: The position in the training data; this callback advances it.
-        global_batch_size: Samples per optimizer step over all ranks, from the config. Used if the
-            loaders do not state it. None: unknown.
+        position: The position in the training data. This callback advances it.
+        global_batch_size: Samples per optimizer step over all ranks, as in the config. Used if the
+            loaders do not state their batch size; None if unknown.
         accumulate: Batches per optimizer step.
         optimizer: The config's optimizer node, to rescale the learning rate if a run resumes with
-            another global batch. None: the module configures its own optimizer.
+            another global batch; None if the module configures its own optimizer.
         seed: Reseeds the generators if a run resumes at another world size.
         every_n_steps, every_minutes, every_n_epochs, keep_last, monitor, mode, background,
             trust_pickle: As in `conf/distdl.yaml`.
@@ -89,38 +89,38 @@ class Checkpointer(Callback):
         self._saved_at = time.monotonic()
         self._reason = ""
         self._rng: dict[str, Any] | None = None
-        self._kept: dict[str, Any] | None = None
-        self._guards, self._common = False, 0.0
+        self._loaded: dict[str, Any] | None = None
+        self._folder_is_protected, self._common_batches = False, 0.0
         self.trust_pickle = trust_pickle
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples per optimizer step over all ranks; None: unknown."""
+        """Samples per optimizer step over all ranks; None if unknown."""
         samples = self.position.samples
         return samples * self.accumulate if samples else self._declared
 
     @property
     def samples_per_batch(self) -> int:
-        """Samples by which a batch advances the position; 0: unknown."""
+        """Samples by which a batch advances the position; 0 if unknown."""
         return self.position.per_batch or (self._declared or 0) // self.accumulate
 
-    # ------------------------------------------------------------------------------- moments
+    # -------------------------------------------------------------------- when to save or end
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning puts Checkpoint callbacks last, so this precedes their setup.
+        # Lightning runs the setup of Checkpoint callbacks after this one.
         if stage == "fit":
             misfits.refuse(trainer)
-        apart.give_own_folders(trainer, self.saver.store.folder)
-        if not self._guards:
-            self._guards = True
-            apart.refuse_ours(trainer, self.saver.store.folder)
+        apart.separate_folders(trainer, self.saver.store.folder)
+        if not self._folder_is_protected:
+            self._folder_is_protected = True
+            apart.protect_folder(trainer, self.saver.store.folder)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        apart.give_own_folders(trainer, self.saver.store.folder)  # a setup may have chosen one
+        apart.separate_folders(trainer, self.saver.store.folder)  # a `setup` may set one
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning would broadcast a flag and read it back (a device sync) at every step.
         loop = trainer.fit_loop
+        # At every step Lightning would broadcast a flag and read it, which waits for the device.
         loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         loop.on_advance_end = functools.partial(self._after_epoch, trainer)  # type: ignore[method-assign]
         loop.epoch_loop.on_advance_end = functools.partial(self._after_batch, trainer)  # type: ignore[method-assign]
@@ -132,26 +132,26 @@ class Checkpointer(Callback):
         self._saved_at = time.monotonic()
         if not self.trust_pickle:
             refuse_pickles(trainer)
-        if self._kept is not None:
+        if self._loaded is not None:
             seed = self.seed + trainer.global_step
-            resume_state.restore_rng(self._kept["rng"], seed, trainer.global_rank)
-            resume_state.restore_parameters(pl_module, self._kept)
+            resume_state.restore_rng(self._loaded["rng"], seed, trainer.global_rank)
+            resume_state.restore_parameters(pl_module, self._loaded)
             if trainer.current_epoch > 0 and self.position.consumed == 0:
                 # This epoch's loaders drew their seeds before `restore_rng`: draw them again.
                 iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
-            resume_state.begin_epoch_again(trainer)
-            # Not while loading: the loaders are built later, and only they know the batch size.
-            resume_state.recount_batches(trainer, self._kept, self.samples_per_batch)
-            before = self._kept["global_batch_size"]
+            resume_state.set_up_epoch_again(trainer)
+            # Not in `on_load_checkpoint`: the loaders, which know the batch size, are built later.
+            resume_state.recount_batches(trainer, self._loaded, self.samples_per_batch)
+            before = self._loaded["global_batch_size"]
             resume_state.rescale(trainer, self.optimizer, before, self.global_batch_size)
-            self._kept = None
+            self._loaded = None
         if self._stop_now():
             self._end(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.position.epoch != trainer.current_epoch:
             self.position.epoch, self.position.consumed = trainer.current_epoch, 0
-        self._refuse_missing_metric(trainer)  # epoch-end metrics are logged by now
+        self._refuse_missing_metric(trainer)  # the last epoch's metrics are logged by now
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -160,26 +160,26 @@ class Checkpointer(Callback):
         self.position.consumed += self.samples_per_batch
         if loop._should_accumulate():
             return
-        # Manual optimization without a step in this batch: gradients may be accumulated. Save them.
+        # With manual optimization, a batch without a step may leave gradients, which are saved.
         self._half_a_step, self._stepped = self._stepped == trainer.global_step, trainer.global_step
 
     def _after_batch(self, trainer: Trainer, data_fetcher: Any) -> None:
-        """Replaces `on_advance_end` of Lightning's batch loop, to save as late as possible: after
-        the module's `on_train_batch_end`, the loggers and, without a validation, the step of the
-        plateau schedules. A validation may take long, so the save comes before it."""
+        """Replaces `on_advance_end` of Lightning's batch loop. Saves as late as possible: after the
+        module's `on_train_batch_end`, after the loggers and, if no validation follows, after the
+        step of the plateau schedules. A validation may take long, so a save precedes it."""
         loop = trainer.fit_loop.epoch_loop
-        if loop._skip_next_val:  # resumed from a save at this point: all of this was done
+        if loop._skip_next_val:  # resumed from a save at this point: nothing is left to do
             loop._skip_next_val = False
             return
-        stepped = not loop._should_accumulate()  # never save during an accumulation
+        stepped = not loop._should_accumulate()  # never save between accumulated batches
         inside = not loop._num_ready_batches_reached()
         validates = loop._should_check_val_fx(data_fetcher)
         if validates and trainer.should_stop:
             trainer.should_stop = False
             due = loop._should_check_val_fx(data_fetcher)
             trainer.should_stop = True
-            # A validation that only the stop causes is not part of the resumed run: save the
-            # generators as they were before it.
+            # If only the stop causes this validation, a resumed run does not repeat it: save the
+            # generators as they are before it.
             self._rng = None if due else resume_state.rng_state()
         if validates and stepped:
             self._validates = inside
@@ -197,24 +197,26 @@ class Checkpointer(Callback):
         overdue = trainer.global_rank == 0 and elapsed >= self.every_seconds
         stop, save, failed = self._agreement.exchange(*self._flags(overdue))
         if loop._num_ready_batches_reached():
-            if stop or failed:  # raise them again: the epoch's end handles them
+            if stop or failed:  # exchange these flags again: the epoch's end handles them
                 self._agreement.exchange(stop, False, failed)
             return
         self._obey(trainer, stop, failed)
         every = self.every_n_steps or math.inf
-        by_step, soon = ((step + ahead) % every == 0 for ahead in (0, 1))
+        by_step, soon = (step % every == 0, (step + 1) % every == 0)
         if (by_step or (save and not soon)) and step != self._saved_step:
             self._save(trainer, "step" if by_step else "time")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            # Ranks may have different numbers of batches: exchange only in those that all have.
-            self._common = least_of_all(sum(trainer.fit_loop.epoch_loop.val_loop.max_batches))
+            # Ranks may have different numbers of batches: exchange flags only in common ones.
+            self._common_batches = least_of_all(
+                sum(trainer.fit_loop.epoch_loop.val_loop.max_batches)
+            )
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        if trainer.state.fn != "fit" or trainer.sanity_checking or not self._common:
+        if trainer.state.fn != "fit" or trainer.sanity_checking or not self._common_batches:
             return
-        self._common -= 1
+        self._common_batches -= 1
         stop, _save, failed = self._agreement.exchange(*self._flags())
         self._obey(trainer, stop, failed)
 
@@ -227,12 +229,12 @@ class Checkpointer(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
-            self.best.missing(trainer, early=True)  # only for its warning
+            self.best.missing(trainer, early=True)  # called for its warning
         elif trainer.state.fn == "fit":
             self.best.validated = True
 
     def _validated(self, trainer: Trainer) -> None:
-        """After a validation inside an epoch; `_epoch_ended` handles one at the epoch's end."""
+        """Runs after a validation inside an epoch; `_epoch_ended` handles one at an epoch's end."""
         if self.best.improved(trainer):
             self._save(trainer, "best")
         elif self.best.missing(trainer, early=True):
@@ -247,8 +249,8 @@ class Checkpointer(Callback):
             self.saver.settle()
 
     def _after_epoch(self, trainer: Trainer) -> None:
-        """Replaces Lightning's `on_advance_end`, to save after it: a checkpoint must include the
-        effects of the epoch-end hooks, and the step of the plateau schedules."""
+        """Replaces `on_advance_end` of Lightning's epoch loop. Saves after it, since a checkpoint
+        must include the effects of epoch-end hooks and the step of the plateau schedules."""
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch:
             loop.restarting = False  # else Lightning does not step the plateau schedules
@@ -257,7 +259,7 @@ class Checkpointer(Callback):
             return
         progress = loop.epoch_progress
         for part in (progress.total, progress.current):
-            part.completed -= 1  # its value in the hooks, where Lightning would save
+            part.completed -= 1  # its value in the hooks, in which Lightning would save
         try:
             self._epoch_ended(trainer)
         finally:
@@ -270,10 +272,10 @@ class Checkpointer(Callback):
         last = trainer.fit_loop.max_epochs == epoch or trainer.should_stop
         last = last or trainer.global_step >= trainer.max_steps > -1
         best = self.best.improved(trainer)
-        refused = self.best.missing(trainer)  # before the next epoch
-        if stop or last or best or refused or epoch % self.every_n_epochs == 0:
+        missing = self.best.missing(trainer)  # the next epoch would be refused
+        if stop or last or best or missing or epoch % self.every_n_epochs == 0:
             self._save(trainer, "epoch", best=best)
-        if last:  # hooks at the end of training may read the checkpoint
+        if last:  # hooks at the end of the training may read the checkpoint
             self.saver.settle()
         elif stop:
             self._end(trainer)
@@ -288,10 +290,10 @@ class Checkpointer(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self.saver.free()  # finish the write under way; not collective: other ranks may be gone
+        self.saver.free()  # waits for the current write; not collective, as ranks may be gone
 
     def _flags(self, save: bool = False) -> tuple[bool, bool, bool]:
-        """What this rank reports: asked to stop, a save is due, a save has failed."""
+        """This rank's flags: it was asked to stop, a save is due, a save has failed."""
         return bool(self.stop), save, bool(self.saver.error)
 
     def _stop_now(self) -> bool:
@@ -301,7 +303,7 @@ class Checkpointer(Callback):
             self.saver.settle()
         return stop
 
-    # ---------------------------------------------------------------------------- what is kept
+    # ------------------------------------------------------------- the state in a checkpoint
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -328,18 +330,18 @@ class Checkpointer(Callback):
     ) -> None:
         if trainer.state.fn != "fit":
             return
-        resume_state.without_search(trainer)
-        kept = checkpoint.get(KEY)
-        if kept is None:
+        resume_state.remove_rate_finder(trainer)
+        loaded = checkpoint.get(KEY)
+        if loaded is None:
             return
-        self.position.epoch, self.position.consumed = kept["epoch"], kept["consumed"]
-        self.rates = kept.get("rates")
-        self.best.load(kept)
-        self._kept = kept
+        self.position.epoch, self.position.consumed = loaded["epoch"], loaded["consumed"]
+        self.rates = loaded.get("rates")
+        self.best.load(loaded)
+        self._loaded = loaded
 
-    def batch_ratio(self, kept: Mapping[str, Any]) -> float:
+    def batch_ratio(self, loaded: Mapping[str, Any]) -> float:
         """The factor by which a checkpoint's rate changes with this run's global batch."""
-        before, now = kept.get("global_batch_size"), self.global_batch_size
+        before, now = loaded.get("global_batch_size"), self.global_batch_size
         if not (before and now and self.optimizer):
             return 1.0
         return optimizers.rate_of(self.optimizer, now) / optimizers.rate_of(self.optimizer, before)
@@ -349,20 +351,19 @@ class Checkpointer(Callback):
     def _save(self, trainer: Trainer, reason: str, best: bool = False) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        facts: dict[str, Any]
         step, epoch = steps_of(trainer), trainer.current_epoch
         inside = "" if reason == "epoch" else f"_step_{step:08d}"
         self._reason = reason
-        for logger in trainer.loggers:  # a resume from here does not log these again
+        for logger in trainer.loggers:  # a resume from here does not log its lines again
             if isinstance(logger, Journal):
                 logger.flush()
-        facts = {"step": step, "epoch": epoch, "reason": reason, "world_size": trainer.world_size}
-        facts["global_batch_size"] = self.global_batch_size
+        facts: dict[str, Any] = {"step": step, "epoch": epoch, "reason": reason}
+        facts |= {"world_size": trainer.world_size, "global_batch_size": self.global_batch_size}
         facts["metrics"] = {k: float(v) for k, v in trainer.callback_metrics.items()}
         name = f"epoch_{epoch:03d}{inside}.ckpt"
         self.saver.save(trainer, name, best=best or reason == "best", **facts)
         self._saved_step, self._saved_at = step, time.monotonic()
-        self._agreement.withdraw(SAVE)  # an overdue save was requested again at this step
+        self._agreement.withdraw(SAVE)  # this step's flags have requested the same save again
 
     def _refuse_missing_metric(self, trainer: Trainer) -> None:
         if self.best.missing(trainer):

@@ -1,4 +1,4 @@
-"""How many bytes a training step sends, on every rank and under any strategy."""
+"""Counts the bytes that a training step sends, on every rank and under any strategy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class CountTraffic(Callback):
-    """Counts the bytes sent in training steps (not in validations and checkpoints), and slows them
-    down; logs them at the end, writes `logs/traffic.json`.
+    """Counts the bytes sent in training steps, but not in validations and checkpoints. Logs them at
+    the end and writes `logs/traffic.json`. Counting slows the steps down.
 
     Args:
-        skip_steps: First optimizer steps, in which DDP settles its buckets; not counted.
+        skip_steps: Number of first optimizer steps not to count: DDP rebuilds its buckets in them.
     """
 
     def __init__(self, skip_steps: int = 2) -> None:
@@ -62,7 +62,7 @@ class CountTraffic(Callback):
         path.write_text(json.dumps({"steps": self.steps, "ranks": every_rank}, indent=1))
 
     def per_step(self) -> dict[str, Any]:
-        """Bytes and calls per optimizer step of this rank."""
+        """This rank's bytes and calls per optimizer step."""
         steps, tallies = self.steps or 1, self.traffic.collectives.items()
         each = {name: {k: v / steps for k, v in vars(tally).items()} for name, tally in tallies}
         sent, payload = self.traffic.sent / steps, self.traffic.payload / steps

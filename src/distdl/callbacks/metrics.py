@@ -1,8 +1,8 @@
-"""The loss and the speed of training, measured without a device sync between two log steps.
+"""Measures the loss and the speed of training without a device sync between two log steps.
 
-Lightning's `self.log` costs about a quarter of a millisecond per call and step. Here a step costs
+Lightning's `self.log` takes about a quarter of a millisecond per call and step. Here a step takes
 two clock reads and one addition on the device. Every `trainer.log_every_n_steps` optimizer steps
-the sums are read once, averaged over the ranks and given to the loggers.
+the sums are read once, averaged over the ranks and passed to the loggers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl.data.sampling import TrainPosition
-from distdl.data.side_stream import Lead
+from distdl.data.side_stream import QueueLimit
 from distdl.runs.directory import Attempt
 
 log = logging.getLogger(__name__)
@@ -28,16 +28,16 @@ log = logging.getLogger(__name__)
 class StepMetrics(Callback):
     """Logs `train/loss`, `lr`, `perf/images_per_second`, `perf/data_wait`, `perf/memory_gib`.
 
-    The loss is the value of `training_step`, averaged since the last log and over all ranks.
-    Several learning rates get names of their own (see `rates`). Images per second count all ranks.
-    `data_wait` is the share of the time that steps waited for their batch (0 to 1). An epoch with
-    images that could not be decoded ends with their number, `data/damaged`.
+    The loss is what `training_step` returns, averaged since the last log and over all ranks. See
+    `rates` for the names of several learning rates. Images per second count all ranks. `data_wait`
+    is the share of the time in which steps waited for their batch (0 to 1). `data/damaged`, at the
+    end of an epoch, is the number of images that could not be decoded.
 
     Args:
-        batch_size: Samples per device and batch; None: the first dimension of a batch's tensors.
-        attempt: Its status.json is updated (by global rank 0) at most every five seconds.
-        position: Once the loaders exist, its samples per batch replace `batch_size`.
-        tell: Called on global rank 0 when training starts and the loaders are known.
+        batch_size: Samples per device and batch; None for the first dimension of a batch's tensors.
+        attempt: Global rank 0 updates its status.json, at most every five seconds.
+        position: Once the loaders exist, its samples per batch are used instead of `batch_size`.
+        on_start: Called on global rank 0 when training starts and the loaders are known.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepMetrics(Callback):
         position: TrainPosition | None = None,
     ) -> None:
         self.batch_size, self.attempt, self.position = batch_size, attempt, position
-        self.tell: Callable[[], None] | None = None
+        self.on_start: Callable[[], None] | None = None
         self.latest: dict[str, float] = {}
         self.listeners: list[Any] = []
         self.images_per_second: list[float] = []
@@ -56,16 +56,16 @@ class StepMetrics(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loss = torch.zeros((), device=pl_module.device)
-        self._lead = Lead(pl_module.device)
+        self._queue_limit = QueueLimit(pl_module.device)
         self._logged_step = steps_of(trainer)
-        if self.tell is not None and trainer.is_global_zero:
-            self.tell()
+        if self.on_start is not None and trainer.is_global_zero:
+            self.on_start()
         self._reset()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._batch_end = time.perf_counter()
 
-    on_validation_end = on_train_epoch_start  # a validation is not time of a training step
+    on_validation_end = on_train_epoch_start  # a validation does not count as time of a step
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -80,7 +80,7 @@ class StepMetrics(Callback):
             self._loss += loss.detach()
             self._losses += 1
         self._batches += 1
-        self._lead.step()
+        self._queue_limit.step()
         now = time.perf_counter()
         self._seconds += now - self._batch_end
         self._batch_end = now
@@ -96,18 +96,18 @@ class StepMetrics(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (damage := getattr(trainer.datamodule, "damage", None)) is None:  # type: ignore[attr-defined]
             return
-        # The stages of a pipeline read the same images.
+        # The stages of a pipeline read the same images: count each image once.
         shares = trainer.distributed_sampler_kwargs or {}
         alike = trainer.world_size // shares.get("num_replicas", 1)
-        mine = torch.tensor(damage.in_epoch / alike, device=pl_module.device)
+        count = torch.tensor(damage.in_epoch / alike, device=pl_module.device)
         damage.in_epoch = 0
-        damaged = round(float(trainer.strategy.reduce(mine, reduce_op="sum")))
+        damaged = round(float(trainer.strategy.reduce(count, reduce_op="sum")))
         if not damaged or not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
             logger.log_metrics({"data/damaged": float(damaged)}, trainer.global_step)
-        what = "epoch %d: %d damaged images were left out; logs/damaged-rank*.txt names them"
-        log.warning(what, trainer.current_epoch + 1, damaged)
+        text = "epoch %d: %d damaged images were left out; logs/damaged-rank*.txt lists them"
+        log.warning(text, trainer.current_epoch + 1, damaged)
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         self.on_train_end(trainer, trainer.lightning_module)
@@ -120,13 +120,13 @@ class StepMetrics(Callback):
         metrics: dict[str, float] = {}
         if self._losses:
             metrics["train/loss"] = float(trainer.strategy.reduce(self._loss / self._losses))
-            # Reading it waits for steps that the GPU has queued: their time counts too.
+            # Reading the loss waits for the steps that the GPU has queued: count their time too.
             now = time.perf_counter()
             self._seconds += now - self._batch_end
             self._batch_end = now
         metrics |= rates(trainer.optimizers)
         if self.batch_size and self._seconds > 0:
-            # The stages of a pipeline work on the same images.
+            # The stages of a pipeline work on the same images: count them once.
             shares = trainer.distributed_sampler_kwargs or {}
             samples = self.batch_size * shares.get("num_replicas", 1)
             if self.position is not None and self.position.samples:
@@ -144,13 +144,13 @@ class StepMetrics(Callback):
         if not math.isfinite(loss) and not self._warned:
             self._warned = True
             log.warning(
-                "the loss is %s since step %d at the latest (looked at every %d steps): a lower "
-                "learning rate may help, trainer.detect_anomaly=true names the operation",
+                "the loss is %s since step %d at the latest (checked every %d steps): a lower "
+                "learning rate may help; trainer.detect_anomaly=true names the operation",
                 *(loss, step, trainer.log_every_n_steps),  # type: ignore[attr-defined]
             )
-        # A module's own train/loss takes precedence, also one that is reduced at the epoch's end.
-        begun = trainer.fit_loop.epoch_loop._results.values()
-        logged = {*trainer.callback_metrics, *(result.meta.name for result in begun)}
+        # The module's own train/loss takes precedence, even if it is logged at the epoch's end.
+        pending = trainer.fit_loop.epoch_loop._results.values()
+        logged = {*trainer.callback_metrics, *(result.meta.name for result in pending)}
         for logger in trainer.loggers:
             logger.log_metrics({k: v for k, v in metrics.items() if k not in logged}, step)
         for listener in self.listeners:
@@ -168,17 +168,17 @@ class StepMetrics(Callback):
 
 
 def steps_of(trainer: Trainer) -> int:
-    """The step number in logs, metrics and checkpoints: optimizer steps so far. With manual
-    optimization, where a batch may take several or none, the number of batches."""
+    """The step number in logs, metrics and checkpoints: the number of optimizer steps so far. With
+    manual optimization a batch may take several steps or none; the number of batches is used."""
     if trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
 def rates(optimizers: list[Any]) -> dict[str, float]:
-    """`lr`, the rate of the first optimizer's first group; if groups may differ (those of a
-    config's optimizer do not), also all rates, named as by Lightning's LearningRateMonitor:
-    `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`."""
+    """The learning rates by name. `lr` is that of the first optimizer's first group. If groups may
+    differ (those of a config's optimizer do not), each also gets the name that Lightning's
+    LearningRateMonitor uses: `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     named = {"lr": float(groups[0]["lr"])} if groups else {}
     one = len(groups) < 2 or all("reference_lr" in group for group in groups)
@@ -205,7 +205,7 @@ def batch_size_of(batch: Any) -> int | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The device's peak memory, or this process's resident memory on the CPU."""
+    """The GPU's peak memory; on the CPU, this process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return psutil.Process().memory_info().rss / 2**30

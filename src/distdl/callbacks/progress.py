@@ -21,17 +21,15 @@ from distdl.util.progress_bar import Line
 log = logging.getLogger(__name__)
 
 DATA_WAIT_LIMIT = 0.1
-HINT_AFTER = 10.0  # seconds: workers start, files are read for the first time
+HINT_AFTER = 10.0  # seconds; before, workers start and files are read for the first time
 
 
 class Progress(Callback):
-    """Shows speed, data_wait, loss, lr, memory and the module's `prog_bar=True` values.
-
-    It updates at every log step. If the Trainer has a Lightning progress bar, this callback removes
-    itself.
+    """Shows speed, data_wait, loss, lr, memory and the module's `prog_bar=True` values at every log
+    step. If the Trainer has a Lightning progress bar, this callback removes itself.
 
     Args:
-        bar: True or False; None: a bar if the output is a terminal.
+        bar: Whether to draw a bar instead of lines; None for a bar if the output is a terminal.
         refresh_seconds: The shortest time between two redraws.
     """
 
@@ -40,17 +38,17 @@ class Progress(Callback):
         self._console = console.Console(stderr=True)
         self._line: Line | None = None
         self._drawn = self._began = 0.0
-        self._hinted, self._hot = False, 0
+        self._hinted, self._slow_logs = False, 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.progress_bar_callback is not None:  # also one of the module's own
+        if trainer.progress_bar_callback is not None:  # may come from the module
             trainer.callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
             return
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, StepMetrics) and self not in callback.listeners:
                 callback.listeners.append(self)
 
-    @functools.cached_property  # rich reads a dozen variables, and every step asks
+    @functools.cached_property  # every step asks, and rich reads a dozen variables
     def _draws(self) -> bool:
         return self._console.is_terminal if self.bar is None else self.bar
 
@@ -84,10 +82,12 @@ class Progress(Callback):
             count = f"{batch}/{trainer.num_training_batches}"
             epoch = trainer.current_epoch + 1
             log.info("epoch %d  step %d  batch %s  %s", epoch, step, count, "  ".join(parts))
-        # The first batches of an epoch always wait: warn only after three logs in a row.
-        self._hot = self._hot + 1 if metrics.get("perf/data_wait", 0) > DATA_WAIT_LIMIT else 0
+        # The first batches of an epoch always wait, so warn only after three such logs in a row.
+        self._slow_logs = (
+            self._slow_logs + 1 if metrics.get("perf/data_wait", 0) > DATA_WAIT_LIMIT else 0
+        )
         settled = time.monotonic() - self._began >= HINT_AFTER
-        if self._hot >= 3 and settled and not self._hinted:
+        if self._slow_logs >= 3 and settled and not self._hinted:
             self._hinted = True
             share = 100 * metrics["perf/data_wait"]
             advice = remedy(trainer.datamodule)  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ class Progress(Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def _open(self, trainer: Trainer, title: str, total: float) -> None:
-        """Draws a task below its parent task."""
+        """Adds a task to the bar: an epoch, or a validation below it."""
         if not (self._draws and trainer.is_global_zero):
             return
         if self._line is None:
@@ -138,8 +138,8 @@ class Progress(Callback):
     on_train_epoch_end = on_exception = teardown = _close
 
 
-# Bars on the screen. A debugger or an input() of the user's code removes them; the next batch
-# draws them again.
+# Bars on the screen. They are removed when the user's code starts a debugger or calls input(), and
+# drawn again at the next batch.
 DRAWN: set[Progress] = set()
 ASKS = ("builtins.breakpoint", "builtins.input", "sys.settrace")
 
@@ -155,7 +155,7 @@ def _listen() -> None:
 
 
 def remedy(datamodule: Any) -> str:
-    """How this run could wait less for its data, the cheapest measure first."""
+    """Advice for a run that waits for its data: the cheapest measure first."""
     workers, most = getattr(datamodule, "num_workers", None), default_workers()
     if workers is None and "num_workers" in inspect.signature(type(datamodule).__init__).parameters:
         workers = getattr(datamodule, "hparams", {}).get("num_workers")
@@ -163,22 +163,22 @@ def remedy(datamodule: Any) -> str:
             return f"data.num_workers={most} uses this process's CPU cores"
     cheaper = "make a sample cheaper to load"
     if workers is None:
-        own = f"num_workers={most} of its DataLoader uses this process's CPU cores"
-        return f"{own}; beyond that, {cheaper}"
+        more_workers = f"num_workers={most} of its DataLoader uses this process's CPU cores"
+        return f"{more_workers}; beyond that, {cheaper}"
     if workers < most:
         return f"data.num_workers={most} uses this process's CPU cores (now {workers})"
-    used = f"data.num_workers={workers} uses this process's CPU cores already; "
+    used = f"data.num_workers={workers} already uses this process's CPU cores; "
     if not getattr(datamodule, "decodes", False):
         return used + cheaper
     return used + (
         "`python -m distdl prepare ... --short-side 256` makes images that load twice as fast "
-        "(lossy), data.decoder=nvjpeg decodes on the GPU, `python -m distdl data check` shows what "
-        "fits"
+        "(lossy), data.decoder=nvjpeg decodes on the GPU; `python -m distdl data check` shows the "
+        "gain"
     )
 
 
 def logged_by(trainer: Trainer, has_loss: bool) -> dict[str, float]:
-    """The module's `prog_bar=True` metrics; if not `has_loss`, also all with "loss" in the name."""
+    """The module's `prog_bar=True` metrics. Unless `has_loss`, also all named like a loss."""
     shown: dict[str, Any] = dict(trainer.progress_bar_metrics)
     if not has_loss:
         shown |= {k: v for k, v in trainer.callback_metrics.items() if "loss" in k.lower()}
@@ -188,8 +188,8 @@ def logged_by(trainer: Trainer, has_loss: bool) -> dict[str, float]:
 def described(
     metrics: dict[str, float], logged: dict[str, float] | None = None, unit: str = "samples/s"
 ) -> list[str]:
-    """`loss 6.91`, `lr 0.1` (all rates that differ), `312 img/s`, `data_wait 1 %`, `mem 3.2 GiB`,
-    and `logged`."""
+    """The parts of a log line: `loss 6.91`, `logged`, `lr 0.1` (all different rates), `312 img/s`,
+    `data_wait 1 %`, `mem 3.2 GiB`."""
     parts = [f"loss {metrics['train/loss']:.4f}"] if "train/loss" in metrics else []
     parts += [f"{name} {value:.4g}" for name, value in (logged or {}).items()]
     rates = [f"{v:.4g}" for k, v in metrics.items() if k == "lr" or k.startswith("lr-")]

@@ -1,4 +1,4 @@
-"""Records the samples of each step in a CSV per rank, to prove coverage and find bad data."""
+"""Records the samples of each step in a CSV file per rank, to prove coverage or find bad data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RecordSamples(Callback):
     """Appends `attempt,epoch,step,ids` to `logs/samples-rank<r>.csv` (ids separated by spaces).
 
     `step` counts batches over all epochs, from 1. Batches must be dicts with an `index`, as in
-    distdl's own data modules.
+    distdl's data modules.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class RecordSamples(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not isinstance(batch, dict) or "index" not in batch:
-            raise TypeError("callbacks=record_samples needs batches that are dicts with an 'index'")
+            raise TypeError("callbacks.record_samples needs batches that are dicts with an 'index'")
         if self._file is None:
             assert self.run_dir is not None
             path = self.run_dir / "logs" / f"samples-rank{trainer.global_rank}.csv"

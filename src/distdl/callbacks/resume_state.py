@@ -1,4 +1,4 @@
-"""State that an exact resume needs and that Lightning (2.6) does not save."""
+"""State that an exact resume needs and Lightning (2.6) does not save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch import callbacks as theirs
+from lightning.pytorch import callbacks as lightnings
 from torch import nn
 
 from distdl.distributed import process_group
@@ -18,13 +18,13 @@ from distdl.optim import optimizers as optim
 
 log = logging.getLogger(__name__)
 
-# Their `on_train_epoch_start` sets up the epoch and may run twice. Lightning skips this hook when
-# it resumes inside an epoch.
-SET_UP_THE_EPOCH = (theirs.GradientAccumulationScheduler, theirs.StochasticWeightAveraging)
+# Callbacks whose `on_train_epoch_start` sets up the epoch and may run twice. Lightning skips this
+# hook when it resumes inside an epoch.
+SET_UP_THE_EPOCH = (lightnings.GradientAccumulationScheduler, lightnings.StochasticWeightAveraging)
 
 
 def restart_validation(fit_loop: dict[str, Any]) -> None:
-    """For a save inside a validation: the resumed run repeats it from its first batch."""
+    """For a save inside a validation, which the resumed run repeats from its first batch."""
     progress = fit_loop["epoch_loop.val_loop.batch_progress"]
     for part in ("total", "current"):
         progress[part].update(ready=1, started=1, processed=0, completed=0)
@@ -32,25 +32,25 @@ def restart_validation(fit_loop: dict[str, Any]) -> None:
 
 
 def reopen_epoch(fit_loop: dict[str, Any]) -> None:
-    """For a save where an epoch was cut short: Lightning has counted that epoch as done."""
+    """For a save after an epoch that was cut short, which Lightning counts as processed."""
     for part in ("total", "current"):
         fit_loop["epoch_progress"][part]["processed"] -= 1
 
 
-def recount_batches(trainer: Trainer, kept: dict[str, Any], samples_per_batch: int) -> None:
-    """Converts Lightning's batch counts if a batch holds another number of samples than before;
-    rounded up, so that the rest of the epoch never needs more samples than it has.
+def recount_batches(trainer: Trainer, saved: dict[str, Any], samples_per_batch: int) -> None:
+    """Converts Lightning's batch counts if a batch has another size than before; rounds
+    up, so that the remaining batches never need more samples than the epoch has left.
 
     Args:
-        kept: Our part of the checkpoint.
-        samples_per_batch: In this run; 0: unknown.
+        saved: Our part of the checkpoint.
+        samples_per_batch: In this run; 0 if unknown.
     """
-    if not samples_per_batch or kept["samples_per_batch"] == samples_per_batch:
+    if not samples_per_batch or saved["samples_per_batch"] == samples_per_batch:
         return
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    # 1 after a save inside on_train_batch_end, which precedes the increment of `completed`; else 0.
+    # 1 if the save came before Lightning increments `completed` (on_train_batch_end); else 0.
     open_batches = progress.current.processed - progress.current.completed
-    shift = math.ceil(kept["consumed"] / samples_per_batch) - progress.current.processed
+    shift = math.ceil(saved["consumed"] / samples_per_batch) - progress.current.processed
     for part in (progress.current, progress.total):
         for count in ("ready", "started", "processed"):
             setattr(part, count, getattr(part, count) + shift)
@@ -60,13 +60,12 @@ def recount_batches(trainer: Trainer, kept: dict[str, Any], samples_per_batch: i
 def rescale(
     trainer: Trainer, optimizer: dict[str, Any] | None, before: int | None, now: int | None
 ) -> None:
-    """For another global batch (`now` samples per optimizer step; None: unknown): the rate follows
-    the scaling rule of the config's `optimizer` (None: the module's own), the schedule keeps its
-    epoch."""
+    """Adapts to another number of samples per step (None: unknown). The rate follows the scaling
+    rule of the config's `optimizer` (None: it is left alone), and the schedule keeps its epoch."""
     if not before or not now or before == now:
         return
     if not optimizer:
-        log.warning("the global batch was %d and is %d: the rate is as it was", before, now)
+        log.warning("the global batch was %d and is %d: the rate does not change", before, now)
         return
     old, new = optim.rate_of(optimizer, before), optim.rate_of(optimizer, now)
     for schedule in (entry.scheduler for entry in trainer.lr_scheduler_configs):
@@ -79,12 +78,12 @@ def rescale(
 
 
 def built_rates(optimizers: list[Any]) -> list[list[float]]:
-    """The rates of optimizers that have not stepped, without the schedule's first factor."""
+    """The rates of new optimizers, without the first factor of the schedule."""
     return [[float(g.get("initial_lr", g["lr"])) for g in groups] for groups in optimizers]
 
 
 def rng_state() -> dict[str, Any]:
-    """This rank's generators, in types that load with weights_only."""
+    """The state of this rank's random generators, in types that `weights_only` loads."""
     numpy: Any = np.random.get_state()
     name, keys, position, has_gauss, cached = numpy
     version, internal, gauss = random.getstate()
@@ -97,7 +96,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
-    """Restores each rank's own state; at another world size, reseeds from seed and rank."""
+    """Restores this rank's state; at another world size, reseeds from `seed` and `rank`."""
     from lightning.pytorch import seed_everything
 
     if len(states) != process_group.world_size():
@@ -114,26 +113,25 @@ def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
 
 
 def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:
-    """State of parameters beyond weights and optimizer state. Collective. With `half_a_step`
-    (manual optimization) it has accumulated gradients, equal on all ranks under DDP; FSDP's
-    slices are left out."""
+    """The state of parameters beyond weights and optimizer state. Collective. With `half_a_step`
+    (manual optimization) it has accumulated gradients: those of DDP, not the slices of FSDP."""
     named = list(module.named_parameters())
     frozen = process_group.gather([name for name, p in named if not p.requires_grad])
     gradients = {name: p.grad for name, p in named if half_a_step and type(p.grad) is torch.Tensor}
     return {"frozen": sorted({n for names in frozen for n in names}), "gradients": gradients}
 
 
-def restore_parameters(module: nn.Module, kept: dict[str, Any]) -> None:
-    """Restores accumulated gradients, and which parameters are frozen (BackboneFinetuning)."""
-    for name, parameter in module.named_parameters() if "frozen" in kept else ():
-        if parameter.requires_grad == (name in kept["frozen"]):
-            parameter.requires_grad_(name not in kept["frozen"])
-        if name in kept["gradients"]:
-            parameter.grad = kept["gradients"][name].to(parameter)
+def restore_parameters(module: nn.Module, saved: dict[str, Any]) -> None:
+    """Restores accumulated gradients, and freezes the same parameters (BackboneFinetuning)."""
+    for name, parameter in module.named_parameters() if "frozen" in saved else ():
+        if parameter.requires_grad == (name in saved["frozen"]):
+            parameter.requires_grad_(name not in saved["frozen"])
+        if name in saved["gradients"]:
+            parameter.grad = saved["gradients"][name].to(parameter)
 
 
-def begin_epoch_again(trainer: Trainer) -> None:
-    """On a resume inside an epoch, runs SET_UP_THE_EPOCH callbacks again and keeps the rates."""
+def set_up_epoch_again(trainer: Trainer) -> None:
+    """After a resume inside an epoch, runs the SET_UP_THE_EPOCH callbacks and keeps the rates."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -141,11 +139,13 @@ def begin_epoch_again(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, SET_UP_THE_EPOCH):
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
-    for group, rate in zip(groups, rates, strict=True):  # a new scheduler has set its first rate
+    for group, rate in zip(
+        groups, rates, strict=True
+    ):  # a callback's new scheduler has set its first rate
         group["lr"] = rate
 
 
-def without_search(trainer: Trainer) -> None:
-    """Removes LearningRateFinder: a resumed run has its rate and must not search again."""
-    kept = [c for c in trainer.callbacks if not isinstance(c, theirs.LearningRateFinder)]  # type: ignore[attr-defined]
-    trainer.callbacks = kept  # type: ignore[attr-defined]
+def remove_rate_finder(trainer: Trainer) -> None:
+    """Removes LearningRateFinder: a resumed run has its rate and must not search for one."""
+    others = [c for c in trainer.callbacks if not isinstance(c, lightnings.LearningRateFinder)]  # type: ignore[attr-defined]
+    trainer.callbacks = others  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A timeline of a few training steps on every rank: computation, communication, waiting."""
+"""Records a timeline of a few training steps on every rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 class Trace(Callback):
     """Writes `logs/trace-rank<r>.json.gz` for https://ui.perfetto.dev or chrome://tracing.
 
-    It shows kernels and collectives (`gloo:all_reduce`, `nccl:all_reduce`).
+    The trace shows kernels, collectives (`gloo:all_reduce`, `nccl:all_reduce`) and waiting times.
 
     Args:
-        skip_batches: First batches that are not recorded: they rebuild buckets and warm caches.
-        batches: Batches to record; each adds megabytes to the trace.
-        shapes: Also record the shapes of inputs, which makes the trace larger.
+        skip_batches: Number of first batches not to record: they rebuild buckets and fill caches.
+        batches: Number of batches to record; each adds megabytes to the trace.
+        shapes: Whether to record the shapes of inputs too, which makes the trace larger.
     """
 
     def __init__(self, skip_batches: int = 5, batches: int = 3, shapes: bool = False) -> None:
@@ -35,8 +35,8 @@ class Trace(Callback):
         path = Path(trainer.default_root_dir) / "logs" / f"trace-rank{trainer.global_rank}.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
 
-        def write(done: profile) -> None:
-            done.export_chrome_trace(str(path))
+        def write(finished: profile) -> None:
+            finished.export_chrome_trace(str(path))
             if trainer.is_global_zero:
                 log.info("trace: %s (open it at https://ui.perfetto.dev)", path)
 

@@ -11,7 +11,7 @@ import torch
 from distdl.checkpoint import formats
 from distdl.runs.checkpoints import CheckpointStore
 
-# With Lightning's weight averaging, the file's weights are the average, and these the trained ones.
+# With Lightning's weight averaging, "state_dict" holds the average, this key the trained weights.
 BEHIND_THE_AVERAGE = "current_model_state"
 # Parts besides weights and optimizer state, with their names for the user.
 PARTS = {
@@ -23,7 +23,7 @@ PARTS = {
 }
 
 
-def opened(source: Path) -> dict[str, Any]:
+def load_trusted(source: Path) -> dict[str, Any]:
     """Reads a checkpoint that may run code, and converts it to a form that needs none."""
     return formats.plain(formats.load(source, weights_only=False))[0]
 
@@ -77,24 +77,24 @@ def split(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, 
 
 def compare(before: Any, after: Any, path: str) -> int:
     """Compares two nested containers bit by bit; returns their number of tensors. Raises a
-    RuntimeError with the path of what differs."""
+    RuntimeError with the path of the first difference."""
     if isinstance(before, torch.Tensor):
         same = isinstance(after, torch.Tensor) and before.dtype == after.dtype
         # Compare bytes: NaN equals itself, and 0.0 differs from -0.0.
         if not same or before.shape != after.shape or not torch.equal(raw(before), raw(after)):
-            raise RuntimeError(f"what was written differs from what was read: {path}")
+            raise RuntimeError(f"the written file differs from the source: {path}")
         return 1
     if isinstance(before, Mapping):
         if not isinstance(after, Mapping) or before.keys() != after.keys():
-            raise RuntimeError(f"what was written has other keys: {path}")
+            raise RuntimeError(f"the written file has other keys than the source: {path}")
         return sum(compare(before[k], after[k], f"{path}.{k}") for k in before)
     if isinstance(before, list | tuple):
         if not isinstance(after, list | tuple) or len(before) != len(after):
-            raise RuntimeError(f"what was written has another length: {path}")
+            raise RuntimeError(f"the written file has a list of another length: {path}")
         pairs = enumerate(zip(before, after, strict=True))
         return sum(compare(a, b, f"{path}[{i}]") for i, (a, b) in pairs)
     if before != after and not (before is after or before != before):
-        raise RuntimeError(f"what was written differs from what was read: {path}")
+        raise RuntimeError(f"the written file differs from the source: {path}")
     return 0
 
 

@@ -19,8 +19,8 @@ from distdl.util.errors import UserError
 
 FP32 = "single_partition_of_fp32_groups"
 TRAINER = "lightning"  # our key for the Trainer's other state
-# That state's keys in folders that Lightning itself wrote, where they are among DeepSpeed's keys.
-LIGHTNINGS = (
+# In folders that Lightning itself wrote, these keys of that state are among DeepSpeed's own.
+LIGHTNING_KEYS = (
     *("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "lr_schedulers"),
     *("hyper_parameters", "datamodule_hyper_parameters"),
 )
@@ -47,14 +47,14 @@ def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
     optimizers = ranked(path / tag, "*_optim_*.pt")
     parts = [loaded(file, trust)["optimizer_state_dict"] for file in optimizers]
     if not parts:
-        raise UserError.at(str(path), "holds no optimizer states of ZeRO", "stage 1, 2 or 3")
+        raise UserError.at(str(path), "holds no optimizer states of ZeRO stage 1, 2 or 3")
     counts = parts[0].get("partition_count", len(parts))
     count = max(counts) if isinstance(counts, list) else counts
     if count != len(parts) or not models:
-        what = f"holds the optimizer states of {len(parts)} ranks, and {count} have written them"
+        what = f"holds the optimizer states of {len(parts)} ranks, but {count} ranks wrote them"
         raise UserError.at(str(path), what)
     state = models[0]
-    checkpoint = dict(state.get(TRAINER) or {k: state[k] for k in LIGHTNINGS if k in state})
+    checkpoint = dict(state.get(TRAINER) or {k: state[k] for k in LIGHTNING_KEYS if k in state})
     checkpoint["state_dict"] = weights(models, parts)
     checkpoint["optimizer_states"] = [optimizer_state(parts, state["param_shapes"])]
     return checkpoint
@@ -64,8 +64,7 @@ def weights(
     models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, torch.Tensor]:
     """The full float32 weights and the buffers, in the module's order, merged as in DeepSpeed's
-    `zero_to_fp32`.. Below stage 3, `models` has only rank 0's.
-    """
+    `zero_to_fp32`. Below stage 3, `models` has only rank 0's states."""
     state, stage_3 = models[0], is_stage_3(parts)
     tensors: dict[str, torch.Tensor] = {}
     for name in state.get("buffer_names", ()):
@@ -93,10 +92,10 @@ def ranked(folder: Path, pattern: str) -> list[Path]:
 
 def loaded(file: Path, trust: bool) -> dict[str, Any]:
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    theirs = [name for name in names if name.startswith("deepspeed.")]
-    if trust and len(theirs) < len(names):
+    replaced = [name for name in names if name.startswith("deepspeed.")]
+    if trust and len(replaced) < len(names):
         return torch.load(file, map_location="cpu", weights_only=False, mmap=True)
-    with torch.serialization.safe_globals([(Inert, name) for name in theirs]):
+    with torch.serialization.safe_globals([(Inert, name) for name in replaced]):
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -113,8 +112,8 @@ class Inert:
 def optimizer_state(
     parts: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, torch.Size]]
 ) -> dict[str, Any]:
-    """The optimizer's state by name, from each rank's states. `shapes` has those of the parameters
-    in each flat tensor, in order: of a group in stages 1 and 2, of a part of a group in stage 3."""
+    """The optimizer's state by name, from each rank's states. `shapes` has the parameters' shapes
+    for each flat tensor: one per group in stages 1 and 2, one per part of a group in stage 3."""
     key_of_states = "optimizer_state_dict" if is_stage_3(parts) else "base_optimizer_state"
     base = [part[key_of_states] for part in parts]
     state: dict[str, Any] = {}
@@ -143,8 +142,8 @@ def cut(
     parts: Sequence[Mapping[str, Any]],
     index: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of the group `index`, by the ranks' partitions of its flat tensor, the shapes
-    of the parameters in order, and the ranks' optimizer states."""
+    """The parameters of the group `index`, by name. `flats` are the ranks' partitions of its flat
+    tensor, `shapes` those of the parameters in order, and `parts` the ranks' optimizer states."""
     at = 0
     if is_stage_3(parts):  # each parameter has one part per rank; the last part is padded
         for name, shape in shapes.items():

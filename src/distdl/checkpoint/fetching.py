@@ -45,16 +45,16 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
     manifest = manifest_of(path)
     text = manifest.read_text() if environment.rank == 0 and manifest.exists() else ""
     text = process_group.broadcast(text)
-    mine = manifest.read_text() if manifest.exists() else ""
-    lacks = environment.local_rank == 0 and not (path.exists() and mine == text)
+    local = manifest.read_text() if manifest.exists() else ""
+    lacks = environment.local_rank == 0 and not (path.exists() and local == text)
     if not (lacking := list(compress(count(), process_group.gather(lacks)))):
         return str(path)
     if process_group.broadcast(path.is_dir()):
-        what = f"a sharded checkpoint, and ranks {lacking} do not see its folder"
-        remedy = "python -m distdl convert makes a file of it, which travels by itself"
+        what = f"is a sharded checkpoint, and ranks {lacking} do not see its folder"
+        remedy = "convert it to a file, which every node then receives: python -m distdl convert"
         raise UserError.at(str(path), what, remedy)
     if environment.rank == 0:
-        log.info("the nodes share no file system: %s goes to ranks %s", path.name, lacking)
+        log.info("the nodes share no file system: %s is sent to ranks %s", path.name, lacking)
     size = process_group.broadcast(path.stat().st_size if environment.rank == 0 else None)
     with (
         path.open("rb") if environment.rank == 0 else nullcontext() as source,

@@ -28,15 +28,15 @@ TYPES = ("hparams_type", "datamodule_hparams_type")  # their classes, which `des
 
 
 class AnyCheckpoint(TorchCheckpointIO):
-    """Writes files as Lightning does, except those that `taker` takes (it returns True; see
-    `distdl.checkpoint.saving`), and reads every form."""
+    """Reads every form, and writes files as Lightning does, unless `intercept` returns True for a
+    checkpoint (see `distdl.checkpoint.saving`)."""
 
-    taker: Callable[[dict[str, Any]], bool] | None = None
+    intercept: Callable[[dict[str, Any]], bool] | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        if self.taker is None or not self.taker(checkpoint):
+        if self.intercept is None or not self.intercept(checkpoint):
             super().save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
@@ -99,9 +99,9 @@ def unreadable(path: Path, error: Exception) -> Problem:
     """The problem, without torch's advice to let the file run code."""
     objects = re.search(r"GLOBAL (\S+) (was not an allowed global|whose module)", str(error))
     if objects:
-        what = f"holds an object of {objects[1]}, and is read without running code of its own"
+        what = f"holds an object of {objects[1]}, and is read without running code from the file"
         return Problem(str(path), what, TRUST)
-    what = f"is not a checkpoint, or not all of one ({type(error).__name__} while it was read)"
+    what = f"is not a checkpoint, or an incomplete one ({type(error).__name__} while it was read)"
     return Problem(str(path), what, "name a file that Lightning, torch.save or safetensors wrote")
 
 
@@ -131,5 +131,5 @@ def weights_of(weights: Any) -> dict[str, torch.Tensor]:
             weights = weights[key]
     tensors = weights.values() if isinstance(weights, Mapping) else (None,)
     if not all(isinstance(value, torch.Tensor) for value in tensors):
-        raise UserError("the file holds neither a checkpoint of Lightning's nor weights by name")
+        raise UserError("the file holds neither a Lightning checkpoint nor weights by name")
     return dict(weights)

@@ -27,8 +27,8 @@ from distdl.util.errors import UserError
 
 TAG = "__distdl__"
 TRUST = (
-    "if you or your own run wrote it: checkpoint.trust_pickle=true (convert: --trust-pickle); that "
-    "runs whatever code the file holds"
+    "if you or your own run wrote it: checkpoint.trust_pickle=true (convert: --trust-pickle), "
+    "which runs any code in the file"
 )
 LEAVES = (bool, int, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device)
 MAPPINGS = (dict, OrderedDict, Counter)
@@ -228,5 +228,5 @@ def member(of: list[str], name: str) -> enum.Enum:
     for part in qualname.split("."):  # by `vars`: a computed attribute would run code
         named = vars(named).get(part) if named is not None else None
     if not (isinstance(named, type) and issubclass(named, enum.Enum)):
-        raise ValueError(f"{module}.{qualname} is not an enum here")
+        raise ValueError(f"{module}.{qualname} is not an enum that is imported")
     return named.__members__[name]

@@ -51,8 +51,8 @@ def to_indices(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module
 
 
 def names_of(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
-    """The names of an optimizer's parameters, group by group. One outside the module is named by
-    its position: "group0.parameter3". One that torch.nn.utils.prune has pruned keeps its name."""
+    """The names of an optimizer's parameters, group by group. A parameter outside the module is
+    named by its position: "group0.parameter3". A parameter that torch pruned keeps its name."""
     masks = {name for name, _ in module.named_buffers()}
     names = {}
     for name, parameter in module.named_parameters():
@@ -71,13 +71,13 @@ def is_named(state: Mapping[str, Any]) -> bool:
 
 
 def name_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """`to_names` with given names, for optimizers that no longer hold the module's parameters."""
+    """`to_names` with known names, for optimizers that no longer hold the module's parameters."""
     if is_named(state):
         return dict(state)
     groups = state["param_groups"]
-    own, theirs = [len(group) for group in names], [len(group["params"]) for group in groups]
-    if own != theirs:
-        what = f"the optimizer's groups hold {own} parameters, and the checkpoint's {theirs}"
+    expected, saved = [len(group) for group in names], [len(group["params"]) for group in groups]
+    if expected != saved:
+        what = f"the optimizer's groups hold {expected} parameters, and the checkpoint's {saved}"
         raise ValueError(what)
     keys = chain.from_iterable(group["params"] for group in groups)
     name_at = dict(zip(keys, chain.from_iterable(names), strict=True))
@@ -85,28 +85,28 @@ def name_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict
         **state,
         "state": {name_at.get(key, key): value for key, value in state["state"].items()},
         "param_groups": [
-            {**group, "params": list(own)} for group, own in zip(groups, names, strict=True)
+            {**group, "params": list(each)} for group, each in zip(groups, names, strict=True)
         ],
     }
 
 
 def index_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """`to_indices` with the given names of the optimizer's parameters."""
+    """`to_indices` with known names of the optimizer's parameters."""
     if not is_named(state):
         return dict(state)
     group_of = {name: group for group in state["param_groups"] for name in group["params"]}
-    missing = [name for own in names for name in own if name not in group_of]
+    missing = [name for name in chain.from_iterable(names) if name not in group_of]
     if missing:
         raise ValueError(
             f"the checkpoint has no optimizer state for {len(missing)} of the parameters that are "
             f"trained, the first of which is {missing[0]}"
         )
     groups, values, position = [], {}, 0
-    for number, own in enumerate(names):
+    for number, members in enumerate(names):
         # A pipeline stage may have no parameter of a group: identify the group by its position.
-        kept = group_of[own[0]] if own else state["param_groups"][number]
-        groups.append({**kept, "params": list(range(position, position + len(own)))})
-        for name in own:
+        kept = group_of[members[0]] if members else state["param_groups"][number]
+        groups.append({**kept, "params": list(range(position, position + len(members)))})
+        for name in members:
             if name in state["state"]:
                 values[position] = state["state"][name]
             position += 1
@@ -120,13 +120,13 @@ def add_groups(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module
         optimizer.add_param_group({"params": [parameters[name] for name in group["params"]]})
 
 
-def speak_names(strategy: Strategy) -> None:
-    """Makes a strategy of Lightning's write and read optimizer states by name; not if it overrides
-    these methods: ours already use names, and others keep their state elsewhere."""
-    own = type(strategy)
+def use_names(strategy: Strategy) -> None:
+    """Makes a strategy of Lightning's write and read optimizer states by name. One that overrides
+    these methods is left alone: ours already use names, and others keep their state elsewhere."""
+    kind = type(strategy)
     if (
-        own.optimizer_state is not Strategy.optimizer_state
-        or own.load_optimizer_state_dict is not Strategy.load_optimizer_state_dict
+        kind.optimizer_state is not Strategy.optimizer_state
+        or kind.load_optimizer_state_dict is not Strategy.load_optimizer_state_dict
     ):
         return
 

@@ -1,8 +1,8 @@
 """Saves checkpoints in the background of the training.
 
 The training waits only until rank 0 has copied the checkpoint (`host_copy`). A thread then writes,
-syncs, hashes and publishes it. Its slow parts (torch's writer, sha256, fsync) release the GIL, and
-steps were no slower than with a process. A process would need shared memory and seconds to start
+syncs, hashes and publishes it. The slow parts (torch's writer, sha256, fsync) release the GIL, and
+steps were no slower than with a process, which would need shared memory and seconds to start
 (docs/training.md).
 """
 
@@ -85,13 +85,13 @@ class Saver:
             facts: For the manifest.
         """
         started = time.monotonic()
-        self.settle()  # then its memory can be reused
+        self.settle()  # then the memory of the previous copy can be reused
         waited = time.monotonic() - started
         report = self.background and not self._has_warned and trainer.is_global_zero
         if report and waited > PATIENCE:
             self._has_warned = True
             log.warning(
-                "the training waited %.1f s for the checkpoint before %s to be written: save less "
+                "the training waited %.1f s until the checkpoint before %s was written: save less "
                 "often (checkpoint.every_n_steps, every_minutes, every_n_epochs)",
                 *(waited, name),
             )
@@ -141,13 +141,14 @@ class Saver:
         if not self.background or not isinstance(plugin, AnyCheckpoint):
             yield
             return
-        plugin.taker = self._take
+        plugin.intercept = self._take
         try:
             yield
         finally:
-            plugin.taker = None
+            plugin.intercept = None
 
     def _take(self, checkpoint: dict[str, Any]) -> bool:
+        """Copies a checkpoint; False: it could not be copied, and must be written at once."""
         try:
             self._copy.take(checkpoint)
         except Exception as error:  # out of memory, or an object that cannot be copied
@@ -155,8 +156,8 @@ class Saver:
             if not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    "the training waits for its checkpoints (checkpoint.background): no copy could "
-                    "be made: %s: %s",
+                    "checkpoints are not written in the background (checkpoint.background): no "
+                    "copy could be made: %s: %s",
                     *(type(error).__name__, error),
                 )
             return False
@@ -167,7 +168,7 @@ class Saver:
             self._publish(name, *work)
         except BaseException as error:  # else it would be lost with the thread
             self.error = f"{name} could not be saved: {type(error).__name__}: {error}"
-            log.error("%s; the checkpoints before it are as they were", self.error)
+            log.error("%s; earlier checkpoints are unchanged", self.error)
             with suppress(OSError):
                 remove(self.store.temporary(name))
         finally:

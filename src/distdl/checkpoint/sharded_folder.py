@@ -49,9 +49,9 @@ def is_one(path: Path) -> bool:
 
 
 def write(checkpoint: Mapping[str, Any], path: Path, *, write_rest: bool) -> None:
-    """Writes a folder, on a file system that all ranks share, with the slices of every rank: the
-    checkpoint is portable except that tensors may be slices (DTensor). Collective; `write_rest` is
-    True on one rank."""
+    """Writes a folder with the slices of every rank, on a file system that all ranks share. The
+    checkpoint is in the portable form, except that tensors may be slices (DTensor). Collective;
+    `write_rest` is True on one rank."""
     rest = dict(checkpoint)
     state = {"state_dict": rest.pop("state_dict")}
     for number, optimizer in enumerate(rest.pop("optimizer_states", ())):
@@ -102,7 +102,7 @@ class _Reader(dcp.FileSystemReader):
         with (path / INDEX).open("rb") as file:
             index = (pickle.Unpickler if trust else _Index)(file).load()
         if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-            raise pickle.UnpicklingError(f"{INDEX} is not an index of DCP's")
+            raise pickle.UnpicklingError(f"{INDEX} is not an index that DCP wrote")
         for entry in index.storage_data.values():
             if Path(entry.relative_path).name != entry.relative_path:
                 raise pickle.UnpicklingError(f"{INDEX} leads out of the folder")

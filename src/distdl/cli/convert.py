@@ -1,8 +1,8 @@
 """`python -m distdl convert CHECKPOINT --to STRATEGY|weights`: a checkpoint in another form.
 
 Every strategy reads and writes one portable file (docs/strategies/checkpoints.md), so a resume
-under another strategy needs no conversion. This makes that file out of the folders that FSDP and
-DeepSpeed write, or weights for other programs, and compares what it wrote with what it read.
+under another strategy needs no conversion. This command makes that file out of the folders that
+FSDP and DeepSpeed write, or weights for other programs, and compares the result with its source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STRATEGIES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes one file, and prints which parts of it are equal to the source."""
+    """Writes one file, and prints which of its parts are equal to the source."""
     known = (*STRATEGIES, WEIGHTS)
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -33,10 +33,10 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("checkpoint", help="a file, a run directory, FSDP's or DeepSpeed's folder")
     add("--to", required=True, help=f"one of {', '.join(known)}")
-    add("--world-size", type=int, help="check that the batch divides by it")
-    named = ".ckpt; of weights .pth or .safetensors. By default the checkpoint's name, in the "
-    add("--output", type=Path, help=f"{named}current folder: epoch_002-fsdp.ckpt, epoch_002.pth")
-    trust = "let the checkpoint run code while it is read: only for your own"
+    add("--world-size", type=int, help="check that the global batch is divisible by it")
+    name = "a .ckpt file; for weights .pth or .safetensors (by default in the current folder: "
+    add("--output", type=Path, help=f"{name}epoch_002-fsdp.ckpt, epoch_002.pth)")
+    trust = "let the checkpoint run code while it is read: only for your own files"
     add("--trust-pickle", action="store_true", help=trust)
     options = parser.parse_args(argv)
     if options.to not in known:
@@ -44,23 +44,23 @@ def main(argv: Sequence[str]) -> int:
         remedy = f"did you mean --to {near}?" if near else f"one of {', '.join(known)}"
         raise UserError.at("--to", f"there is no {options.to!r}", remedy)
     source = checkpoints.find(options.checkpoint)
-    # In the current folder: in a run's folder it would be taken for a run's checkpoint.
+    # Not beside the source: there the file would be taken for a checkpoint of the run.
     stem = source.name.removesuffix(source.suffix) or source.name
     default = f"{stem}.pth" if options.to == WEIGHTS else f"{stem}-{options.to}.ckpt"
     target = options.output or Path(default)
-    free(target, options.to)
+    check_target(target, options.to)
 
     from distdl.checkpoint import convert as parts
     from distdl.checkpoint import formats
 
-    checkpoint = formats.read(source) if not options.trust_pickle else parts.opened(source)
+    checkpoint = formats.read(source) if not options.trust_pickle else parts.load_trusted(source)
     if options.to == WEIGHTS:
         weights = parts.plain_weights(checkpoint["state_dict"])
         parts.write_weights(weights, target)
         written = formats.read(target)["state_dict"]
         compared = {"weights": parts.compare(weights, written, WEIGHTS)}
     else:
-        fits(checkpoint, source, options.world_size)
+        check_resumable(checkpoint, source, options.world_size)
         parts.write_checkpoint(checkpoint, source, target)
         compared = parts.compare_all(checkpoint, formats.read(target))
     print(f"{source} -> {target.resolve()}")
@@ -73,25 +73,25 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def free(target: Path, to: str) -> None:
+def check_target(target: Path, to: str) -> None:
     """Refuses a target that exists or has the wrong suffix, by a UserError."""
     forms = (".pth", ".safetensors") if to == WEIGHTS else (".ckpt",)
     if target.suffix not in forms:
-        what = f"{target} is not called {' or '.join(forms)}"
+        what = f"{target} does not end in {' or '.join(forms)}"
         raise UserError.at("--output", what, f"--output {target.with_suffix(forms[0])}")
     if target.exists():
         raise UserError.at("--output", f"{target} exists", "name another: --output FILE")
 
 
-def fits(checkpoint: Mapping[str, Any], source: Path, world_size: int | None) -> None:
+def check_resumable(checkpoint: Mapping[str, Any], source: Path, world_size: int | None) -> None:
     """Refuses a checkpoint that a training cannot resume from, by a UserError: one of weights only,
     or with a global batch that is not divisible by `world_size`."""
     if "optimizer_states" not in checkpoint:
-        what, remedy = "holds weights and no state of a training", "start a training from them"
+        what, remedy = "holds weights only, not a training's state", "start a training from them"
         raise UserError.at(str(source), what, f"{remedy}: model.weights={source}")
     batch = (checkpoint.get("distdl") or {}).get("global_batch_size")
     if world_size is not None and (world_size < 1 or (batch and batch % world_size)):
-        what = f"the global batch of {batch} does not divide by {world_size}"
+        what = f"the global batch of {batch} is not divisible by {world_size}"
         remedy = "choose one that divides it, or resume with another data.batch_size"
         raise UserError.at("--world-size", what, remedy)
 

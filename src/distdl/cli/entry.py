@@ -21,7 +21,7 @@ def command() -> None:
     try:
         folder = os.getcwd()
     except OSError:
-        codes.append(refused(".", "the folder that this was typed in is gone", "cd to another one"))
+        codes.append(refused(".", "the current folder no longer exists", "cd to another one"))
         sys.exit(*codes)
     try:
         from distdl.cli.main import main
@@ -47,13 +47,13 @@ def refused(path: str, what: str, remedy: str) -> int:
 
 
 def end(codes: list[int]) -> None:
-    """Exits without unloading torch and Lightning, which takes two seconds. All other exit handlers
-    have run, and no non-daemon thread is left."""
+    """Exits without unloading torch and Lightning, which would take two seconds. All other exit
+    handlers have run, and all non-daemon threads have ended."""
     if not codes:
         return  # Python exits with a traceback
     from contextlib import suppress
 
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # its reader has exited
+        with suppress(OSError, ValueError):  # the stream's reader has exited
             stream.flush()
     os._exit(codes[0])

@@ -20,18 +20,18 @@ EXAMPLES = """examples:
   python -m distdl experiment=resnet50_ddp                     ... on all GPUs of this machine
   python -m distdl model=resnet101 optimizer.lr=0.2 data.batch_size=64 trainer.max_epochs=3
   python -m distdl experiment=resnet50_imagenet data.root=/path/to/imagenet dry_run=true
-  python -m distdl -m optimizer.lr=0.05,0.1 seed=0,1 ...       every combination, a run each
+  python -m distdl -m optimizer.lr=0.05,0.1 seed=0,1 ...       each combination as a run
   torchrun --nproc-per-node 2 -m distdl ...                    ranks that somebody else starts
 
 flags:
   -m, --multirun            run every combination of comma-separated values
   --cfg job                 print the composed config (also with -m) and stop
-  --resolve, -p PACKAGE     with --cfg: interpolations resolved; only a part
-  -cd, --config-dir DIR     more options, besides those of ./conf (which may replace ours)
+  --resolve, -p PACKAGE     with --cfg: resolve interpolations; print only a part
+  -cd, --config-dir DIR     a folder with more options; those of ./conf may replace distdl's
   -sc install=bash          shell completion: eval "$(python -m distdl -sc install=bash)"
   --info, --hydra-help      Hydra's own
 
-A name=... makes a run that can be started again; dry_run=true prints what would run.
+A run with a name=... can be started again; dry_run=true prints what would run.
 """
 
 
@@ -48,10 +48,10 @@ def text(commands: Mapping[str, tuple[str, str]]) -> str:
 
 
 def _groups() -> dict[str, dict[str, str]]:
-    """group -> option -> its first comment, ours and then the user's."""
+    """group -> option -> its first comment: distdl's options, then the user's."""
     groups: dict[str, dict[str, str]] = {}
-    mine = user_conf.folder()
-    for root in (Path(str(files("distdl.conf"))), *([mine] if mine else [])):
+    conf = user_conf.folder()
+    for root in (Path(str(files("distdl.conf"))), *([conf] if conf else [])):
         for file in root.glob("[!_.]*/*.yaml"):
             groups.setdefault(file.parent.name, {})[file.stem] = _about(file)
     return groups

@@ -1,4 +1,4 @@
-"""`python -m distdl jobs ...`: what became of runs, wherever they are, from any later shell."""
+"""`python -m distdl jobs ...`: shows and ends runs, wherever they are, from any later shell."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from distdl.util.errors import Problem, UserError
 from distdl.util.tail import plain, tail
 
 VERBS = {
-    "list": "the runs of a folder and how they stand",
-    "status": "how a run stands",
-    "logs": "its log; with --follow, until it has ended",
-    "wait": "until it has ended",
-    "cancel": "end it, with time for a checkpoint",
-    "resubmit": "resume it on the same platform",
+    "list": "list the runs of a folder and their states",
+    "status": "print the state of a run",
+    "logs": "print the log of a run; with --follow, until the run ends",
+    "wait": "wait until a run has ended",
+    "cancel": "end a run, with time for a checkpoint",
+    "resubmit": "resume a run on the same platform",
     "fetch": "copy what a job on Azure or AWS has written so far",
 }
 
@@ -65,9 +65,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         add("target", metavar="RUN", help="a run's folder, or slurm://123")
         verb.set_defaults(attempt=None)
         if name == "resubmit":
-            add("overrides", nargs="*", help="as of `resume`: trainer.max_epochs=20")
+            add("overrides", nargs="*", help="as for `resume`: trainer.max_epochs=20")
         else:
-            trusted = "project.allow=[PACKAGE]: a launcher's that you trust"
+            trusted = "project.allow=[PACKAGE]: the package of a launcher that you trust"
             add("overrides", nargs="*", help=trusted)
             add("--attempt", type=int, metavar="N", help="default: the newest")
         if name == "logs":
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def allowed(overrides: Sequence[str]) -> list[str]:
-    """What `project.allow=[...]` on the command line allows; other settings are refused."""
+    """The names in `project.allow=[...]` on the command line; other settings are refused."""
     from distdl.config import compose
 
     names: list[str] = []
@@ -86,13 +86,13 @@ def allowed(overrides: Sequence[str]) -> list[str]:
         value = override.value()
         if override.key_or_group != "project.allow" or not isinstance(value, list):
             remedy = "project.allow=[PACKAGE]; `resume` and `jobs resubmit` change settings"
-            raise UserError.at(str(override.input_line), "changes nothing here", remedy)
+            raise UserError.at(str(override.input_line), "has no effect here", remedy)
         names += map(str, value)
     return names
 
 
 def status(targets: Sequence[Target]) -> int:
-    jobs.ask(job for job, attempt in targets if not (attempt and jobs.is_settled(attempt)))
+    jobs.query_all(job for job, attempt in targets if not (attempt and jobs.is_settled(attempt)))
     states, problems = set[JobState](), list[Problem]()
     for job, attempt in targets:
         state = state_of(job, attempt)
@@ -101,7 +101,7 @@ def status(targets: Sequence[Target]) -> int:
         try:
             if attempt is not None:
                 RunDirectory(attempt.path.parents[1]).check_config()
-        except Damaged as damaged:  # its state is known and printed nevertheless
+        except Damaged as damaged:  # the state is known, and printed nevertheless
             problems += damaged.problems
     if problems:
         raise UserError(*problems)
@@ -109,7 +109,7 @@ def status(targets: Sequence[Target]) -> int:
 
 
 def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
-    if follow and attempt is not None and not isinstance(job, jobs.Unasked):
+    if follow and attempt is not None and not isinstance(job, jobs.Unqueried):
         from distdl.launch.following import follow as follow_job
 
         state = follow_job(job, attempt)
@@ -118,12 +118,12 @@ def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
         for line in job.logs(follow=follow):
             print(plain(line), flush=True)
     except UserError:
-        # A scheduler forgets a job after minutes. If the run is on this machine, it has the log.
-        kept = attempt.logs / "rank_0.log" if attempt else None
-        if kept is None or not kept.exists():
+        # A scheduler forgets a job after minutes; a run's folder on this machine keeps the log.
+        log = attempt.logs / "rank_0.log" if attempt else None
+        if log is None or not log.exists():
             raise
-        print(f"{plain(getattr(job, 'why', '')) or f'{job.handle} is gone'}; {shown(kept)}:")
-        for line in tail(kept, lambda: False):
+        print(f"{plain(getattr(job, 'why', '')) or f'{job.handle} is gone'}; {shown(log)}:")
+        for line in tail(log, lambda: False):
             print(plain(line), flush=True)
     return job.state().exit_code if follow else 0
 

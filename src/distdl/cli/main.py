@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 COMMANDS = {
     "resume": ("distdl.cli.resume", "resume a run"),
     "jobs": ("distdl.cli.jobs", "list, follow, cancel or resubmit runs, wherever they are"),
-    "prepare": ("distdl.cli.prepare", "an image data set as shards, from tars or folders"),
+    "prepare": ("distdl.cli.prepare", "write an image data set as shards, from tars or folders"),
     "data": ("distdl.cli.data", "check a data set: what it holds, how fast it can be read"),
-    "plan": ("distdl.cli.plan", "which strategy fits, and why: memory and traffic, no GPU"),
-    "scale": ("distdl.cli.scale", "the same benchmark on 1, 2, 4 ... devices: what they add"),
-    "convert": ("distdl.cli.convert", "a checkpoint of any strategy, or weights, as one file"),
-    "provision": ("distdl.cli.provision", "make or complete an Azure ML workspace"),
+    "plan": ("distdl.cli.plan", "recommend a strategy by its memory and traffic; needs no GPU"),
+    "scale": ("distdl.cli.scale", "run the same benchmark on 1, 2, 4 ... devices"),
+    "convert": ("distdl.cli.convert", "write a checkpoint or its weights as one file"),
+    "provision": ("distdl.cli.provision", "create or complete an Azure ML workspace"),
     "report": ("distdl.cli.report", "write a run's curves and config as one HTML page"),
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),
 }
@@ -46,15 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb = arguments[0] if arguments and arguments[0] in COMMANDS else ""
     try:
-        if in_a_run(Path.cwd()):  # `python -m` imports from it; the run may be somebody else's
+        if in_a_run(Path.cwd()):  # `python -m` imports from it; a run may be somebody else's
             sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
         lightning_names.serve()
         starts = not verb or verb in STARTING
         if starts:
-            process_exit.outlive_readers()
+            process_exit.survive_closed_pipes()
         if not verb and any(a.split("=")[0] in HYDRAS for a in arguments):
             return hydra_itself(arguments)
-        with stopping.raised() if starts else nullcontext():
+        with stopping.raise_on_signal() if starts else nullcontext():
             if not verb:
                 return run(arguments)
             module = importlib.import_module(COMMANDS[verb][0])
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: list[str]) -> int:
     from distdl.ranks import environment
 
-    # Before the options are parsed: they may be those of a misspelt command.
+    # Before the options are parsed, because they may be those of a misspelt command.
     first = itertools.takewhile(lambda word: not word.startswith("-"), arguments)
     words.check([*first], COMMANDS)
     options = parse(arguments)

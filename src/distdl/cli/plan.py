@@ -1,4 +1,4 @@
-"""`python -m distdl plan +experiment=... [overrides]`: which strategy fits; needs no GPU."""
+"""`python -m distdl plan +experiment=... [overrides]`: recommends a strategy; needs no GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from distdl.planner.strategies import StrategyPlan
 
 EPILOG = """\
-The same overrides as a run. One training step is measured on fake tensors, so no GPU and little
-memory is needed; data.root must be readable here, or plan with data=synthetic.
+Takes the same overrides as a run. One training step is measured on fake tensors, so no GPU and
+little memory is needed; data.root must be readable here, or plan with data=synthetic.
 
   python -m distdl plan +experiment=resnet50_ddp
   python -m distdl plan +experiment=resnet50_ddp --devices 8 --device-memory 16 --link 100
@@ -32,10 +32,10 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("overrides", nargs="*", help="as for a run")
-    add("--devices", type=int, help="all together; by default the run's, else 8")
-    add("--device-memory", type=float, default=16, help="GiB of each (16)")
-    add("--link", type=float, default=100, help="Gbit/s that each sends (100)")
-    add("--tflops", type=float, default=50, help="of each, as sustained, not as advertised (50)")
+    add("--devices", type=int, help="number of all devices (the run's, else 8)")
+    add("--device-memory", type=float, default=16, help="memory of each, in GiB (16)")
+    add("--link", type=float, default=100, help="Gbit/s that each can send (100)")
+    add("--tflops", type=float, default=50, help="sustained TFLOP/s of each, not the peak (50)")
     options = parser.parse_intermixed_args(list(argv))
     problems = [
         Problem(f"--{name.replace('_', '-')}", f"must be more than 0, not {value}")
@@ -61,9 +61,9 @@ def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
     from distdl.distributed.traffic import in_words
 
     measured, machine, rows, gib = plan.measured, plan.machine, plan.rows, 2**30
-    # A small model would be 0.00 GiB.
+    # In GiB a small model would be 0.00.
     unit, scale = ("GiB", gib) if rows[0].total >= gib else ("MiB", 2**20)
-    # A log has no terminal's width, and a column that is cut is useless.
+    # A log file has no width, and a truncated column is useless.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(
         f"step    batch {measured.batch_size} per device, {measured.flops / 1e12:.3g} TFLOP, "

@@ -1,7 +1,6 @@
 """`python -m distdl prepare KIND --source DIR --to OUT`: images as shards, checked, in parallel.
 
-Each image is decoded once; interrupted work continues when the same command is given
-again. See docs/data/prepare.md.
+Each image is decoded once. The same command continues interrupted work. See docs/data/prepare.md.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import NoReturn
 from distdl.config.resources import cpu_cores
 from distdl.datasets import shard_plan as plans
 from distdl.datasets.images import DEFAULT_QUALITY, Treatment
-from distdl.datasets.next_steps import SPLITS, how_to_have, print_next
+from distdl.datasets.next_steps import SPLITS, how_to_provide, print_next
 from distdl.datasets.shard_plan import Part, ShardPlan
 from distdl.datasets.source import KINDS, Source
 from distdl.datasets.work import Preparation
@@ -39,7 +38,7 @@ COMMAND = "python -m distdl prepare"
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Lets SIGTERM (kill, docker stop, the end of a batch job) end the command as Ctrl-C does."""
+    """Makes SIGTERM (kill, docker stop, the end of a batch job) end the command as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -81,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         if options.dry_run:
             print("nothing was written (--dry-run)")
             return 0
-        with resumable(), work.alone():
+        with resumable(), work.locked():
             prepare(work, plan, source, options, treatment)
     if options.upload:
         with resumable():
@@ -92,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """Adds to an interruption that the same command continues the work."""
+    """Adds a hint to an interruption: the same command resumes the work."""
     try:
         yield
     except KeyboardInterrupt:
@@ -146,18 +145,18 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     text = functools.partial(parser.add_argument, type=not_empty)
     flag = functools.partial(parser.add_argument, action="store_true")
     text("--source", required=True, metavar="DIR", help="where the images are")
-    text("--to", required=True, metavar="OUT", help="a new folder, or one to continue")
-    layout = "folder: OUT/train/<class>/*.jpg"
+    text("--to", required=True, metavar="OUT", help="a new folder, or an unfinished one")
+    layout = "shards (the default), or folder: OUT/train/<class>/*.jpg"
     parser.add_argument("--format", choices=FORMATS, default="shards", help=layout)
-    add("--shard-mb", type=float, default=128, metavar="MB", help="of images per shard (128)")
-    add("--max-side", type=int, help="scale longer sides down to N pixels; lossy")
-    add("--short-side", type=int, help="scale shorter sides down to N pixels; lossy")
-    quality = f"re-encode all JPEGs ({DEFAULT_QUALITY}, and only what is scaled); lossy"
+    add("--shard-mb", type=float, default=128, metavar="MB", help="size of a shard (128)")
+    add("--max-side", type=int, help="scale the longer side down to N pixels; lossy")
+    add("--short-side", type=int, help="scale the shorter side down to N pixels; lossy")
+    quality = f"re-encode all JPEGs (by default only scaled images, at {DEFAULT_QUALITY}); lossy"
     add("--quality", type=int, metavar="Q", help=quality)
-    flag("--skip-damaged", help="leave out what cannot be decoded")
+    flag("--skip-damaged", help="leave out images that cannot be decoded")
     add("--seed", type=int, default=0, metavar=None, help="of the order of the training images (0)")
-    add("--workers", type=int, default=cpu_cores(), help=f"processes ({cpu_cores()})")
-    text("--upload", metavar="URL", help="send it on: azure://container/path, s3://...")
+    add("--workers", type=int, default=cpu_cores(), help=f"number of processes ({cpu_cores()})")
+    text("--upload", metavar="URL", help="also upload: azure://container/path, s3://...")
     flag("--dry-run", help="print the plan, write nothing")
     module.add_options(parser)
     options = parser.parse_args(argv)
@@ -180,7 +179,7 @@ def check(options: argparse.Namespace, treatment: Treatment) -> None:
         from distdl.stores import open_store
 
         if options.format != "shards":
-            what = "a million small files are slow to read from a store"
+            what = "many small files are slow to read from a store"
             raise UserError.at("--upload", what, "--format shards")
         open_store(options.upload)  # refuses a wrong address now, not after hours
     if options.to.resolve().is_relative_to(options.source.resolve()):
@@ -200,7 +199,7 @@ def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment)
         length = size(sum(part.bytes for part in parts))
         print(f"  {split:5}  {counted(images, 'image'):>16}  {length:>8}{shards}")
         if not parts:
-            empty.append(f"no {SPLITS[split]} images: {how_to_have(split, kind)}")
+            empty.append(f"no {SPLITS[split]} images: {how_to_provide(split, kind)}")
     print(*empty, f"images: {treatment}", sep="\n")
     workers = counted(options.workers, "process", "processes")
     print(f"to {options.to} ({options.format}), by {workers}")
@@ -223,7 +222,8 @@ def prepare(
     check_space(options.to, missing, treatment)
     if work.begun:
         noun = "shards" if options.format == "shards" else "parts"
-        print(f"goes on: {len(plan.parts) - len(missing):,} of {len(plan.parts):,} {noun} are done")
+        left, total_parts = len(missing), len(plan.parts)
+        print(f"resuming: {total_parts - left:,} of {total_parts:,} {noun} are done")
     else:
         plan.save(work.plan_file)
     writer = Writer(source, plan.classes, treatment, options.to, options.format)
@@ -243,17 +243,17 @@ def prepare(
 
 
 def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> None:
-    """Raises UserError if the disk is too small, unless images get smaller by an unknown amount."""
+    """Raises UserError if the disk is too small, unless images shrink by an unknown amount."""
     free = shutil.disk_usage(out).free
     needed = sum(plans.in_tar(sample.bytes) for part in missing for _, sample in part.samples)
     if needed > free and not treatment.lossy:
         what = f"the disk of {out} has {size(free)}, and {size(needed)} are needed"
-        raise UserError.at("--to", what, "free some space, or name another disk: --to DIR")
+        raise UserError.at("--to", what, "free some space, or choose another disk: --to DIR")
 
 
 def print_result(result: Result, out: Path, images: int, seconds: float) -> None:
     for kind, count in sorted(Counter(kind for kind, _ in result.mended).items()):
-        names = [name for found, name in result.mended if found == kind]
+        names = [name for each, name in result.mended if each == kind]
         print(f"repaired: {kind}: {count:,} ({', '.join(names[:3])}{', ...' * (count > 3)})")
     for name, reason in result.damaged[:20]:
         print(f"left out: {name} ({reason})")

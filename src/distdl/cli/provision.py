@@ -1,6 +1,6 @@
-"""`python -m distdl provision azureml`: make or complete a workspace for training.
+"""`python -m distdl provision azureml`: create or complete a workspace for training.
 
-It prints a plan, asks, changes only what differs, and deletes nothing.
+The command prints a plan, asks, changes only what differs, and deletes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ USAGE = """\
 usage: python -m distdl provision azureml [key=value ...]
        python -m distdl provision azureml sas account=NAME container=NAME [days=1]
 
-Makes or completes an Azure ML workspace: virtual network, private endpoints, storage, container
+Creates or completes an Azure ML workspace: virtual network, private endpoints, storage, container
 registry, key vault, identity and roles, compute. Prints a plan, asks for "yes" (or confirm=true),
 changes only what differs and deletes nothing. dry_run=true prints the resources without an account.
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     signature = words[:1] == ["sas"]
     if platform and platform != "azureml" and not options.help:
         remedy = "python -m distdl provision azureml --help"
-        raise UserError.at(platform, "is not a place that can be provisioned", remedy)
+        raise UserError.at(platform, "is not a platform that distdl can provision", remedy)
     from distdl.launchers.azureml.provision import sas, settings
 
     if options.help or not platform:
@@ -57,7 +57,7 @@ def values(words: Sequence[str]) -> dict[str, Any]:
     for override in compose.parse_overrides(list(words)):
         key = override.key_or_group
         if override.is_delete() or override.is_add() or override.is_sweep_override():
-            problems.append(Problem(key, "sets one value here", f"write {key}=VALUE"))
+            problems.append(Problem(key, "must set one value", f"write {key}=VALUE"))
         elif isinstance(value := override.value(), dict):
             settings |= {f"{key}.{name}": item for name, item in value.items()}
         else:

@@ -1,4 +1,4 @@
-"""`python -m distdl resume RUN [overrides]`: continue a run where it was."""
+"""`python -m distdl resume RUN [overrides]`: continue a run where it stopped."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.run is None or ("=" in options.run and not Path(options.run).exists()):
         newest = next(iter(jobs.runs_below(Path(compose.compose([]).output_dir))), None)
-        remedy = "python -m distdl jobs list shows them"
+        remedy = "python -m distdl jobs list shows all runs"
         if newest is not None:
             remedy += f"; the newest: python -m distdl resume {shown(newest.path)}"
-        raise UserError.at("RUN", "which run is to be resumed?", remedy)
+        raise UserError.at("RUN", "name the run to resume", remedy)
     run = RunDirectory.open(options.run)
     if environment.detect() is not None:  # torchrun -m distdl resume RUN
-        return external.main(lambda here: resuming.plan(run, options.overrides, here))
+        return external.main(lambda ranks: resuming.plan(run, options.overrides, ranks))
     return start(run, options.overrides)
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from distdl.scaling.results import Rented
 
 EPILOG = """\
-Every size is a run of its own in one folder, by any launcher; started again, the command measures
-only what is missing. One device is measured without a strategy: the others are held against it.
+Every size is a run of its own in one folder, with any launcher. Started again, the command measures
+only the missing sizes. One device is measured without a strategy, for comparison with the others.
 
   python -m distdl scale +experiment=resnet50_ddp --devices 1,2,4,8
   python -m distdl scale model=resnet50 --devices 1,2 --strategy ddp --strategy fsdp
@@ -23,10 +23,10 @@ only what is missing. One device is measured without a strategy: the others are 
   python -m distdl scale +experiment=resnet50_ddp launcher=slurm --devices 1,4 --nodes 2,4,8
 """
 # What to do about sizes without a result.
-LACKING = {
+REMEDIES = {
     "not measured": "the same command resumes with them",
     "under way": "once they have ended, the same command shows them",
-    "not here": "fetch them (see above), then the same command shows them",
+    "not fetched": "fetch them (see above), then the same command shows them",
 }
 
 
@@ -40,14 +40,14 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("overrides", nargs="*", help="as for a run")
-    add("--devices", help="of one node: 1,2,4 (up to what is here)")
-    add("--nodes", default="", help="with all devices of a node: 2,4,8")
-    add("--strategy", action="append", help="may be repeated; without it ddp")
-    add("--mode", default="weak,strong", help="weak or strong; without it both")
-    add("--vm", help="an Azure VM size, for prices; that of launcher=azureml")
-    add("--spot", "--low-priority", action="store_true", help="its spot price")
-    add("--between", type=float, help="Gbit/s of a node's network, to predict with")
-    add("--predict", type=int, metavar="N", help="on paper, up to N devices, as 4096")
+    add("--devices", help="numbers of devices on one node: 1,2,4 (up to all here)")
+    add("--nodes", default="", help="numbers of nodes with all their devices: 2,4,8")
+    add("--strategy", action="append", help="a strategy to measure (ddp); may be repeated")
+    add("--mode", default="weak,strong", help="weak or strong (both)")
+    add("--vm", help="an Azure VM size, for prices (launcher=azureml's own)")
+    add("--spot", "--low-priority", action="store_true", help="use the spot price of the VM size")
+    add("--between", type=float, help="Gbit/s of a node's network, for predictions")
+    add("--predict", type=int, metavar="N", help="predict up to N devices, e.g. 4096")
     options = parser.parse_intermixed_args(list(argv))
     modes = options.mode.split(",")
     problems = [
@@ -59,17 +59,18 @@ def main(argv: Sequence[str]) -> int:
         problems.append(Problem("--between", f"must be more than 0, not {options.between}"))
     if options.predict is not None and options.predict < 2:
         problems.append(Problem("--predict", f"must be 2 or more, not {options.predict}"))
-    devices = numbers("--devices", options.devices, problems) or ([] if problems else here())
+    devices = numbers("--devices", options.devices, problems)
     nodes = numbers("--nodes", options.nodes, problems)
     if problems:
         raise UserError(*problems)
+    devices = devices or local_counts()
 
     from distdl.scaling import members as scaling_runs
     from distdl.scaling import results
 
     counts = scaling_runs.sizes(devices, nodes)
     if (1, 1) not in counts:
-        print("note    one device is measured as well: the others are held against it")
+        print("note    one device is measured as well, for comparison")
         counts.insert(0, (1, 1))
     members = scaling_runs.members(options.overrides, options.strategy or ["ddp"], counts, modes)
     rented = results.rented_of(options.vm, options.spot, members[0].config.launcher)
@@ -87,11 +88,11 @@ def numbers(flag: str, text: str | None, problems: list[Problem]) -> list[int]:
     except ValueError:
         counts = [0]
     if any(number < 1 for number in counts):
-        problems.append(Problem(flag, f"{text!r} are no numbers of 1 or more", f"{flag} 1,2,4"))
+        problems.append(Problem(flag, f"must be numbers above 0, such as 1,2,4, not {text!r}"))
     return counts
 
 
-def here() -> list[int]:
+def local_counts() -> list[int]:
     """1, 2, 4 ... up to the number of GPUs of this machine; 1 and 2 processes without GPUs."""
     from distdl.config import resources
 
@@ -113,21 +114,21 @@ def show(
     old = read_json(members[0].run.path.parent / printing.FILE).get("rows") or []
     before, notes = scaling_runs.measured_before(options.overrides, members, old)
     print()
-    for lacking, remedy in LACKING.items():
-        if names := [m.name for m in members if not m.result and m.lacking == lacking]:
-            print(f"{lacking}: {', '.join(names)}; {remedy}")
+    for state, remedy in REMEDIES.items():
+        if names := [m.name for m in members if not m.result and m.lacking == state]:
+            print(f"{state}: {', '.join(names)}; {remedy}")
     measured = [m for m in (*members, *before) if m.result]
     if not measured:
         return
     between = Link(options.between * 1e9 / 8, 20e-6) if options.between else None
-    every = list(dict.fromkeys([*modes, *scaling_runs.MODES]))  # earlier runs may have the other
+    every = list(dict.fromkeys([*modes, *scaling_runs.MODES]))  # earlier runs had other modes
     rows = results.rows(measured, rented, between, every)
     printing.print_rows(rows, rented)
     further = results.further(measured, rented, between, options.predict or 1)
     if options.predict and results.links_of(measured, rented, between)[1] is None:
         print(
-            f"predict more than the {results.per_node(measured, rented)} of a node? Nothing "
-            "says how fast nodes are joined: --between GBIT, --vm SIZE, or measure --nodes 2"
+            f"no prediction beyond the {results.per_node(measured, rented)} of a node: the network "
+            "between nodes is unknown; give --between GBIT or --vm SIZE, or measure --nodes 2"
         )
     for strategy, guesses in further.items():
         print(f"\n{strategy}, predicted from one device and the measured link (weak):")

@@ -16,6 +16,8 @@ from distdl.util.errors import UserError
 
 @dataclass
 class Kept:
+    """Overrides that keep the global batch, and notes for the user."""
+
     changes: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -24,13 +26,13 @@ class Kept:
 class Loaders:
     """The batches that an attempt's loaders really made."""
 
-    batch_size: int  # samples per device (or pipeline) and batch
+    batch_size: int  # samples in a batch of one device (or pipeline)
     declared: int | None  # `data.batch_size`
     shares: int  # how many devices or pipelines took different data
 
 
 def recorded(statuses: Iterable[Mapping[str, Any]]) -> Loaders | None:
-    """The first on record in status files, whose content nothing guarantees."""
+    """The first valid record in status files, which may hold anything."""
     for status in statuses:
         loaders = status.get("loaders")
         if isinstance(loaders, Mapping):
@@ -54,13 +56,13 @@ def global_batch_size(config: DictConfig, size: Resources) -> int | None:
 
 
 def describe(config: DictConfig, size: Resources) -> str:
-    """`256 x 8 devices x 2 accumulated = 4096 per step`, as far as the config says it.
+    """`256 x 8 devices x 2 accumulated = 4096 per step`, as far as the config shows it.
 
     Only distdl's own data modules are known to pass `data.batch_size` to their loaders.
     """
     batch_size = factors(config, size)[0]
     if batch_size is None:
-        return "as the loaders say when training starts (there is no data.batch_size)"
+        return "shown when training starts (there is no data.batch_size)"
     sure = is_own(config.data.get("_target_", "distdl."))
     return product(batch_size, config, size) + ("" if sure else " (by data.batch_size)")
 
@@ -92,21 +94,21 @@ def keep_global_batch(
     """Keeps the global batch of a run in an attempt that resumes it.
 
     Args:
-        config, size: Of the attempt.
+        config, size: The config and the size of the attempt.
         before: The global batch of the previous attempt, according to its config.
-        chosen: Paths that the user set in this attempt: they are kept, with a note.
-        loaders: What the loaders of an earlier attempt really gave, if that is on record.
+        chosen: Paths of the values that the user set in this attempt; these values are kept.
+        loaders: The batches of an earlier attempt's loaders, if they are recorded.
 
     Raises:
         UserError: The world size changed, and the global batch is not divisible by it.
     """
     now, (_, shares, accumulate) = global_batch_size(config, size), factors(config, size)
     if loaders is not None and loaders.batch_size != loaders.declared:
-        # The data module has another argument for it, or divides it: the product cannot be kept.
+        # The data module has another argument for the batch size, or divides it.
         state = "is not set" if loaders.declared is None else f"was {loaders.declared}"
         note = (
             f"data.batch_size {state}, and the loaders gave {loaders.batch_size} x "
-            f"{loaders.shares}: it is left as it is, and the global batch is what the loaders make"
+            f"{loaders.shares}: it stays as it is, and the loaders decide the global batch"
         )
         return Kept(notes=[note] if shares != loaders.shares else [])
     if before is None or now is None or now == before:
@@ -117,7 +119,7 @@ def keep_global_batch(
     if rest or per_device < 1:
         raise UserError.at(
             "trainer.devices",
-            f"the run's global batch of {before} does not divide by "
+            f"the run's global batch of {before} is not divisible by "
             f"{_parts(shares, accumulate, size)}",
             "choose a number of devices that divides it, or set the new batch: "
             "data.batch_size=<per device>",

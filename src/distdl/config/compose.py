@@ -25,8 +25,8 @@ PRIMARY = "distdl"
 
 @contextmanager
 def hydra_session(config_dirs: Sequence[str] = ()) -> Iterator[None]:
-    """Initialises Hydra. It searches the user's `./conf` (or $DISTDL_CONF), then our options, then
-    the directories of `--config-dir`."""
+    """Initialises Hydra. It searches the user's `./conf` (or $DISTDL_CONF), then distdl's options,
+    then the directories of `--config-dir`."""
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
@@ -37,7 +37,7 @@ def hydra_session(config_dirs: Sequence[str] = ()) -> Iterator[None]:
 
 
 def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
-    """One composed config, with a `hydra` node beside ours.
+    """One composed config, which also has the node `hydra`.
 
     Unknown keys are accepted: every value override is added by `++`, so that validation reports
     all of them at once, each with a suggestion.
@@ -56,9 +56,9 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
             prepared = prepare_overrides(overrides)
             config = hydra_compose(PRIMARY, overrides=prepared, return_hydra_config=True)
             if config.hydra.runtime.choices.get("debug"):
-                _spare_own_data(config, prepared)
+                _remove_debug_keys(config, prepared)
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
-            raise UserError(_of_a_file(first_lines(error))) from error
+            raise UserError(_file_problem(first_lines(error))) from error
         except (RecursionError, UnicodeDecodeError):
             if not (broken := user_conf.broken()):
                 raise
@@ -73,13 +73,13 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
         if not OmegaConf.is_interpolation(config, key) and config.get(key) is None:
             config[key] = value
     if not OmegaConf.is_interpolation(config, "trainer"):
-        _in_one_form(config.get("trainer"))
+        _normalise_trainer(config.get("trainer"))
     return config
 
 
-def _spare_own_data(config: DictConfig, overrides: Sequence[str]) -> None:
+def _remove_debug_keys(config: DictConfig, overrides: Sequence[str]) -> None:
     """Removes the keys that `debug=` adds to a user's own data module, such as num_workers: its
-    class may not take them."""
+    class may not have these arguments."""
     from hydra import compose as hydra_compose
 
     data = config.get("data")
@@ -91,7 +91,7 @@ def _spare_own_data(config: DictConfig, overrides: Sequence[str]) -> None:
             data.pop(key)
 
 
-def _in_one_form(trainer: Any) -> None:
+def _normalise_trainer(trainer: Any) -> None:
     """Converts texts that Lightning reads as numbers ("2", "0,1"), and short precisions ("16")."""
     if not isinstance(trainer, DictConfig):
         return
@@ -107,7 +107,7 @@ def _in_one_form(trainer: Any) -> None:
 
 
 def prepare_overrides(overrides: Sequence[str]) -> list[str]:
-    """Converts what the user typed into what Hydra takes, in a `hydra_session`.
+    """Converts typed overrides into the form that Hydra takes, in a `hydra_session`.
 
     `experiment=x` and `debug=x` become additions, in this order and after all other options;
     `key=value` becomes `++key=value`. All wrong options are reported at once.
@@ -121,7 +121,7 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
         line, key = str(override.input_line), override.key_or_group
         body = re.sub(r"^(\+\+|\+|~)", "", line)
         if key.startswith("hydra") and not key.startswith("hydra.searchpath"):
-            what = "distdl lays out its own runs, and Hydra's setting would do nothing"
+            what = "distdl chooses the folders of its runs: Hydra's setting would have no effect"
             problems.append(Problem(key, what, words.for_key(key)))
         elif override.is_delete() or key.startswith("hydra"):
             options.append(line)
@@ -151,8 +151,8 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Any]:
-    """Parses overrides by Hydra's own grammar, each text only once; others are refused by a
-    UserError."""
+    """Parses overrides by Hydra's own grammar, each text only once. Texts that are not overrides
+    are refused by a UserError."""
     from hydra.errors import HydraException
 
     words.check(overrides)
@@ -189,7 +189,7 @@ def is_group(key: str) -> bool:
 
 
 def group_options(group: str) -> list[str]:
-    """The options of a config group, ours and the user's; needs a `hydra_session`."""
+    """The options of a config group, distdl's and the user's; needs a `hydra_session`."""
     from hydra.core.global_hydra import GlobalHydra
 
     loader = GlobalHydra.instance().config_loader()
@@ -220,8 +220,8 @@ def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[lis
                 swept = override.is_sweep_override()
                 jobs = [f"{key}={v}" for v in override.sweep_string_iterator()] if swept else [text]
             except HydraException as error:
-                what = f"{text} cannot be counted out: {first_lines(error)}"
-                remedy = f"name the values: {key}=a,b or {key}=range(1,4)"
+                what = f"the values of {text} cannot be listed: {first_lines(error)}"
+                remedy = f"list them: {key}=a,b or {key}=range(1,4)"
                 raise UserError.at(override.key_or_group, what, remedy) from error
             if not jobs:
                 raise UserError.at(override.key_or_group, f"{text} matches nothing")
@@ -254,14 +254,14 @@ def _no_option(group: str, option: str, where: str = "") -> Problem:
     close = named if named in known else close
     if remedy := words.for_choice(group, option):
         return Problem(group, f"no option {option!r}{where}", remedy)
-    hint = f"did you mean {group}={close}? " if close else user_conf.not_read(group, named)
-    if elsewhere := user_conf.elsewhere(group, named):
-        hint = f"{elsewhere}/conf has it: cd {shlex.quote(str(elsewhere))}; "
+    hint = f"did you mean {group}={close}? " if close else user_conf.why_not_read(group, named)
+    if parent := user_conf.parent_with(group, named):
+        hint = f"{parent}/conf has it: cd {shlex.quote(str(parent))}; "
     return Problem(group, f"no option {option!r}{where}", f"{hint}available: {', '.join(known)}")
 
 
-def _of_a_file(text: str) -> Problem:
-    """Hydra's error about a file's defaults list, in our words where we have them."""
+def _file_problem(text: str) -> Problem:
+    """Hydra's error about a file's defaults list, in distdl's words if it is a known one."""
     if lists := re.match(r"In '([\w/]+)': .*\s.* with ListConfig", text):
         remedy = "callbacks and tracking are mappings: callbacks: {NAME: {_target_: package.Class}}"
         return Problem(f"{lists[1]}.yaml", "a list where distdl has a mapping", remedy)

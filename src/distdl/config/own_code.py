@@ -1,4 +1,4 @@
-"""Where the user's own code is. Standard library only: the command line needs it first."""
+"""Where the user's own code is. Standard library only: the command line imports it first."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from urllib.parse import unquote
 def own_folders(root: str | Path) -> tuple[str, ...]:
     """The folders in which modules of the project are found, in this order.
 
-    First the current folder, if it is in the project, then the project's root, each with its `src`
-    unless that is a package itself. Then the other entries of sys.path below the root: $PYTHONPATH,
-    and packages installed in editable mode. Left out are folders outside the project, of which a
-    job has no copy, and a run's folder, which may come from somebody else.
+    First the current folder, if it is in the project, then the project's root, each followed by its
+    `src`, unless `src` is a package itself. Then the other entries of sys.path below the root:
+    $PYTHONPATH, and packages installed in editable mode. Left out are folders outside the project,
+    of which a job has no copy, and a run's folder, which may come from somebody else.
     """
     project, current = Path(root).resolve(), Path.cwd()
     folders: list[Path] = []
@@ -34,7 +34,7 @@ def own_folders(root: str | Path) -> tuple[str, ...]:
 
 
 def python_path(root: Path) -> list[str]:
-    """The same folders relative to the root, for launch.yaml: valid in each copy of the project."""
+    """`own_folders` relative to the root, for launch.yaml: valid in each copy of the project."""
     return [Path(f).relative_to(root.resolve()).as_posix() for f in own_folders(root)]
 
 
@@ -58,9 +58,9 @@ def is_installed(path: Path) -> bool:
     return bool(packages) or any(path.is_relative_to(home) for home in homes)
 
 
-def place_in(trace: str) -> str:
-    """The last line of a traceback (text, as a loader's worker sends its own) that is in the user's
-    code: `solar/net.py, line 12, in training_step`; "" if none is."""
+def last_user_line(trace: str) -> str:
+    """The last line of the user's code in a traceback: `solar/net.py, line 12, in training_step`;
+    "" if there is none. The traceback is text, because a loader's worker sends its own as text."""
     for file, line, function in reversed(re.findall(r'File "(.+)", line (\d+), in (.+)', trace)):
         path, product = Path(file), Path(__file__).parent
         if path.is_file() and not path.is_relative_to(product) and not is_installed(path):

@@ -62,7 +62,7 @@ def recipe_of(config: DictConfig) -> DictConfig:
 
 
 def same_recipe(one: DictConfig, other: DictConfig) -> bool:
-    """Whether two configs have the same recipe. An older recipe may hold keys now in WHERE."""
+    """Whether two configs have the same recipe. An older recipe may hold keys of WHERE."""
     return recipe_of(one) == recipe_of(other)
 
 
@@ -84,7 +84,7 @@ def is_own(target: Any) -> bool:
 
 
 def where_of(config: DictConfig) -> DictConfig:
-    """Where it runs: the keys of WHERE alone, as a nested config."""
+    """The keys of WHERE alone, as a nested config."""
     written, where = _written(config), OmegaConf.create({})
     for path in WHERE:
         if path in flat_paths(written, leaves=False):
@@ -139,7 +139,7 @@ def flat_paths(config: Any, prefix: str = "", *, leaves: bool = True) -> list[st
 
 
 def _written(config: DictConfig) -> dict[str, Any]:
-    """As plain containers. Only `${hydra:}` and `${now:}` are resolved: no other process can."""
+    """As plain containers, with `${hydra:}` and `${now:}` resolved: no other process can."""
     written = _without_clock(OmegaConf.to_container(config, resolve=False))
     assert isinstance(written, dict)
     return written

@@ -1,7 +1,7 @@
 """The number of ranks and their devices: `trainer.num_nodes` and `trainer.devices` -> `Resources`.
 
-Resolved before anything is submitted, and without torch. $CUDA_VISIBLE_DEVICES and nvidia-smi show
-the GPUs of this machine.
+They are resolved before anything is submitted, and without torch. $CUDA_VISIBLE_DEVICES and
+nvidia-smi show the GPUs of this machine.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ def visible_gpus() -> int:
 
 def visible() -> list[str]:
     """The NVIDIA GPUs that a process started here would see, in order, named as
-    $CUDA_VISIBLE_DEVICES names them: "5", "GPU-8f6e...", "MIG-5c23...".
-
-    Raises:
-        UserError: $CUDA_VISIBLE_DEVICES names GPUs, but CUDA would show none.
-    """
+    $CUDA_VISIBLE_DEVICES names them: "5", "GPU-8f6e...", "MIG-5c23...". A UserError if this
+    variable names GPUs, but CUDA would show none."""
     gpus, migs = _installed()
     text = os.environ.get(VISIBLE)
     if text is None:
@@ -39,13 +36,13 @@ def visible() -> list[str]:
     names = listed(text)
     if gpus:  # a missing GPU ends the list; a UUID may be abbreviated
         uuids = [*gpus, *migs]
-        there = [
+        exist = [
             int(name) < len(gpus) if name.isdigit() else any(u.startswith(name) for u in uuids)
             for name in names
         ]
-        names = names[: [*there, False].index(False)]
+        names = names[: [*exist, False].index(False)]
     if not names and re.match(r"\s*(\d|GPU-|MIG-)", text):
-        what = f"{text!r} names GPUs, and CUDA shows none: one is named twice, or is not there"
+        what = f"{text!r} names GPUs, and CUDA shows none: one is named twice, or does not exist"
         remedy = f"export {VISIBLE}=0,1 (nvidia-smi -L lists them), or unset it"
         raise UserError.at(VISIBLE, what, remedy)
     return names
@@ -107,7 +104,7 @@ def resolve(
         accelerator = "gpu" if gpus else "mps" if apple else "cpu"
     accelerator = "gpu" if accelerator == "cuda" else accelerator
     if accelerator == "gpu" and not gpus:
-        what = f"a GPU is asked for, and this machine shows none (by {shown_by})"
+        what = f"a GPU is asked for, and this machine shows none (see {shown_by})"
         remedy = "write trainer.accelerator=cpu, or add debug=cpu for a short run on the CPU"
         raise UserError.at("trainer.accelerator", what, remedy)
     if isinstance(devices, (list, tuple)):
@@ -116,7 +113,7 @@ def resolve(
     if devices in ("auto", -1, None):
         devices = gpus if accelerator == "gpu" else 1
     if accelerator == "gpu" and devices > gpus:
-        what = f"{devices} are asked for, and this machine shows {gpus} GPUs (by {shown_by})"
+        what = f"{devices} are asked for, and this machine shows {gpus} (see {shown_by})"
         raise UserError.at("trainer.devices", what, f"write trainer.devices={gpus}")
     return Resources(1, int(devices), accelerator)
 
@@ -126,7 +123,7 @@ def _chosen(
 ) -> tuple[str, ...]:
     """The visible GPUs that a list in `trainer.devices` chooses by index, as Lightning does."""
     if accelerator != "gpu":
-        none = f", as no GPU is visible (by {shown_by})" * (accelerator == "cpu" and not names)
+        none = f", as no GPU is visible (see {shown_by})" * (accelerator == "cpu" and not names)
         what = f"a list chooses GPUs, and trainer.accelerator is {accelerator}{none}"
         remedy = f"write trainer.devices={len(indices)}"
     elif len(set(indices)) < len(indices):
@@ -134,7 +131,7 @@ def _chosen(
         remedy = f"write trainer.devices=[{','.join(map(str, sorted(set(indices))))}]"
     elif not all(0 <= index < len(names) for index in indices):
         what = f"{list(indices)} is asked for; ids count the {len(names)} GPUs visible "
-        what += f"(by {shown_by}), from 0 to {len(names) - 1}"
+        what += f"(see {shown_by}), from 0 to {len(names) - 1}"
         remedy = f"write trainer.devices={len(names)} for all of them"
     else:
         return tuple(names[index] for index in indices)
@@ -168,8 +165,8 @@ def loader_workers(cores: int) -> int:
 
 
 def replicas(strategy: Mapping[str, Any] | None, ranks: int) -> int:
-    """The number of shares of the data: each rank takes different data, or, if the config's
-    strategy has `stages`, each pipeline of that many ranks."""
+    """The number of shares of the data: one for each rank, or one for each pipeline of `stages`
+    ranks if the config's strategy has `stages`."""
     if not strategy or "stages" not in strategy:
         return ranks
     stages = strategy["stages"] or ranks

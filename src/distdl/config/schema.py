@@ -2,7 +2,7 @@
 
 Sections that distdl reads itself have fixed keys. A component section (`model`, `data`, ...) names
 a class by `_target_`; its other keys are that class's arguments, which `validation.child` checks
-against the signature. `trainer` is in between: the types of Lightning's arguments are here, so that
+against the signature. For `trainer` the types of Lightning's arguments are listed here, so that
 most mistakes are found without importing Lightning; binding finds unknown arguments.
 """
 
@@ -39,7 +39,7 @@ def _are_devices(value: Any) -> bool:
     return value in ("auto", -1) or (bool(counted) and all(counted))
 
 
-# Not "None", which is Python's null, nor "", which is what an unset variable leaves.
+# Refuses "None", which is Python's null, and "", which an unset variable leaves.
 _NAMED = _must(lambda value: value.strip() not in ("", "None"), "null or a text")
 Text = Annotated[str, _NAMED]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200), _NAMED]
@@ -215,10 +215,8 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def check(
     values: Mapping[str, Any], *, show: Callable[[Path], str], known: Iterable[str]
 ) -> Iterator[Problem]:
-    """Checks resolved values against the schema.
-
-    `show` formats the value at a path, without values of the environment; `known` are paths to
-    suggest."""
+    """Checks resolved values against the schema. `show` formats the value at a path, without values
+    of the environment; `known` are paths to suggest."""
     expected: dict[Path, list[str]] = {}
     for path, deeper, error in _errors(values):
         if error["type"] == "extra_forbidden":
@@ -287,7 +285,7 @@ def _absent(
         if option := words.for_component(str(path[0]), str(path[-1]), config):
             remedy = " ".join([option, *(f"{text}.{key}=..." for key in value or ())])
     elif path[0] in ("optimizer", "schedule") and value:
-        what = f"there is none here to take {keys} ({text}=none, or a file without _target_)"
+        what = f"names no class (_target_) to take {keys} ({text}=none, or an incomplete file)"
         argument = f"the model's own argument, such as model.{next(iter(value))}=..."
         remedy = f"{argument}, or {choose}"
     return Problem(text, what, remedy)

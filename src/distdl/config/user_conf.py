@@ -1,4 +1,4 @@
-"""The user's own `./conf` (or $DISTDL_CONF): its options come before ours and may shadow them.
+"""The user's own `./conf` (or $DISTDL_CONF): its options come before distdl's and may shadow them.
 
 The search path is changed by a plugin that is registered in this process only. A `hydra_plugins`
 package would change every Hydra application of the environment.
@@ -20,22 +20,22 @@ from distdl.config.own_code import in_a_run
 from distdl.util.errors import Problem, UserError
 
 VARIABLE = "DISTDL_CONF"
-# The directories of --config-dir: their options come after ours and shadow none of them.
+# The directories of --config-dir: their options come after distdl's and cannot shadow them.
 _further: list[Path] = []
 
 
 def folder() -> Path | None:
-    """The user's folder of configs, if there is one that is not our own.
+    """The user's folder of configs, if there is one that is not distdl's own.
 
     Raises:
-        UserError: $DISTDL_CONF is not a folder, or the folder would replace our primary config.
+        UserError: $DISTDL_CONF is not a folder, or the folder would replace the primary config.
     """
     named = os.environ.get(VARIABLE)
     path = Path(named or "conf").resolve()
     if named and not path.is_dir():
         raise UserError.at(VARIABLE, f"{named!r} is not a folder")
     # A run's folder may come from somebody else.
-    if not path.is_dir() or (not named and in_a_run(path)) or path.samefile(_ours()):
+    if not path.is_dir() or (not named and in_a_run(path)) or path.samefile(_shipped()):
         return None
     if (path / "distdl.yaml").exists():
         raise UserError.at(
@@ -46,7 +46,7 @@ def folder() -> Path | None:
     return path
 
 
-def _ours() -> Path:
+def _shipped() -> Path:
     import distdl.conf
 
     return Path(distdl.conf.__file__).parent
@@ -58,19 +58,19 @@ def folders() -> list[Path]:
 
 
 def shadowed() -> list[str]:
-    """Our options that the user's folder replaces, as `model/resnet50`."""
+    """distdl's options that the user's folder replaces, such as `model/resnet50`."""
     path = folder()
     files = [f.relative_to(path) for f in sorted(path.glob("*/**/*.yaml"))] if path else []
-    return [str(file.with_suffix("")) for file in files if (_ours() / file).exists()]
+    return [str(file.with_suffix("")) for file in files if (_shipped() / file).exists()]
 
 
-def elsewhere(group: str, option: str) -> Path | None:
+def parent_with(group: str, option: str) -> Path | None:
     """A parent folder whose `conf` has the option: the command should be typed there."""
     above = (parent for parent in Path.cwd().parents if folder() != parent / "conf")
     return next((p for p in above if (p / "conf" / group / f"{option}.yaml").is_file()), None)
 
 
-def not_read(group: str, option: str) -> str:
+def why_not_read(group: str, option: str) -> str:
     """Why an existing option is not found: its folder or its file has the wrong name."""
     for misnamed in (path / group / f"{option}.yml" for path in folders()):
         if misnamed.is_file():
@@ -83,8 +83,7 @@ def not_read(group: str, option: str) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Reads a config file; empty if it is unreadable or not a mapping. Raises if it is not
-    UTF-8."""
+    """A config file; empty if it is unreadable or not a mapping. Raises if it is not UTF-8."""
     with suppress(OSError, yaml.YAMLError):
         text = file.read_text(encoding="utf-8")
         with suppress(ValueError):  # a date that does not exist
@@ -123,14 +122,14 @@ def broken() -> list[Problem]:
                 text[1:] if text[:1] == "/" else os.path.normpath(group / text)
                 for text in map(_entry, defaults if isinstance(defaults, list) else ())
             ]
-    while True:  # one cycle after the other
+    while True:  # each pass finds one cycle
         try:
             TopologicalSorter(names).prepare()
             return problems
         except CycleError as error:
             ring = error.args[1][::-1]  # from a file to the one it names
             what = f"names itself under defaults: {' -> '.join(ring)}"
-            problems.append(Problem(f"{ring[0]}.yaml", what, "take that line out"))
+            problems.append(Problem(f"{ring[0]}.yaml", what, "remove that line"))
             names = {name: after for name, after in names.items() if name not in ring}
 
 
@@ -142,12 +141,12 @@ def _entry(written: Any) -> str:
 
 
 def print_shadowed() -> None:
-    for option in shadowed():  # such an option is not the documented one
+    for option in shadowed():  # the documentation describes distdl's own option
         print(f"note: {folder()}/{option}.yaml replaces distdl's own", file=sys.stderr)
 
 
 def register(config_dirs: Sequence[str] = ()) -> None:
-    """Makes Hydra search the user's folder first, as it is at each search."""
+    """Makes Hydra search the user's folder first; each search determines the folder anew."""
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -159,10 +158,10 @@ def register(config_dirs: Sequence[str] = ()) -> None:
 
     class UserConf(SearchPathPlugin):
         def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-            # Another Hydra application in this process must not see it.
+            # Another Hydra application in this process must not search it.
             if any(e.path == "pkg://distdl.conf" for e in search_path.get_path()):
-                if (users := folder()) is not None:
-                    search_path.prepend("distdl-user", f"file://{users}")
+                if (conf := folder()) is not None:
+                    search_path.prepend("distdl-user", f"file://{conf}")
                 for directory in _further:
                     search_path.append("command-line", f"file://{directory}")
 

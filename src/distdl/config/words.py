@@ -16,8 +16,8 @@ from distdl.util.errors import Problem, UserError
 from distdl.util.redact import redact
 from distdl.util.suggest import closest, nearest
 
-_PLACE = "output_dir=FOLDER is where all runs lie, name=NAME is the folder of this one"
-_START = "checkpoint.resume_from=FILE trains on from it, task=test task.checkpoint=FILE tests it"
+_RUN_FOLDER = "output_dir=FOLDER is the folder of all runs, name=NAME the folder of this one in it"
+_START = "checkpoint.resume_from=FILE continues from it, task=test task.checkpoint=FILE tests it"
 _SWEEP = "a sweep is -m and several values: -m optimizer.lr=0.1,0.01"
 _BEST = "checkpoint.monitor=METRIC checkpoint.mode=max"
 _SIZE = "trainer.accelerator=cpu or gpu, trainer.devices=N, strategy=ddp"
@@ -34,10 +34,10 @@ _KEYS = table(f"""
     hydra/launcher: launcher=slurm (--help lists them); a sweep on any of them: -m
     hydra/sweeper hydra.sweeper hparams_search: {_SWEEP}
     hydra.launcher: launcher.<argument>=...
-    hydra.run hydra.sweep: {_PLACE}
-    hydra.output_subdir: the run's config.yaml is what was composed
-    hydra.job: experiment_name=NAME and name=NAME name a run; nothing changes the folder
-    hydra: distdl writes its own logs and folders; of hydra only hydra.searchpath is read
+    hydra.run hydra.sweep: {_RUN_FOLDER}
+    hydra.output_subdir: the composed config is always kept, as the run's config.yaml
+    hydra.job: experiment_name=NAME and name=NAME name a run; the current folder never changes
+    hydra: distdl writes its own logs and folders; only hydra.searchpath has an effect
     ckpt_path resume_from_checkpoint: {_START}
     logger loggers wandb comet neptune clearml mlflow tensorboard csv: tracking=NAME (--help lists \
 them); several: tracking=[mlflow,tensorboard]
@@ -45,13 +45,13 @@ them); several: tracking=[mlflow,tensorboard]
     task_name: experiment_name=NAME
     optimized_metric: {_BEST} chooses best.ckpt
     train test: choose one: task=train, task=validate or task=test
-    paths.data_dir: where it is used: data.root=FOLDER, or as your class calls it
+    paths.data_dir: data.root=FOLDER, or the argument of your own class
     paths: output_dir=FOLDER for the runs, data.root=FOLDER for the data
-    extras: tags=[...] labels a run; its config is kept in any case
+    extras: tags=[...] labels a run; its config is always kept
     print_config: --cfg job prints it
-    checkpoint.save_last: the newest are kept in any case: checkpoint.keep_last=N
-    checkpoint.dirpath: checkpoints lie in the run's folder: {_PLACE}
-    checkpoint.filename: their names are distdl's own; name=NAME is the run's folder
+    checkpoint.save_last: the newest N are always kept: checkpoint.keep_last=N
+    checkpoint.dirpath: checkpoints are in the run's folder: {_RUN_FOLDER}
+    checkpoint.filename: distdl names the files; name=NAME names the run's folder
     callbacks.model_summary: trainer.enable_model_summary=true
     lr_scheduler scheduler: schedule=NAME and schedule.<argument>=...
     dataset datamodule: data=NAME and data.<argument>=...
@@ -76,7 +76,7 @@ them); several: tracking=[mlflow,tensorboard]
 checkpoint.keep_last=N
     callbacks.rich_progress_bar: +callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar
     fp16 bf16 amp half dtype mixed_precision: trainer.precision=16-mixed, bf16-mixed or 32-true
-    bs bsz train_batch_size per_device_train_batch_size: data.batch_size=N, of each device
+    bs bsz train_batch_size per_device_train_batch_size: data.batch_size=N, per device
     lr learning_rate base_lr max_lr: optimizer.lr=..., or model.lr=... where the model makes the \
 optimizer itself
 """)
@@ -90,7 +90,7 @@ TRAINER_OWNED = {
     "enable_progress_bar": "the bar is shown on a terminal; callbacks.progress=null removes it",
     "enable_checkpointing": "choose what is saved by checkpoint.*",
     "model_registry": "add litmodels' callback, which uploads: +callbacks.<name>._target_=...",
-    "barebones": "task=benchmark measures a step without what is around it",
+    "barebones": "task=benchmark measures training steps alone",
 }
 # Lightning's names of strategies, as its messages and documents use them. The ways to start ddp
 # (spawn, fork, notebook) make no difference here: each rank is its own process.
@@ -115,7 +115,7 @@ _PRECISIONS = {
 }
 # An experiment or debug file without `# @package _global_`: what is wrong, and the remedy.
 NOT_GLOBAL = (
-    "its keys land below it, not beside model and data",
+    "its keys would be nested below it, not beside model and data",
     "make its first line: # @package _global_",
 )
 # Options of groups.
@@ -167,7 +167,7 @@ def strategy_for(name: str) -> str:
 def precision_for(name: str) -> str:
     """What to write instead of `trainer.precision=fp16`; "" for an unknown name."""
     name = name.lower().removeprefix("torch.").replace("_", "-")
-    ours = (ours for theirs, ours in _PRECISIONS.items() if re.fullmatch(theirs, name))
+    ours = (ours for pattern, ours in _PRECISIONS.items() if re.fullmatch(pattern, name))
     return next((f"write trainer.precision={each}" for each in ours), "")
 
 
@@ -179,9 +179,9 @@ def for_key(key: str, value: Any = None, config: Mapping[str, Any] | None = None
     key = "early_stopping.patience" if key == "patience" else key
     name, _, rest = key.partition(".")
     if name in ("logger", "loggers"):  # `logger=wandb`, `logger.wandb.group=x`
-        asked, _, argument = rest.partition(".")
-        if for_component("tracking", asked := asked or str(value)):
-            return f"tracking={asked}" + (f" tracking.{rest}=..." if argument else "")
+        logger, _, argument = rest.partition(".")
+        if for_component("tracking", logger := logger or str(value)):
+            return f"tracking={logger}" + (f" tracking.{rest}=..." if argument else "")
     for collection in ("callbacks", "tracking"):  # `early_stopping.patience`
         if option := for_component(collection, name, config):
             return f"{option} {collection}.{key}=..." if rest else option
@@ -252,8 +252,7 @@ def for_verb(verb: str, rest: Sequence[str]) -> str:
 
 
 def for_experiment(word: str, rest: Sequence[str]) -> str:
-    """What to write instead of `distdl conf/experiment/ours.yaml` or `distdl ours`; "" if there is
-    no such experiment."""
+    """What to write instead of `distdl ours`; "" if there is no experiment of that name."""
     name = re.sub(r"^(.*/)?experiment/|\.ya?ml$", "", word)
     if not any((folder / f"experiment/{name}.yaml").is_file() for folder in _folders()):
         return ""
@@ -265,14 +264,14 @@ def for_override(text: str, error: str) -> str:
     key, equals, value = text.partition("=")
     if not equals or text.startswith("~"):
         return "write key=value, +key=value, group=option or ~key"
-    if lacking := open_brackets(value):
-        return f"it lacks {lacking}: {redact(repr(text.rstrip(', ') + lacking))}"
+    if missing := open_brackets(value):
+        return f"it lacks {missing}: {redact(repr(text.rstrip(', ') + missing))}"
     if (typed := meant(text)) != text:
         return f"write {redact(shlex.quote(typed))}"
     if value.startswith(("{", '"', "'")):  # a mapping, or quoted already
         return redact(error)
     escaped = value.replace('"', '\\"')
-    return redact(f"""{error}\n    a text with special characters: '{key}="{escaped}"'""")
+    return redact(f"""{error}\n    quote a text with special characters: '{key}="{escaped}"'""")
 
 
 def open_brackets(text: str) -> str:
@@ -364,15 +363,15 @@ def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
         verb = for_verb(word, left) or (for_experiment(word, left) if count == 1 else "")
         what, remedy, last = "is not an override", "write key=value, or group=option", False
         if count > 1:
-            what, word = "the shell takes it for several words", typed
+            what, word = "the shell splits it into several words", typed
             remedy = f"write {shlex.quote(typed)}"
         elif typed != word and ("=" in typed or typed.startswith("-")):
             remedy, last = f"write {shlex.quote(typed)}", typed.startswith("-")
         elif not (verb or close) and left and "=" not in left[0] and _KEY.fullmatch(word):
             remedy = f"write {shlex.quote(f'{word}={left.pop(0)}')}"
         elif commands:
-            what, last = "is not a command and no override", bool(close or verb)
-            known = f"write key=value, or first one of the commands {', '.join(commands)}"
+            what, last = "is neither a command nor an override", bool(close or verb)
+            known = f"write key=value, or begin with a command: {', '.join(commands)}"
             remedy = verb or (f"did you mean: python -m distdl {close}" if close else known)
         problems.append(Problem(word, what, remedy))
         if last:

@@ -15,7 +15,7 @@ from distdl.util.suggest import did_you_mean
 
 # Mean and standard deviation of ImageNet's red, green and blue, for values from 0 to 1.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# Allowed keys of the mapping under each key, with their defaults; empty: it takes a plain value.
+# The options of each augmentation, with their defaults. One without options takes a plain value.
 KEYS: dict[str, dict[str, Any]] = {
     "horizontal_flip": {},
     "rand_augment": {"ops": 2, "magnitude": 9},
@@ -24,28 +24,28 @@ KEYS: dict[str, dict[str, Any]] = {
     "random_erasing": {"p": 0.25, "fill": "mean"},
 }
 FILLS = ("mean", "noise")
-# Share of the image that is erased, and its height / width: torchvision's and timm's defaults.
+# Range of the erased share of the image, and of height / width: torchvision's and timm's defaults.
 ERASED, ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 
 
 class Augment:
-    """`data.augment`: a mapping. Every key may be left out or null (off).
+    """`data.augment`: a mapping. Every key is optional, and null turns it off.
 
-    - horizontal_flip: its probability (default 0.5, also without a mapping).
+    - horizontal_flip: the probability of a flip (default 0.5, also without a mapping).
     - rand_augment: {ops: 2, magnitude: 9}, torchvision's (Cubuk et al. 2019, arXiv 1909.13719).
     - trivial_augment: true, torchvision's TrivialAugmentWide (Mueller and Hutter 2021,
       arXiv 2103.10158).
     - color_jitter: {brightness, contrast, saturation, hue}, as torchvision's ColorJitter.
     - random_erasing: {p: 0.25, fill: mean or noise} (Zhong et al. 2017, arXiv 1708.04896). "mean"
-      is torchvision's: 0 after normalisation, here to within half a step of 255. "noise" is timm's
-      `--remode pixel`: normally distributed per pixel, clamped to black and white.
+      fills with the mean colour, as torchvision does. "noise" draws each pixel from a normal
+      distribution, as timm's `--remode pixel` does, and clamps it to uint8.
 
-    They are applied in that order, as in torchvision's references and timm, the ops on PIL images,
-    which takes a third of the time.
+    They are applied in this order, as in torchvision's references and in timm. torchvision's ops
+    run on PIL images, which takes a third of the time that tensors would take.
 
     Args:
         config: The mapping.
-        mean, std: That the device normalises by, for values from 0 to 1.
+        mean, std: The device normalises by these; for values from 0 to 1.
 
     Raises:
         UserError: If `check` finds a problem.
@@ -70,7 +70,7 @@ class Augment:
 
     @staticmethod
     def check(config: Mapping[str, Any] | None) -> Iterable[Problem]:
-        """What is wrong with `data.augment`; paths are relative to the data node."""
+        """Problems of `data.augment`; paths are relative to the data node."""
         if config is not None and not isinstance(config, Mapping):
             meant = config if config in KEYS else "rand_augment"
             example = f"'data.augment={{{meant}: {_example(meant)}}}'"
@@ -79,7 +79,7 @@ class Augment:
         for key, value in (config or {}).items():
             path = f"augment.{key}"
             if key not in KEYS:
-                hint = did_you_mean(key, KEYS) or f"there are: {', '.join(KEYS)}"
+                hint = did_you_mean(key, KEYS) or f"known keys: {', '.join(KEYS)}"
                 yield Problem(path, "unknown", hint)
             elif value is None:
                 continue
@@ -88,17 +88,17 @@ class Augment:
                     yield Problem(path, f"is {value!r}, not a probability", f"data.{path}=0.5")
             elif key == "trivial_augment":
                 if not isinstance(value, bool):
-                    yield Problem(path, f"is {value!r}", f"data.{path}=true")
+                    yield Problem(path, f"is {value!r}, not true or false", f"data.{path}=true")
             elif not isinstance(value, Mapping):
                 yield Problem(path, f"is {value!r}, not a mapping", f"data.{path}={_example(key)}")
             else:
                 yield from _wrong_values(path, KEYS[key], value)
         if config and config.get("rand_augment") and config.get("trivial_augment"):
-            what = "rand_augment and trivial_augment are two ways of the same"
+            what = "uses both rand_augment and trivial_augment: choose one of them"
             yield Problem("augment", what, "data.augment.trivial_augment=null")
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """uint8 [3, S, S] to the same: everything except the flip, which is part of the crop."""
+        """Augments an image, uint8 [3, S, S]; the flip is part of the crop instead."""
         if self.ops:
             image = _through_pil(image, self.ops)
         if self.erasing and random.random() < self.erasing["p"]:
@@ -135,7 +135,7 @@ def _ops(config: Mapping[str, Any]) -> list[Callable[[Any], Any]]:
     wanted = ("rand_augment", "trivial_augment", "color_jitter")
     if not any(config.get(key) for key in wanted):
         return []
-    # Imported here, since it takes a second that other runs need not wait.
+    # Imported only if it is needed, since the import takes a second.
     from torchvision.transforms import v2
 
     ops: list[Callable[[Any], Any]] = []
@@ -166,7 +166,7 @@ def _wrong_values(
     for key, value in values.items():
         where, default = f"{path}.{key}", defaults.get(key)
         if key not in defaults:
-            hint = did_you_mean(key, defaults) or f"there are: {', '.join(defaults)}"
+            hint = did_you_mean(key, defaults) or f"known keys: {', '.join(defaults)}"
             yield Problem(where, "unknown", hint)
         elif key == "fill":
             if value not in FILLS:

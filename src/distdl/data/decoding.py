@@ -1,7 +1,7 @@
 """Decoders of images: fast ones, and PIL as the reference.
 
-Files that a fast decoder cannot decode like PIL (CMYK, PNG, WebP, files with errors) are decoded by
-PIL. EXIF orientation is ignored, as in torchvision's ImageFolder.
+Where a fast decoder would fail or give other pixels than PIL (CMYK, PNG, WebP, files with errors),
+PIL decodes the file. EXIF orientation is ignored, as in torchvision's ImageFolder.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def decoder(name: str = "auto") -> Decoder:
     if name == "auto":
         name = next(known for known in CPU_DECODERS if works(known))
     if name not in CPU_DECODERS:
-        raise ValueError(f"no decoder {name!r}; there are {', '.join(DECODERS)}")
+        raise ValueError(f"unknown decoder {name!r}; known decoders: {', '.join(DECODERS)}")
     if name == "torchcodec":
-        from torchcodec.decoders import decode_jpeg  # noqa: F401, which came with 0.16
+        from torchcodec.decoders import decode_jpeg  # noqa: F401, new in torchcodec 0.16
 
         return decode_torchcodec
     if name == "pil":
@@ -90,12 +90,12 @@ def decode_torchcodec(data: bytes) -> torch.Tensor:
         pixels = decode_jpeg(torch.frombuffer(without_exif(data), dtype=torch.uint8), mode="RGB")
     except RuntimeError:
         return decode_pil(data)
-    assert isinstance(pixels, torch.Tensor)  # it returns a list only for a list
+    assert isinstance(pixels, torch.Tensor)  # a list is returned only for a list of files
     return pixels
 
 
 def without_exif(data: bytes) -> bytearray:
-    """A copy in which torchcodec finds no EXIF, since it would rotate the image by that."""
+    """A copy that hides its EXIF from torchcodec, which would otherwise rotate the image."""
     copy = bytearray(data)
     exif = copy.find(b"Exif\0\0", 0, 1 << 16)
     if exif >= 4 and copy[exif - 4 : exif - 2] == b"\xff\xe1":
@@ -104,7 +104,7 @@ def without_exif(data: bytes) -> bytearray:
 
 
 class Header(NamedTuple):
-    """Size of a JPEG in pixels, and its `components`: 1 grey, 3 colours, 4 CMYK."""
+    """Size of a JPEG in pixels, and its `components`: 1 for grey, 3 for colour, 4 for CMYK."""
 
     height: int
     width: int
@@ -119,7 +119,7 @@ def is_plain(header: Header | None) -> bool:
 def jpeg_header(data: bytes) -> Header | None:
     """Size and components of a JPEG, without decoding it; None: it is not a JPEG, or is broken.
 
-    Segments: ITU-T T.81, annex B (https://www.w3.org/Graphics/JPEG/itu-t81.pdf).
+    The format is in ITU-T T.81, annex B (https://www.w3.org/Graphics/JPEG/itu-t81.pdf).
     """
     if data[:2] != b"\xff\xd8":
         return None

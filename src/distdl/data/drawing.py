@@ -21,16 +21,16 @@ from torch.utils.data import (
 
 from distdl.util.seeds import stable_seed
 
-# Their draws depend only on their generator, not on how often they were iterated.
+# Samplers whose draws depend only on their generator, not on how often they were iterated.
 _FORGETFUL = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Drawn:
     """Draws an epoch's order from a sampler or a batch sampler, for `TrainBatches`.
 
-    Before each draw, it seeds every generator that the sampler may use by (seed, epoch): the global
-    ones and those in the sampler's attributes. It calls `set_epoch` if there is that method.
-    Otherwise the sampler may count epochs, so after a resume the earlier ones are drawn first.
+    Before each draw, every generator that the sampler may use is seeded by (seed, epoch): the
+    global ones and those in the sampler's attributes. `set_epoch` is called if the sampler has it.
+    Otherwise the sampler may count epochs itself, so a resume first draws the earlier epochs again.
 
     Args:
         sampler: With `__iter__` and `__len__`; does not depend on the rank.

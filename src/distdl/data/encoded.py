@@ -18,7 +18,7 @@ from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# So many damaged images in a row point to another cause than the images.
+# After this many damaged images in a row, the images are probably not the cause.
 MOST_IN_A_ROW = 20
 OnDamaged = Literal["skip", "error"]
 
@@ -26,7 +26,7 @@ OnDamaged = Literal["skip", "error"]
 class EncodedImages(Dataset[dict[str, Any]]):
     """Encoded images, decoded and cropped by a view (`distdl.data.views`).
 
-    A subclass defines `__len__`, `read`, `label` and `name`, and may fix a damaged copy in
+    A subclass defines `__len__`, `read`, `label` and `name`, and may repair a damaged copy in
     `repair`. A sample has the view's fields ("image": uint8 [3, S, S]), "label" (int), "weight"
     (float32) and "damaged" (str).
 
@@ -97,7 +97,7 @@ class EncodedImages(Dataset[dict[str, Any]]):
             first, weight = next(iter(damaged), ""), np.float32(not damaged)
             return {**seen, "label": self.label(shown), "weight": weight, "damaged": first}
         what = f"{len(damaged)} images in a row cannot be decoded, from {damaged[0]}"
-        raise UserError.at("data.root", what, "python -m distdl data check counts them")
+        raise UserError.at("data.root", what, "to count them: python -m distdl data check")
 
     def _seen(self, index: int, epoch: int) -> dict[str, Any]:
         try:
@@ -108,8 +108,8 @@ class EncodedImages(Dataset[dict[str, Any]]):
             return self.view(self.read(index), epoch)
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """A batch whose "image" is uint8 [B, 3, S, S], channels_last as the samples are (which
-        default_collate alone would copy to planes), or a `distdl.data.nvjpeg.EncodedBatch`."""
+        """A batch. Its "image" is uint8 [B, 3, S, S] or a `distdl.data.nvjpeg.EncodedBatch`. Pixels
+        stay channels_last as in the samples; default_collate alone would copy them to planes."""
         rest = [{k: v for k, v in s.items() if k not in ("image", "crop")} for s in samples]
         batch: dict[str, Any] = default_collate(rest)
         if "crop" in samples[0]:
@@ -135,7 +135,7 @@ class Damage:
 
         Args:
             damaged: One text per sample, "" for an intact one.
-            file: Each text is appended to it as a line, once over all attempts of a run.
+            file: Each text is appended to it as a line, but only once in all attempts of a run.
 
         Raises:
             UserError: For the first damaged image, with on_damaged="error".
@@ -144,7 +144,7 @@ class Damage:
         if messages and self.on_damaged == "error":
             in_shard = ".tar:" in messages[0]
             repair = "copy or prepare its shard again" if in_shard else "replace or remove it"
-            remedy = f"{repair}, or leave such images out: data.on_damaged=skip"
+            remedy = f"{repair}, or skip damaged images: data.on_damaged=skip"
             raise UserError.at("data.root", f"cannot decode {messages[0]}", remedy)
         self.in_epoch += len(messages)
         for text in messages:

@@ -25,12 +25,12 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
         num_classes: How many class folders there should be; None: any number.
     """
     if root.is_file():
-        problems = [(f"{root} is a file", "the folder that holds train/ and val/")]
+        problems = [(f"{root} is a file", "name the folder that holds train/ and val/")]
     elif not root.is_dir():
         problems = [(f"no such folder: {root}", "data.root=/path/to/images")]
     elif (root / WORK).is_dir():
         what = f"{root}: its preparation was interrupted, or is under way"
-        problems = [(what, "the same `prepare` command continues it")]
+        problems = [(what, "the same `prepare` command resumes it")]
     else:
         remedy = "it must hold train/<class>/ and val/<class>/"
         missing = [split for split in ("train", "val") if not (root / split).is_dir()]
@@ -49,14 +49,14 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
 class FolderImages(EncodedImages):
     """The images in the class folders of a split; see `EncodedImages` for the samples.
 
-    Paths are in one array and not in a list of strings, of which reference counting would gradually
-    make a copy in each worker process.
+    Paths are in one array. In a list of strings, reference counting would gradually copy all
+    strings into each worker process.
 
     Args:
-        folder: Of the split. Subfolders of a class count, too, as in torchvision's ImageFolder. A
-            folder that several links lead to counts once.
+        folder: The split's folder. Subfolders of a class count too, as in torchvision's
+            ImageFolder. A folder that several links lead to counts once.
         view: See `distdl.data.views`.
-        folders: Shared with the other split.
+        folders: Shared with the other split, so that a folder belongs to one class only.
 
     Raises:
         UserError: A class folder has no image, or a folder belongs to two classes.
@@ -72,11 +72,11 @@ class FolderImages(EncodedImages):
         for name in self.classes:
             before = len(paths)
             for inner, _, files in sorted(folders.walk(folder, name)):
-                beside = os.fsencode(os.path.join(os.path.relpath(inner, folder), ""))
-                paths += [beside + os.fsencode(file) for file in sorted(files) if is_image(file)]
+                prefix = os.fsencode(os.path.join(os.path.relpath(inner, folder), ""))
+                paths += [prefix + os.fsencode(file) for file in sorted(files) if is_image(file)]
             if len(paths) == before:
                 what = f"{folder / name} holds no image"
-                raise UserError.at("data.root", what, ", ".join(EXTENSIONS))
+                raise UserError.at("data.root", what, f"names end in {', '.join(EXTENSIONS)}")
             counts.append(len(paths) - before)
         self._paths = np.array(paths, dtype=np.bytes_)
         self._labels = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
@@ -98,7 +98,7 @@ class FolderImages(EncodedImages):
     def read(self, index: int) -> bytes:
         try:
             return self.path(index).read_bytes()
-        except OSError as error:  # this file's own: a dangling link, no read permission
+        except OSError as error:  # it concerns only this file: a dangling link, no permission
             raise DamagedImage(f"cannot be read: {error.strerror}") from error
 
     def label(self, index: int) -> int:

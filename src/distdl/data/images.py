@@ -33,7 +33,7 @@ class ImageData(LightningDataModule):
     Args:
         batch_size: Images per device.
         num_workers: Processes that load; None: this rank's share of the cores, less one or two.
-        mean, std: Of red, green and blue, for values from 0 to 1.
+        mean, std: The device normalises red, green and blue by these; for values from 0 to 1.
         on_damaged: For an image that cannot be decoded: "skip" reports it and replaces it with
             another one, "error" ends the run (in on_before_batch_transfer).
     """
@@ -111,7 +111,7 @@ class ImageData(LightningDataModule):
         self, batch: dict[str, torch.Tensor], dataloader_idx: int
     ) -> dict[str, torch.Tensor]:
         image = self.normalize(batch["image"])
-        if self.trainer is not None:  # to 16 bits if the whole run is 16-bit
+        if self.trainer is not None:  # to 16 bits in a pure 16-bit run
             image = self.trainer.precision_plugin.convert_input(image)
         return {**batch, "image": image}
 

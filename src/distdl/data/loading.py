@@ -1,4 +1,4 @@
-"""Shards any user's data over the ranks, with exact resume, without a change to their code."""
+"""Shards the loaders of any data module over the ranks, with exact resume."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class KeyedDataset(Dataset[Any]):
 
     Before `dataset[index]` it seeds the default CPU generators of Python, NumPy and torch; in the
     main process it then restores their states. This costs about 10 us per sample and 80 us per
-    batch; a dataset that draws nothing avoids it with `is_deterministic = True`, and a
-    TensorDataset does.
+    batch. A dataset without randomness avoids the cost with `is_deterministic = True`; a
+    TensorDataset needs no such mark.
 
     Other attributes are looked up on the wrapped dataset. A plain integer key gives
     `dataset[index]`. A method `at_epoch(index, epoch)` of the dataset is called instead, if it
@@ -72,7 +72,7 @@ class KeyedDataset(Dataset[Any]):
         # DataLoader's fetcher calls this per batch, so the states are saved once per batch.
         if getattr(self.dataset, "is_deterministic", isinstance(self.dataset, TensorDataset)):
             return [self._sample(key) for key in keys]
-        if get_worker_info() is not None:  # nothing else in a worker draws
+        if get_worker_info() is not None:  # in a worker nothing else needs the old states
             return [self._sample(key, reseed=True) for key in keys]
         with random_states_kept():
             return [self._sample(key, reseed=True) for key in keys]
@@ -113,7 +113,7 @@ def distribute(
     the batches of its custom batch sampler, and keeps all other settings. The order is made to
     depend on seed and epoch alone (`Drawn`). A subclass is created again with its own arguments.
 
-    Training uses `TrainBatches`, which start at `position` and drop the tail that fills no global
+    Training uses `TrainBatches`, which start at `position` and drop an incomplete last global
     batch, even with `drop_last=False`: uneven ranks hang DDP. With several training loaders, a
     resume in the middle of an epoch restarts the epoch (with a warning).
 
@@ -131,7 +131,7 @@ def distribute(
 
     Args:
         source: Changed in place: its four `*_dataloader` methods are wrapped on the instance.
-        rank, world_size: Of the processes that take different data (pipeline stages share theirs).
+        rank, world_size: Among the processes that take different data (pipeline stages share data).
         seed: The run's seed, the same on every rank.
         position: Shared with the callback that counts the samples trained on.
             `train_dataloader` sets how many samples a global batch holds.
@@ -179,7 +179,7 @@ class _Share:
         if self.stage == "train":
             self.position.per_batch, self.position.samples = 0, 0
             if several and self.position.consumed:
-                self._warn("several", "several loaders start the epoch anew, samples repeat")
+                self._warn("several", "several loaders start the epoch again: samples repeat")
         return tree_map(functools.partial(self._one, resume=not several), loaders)
 
     def _one(self, loader: Any, resume: bool) -> Any:
@@ -188,17 +188,17 @@ class _Share:
         if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, Surviving):
             loader.worker_init_fn = Surviving(loader.worker_init_fn)
         if not self.share:
-            return self._left(loader)
+            return self._unchanged(loader)
         if not isinstance(loader, DataLoader):
-            why = f"left as it is ({type(loader).__name__} is not a DataLoader)"
-            return self._left(loader, why)
+            why = f"left unchanged ({type(loader).__name__} is not a DataLoader)"
+            return self._unchanged(loader, why)
         if isinstance(loader.dataset, IterableDataset):
             return self._stream(loader)
         if shards_itself(loader):
-            return self._left(loader)
-        sampler = _Chosen(loader)
+            return self._unchanged(loader)
+        sampler = _Sampling(loader)
         if not sampler.has_length:
-            return self._cannot(loader, "its sampler has no length")
+            return self._refuse_unsharded(loader, "its sampler has no length")
         if self.stage in ("val", "test") and self.world_size == 1 and not self._exact:
             return loader
         batches: TrainBatches | EvalBatches = (
@@ -210,7 +210,7 @@ class _Share:
         try:
             made = rebuilt(loader, dataset, batches)
         except NotRebuilt as error:
-            return self._cannot(loader, str(error))
+            return self._refuse_unsharded(loader, str(error))
         if isinstance(batches, TrainBatches):
             self._count_in(batches.global_batch, sampler.rows)
         return made
@@ -219,7 +219,7 @@ class _Share:
     def _exact(self) -> bool:
         return bool(getattr(self.source, "exact_evaluation", False))
 
-    def _train(self, loader: DataLoader[Any], sampler: _Chosen, resume: bool) -> TrainBatches:
+    def _train(self, loader: DataLoader[Any], sampler: _Sampling, resume: bool) -> TrainBatches:
         ordered: Any = loader.dataset if hasattr(loader.dataset, "reached") else None
         shuffle = isinstance(sampler.order, RandomSampler)
         if not sampler.by_torch:
@@ -239,7 +239,7 @@ class _Share:
             batched=sampler.batched,
         )
 
-    def _evaluate(self, loader: DataLoader[Any], sampler: _Chosen) -> EvalBatches:
+    def _evaluate(self, loader: DataLoader[Any], sampler: _Sampling) -> EvalBatches:
         order = None if sampler.by_torch else Drawn(sampler.order).order(self.seed, 0)
         count = len(loader.dataset) if order is None else len(order)  # type: ignore[arg-type]
         if self.stage == "predict":
@@ -272,33 +272,33 @@ class _Share:
                 if not isinstance(dataset, Striding):  # the hook may return a loader twice
                     dataset = Striding(dataset, self.rank, self.world_size)
                     object.__setattr__(loader, "dataset", dataset)  # DataLoader forbids setattr
-                text = "each rank takes one sample of %d of the iterable dataset, and reads all"
+                text = "each rank reads the whole iterable dataset, and uses one sample in %d"
                 self._warn("stride", text % self.world_size)
-            return self._left(loader, "an iterable dataset" if shards is None else None)
+            return self._unchanged(loader, "an iterable dataset" if shards is None else None)
         name = type(loader.dataset).__name__
-        what = f"train_dataloader: nothing says whether {name}, an iterable dataset, gives "
+        what = f"train_dataloader: it is unknown whether {name}, an iterable dataset, gives "
         what += f"{self.world_size} ranks different samples"
         remedy = f"set shards_itself = True on {name} if it asks for the rank itself, or False to "
         remedy += f"let each rank take every {self.world_size}th sample; or leave all loaders alone"
         raise UserError.at("data", what, f"{remedy}: {LEAVE}")
 
-    def _cannot(self, loader: DataLoader[Any], why: str) -> Any:
+    def _refuse_unsharded(self, loader: DataLoader[Any], why: str) -> Any:
         name = type(loader).__name__
         if self.world_size == 1 or self.stage != "train":
-            return self._left(loader, f"left as it is ({name}: {why})")
+            return self._unchanged(loader, f"left unchanged ({name}: {why})")
         what = "train_dataloader: the ranks would all train on the same samples, since "
         what += f"{name} cannot be given one rank's share: {why}"
-        remedy = f"change that, or shard by yourself and leave all loaders alone: {LEAVE}"
+        remedy = f"change the loader; or shard it yourself, and leave all loaders alone: {LEAVE}"
         raise UserError.at("data", what, remedy)
 
-    def _left(self, loader: Any, why: str | None = None) -> Any:
+    def _unchanged(self, loader: Any, why: str | None = None) -> Any:
         """Counts a loader that is not sharded, and returns it unchanged, with its warnings."""
         if why is not None and self.world_size > 1:
-            self._warn("custom", f"{why}: it must shard by itself over {self.world_size} ranks")
+            self._warn("custom", f"{why}: it must shard itself over {self.world_size} ranks")
         if self.stage == "train":
             if self.position.consumed:
-                self._warn("anew", f"{type(loader).__name__} starts the epoch anew")
-            rows = _Chosen(loader).rows if isinstance(loader, DataLoader) else None
+                self._warn("again", f"{type(loader).__name__} starts the epoch again")
+            rows = _Sampling(loader).rows if isinstance(loader, DataLoader) else None
             self._count_in((rows or 1) * self.world_size, rows)
         return loader
 
@@ -317,12 +317,12 @@ class _Share:
         self.warned.add(topic)
 
 
-class _Chosen:
-    """What chooses a loader's samples.
+class _Sampling:
+    """The sampler of a loader, and its batches.
 
     `order` is the sampler, or a custom batch sampler (then `batched` is True). `rows` is the number
-    of samples in a batch, None if unknown. `by_torch`: torch's own sampler gives all samples of the
-    dataset, in order or shuffled.
+    of samples in a batch, None if unknown. `by_torch` is True if torch's own sampler gives all
+    samples of the dataset, in order or shuffled.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -332,7 +332,7 @@ class _Chosen:
         self.rows = rows if isinstance(rows, int) else None
         self.batched = batches is not None and type(batches) is not BatchSampler
         self.batch_size, self.drop_last = 1, False
-        if type(batches) is BatchSampler:  # as an argument, it leaves loader.sampler unused
+        if type(batches) is BatchSampler:  # if it was an argument, loader.sampler is unused
             self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
             order = batches.sampler
         self.order, kind = order, type(order)

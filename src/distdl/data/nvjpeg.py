@@ -1,9 +1,9 @@
 """`data.decoder=nvjpeg`: workers read files and draw crops; the GPU decodes, crops and resizes.
 
-It calls torchcodec's decode_jpeg once per batch, which uses NVIDIA's nvJPEG on a GPU
-(https://docs.nvidia.com/cuda/nvjpeg/). That decodes on the current stream and synchronises with it
-(torchcodec 0.17, DecodeJpegCuda.cpp). So it runs on the side stream: on the main stream it would
-wait for the previous step.
+torchcodec's decode_jpeg is called once per batch; on a GPU it uses NVIDIA's nvJPEG
+(https://docs.nvidia.com/cuda/nvjpeg/), which decodes on the current stream and synchronises with it
+(torchcodec 0.17, DecodeJpegCuda.cpp). Decoding therefore runs on the side stream
+(`distdl.data.side_stream`): on the main stream it would wait for the previous step.
 """
 
 from __future__ import annotations

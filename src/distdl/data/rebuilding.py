@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from distdl.data.sampling import EvalBatches, InOrder, TrainBatches
 from distdl.data.worker_signals import Surviving
 
-# Arguments of DataLoader that are attributes, too, besides the dataset and what chooses samples.
+# Arguments that a DataLoader keeps as attributes, except for the dataset and the samplers.
 SETTINGS: tuple[str, ...] = ("num_workers", "prefetch_factor", "persistent_workers", "in_order")
 SETTINGS += ("collate_fn", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn")
 SETTINGS += ("multiprocessing_context", "generator")
@@ -30,11 +30,11 @@ class NotRebuilt(Exception):
 def rebuilt(
     loader: DataLoader[Any], dataset: Dataset[Any], batches: TrainBatches | EvalBatches
 ) -> DataLoader[Any]:
-    """A loader of the same class and settings that gives `batches` of `dataset`; a subclass is
-    created again with its own arguments, as Lightning does it for its samplers.
+    """A loader of the same class and settings that gives `batches` of `dataset`. A subclass is
+    created again with its original arguments, as Lightning does to replace samplers.
 
     Raises:
-        NotRebuilt: Its arguments are unknown, or it does not use the sampler that it is given.
+        NotRebuilt: The subclass's arguments are unknown, or it does not use the new sampler.
     """
     if type(loader) is not DataLoader:
         return _of_subclass(loader, dataset, batches)
@@ -66,8 +66,8 @@ def _of_subclass(
     if isinstance(batches, TrainBatches) and type(inner) is BatchSampler:
         taken = taken and inner.batch_size == batches.batch_size
     if not taken:
-        raise NotRebuilt("its __init__ does not hand sampler and batch_size on to DataLoader")
-    # Set only now, since its __init__ may check the dataset's type. DataLoader forbids setattr.
+        raise NotRebuilt("its __init__ does not pass sampler and batch_size to DataLoader")
+    # Set only now, since `__init__` may check the dataset's type. DataLoader forbids setattr.
     object.__setattr__(made, "dataset", dataset)
     if not isinstance(made.worker_init_fn, Surviving):
         made.worker_init_fn = Surviving(made.worker_init_fn)

@@ -38,7 +38,7 @@ class Resizing:
 
     @staticmethod
     def check(config: Mapping[str, Any] | None) -> Iterable[Problem]:
-        """What is wrong with `data.resize`; paths are relative to the data node."""
+        """Problems of `data.resize`; paths are relative to the data node."""
         example = "data.resize={from: 160, to: 192, until_epoch: 76}"
         if config is not None and not isinstance(config, Mapping):
             yield Problem("resize", f"is {config!r}, not a mapping", f"'{example}'")
@@ -47,7 +47,7 @@ class Resizing:
             return
         for key in config:
             if key not in KEYS:
-                hint = did_you_mean(key, KEYS) or f"there are: {', '.join(KEYS)}"
+                hint = did_you_mean(key, KEYS) or f"known keys: {', '.join(KEYS)}"
                 yield Problem(f"resize.{key}", "unknown", hint)
         missing = [key for key in ("from", "to", "until_epoch") if key not in config]
         if missing:

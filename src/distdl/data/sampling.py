@@ -31,8 +31,8 @@ class TrainPosition:
     Args:
         consumed: Samples (with a custom batch sampler: batches) already trained on in this epoch,
             over all ranks.
-        per_batch: How much one step (a batch on every rank) adds to it; 0 until a loader is
-            distributed.
+        per_batch: How much one step (a batch on every rank) adds to `consumed`; 0 until a loader
+            is distributed.
         samples: Samples of one step, over all ranks; None: unknown.
         predicted: Samples, over all ranks, for which an interrupted prediction has stored rows.
     """
@@ -65,19 +65,19 @@ class TrainBatches(Sampler[list[SampleKey]]):
 
     The order of an epoch depends on (seed, epoch) alone, or comes from the dataset. A global batch
     is the next `batch_size * world_size` samples, and rank r takes the r-th slice: with the same
-    global batch size any world size sees the same batches. The tail that fills none is dropped.
+    global batch size any world size sees the same batches. An incomplete last batch is dropped.
 
     `iter()` reads `position` when it is called, and does no work for the samples that it skips.
 
     Args:
         num_samples: Length of the dataset.
         batch_size: Samples per rank and batch.
-        rank, world_size: Of the processes that take different data.
+        rank, world_size: Counted among the processes that take different data.
         seed: The same on every rank.
         shuffle: False: every epoch has the dataset's order.
         position: Where to start; the training loop updates it.
         resume: False: every `iter()` starts at the beginning of `position.epoch`.
-        dataset: If shuffled, gives the order; its `reached` is called. None: shuffle all.
+        dataset: Gives the order if `shuffle` is True; its `reached` is called. None: shuffle all.
         batched: The items of the order are batches, and each rank takes every `world_size`-th.
             "Samples" above then means batches, and `batch_size` is 1.
 
@@ -126,7 +126,7 @@ class TrainBatches(Sampler[list[SampleKey]]):
 
     def _batches(self, epoch: int, consumed: int) -> Iterator[list[SampleKey]]:
         order = self._order(epoch)
-        # A position that is not a multiple comes from a run with another global batch.
+        # After a resume with another global batch, `consumed` may not be a multiple of it.
         remaining = len(order) // self.global_batch - math.ceil(consumed / self.global_batch)
         stop = consumed + remaining * self.global_batch
         for start in range(consumed, stop, self.global_batch):
@@ -155,7 +155,7 @@ class EvalBatches(Sampler[list[SampleKey]]):
     Args:
         num_samples: Length of the dataset; may be below the world size.
         batch_size: Rows per batch; reduced (if exact) to the number of rows of a rank.
-        rank, world_size: Of the processes that take different data.
+        rank, world_size: Counted among the processes that take different data.
         exact: True: fillers are sample 0 with weight 0, and all batches have one shape, so sums of
             weighted values count every sample exactly once. False: the first samples are repeated
             with weight 1 until the ranks are equal, and the last batch may be smaller.
@@ -207,7 +207,7 @@ class EvalBatches(Sampler[list[SampleKey]]):
 class InOrder(SequentialSampler):
     """The samples of the batches one by one, for a loader that makes its own batches.
 
-    A SequentialSampler, since `overfit_batches` replaces any other with one of all samples.
+    It is a SequentialSampler, since `overfit_batches` replaces any other by one of all samples.
     """
 
     def __init__(self, batches: TrainBatches | EvalBatches) -> None:

@@ -16,7 +16,7 @@ from distdl.datasets.reading import Shards
 
 
 class ShardImages(EncodedImages):
-    """The samples of a split in shards; `order`: of training."""
+    """The samples of a split in shards; only the training split has an `order`."""
 
     def __init__(self, view: View, shards: Shards, order: TrainOrder | None = None) -> None:
         super().__init__(view)
@@ -44,7 +44,7 @@ class ShardImages(EncodedImages):
     def repair(self, index: int) -> bool:
         return self.shards.repair(index)
 
-    # As `distdl.data.sampling.Ordered`.
+    # The methods of `distdl.data.sampling.Ordered`.
     def order(self, seed: int, epoch: int) -> np.ndarray | None:
         return self._order.order(seed, epoch) if self._order else None
 
@@ -57,8 +57,8 @@ class TrainOrder:
     """The order in which training reads shards, and their prefetch.
 
     Args:
-        shards, val: Those of validation are needed after those of an epoch of training.
-        prefetch: None: not needed, or another rank of this node does so.
+        shards, val: Of training, and of validation, which follows each epoch of training.
+        prefetch: None if nothing is prefetched, or if another rank of this node does it.
         used: Returns how many samples of an epoch, and of validation, will be used.
     """
 

@@ -15,8 +15,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 
 class SideStream:
-    """Runs work on a second stream of a CUDA device, and passes the result to the current stream,
-    for which it does not wait: only for work with inputs on the host."""
+    """Runs work on a second stream of a CUDA device, and passes the result to the current stream.
+    The work does not wait for the current stream, so its inputs must be on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,12 +39,12 @@ def _used_on(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
 
 
-class Lead:
+class QueueLimit:
     """Keeps the host from queueing more than two steps ahead of the device.
 
     Two steps are enough to keep the device busy. More would pile up batches in its memory (hundreds
     if a step is one CUDA graph), and the host would react to a signal many steps too early. On
-    other devices than CUDA's, nothing is done.
+    devices other than CUDA's, this class does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -57,12 +57,12 @@ class StoredImages(ImageData):
     Args:
         root: Where the images are.
         batch_size: Images per device.
-        num_classes: Must equal the number of classes there.
+        num_classes: Must equal the number of classes in the data.
         image_size: Height and width in pixels after cropping: torchvision's --train-crop-size.
         scale: Smallest and largest share of the area that a random crop takes.
         ratio: Smallest and largest aspect ratio (width / height) of a random crop.
         num_workers: Processes that decode; None: this rank's share of the cores, less one or two.
-        mean, std: Of red, green and blue, for values from 0 to 1.
+        mean, std: The device normalises red, green and blue by these; for values from 0 to 1.
         decoder: A name in `distdl.data.decoding`; "auto": the fastest that is installed.
         augment: As `distdl.data.augment.Augment` takes it; None: a flip.
         resize: {from, to, until_epoch}: progressive resizing (`distdl.data.resizing`).
@@ -119,8 +119,8 @@ class StoredImages(ImageData):
     def check(
         config: Mapping[str, Any], context: Mapping[str, Any] | None = None
     ) -> Iterable[Problem | str]:
-        """Problems of a data node, with paths relative to it; a str notes what was not checked:
-        files and servers if the run is not local, since a remote job may see other ones.
+        """Problems of a data node, with paths relative to it, and notes (str) for the user. Files
+        and servers are checked only for a local run: a remote job may see other ones.
 
         Args:
             context: {"local": whether the run is on this machine}; None: it is.
@@ -131,7 +131,7 @@ class StoredImages(ImageData):
         if task.get("source"):  # nothing at `root` is read
             return
         if not local:
-            yield f"the job looks at {str(config['root']).partition('?')[0]}"  # no signature
+            yield f"the job itself checks {str(config['root']).partition('?')[0]}"  # no signature
             return
         classes = config.get("num_classes")
         try:
@@ -165,7 +165,7 @@ class StoredImages(ImageData):
                 }
         if prepared:
             return self._open_shards()
-        refuse_others("-".join(images.key[:12] for images in splits.values()))
+        refuse_different_data("-".join(images.key[:12] for images in splits.values()))
         self._splits.update(splits)
 
     def _to_predict(self) -> EncodedImages:
@@ -190,7 +190,7 @@ class StoredImages(ImageData):
     def _open_shards(self) -> None:
         cache_root = _cache_root(self.cache_dir)
         data = open_data_set(self.root, cache_root=cache_root)
-        refuse_others(data.key[:12])
+        refuse_different_data(data.key[:12])
         _refuse(_misfits(data, self.num_classes))
         in_place = not is_remote(self.root) and self.cache_dir is None
         limit = None if self.cache_gb is None else int(self.cache_gb * GB)
@@ -220,7 +220,7 @@ class StoredImages(ImageData):
         wanted = data.bytes if limit is None else min(limit, data.bytes)
         room = cache.room()
         if room < wanted:
-            what = f"{root} has room for {room / GB:.3g} GB and needs {wanted / GB:.3g} GB"
+            what = f"{root} has room for {room / GB:.3g} GB; the data needs {wanted / GB:.3g} GB"
             raise UserError.at("data.cache_dir", what, REMEDY)
         if self.trainer is None or self.trainer.global_rank == 0:
             if data.note:
@@ -278,9 +278,9 @@ def _cache_root(folder: str | None) -> Path:
     return Path(folder).expanduser() if folder else default_root()
 
 
-def refuse_others(key: str) -> None:
-    """Raises UserError on all ranks if their data sets, each identified by its `key`, differ: one
-    was replaced at its URI during the start, or nodes have different local folders."""
+def refuse_different_data(key: str) -> None:
+    """Raises UserError on all ranks if their data sets, each identified by its `key`, differ: the
+    data at the URI was replaced during the start, or nodes have different local folders."""
     (first, host), *others = process_group.gather((key, socket.gethostname()))
     for rank, (other, its_host) in enumerate(others, 1):
         if other != first:
@@ -309,11 +309,11 @@ def _misfits(data: DataSet, num_classes: int | None) -> Iterable[Problem]:
 
 
 def _most_shards(manifest: Manifest, limit: int) -> int:
-    """How many shards a window may have, so that three windows fit: previous, current and next."""
+    """How many shards a window may have so that the previous, the current and the next one fit."""
     largest = max(shard.bytes for split in manifest.splits.values() for shard in split.shards)
     indices = sum(split.index.bytes for split in manifest.splits.values())
     most = (limit - indices) // (3 * largest)
     if most < 1:
-        least = f"at least {(3 * largest + indices) / GB:.3g}"
-        raise UserError.at("data.cache_gb", "holds not even three shards", least)
+        least = f"data.cache_gb={math.ceil((3 * largest + indices) / GB * 1000) / 1000:g} or more"
+        raise UserError.at("data.cache_gb", "is too small for three shards", least)
     return most

@@ -25,9 +25,9 @@ class SyntheticImages(ImageData):
         image_size: Height and width in pixels.
         train_samples, val_samples: Images in an epoch and in a validation (default: ImageNet's).
         pool_size: Number of images; each takes 3 * image_size**2 bytes of device memory.
-        num_workers: 0 is fastest here, since a sample is two numbers; None: from this rank's cores.
-        seed: Of the pool.
-        mean, std: Of red, green and blue, for values from 0 to 1.
+        num_workers: 0 is fastest, since a sample is two numbers; None: by this rank's cores.
+        seed: The images of the pool depend on it.
+        mean, std: The device normalises red, green and blue by these; for values from 0 to 1.
     """
 
     decodes = False

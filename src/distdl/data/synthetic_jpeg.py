@@ -31,10 +31,10 @@ class SyntheticJpegs(ImageData):
         num_classes: Labels are below it.
         image_size: Height and width in pixels after cropping.
         train_samples, val_samples: Images in an epoch and in a validation (default: ImageNet's).
-        width, height: Of the JPEGs in pixels (default: ImageNet's median).
+        width, height: Size of the JPEGs in pixels (default: ImageNet's median).
         kilobytes: Size of a JPEG in 1,000 bytes, to within a tenth if noise can reach it.
         pool_size: Number of different images; all are held in memory.
-        seed: Of the pool.
+        seed: The images of the pool depend on it.
         scale, ratio, num_workers, mean, std, decoder, augment, resize, val_crop_size,
             val_resize_size: As for `distdl.data.StoredImages`.
     """

@@ -36,14 +36,14 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
         if not works(package):
             wanted = "'torchcodec>=0.16'" if package == "torchcodec" else package
             what = f"{name} needs the package {package}, which is not installed or does not load"
-            remedy = f"pip install {wanted}, or data.decoder=auto takes what there is"
+            remedy = f"pip install {wanted}, or use an installed decoder: data.decoder=auto"
             yield Problem("decoder", what, remedy)
     yield from Augment.check(augment)
     ops = augment if isinstance(augment, Mapping) else {}
-    on_cpu = [k for k, v in ops.items() if v and k != "horizontal_flip"]
+    on_cpu = next((k for k, v in ops.items() if v and k != "horizontal_flip"), None)
     if name == "nvjpeg" and on_cpu:
-        what = f"works on decoded images in the workers, and nvjpeg decodes on the GPU: {on_cpu[0]}"
-        yield Problem("augment", what, f"data.augment.{on_cpu[0]}=null or data.decoder=auto")
+        what = "needs images that the workers have decoded, and nvjpeg decodes on the GPU"
+        yield Problem(f"augment.{on_cpu}", what, f"data.augment.{on_cpu}=null or data.decoder=auto")
     yield from Resizing.check(config.get("resize"))
     yield from _wrong_ranges(config)
 
@@ -54,11 +54,11 @@ def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
     sizes = {key: config[key] for key in common if type(config.get(key)) is int}
     for key, size in sizes.items():
         if not 1 <= size <= MOST_PIXELS:
-            what = f"is {size}, no height in pixels from 1 to {MOST_PIXELS:,}"
+            what = f"is {size}, not a number of pixels from 1 to {MOST_PIXELS:,}"
             yield Problem(key, what, f"data.{key}={common[key]}")
     crop = sizes.get("val_crop_size", sizes.get("image_size", 224))
     if "val_resize_size" in sizes and 1 <= sizes["val_resize_size"] < crop:
-        what = f"is {sizes['val_resize_size']}, less than the {crop} pixels that are cropped of it"
+        what = f"is {sizes['val_resize_size']}, less than the {crop} pixels of the crop"
         yield Problem("val_resize_size", what, f"data.val_resize_size={round(crop * 256 / 224)}")
     for key, most, limit, usual in (
         ("scale", 1.0, ", at most 1", "[0.08, 1.0]"),
@@ -96,7 +96,7 @@ class View(ABC):
         if not self.on_gpu:
             return {"image": self.pixels(data, epoch)}
         header = jpeg_header(data)
-        # Decoded here: what nvJPEG reads differently from PIL, or might not find to be cut off.
+        # PIL decodes files that nvJPEG reads differently, and truncated ones, which it may accept.
         if header is None or not is_plain(header) or not data.endswith(END_OF_IMAGE):
             return {"image": self.pixels(data, epoch), "crop": NOT_CROPPED}
         crop = self.crop(header.height, header.width, epoch)
@@ -127,7 +127,7 @@ class TrainView(View):
         ratio: Smallest and largest aspect ratio (width / height) of a crop.
         decoder: See `View`.
         augment: `data.augment`; None: a flip.
-        resize: `data.resize`, checked: S as a function of the epoch, instead of `image_size`.
+        resize: `data.resize`, already checked: S depends on the epoch, and `image_size` is unused.
 
     Raises:
         UserError: If `augment` is invalid.
@@ -160,7 +160,7 @@ class TrainView(View):
 class EvalView(View):
     """Resizes the short side, then crops the centre.
 
-    Exactly torchvision's reference, ClassificationPresetEval with `backend="tensor"`
+    Pixels equal those of torchvision's reference, ClassificationPresetEval with `backend="tensor"`
     (https://github.com/pytorch/vision/blob/main/references/classification/presets.py): bilinear
     with antialias.
 

@@ -1,4 +1,4 @@
-"""Makes a loader's workers survive the signals that end a job, so that it can end cleanly."""
+"""Makes a loader's workers survive the signals that end a job, so that it can save its state."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def check(options: argparse.Namespace) -> int:
         raise UserError.at(data.uri, str(error), error.remedy) from error
     show.images(screen, seen, sum(s.count for s in seen.values()) == data.count)
     if rates is None:
-        screen.line("verdict", "none of the images that were looked at can be decoded")
+        screen.line("verdict", "none of the inspected images can be decoded")
         return 1
     cores = resources.cpu_cores()
     show.rates(screen, data, rates, wanted)
@@ -70,22 +70,22 @@ def inspect(data: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any
     for name, images in data.splits.items():
         if not len(images.labels) or (options.all and rates is not None):
             continue
-        shard, rows = some(images, options.sample, data.store is not None)
+        shard, rows = sample(images, options.sample, data.store is not None)
         with data.reading(images, shard) as reader:
             if rates is None:
                 rates = throughput.measure(reader, rows, options.image_size)
             if not options.all:
-                seen[name] = image_files.look(reader, rows)
+                seen[name] = image_files.inspect_images(reader, rows)
     if options.all:
         total = data.count
         with Bar("looking at every image") as bar:
             progress = lambda done: bar(done, total, f"{done:,} of {total:,}")  # noqa: E731
-            seen = image_files.look_at_all(data, os.cpu_count() or 1, progress)
+            seen = image_files.inspect_all_images(data, os.cpu_count() or 1, progress)
     return seen, rates
 
 
-def some(images: Any, count: int, remote: bool) -> tuple[int | None, Any]:
-    """The middle shard (None if nothing must be downloaded), and indices of spread images."""
+def sample(images: Any, count: int, remote: bool) -> tuple[int | None, Any]:
+    """The middle shard (None: nothing must be downloaded), and evenly spread image indices."""
     shard, rows = None, np.arange(len(images.labels))
     if remote:
         shard = len(images.names) // 2
@@ -106,7 +106,7 @@ def gpu_of_this_machine() -> str | None:
 def next_command(data: DataAtUri, overrides: Sequence[str]) -> str:
     """The command that trains on this data."""
     classes = len(data.classes)
-    what = "+experiment=resnet50_imagenet"
+    config = "+experiment=resnet50_imagenet"
     if classes != 1000:
-        what = f"data=imagenet data.num_classes={classes}"
-    return " ".join(["python -m distdl", what, override("data.root", data.uri), *overrides])
+        config = f"data=imagenet data.num_classes={classes}"
+    return " ".join(["python -m distdl", config, override("data.root", data.uri), *overrides])

@@ -21,10 +21,10 @@ CHUNK = 64  # images per task of a process
 
 
 @dataclass
-class Seen:
+class Findings:
     """The findings about `count` images.
 
-    `mean` and `std` are sums of the images' means and stds of red, green and blue, of 0 to 1.
+    `mean` and `std` add up each image's mean and std of red, green and blue (values from 0 to 1).
     """
 
     count: int = 0
@@ -33,7 +33,7 @@ class Seen:
     mean: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
     std: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
 
-    def add(self, other: Seen) -> None:
+    def add(self, other: Findings) -> None:
         self.count += other.count
         self.damaged += other.damaged
         self.sizes += other.sizes
@@ -44,17 +44,17 @@ class Seen:
         """Mean and std per channel; each image has the same weight.
 
         The std is the mean of the images' stds, so that it can be compared with torchvision's
-        usual constants, which were computed so (https://github.com/pytorch/vision/pull/1965).
+        usual constants, computed in this way (https://github.com/pytorch/vision/pull/1965).
         """
         count = max(1, len(self.sizes))
         return (self.mean / count).tolist(), (self.std / count).tolist()
 
 
-def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
+def inspect_images(reader: ImageReader, indices: Sequence[int]) -> Findings:
     """Reads the images of some indices, compares their sha256, and decodes them with PIL."""
     from PIL import Image
 
-    seen = Seen()
+    seen = Findings()
     values = np.arange(256) / 255
     for index in map(int, indices):
         seen.count += 1
@@ -68,7 +68,7 @@ def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
                 with Image.open(io.BytesIO(data)) as file:
                     image = converted(file, "RGB")
         except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
-            reason = "no image" if "BytesIO" in str(error) else error
+            reason = "is not an image" if "BytesIO" in str(error) else error
             if isinstance(error, OSError) and error.strerror:  # its text would repeat the path
                 reason = f"cannot be read: {error.strerror}"
             seen.damaged.append(f"{reader.name(index)}: {reason}")
@@ -83,9 +83,9 @@ def look(reader: ImageReader, indices: Sequence[int]) -> Seen:
     return seen
 
 
-def look_at_all(
+def inspect_all_images(
     data: DataAtUri, processes: int, progress: Callable[[int], None]
-) -> dict[str, Seen]:
+) -> dict[str, Findings]:
     """Inspects every image of every split, in several processes.
 
     Shards in a store are downloaded one by one, and removed again. `progress` is called with the
@@ -94,23 +94,23 @@ def look_at_all(
     Raises:
         StoreError: A shard cannot be downloaded.
     """
-    result: dict[str, Seen] = {}
+    result: dict[str, Findings] = {}
     # Not forked: this process has threads (torch's, the bar's), whose locks a child would inherit.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, end_with_parent) as pool:
         for name, images in data.splits.items():
-            seen = result[name] = Seen()
+            seen = result[name] = Findings()
             for shard, rows in _parts(data, images):
                 with data.reading(images, shard) as reader:
                     chunks = (rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK))
-                    for part in pool.map(_look, map(reader.part, chunks)):
+                    for part in pool.map(_inspect_part, map(reader.part, chunks)):
                         seen.add(part)
                         progress(sum(each.count for each in result.values()))
     return result
 
 
-def _look(reader: ImageReader) -> Seen:
-    return look(reader, range(len(reader.images.where)))
+def _inspect_part(reader: ImageReader) -> Findings:
+    return inspect_images(reader, range(len(reader.images.where)))
 
 
 def _parts(data: DataAtUri, images: SplitImages) -> Iterator[tuple[int | None, Any]]:

@@ -34,7 +34,7 @@ MODELS = {
     "resnet152": 11.51,
     "vit_b_16": 17.56,
 }
-# Allowance for a worker's other work (queues, pages of shared memory), on the safe side.
+# A generous allowance for a worker's other work (queues, pages of shared memory).
 BESIDES = 1.15
 # Batches per worker: torch's default, and ours.
 PREFETCH = 2
@@ -62,7 +62,7 @@ def need(model: str, gpu: str, rate: float | None) -> Need:
     for option, value, known in (("--model", model, MODELS), ("--gpu", gpu, GPUS)):
         if value not in known:
             close = closest(value, known)
-            what = f"no rate of {value} is known; known are {', '.join(known)}"
+            what = f"no rate of {value} is known, only of {', '.join(known)}"
             raise UserError.at(option, what, f"{option} {close}" if close else remedy)
     published, source = GPUS[gpu]
     if model == "resnet50":
@@ -128,7 +128,7 @@ def judge(
     if share < 2:
         text += f" {'has' if share == 1 else 'have'} the training itself to do"
     else:
-        text += f" decode {percent or 'less than 1'} % of what it trains"
+        text += f" decode {percent or 'less than 1'} % of what it can train on"
     text += f"; {needed} are needed"
     for other in formats[1:]:
         enough = cores_for(wanted.rate, other.per_core)
@@ -143,7 +143,7 @@ def judge(
 class Shm:
     """Shared memory, through which loaders pass their batches, in bytes.
 
-    `size` is that of /dev/shm, None without one; `needed` by all loaders of this machine.
+    `size` is that of /dev/shm, None if there is none. All loaders of this machine need `needed`.
     """
 
     size: int | None

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from distdl.data_check.image_files import Seen
+from distdl.data_check.image_files import Findings
 from distdl.data_check.needs import Format, Need, Shm, cores_for
 from distdl.data_check.sources import DataAtUri
 from distdl.data_check.throughput import Rates
@@ -56,7 +56,7 @@ def contents(screen: Screen, data: DataAtUri) -> None:
     screen.table(("split", "images", "files", "size", "per class: min / median / max"), rows)
 
 
-def images(screen: Screen, seen: dict[str, Seen], every: bool) -> None:
+def images(screen: Screen, seen: dict[str, Findings], every: bool) -> None:
     count = sum(s.count for s in seen.values())
     sizes = np.array([size for s in seen.values() for size in s.sizes])
     if len(sizes):
@@ -103,7 +103,7 @@ def needs(screen: Screen, formats: Sequence[Format], wanted: Need, cores: int, g
         rows.append(
             (f"decoding, {each.name}", f"{each.per_core:,.0f}", needed, f"{cores / gpus:g}")
         )
-    columns = ("", "img/s per core", "cores needed per GPU", f"there are, for {gpus}")
+    columns = ("", "img/s per core", "cores needed per GPU", f"available (GPUs: {gpus})")
     screen.table(columns, rows)
 
 

@@ -168,7 +168,7 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
     for name, split in data.manifest.splits.items():
         content = store.read(split.index.name)
         if hashlib.sha256(content).hexdigest() != split.index.sha256:
-            what = f"{split.index.name} is not the index in {MANIFEST}"
+            what = f"{split.index.name} is not the index that {MANIFEST} describes"
             raise UserError.at(store.uri, what, "copy or upload the data set again")
         rows = load_index(content, f"{store.uri}/{split.index.name}")
         refuse_misfit(rows, data, name)
@@ -195,7 +195,7 @@ def _folder(folder: Path) -> DataAtUri:
         what = "its preparation was interrupted, or is under way"
         remedy = "the same `prepare` command resumes it"
     else:
-        what = f"neither {MANIFEST} nor train/ and val/ are in it"
+        what = f"holds neither {MANIFEST} nor train/ and val/"
         remedy = "it must hold train/<class>/ and val/<class>/"
         names = "\n".join(path.name for path in folder.iterdir())
         for kind, form in RAW.items():

@@ -25,8 +25,8 @@ class Rates:
     reading: float  # images per second of wall time, including waits for the disk
     reading_bytes: float  # the same in bytes per second
     decoding: float  # images per second of CPU time: decoded, cropped, resized, in a batch
-    smaller: float | None  # the same at a short side of 256 pixels; None: most are no larger
-    decoder: str  # the fastest on a CPU, which was used
+    smaller: float | None  # the same at a short side of 256 pixels; None: most images are smaller
+    decoder: str  # the fastest CPU decoder, which was measured
 
 
 def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rates | None:
@@ -42,13 +42,13 @@ def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rat
     reader.forget(indices)
     start, files = time.perf_counter(), []
     for index in indices:
-        with suppress(OSError):  # unreadable images are counted in `look`
+        with suppress(OSError):  # unreadable images are counted in `inspect_images`
             files.append(reader.read(int(index)))
     seconds = max(1e-9, time.perf_counter() - start)
 
     view, images = TrainView(image_size), []
     for data in files:
-        with suppress(ValueError):  # damaged images are counted in `look`
+        with suppress(ValueError):  # damaged images are counted in `inspect_images`
             view(data)
             images.append(data)
     if not images:

@@ -94,13 +94,13 @@ class Cache:
 
         Args:
             file: Its name, length and sha256.
-            evictable: Returns names of copies that may be evicted for a file, the farthest next
-                use first.
+            evictable: Returns the names of copies that may be evicted for a file, beginning with
+                the one that is needed last.
             progress: As for `Store.download`.
 
         Raises:
             NoRoom: The disk or the cache is full, even without the evictable copies.
-            UserError: It arrived damaged TRIES times, or the server does not answer.
+            UserError: The file arrived damaged TRIES times, or the server does not answer.
         """
         if self.has(file):
             return self.path(file)
@@ -108,9 +108,9 @@ class Cache:
         with FileLock(self.folder / "locks" / file.name):
             if self.has(file):
                 return self.path(file)
-            self._share_outage(asked)
+            self._raise_known_outage(asked)
             if self.path(file).exists():
-                log.warning(HEALED, self.path(file))
+                log.warning(DOWNLOADED_AGAIN, self.path(file))
             for _ in range(TRIES):
                 # We hold the lock, so a killed process left these.
                 for left in self.folder.glob(f".{file.name}.*.part"):
@@ -118,10 +118,10 @@ class Cache:
                 part = self.folder / f".{file.name}.{uuid.uuid4().hex[:8]}.part"
                 try:
                     self._reserve(part, file, evictable)
-                    self.store.download(file.name, part, self._giving_up(asked, progress))
+                    self.store.download(file.name, part, self._ending_on_outage(asked, progress))
                     damage = difference(part, file)
                     if not damage:
-                        with FileLock(self.root / "lock"):  # so that `_lacking` counts it once
+                        with FileLock(self.root / "lock"):  # so that `_total` counts the file once
                             part.rename(self.path(file))
                         sync(self.folder)
                         return self.path(file)
@@ -142,23 +142,23 @@ class Cache:
     def _outage(self) -> Path:
         return self.folder / "locks" / "unreachable"
 
-    def _share_outage(self, since: float) -> None:
+    def _raise_known_outage(self, since: float) -> None:
         """Raises UserError if another process has given up on the server since `since`."""
         with suppress(FileNotFoundError):
             if self._outage.stat().st_mtime >= since:
                 raise _unreachable(self._outage.read_text(), transient=True)
 
-    def _giving_up(self, asked: float, progress: Progress | None) -> Progress:
-        """Wraps `progress` so that it also gives up when another process of this node has.
+    def _ending_on_outage(self, asked: float, progress: Progress | None) -> Progress:
+        """Wraps `progress` so that the download ends when another process of this node gives up.
 
-        In the first AGAIN seconds only outages reported after `asked` count.
+        In the first AGAIN seconds only outages that were reported after `asked` count.
         """
 
         def called(count: int) -> None:
             if count:  # the server answers
                 self._outage.unlink(missing_ok=True)
             else:
-                self._share_outage(self._since if time.time() - asked > AGAIN else asked)
+                self._raise_known_outage(self._since if time.time() - asked > AGAIN else asked)
             if progress is not None:
                 progress(count)
 
@@ -166,7 +166,7 @@ class Cache:
 
     def drop(self, file: File) -> None:
         """Removes a copy that turned out to be damaged."""
-        log.warning(HEALED, self.path(file))
+        log.warning(DOWNLOADED_AGAIN, self.path(file))
         with FileLock(self.folder / "locks" / file.name):
             self.path(file).unlink(missing_ok=True)
 
@@ -217,22 +217,22 @@ class Cache:
     def _full(self, file: File) -> NoRoom:
         free = shutil.disk_usage(self.root).free
         limit = "" if self.limit is None else f" (data.cache_gb: {self.limit / 1e9:g} GB)"
-        text = f"no room for its {file.bytes / 1e6:.1f} MB in {self.root}{limit}: "
+        text = f"no room for {file.name} ({file.bytes / 1e6:.1f} MB) in {self.root}{limit}: "
         return NoRoom(errno.ENOSPC, f"{text}the disk has {free / 1e6:,.0f} MB left")
 
 
-HEALED = "%s is damaged: it is downloaded again"
+DOWNLOADED_AGAIN = "%s is damaged: it is downloaded again"
 REMEDY = "data.cache_dir=/a/larger/disk, or data.cache_gb=N for fewer shards at a time"
 DAMAGED = "upload it again (python -m distdl prepare ... --upload), then resume this run"
 
 
 def _unreachable(message: str, transient: bool) -> UserError:
-    remedy = "the run can be resumed when it is back" if transient else ""
+    remedy = "resume the run when the server is back" if transient else ""
     return UserError.at("data.root", message, remedy)
 
 
 def default_root() -> Path:
-    """DISTDL_CACHE; else an Azure VM's mounted local disk; else in XDG_CACHE_HOME or ~/.cache."""
+    """$DISTDL_CACHE; else on the local disk of an Azure VM; else in $XDG_CACHE_HOME or ~/.cache."""
     if folder := os.environ.get("DISTDL_CACHE"):
         return Path(folder).expanduser()
     for disk in ("/mnt/resource", "/mnt") if _on_azure() else ():  # waagent's, cloud-init's
@@ -255,10 +255,10 @@ def difference(path: Path, file: File) -> str:
     """How a copy differs from the manifest's entry, "" if it does not."""
     size = path.stat().st_size
     if size != file.bytes:
-        return f"it has {size} bytes and not {file.bytes}"
+        return f"it has {size} bytes instead of {file.bytes}"
     with path.open("rb") as copy:
         sha256 = hashlib.file_digest(copy, "sha256").hexdigest()
-    return "" if sha256 == file.sha256 else f"its sha256 is {sha256[:12]}... and not {file.sha256}"
+    return "" if sha256 == file.sha256 else f"its sha256 is {sha256[:12]}..., not {file.sha256}"
 
 
 def _in_use(folder: Path) -> bool:
@@ -271,7 +271,7 @@ def _in_use(folder: Path) -> bool:
 
 
 def _copies(folder: Path) -> list[os.DirEntry[str]]:
-    """A data set's files, also unfinished ones, which take space, too."""
+    """A data set's files, also unfinished ones, since they take space, too."""
     return [entry for entry in os.scandir(folder) if entry.is_file()]
 
 

@@ -56,11 +56,12 @@ class Folder:
                 walk = folders.walk(self.folder / split, name)
                 images = [(path, *_size_and_mtime(path)) for path in files_below(top, walk=walk)]
                 if not images:
-                    raise UserError.at("--source", f"{top} holds no image", ", ".join(EXTENSIONS))
+                    endings = f"names end in {', '.join(EXTENSIONS)}"
+                    raise UserError.at("--source", f"{top} holds no image", endings)
                 for path, size, mtime in images:
                     where = path.relative_to(self.folder).as_posix()
                     inner = path.relative_to(top).as_posix()
-                    # Many data sets number the images of each class from 1.
+                    # The class makes keys unique: many data sets number each class's images from 1.
                     key = inner if inner.startswith(name) else f"{name}_{inner}"
                     samples.append(Sample(split, key, label, size, (where,), mtime))
         return samples

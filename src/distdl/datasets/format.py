@@ -27,7 +27,7 @@ from distdl.util.errors import UserError
 
 MANIFEST = "dataset.json"
 WORK = ".preparing"  # a folder that `distdl prepare` removes when the data set is complete
-BLOCK = 512  # bytes of a tar block: a header is one, contents are padded to a multiple
+BLOCK = 512  # bytes of a tar block: a header is one block, contents fill whole blocks
 FORMAT, VERSION = "distdl-shards", 1
 
 # Location of a sample's encoded image, its label, and the sha256 of its bytes.
@@ -68,9 +68,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A prepared data set: class names by label, splits by name, and how it was made from what.
+    """A prepared data set: class names by label, and splits by name.
 
-    `made` is for people, and to refuse to mix two data sets.
+    `made` records its source and settings, for people and for a check that two data sets are equal.
     """
 
     classes: tuple[str, ...]
@@ -82,7 +82,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Manifest:
-        """Parses a manifest, which is `where`; UserError if it is not one of this version."""
+        """Parses the manifest at `where`; UserError if it is not a manifest of this version."""
         try:
             fields = json.loads(text)
             form, version = fields["format"], fields["version"]
@@ -104,7 +104,7 @@ class Manifest:
 
 
 def load_index(data: bytes, where: str) -> np.ndarray[Any, Any]:
-    """The rows in the content of the index file `where`; UserError if it holds others."""
+    """Parses the content of the index file `where`; UserError if it does not hold `ROW`s."""
     try:
         rows = np.load(io.BytesIO(data), allow_pickle=False)
         if rows.dtype != ROW:

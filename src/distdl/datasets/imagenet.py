@@ -6,8 +6,8 @@
 Either may also be unpacked: `train/` with the 1,000 tars, or with 1,000 class folders; `val/` with
 the 50,000 images, or with those in class folders.
 
-Facts about its files (found by content here, never by name): n02105855_2933.JPEG is a PNG, and 22
-training images are CMYK (https://github.com/cytsai/ilsvrc-cmyk-image-list; both lists stand in
+Two oddities, which distdl detects by content and not by name: n02105855_2933.JPEG is a PNG, and 22
+training images are CMYK (https://github.com/cytsai/ilsvrc-cmyk-image-list; both are also listed in
 tensorflow/models, research/inception/inception/data/build_imagenet_data.py).
 """
 
@@ -38,13 +38,13 @@ COUNTS = {"classes": 1000, "train": 1_281_167, "val": 50_000}
 WNID = re.compile(r"n\d{8}")
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 
-# (file below the source, offset in it, length), and that file's mtime (ns)
-Where = tuple[str, int, int]
-Place = tuple[Where, int]
+# File below the source, offset in the file, length; and the same with the file's mtime (ns).
+Location = tuple[str, int, int]
+LocationAndMtime = tuple[Location, int]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    text = "accept other counts than 1,281,167 and 50,000"
+    text = "accept other numbers of images than 1,281,167 and 50,000, and of classes than 1,000"
     parser.add_argument("--subset", action="store_true", help=text)
 
 
@@ -98,8 +98,8 @@ class ImageNet:
                 yield Sample("val", base, labels[wnid], where[2], where, mtime)
         self._check(counts)
 
-    def _images(self, split: str, progress: Progress) -> Iterator[tuple[str, Place]]:
-        """Path inside the tar or folder, and `Place`, of every image of a split."""
+    def _images(self, split: str, progress: Progress) -> Iterator[tuple[str, LocationAndMtime]]:
+        """Every image of a split, by its path inside the tar or folder."""
         top = self._parts[split]
         paths = [top] if top.is_file() else list(files_below(top, (*EXTENSIONS, ".tar")))
         size = top.stat().st_size
@@ -132,7 +132,7 @@ class ImageNet:
                 for name, wanted in COUNTS.items()
                 if counts[name] != wanted
             )
-            remedy = "download the tars again, or if that is what you want: --subset"
+            remedy = "download the tars again, or accept these counts: --subset"
             raise UserError.at("--source", f"{self.folder} has {what}", remedy)
 
 
@@ -166,7 +166,7 @@ def _part(folder: Path, split: str) -> Path:
     raise UserError.at("--source", what if folder.is_dir() else no_folder(folder), remedy)
 
 
-def _members(file: BinaryIO, name: str, start: int, inside: str) -> Iterator[tuple[str, Where]]:
+def _members(file: BinaryIO, name: str, start: int, inside: str) -> Iterator[tuple[str, Location]]:
     """Images in the tar that begins at `start`, and in tars inside it. Reads only headers."""
     file.seek(start)
     for member in tarfile.TarFile(fileobj=file):  # its offsets count from the file's beginning
@@ -180,7 +180,7 @@ def _wnid(name: str) -> str:
     """The class of an image: the folder or tar that it is in."""
     wnid = Path(name).parent.name
     if not WNID.fullmatch(wnid):
-        what = f"{name} is in no class (n01440764.tar or n01440764/)"
+        what = f"{name} is not in the tar or folder of a class (n01440764.tar or n01440764/)"
         raise UserError.at("--source", what, "for other images: prepare folder")
     return wnid
 

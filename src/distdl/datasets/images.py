@@ -1,6 +1,6 @@
 """Checks one image for a data set, repairs it, and scales it down if the user asks for that.
 
-PIL decodes each image completely. Its bytes are stored unchanged, except in these cases:
+PIL decodes each image completely. The file's bytes are stored unchanged, except in these cases:
 
 - A file named JPEG that is not a JPEG, or a CMYK JPEG, which many decoders do not read or read with
   wrong colours: re-encoded at quality 100 without subsampling, like in Inception's script
@@ -22,7 +22,7 @@ from PIL import Image, ImageFile
 from distdl.datasets.image_files import converted, load_image
 from distdl.util.errors import UserError
 
-# PIL's names of the formats that are kept; MPO is a JPEG followed by others, as phones write it.
+# PIL's names of the formats that are kept; MPO, from phones, is a JPEG followed by other JPEGs.
 KEPT = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png", "WEBP": ".webp"}
 JPEGS, JPEG_NAMES = ("JPEG", "MPO"), (".jpg", ".jpeg")
 DEFAULT_QUALITY = 90
@@ -38,9 +38,9 @@ class Unwritten(Exception):
 class Treatment:
     """How the user wants each image to be changed, with loss.
 
-    Images are scaled down until the longer or the shorter side has at most so many pixels. Every
-    JPEG is encoded again at `quality`, if that saves a tenth of its bytes; None: only scaled
-    images, at 90.
+    Images are scaled down until the longer side has at most `max_side` pixels, and the shorter side
+    at most `short_side`. Every JPEG is encoded again at `quality`, if that saves a tenth of its
+    bytes; None: only scaled images, at 90.
     """
 
     max_side: int | None = None
@@ -58,10 +58,10 @@ class Treatment:
         if self.short_side:
             parts.append(f"shorter side at most {self.short_side}")
         if self.lossy:
-            which = "what is scaled as JPEG"
+            encoded = "scaled images as JPEG"
             if self.quality:
-                which = "all JPEGs, and as JPEG what is scaled," if parts else "all JPEGs"
-            parts.append(f"{which} at quality {self._quality} (lossy)")
+                encoded = "all JPEGs, and scaled images as JPEG," if parts else "all JPEGs"
+            parts.append(f"{encoded} at quality {self._quality} (lossy)")
         return ", ".join(parts) or "as they are"
 
     @property
@@ -72,9 +72,9 @@ class Treatment:
         """Raises UserError if a value is out of its range."""
         for option, side in (("--max-side", self.max_side), ("--short-side", self.short_side)):
             if side is not None and side < 1:
-                raise UserError.at(option, f"{side} is not a size")
+                raise UserError.at(option, f"{side} is not a number of pixels", f"{option} 256")
         if self.quality is not None and not 1 <= self.quality <= 100:
-            raise UserError.at("--quality", f"{self.quality} is not from 1 to 100")
+            raise UserError.at("--quality", f"{self.quality} is not from 1 to 100", "--quality 90")
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after scaling, never larger and never 0."""

@@ -22,13 +22,13 @@ def print_next(options: argparse.Namespace, kind: str, work: Preparation) -> Non
         state = f"all damaged ({damaged:,})" if damaged else "missing"
         remedy = "replace them, and prepare them into a new folder"
         print(f"next:  no training yet: {SPLITS[split]} images are {state}")
-        print(f"       {remedy if damaged else how_to_have(split, kind)}")
+        print(f"       {remedy if damaged else how_to_provide(split, kind)}")
     if not empty:
         print(f"next:  python -m distdl {train} {override('data.root', where)}{number}")
 
 
-def how_to_have(split: str, kind: str) -> str:
-    """How to get images of a split that is empty in the source."""
+def how_to_provide(split: str, kind: str) -> str:
+    """How to provide images for a split that is empty in the source."""
     if kind not in ("tfrecord", "parquet"):
         return f"the source must give samples whose split is {split}"
     other = SPLITS[split]

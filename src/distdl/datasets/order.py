@@ -17,7 +17,7 @@ import numpy as np
 
 from distdl.datasets.format import File, Split
 
-FIRST_WINDOW = 2  # shards: training can start when these are cached
+FIRST_WINDOW = 2  # number of shards; training can start when they are cached
 
 Array = np.ndarray[Any, Any]
 
@@ -32,7 +32,7 @@ class Windows:
 
     samples: tuple[int, ...]  # of each shard, in the order of the index
     window: int  # shards per window
-    epochs: int | None = None  # that use windows; later ones shuffle all samples; None: all
+    epochs: int | None = None  # how many epochs use windows before full shuffles; None: all
 
     def applies(self, epoch: int) -> bool:
         return self.epochs is None or epoch < self.epochs
@@ -61,8 +61,8 @@ class Windows:
     def next_uses(self, seed: int, epoch: int, position: int) -> Array:
         """When each shard is next needed: samples from the start of `epoch`, int64 [shards].
 
-        `position` samples were handed out so far. Windows before the current one are finished,
-        except for the last of them: it still counts as in use, since a loader's workers lag behind.
+        `position` samples were handed out so far. Earlier windows are finished, except the one just
+        before the current window: it still counts as in use, since a loader's workers lag behind.
         """
         uses = sum(self.samples) + self._starts(seed, epoch + 1)
         starts = self._starts(seed, epoch)

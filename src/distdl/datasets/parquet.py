@@ -1,4 +1,4 @@
-"""Parquet files of encoded images as a source: Hugging Face's, Petastorm's, or anybody's.
+"""Parquet files of encoded images as a source: Hugging Face's, Petastorm's and others.
 
 The image is a column of bytes (JPEG, PNG), or Hugging Face's struct {bytes, path}
 (https://huggingface.co/docs/datasets/image_dataset). Petastorm's CompressedImageCodec writes plain
@@ -26,8 +26,8 @@ NAME = ("filename", "file_name", "path", "image_path", "__key__", "key", "name",
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--image-column", metavar="NAME", help="by default found by type and name")
-    parser.add_argument("--label-column", metavar="NAME", help="numbers, or names of classes")
+    parser.add_argument("--image-column", metavar="NAME", help="default: by type and name")
+    parser.add_argument("--label-column", metavar="NAME", help="holds numbers or class names")
     records.add_options(parser)
 
 
@@ -113,9 +113,9 @@ class ParquetImages:
         if isinstance(value, dict):
             value = value.get("bytes")
         if not value:
-            raise ValueError(f"{name}: row {row} of row group {group} holds no bytes of an image")
+            raise ValueError(f"{name}: row {row} of row group {group} holds no image bytes")
         if value[:6] == b"\x93NUMPY":
-            raise ValueError(f"{name}: Petastorm's NdarrayCodec: an array, and no encoded image")
+            raise ValueError(f"{name}: Petastorm's NdarrayCodec wrote arrays, not encoded images")
         return bytes(value)
 
     def describe(self) -> dict[str, Any]:
@@ -221,16 +221,16 @@ def _label_column(schema: Any, wanted: str | None) -> str:
 
 
 def _chosen(
-    option: str, wanted: str | None, fits: list[str], usual: tuple[str, ...], schema: Any, what: str
+    option: str, wanted: str | None, fits: list[str], usual: tuple[str, ...], schema: Any, data: str
 ) -> str:
     columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
     if wanted is not None:
         if wanted not in fits:
-            is_there = f"{wanted} holds no {what}" if wanted in schema.names else f"no {wanted}"
-            raise UserError.at(option, f"{is_there}; the columns are {columns}")
+            why = f"{wanted} holds no {data}" if wanted in schema.names else f"no column {wanted}"
+            raise UserError.at(option, f"{why}; the columns are {columns}")
         return wanted
     named = [name for name in usual if name in fits]
     if named or len(fits) == 1:
         return (named or fits)[0]
-    which = "no column holds" if not fits else f"{len(fits)} columns may hold"
-    raise UserError.at(option, f"{which} {what}: {columns}", f"{option} NAME")
+    candidates = "no column holds" if not fits else f"{len(fits)} columns may hold"
+    raise UserError.at(option, f"{candidates} {data}: {columns}", f"{option} NAME")

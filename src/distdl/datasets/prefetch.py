@@ -23,7 +23,7 @@ class Prefetch:
     sooner fetches it itself. Errors are only logged here: the worker that needs the shard raises.
 
     Args:
-        cache: With a separate store, whose client only these threads use.
+        cache: Its store must be a separate one, whose client only these threads use.
         evictable: As for `Cache.fetch`, for a shard that is not needed yet; None: the cache
             holds all shards, and nothing is evicted.
     """
@@ -36,7 +36,7 @@ class Prefetch:
         self._threads: list[threading.Thread] = []
 
     def want(self, wanted: Callable[[], Sequence[File]]) -> None:
-        """Sets what returns the files to fetch, in their order; called before each download."""
+        """Sets the function that returns the files to fetch, in order, before each download."""
         with self._change:
             self._wanted = wanted
             self._change.notify_all()
@@ -87,7 +87,7 @@ class Prefetch:
                 return False
             self._failed.add(file.name)
             reason = "no room" if full else error
-            log.warning("%s is fetched when it is needed: %s", file.name, reason)
+            log.warning("%s was not prefetched, and will be fetched late: %s", file.name, reason)
         return True
 
     def _end_if_closed(self, count: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from distdl.datasets.cache import Cache, Evictable, NoRoom
+from distdl.datasets.cache import REMEDY, Cache, Evictable, NoRoom
 from distdl.datasets.format import MANIFEST, File, Manifest, Split, load_index
 from distdl.stores import PATIENCE, Absent, Store, StoreError, is_remote, open_store
 from distdl.util.atomic_files import write_bytes
@@ -65,7 +65,7 @@ class DataSet:
             raise UserError.at("data.root", f"{self.store.uri}: {error}") from error
         if hashlib.sha256(data).hexdigest() != file.sha256:
             if cache is None:
-                what = f"{path} is not the index in {MANIFEST}"
+                what = f"{path} is not the index that {MANIFEST} describes"
                 raise UserError.at("data.root", what, AGAIN)
             cache.drop(file)  # it was intact when it was downloaded
             data = cache.fetch(file).read_bytes()
@@ -95,7 +95,7 @@ def open_data_set(
     kept = _kept(cache_root, store) if cache_root and is_remote(root) else None
     if kept is not None and not kept.exists():
         kept = None
-    try:  # wait only briefly if the kept one can replace it
+    try:  # wait only briefly if the kept manifest can replace the server's
         source = open_store(root, patience=min(patience, QUICK)) if kept else store
         text = source.read(MANIFEST)
     except StoreError as error:
@@ -105,7 +105,7 @@ def open_data_set(
             return _data_set(kept.read_bytes(), store, note)
         remedy = error.remedy
         if isinstance(error, Absent):
-            remedy = "python -m distdl prepare ... --upload URL writes it last, after all else"
+            remedy = "finish the upload: python -m distdl prepare ... --upload URL"
         raise UserError.at("data.root", str(error), remedy) from error
     return _data_set(text, store)
 
@@ -128,8 +128,8 @@ class Shards:
     """The samples of one split, as bytes.
 
     A sample is compared with its sha256 when it is first read, and again if its file has changed
-    since. Only intact samples are remembered, so damage is found in each epoch. That record is
-    shared with a loader's workers and lasts as long as this process.
+    since. Only intact samples are remembered, so damage is found in each epoch. The memory of them
+    is shared with a loader's workers and lasts as long as this process.
 
     Args:
         cache: This node's cache; None: `data` is a folder that is read in place.
@@ -237,8 +237,7 @@ class Shards:
         try:
             return self.cache.fetch(file, self.evictable)
         except NoRoom as error:
-            remedy = "data.cache_dir=/a/larger/disk, or data.cache_gb=N: fewer shards at a time"
-            raise UserError.at("data.cache_dir", str(error), remedy) from error
+            raise UserError.at("data.cache_dir", str(error), REMEDY) from error
         except UserError as error:
             self._lost = error
             raise

@@ -1,4 +1,4 @@
-"""Shared by sources of records: finds files and their splits, and interprets labels."""
+"""Finds record files (TFRecord, Parquet) and their splits, and interprets their labels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPLITS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--split", choices=("train", "val"), help="of all files, whatever their names"
+        "--split", choices=("train", "val"), help="the split of all files, whatever their names"
     )
     parser.add_argument(
         "--label-offset",
@@ -44,11 +44,11 @@ def find_files(
 
     Args:
         source: The folder, or one file in it. Subfolders are searched, too.
-        names: A regular expression that is searched for in file names; `shown` in words.
-        split: Of all files; None: from the names of the files or their folders.
+        names, shown: A regular expression that is searched for in file names; the same in words.
+        split: The split of all files; None: from the names of the files or their folders.
 
     Raises:
-        UserError: There is no such file, or a file's name says no split.
+        UserError: There is no such file, or a file's name does not show its split.
     """
     if not source.exists():
         raise UserError.at("--source", f"no such folder: {source}")
@@ -62,10 +62,10 @@ def find_files(
     for name, named in splits.items():
         if named is None:
             what = f"{folder / name} has neither train nor validation in its name"
-            raise UserError.at("--source", what, "--split train, if all files are of it")
+            raise UserError.at("--source", what, "--split train, if all files are for training")
     if not any(splits.values()):
         what = f"{source} holds files of a test set only"
-        raise UserError.at("--source", what, "--split val, if that is what you want")
+        raise UserError.at("--source", what, "--split val, to validate with them")
     return folder, {name: named for name, named in splits.items() if named}
 
 
@@ -96,7 +96,7 @@ def _below(folder: Path, names: str) -> Iterator[str]:
 
 def no_class(sample: str, label: int) -> UserError:
     remedy = "test sets have such labels: leave that file out, or give it a name with `test` in it"
-    return UserError.at("--source", f"{sample} has the label {label}: no class", remedy)
+    return UserError.at("--source", f"{sample} has the label {label}, which no class has", remedy)
 
 
 def describe(kind: str, folder: Path, files: Mapping[str, str]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Labelled:
         self._offset = 0
 
     def add(self, sample: Sample, class_name: str = "") -> None:
-        """Adds a sample with the label that the file has; names it if it has no name.
+        """Adds a sample with the label in the file; gives it a name if it has none.
 
         Raises:
             UserError: An earlier sample had another class name for that label.
@@ -131,8 +131,8 @@ class Labelled:
 
         Inception's TFRecords count from 1, since 0 was "background"
         (https://github.com/tensorflow/models/blob/master/research/inception/inception/data/build_imagenet_data.py).
-        `offset` None: the smallest label, if that is 0 or 1. `names`, by label, are those of all
-        classes; None: those that were added. Returns the class names.
+        `offset` None: the smallest label, if that is 0 or 1. `names` are those of all classes, by
+        label; None: the names that were added with the samples. Returns the class names.
 
         Raises:
             UserError: There is no sample, the smallest label does not fit, or two classes have

@@ -45,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """All parts, training first, and the settings (source and options) that they follow from."""
+    """All parts, training first, and the settings (source and options) that determine them."""
 
     settings: dict[str, Any]
     classes: list[str]

@@ -22,7 +22,7 @@ from distdl.util.errors import Unfinished
 KINDS = {
     "imagenet": ("distdl.datasets.imagenet", "ILSVRC2012, as its two tar files"),
     "folder": ("distdl.datasets.folder", "DIR/train/<class>/*.jpg and DIR/val/<class>/*.jpg"),
-    "tfrecord": ("distdl.datasets.tfrecord", "TFRecords of tf.train.Example, as Inception's"),
+    "tfrecord": ("distdl.datasets.tfrecord", "TFRecords of tf.train.Example, like Inception's"),
     "parquet": ("distdl.datasets.parquet", "Parquet with encoded images, also Petastorm's"),
 }
 
@@ -39,7 +39,7 @@ class Sample:
     label: int  # index of its class in the source's `classes`
     bytes: int  # size of the encoded image; an estimate will do
     where: tuple[str | int, ...]  # its location, for `read`; stored as JSON
-    mtime_ns: int = 0  # of its file when it was planned, for `refuse_changed`; 0: not compared
+    mtime_ns: int = 0  # its file's mtime when it was planned, for `refuse_changed`; 0: unknown
 
 
 class Source(Protocol):
@@ -82,8 +82,8 @@ class Source(Protocol):
 
 
 def no_folder(path: Path) -> str:
-    """What is wrong with a path that should be a folder."""
-    return f"{path} is a file, and no folder" if path.exists() else f"no such folder: {path}"
+    """Why a path is not a folder, for a message."""
+    return f"{path} is a file, not a folder" if path.exists() else f"no such folder: {path}"
 
 
 def refuse_changed(
@@ -101,8 +101,8 @@ def refuse_changed(
         return
     what = f"{path} has changed since it was planned: other bytes would go into the data set"
     remedy = (
-        "put it back as it was (cp -p), and the same command continues; to prepare what "
-        "the files are now: the same command with another --to"
+        "restore the file with its old time (cp -p) and repeat the command; or, to prepare the "
+        "changed files, use the same command with another --to"
     )
     raise Unfinished.at("--source", what, remedy)
 

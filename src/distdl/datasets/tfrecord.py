@@ -2,7 +2,7 @@
 
 Each record has an encoded image and its label, under Inception's names (image/encoded,
 image/class/label, image/class/synset, image/filename) or TFDS's (image, label, file_name). Files
-are called train-00000-of-01024, validation-... or the like; docs/data/tfrecord_parquet.md.
+are called train-00000-of-01024, validation-... or the like (docs/data/tfrecord_parquet.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distdl.util.errors import UserError
 # part-00000, train-00001-of-01024, imagenet2012-train.tfrecord-00000-of-01024, val.tfrecords
 NAMED = "*.tfrecord, *.tfrecords, train-00000-of-01024 or part-00000"
 FILES = r"(\.tfrecords?\b|^[\w.-]*-\d{5}(-of-\d{5})?$)"
-# The first name found is used: Inception's and the reference architecture's first, then TFDS's.
+# The first of these names that a record has is used: Inception's, TFDS's, then others.
 IMAGE = ("image/encoded", "image", "image_raw")
 LABEL = ("image/class/label", "label")
 CLASS = ("image/class/synset", "image/class/text")
@@ -97,8 +97,8 @@ class TFRecords:
 
 
 def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[int, str, str]]]:
-    """Yields (start, length, image, meaning) for each record of a file: the location of its bytes,
-    (start in the record, length) of the image, and (label, class name, image name).
+    """Yields (start, length, image, meaning) for each record of a file. `image` is (start in the
+    record, length), and `meaning` is (label, class name, image name).
 
     A file is a sequence of records, each framed by its length and checksums
     (https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details):
@@ -121,7 +121,7 @@ def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[in
             length, crc = struct.unpack("<QI", header.ljust(12))
             if begin <= size and masked_crc(header[:8]) != crc:
                 gzip = start == 0 and header[:2] in (b"\x1f\x8b", b"\x78\x9c", b"\x78\x01")
-                what = "it is compressed" if gzip else "it is not a record, or damaged"
+                what = "it is compressed" if gzip else "it is not a record, or it is damaged"
                 raise _bad(path, start, what, "decompress it first: gzip -d" if gzip else "")
             if begin + length + 4 > size:
                 raise _bad(path, start, "it is cut short")

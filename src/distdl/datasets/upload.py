@@ -60,7 +60,7 @@ def check_target(url: str, out: Path | None) -> None:
     try:
         store = open_store(url, patience=PATIENCE)
         if not is_remote(url) and Path(store.uri).is_file():
-            raise UserError.at("--upload", f"{store.uri} is a file, and no folder")
+            raise UserError.at("--upload", f"{store.uri} is a file, not a folder")
         if out is None:
             _refuse(store, list(store.names()))
         else:
@@ -112,7 +112,7 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
         if same and name.endswith(".npy"):
             same = hashlib.sha256(store.read(name)).hexdigest() == known[name].sha256
         if not same:
-            what = f"{store.uri} holds another {name}, perhaps of an upload that was not finished"
+            what = f"{store.uri} holds another {name}, perhaps from an unfinished upload"
             raise UserError.at("--upload", what, "choose an empty folder, or empty this one")
     return {file for name, file in known.items() if name not in stored}
 

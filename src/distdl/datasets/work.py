@@ -46,7 +46,7 @@ class Preparation:
     """A data set's folder, from empty to complete; created on the first write.
 
     Args:
-        settings: Of the source and the options, as JSON; "format" is one of them.
+        settings: The source's description and the options, as JSON; "format" is one of them.
 
     Raises:
         UserError: The folder holds something else, or was prepared with other settings.
@@ -89,19 +89,19 @@ class Preparation:
         before.get("images", {}).pop("restart_markers", None)
         different = list(differences(before, json.loads(json.dumps(self.settings))))
         if different:
-            remedy = "repeat that command, name another folder (--to DIR), or remove this one"
+            remedy = "repeat the first command, name another folder (--to DIR), or remove this one"
             if all(one.startswith("source.") for one in different):
-                remedy = "prepare what it is now from the beginning: --to DIR, or first rm -r "
+                remedy = "prepare the changed source into a new folder (--to DIR), or first rm -r "
                 remedy += shlex.quote(str(self.out))
             raise UserError.at("--to", f"{self.out} {how}: {'; '.join(different)}", remedy)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Locks the folder, so that only one command at a time writes the data set.
 
         Raises:
-            UserError: Another command is preparing it, or has put something else there meanwhile;
-                the folder cannot be written, or its disk is full.
+            UserError: Another command is preparing the data set, or has written something else
+                there meanwhile; or the folder cannot be written, or its disk is full.
         """
         lock = FileLock(self.out / WORK / "lock")
         try:
@@ -139,8 +139,8 @@ class Preparation:
             else:
                 _in_parallel(parts, writer, workers, advance)
         except BrokenProcessPool as error:
-            what = "a worker process was killed, perhaps for want of memory"
-            remedy = "the same command resumes where it stopped; fewer: --workers N"
+            what = "a worker process was killed, perhaps for lack of memory"
+            remedy = "the same command resumes where it stopped; with fewer processes: --workers N"
             raise Unfinished.at("--workers", what, remedy) from error
 
     def finish(self, plan: ShardPlan, skip_damaged: bool) -> Result:
@@ -225,9 +225,9 @@ def _too_damaged(damaged: list[tuple[str, str]]) -> Problem:
     return Problem("--source", f"{len(damaged)} {noun} damaged: " + "\n    ".join(shown), remedy)
 
 
-def _by_kind(mended: list[tuple[str, str]]) -> dict[str, Any]:
+def _by_kind(repaired: list[tuple[str, str]]) -> dict[str, Any]:
     kinds = defaultdict[str, list[str]](list)
-    for kind, name in mended:
+    for kind, name in repaired:
         kinds[kind].append(name)
     return {k: {"images": len(v), "names": v[:NAMED]} for k, v in sorted(kinds.items())}
 
@@ -280,9 +280,9 @@ def _keep_busy(
 def _held_back() -> Iterator[Callable[[], None]]:
     """Yields a function that raises KeyboardInterrupt if Ctrl-C or SIGTERM has arrived.
 
-    Raised elsewhere, KeyboardInterrupt may turn into an error about a lock (CPython 3.11), or leak
-    a semaphore while the pool is created. A second signal, which `uv run` and others send at once,
-    has no effect.
+    If KeyboardInterrupt were raised anywhere, it could become an error about a lock (CPython 3.11),
+    or leak a semaphore while the pool is created. A second signal, which `uv run` and others send
+    at once, has no effect.
     """
     received: list[int] = []
 

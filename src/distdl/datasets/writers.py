@@ -30,8 +30,8 @@ class Result:
     samples: int = 0
     bytes: int = 0
     shard: Shard | None = None  # None for a folder
-    mended: list[tuple[str, str]] = field(default_factory=list)  # oddity and name of an image
-    damaged: list[tuple[str, str]] = field(default_factory=list)  # name and reason, left out
+    mended: list[tuple[str, str]] = field(default_factory=list)  # oddity and name; repaired
+    damaged: list[tuple[str, str]] = field(default_factory=list)  # name and reason; left out
 
     def save(self, path: Path) -> None:
         write_bytes(path, json.dumps(asdict(self)).encode())
@@ -60,7 +60,7 @@ class Writer:
             OSError: The disk is full, or cannot be written.
             UserError: An intact image cannot be encoded again, or a file has changed meanwhile.
         """
-        part = self._unchecked(part)
+        part = self._allowing_repairs(part)
         with warnings.catch_warnings():
             # PIL warns of broken EXIF data and the like, which does not matter to training.
             warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -69,8 +69,8 @@ class Writer:
             else:
                 self._write_files(part, advance)
 
-    def _unchecked(self, part: Part) -> Part:
-        """The part without the mtimes of files with damage: they may have been repaired since."""
+    def _allowing_repairs(self, part: Part) -> Part:
+        """The part without the mtimes of damaged files, which may have been repaired since."""
         path = result_file(self.out, part)
         bad = {name for name, _ in Result.load(path).damaged} if path.exists() else set()
         files = {sample.where[0] for _, sample in part.samples if _shown(sample) in bad}

@@ -12,15 +12,15 @@ from distdl.util.errors import UserError
 
 
 def least_of_all(batches: float) -> float:
-    """The least number of batches (infinity: unknown) of the ranks, which all call this; 0 if a
-    rank of several has no length."""
-    least = min(process_group.gather(batches))
-    return 0 if math.isinf(least) and process_group.world_size() > 1 else least
+    """The least number of batches (infinity: unknown) of any rank. All ranks call this; with
+    several, the result is 0 if a rank does not know its number."""
+    counts = process_group.gather(batches)
+    return 0 if math.isinf(max(counts)) and len(counts) > 1 else min(counts)
 
 
 def refuse_uneven(batches: float) -> None:
-    """Ends a training whose ranks have different numbers of batches (infinity: unknown), since some
-    would wait for others' gradients. Called by all ranks.
+    """Ends a training whose ranks have different numbers of batches (infinity: unknown): some ranks
+    would wait for the gradients of others. All ranks call this.
 
     Raises:
         UserError: On all ranks.

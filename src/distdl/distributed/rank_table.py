@@ -1,4 +1,4 @@
-"""The first lines of every job: which rank runs where, on which device, and how this was found."""
+"""The rank table, which each job logs first: where every rank runs, and on which device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFIXES = ("GLOO_", "UCX_", "FI_", "OMPI_MCA_btl")
 GPU_PREFIXES = (*PREFIXES, "NCCL_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")
 
 
-def refuse_missing_device(here: Environment, accelerator: str) -> None:
+def refuse_missing_device(environment: Environment, accelerator: str) -> None:
     """Refuses a rank without its GPU before the other ranks wait for it.
 
     Raises:
@@ -32,13 +32,13 @@ def refuse_missing_device(here: Environment, accelerator: str) -> None:
     if accelerator != "gpu":
         return
     seen = listed(os.environ.get(VISIBLE, ""))
-    if seen and seen[0].startswith("MIG-") and here.local_rank < len(seen):
+    if seen and seen[0].startswith("MIG-") and environment.local_rank < len(seen):
         # CUDA shows only the first MIG instance of a list, so each rank names its own.
-        os.environ[VISIBLE] = seen[here.local_rank]
+        os.environ[VISIBLE] = seen[environment.local_rank]
     elif seen and seen[0].startswith("MIG-") and len(seen) > 1:
-        raise _missing(here, len(seen))
-    if torch.cuda.device_count() <= process_group.device_index(here):
-        raise _missing(here, torch.cuda.device_count())
+        raise _missing(environment, len(seen))
+    if torch.cuda.device_count() <= process_group.device_index(environment):
+        raise _missing(environment, torch.cuda.device_count())
     try:
         torch.cuda.init()
     except RuntimeError as error:  # GPUs are visible, but the driver cannot run this torch
@@ -52,15 +52,15 @@ def refuse_missing_device(here: Environment, accelerator: str) -> None:
         ) from error
 
 
-def _missing(here: Environment, count: int) -> UserError:
+def _missing(environment: Environment, count: int) -> UserError:
     named = f" ({VISIBLE}={os.environ[VISIBLE]!r})" if VISIBLE in os.environ else ""
     remedy = "ask for as many devices as a node has, or write trainer.accelerator=cpu"
     if torch.version.cuda is None and torch.version.hip is None:
         remedy = "this torch is built for CPUs: install one for CUDA; or trainer.accelerator=cpu"
     return UserError.at(
         "trainer.devices",
-        f"rank {here.rank} on {socket.gethostname()} is number {here.local_rank} of its "
-        f"node, and torch sees {count} GPUs there{named}",
+        f"rank {environment.rank} on {socket.gethostname()} is number {environment.local_rank} of "
+        f"its node, and torch sees {count} GPUs there{named}",
         remedy,
     )
 
@@ -79,31 +79,31 @@ def warn_without_bf16(accelerator: str, precision: Any) -> None:
         )
 
 
-def announce(here: Environment, accelerator: str) -> None:
+def announce(environment: Environment, accelerator: str) -> None:
     """Rank 0 prints the table of all ranks; a single rank writes it only to its log file."""
-    ranks = process_group.gather(facts(here, accelerator))
-    if here.rank == 0:
+    ranks = process_group.gather(facts(environment, accelerator))
+    if environment.rank == 0:
         log.log(logging.INFO if len(ranks) > 1 else logging.DEBUG, "%s", table(ranks))
 
 
-def facts(here: Environment, accelerator: str) -> dict[str, Any]:
+def facts(environment: Environment, accelerator: str) -> dict[str, Any]:
     device, adapters = "cpu", ""
     prefixes = GPU_PREFIXES if accelerator == "gpu" else PREFIXES
     if accelerator == "gpu":
         adapters = ", ".join(interconnect()) or "no InfiniBand"
-        index = process_group.device_index(here)
+        index = process_group.device_index(environment)
         device = f"cuda:{index} {torch.cuda.get_device_name(index)}"
     return {
-        "rank": here.rank,
-        "node": here.node_rank,
-        "local": here.local_rank,
+        "rank": environment.rank,
+        "node": environment.node_rank,
+        "local": environment.local_rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": device,
         "interconnect": adapters,
-        "main": f"{here.main_address}:{here.main_port}",
-        "launcher": here.launcher,
-        "sources": dict(here.sources),
+        "main": f"{environment.main_address}:{environment.main_port}",
+        "launcher": environment.launcher,
+        "sources": dict(environment.sources),
         "settings": {k: redact(v) for k, v in sorted(os.environ.items()) if k.startswith(prefixes)},
     }
 
@@ -124,7 +124,7 @@ def interconnect() -> list[str]:
 
 
 def table(ranks: list[dict[str, Any]]) -> str:
-    """One line per rank, followed by what all ranks have in common."""
+    """One line per rank, followed by the values that all ranks share."""
     columns = ["rank", "node", "local", "host", "pid", "device"]
     columns += ["interconnect"] if any(rank["interconnect"] for rank in ranks) else []
     rows = [columns, *(tuple(str(rank[c]) for c in columns) for rank in ranks)]

@@ -1,8 +1,8 @@
 """Bytes that a rank sends, counted where collectives are called: at torch's dispatcher.
 
-Everything passes through it: `torch.distributed`'s functions, DDP's reducer (in C++), FSDP,
-functional collectives, the pipeline's sends. It costs Python time on every operation of the model,
-so count a few steps and do not time them. There are two numbers:
+All collectives pass through it: `torch.distributed`'s functions, DDP's reducer (in C++), FSDP,
+functional collectives, the pipeline's sends. Counting costs Python time on every operation of the
+model, so count a few steps and do not time them. There are two numbers:
 
 - `payload`: the bytes that the rank passes to the collective, such as all gradients in an
   all-reduce,
@@ -25,8 +25,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-# The argument with this rank's contribution, the share of it that leaves a rank when there are n,
-# and the operations of torch.distributed (or its _functional_collectives) for which this holds.
+# The argument with this rank's contribution, the share of this that leaves each of n ranks, and
+# the operations of torch.distributed (or its _functional_collectives) for which both hold.
 # Operations not listed (recv_, barrier, wait_tensor) send nothing.
 _SHARES: list[tuple[int, Callable[[int], float], str]] = [
     (0, lambda n: 2 * (n - 1) / n, "allreduce allreduce_coalesced all_reduce all_reduce_coalesced"),
@@ -42,7 +42,7 @@ _SHARES: list[tuple[int, Callable[[int], float], str]] = [
 ]
 _RULES = {name: (at, share) for at, share, names in _SHARES for name in names.split()}
 # Communication hooks call these from the backend's threads, where our mode is not active.
-_CALLED_FROM_ELSEWHERE = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+_CALLED_IN_OTHER_THREADS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Traffic:
     @contextmanager
     def counted(self) -> Iterator[Traffic]:
         with ExitStack() as stack:
-            for name in _CALLED_FROM_ELSEWHERE:
+            for name in _CALLED_IN_OTHER_THREADS:
                 original = getattr(dist, name)
                 setattr(dist, name, self._in_any_thread(original))
                 stack.callback(setattr, dist, name, original)

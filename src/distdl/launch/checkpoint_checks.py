@@ -26,7 +26,7 @@ def for_task(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
 
 def for_start(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
     """Checks that `checkpoint.resume_from` exists, unless the run has a checkpoint of its own. For
-    a job on other machines: that it is a path which its nodes may see."""
+    a job on other machines, checks that its nodes may be able to read the path."""
     start = config.checkpoint.get("resume_from")
     if not start or any(run.checkpoints.glob(f"*{checkpoints.SUFFIX}")):
         return ()
@@ -36,9 +36,9 @@ def for_start(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
     assert isinstance(section, dict)
     if Path(start).is_absolute() or "${input:" in section["resume_from"]:
         return ()
-    what = f"{start} is a path below this folder, and the job runs elsewhere"
+    what = f"{start} is a path below this folder, but the job runs on other machines"
     remedy = (
-        "an absolute path that its nodes see, or checkpoint.resume_from='${input:start}' "
+        "write an absolute path that they can read, or checkpoint.resume_from='${input:start}' "
         "with launcher.inputs.start=..."
     )
     return [Problem("checkpoint.resume_from", what, remedy)]

@@ -32,7 +32,7 @@ def render(planned: Plan) -> str:
         *([f"code       {code.describe()}"] if code else []),
         *(f"left out   {line}" for line in (code.lines_left_out() if code else ())),
         *(f"note       {note}" for note in planned.notes),
-        *(f"note       ${n} is not set here: it must be to submit" for n in start.unset(planned)),
+        *(f"note       ${n} is not set: submitting needs it" for n in start.unset_names(planned)),
         *(f"file       {shown(file)}" for file in files),
         "",
         request.render(),
@@ -41,8 +41,8 @@ def render(planned: Plan) -> str:
 
 
 def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
-    """All members of a sweep, as one request if the launcher supports that; named by what each
-    varies, such as "seed=1 optimizer.lr=0.1"."""
+    """All members of a sweep, as one request if the launcher supports that. The names are what each
+    member varies, such as "seed=1 optimizer.lr=0.1"."""
     if start.same_launcher(planned):
         launcher = jobs.instantiate(planned[0].config.launcher)
         attempts = [start.next_attempt(each) for each in planned]
@@ -58,7 +58,7 @@ def write_files(planned: Plan, launcher: Launcher, code: Snapshot | None) -> lis
         return []
     target = Path(planned.config.launcher.files).expanduser().absolute() / planned.run_id
     if target.exists():
-        what = f"{shown(target)} is there already"
+        what = f"{shown(target)} exists already"
         raise UserError.at("launcher.files", what, "remove it, or name another folder")
     (spec,) = start.specs_of([planned], [start.next_attempt(planned)])
     request: Any = launcher.request(replace(spec, bundle="bundle"))

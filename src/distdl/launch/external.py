@@ -1,7 +1,7 @@
 """`torchrun -m distdl ...`: another tool has started the ranks. Rank 0 plans, all ranks train.
 
-Only rank 0 runs Hydra and creates the run directory. The others wait for its message in torch's
-store, so that there is only one folder, and no further processes are started.
+Only rank 0 runs Hydra, and it creates the run directory. The other ranks wait for its message in
+torch's store. No further processes are started.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distdl.ranks import environment as environments
 from distdl.util.errors import UserError
 
 TARGET = "distdl.launchers.external.ExternalLauncher"
-# Rank 0's message to the others, if it is not "<attempt> <run directory>".
+# Rank 0's messages to the others, besides "<attempt> <run directory>".
 REFUSED, NOTHING_TO_DO = "refused", "nothing to do"
 Planner = Callable[[environments.Environment], Plan]
 
@@ -36,8 +36,8 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         config = compose.compose(overrides, config_dirs)
         # The number of started ranks overrides a preset's size (debug=cpu: one device).
         typed = {override.key_or_group for override in compose.parse_overrides(overrides)}
-        asked = config.trainer.get("devices") if "trainer.devices" in typed else None
-        place(config, ranks, asked)
+        requested = config.trainer.get("devices") if "trainer.devices" in typed else None
+        adopt_ranks(config, ranks, requested)
         planned = planning.plan(config)
         planning.check_classes(planned)
         return planned
@@ -46,7 +46,7 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
 
 def main(planner: Planner) -> int:
-    """What each rank runs; only rank 0 calls the planner. Returns the worker's exit code."""
+    """Runs on each rank; only rank 0 calls the planner. Returns the worker's exit code."""
     os.environ[environments.LAUNCHER_VARIABLE] = "external"
     ranks = environments.resolve()
     ranks.export()
@@ -60,18 +60,18 @@ def main(planner: Planner) -> int:
     return _work(_broadcast(ranks, message))
 
 
-def place(where: DictConfig, ranks: environments.Environment, asked: Any) -> None:
-    """Writes the number of started ranks into a config."""
+def adopt_ranks(where: DictConfig, ranks: environments.Environment, requested: Any) -> None:
+    """Writes the number of started ranks into a config; `requested` is from the command line."""
     per_node = ranks.local_world_size
     nodes, rest = divmod(ranks.world_size, per_node)
-    what, remedy = "", "leave it out: the number of processes says it"
+    what, remedy = "", "leave it out: the number of started processes sets it"
     if rest:
-        what, remedy = f"{ranks.world_size} processes are not equally many per node", ""
-    elif isinstance(asked, (list, ListConfig)):
-        what = f"{list(asked)} chooses GPUs for processes that are running already"
+        what, remedy = f"the nodes have different numbers of processes ({ranks.world_size})", ""
+    elif isinstance(requested, (list, ListConfig)):
+        what = f"{list(requested)} chooses GPUs, but the processes are running already"
         remedy = "leave it out, and export CUDA_VISIBLE_DEVICES before they are started"
-    elif isinstance(asked, int) and asked not in (-1, per_node):
-        what = f"{asked} per node are asked for, and {per_node} were started"
+    elif isinstance(requested, int) and requested not in (-1, per_node):
+        what = f"the run asks for {requested} per node, but {per_node} were started"
     if what:
         raise UserError.at("trainer.devices", what, remedy)
     where.trainer.devices, where.trainer.num_nodes = per_node, nodes
@@ -86,15 +86,15 @@ def _create(planned: Plan) -> str:
     if planned.finished:
         print(start.how_to_train_longer(planned))
         return NOTHING_TO_DO
-    start.make_room(planned)
+    start.move_failed_run(planned)
     attempt = start.create_attempt(planned, sys.argv, None)
     return f"{attempt.number} {planned.run.path}"
 
 
 def _work(message: str) -> int:
     if message == REFUSED:
-        # Rank 0 prints why, and should exit first, since the first exit is reported as the cause.
-        # torchrun then ends the other ranks; other tools may not, so they wait a short time only.
+        # Rank 0 prints the reason. It should exit first, because the first exit is reported as the
+        # cause. torchrun then ends the other ranks; under other tools they end after a short wait.
         time.sleep(30 if _under_torchrun() else 2)
         return EXIT_REFUSED
     if message == NOTHING_TO_DO:
@@ -106,7 +106,7 @@ def _work(message: str) -> int:
 
 
 def _under_torchrun() -> bool:
-    """Whether torchrun started this rank: its agent then hosts a store at the main port."""
+    """Whether torchrun started this rank. If so, its agent hosts a store at the main port."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -117,8 +117,8 @@ def _broadcast(ranks: environments.Environment, message: str | None) -> str:
         return message
     from torch.distributed import PrefixStore, TCPStore
 
-    # Beside the main port, where the training's own store opens: a rank that is early there must
-    # not find this one while it closes.
+    # Not at the main port, where the training's own store will open: an early rank must not connect
+    # to this store while it closes.
     under_torchrun = _under_torchrun()
     tcp = TCPStore(
         ranks.main_address,

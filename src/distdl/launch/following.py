@@ -15,8 +15,8 @@ from distdl.util.tail import plain
 
 
 def follow(job: Job, attempt: Attempt) -> JobState | None:
-    """Prints the log until the job has ended. Returns its final state; None if it was left running,
-    UNKNOWN if its platform is out of reach."""
+    """Prints the log until the job has ended. Returns its final state, None if it was left running,
+    or UNKNOWN if its platform cannot be reached."""
     with ends_with_this_shell(job):
         while True:
             try:
@@ -24,7 +24,7 @@ def follow(job: Job, attempt: Attempt) -> JobState | None:
                     print(plain(line), flush=True)
                 job.wait()
                 return jobs.state(attempt, job)
-            except UserError as error:  # the platform is out of reach; the job continues
+            except UserError as error:  # the platform cannot be reached; the job continues
                 print(f"distdl: {error}", file=sys.stderr)
                 print_left(job, attempt)
                 return JobState.UNKNOWN
@@ -37,7 +37,7 @@ def follow(job: Job, attempt: Attempt) -> JobState | None:
 
 
 def asks_to_cancel(job: Job) -> bool:
-    """Asks the user. Without a terminal the answer is no, so that the job is not lost."""
+    """Asks the user whether to cancel. Without a terminal the job is left running."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     question = f"\n{job.handle}: [d]etach and leave it running, or [c]ancel it? "
@@ -56,14 +56,14 @@ def print_left(job: Job, attempt: Attempt) -> None:
 
 @contextmanager
 def ends_with_this_shell(job: Job) -> Iterator[None]:
-    """Lets SIGTERM to this command cancel a job on this machine (mpirun), since that is how a batch
-    system or a supervisor ends it. A job in a queue continues."""
+    """Lets SIGTERM to this command cancel a job on this machine (mpirun): batch systems and
+    supervisors end commands in this way. A job in a queue continues."""
     if not getattr(job, "ends_with_shell", False):
         yield
         return
-    # The job is only asked to end: its log is followed further, so that its checkpoint is seen.
-    before = signal.signal(signal.SIGTERM, lambda *_: job.cancel())
+    # Cancelling only asks the job to end: its log is followed until its last checkpoint.
+    previous = signal.signal(signal.SIGTERM, lambda *_: job.cancel())
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

@@ -24,9 +24,9 @@ def state_of(job: Job, attempt: Attempt | None) -> JobState:
 
 
 def lines(job: Job, attempt: Attempt | None, state: JobState) -> Iterator[str]:
-    """One job, in full; without an attempt if it was named by its handle alone."""
-    unasked = state is JobState.UNKNOWN or isinstance(job, jobs.Unasked)
-    why = plain(getattr(job, "why", "")) if unasked else ""
+    """All lines about one job. `attempt` is None if the user named the job by its handle alone."""
+    unknown = state is JobState.UNKNOWN or isinstance(job, jobs.Unqueried)
+    why = plain(getattr(job, "why", "")) if unknown else ""
     if attempt is None:
         yield f"{state}  {job.handle}" + (f"  ({why})" if why else "")
         return
@@ -48,10 +48,10 @@ def lines(job: Job, attempt: Attempt | None, state: JobState) -> Iterator[str]:
 
 
 def table(folder: Path) -> tuple[list[tuple[str, ...]], list[str]]:
-    """A row of COLUMNS for every run of a folder, and notes to read beside them."""
+    """A row of COLUMNS for every run of a folder, and notes about the rows."""
     runs = jobs.runs_below(folder)
     if not runs:
-        raise UserError.at(str(folder), "there are no runs", "python -m distdl jobs list DIR")
+        raise UserError.at(str(folder), "has no runs", "python -m distdl jobs list DIR")
     platforms = jobs.Platforms()
     entries: list[tuple[RunDirectory, Attempt, Job | Exception | None]] = []
     for run in runs:
@@ -62,9 +62,9 @@ def table(folder: Path) -> tuple[list[tuple[str, ...]], list[str]]:
         except Exception as error:  # its row shows it
             job = error
         entries.append((run, attempt, job))
-    jobs.ask(job for _, _, job in entries if job and not isinstance(job, Exception))
+    jobs.query_all(job for _, _, job in entries if job and not isinstance(job, Exception))
     rows = [_row(*each) for each in entries]
-    return rows, list(dict.fromkeys(j.why for _, _, j in entries if isinstance(j, jobs.Unasked)))
+    return rows, list(dict.fromkeys(j.why for _, _, j in entries if isinstance(j, jobs.Unqueried)))
 
 
 def _row(run: RunDirectory, attempt: Attempt, job: Job | Exception | None) -> tuple[str, ...]:
@@ -81,14 +81,14 @@ def _row(run: RunDirectory, attempt: Attempt, job: Job | Exception | None) -> tu
             attempt = main
         facts = attempt.status()
         started = time_of(facts, "started")
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
-        cells = (where_of(attempt), when, metrics_text(facts) if facts else MISSING)
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
+        cells = (where_of(attempt), date, metrics_text(facts) if facts else MISSING)
     except Damaged as damaged:
         file, what = damaged.problems[0].path, damaged.problems[0].what
         state, cells = "DAMAGED", ("?", "", f"{shown(Path(file))} {what}")
     except Exception as error:  # one run that cannot be read must not hide the others
-        why = str(error).partition("\n")[0]
-        state, cells = f"UNKNOWN ({type(error).__name__})", ("?", "", why)
+        reason = str(error).partition("\n")[0]
+        state, cells = f"UNKNOWN ({type(error).__name__})", ("?", "", reason)
     return tuple(map(plain, (shown(run.path), attempt.number, state, *cells)))
 
 

@@ -1,6 +1,6 @@
-"""Turns a composed config into a plan. All problems are reported at once; nothing is written yet.
+"""Turns a composed config into a plan. All problems are reported at once, and nothing is written.
 
-`plan` does not import torch, so it takes a moment. `check_classes` takes seconds.
+`plan` does not import torch, so it is fast. `check_classes` takes seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from distdl.validation import kinds, validate
 from distdl.validation.targets import Trust, problem_of
 
 LOCAL = "distdl.launchers.local.LocalLauncher"
-AGENT = "torch.distributed.launcher.api"  # starts several ranks here
+AGENT = "torch.distributed.launcher.api"  # it starts several ranks on this machine
 # Groups that every task needs.
 REQUIRED = ("model", "strategy", "launcher")
 
@@ -45,14 +45,14 @@ class Plan:
     """One attempt, before anything is written.
 
     Args:
-        config: Recipe and `where`, merged, with this attempt's changes.
-        recipe: The part that config.yaml freezes.
+        config: The recipe and `where` (the keys on where a run runs), with this attempt's changes.
+        recipe: The part that config.yaml freezes: what the run is.
         run: The run's directory; it exists if this attempt resumes a run.
         run_id: `<experiment>/<name>`, or `<experiment>/<sweep>/<member>`: below output_dir.
         changes: What this attempt changes in the recipe, by path.
         notes: Notes for the user, to read before it starts.
         old_run: The new path of an old run of this name that failed before its first checkpoint.
-        overrides, swept: `key=value` of a new run; those that its sweep varies.
+        overrides, swept: `key=value` of a new run; those that vary in its sweep.
     """
 
     config: DictConfig
@@ -85,8 +85,8 @@ class Plan:
 
 
 def plan(config: DictConfig, name: str | None = None) -> Plan:
-    """A new run, or the run of this name if its recipe is the same. The name of a member of a sweep
-    replaces the config's."""
+    """Plans a new run, or the next attempt of the run with this name if its recipe is the same. The
+    name of a sweep's member replaces the name in the config."""
     member, stamp = name is not None, time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
         recipe = configs.recipe_of(config)
@@ -104,21 +104,21 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
     stored = run.recipe()
     if not configs.same_recipe(stored, recipe):
         if never_trained(run):
-            planned.old_run = run.spare_path()
+            planned.old_run = run.path_when_failed()
             what = f"the old {run_id} failed before its first checkpoint, kept as"
             planned.notes.append(f"{what} {shown(planned.old_run)}")
             return planned
         what = f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}"
-        resume = f"python -m distdl resume {shown(run.path)}{_resumed(planned, stored)}"
+        resume = f"python -m distdl resume {shown(run.path)}{_resume_arguments(planned, stored)}"
         raise UserError.at("name", what, f"choose another name, or resume that run: {resume}")
     if not member:  # a member is refused when its turn comes, so that the others train
         refuse_second(planned)
-    return proceed(planned, chosen=())
+    return continue_run(planned, chosen=())
 
 
-def _resumed(planned: Plan, stored: DictConfig) -> str:
-    """The arguments to suggest for a resume: the changes that were asked for, if a resume may make
-    them all; else, if the run has finished, those that train longer."""
+def _resume_arguments(planned: Plan, stored: DictConfig) -> str:
+    """The arguments to suggest for a resume: the requested changes, if a resume may make all of
+    them; else, if the run has finished, arguments to train longer."""
     old, new = (
         OmegaConf.to_container(configs.recipe_of(each), resolve=False)
         for each in (stored, planned.recipe)
@@ -126,19 +126,19 @@ def _resumed(planned: Plan, stored: DictConfig) -> str:
     assert isinstance(old, dict) and isinstance(new, dict)
     changed = []
     for section, key in (path.split(".") for path in configs.CHANGEABLE):
-        before, asked = old.get(section), new.get(section)
-        if not isinstance(before, dict) or not isinstance(asked, dict) or key not in asked:
+        before, after = old.get(section), new.get(section)
+        if not isinstance(before, dict) or not isinstance(after, dict) or key not in after:
             continue
-        if key not in before or before[key] != asked[key]:
-            before[key] = asked[key]
-            changed.append(shlex.quote(written(f"{section}.{key}", asked[key])))
+        if key not in before or before[key] != after[key]:
+            before[key] = after[key]
+            changed.append(shlex.quote(written(f"{section}.{key}", after[key])))
     if old == new:
         return f" {' '.join(changed)}"
     return f" {configs.longer(stored)}" if planned.finished else ""
 
 
 def never_trained(run: RunDirectory) -> bool:
-    """Whether a run failed before its first checkpoint, so that its name can be given away."""
+    """Whether a run failed before its first checkpoint, so that a new run may take its name."""
     states = [attempt.state() for attempt in run.attempts()]
     failed = bool(states) and all(s in (JobState.FAILED, JobState.CANCELLED) for s in states)
     return failed and not any(run.checkpoints.glob(f"*{checkpoints.SUFFIX}"))
@@ -151,14 +151,14 @@ def refuse_second(planned: Plan) -> None:
         planned.run.refuse_under_way()
 
 
-def proceed(planned: Plan, chosen: Sequence[str]) -> Plan:
-    """The next attempt of an existing run. If the world size changes, the global batch is kept,
-    except where the user set the paths `chosen`."""
+def continue_run(planned: Plan, chosen: Sequence[str]) -> Plan:
+    """Plans the next attempt of an existing run. If the world size changes, the global batch size
+    is kept, except by keys that the user set (`chosen`)."""
     last = planned.run.last_attempt()
     if last is None:
         return planned
     before = last.launch()
-    # A resume has set `changes` already: another strategy drops the settings of the last one.
+    # A resume has set `changes` already, without the settings of a strategy that it replaces.
     changes = dict(planned.changes or before.get("changes") or {})
     where = configs.where_of(planned.config)
     keeps = batches.keep_global_batch(
@@ -175,12 +175,12 @@ def proceed(planned: Plan, chosen: Sequence[str]) -> Plan:
 
 
 def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
-    """Determines the size of the run, and runs the first stage of validation: all that the config
-    alone shows, and the directory of the run, which may have checkpoints."""
+    """Determines the size of the run, and runs the first stage of validation, which needs only the
+    config and the checkpoints in the run's directory."""
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
     problems = [
-        Problem(group, "missing", f"choose one: {group}=<option> (--help lists them)")
+        Problem(group, "missing", f"write {group}=<option>; --help lists the options")
         for group in REQUIRED
         if not written.get(group)
     ]
@@ -201,9 +201,9 @@ def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
             problems += error.problems
     except (OmegaConfBaseException, TypeError, ValueError):
         pass  # a broken value, which the first stage reports
-    for missing in (checkpoint_checks.for_task, checkpoint_checks.for_start):
+    for check in (checkpoint_checks.for_task, checkpoint_checks.for_start):
         with suppress(OmegaConfBaseException, TypeError, KeyError, AttributeError):
-            problems += missing(config, run) if run else ()  # stage 1 reports broken values
+            problems += check(config, run) if run else ()  # the first stage reports broken values
     if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
         remedy = "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising"
         what = "synchronised batch norm needs a GPU"
@@ -218,18 +218,18 @@ def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
 
 def check_classes(planned: Plan, *, apart: bool = False) -> None:
     """Runs the second stage of validation, unless the run has finished, and adds notes to the plan.
-    `apart`: the run will have its own process, as the members of a sweep do."""
+    `apart` says that the run will have a process of its own, as a sweep's members do."""
     config, size, local = planned.config, planned.resources, is_local(planned.config)
     if planned.finished and not config.dry_run:
         return
     if planned.changes:  # otherwise the first stage has checked this config already
         validate.refuse(config, size, project_root=str(root_of(config)))
     starts_here = local and not apart and not config.dry_run
-    # This process trains, unless chosen GPUs must be set before anything queries the devices.
+    # With chosen GPUs another process trains: they must be set before anything queries the devices.
     trains_here = starts_here and size.world_size == 1 and not size.device_ids
-    with imported_meanwhile(AGENT) if starts_here and not trains_here else nullcontext():
+    with imported_in_background(AGENT) if starts_here and not trains_here else nullcontext():
         problems, notes, facts = validate.check_bindings(
-            config, size, str(root_of(config)), goes_on=trains_here
+            config, size, str(root_of(config)), in_process=trains_here
         )
     if problems:
         raise UserError(*problems)
@@ -239,7 +239,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
 
 
 def notes_of(config: DictConfig) -> list[str]:
-    """The launcher's notes on its settings, for the user."""
+    """The launcher's notes for the user on its settings."""
     notes = getattr(launcher_class(config), "notes", None)
     return list(notes(OmegaConf.to_container(config.launcher, resolve=False))) if notes else []
 
@@ -249,13 +249,13 @@ def is_local(config: DictConfig) -> bool:
 
 
 def root_of(config: DictConfig) -> Path:
-    """The root of the user's code; the default if `project.root` is not a text."""
+    """The root of the user's code; the default root if `project.root` is not a string."""
     root = OmegaConf.select(config, "project.root", throw_on_resolution_failure=False)
     return provenance.project_root(root if isinstance(root, str) else None)
 
 
 @contextmanager
-def imported_meanwhile(module: str) -> Iterator[None]:
+def imported_in_background(module: str) -> Iterator[None]:
     """Imports a module in a thread while a child process validates: both take seconds."""
     thread = threading.Thread(target=lambda: suppressed_import(module))
     thread.start()
@@ -266,14 +266,14 @@ def imported_meanwhile(module: str) -> Iterator[None]:
 
 
 def suppressed_import(module: str) -> None:
-    # If it fails here, it fails again where it is needed, and is reported there.
+    # A failure is reported later, when the import fails again where it is needed.
     with suppress(Exception), uncollected():
         importlib.import_module(module)
 
 
 def launcher_class(config: DictConfig) -> Any:
-    """The class that `launcher._target_` names; None if it must not or cannot be imported, which
-    validation reports: its first stage checks the name, its second stage imports the class."""
+    """The class that `launcher._target_` names; None if it must not or cannot be imported. The
+    first stage of validation reports a forbidden name, the second a failing import."""
     try:
         target = str(config.launcher["_target_"])
         trust = Trust(own_folders(root_of(config)), tuple(config.project.get("allow") or ()))

@@ -21,15 +21,15 @@ from distdl.util.suggest import did_you_mean
 def plan(
     run: RunDirectory, overrides: Sequence[str], started: environment.Environment | None = None
 ) -> planning.Plan:
-    """Plans the next attempt of `run`, whose ranks another tool (torchrun) may have started. The
-    run's files say what it is, but not whose code may run: that is the project of the current
-    folder, with `project.root` and `project.allow` of the command line. On a UserError no untrusted
-    code has been imported."""
+    """Plans the next attempt of `run`. `started` describes ranks that another tool (torchrun) has
+    started. The run's files define the run, but do not decide whose code is trusted: only the
+    current folder's project is, and what `project.root` and `project.allow` of the command line
+    add. On a UserError no untrusted code has been imported."""
     recipe = run.recipe()
     last = run.last_attempt()
     before = last.launch() if last else new_launch_record(run, recipe)
     where = where_by_default(run, before)
-    if last:  # the first attempt's task counts: a later one may only have validated
+    if last:  # a later attempt may only have validated, so the first attempt's task counts
         where.task = run.attempts()[0].launch()["where"]["task"]
     earlier: dict[str, Any] = dict(before.get("changes") or {})
     with compose.hydra_session():
@@ -38,9 +38,9 @@ def plan(
     changes = apply(parsed, groups, recipe, where, earlier)
     typed_paths = [override.key_or_group for override in parsed]
     if started is not None:
-        asked = where.trainer.devices if "trainer.devices" in typed_paths else None
-        external.place(where, started, asked)
-    elif where.launcher["_target_"] == external.TARGET:  # no ranks were started this time
+        requested = where.trainer.devices if "trainer.devices" in typed_paths else None
+        external.adopt_ranks(where, started, requested)
+    elif where.launcher["_target_"] == external.TARGET:  # this time no tool has started ranks
         where.launcher = compose.compose([]).launcher
     config, so_far = (configs.merge(recipe, where, each) for each in (changes, earlier))
     select = OmegaConf.select
@@ -50,30 +50,30 @@ def plan(
     with missing_code_located(config, before["where"]):
         size = planning.size_of(config, run)
     refuse_programs(config, typed_paths)
-    notes = [] if last else [start_on_record(run)]
+    notes = [] if last else [recorded_start(run)]
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
     notes += [f"{p} is {typed[p]} from this attempt on" for p in new]
     planned = planning.Plan(config, recipe, size, run, before["run_id"], changes, notes)
     planning.refuse_second(planned)
-    planning.proceed(planned, typed_paths)
+    planning.continue_run(planned, typed_paths)
     with missing_code_located(config, before["where"]):
         planning.check_classes(planned)
     return planned
 
 
 def where_by_default(run: RunDirectory, before: dict[str, Any]) -> DictConfig:
-    """The default `where` of the next attempt: that of the last one's launch.yaml, except for
-    settings that only a command line may make."""
+    """The default `where` of the next attempt, from launch.yaml of the last one. Settings that only
+    a command line may make are reset."""
     fresh = {
-        # The run's current folder; it may have been moved since it was written.
+        # The run may have been moved since launch.yaml was written.
         "output_dir": str(run.path.parents[before["run_id"].count("/")]),
         "dry_run": False,
         "follow": True,
-        "project": {"root": None, "allow": list(jobs.own_trust().allow)},
+        "project": {"root": None, "allow": list(jobs.project_trust().allow)},
         "checkpoint": {"trust_pickle": False},  # the run's own files cannot consent to it
     }
-    later = {"project": {"max_snapshot_mb": 300}}  # a key that an older run lacks
-    where = OmegaConf.merge(later, before["where"], fresh)
+    newer_keys = {"project": {"max_snapshot_mb": 300}}  # which an older run lacks
+    where = OmegaConf.merge(newer_keys, before["where"], fresh)
     assert isinstance(where, DictConfig)
     return where
 
@@ -91,7 +91,7 @@ def apply(
     for override in parsed:
         path, value = override.key_or_group, override.value()
         if override.is_delete() or override.is_sweep_override():
-            problems.append(Problem(path, "a resume sets values, it deletes and sweeps none"))
+            problems.append(Problem(path, "a resume can set values, but not delete or sweep them"))
         elif path in groups:
             chosen = compose.compose([str(override.input_line)])
             if path in ("launcher", "task"):
@@ -113,16 +113,16 @@ def apply(
     return changes
 
 
-def start_on_record(run: RunDirectory) -> str:
+def recorded_start(run: RunDirectory) -> str:
     """A note for a run without attempts: how it was started."""
     command = run.provenance().get("command") or "unknown"
     started_by = command if isinstance(command, str) else shlex.join(map(str, command))
-    default = "launcher, devices and task are those of a new start, where you do not give them"
-    return f"no attempt is on record: {default}; the run was started by: {started_by}"
+    default = "launcher, devices and task have the defaults of a new run unless you set them"
+    return f"no attempt is recorded: {default}; the run was started by: {started_by}"
 
 
 def new_launch_record(run: RunDirectory, recipe: DictConfig) -> dict[str, Any]:
-    """A new launch record for a run without attempts: damaged ones were moved away."""
+    """A launch record for a run whose attempts were damaged and have been moved away."""
     where = OmegaConf.to_container(configs.where_of(compose.compose([])), resolve=False)
     # Below output_dir: <experiment>/<name>, or <experiment>/<sweep>/<member>.
     experiment = recipe.get("experiment_name")
@@ -132,8 +132,8 @@ def new_launch_record(run: RunDirectory, recipe: DictConfig) -> dict[str, Any]:
 
 @contextmanager
 def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator[None]:
-    """Adds to a refusal where the missing code is, according to the last attempt's `where`. It is
-    not used from there without being asked: the files may come from somebody else."""
+    """Adds to a refusal the folder that has the missing code, according to the last attempt's
+    `where`. That code is not used unasked, since the run may come from somebody else."""
     try:
         yield
     except UserError as error:
@@ -142,9 +142,9 @@ def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator
         if not refused or not root or str(root) == str(current):
             raise
         names = (OmegaConf.select(config, problem.path) for problem in refused)
-        what = f"the run was started with the code of {root}, and this project, {current}, "
-        what += f"has no {', '.join(dict.fromkeys(map(str, names)))}"
-        remedy = f"cd {root}, or if you trust it: project.root={root}"
+        what = f"the run was started with the code of {root}, but this project, {current}, "
+        what += f"does not have {', '.join(dict.fromkeys(map(str, names)))}"
+        remedy = f"cd {root}, or if you trust that code: project.root={root}"
         others = [p for p in error.problems if p not in refused]
         raise type(error)(Problem("project.root", what, remedy), *others) from None
 
@@ -157,8 +157,8 @@ def refuse_programs(config: DictConfig, typed_paths: Sequence[str]) -> None:
     for name, default in getattr(launcher, "programs", {}).items():
         value = config.launcher.get(name)
         if value not in (None, default) and f"launcher.{name}" not in typed_paths:
-            what = f"launch.yaml of the run names the program {value}: a dry run does not start it"
-            remedy = f"if it is yours: launcher.{name}={value}"
+            what = f"a dry run does not start the program {value} of the run's launch.yaml"
+            remedy = f"if you trust it: launcher.{name}={value}"
             raise UserError.at(f"launcher.{name}", what, remedy)
 
 
@@ -166,6 +166,6 @@ def _refused(path: str, known: Sequence[str] = ()) -> Problem:
     if known and path not in known:
         return Problem(path, "no such key", did_you_mean(path, [*known, *configs.CHANGEABLE]))
     others = ("strategy", "tracking", "launcher", "task", "trainer.devices", "trainer.num_nodes")
-    may = ", ".join((*configs.CHANGEABLE, *others))
-    remedy = f"a resume may change {may}; else start a new run"
+    changeable = ", ".join((*configs.CHANGEABLE, *others))
+    remedy = f"start a new run; a resume may only change {changeable}"
     return Problem(path, "would make it another run", remedy)

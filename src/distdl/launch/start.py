@@ -28,7 +28,7 @@ from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
 from distdl.util.redact import redact, redact_command
 
-# Makes one request for all the attempts; None if the launcher cannot.
+# Makes one request for several attempts; None if the launcher cannot.
 RequestMaker = Callable[[Launcher, list[JobSpec]], Any]
 
 
@@ -37,13 +37,13 @@ def start(planned: Plan, command: Sequence[str]) -> int:
     if planned.finished:
         print(how_to_train_longer(planned))
         return 0
-    make_room(planned)
+    move_failed_run(planned)
     attempts_left = int(planned.config.launcher.get("max_attempts") or 0)
     while True:
         with interruption_recorded(planned):
             attempt, job = submit(planned, command)
-            state = stay(job, attempt, planned)
-        if state is None or state is JobState.UNKNOWN:  # left running, or out of reach
+            state = wait_or_follow(job, attempt, planned)
+        if state is None or state is JobState.UNKNOWN:  # left running, or platform unreachable
             return 0 if state is None else state.exit_code
         report_failure(attempt)
         code = int(attempt.status().get("exit_code", state.exit_code))
@@ -60,18 +60,18 @@ def start(planned: Plan, command: Sequence[str]) -> int:
 def print_next_command(
     planned: Plan, attempt: Attempt, state: JobState, command: Sequence[str]
 ) -> None:
-    """What to type after a run that did not succeed."""
+    """Prints what to type after a run that did not succeed."""
     if (attempt.first_error() or {}).get("type") == "BdbQuit":  # the user quit the debugger
         return
     if state is JobState.FAILED and never_trained(planned.run):
         again = shlex.join(["python", "-m", "distdl", *redact_command(command[1:])])
-        print(f"failed before its first checkpoint. Fix it, then start it again:\n  {again}")
+        print(f"failed before its first checkpoint. Fix the error, then start again:\n  {again}")
         return
     print(f"{state.lower()}. To resume:\n  python -m distdl resume {shown(planned.run.path)}")
 
 
-def make_room(planned: Plan) -> None:
-    """Renames an old run of this name that never trained."""
+def move_failed_run(planned: Plan) -> None:
+    """Renames an old run of this name that failed before its first checkpoint."""
     if planned.old_run is not None:
         jobs.refuse_second(planned.run)
         planned.run.path.rename(planned.old_run)
@@ -81,7 +81,7 @@ def make_room(planned: Plan) -> None:
 def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
     """Writes the run and one attempt, and submits it.
 
-    Nothing is written before the launcher has made the request and asked its platform.
+    Nothing is written before the launcher has made the request and checked its platform.
     """
     submitted = _submit([planned], command, lambda launcher, specs: launcher.request(*specs))
     assert submitted is not None
@@ -99,7 +99,7 @@ def submit_sweep(planned: Sequence[Plan], command: Sequence[str]) -> None:
 def _submit(
     planned: Sequence[Plan], command: Sequence[str], make_request: RequestMaker
 ) -> list[tuple[Attempt, Job]] | None:
-    """Each attempt and its job; None, with nothing written, if there is no request."""
+    """Each attempt and its job. None, with nothing written, if `make_request` returns None."""
     launcher = jobs.instantiate(planned[0].config.launcher)
     refuse_unset(planned)
     expected = [next_attempt(each) for each in planned]
@@ -112,7 +112,7 @@ def _submit(
     attempts = [create_attempt(each, command, code) for each in planned]
     for line in code.lines_left_out() if code else ():
         print(f"left out   {line}", file=sys.stderr, flush=True)
-    if attempts != expected:  # another start took that number in between, and has ended
+    if attempts != expected:  # another start took the expected number in between, and has ended
         request = make_request(launcher, specs_of(planned, attempts))
     with ExitStack() as stack:
         for attempt in attempts:
@@ -135,19 +135,19 @@ def same_launcher(planned: Sequence[Plan]) -> bool:
     return all(each.config.launcher == planned[0].config.launcher for each in planned)
 
 
-def unset(planned: Plan) -> list[str]:
+def unset_names(planned: Plan) -> list[str]:
     """Variables of `launcher.forward_env` that are not set in this shell."""
     if is_foreground(planned.config):  # the ranks have this shell's variables
         return []
-    return [name for name in forwarded_by(planned) if name not in os.environ]
+    return [name for name in forwarded_names(planned) if name not in os.environ]
 
 
-def forwarded_by(planned: Plan) -> tuple[str, ...]:
+def forwarded_names(planned: Plan) -> tuple[str, ...]:
     return tuple(planned.config.launcher.get("forward_env") or ())
 
 
 def refuse_unset(planned: Sequence[Plan]) -> None:
-    if missing := list(dict.fromkeys(name for each in planned for name in unset(each))):
+    if missing := list(dict.fromkeys(name for each in planned for name in unset_names(each))):
         what = f"not set in this shell: {', '.join(missing)}"
         raise UserError.at("launcher.forward_env", what, f"export {missing[0]}=...")
 
@@ -163,10 +163,10 @@ def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None)
             planned.run.create(recipe, provenance.collect(command, root, *chosen))
         record = launch_record(planned, root)
         attempt = planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
-    except OSError as error:  # a full disk or a quota, which permissions do not show
+    except OSError as error:  # such as a full disk or quota, which earlier checks cannot see
         if new:
             with suppress(OSError):
-                planned.run.take_back()
+                planned.run.undo_create()
         what = f"{shown(planned.run.path)} cannot be written: {error.strerror}"
         raise UserError.at("output_dir", what, "choose another: output_dir=FOLDER") from error
     if code is not None:
@@ -177,14 +177,14 @@ def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None)
 
 @contextmanager
 def interruption_recorded(*planned: Plan) -> Iterator[None]:
-    """Ends the attempts of this process if a signal comes early, so that none stays pending."""
+    """Ends the attempts of this process if a signal comes early, so that none remains pending."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        state = stopping.state_of(-stopping.number_of(interrupt))
+        state = stopping.state_after_exit(-stopping.signal_number(interrupt))
         for each in planned:
             last = each.run.last_attempt()
-            if last is not None and last.is_mine():
+            if last is not None and last.is_starting_here():
                 last.end(state, error=f"{str(interrupt) or 'interrupted'} before training began")
         raise
 
@@ -197,17 +197,18 @@ def refusal_recorded(attempt: Attempt) -> Iterator[None]:
     except BaseException as error:
         state = JobState.FAILED
         if isinstance(error, KeyboardInterrupt):
-            state = stopping.state_of(-stopping.number_of(error))
+            state = stopping.state_after_exit(-stopping.signal_number(error))
         attempt.end(state, error=f"not submitted: {redact(str(error))}")
         run = shown(attempt.path.parents[1])
         print(
-            f"{run} is kept. Once that is fixed:\n  python -m distdl resume {run}", file=sys.stderr
+            f"{run} is kept. Once the problem is fixed:\n  python -m distdl resume {run}",
+            file=sys.stderr,
         )
         raise
 
 
-def stay(job: Job, attempt: Attempt, planned: Plan) -> JobState | None:
-    """Waits for a job or follows it; None if it continues without this process."""
+def wait_or_follow(job: Job, attempt: Attempt, planned: Plan) -> JobState | None:
+    """Waits for a job or follows it. None if it continues without this process."""
     if is_foreground(planned.config):
         return job.wait()
     print(f"submitted  {job.handle}")
@@ -223,12 +224,12 @@ def stay(job: Job, attempt: Attempt, planned: Plan) -> JobState | None:
 
 
 def is_foreground(config: DictConfig) -> bool:
-    """Whether the job runs in this process, and so with the code that is imported here."""
+    """Whether the job ends with this process. It then uses the code that is imported here."""
     return bool(getattr(launcher_class(config), "foreground", False))
 
 
-def goes_in_turn(config: DictConfig) -> bool:
-    """Whether the members of a sweep must run one by one, as no platform queues them."""
+def runs_in_turn(config: DictConfig) -> bool:
+    """Whether the members of a sweep must run one by one, because no platform queues them."""
     return is_foreground(config) or bool(getattr(launcher_class(config), "in_turn", False))
 
 
@@ -240,7 +241,7 @@ def snapshot_of(planned: Plan) -> Snapshot | None:
         root_of(planned.config),
         exclude=[Path(planned.config.output_dir).resolve(), planned.run.path],
         limit_mb=planned.config.project.max_snapshot_mb,
-        secret_names=forwarded_by(planned),
+        secret_names=forwarded_names(planned),
     )
 
 
@@ -266,7 +267,7 @@ def specs_of(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> list[JobSp
             store=str(each.run.path),
             attempt=attempt.number,
             resources=each.resources,
-            forward_env=forwarded_by(each),
+            forward_env=forwarded_names(each),
         )
         for each, attempt in zip(planned, attempts, strict=True)
     ]
@@ -290,7 +291,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
 
 
 def report_failure(attempt: Attempt) -> None:
-    """Prints which rank failed first: the others usually fail because of it."""
+    """Prints which rank failed first; the others usually fail because of it."""
     first = attempt.first_error()
     if first is not None and ((rank := first["rank"]) != 0 or first["type"] == KILLED):
         log = shown(attempt.logs / f"rank_{rank}.log")

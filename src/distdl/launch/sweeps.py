@@ -1,6 +1,6 @@
-"""`-m`: every combination is its own run in its own process.
+"""`-m` (a sweep): every combination of values is a run of its own, a member, in its own process.
 
-A member's directory is named by a hash of its overrides, so a sweep that is started again skips
+A member's directory is named by a hash of its overrides. So a sweep that is started again skips
 the members that succeeded and resumes the others.
 """
 
@@ -32,63 +32,63 @@ from distdl.util.orphans import die_with_parent
 from distdl.util.redact import redact_command
 
 Item = TypeVar("Item")
-Answer = TypeVar("Answer")
-Member = tuple[str, Plan]  # its own values of what is swept: "seed=1 optimizer.lr=0.1"
+Result = TypeVar("Result")
+Member = tuple[str, Plan]  # the text has its values of the swept keys: "seed=1 optimizer.lr=0.1"
 
 
 def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
-    """Checks every member before it starts any: one after the other with launcher=local or mpi, all
-    at once if the platform has a queue."""
+    """Checks every member, then starts them: one after the other with launcher=local or mpi, all at
+    once if the platform has a queue."""
     user_conf.print_shadowed()
     members = compose.sweep(overrides, config_dirs)
     swept = compose.sweep_keys(overrides)
     if "name" in swept:
-        raise UserError.at("name", "a sweep names its members itself", "name=<sweep>")
+        raise UserError.at("name", "cannot be swept: a sweep names its members", "name=<sweep>")
 
     def chosen_and_plan(member: Sequence[str]) -> Member:
         each = plan(member, swept, config_dirs)
         if last := each.last_attempt:
-            last.state()  # raises if it cannot be read
+            last.state()  # raises if the files cannot be read
         return named(member), each
 
     def named(member: Sequence[str]) -> str:
         return " ".join(o for o in member if _key(o) in swept)
 
-    planned = every(chosen_and_plan, members, Unchecked, named)
+    planned = map_all(chosen_and_plan, members, Unchecked, named)
     check = functools.partial(planning.check_classes, apart=True)
-    every(lambda member: check(member[1]), planned, UserError, lambda member: member[0])
+    map_all(lambda member: check(member[1]), planned, UserError, lambda member: member[0])
     print(f"sweep of {len(planned)} runs over {', '.join(swept) or 'nothing'}")
     if planned[0][1].config.dry_run:
         names, plans = zip(*planned, strict=True)
         print(dry_run.render_sweep(plans, names))
         return 0
-    if start.goes_in_turn(planned[0][1].config):
+    if start.runs_in_turn(planned[0][1].config):
         return _run_all(planned)
     return _submit_all(planned)
 
 
-def every(
-    function: Callable[[Item], Answer],
+def map_all(
+    function: Callable[[Item], Result],
     items: Sequence[Item],
     kind: type[UserError],
     name: Callable[[Item], str],
-) -> list[Answer]:
-    """The function's result for each item. Raises the problems of all items, each once: if only
-    some items have it, with the name of the first."""
-    answers: list[Answer] = []
+) -> list[Result]:
+    """The function's result for each item. Raises the problems of all items, each problem once. If
+    only some items have a problem, it has the name of the first."""
+    results: list[Result] = []
     problems: dict[Problem, list[str]] = {}
     for item in items:
         try:
-            answers.append(function(item))
+            results.append(function(item))
         except UserError as error:
             for problem in error.problems:
                 problems.setdefault(problem, []).append(name(item))
     if problems:
-        where = {
+        suffixes = {
             p: f", in the member {of[0]}" for p, of in problems.items() if len(of) < len(items)
         }
-        raise kind(*(replace(p, what=p.what + where.get(p, "")) for p in problems))
-    return answers
+        raise kind(*(replace(p, what=p.what + suffixes.get(p, "")) for p in problems))
+    return results
 
 
 def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]) -> Plan:
@@ -104,35 +104,35 @@ def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]
 
 def _run_all(planned: Sequence[Member]) -> int:
     results: list[tuple[str, Plan, JobState]] = []
-    with Turn() as turn:
+    with MemberRunner() as runner:
         for number, (chosen, each) in enumerate(planned, 1):
             last = each.last_attempt
             state = last.state() if last else JobState.PENDING
             title = f"[{number}/{len(planned)}] {chosen}"
             if state is JobState.SUCCEEDED:
                 print(f"{title}: succeeded before, skipped", flush=True)
-            elif turn.state is None:
+            elif runner.state is None:
                 print(f"\n{title}", flush=True)
                 each.config.follow = True
-                state = run_one(each, turn)
+                state = run_one(each, runner)
                 if state in (JobState.PREEMPTED, JobState.CANCELLED) or not state.ended:
-                    turn.state = turn.state or state
+                    runner.state = runner.state or state
             results.append((chosen, each, state))
     _print_table(results)
-    if turn.state is not None:
+    if runner.state is not None:
         again = shlex.join(redact_command(sys.argv[1:]))
-        print(f"{turn.state.lower()}. To resume:\n  python -m distdl {again}", flush=True)
-        return turn.state.exit_code
+        print(f"{runner.state.lower()}. To resume:\n  python -m distdl {again}", flush=True)
+        return runner.state.exit_code
     return 0 if all(state is JobState.SUCCEEDED for _, _, state in results) else 1
 
 
-class Turn(stopping.StopRequest):
+class MemberRunner(stopping.StopRequest):
     """Runs the members of a sweep one after the other. A signal that asks to end is forwarded to
     the running member, and no further member is started."""
 
     process: Any = None
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> MemberRunner:
         self.install()
         return self
 
@@ -140,7 +140,7 @@ class Turn(stopping.StopRequest):
         self.uninstall()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.state = stopping.MEANING[signal.Signals(number)]
+        self.state = stopping.STATE_AFTER[signal.Signals(number)]
         # A terminal sends Ctrl-C to the child as well; other signals reach only this process.
         if number != signal.SIGINT:
             self.forward(number)
@@ -168,35 +168,35 @@ def _submit_all(planned: Sequence[Member]) -> int:
     return 0
 
 
-def _state_of(each: Plan) -> JobState | None:
-    last = each.last_attempt
+def _state_of(planned: Plan) -> JobState | None:
+    last = planned.last_attempt
     return jobs.state(last) if last else None
 
 
-def run_one(each: Plan, turn: Turn | None = None) -> JobState:
+def run_one(planned: Plan, runner: MemberRunner | None = None) -> JobState:
     """Runs a member in a fresh process, so that nothing leaks from one member to the next."""
-    if turn is None:  # not a member of a sweep
-        with Turn() as alone:
-            return run_one(each, alone)
+    if runner is None:  # not a member of a sweep
+        with MemberRunner() as alone:
+            return run_one(planned, alone)
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_child, args=(each, sys.argv, os.getpid()))
-    if turn.state is None:  # a signal may have come since the caller looked
+    process = context.Process(target=_child, args=(planned, sys.argv, os.getpid()))
+    if runner.state is None:  # a signal may have come since the caller looked
         process.start()
-        turn.process = process
-        if turn.state is not None:  # or while it was starting
-            turn.forward(signal.SIGTERM)
+        runner.process = process
+        if runner.state is not None:  # or while it was starting
+            runner.forward(signal.SIGTERM)
         process.join()
-        turn.process = None
-    last = each.last_attempt
-    return last.state() if last else turn.state or JobState.FAILED
+        runner.process = None
+    last = planned.last_attempt
+    return last.state() if last else runner.state or JobState.FAILED
 
 
-def _child(each: Plan, command: list[str], parent: int) -> None:
+def _child(planned: Plan, command: list[str], parent: int) -> None:
     die_with_parent(parent)
     try:
-        with stopping.raised():
-            sys.exit(start.start(each, command))
-    except stopping.Ended as ended:  # before an attempt existed that could record it
+        with stopping.raise_on_signal():
+            sys.exit(start.start(planned, command))
+    except stopping.Ended as ended:  # before an attempt existed that could record the end
         sys.exit(ended.state.exit_code)
     except UserError as error:  # for example, this member is running already
         print(f"distdl: {error}", file=sys.stderr)
@@ -209,12 +209,12 @@ def _print_table(results: Sequence[tuple[str, Plan, JobState | None]]) -> None:
         last = each.last_attempt
         values = job_status.metrics_text(last.status()) if last else ""
         table.add_row(chosen, str(state or "UNKNOWN").lower(), values, shown(each.run.path))
-    # A log has no terminal's width, and a path that is broken over lines cannot be copied.
+    # A log has no width, and a path that is broken over lines cannot be copied.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _is_where(key: str) -> bool:
-    """Whether a key says where a member runs, not what it is."""
+    """Whether a key only affects where or under which name a member runs."""
     return any(key == w or key.startswith(f"{w}.") for w in ("name", *configs.WHERE))
 
 

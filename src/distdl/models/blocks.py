@@ -17,9 +17,9 @@ NamedBlock = tuple[str | None, nn.Module]
 def blocks_of(network: nn.Module) -> list[NamedBlock]:
     """The blocks of a network: called one after the other, they compute its `forward`.
 
-    If the network has a method `pipeline_blocks()`, that returns them. Otherwise the network is
+    If the network has a method `pipeline_blocks()`, its result is used. Otherwise the network is
     traced (`torch.fx`): each `nn.Sequential` is opened, any other module is a block, and a call
-    between modules becomes a block without a name. That covers ResNet, VGG, DenseNet, ConvNeXt,
+    between modules becomes a block without a name. This covers ResNet, VGG, DenseNet, ConvNeXt,
     EfficientNet and other chains, but no branches outside the blocks (a ViT's class token).
 
     Raises:
@@ -38,13 +38,9 @@ def blocks_of(network: nn.Module) -> list[NamedBlock]:
 
 
 def _no_chain(network: nn.Module, why: str) -> UserError:
-    what = f"{type(network).__name__} does not state the blocks that it is a chain of: {why}"
-    remedy = (
-        "give it a method pipeline_blocks() that returns [(name, module), ...] in the order in "
-    )
-    return UserError.at(
-        "model", what, f"{remedy}which forward applies them, or use another strategy"
-    )
+    what = f"{type(network).__name__} cannot be divided into a chain of blocks: {why}"
+    remedy = "give it a method pipeline_blocks() that returns [(name, module), ...] in the order "
+    return UserError.at("model", what, f"{remedy}of forward, or use another strategy")
 
 
 class _Tracer(fx.Tracer):
@@ -63,7 +59,7 @@ def _chain(network: nn.Module, graph: fx.Graph) -> list[NamedBlock]:
             continue
         ends = node.op == "output"
         if before is None or node.all_input_nodes != [before] or (ends and node.args != (before,)):
-            raise _no_chain(network, f"{node.name} takes more than the step before it gives")
+            raise _no_chain(network, f"{node.name} needs more than the output of the step before")
         before = node
         if node.op == "call_module":
             name = str(node.target)

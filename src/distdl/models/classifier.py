@@ -32,13 +32,12 @@ class ImageClassifier(LightningModule):
     """A network that maps images to logits, trained by cross-entropy.
 
     A batch is a dict with "image" [B, 3, H, W] and "label" int64 [B]. In validation, "weight"
-    float32 [B] is 1 for rows that count and 0 for fillers. A pair (image, label) also
-    works.
+    float32 [B] is 1 for rows that count and 0 for fillers. A pair (image, label) also works.
 
     Validation logs `val/loss` (cross-entropy without label smoothing), `val/acc1`, `val/acc5` (0 to
-    1) and `val/samples`. Sums over all samples are all-reduced once at the end, and then divided:
-    the values are the same at any world size. `test/...` likewise. It defines no optimizer (the
-    optimizer node is attached to it) and logs nothing in training.
+    1) and `val/samples`; a test logs the same as `test/...`. Sums over all samples are all-reduced
+    once at the end, and then divided, so the values are the same at any world size. The class
+    defines no optimizer (the optimizer node is attached to it) and logs nothing in training.
 
     Args:
         network: [B, 3, H, W] to logits [B, num_classes].
@@ -51,11 +50,11 @@ class ImageClassifier(LightningModule):
         cutmix: Its alpha (Yun et al. 2019); 0: off. With both, one is chosen for each batch.
         channels_last: Memory layout of images and weights; the fast one on tensor cores.
         compile: torch.compile the network, in the default mode (true) or in the given one;
-            "measured": in the fastest, found before the training (`distdl.worker.compiling`).
+            "measured": in the fastest one, chosen before the training (`distdl.worker.compiling`).
         matmul_precision: Of float32 matrix products (torch.set_float32_matmul_precision, for the
             whole process): "highest" is exact; "high" rounds inputs to TF32's 11 bits on GPUs
             that support it, "medium" to bf16's 8. torch uses TF32 for convolutions there anyway.
-        fused_bn: Accepted for frozen runs of earlier versions; has no effect any more.
+        fused_bn: Accepted for frozen runs of earlier versions, without effect.
         weights: File of initial weights: torchvision's or timm's `.pth`, `.safetensors`, or a
             checkpoint.
         seed: Of mixup and cutmix, whose draws depend only on (seed, epoch, batch, rank).
@@ -89,7 +88,7 @@ class ImageClassifier(LightningModule):
         if norm == "group":
             network = with_group_norm(network)
         if fused_bn:
-            log.warning("model.fused_bn=true has no effect any more; model.compile=true fuses, too")
+            log.warning("model.fused_bn=true has no effect; use model.compile=true instead")
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self.network = network.to(memory_format=self._layout)
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
@@ -101,7 +100,7 @@ class ImageClassifier(LightningModule):
     def check(
         config: Mapping[str, Any], context: Mapping[str, Any] | None = None
     ) -> Iterable[Problem]:
-        """What is wrong with the arguments; paths are relative to the model node."""
+        """Problems of the arguments; paths are relative to the model node."""
         file = config.get("weights")
         if file and context and context["local"] and not Path(file).exists():
             yield Problem("weights", f"no such file: {file}", "a .pth, .safetensors or .ckpt file")

@@ -20,8 +20,8 @@ def mix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mixes a batch with mixup or CutMix, chosen at random if both are switched on.
 
-    Each image is paired with the image a random number of rows further on. As batches are shuffled,
-    this is as good as a permutation, and it needs no copy from the host.
+    Each image is paired with the image a random number of rows further on, which is the same for
+    all. As batches are shuffled, this is as good as a permutation and needs no copy from the host.
 
     Args:
         images, labels: Floating point [B, C, H, W], and int64 [B].

@@ -40,7 +40,7 @@ def load_weights(network: nn.Module, file: str | Path) -> None:
     if missing or unknown or len({name.rpartition(".")[0] for name in other}) > 1:
         shown = ", ".join([*other, *missing, *unknown][:3])
         what = f"{file} holds the weights of another network than {type(network).__name__}: {shown}"
-        raise UserError.at("model.weights", what, "choose the model that it was made with")
+        raise UserError.at("model.weights", what, "choose the model that the weights belong to")
     if other:
-        log.warning("not from %s, since its shape is another: %s", file, ", ".join(other))
+        log.warning("not loaded from %s, because the shapes differ: %s", file, ", ".join(other))
     network.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)

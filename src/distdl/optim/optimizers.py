@@ -24,7 +24,7 @@ OUR_OPTIMIZER_KEYS = ("_target_", "lr_scaling", "lr_reference_batch", "decay_nor
 # Keys of a schedule node that tell Lightning when to step it; all others are arguments.
 OUR_SCHEDULE_KEYS = ("_target_", "interval", "frequency", "monitor", "strict", "name")
 OUR_SCHEDULES = (warmup_cosine, warmup_step, constant)
-# Keys of a parameter group that are null in a checkpoint: a resumed run keeps its own values.
+# Keys of a parameter group that are null in a checkpoint: each run keeps its own values.
 KERNELS = {"fused", "foreach"}
 
 # _NormBase: batch norm in all its kinds (synchronised, lazy) and instance norm.
@@ -140,7 +140,7 @@ def build_optimizer(
         module, arguments.get("weight_decay"), bool(config.get("decay_norm_and_bias", False))
     )
     if not groups:
-        raise UserError.at("model", "has no trainable parameter", "unfreeze something")
+        raise UserError.at("model", "has no trainable parameter", "unfreeze some parameters")
     if "lr" in config:
         arguments["lr"] = rate_of(config, global_batch)
         for group in groups:
@@ -153,8 +153,8 @@ def build_optimizer(
     if "fused" in optimizer.defaults:
         optimizer.register_state_dict_post_hook(_without_kernels)
         optimizer.register_load_state_dict_pre_hook(_with_own_kernels)
-        optimizer.register_load_state_dict_post_hook(_state_laid_out_alike)
-        optimizer.register_step_pre_hook(_gradients_laid_out_alike)
+        optimizer.register_load_state_dict_post_hook(_match_state_layout)
+        optimizer.register_step_pre_hook(_match_gradient_layout)
     return optimizer
 
 
@@ -174,28 +174,28 @@ def can_fuse(target: Callable[..., Any], groups: list[dict[str, Any]]) -> bool:
 
 
 def _without_kernels(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    # In a checkpoint: the choice depends on the device.
+    # Not in a checkpoint: the choice depends on the device.
     for group in state["param_groups"]:
         group.update(dict.fromkeys(KERNELS & group.keys()))
 
 
 def _with_own_kernels(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     groups = [dict(group) for group in state["param_groups"]]
-    for saved, mine in zip(groups, optimizer.param_groups, strict=False):
-        saved.update({name: mine[name] for name in KERNELS & mine.keys()})
+    for saved, current in zip(groups, optimizer.param_groups, strict=False):
+        saved.update({name: current[name] for name in KERNELS & current.keys()})
     return {**state, "param_groups": groups}
 
 
-def _state_laid_out_alike(optimizer: Optimizer) -> None:
-    """After loading: state from FSDP or DeepSpeed is not channels_last."""
+def _match_state_layout(optimizer: Optimizer) -> None:
+    """Runs after loading, because state from FSDP or DeepSpeed is not channels_last."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 state[name] = _like(parameter, value)
 
 
-def _gradients_laid_out_alike(optimizer: Optimizer, *_: Any) -> None:
-    """Before a step: autograd's gradients have their parameter's layout; others may not."""
+def _match_gradient_layout(optimizer: Optimizer, *_: Any) -> None:
+    """Runs before a step: gradients that autograd did not create may have another layout."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
             if parameter.grad is not None:
@@ -232,10 +232,10 @@ def build_schedule(
         steps_per_epoch: Optimizer steps (after accumulation) per epoch.
         max_epochs: Of the complete training.
         total_steps: Optimizer steps of the complete training, which may end within an epoch;
-            infinity: unknown; None: it ends with the last epoch.
+            infinity: unknown; None: the training ends with the last epoch.
 
     Raises:
-        UserError: The target needs the length of the training, and it is unknown.
+        UserError: The target needs the length of the training, which is unknown.
     """
     config = _plain(config or {})
     if not config:
@@ -249,7 +249,7 @@ def build_schedule(
     }
     endless = {"max_epochs", "total_steps"} if total_steps == math.inf else set()
     if endless & taken.keys() - config.keys() and target is not constant:
-        what = "follows the length of the training, and nothing says how long it is"
+        what = "depends on the length of the training, which is unknown"
         remedy = "trainer.max_steps=<optimizer steps>, or schedule=constant"
         raise UserError.at("schedule", what, remedy)
     arguments = {name: value for name, value in supplied.items() if name in taken}

@@ -26,7 +26,7 @@ class Length:
 
 
 def length_of(trainer: Any) -> Length:
-    """The length by a Trainer's `max_epochs`, `max_steps` and loaders, which must be set up."""
+    """The length that a Trainer's `max_epochs`, `max_steps` and loaders (set up already) give."""
     total = trainer.estimated_stepping_batches
     total = math.inf if total < 0 else total  # -1: no max_steps, and data without a length
     batches = trainer.num_training_batches
@@ -109,7 +109,7 @@ def constant(
 def _steps(
     steps_per_epoch: int, max_epochs: int, total_steps: float | None, warmup_epochs: float
 ) -> tuple[int, float]:
-    """Of the warm-up and of the training."""
+    """The steps of the warm-up and of the training."""
     total = steps_per_epoch * max_epochs if total_steps is None else total_steps
     warmup = round(warmup_epochs * steps_per_epoch)
     if warmup > total:
@@ -152,7 +152,7 @@ def rescale_schedule(
             follows the new run's curve; for others the current rate is multiplied by
             new_lr / old_lr, the full rates of both runs.
         optimizer: Also of the new run, with the old run's state.
-        step_ratio: Old global batch / new global batch; 1 if it steps once per epoch.
+        step_ratio: Old global batch / new global batch; 1 if the schedule steps once per epoch.
     """
     ratio = new_lr / old_lr
     scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]

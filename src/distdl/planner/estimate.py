@@ -7,7 +7,7 @@ Sources, by the letters used below:
   and 2, since DeepSpeed all-reduces and then gathers the weights (`benchmarks/traffic.py`).
 - [R] Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3: in an
   all-reduce of S bytes over n ranks, each sends 2 (n - 1) / n x S: one half in the reduce-scatter,
-  one in the all-gather.
+  the other in the all-gather.
 - [P] Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters",
   https://arxiv.org/abs/2104.04473, section 2.2: 1F1B's bubble, and its micro-batches in flight.
 """
@@ -47,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One strategy: bytes on the fullest device, and bytes that the busiest one sends per step.
+    """One strategy: bytes on the fullest device, and bytes that the busiest device sends per step.
 
     Args:
         batches: Batches of `MeasuredStep.batch_size` that a device computes in a step, in sequence.
@@ -147,7 +147,7 @@ def pipeline(measured: MeasuredStep, n: int) -> Estimate:
     costs = [block.flops or 1.0 for block in measured.blocks]
     stages = [measured.blocks[a:b] for a, b in itertools.pairwise(partition(costs, n))]
     micro_batches = MICRO_BATCHES_PER_STAGE * n
-    # The pipeline's batch is the batches of all its devices together.
+    # A pipeline's batch consists of the batches of all its devices.
     share = n / micro_batches
     ratio = measured.optimizer / measured.gradients if measured.gradients else 0.0
 

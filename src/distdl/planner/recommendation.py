@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from distdl.benchmark.step_profile import MeasuredStep
 from distdl.planner.estimate import GIB, Estimate, Machine
 
-# Communication may add this share to a step's time.
+# A link is too slow if communication adds more than this share to a step's time.
 SLOW = 0.25
 # Seconds of computation per step; with less, the latency of any link dominates.
 LITTLE = 1e-3
@@ -44,15 +44,15 @@ def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -
         return _alone(measured, single, by_name["deepspeed_offload"], machine)
     ddp, work = by_name["ddp"], measured.flops / machine.flops
     if single.fits(machine) and work < LITTLE:
-        reason = f"a step is {1e6 * work:.2g} us of work: several devices would wait for each "
-        reason += "other. One of them, and a larger data.batch_size"
+        reason = f"a step is {1e6 * work:.2g} us of work: several devices would mostly wait for "
+        reason += "each other. Use one device and a larger data.batch_size"
         return StrategyAdvice(("strategy=single", "trainer.devices=1"), reason)
     if slow := _too_slow(measured, by_name, machine):
         return slow
     if ddp.fits(machine):
-        reason = f"{_gib(ddp.total)} {memory} hold everything, and the gradients travel during the "
-        reason += "backward: nothing is faster, or simpler. If the batch may grow, a larger "
-        reason += "data.batch_size uses the devices better before more of them do"
+        reason = f"all of it takes {_gib(ddp.total)} {memory}, and gradients are sent during the "
+        reason += "backward: no strategy is faster or simpler. If the batch may grow, try a larger "
+        reason += "data.batch_size before more devices"
         return StrategyAdvice(("strategy=ddp",), reason)
     if smaller := _accumulated(measured, ddp, machine):
         reason = f"weights, gradients and optimizer take {_gib(ddp.fixed)} {memory}, the rest is "
@@ -65,25 +65,25 @@ def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -
             return StrategyAdvice((f"strategy={name}",), f"{reason} ({_gib(row.total)} GiB)")
         if name != "pipeline" and (smaller := _accumulated(measured, row, machine)):
             return StrategyAdvice((f"strategy={name}", *smaller), reason)
-    reason = f"nothing fits {_gib(machine.memory)} GiB: fsdp, which partitions most, takes "
-    reason += f"{_gib(by_name['fsdp'].total)}. More or larger devices, a smaller batch, or "
+    reason = f"no strategy fits {_gib(machine.memory)} GiB: fsdp, which partitions most, takes "
+    reason += f"{_gib(by_name['fsdp'].total)}. Use more or larger devices, a smaller batch, or "
     return StrategyAdvice((), f"{reason}activation checkpointing in the model")
 
 
 def _alone(
     measured: MeasuredStep, single: Estimate, offload: Estimate, machine: Machine
 ) -> StrategyAdvice:
-    taken = f"{_gib(single.total)} of {_gib(machine.memory)} GiB"
+    needed = f"takes {_gib(single.total)} of {_gib(machine.memory)} GiB"
     if single.fits(machine):
-        return StrategyAdvice(("strategy=single",), f"{taken} hold everything")
-    reason = f"everything at once takes {taken}: smaller batches, accumulated"
+        return StrategyAdvice(("strategy=single",), f"all of it {needed}")
+    reason = f"the whole batch {needed}: accumulate smaller batches"
     if smaller := _accumulated(measured, single, machine):
         return StrategyAdvice(("strategy=single", *smaller), reason)
     if smaller := _accumulated(measured, offload, machine):
-        reason += ", and the optimizer in host memory"
+        reason += ", and keep the optimizer in host memory"
         return StrategyAdvice(("strategy=deepspeed_offload", *smaller), reason)
-    reason = f"{_gib(single.fixed)} GiB before the first sample: several devices, and strategy=fsdp"
-    return StrategyAdvice((), reason)
+    reason = f"the model takes {_gib(single.fixed)} GiB before the first sample: use several "
+    return StrategyAdvice((), f"{reason}devices and strategy=fsdp")
 
 
 def _too_slow(
@@ -93,7 +93,7 @@ def _too_slow(
     ddp, half = by_name["ddp"], by_name["ddp comm_hook=bf16"]
     smaller = () if ddp.fits(machine) else _accumulated(measured, ddp, machine)
     if smaller is None:
-        return None  # memory has to be solved first
+        return None  # memory is the first problem to solve
 
     def seconds(row: Estimate) -> float:
         return row.seconds(measured, machine)
@@ -103,7 +103,7 @@ def _too_slow(
     if seconds(ddp) <= acceptable:
         return None
     hooked = ("strategy=ddp", "strategy.comm_hook=bf16", *smaller)
-    waits = f"on this link a DDP step takes {seconds(ddp):.2g} s, of which it works {work:.2g} s; "
+    waits = f"on this link a DDP step takes {seconds(ddp):.2g} s, {work:.2g} s of it computation; "
     if seconds(half) <= acceptable:
         return StrategyAdvice(hooked, waits + "half the bytes are few enough")
     accumulate = f"trainer.accumulate_grad_batches={machine.devices}"
@@ -111,7 +111,7 @@ def _too_slow(
     single, pipeline = by_name["single"], by_name["pipeline"]
     choices = [
         (single, alone, "one device that accumulates the same global batch sends nothing"),
-        (half, hooked, "half the bytes are best"),
+        (half, hooked, "DDP with half the bytes is fastest"),
         (pipeline, ("strategy=pipeline",), "a pipeline sends activations only"),
     ]
     possible = [choice for choice in choices if choice[0] is half or choice[0].fits(machine)]
@@ -123,7 +123,7 @@ def _too_slow(
     needed = 8 * ddp.sent / machine.link / (SLOW * work)
     every = max(2, 1 << (math.ceil(needed) - 1).bit_length())
     if every <= MOST_APART:
-        reason += ". If you accept another algorithm, whose accuracy you compare: "
+        reason += ". If you accept another algorithm and compare its accuracy: "
         reason += f"strategy=local_sgd strategy.sync_every={every}, about {acceptable:.2g} s"
     return StrategyAdvice(overrides, reason)
 

@@ -34,8 +34,8 @@ def plan_strategy(
 
     Args:
         overrides: As for a run.
-        devices: Total number; None: by `how_many`.
-        memory, link, flops: Of a device, see `Machine`.
+        devices: Total number; None: chosen by `how_many`.
+        memory, link, flops: Of a device; see `Machine`.
 
     Raises:
         UserError: The config or the training step has an error.
@@ -46,7 +46,7 @@ def plan_strategy(
     root = root_of(config)
     notes, facts = validate.validate(config, size, project_root=str(root))
     if not config.get("optimizer") and not facts.get("model_configures_optimizers"):
-        raise UserError.at("optimizer", "there is none", "choose one, e.g. optimizer=sgd")
+        raise UserError.at("optimizer", "the run has none", "choose one, e.g. optimizer=sgd")
     config.pop("hydra", None)
     own_code.make_importable(own_code.own_folders(root))
     measured = measure(config, batches.global_batch_size(config, size) or devices)
@@ -57,14 +57,14 @@ def plan_strategy(
     return StrategyPlan(measured, machine, rows, advice, notes)
 
 
-def how_many(trainer: Any, asked: int | None) -> tuple[int, str]:
-    """The number of devices: as asked, else from the config, the visible GPUs, or 8; and a note."""
+def how_many(trainer: Any, requested: int | None) -> tuple[int, str]:
+    """The number of devices: requested, from the config, the visible GPUs, or 8; and a note."""
     devices, nodes = trainer.get("devices"), int(trainer.get("num_nodes") or 1)
-    if asked:
-        return asked, ""
+    if requested:
+        return requested, ""
     if isinstance(devices, int) and devices > 0:
         return devices * nodes, ""
     if devices is not None and not isinstance(devices, (str, int)):
         return len(devices) * nodes, ""
     gpus = resources.visible_gpus()
-    return (gpus, "") if gpus else (8, "8 devices are taken, since none are here (--devices)")
+    return (gpus, "") if gpus else (8, "assuming 8 devices: no GPU is visible (set --devices)")

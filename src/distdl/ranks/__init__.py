@@ -1,1 +1,1 @@
-"""The rank of this process, the signals that end it, and how it exits; no torch."""
+"""The rank of this process, the signals that end it, and how it exits; without torch."""

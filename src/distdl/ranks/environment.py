@@ -1,8 +1,8 @@
 """The rank of this process: reads each platform's variables into one record.
 
-`DISTDL_LAUNCHER` names the launcher, and so selects which rows of the table below are used: a Slurm
-shell or an MPI image may have variables of other jobs. Only `launcher=external`, which is used by
-`torchrun -m distdl ...`, looks at all rows.
+`DISTDL_LAUNCHER` names the launcher and thereby selects rows of the table below, because a Slurm
+shell or an MPI image may have variables of other jobs. Only `launcher=external`, which
+`torchrun -m distdl ...` uses, reads all rows.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Row:
 
 
 TORCHRUN = Row("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), "GROUP_RANK")
-# Azure ML's PyTorch distribution sets the same names, but NODE_RANK, and no local size.
+# Azure ML's PyTorch distribution differs from torchrun: it sets NODE_RANK, and no local size.
 AZUREML = Row("azureml", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), "NODE_RANK")
-# OMPI_COMM_WORLD_NODE_RANK is not the index of the node; rank // local size is.
+# OMPI_COMM_WORLD_NODE_RANK is not the node's index, which is therefore rank // local size.
 OPENMPI = Row(
     "openmpi",
     "OMPI_COMM_WORLD_RANK",
@@ -71,19 +71,19 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "external": (TORCHRUN, OPENMPI, MPICH, SLURM),
 }
 
-# Variables for the host of rank 0, after MASTER_ADDR. mpi and external may run on any of these.
+# Variables that name the host of rank 0 if MASTER_ADDR does not. mpi and external use all of them.
 MAIN_ADDRESS = {
     "azureml": ("AZ_BATCHAI_MPI_MASTER_NODE", "AZ_BATCH_MASTER_NODE", "AZ_BATCH_HOST_LIST"),
     "sagemaker": ("SM_HOSTS",),
     "slurm": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
 }
-# Slurm's own steps (interactive, batch, extern) have numbers from here on; srun's count from 0.
+# The smallest number of Slurm's own steps (interactive, batch, extern); srun's steps start at 0.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The rank of this process. `sources` has the variable that each value came from."""
+    """The rank of this process. `sources` names the variable that each value came from."""
 
     launcher: str
     rank: int = 0
@@ -116,7 +116,7 @@ class Environment:
 
 
 def detect(env: Mapping[str, str] = os.environ) -> str | None:
-    """The name of another tool that started this process as one of several; None if none did."""
+    """The tool (not distdl) that started this process as one of several; None if none did."""
     rows = [] if env.get(LAUNCHER_VARIABLE) else _claims(env)
     return rows[0].name if rows else None
 
@@ -133,7 +133,7 @@ def _claims(env: Mapping[str, str]) -> list[Row]:
 
 
 def _in_step(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process; a batch script or an interactive shell is not a rank."""
+    """Whether srun started this process as a rank; batch scripts and interactive shells are not."""
     step = env.get("SLURM_STEP_ID", "")
     if not step.isdigit() or int(step) >= FIRST_SPECIAL_STEP:
         return False
@@ -142,10 +142,10 @@ def _in_step(env: Mapping[str, str]) -> bool:
 
 
 def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = None) -> Environment:
-    """Reads this process's variables, of which `DISTDL_LAUNCHER` selects some.
+    """Reads the variables of this process; `DISTDL_LAUNCHER` says which of them count.
 
     Args:
-        resources: The size that the run asks for; checked against the started processes.
+        resources: The size of the run, to compare with the started processes.
 
     Raises:
         UserError: The launcher is unknown, or its variables are missing, are not numbers, or
@@ -154,21 +154,21 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
     launcher = env.get(LAUNCHER_VARIABLE) or "single"
     if launcher not in ROWS:
         remedy = f"one of: {', '.join(ROWS)}"
-        raise UserError.at(LAUNCHER_VARIABLE, f"no launcher {launcher!r}", remedy)
+        raise UserError.at(LAUNCHER_VARIABLE, f"{launcher!r} is not a launcher", remedy)
     if launcher == "external":
         rows = _claims(env)
         _agree(rows, env)
     else:
         rows = [r for r in ROWS[launcher] if r.rank in env and r.world_size in env]
     if launcher == "single" or (launcher == "local" and not rows):
-        # A single process, but `strategy=ddp` opens a port too, which two runs must not share.
+        # A single process with `strategy=ddp` also opens a port, which two runs must not share.
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
         resolved = Environment(launcher, main_port=port, sources={"main_port": "free"})
     elif not rows:
         wanted = " or ".join(f"{r.rank} and {r.world_size}" for r in ROWS[launcher])
-        what = f"launcher={launcher} started this process without {wanted}"
+        what = f"launcher={launcher} started this process without setting {wanted}"
         raise UserError.at(LAUNCHER_VARIABLE, what)
     else:
         resolved = _read(launcher, rows[0], env, resources)
@@ -196,33 +196,33 @@ def _read(
     size, why = (resources.devices, "trainer.devices") if resources else (world, "one node")
     local_world = read("local_world_size", row.local_world_size, size, why)
     per_node = max(local_world, 1)
+    nodes = -(-world // per_node)
     why = f"{row.rank} % local_world_size"
     local_rank = read("local_rank", (row.local_rank,), rank % per_node, why)
     why = f"{row.rank} // local_world_size"
     node_rank = read("node_rank", (row.node_rank,), rank // per_node, why)
 
-    few = f"but {world} processes of {local_world} per node are fewer nodes than that"
     checks = (
-        (rank < world, "rank", f"{rank} is not a rank of a world of {world}"),
+        (rank < world, "rank", f"rank {rank} does not exist in a world of {world}"),
         (
             local_rank < local_world,
             "local_rank",
-            f"local rank {local_rank} on a node of {local_world} processes",
+            f"local rank {local_rank} does not exist on a node with {local_world} processes",
         ),
-        (node_rank < -(-world // per_node), "node_rank", f"node rank {node_rank}, {few}"),
+        (node_rank < nodes, "node_rank", f"node rank {node_rank} does not exist on {nodes} nodes"),
         (
             1 <= local_world <= world,
             "local_world_size",
-            f"{local_world} processes per node in a world of {world}",
+            f"{local_world} processes per node do not fit a world of {world}",
         ),
     )
-    if wrong := [Problem(sources[name], what) for right, name, what in checks if not right]:
+    if wrong := [Problem(sources[name], what) for is_right, name, what in checks if not is_right]:
         raise UserError(*wrong)
 
     address, sources["main_address"] = _main_address(launcher, env)
     if not address:
         if local_world < world:
-            what = f"{row.name}: {world} processes on several nodes, and no main address"
+            what = f"{row.name}: {world} processes on several nodes, but no address of rank 0"
             remedy = "export MASTER_ADDR=<host of rank 0> on every node"
             raise UserError.at("MASTER_ADDR", what, remedy)
         address, sources["main_address"] = "127.0.0.1", "one node"
@@ -233,10 +233,10 @@ def _read(
 
 
 def _agree(rows: list[Row], env: Mapping[str, str]) -> None:
-    """Refuses contradictions, if several tools seem to have started this process."""
+    """Refuses contradictory variables if several tools seem to have started this process."""
     for row in rows[1:]:
         first = rows[0]
-        # srun may start one agent of torchrun or mpirun per node, which numbers its own ranks.
+        # srun may start one torchrun or mpirun agent per node, which then numbers its own ranks.
         agents = re.match(r"1(\(x\d+\))?$", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
         if row is SLURM and (agents or env[row.world_size] != env[first.world_size]):
             continue
@@ -252,23 +252,23 @@ def _number(env: Mapping[str, str], name: str) -> int:
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", env[name].strip())
     if match is None and "," in env[name]:
         what = f"{env[name]}: the nodes have different numbers of processes"
-        raise UserError.at(name, what, "start equally many on every node")
+        raise UserError.at(name, what, "start the same number on every node")
     if match is None:
         raise UserError.at(name, f"{env[name]!r} is not a number")
     return int(match[1])
 
 
 def _main_address(launcher: str, env: Mapping[str, str]) -> tuple[str, str]:
-    """The host of rank 0 and the variable that names it; two empty texts if none does."""
-    anywhere = chain.from_iterable(MAIN_ADDRESS.values())
-    inside = () if launcher == "local" else MAIN_ADDRESS.get(launcher, anywhere)
-    name = next((n for n in ("MASTER_ADDR", *inside) if env.get(n, "").strip()), "")
+    """The host of rank 0 and the variable that names it; two empty strings if none does."""
+    every_platform = chain.from_iterable(MAIN_ADDRESS.values())
+    names = () if launcher == "local" else MAIN_ADDRESS.get(launcher, every_platform)
+    name = next((n for n in ("MASTER_ADDR", *names) if env.get(n, "").strip()), "")
     value = env.get(name, "").strip()
     if name == "SM_HOSTS":
         return json.loads(value)[0], name
-    if "NODELIST" in name:  # `gpu[003-005,9]-ib,login` is Slurm's short form: gpu003-ib is first
+    if "NODELIST" in name:  # Slurm's short form: in `gpu[003-005,9]-ib,login` gpu003-ib is first
         value = re.sub(r"\[(\d+)[^\]]*\]", r"\1", value)
-    # Azure Batch has "host:port,host:port"; a bare IPv6 address keeps its colons.
+    # Azure Batch writes "host:port,host:port"; a bare IPv6 address keeps its colons.
     first = value.split(",")[0]
     return (first if first.count(":") > 1 else first.split(":")[0]), name
 
@@ -276,7 +276,7 @@ def _main_address(launcher: str, env: Mapping[str, str]) -> tuple[str, str]:
 def _main_port(env: Mapping[str, str]) -> tuple[int, str]:
     if env.get("MASTER_PORT"):
         return _number(env, "MASTER_PORT"), "MASTER_PORT"
-    # Two jobs on one machine must not share a port: it is derived from the job's id.
+    # Derived from the job's id, because two jobs on one machine must not share a port.
     for name in ("SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"):
         if env.get(name):
             return 15000 + zlib.crc32(env[name].encode()) % 10000, name

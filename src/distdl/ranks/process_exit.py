@@ -1,5 +1,5 @@
 """How a process exits, so that its launcher and its platform react correctly. The exit code must
-not contradict the outcome of a run in status.json and errors/."""
+not contradict the outcome that the run records in status.json and errors/."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from typing import Any, NoReturn
 
 from distdl.job import EXIT_CANCELLED, EXIT_PREEMPTED
 
-AGREED = (EXIT_PREEMPTED, EXIT_CANCELLED)
+GRACEFUL = (EXIT_PREEMPTED, EXIT_CANCELLED)
 # mpirun and `srun --kill-on-bad-exit` kill the other ranks at the first non-zero exit code, even
-# those that are still writing.
-KILLS_OTHERS = ("mpi", "slurm")
+# ranks that are still writing.
+KILL_OTHER_RANKS = ("mpi", "slurm")
 LINGER = "DISTDL_LINGER_SECONDS"
 
 log = logging.getLogger(__name__)
 
 
-class Outliving(io.FileIO):
+class SurvivingPipe(io.FileIO):
     """A pipe whose reader may exit (`distdl ... | head -3`) without ending the training."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self.fileno())  # C code that writes to it directly must not fail
-            os.close(nothing)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())  # C code that writes to it directly must not fail
+            os.close(null)
             if self.fileno() == 1:
-                log.warning("nobody reads the output any more: the run continues, see its log")
+                log.warning("the reader of this output has exited; the run continues, see its log")
             return len(data)
 
 
-def outlive_readers() -> None:
+def survive_closed_pipes() -> None:
     """Keeps this process alive if the reader of its stdout or stderr exits."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -49,47 +49,46 @@ def outlive_readers() -> None:
         except (AttributeError, OSError):  # the stream is None, or not a file
             continue
         raw = getattr(getattr(stream, "buffer", None), "raw", None)
-        if isinstance(raw, Outliving) or not stat.S_ISFIFO(os.fstat(number).st_mode):
+        if isinstance(raw, SurvivingPipe) or not stat.S_ISFIFO(os.fstat(number).st_mode):
             continue
         stream.flush()
         options = ("encoding", "errors", "line_buffering", "write_through")
         kept = {option: getattr(stream, option) for option in options}
-        buffer = io.BufferedWriter(Outliving(number, "w", closefd=False))
+        buffer = io.BufferedWriter(SurvivingPipe(number, "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(buffer, **kept))
 
 
 @functools.cache
-def name_who_stays(seconds: float = 5) -> None:
-    """Prints, some seconds after the run has ended, which non-daemon threads Python still waits
-    for."""
+def report_waiting_threads(seconds: float = 5) -> None:
+    """Prints the non-daemon threads that Python still waits for some seconds after the run."""
 
-    def ends() -> None:
+    def after_main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C then ends it without a traceback
-        threading.Thread(target=wait, daemon=True).start()
+        threading.Thread(target=report, daemon=True).start()
 
-    def wait() -> None:
+    def report() -> None:
         time.sleep(seconds)
         alive = [t.name for t in threading.enumerate() if not t.daemon and t.is_alive()]
-        which = ", ".join(name for name in alive if name != threading.main_thread().name)
+        names = ", ".join(name for name in alive if name != threading.main_thread().name)
         print(
-            f"the run has ended; its process waits for threads of your code: {which} "
-            "(Thread(daemon=True) is not waited for; Ctrl-C ends it now)",
+            f"the run has ended, but the process waits for threads of your code: {names} "
+            "(Ctrl-C ends it now; Python does not wait for Thread(daemon=True))",
             file=sys.stderr,
             flush=True,
         )
 
     # Unlike atexit, this runs before Python waits for the threads.
-    threading._register_atexit(ends)  # type: ignore[attr-defined]
+    threading._register_atexit(after_main)  # type: ignore[attr-defined]
 
 
 def exit_process(code: int, launcher: str) -> NoReturn:
-    """Ends this process. `launcher` started it, as in DISTDL_LAUNCHER; `code` is for a shell."""
+    """Ends this process. `launcher` is the value of DISTDL_LAUNCHER, `code` a shell's exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code == EXIT_PREEMPTED:
-        # Azure ML restarts a job whose node was taken away, but not a job that exited by itself.
+        # Azure ML restarts a job whose node is taken away, but not a job that exits by itself.
         time.sleep(float(os.environ.get(LINGER, 0)))
-    if code in AGREED and launcher in KILLS_OTHERS:
+    if code in GRACEFUL and launcher in KILL_OTHER_RANKS:
         code = 0
     # Library threads must not delay the exit of a rank: the other ranks wait for it.
     os._exit(code)

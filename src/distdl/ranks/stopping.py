@@ -1,4 +1,4 @@
-"""Signals that end an attempt: recorded at once, acted on by all ranks at the same step.
+"""Signals that end an attempt: a rank records one at once, and all ranks stop at the same step.
 
 Lightning's own SIGTERM handler broadcasts from inside the handler, and deadlocks if the ranks are
 at different steps (pytorch-lightning#20806). Here a handler only sets a flag, which callbacks read
@@ -16,9 +16,9 @@ from typing import Any
 
 from distdl.job import JobState
 
-# Slurm (--signal=USR1@60) and mpirun can send SIGUSR1 before the end.
-# A terminal that is closed sends SIGHUP.
-MEANING = {
+# The state after each signal. Slurm (--signal=USR1@60) and mpirun can send SIGUSR1 before the end;
+# closing a terminal sends SIGHUP.
+STATE_AFTER = {
     signal.SIGTERM: JobState.PREEMPTED,
     signal.SIGUSR1: JobState.PREEMPTED,
     signal.SIGHUP: JobState.PREEMPTED,
@@ -26,23 +26,23 @@ MEANING = {
 }
 
 
-def heard() -> list[signal.Signals]:
-    """The signals that this process handles. SIGHUP is not one of them under `nohup`."""
+def signals() -> list[signal.Signals]:
+    """The signals that this process handles; under `nohup` not SIGHUP."""
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in MEANING if not (nohup and number is signal.SIGHUP)]
+    return [number for number in STATE_AFTER if not (nohup and number is signal.SIGHUP)]
 
 
-def state_of(code: int) -> JobState:
-    """The final state of a process, by its exit code; -N if signal N ended it, which means the same
-    if it came before its handler was installed."""
+def state_after_exit(code: int) -> JobState:
+    """The final state of a process by its exit code, which is -N if signal N ended it before the
+    process had installed its handler."""
     if code < 0:
-        return next((s for n, s in MEANING.items() if n == -code), JobState.FAILED)
+        return next((s for n, s in STATE_AFTER.items() if n == -code), JobState.FAILED)
     agreed = (JobState.SUCCEEDED, JobState.PREEMPTED, JobState.CANCELLED)
     return next((state for state in agreed if state.exit_code == code), JobState.FAILED)
 
 
 class Ended(KeyboardInterrupt):
-    """A signal asked a command to end. It is a KeyboardInterrupt: cleanup runs as for Ctrl-C."""
+    """A signal asked a command to end; a KeyboardInterrupt, so that cleanup runs as for Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -50,24 +50,24 @@ class Ended(KeyboardInterrupt):
 
     @property
     def state(self) -> JobState:
-        return MEANING[signal.Signals(self.number)]
+        return STATE_AFTER[signal.Signals(self.number)]
 
 
-def number_of(interrupt: KeyboardInterrupt) -> int:
+def signal_number(interrupt: KeyboardInterrupt) -> int:
     return interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
 
 
 @contextmanager
-def raised() -> Iterator[None]:
-    """While a command prepares a run, a signal that asks to end raises `Ended`: by default it would
-    leave a recorded attempt without a process. A worker and torch's agent replace these handlers
-    by their own while they run."""
+def raise_on_signal() -> Iterator[None]:
+    """While a command prepares a run, makes a signal that asks to end raise `Ended`; by default it
+    would leave a recorded attempt without a process. A worker and torch's agent replace these
+    handlers with their own while they run."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Ended(number)
 
     interrupt = {signal.SIGINT: signal.getsignal(signal.SIGINT)}  # raises KeyboardInterrupt already
-    kept = set_handlers(dict.fromkeys(heard(), end) | interrupt)
+    kept = set_handlers(dict.fromkeys(signals(), end) | interrupt)
     try:
         yield
     finally:
@@ -82,7 +82,7 @@ def set_handlers(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals,
 
 
 class Stopped(Exception):
-    """Ends the attempt on all ranks; its training state is saved if there is one."""
+    """Ends the attempt on all ranks; the training state is saved if there is one."""
 
     def __init__(self, state: JobState, message: str) -> None:
         super().__init__(message)
@@ -95,27 +95,27 @@ class StopRequest:
     def __init__(self) -> None:
         self.state: JobState | None = None
         self.signal: str = ""
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
         return self.state is not None
 
     def install(self) -> None:
-        """Installs the handlers: before anything slow, so that no signal is lost during set-up."""
-        self._before |= set_handlers({n: self._note for n in heard() if n not in self._before})
+        """Installs the handlers; before slow work, so that no signal is lost during set-up."""
+        self._previous |= set_handlers(dict.fromkeys({*signals()} - {*self._previous}, self._note))
 
     def uninstall(self) -> None:
-        set_handlers(self._before)
-        self._before = {}
+        set_handlers(self._previous)
+        self._previous = {}
 
     def check(self) -> None:
-        """Raises `Stopped` if asked to end. For use before training, where ranks may stop alone."""
+        """Raises `Stopped` if asked to end. Only before training may a rank stop on its own."""
         if self.state is not None:
             raise Stopped(self.state, f"{self.signal} before training began")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # A second Ctrl-C ends it at once.
+        # A second Ctrl-C ends the process at once.
         if number == signal.SIGINT and self.state is not None:
             raise KeyboardInterrupt
-        self.state = MEANING[signal.Signals(number)]
+        self.state = STATE_AFTER[signal.Signals(number)]
         self.signal = signal.Signals(number).name

@@ -85,7 +85,7 @@ def load(path: Path) -> ReportedRun:
 
 
 def _damage(run: RunDirectory) -> list[str]:
-    """What is wrong with each existing file."""
+    """A message for each damaged file."""
     checks: dict[Path, Callable[[], object]] = {run.path / "config.yaml": run.check_config}
     if not run.exists:
         checks = {run.path / "provenance.json": run.provenance}
@@ -124,9 +124,9 @@ def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> ReportedAttempt
 def _series(run: Path) -> dict[str, MetricSeries]:
     """Every metric of every node.
 
-    A crash makes steps happen twice. Where a later attempt covers a range of steps, its values
+    After a crash, steps are repeated. Where a later attempt covers a range of steps, its values
     replace all values of earlier attempts in that range, even at steps that it did not log. System
-    metrics belong to a time instead, and all are kept.
+    metrics belong to a time, not to a step, and all are kept.
     """
     logged: dict[str, dict[int, list[tuple[int, float, float]]]] = {}  # name, attempt -> points
     for path in journals(run).values():
@@ -150,7 +150,7 @@ def _series(run: Path) -> dict[str, MetricSeries]:
 
 
 def summary(run: ReportedRun) -> list[tuple[str, str]]:
-    """The few lines for which most people open a report."""
+    """The few lines that most readers look for in a report."""
     rows: list[tuple[str, str]] = []
     for name in ("val/acc1", "val/acc5", "val/acc", "val/loss", "train/loss"):
         if values := [v for v in run.values(name) if v == v]:
@@ -229,6 +229,6 @@ def _read(path: Path, run: Path) -> str:
 
 
 def _is_of(path: Path, run: Path) -> bool:
-    """Whether it is a file inside the run's folder. A link that leads out could put a reader's
-    private file into a page that is then passed on."""
+    """Whether a path is a file inside the run's folder. A link that leads out could put a private
+    file of the reader into a page, which may be passed on."""
     return path.is_file() and path.resolve().is_relative_to(run.resolve())

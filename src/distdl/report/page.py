@@ -60,7 +60,7 @@ def write(name: str, to: str | None) -> tuple[Path, list[str]]:
     if output.is_dir():
         output = output / "report.html"
     if output.exists() and MARK not in output.read_text(errors="replace")[:1000]:
-        what = "exists and is not a report: it is left as it is"
+        what = "exists and is not a report, so it is not replaced"
         raise UserError.at(str(output), what, "choose another name: --output FILE")
     contents = data.load(run)
     write_text(output, render(contents))
@@ -98,7 +98,7 @@ def render(run: data.ReportedRun) -> str:
 def _openers(run: Path) -> list[str]:
     """Commands that show all curves."""
     commands, outbox = [], Outbox(run)
-    if outbox.found:
+    if outbox.exists:
         from distdl.tracking.mlflow import how_to_open
 
         commands += how_to_open(outbox.state.server or outbox.database(), outbox)
@@ -108,7 +108,7 @@ def _openers(run: Path) -> list[str]:
 
 
 def _benchmark(run: Path) -> dict[str, Any]:
-    """Table and figure of `task=benchmark`, or what is wrong with them; empty without one."""
+    """Table and figure of `task=benchmark`, or why there are none; empty without a benchmark."""
     result = data.read_json(run / BENCHMARK, run)
     if not result:
         return {}
@@ -118,7 +118,7 @@ def _benchmark(run: Path) -> dict[str, Any]:
             "figure": ReportFigure(*benchmark.draw(result)),
         }
     except (KeyError, TypeError, ValueError):
-        return {"wrong": f"{BENCHMARK} holds something else than a benchmark's result."}
+        return {"wrong": f"{BENCHMARK} does not hold the result of a benchmark."}
 
 
 def _attempts(run: data.ReportedRun) -> ReportTable:
@@ -126,7 +126,7 @@ def _attempts(run: data.ReportedRun) -> ReportTable:
     for a in run.attempts:
         took = data.duration(a.ended - a.started) if a.started and a.ended else ""
         changed = "\n".join(f"{k}: {v}" for k, v in a.changed.items())
-        error = a.error.strip().split("\n")[0][:300]  # the attempt's own folder has all of it
+        error = a.error.strip().split("\n")[0][:300]  # the attempt's folder has the complete error
         times = (_clock(a.started), _clock(a.ended), took)
         rows.append((str(a.number), a.task, a.state, *times, changed, error))
     head = ("", "task", "state", "start", "end", "took", "changed", "error")

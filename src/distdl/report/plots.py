@@ -16,8 +16,8 @@ import numpy as np
 from distdl.report.data import MetricSeries
 from distdl.util.colours import LINES
 
-POINTS = 600  # per line; more are averaged in buckets, with a band from lowest to highest value
-# matplotlib draws with these; the page replaces them with its own colours.
+POINTS = 600  # per line; more are averaged in buckets, with a band from minimum to maximum
+# matplotlib draws in these colours, and the page replaces them with its own.
 TEXT, GRID = "#123456", "#654321"
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: searchable, in the page's font
@@ -49,19 +49,18 @@ class Chart:
 
 
 def charts(series: dict[str, MetricSeries], unit: str) -> list[Chart]:
-    """Puts every metric, by name, into one chart: known ones first, then the user's own, by prefix.
-    `unit` is that of the throughput.
-    """
-    # A benchmark's single points have their own section.
+    """Assigns every metric to one chart by its name: known metrics first, then the user's own, by
+    prefix. `unit` is the unit of the throughput."""
+    # The single points of a benchmark have their own section.
     names = [n for n in sorted(series) if not re.match(r"epoch$|val/samples$|benchmark/", n)]
     system = [n for n in names if n.startswith("system/")]
     left = [n for n in names if n not in system]
-    made: list[Chart] = []
+    result: list[Chart] = []
 
     def take(title: str, pattern: str, **options: Any) -> None:
         lines = {name: series[name] for name in left if re.match(pattern, name)}
         if lines:
-            made.append(Chart(title, lines, **options))
+            result.append(Chart(title, lines, **options))
             left[:] = [name for name in left if name not in lines]
 
     take("Loss", r"(train|val)/loss$")
@@ -89,7 +88,7 @@ def charts(series: dict[str, MetricSeries], unit: str) -> list[Chart]:
         ("Other system metrics", ".*", ""),
     ):
         take(title, rf"system/(node\d+/)?{part}$", unit=of, by_time=True)
-    return made
+    return result
 
 
 @contextmanager
@@ -118,9 +117,8 @@ def picture(title: str, height: float) -> Iterator[tuple[Any, Callable[[], str]]
 
 
 def draw(chart: Chart, start: float) -> tuple[str, list[tuple[str, str]]]:
-    """One `<svg>` element, and its legend as (label, colour), since text wraps in HTML but not in
-    SVG. `start` is time zero, in seconds since 1970.
-    """
+    """One `<svg>` element, and its legend as (label, colour) for HTML, where text wraps, unlike in
+    SVG. `start` is time zero, in seconds since 1970."""
     times_from = start if chart.by_time else None
     with picture(chart.title, height=3.2) as (axes, finish):
         for label, series in chart.lines.items():
@@ -148,7 +146,7 @@ def draw(chart: Chart, start: float) -> tuple[str, list[tuple[str, str]]]:
 def _line(
     axes: Any, label: str, series: MetricSeries, times_from: float | None, scale: float
 ) -> None:
-    """Draws over minutes since `times_from`; None: over optimizer steps."""
+    """Draws over minutes since `times_from`, or over optimizer steps if that is None."""
     x = np.array(series.steps, dtype=float)
     if times_from is not None:
         x = (np.array(series.times) - times_from) / 60

@@ -48,7 +48,7 @@ class Attempt:
     def launch(self) -> dict[str, Any]:
         """Where it runs: `where`, `resources`, `changes`, `global_batch_size`. Raises `Damaged` if
         the file is absent, truncated, changed, or of another shape."""
-        return files.load_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
+        return files.load_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._launch_remedy())
 
     @property
     def task(self) -> str:
@@ -57,13 +57,13 @@ class Attempt:
 
     def check_launch(self) -> None:
         """Raises `Damaged` if `launch` cannot be read."""
-        files.check_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._put_aside())
+        files.check_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._launch_remedy())
 
-    def _put_aside(self) -> str:
+    def _launch_remedy(self) -> str:
         aside, run = self.path.with_name(f"damaged-{self.path.name}"), self.path.parents[1]
         return (
-            "restore it, or, once no process of this attempt runs any more, put it aside and "
-            f"resume: mv {self.path} {aside} && python -m distdl resume {run}"
+            "restore it, or, once no process of this attempt runs any more, move the attempt aside "
+            f"and resume: mv {self.path} {aside} && python -m distdl resume {run}"
         )
 
     def write_launch(self, record: dict[str, Any]) -> None:
@@ -108,10 +108,10 @@ class Attempt:
         in a queue, ask `distdl.launch.jobs`.)"""
         state = self.state()
         if state is JobState.PENDING:
-            return not self.is_mine() and not self.job()
+            return not self.is_starting_here() and not self.job()
         return state is JobState.RUNNING
 
-    def is_mine(self) -> bool:
+    def is_starting_here(self) -> bool:
         """Whether this very process is starting it, and no other process has taken it over."""
         status = self.status()
         same = this_process().items() <= status.items()
@@ -124,7 +124,7 @@ class Attempt:
         remedy = 'write the job\'s handle into it again: {"handle": "slurm://123", "url": null}'
         job = files.load_json(path, {"handle": str, "url": str}, remedy)
         if path.exists() and not job.get("handle"):
-            raise Damaged(path, "it names no handle", remedy)
+            raise Damaged(path, "it has no handle", remedy)
         return job
 
     def update(self, **fields: Any) -> None:
@@ -162,8 +162,8 @@ class Attempt:
 
         Args:
             seen: How it ended according to its platform.
-            code: The exit code, where one process stands for the job.
-            killed: What ended the job from outside, in a sentence; not a preemption.
+            code: The exit code, if the job ran as one process.
+            killed: What ended the job from outside (except a preemption), as a sentence.
         """
         state = recorded = JobState(self._status_or_new().get("state") or "UNKNOWN")
         first = self.first_error()
@@ -178,7 +178,7 @@ class Attempt:
             fields = {**_ended(state), "error": error, "first_error": failures.facts(first)}
             code = first.get("exit_code", code)
         elif recorded.ended and (ordered or not code or recorded is not JobState.SUCCEEDED):
-            # To a worker, a scheduler's cancel and its preemption are the same signal.
+            # A worker gets the same signal for a cancel and for a preemption.
             if recorded is JobState.PREEMPTED and seen is JobState.CANCELLED:
                 state = seen
                 fields = {"state": state, "exit_code": state.exit_code}
@@ -207,7 +207,7 @@ class Attempt:
         return failures.record(self.errors, rank, kind, message, trace, exit_code, **more)
 
     def first_error(self) -> dict[str, Any] | None:
-        """The failure from which the others follow, see `distdl.runs.failures`."""
+        """The failure that caused the others, see `distdl.runs.failures`."""
         return failures.first(self.errors)
 
 

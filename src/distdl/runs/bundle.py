@@ -2,7 +2,7 @@
 
     attempts/NNN/bundle/
         config.yaml         the recipe, byte for byte the run's
-        launch.yaml         where and how large this attempt is
+        launch.yaml         where this attempt runs, and on how many devices
         provenance.json
         code/distdl/        distdl as it was imported here
         code/project/       the user's own code, see `distdl.runs.snapshot`

@@ -1,6 +1,6 @@
 """Durable checkpoints: a checkpoint exists if its manifest exists.
 
-Renaming is not atomic on Blob or blobfuse. So the file (or a folder of files, where every rank
+Renaming is not atomic on Blob or blobfuse. Therefore the file (or a folder of files, if every rank
 writes its slices) is written first, then a manifest with sizes and sha256. A checkpoint without an
 intact manifest is never opened. `last.ckpt` and `best.ckpt` are hard links (copies where links do
 not exist) with their own manifests.
@@ -81,8 +81,8 @@ class CheckpointStore:
         self._put(temporary, self.folder / alias, manifest)
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep` (best.ckpt keeps the file that it links to), and what a
-        kill left half written, since nothing is being written while this runs."""
+        """Removes all but the newest `keep` checkpoints (best.ckpt keeps the file that it links
+        to). Also removes half-written files of a killed process: nothing is being written now."""
         for path in self.all()[keep:]:
             remove(path)
             manifest_of(path).unlink(missing_ok=True)
@@ -104,7 +104,7 @@ class CheckpointStore:
         """
         paths = {*self.all(), *self.folder.glob("[!.]*.ckpt")}
         damaged = {}
-        # The age of one without a readable manifest is unknown: those are tried first.
+        # A checkpoint without a readable manifest has no known age, and is tried first.
         for path in sorted(paths, key=lambda p: (not manifest_at(p), age(p)), reverse=True):
             if (damage := damage_of(path)) is None:
                 return path
@@ -140,7 +140,7 @@ def damage_of(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None. Reads the whole file."""
     manifest = manifest_at(path)
     if not manifest_of(path).exists():
-        return "it has no manifest: its writing was cut off, or another program wrote it"
+        return "it has no manifest: it was not written to the end, or another program wrote it"
     if not manifest:
         return "it has no readable manifest"
     for name, entry in manifest["files"].items():
@@ -154,23 +154,23 @@ def damage_of(path: Path) -> str | None:
     return None
 
 
-def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
+def find(named: str | Path, key: str = "", folder: Path | None = None) -> Path:
     """Finds a checkpoint named by the user: a file, the folder of a sharded one, or a run (its
     newest). Raises a UserError if there is none, or it is damaged.
 
     Args:
-        key: The config key under which it is written.
-        own: The folder whose checkpoints "best" and "last" refer to.
+        key: The config key with which the user named it.
+        folder: The folder in which "best" and "last" are looked up.
     """
     path, where = Path(named), f"{key}={named}" if key else str(named)
     forms = "name a .ckpt file or a run directory"
     if path == Path():
         raise UserError.at(where, "names no checkpoint", forms)
-    if own and f"{named}.ckpt" in ALIASES:
-        path = own / f"{named}.ckpt"
+    if folder and f"{named}.ckpt" in ALIASES:
+        path = folder / f"{named}.ckpt"
         if not path.exists():
-            other = f"{key}=last, " if (own / "last.ckpt").exists() else ""
-            remedy = f"{other}the run that has one (name=...), a .ckpt file, or a run directory"
+            other = f"{key}=last, " if (folder / "last.ckpt").exists() else ""
+            remedy = f"{other}the name= of a run that has one, a .ckpt file, or a run directory"
             raise UserError.at(where, f"this run has no {named}.ckpt", remedy)
     if (path / "checkpoints").is_dir():
         newest = CheckpointStore(path / "checkpoints").newest()
@@ -185,13 +185,13 @@ def find(named: str | Path, key: str = "", own: Path | None = None) -> Path:
             raise UserError.at(where, f"this checkpoint is damaged: {damage}")
     elif not looks_like_one(path):
         remedy = "name a file that Lightning, torch.save or safetensors wrote, or a run directory"
-        raise UserError.at(where, "is not a checkpoint, or not all of one", remedy)
+        raise UserError.at(where, "is not a checkpoint, or an incomplete one", remedy)
     return path
 
 
 def looks_like_one(path: Path) -> bool:
-    """Whether a file begins and ends like a checkpoint, or a folder may hold a sharded one. Nothing
-    is unpickled."""
+    """Whether a file looks complete and like a checkpoint, or a folder may hold a sharded one.
+    Nothing is unpickled."""
     if path.is_dir():
         known = (".metadata", "latest", "*/*_model_states.pt")  # FSDP's and DeepSpeed's
         return any(any(path.glob(pattern)) for pattern in known)
@@ -225,7 +225,7 @@ def remove(path: Path) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Renames, also over an existing folder, which os.replace alone cannot."""
+    """Renames a file or folder, also over an existing folder, which os.replace alone cannot do."""
     if source.is_dir() or target.is_dir():
         remove(target)
     os.replace(source, target)

@@ -69,7 +69,7 @@ class RunDirectory:
         write_json(self.path / PROVENANCE, stamped)
         write_text(self.path / CONFIG, recipe)
 
-    def take_back(self) -> None:
+    def undo_create(self) -> None:
         """Undoes `create`; other files in the folder stay. Raises an OSError if there is an
         attempt, or it cannot be undone."""
         if (self.path / "attempts").exists():
@@ -78,8 +78,8 @@ class RunDirectory:
         (self.path / PROVENANCE).unlink(missing_ok=True)
         self.path.rmdir()
 
-    def spare_path(self) -> Path:
-        """A free path to keep it under another name: `<name>.failed-1`, or a higher number."""
+    def path_when_failed(self) -> Path:
+        """A free path to which the run can be renamed: `<name>.failed-1`, or a higher number."""
         paths = (self.path.with_name(f"{self.path.name}.failed-{n}") for n in itertools.count(1))
         return next(path for path in paths if not path.exists())
 
@@ -103,8 +103,8 @@ class RunDirectory:
         if path.is_symlink():
             return {}
         remedy = (
-            "restore it, or, if config.yaml is as it was (only this file can tell), put it aside: "
-            f"mv {path} {path}.damaged"
+            "restore it, or, if you know that config.yaml is unchanged (the checksum is in this "
+            f"file), move it aside: mv {path} {path}.damaged"
         )
         return files.load_json(path, PROVENANCE_SHAPE, remedy)
 
@@ -126,7 +126,7 @@ class RunDirectory:
         return Attempt(self.path / "attempts" / f"{number:03d}")
 
     def main_attempt(self) -> Attempt | None:
-        """The newest attempt with the run's original task; a later test of the run does not count.
+        """The newest attempt with the run's original task (a later test of the run has another).
         Raises `Damaged` if a launch.yaml cannot be read."""
         attempts = self.attempts()
         if len(attempts) < 2:
@@ -152,8 +152,8 @@ class RunDirectory:
         self, launch: dict[str, Any], check: Callable[[], None] = lambda: None
     ) -> Attempt:
         """Creates the next attempt. It appears complete, with its launch.yaml (`launch`) and
-        status.json, by one rename that only one of several starts can make. Any other start then
-        finds it and checks again.
+        status.json, by one rename. Of several starts at once only one can rename; the others then
+        find the new attempt and check again.
 
         Args:
             check: Refuses the start for further reasons; called before each try.

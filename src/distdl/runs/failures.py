@@ -59,8 +59,8 @@ def record(
 
 
 def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") -> bool:
-    """Records the end of a rank that could not do so itself, on `host` (empty: this one) at `at`
-    (seconds since 1970); its exit code is -N if signal N ended it."""
+    """Records the end of a rank that could not do so itself. It ended on `host` (empty: this one)
+    at `at` (seconds since 1970), with the exit code `code`, which is -N if signal N ended it."""
     host = host or socket.gethostname()
     if code >= 0:
         what = f"ended with exit code {code} on {host}, without an error message"
@@ -74,9 +74,9 @@ def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") ->
 
 
 def record_first_end(folder: Path, rank: int, code: int, host: str) -> bool:
-    """As `record_end`, for the rank that ended before all others, as its platform reported it,
-    unless the rank was asked to end."""
-    if -code in stopping.MEANING:
+    """As `record_end`, for the rank that ended first according to its platform. Records nothing if
+    the rank was asked to end."""
+    if -code in stopping.STATE_AFTER:
         return False
     at = time.time()
     if -code == signal.SIGKILL:  # the other ranks' records are consequences
@@ -85,7 +85,7 @@ def record_first_end(folder: Path, rank: int, code: int, host: str) -> bool:
 
 
 def first(folder: Path) -> dict[str, Any] | None:
-    """The failure from which the others follow, None if no rank has recorded one."""
+    """The failure that caused the others, None if no rank has recorded one."""
     return min(recorded(folder), key=lambda e: (_weight(e), e["time"]), default=None)
 
 
@@ -120,8 +120,8 @@ def _weight(error: dict[str, Any]) -> int:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error only reports that another rank is gone. An earlier exception from which, or
-    during whose handling, it was raised decides."""
+    """Whether an error only reports that another rank is gone. In a chain of exceptions (raised
+    from, or while handling, each other) the earliest one decides."""
     seen: set[int] = set()  # `raise error.__cause__ from None` makes a cycle
     while (before := error.__cause__ or error.__context__) and id(before) not in seen:
         seen.add(id(before))
@@ -135,7 +135,7 @@ def facts(error: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(error: dict[str, Any]) -> str:
-    """A recorded failure in one line. Refusals and kills need no type; other failures name it."""
+    """A recorded failure in one line, with the exception's type, except for refusals and kills."""
     refused = error.get("exit_code") == EXIT_REFUSED and error["type"] != "SystemExit"
     if refused or error["type"] in (KILLED, ENDED):
         return str(error["message"])

@@ -67,7 +67,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_json(path: Path, shape: Shape, remedy: str) -> dict[str, Any]:
-    """Empty if the file is absent.
+    """The contents of a JSON file, empty if it is absent.
 
     Args:
         shape: The type of each key that has one; a key may be missing or null.
@@ -94,8 +94,8 @@ def load_json(path: Path, shape: Shape, remedy: str) -> dict[str, Any]:
 
 
 def load_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) -> dict[str, Any]:
-    """As `load_json`, for YAML that must exist, with all keys of `shape`, and that must match its
-    checksum: `sha256`, where that is kept elsewhere, or the one in its first line."""
+    """As `load_json`, for a YAML file that must exist, have all keys of `shape`, and match its
+    checksum: `sha256` if that is kept in another file, else the one in the first line."""
     text = _as_written(path, remedy, sha256)
     try:
         if sha256 or text.startswith(STAMP):  # intact, so the fast loader suffices
@@ -120,7 +120,7 @@ def _loader() -> Any:
 
 
 def check_yaml(path: Path, shape: Shape, remedy: str, sha256: str | None = None) -> None:
-    """Raises `Damaged` if `load_yaml` would; looks at the checksum alone where there is one."""
+    """Raises `Damaged` if `load_yaml` would. If there is a checksum, only that is compared."""
     text = _as_written(path, remedy, sha256)
     if not sha256 and not text.startswith(STAMP):
         load_yaml(path, shape, remedy)
@@ -136,7 +136,7 @@ def _as_written(path: Path, remedy: str, sha256: str | None) -> str:
         raise Damaged(path, "it is empty", remedy)
     stamp, _, rest = text.partition("\n")
     if stamped := text.startswith(STAMP):
-        remedy += "; if the change is yours and meant: remove its first line"
+        remedy += "; if you changed it on purpose: remove its first line"
     differs = stamped and stamp.removeprefix(STAMP).strip() != digest(rest)
     if differs or (sha256 and digest(text) != sha256):
         raise Damaged(path, "it was cut or changed after it was written", remedy)
@@ -145,7 +145,7 @@ def _as_written(path: Path, remedy: str, sha256: str | None) -> str:
 
 def _shaped(path: Path, value: Any, shape: Shape, remedy: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise Damaged(path, f"it holds a {type(value).__name__}, and no mapping", remedy)
+        raise Damaged(path, f"it holds a {type(value).__name__}, not a mapping", remedy)
     for key, kind in shape.items():
         if value.get(key) is not None and not isinstance(value[key], kind):
             raise Damaged(path, f"{key} is {str(value[key])[:40]!r}", remedy)

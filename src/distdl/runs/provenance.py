@@ -21,8 +21,8 @@ DIFF_LIMIT = 200_000  # characters; a longer diff is cut and marked as such
 def collect(
     command: Sequence[str], root: Path, overrides: Sequence[str] = (), swept: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Everything that is recorded with a new run: of `sys.argv`, the user's code in `root`, the
-    overrides, and those of them in which it differs from the other members of its sweep."""
+    """Everything that is recorded with a new run. `command` is sys.argv, and the user's code is in
+    `root`. `swept` are the overrides that differ between the members of the run's sweep."""
     typed = ["python", "-m", "distdl"] if command[0].endswith("__main__.py") else ["distdl"]
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -67,8 +67,8 @@ def project_root(chosen: str | None) -> Path:
 def packages() -> tuple[str, ...]:
     """The installed packages, `name==version` each. Listed once per process, since it is slow."""
     # A distribution reads its metadata file again at each access.
-    read = (each.metadata for each in importlib.metadata.distributions())
-    versions = {each["Name"] or "": each["Version"] for each in read}
+    metadata = (each.metadata for each in importlib.metadata.distributions())
+    versions = {each["Name"] or "": each["Version"] for each in metadata}
     return tuple(f"{name}=={version}" for name, version in sorted(versions.items()) if name)
 
 

@@ -14,7 +14,7 @@ from distdl.util.errors import UserError
 
 @dataclass(frozen=True)
 class Record:
-    """What was logged at one moment.
+    """The metrics that were logged at one moment.
 
     Args:
         time: Seconds since 1970.
@@ -57,7 +57,7 @@ def _decode(line: bytes, end: int) -> Record | None:
         metrics = {str(k): float(v) for k, v in fields["metrics"].items()}
         return Record(float(fields["t"]), int(fields["step"]), int(fields["attempt"]), metrics, end)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None  # cut by a kill -9, or not ours
+        return None  # cut off by a kill -9, or written by another program
 
 
 def read(path: Path, offset: int = 0) -> Iterator[Record]:
@@ -82,7 +82,7 @@ def find_run(text: str) -> Path:
         return path
     if inside := [p for p in path.absolute().parents if (p / "config.yaml").is_file()]:
         near = os.path.relpath(inside[0])
-        raise UserError.at(text, "is not a run, it lies in one", f"did you mean {near}?")
+        raise UserError.at(text, "is not a run, but lies inside one", f"did you mean {near}?")
     if not path.exists():
         named = sorted(str(p.parent) for p in Path("outputs").glob(f"**/{path.name}/config.yaml"))
         remedy = f"did you mean {' or '.join(named[:3])}?" if named else "give a run's own folder"

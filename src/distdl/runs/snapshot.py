@@ -25,7 +25,7 @@ from distdl.util.redact import looks_secret, secret_values
 from distdl.util.secret_shapes import find
 
 IGNORE_FILE = ".amlignore"
-# Files in which people keep secrets. No training needs them. That they are left out is reported.
+# Files in which people keep secrets. No training needs them. They are left out, and reported.
 SECRET_FILE = re.compile(
     r".*\.env(\..+)?|\.envrc|.*\.(pem|key|pfx|p12|kdbx|keystore|jks|ppk)"
     r"|id_(rsa|dsa|ecdsa|ed25519).*|\.netrc|_netrc|\.pypirc|\.npmrc|\.pgpass|\.htpasswd|\.s3cfg|\.boto"
@@ -67,14 +67,14 @@ class Snapshot:
         if (more := len(self.left_out) - SHOWN) > 0:
             lines.append(f"and {more} more")
         for name, _ in self.left_out[:1]:
-            lines.append(f"(to send one all the same, name it in {IGNORE_FILE}: !{name})")
+            lines.append(f"(to send one anyway, name it in {IGNORE_FILE}: !{name})")
         return lines
 
     def refuse_changed(self, path: Path, name: str) -> None:
         """Raises a UserError if a file, just copied, was changed after it was searched."""
         if state_of(path) != self.searched[path]:
-            what = "was changed while the job was put together"
-            raise UserError.at(name.partition("/")[2], what, "start it again")
+            what = "was changed while the job was being prepared"
+            raise UserError.at(name.partition("/")[2], what, "start the job again")
 
 
 def take(
@@ -106,7 +106,7 @@ def take(
     left_out: list[tuple[str, str]] = []
     problems: list[Problem] = []
     searched: dict[Path, tuple[int, int]] = {}
-    for path, target in [*((path, f"distdl/{name}") for path, name in own_files()), *candidates]:
+    for path, target in [*((path, f"distdl/{name}") for path, name in distdl_files()), *candidates]:
         name = target.removeprefix("project/")
         shown = name if name.isprintable() else ascii(name)
         try:
@@ -124,7 +124,7 @@ def take(
         if not why:
             files.append((path, target))
         elif is_module(path, name) and path not in outside:
-            problems.append(held(shown, why))
+            problems.append(secret_problem(shown, why))
         else:
             left_out.append((shown, why))
     if problems:
@@ -179,13 +179,13 @@ def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes
     return ", ".join(f"line {line} holds {kind}" for kind, line in in_order)
 
 
-def held(name: str, why: str) -> Problem:
+def secret_problem(name: str, why: str) -> Problem:
     variable = match[1] if (match := re.search(r"\$(\w+)$", why)) else "NAME"
     return Problem(
         name,
         f"{why}, and would leave this machine with the job",
         f"read it from the environment (launcher.forward_env=[{variable}]); or write a line into "
-        f"{IGNORE_FILE}: {name} leaves the file out, !{name} sends it all the same",
+        f"{IGNORE_FILE}: {name} leaves the file out, !{name} sends it anyway",
     )
 
 
@@ -193,11 +193,11 @@ def size_of(files: Sequence[tuple[Path, str]]) -> int:
     return sum(path.stat().st_size for path, _ in files)
 
 
-def own_files() -> Iterator[tuple[Path, str]]:
+def distdl_files() -> Iterator[tuple[Path, str]]:
     """The files of distdl as it is imported here, named as in an installed package."""
     home = Path(distdl.__file__).parent
     folders = [(home, "")]
-    for name in ("conf", "launchers"):  # beside src/ in a checkout, inside in a wheel
+    for name in ("conf", "launchers"):  # beside src/ in a checkout, inside distdl/ in a wheel
         if not (home / name).is_dir():
             folder = next(p for p in (Path(p) / name for p in distdl.__path__) if p.is_dir())
             folders.append((folder, f"{name}/"))
@@ -282,6 +282,6 @@ def refuse_large(root: Path, files: Sequence[tuple[Path, str]], limit_mb: float)
     shown = ", ".join(f"{top} {size / 1e6:,.0f} MB" for top, size in sizes.most_common(3))
     raise UserError.at(
         "project.root",
-        f"{root} has more than the {limit_mb:g} MB of code that a job takes along: {shown}",
-        f"name what is not code in .gitignore or {IGNORE_FILE}, or set project.root",
+        f"{root} has more than the {limit_mb:g} MB of code that a job may send: {shown}",
+        f"list files other than code in .gitignore or {IGNORE_FILE}, or set project.root",
     )

@@ -29,7 +29,7 @@ KEY = "[key]"  # pydantic's mark for a mapping's key
 
 
 class Checked:
-    """A dataclass whose fields are checked against their annotations when it is made."""
+    """A dataclass whose fields are checked against their annotations when it is created."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -50,8 +50,11 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def checked(kind: Any, value: object, path: str = "") -> Any:
-    """The value in the type of its annotation, such as 8 for 8.0; a UserError at the `path`, the
-    user's name for it, if it does not fit."""
+    """The value, converted to its annotation: 8 for 8.0.
+
+    Raises:
+        UserError: The value does not fit. `path` is the user's name for it.
+    """
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:

@@ -58,7 +58,7 @@ def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
     across = {n: s for n, s in measured.items() if n > setting.devices_per_node}
     problems = []
     if 1 not in measured:
-        problems.append(Problem("measured", "one device is missing", "measure it alone, too"))
+        problems.append(Problem("measured", "one device is missing", "measure one device, too"))
     if not inside:
         what = "several devices of one node are missing"
         remedy = f"measure 2 to {setting.devices_per_node} devices in one node"
@@ -79,12 +79,12 @@ def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
     notes = []
     fitted = _best(with_inside, setting.links.inside.bandwidth, inside)
     if len(inside) == 1:
-        what = "one number of devices in a node cannot tell overhead from bandwidth"
-        notes.append(f"{what}: all is overhead")
+        reason = "one number of devices in a node cannot tell overhead from bandwidth"
+        notes.append(f"{reason}: the whole loss counts as overhead")
     if across:
         fitted = _best(with_between, setting.links.between.bandwidth, across)
     else:
-        notes.append("nothing was measured between nodes: that link is taken as it was given")
+        notes.append("nothing was measured between nodes: that link keeps its given bandwidth")
     errors = {n: s / predict(fitted, n).step_seconds - 1 for n, s in measured.items()}
     return Fit(fitted, errors, tuple(notes))
 

@@ -3,8 +3,8 @@
 Sources, by the letters used below:
 
 - [R] Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-  workstations", section 3, https://doi.org/10.1016/j.jpdc.2008.09.002: in a ring of n, each sends
-  2 (n - 1) / n of the bytes, in 2 (n - 1) messages.
+  workstations", section 3, https://doi.org/10.1016/j.jpdc.2008.09.002: in a ring of n, each device
+  sends 2 (n - 1) / n of the bytes, in 2 (n - 1) messages.
 - [T] Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in
   MPICH", sections 3 and 4.5, https://doi.org/10.1177/1094342005051521: seconds = messages x latency
   + bytes / bandwidth; halving and doubling sends as many bytes in 2 log2(n) messages.
@@ -39,8 +39,8 @@ class Link(Checked):
 
 @dataclass(frozen=True)
 class Links(Checked):
-    """The two kinds of links: `inside` a node, at the rate at which *one device* sends; `between`
-    nodes, at the rate at which *one node* sends, over all its adapters together."""
+    """The two kinds of links. The bandwidth of `inside` is that of *one device* inside a node. The
+    bandwidth of `between` is that of *one node*: all its adapters together."""
 
     inside: Link
     between: Link
@@ -48,12 +48,11 @@ class Links(Checked):
 
 @dataclass(frozen=True)
 class Group:
-    """The devices that take part in a collective, the number of them in each node that has any, and
-    the groups of a node that are `sharing` its network at the same time."""
+    """The devices that take part in a collective."""
 
     devices: int
-    per_node: int
-    sharing: int = 1
+    per_node: int  # devices of this group in each of its nodes
+    sharing: int = 1  # groups that use a node's network at the same time
 
     @property
     def nodes(self) -> int:
@@ -67,8 +66,8 @@ def all_reduce(size: float, group: Group, links: Links, algorithm: str) -> float
         size: Bytes on each device.
         algorithm: "ring": one ring through all devices, which enters and leaves each node once [R].
             "hierarchical": a reduce-scatter in each node, a ring between the nodes for each
-            device's share, an all-gather in each node. "tree": the same, but with halving and
-            doubling, or trees, between the nodes [T] [N].
+            device's share, an all-gather in each node. "tree": as hierarchical, but with halving
+            and doubling, or trees, between the nodes [T] [N].
     """
     count = group.devices
     if count == 1 or size <= 0:
@@ -103,9 +102,10 @@ def exposed(parts: int, seconds: float, window: float) -> float:
     """Seconds of communication that no computation hides.
 
     The computation finishes `parts` equal pieces at equal intervals within `window`. The pieces are
-    sent one after the other. The last piece is never hidden, and neither is sending that takes
-    longer than the computation. Bucketed gradients are sent this way during the backward: Li et al.
-    2020, "PyTorch Distributed", section 3.2.3, https://arxiv.org/abs/2006.15704.
+    sent one after the other. The last piece is never hidden. If sending takes longer than the
+    computation, the excess is not hidden either. Buckets of gradients are sent this way during the
+    backward: Li et al. 2020, "PyTorch Distributed", section 3.2.3,
+    https://arxiv.org/abs/2006.15704.
 
     Args:
         seconds: Time to send one piece.

@@ -39,7 +39,7 @@ class Member:
         strategy: As typed: an option of the group and overrides of its settings.
         nodes, devices: Devices are per node.
         result: Its measurements, once read.
-        lacking: Why there is no result: "not measured", "under way" or "not here".
+        lacking: Why there is no result: "not measured", "under way" or "not fetched".
     """
 
     strategy: str
@@ -65,7 +65,7 @@ class Member:
 
     @property
     def is_resnet50(self) -> bool:
-        """Whether to show published numbers of that network beside this one's."""
+        """Whether the model is a ResNet-50, of which published numbers are shown beside it."""
         return bool(RESNET50.search(configs.to_yaml(self.config.model)))
 
     def read(self) -> bool:
@@ -103,16 +103,16 @@ class Member:
         elif last is None or state is not JobState.SUCCEEDED:
             return True
         elif other := self.other_task():
-            print(f"{self.name}: measured before, with {', '.join(other)}: once more")
+            print(f"{self.name}: measured before with {', '.join(other)}, so it is measured again")
             return True
         elif self.read():
             print(f"{self.name}: measured before")
         # If its files are on another machine, the attempt has a job that fetches them.
-        elif last.job() and hasattr(jobs.of(last), "fetch"):
-            print(f"{self.name}: done, and not here: python -m distdl jobs fetch {path}")
-            self.lacking = "not here"
+        elif last.job() and hasattr(jobs.job_of(last), "fetch"):
+            print(f"{self.name}: done; to fetch its result: python -m distdl jobs fetch {path}")
+            self.lacking = "not fetched"
         else:
-            print(f"{self.name}: done, and there is no {FILE} of it to read: once more")
+            print(f"{self.name}: done, but it has no readable {FILE}, so it is measured again")
             return True
         return False
 
@@ -139,8 +139,8 @@ def measure(members: Sequence[Member]) -> int:
         print(f"\n[{number}/{len(due)}] {member.name}", flush=True)
         if member.is_damaged():
             kept = member.file.replace(member.file.with_name(f"{FILE}.damaged"))
-            print(f"kept as {shown(kept)}", flush=True)
-        if not start.goes_in_turn(plan.config):
+            print(f"the damaged file is kept as {shown(kept)}", flush=True)
+        if not start.runs_in_turn(plan.config):
             _, job = start.submit(plan, sys.argv)
             member.lacking = "under way"
             print(f"submitted  {job.handle}")
@@ -184,19 +184,19 @@ def members(
 def measured_before(
     overrides: Sequence[str], members: Sequence[Member], rows: Sequence[dict[str, Any]]
 ) -> tuple[list[Member], list[str]]:
-    """What an earlier call measured in this folder (the rows of its scale.json), but this call does
-    not request; and notes. The requested members get the modes that they had before."""
-    asked = {(m.strategy, m.nodes, m.devices, mode) for m in members for mode in m.modes}
+    """The members that an earlier call measured in this folder (`rows` of its scale.json) and this
+    call does not request; and notes. Requested members also get the modes that they had before."""
+    requested = {(m.strategy, m.nodes, m.devices, mode) for m in members for mode in m.modes}
     then = [(r["strategy"], r["nodes"], r["devices"], r["mode"]) for r in rows]
     by_name = {m.name: m for m in members}
     more, notes = [], []
-    for member in _composed(overrides, [each for each in then if each not in asked])[0]:
+    for member in _composed(overrides, [each for each in then if each not in requested])[0]:
         if member.name in by_name:
             by_name[member.name].modes += member.modes
         elif not member.run.exists or not member.read():
-            notes.append(f"left out: {member.name}, there is no {FILE} of it any more")
+            notes.append(f"left out: {member.name}, whose {FILE} is gone")
         elif not configs.same_recipe(member.config, member.run.recipe()) or member.other_task():
-            notes.append(f"left out: {member.name}, it was measured with other settings")
+            notes.append(f"left out: {member.name}, which was measured with other settings")
         else:
             more.append(member)
     return more, notes
@@ -209,7 +209,7 @@ def _composed(
     first = compose.compose(list(overrides))
     batch = (first.get("data") or {}).get("batch_size")
     if batch is None and any(mode == STRONG for *_, mode in wanted):
-        what = "strong scaling needs a batch that can be divided, and the data names none"
+        what = "strong scaling divides data.batch_size, which this data does not have"
         return [], [Problem("--mode", what, "--mode weak")]
     folder = first.name or f"scale-{configs.hash_of(chr(10).join(sorted(overrides)), 6)}"
     above = Path(first.output_dir).resolve() / str(first.experiment_name) / str(folder)
@@ -241,11 +241,11 @@ def _composed(
 
 
 def _refuse(overrides: Sequence[str]) -> None:
-    taken = {"task": "only its settings: task.steps=20", "strategy": "--strategy ddp"}
-    taken |= {"trainer.devices": "--devices 1,2,4", "trainer.num_nodes": "--nodes 2,4"}
+    remedies = {"task": "only its settings: task.steps=20", "strategy": "--strategy ddp"}
+    remedies |= {"trainer.devices": "--devices 1,2,4", "trainer.num_nodes": "--nodes 2,4"}
     with compose.hydra_session():
         keys = [o.key_or_group for o in compose.parse_overrides(overrides)]
-    problems = [Problem(k, "is what `scale` varies", taken[k]) for k in keys if k in taken]
+    problems = [Problem(k, "is set by `scale`", remedies[k]) for k in keys if k in remedies]
     remedy, settings = '--strategy "ddp strategy.comm_hook=bf16"', ("strategy.",)
     problems += [
         Problem(k, "belongs to a strategy", remedy) for k in keys if k.startswith(settings)
@@ -261,7 +261,7 @@ def _chosen(strategy: str) -> list[str]:
 
 def _batch(node: Any, world: int, mode: str, batch: int) -> str:
     """The override of a rank's batch for a strategy's node."""
-    # The ranks of a pipeline share one batch.
+    # All ranks of one pipeline share a batch.
     shares = resources.replicas(node, world)
     total = batch * world if mode == WEAK else batch
     if total % shares:

@@ -11,10 +11,11 @@ from distdl.scaling.results import ScalingRow
 from distdl.util.colours import LINES
 
 GREY = "#8a94a0"
-TOP, GAP = 108.0, 4.2  # per cent: the axis ends here or above; between two labels
-FAR = 6.0  # times the last published number of devices: then its name fits inside the axes
+TOP = 108.0  # per cent: the least end of the axis
+GAP = 4.2  # per cent between two labels
+FAR = 6.0  # if the axis ends beyond this many times the published devices, labels fit inside it
 DOTS = (0, (1, 5))
-# relpos: from the start of the name, not from behind it.
+# relpos: the line starts at the beginning of the name, not at its end.
 ARROW = {"arrowstyle": "-", "relpos": (0.0, 0.5), "linewidth": 0.6, "linestyle": DOTS}
 ARROW["color"] = GREY
 
@@ -29,7 +30,7 @@ def draw(
     """Writes a PNG of the measured rows that have an efficiency.
 
     Args:
-        further: Strategy to devices to the predicted efficiency beyond (weak scaling).
+        further: Strategy to devices to the predicted efficiency of further sizes (weak scaling).
         published_too: Whether to show Azure's numbers, which are for ResNet-50.
     """
     import matplotlib
@@ -112,9 +113,11 @@ def references(axes: Any) -> list[tuple[float, float, str]]:
 
 
 def label_right(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
-    """Writes names at the right of the axes without overlap, each joined to its line by dots. If
-    the axes extend far beyond the ends, the names are inside, beside the ends: a dotted line from
-    there to the right would look like a curve."""
+    """Writes names at the right of the axes without overlap, each joined to its line by dots.
+
+    If the axes extend far beyond the ends of the lines, the names are beside these ends: a long
+    dotted line would look like a curve.
+    """
     at, top = -100.0, axes.get_ylim()[1]
     last = max(x for x, _, _ in ends)
     inside = axes.get_xlim()[1] > FAR * last

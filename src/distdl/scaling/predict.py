@@ -7,7 +7,7 @@ time of the smaller batch.
 
 Sources: `distdl.scaling.links` (collectives, overlap). What each strategy sends, and why ZeRO-1 and
 2 send as much as ZeRO-3, is explained at the top of `distdl.planner.estimate`. The bubble is
-`distdl.strategies.pipeline.balance.bubble`. Waiting for the slowest of n:
+computed by `distdl.strategies.pipeline.balance.bubble`. Waiting for the slowest of n devices:
 E max <= sigma sqrt(2 ln n) for normal step times (Boucheron, Lugosi and Massart 2013,
 "Concentration Inequalities", theorem 2.5).
 """
@@ -33,11 +33,11 @@ class Prediction:
     """The prediction for a number of devices.
 
     Args:
-        step_seconds: Of a step.
-        efficiency: The speed of each device, as a share of one device's alone (0 to 1).
+        step_seconds: Time of a step.
+        efficiency: The speed of each device, as a share of one device's speed alone (0 to 1).
         communication_share: Share of the step in which devices wait for the network (0 to 1).
         communication_seconds: Time in which the network is busy, hidden or not.
-        why: The reasons why it is below 100 %, the worst first.
+        why: The reasons why the efficiency is below 100 %, the worst first.
     """
 
     step_seconds: float
@@ -58,7 +58,7 @@ class PredictedRow:
 
 @dataclass(frozen=True)
 class _Loss:
-    """Seconds by which a step is longer, and why; for communication also the seconds of sending."""
+    """Seconds by which a step is longer, and the reason; for communication also its own time."""
 
     seconds: float
     why: str
@@ -69,7 +69,7 @@ def predict(setting: Setting, num_devices: int) -> Prediction:
     """The step on `num_devices` devices.
 
     Raises:
-        UserError: They do not fill nodes or do not divide into pipelines, or it is not a number.
+        UserError: `num_devices` is not a number, or does not divide into nodes or pipelines.
     """
     num_devices = checked(Count, num_devices, "num_devices")
     group = _group(setting, num_devices)
@@ -180,6 +180,6 @@ def _group(setting: Setting, count: int) -> Group:
     if count % stages:
         what = f"{count} devices do not divide into pipelines of {stages} stages"
         raise UserError.at("num_devices", what)
-    # Consecutive ranks are the stages of one pipeline (strategies/pipeline/place.py).
+    # Consecutive ranks are the stages of one pipeline (strategies/pipeline/stage_rules.py).
     together = per_node // stages if per_node % stages == 0 else 1
     return Group(count // stages, together, sharing=per_node // together)

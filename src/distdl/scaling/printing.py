@@ -21,16 +21,8 @@ FILE, PLOT = "scale.json", "scale.png"
 # Measured and predicted efficiency agree if they differ by at most this, plus the spread.
 CLOSE = 0.05
 # Columns that a narrow terminal omits, in this order; scale.json has all of them.
-GIVE_WAY: tuple[str, ...] = (
-    "data wait",
-    "spread",
-    "communication",
-    "batch",
-    "step",
-    "predicted",
-    "verdict",
-)
-GIVE_WAY += ("$ an epoch",)
+OMITTED_FIRST = ["data wait", "spread", "communication", "batch", "step", "predicted", "verdict"]
+OMITTED_FIRST += ["$ an epoch"]
 NAME = 20  # characters of a strategy on one line in a narrow terminal
 
 
@@ -39,7 +31,7 @@ def print_rows(rows: Sequence[ScalingRow], rented: Rented | None) -> None:
     # A log is not as narrow as a terminal, and a truncated column is useless.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for mode in dict.fromkeys(row.mode for row in rows):
-        what = "as much for each device" if mode == "weak" else "the same for all together"
+        batch = "a batch for each device" if mode == "weak" else "one batch for all devices"
         columns: dict[str, list[str]] = {}
         for row in (r for r in rows if r.mode == mode):
             cells = {
@@ -60,11 +52,11 @@ def print_rows(rows: Sequence[ScalingRow], rented: Rented | None) -> None:
                 columns.setdefault(name, []).append(cell)
         widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
         least = min(NAME, widths["strategy"])
-        for name in GIVE_WAY:
+        for name in OMITTED_FIRST:
             if sum(widths.values()) + 2 * (len(widths) - 1) > console.width:
                 widths["strategy"] = least
                 widths.pop(name, None)
-        title = f"{mode} scaling: {what}"
+        title = f"{mode} scaling: {batch}"
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for name in widths:
             if name == "strategy":
@@ -76,10 +68,10 @@ def print_rows(rows: Sequence[ScalingRow], rented: Rented | None) -> None:
         console.print(table)
         console.print()
     if rented and rented.price is None:
-        print(f"note    no price of {rented.name} is known here")
+        print(f"note    the price of {rented.name} is not known")
     elif rented:
         costs = f"prices: whole VMs of {rented.name} at ${rented.price} an hour (indicative)"
-        print(f"note    {costs}, as if the device measured here were its own")
+        print(f"note    {costs}, at the speed measured here")
 
 
 def percent(share: float | None) -> str:
@@ -99,11 +91,11 @@ def gaps(rows: Sequence[ScalingRow], further: Mapping[str, Mapping[int, object]]
             continue
         most = max(r.world_size for r in rows if (r.strategy, r.mode) == key)
         if row.mode == "weak" and max(further.get(row.strategy, {1: None})) > most:
-            meaning = f"do not believe what is predicted beyond {most} devices either"
+            meaning = f"do not trust predictions beyond {most} devices either"
         elif row.efficiency < expected:
-            meaning = "what slows it here is not in the prediction"
+            meaning = "something slows it that the prediction does not include"
         else:
-            meaning = "the prediction is too careful here"
+            meaning = "the prediction is too pessimistic here"
         text = f"{row}: measured {percent(row.efficiency)}, predicted {percent(expected)}"
         worst[key] = gap, f"{text}, {100 * gap:.0f} points apart: {meaning}"
     return [text for _, text in worst.values()]
@@ -116,8 +108,8 @@ def write(
     further: Mapping[str, Mapping[int, Prediction]],
     **more: Any,
 ) -> None:
-    """Writes the table, with `more`, and the plot beside the requested runs; `before` are others
-    measured in that folder, `further` is as in `gaps`."""
+    """Writes the table, with `more`, and the plot into the folder of the requested runs. `before`
+    are other members that were measured in this folder; `further` is as in `gaps`."""
     folder = members[0].run.path.parent
     first = next(m for m in (*members, *before) if m.result)
     efficiencies = {

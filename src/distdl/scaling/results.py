@@ -17,7 +17,7 @@ from distdl.util.errors import UserError
 if TYPE_CHECKING:
     from distdl.scaling.members import Member
 
-# An efficiency below this is worth advice.
+# Below this efficiency, advice is given.
 GOOD = 0.9
 # Above this efficiency, the measurement of one device alone was disturbed.
 MOST = 1.05
@@ -30,12 +30,12 @@ class ScalingRow:
 
     Args:
         unit: Of the rate: images or samples per second.
-        rate: Of all devices, with real input: the median of the windows.
+        rate: Of all devices together, with real input: the median of the windows.
         spread: From the slowest to the fastest window, as a share of the rate.
         efficiency: The rate per device, as a share of one device's rate alone; None: one device was
             not measured.
-        communication: Share of a step in which a rank only communicates (held input); None: it was
-            not traced.
+        communication: Share of a step in which a rank only communicates (held input); None:
+            communication was not traced.
         predicted: From one device's step and the measured link; None: not predicted.
         price: Of an epoch, in USD; None: unknown.
     """
@@ -72,13 +72,12 @@ class ScalingRow:
 
 @dataclass(frozen=True)
 class Rented:
-    """What a node costs: the name of a VM size, the GPUs of one VM (0: a node is a VM), its price
-    in USD per hour, and the bytes per second between VMs (0: there is no fast network)."""
+    """The VM size that the prices are for."""
 
     name: str
-    gpus: int
-    price: float | None
-    bandwidth: float
+    gpus: int  # of one VM; 0: each node is one VM
+    price: float | None  # USD per hour
+    bandwidth: float  # bytes per second between VMs; 0: there is no fast network
 
 
 def rented_of(vm: str | None, spot: bool, launcher: Any) -> Rented | None:
@@ -88,8 +87,8 @@ def rented_of(vm: str | None, spot: bool, launcher: Any) -> Rented | None:
     name = vm or launcher.get("vm_size")
     if not name:
         if spot:
-            remedy = "name its VM size too: --vm Standard_ND40rs_v2"
-            raise UserError.at("--spot", "there is no VM that has a price", remedy)
+            remedy = "name a VM size too: --vm Standard_ND40rs_v2"
+            raise UserError.at("--spot", "needs a VM size, and the launcher has none", remedy)
         return None
     size = vm_sizes.find(name)
     if size is None and not vm:
@@ -154,8 +153,8 @@ def per_node(measured: Iterable[Member], rented: Rented | None) -> int:
 def links_of(
     measured: Sequence[Member], rented: Rented | None, between: Link | None
 ) -> tuple[Link | None, Link | None]:
-    """The links inside a node and between nodes, as measured by the smallest member that has them;
-    between nodes as the user wrote it, else as measured, else from the VM's table."""
+    """The links inside a node and between nodes, as measured by the smallest member that has them.
+    Between nodes, the user's value comes first, and the VM size's value last."""
     inside = None
     for member in sorted(measured, key=lambda m: m.world_size):
         if link := member.result.get("link"):
@@ -177,9 +176,9 @@ def setting_of(
     devices: int,
     world_size: int,
 ) -> Setting | None:
-    """The input of `distdl.scaling` for a number of devices. Of the measurements on several devices
-    it uses only the links (inside a node, between nodes); `base` is the result of one device alone,
-    `result` has the strategy and the batch, `devices` fill a node."""
+    """The input of `distdl.scaling` for a number of devices. `base` is the result of one device
+    alone, `result` gives the strategy and the batch, and `devices` fill a node. Of the measurements
+    on several devices only the links (inside a node, between nodes) are used."""
     model, setting, (inside, between) = base["model"], result["setting"], links
     name, node = setting["strategy"], setting["strategy_node"]
     if name not in STRATEGIES or inside is None or model.get("gradient_bytes") is None:
@@ -187,8 +186,8 @@ def setting_of(
     if between is None and world_size > devices:
         return None
     split = base["held"]["split"]
-    # In strong scaling a device has a part of the batch, and is assumed to need that part of the
-    # time.
+    # In strong scaling a device has a part of the batch, and is assumed to need the same part of
+    # the time.
     part = setting["global_batch"] / setting["world_size"] / base["setting"]["global_batch"]
     hook = 0.5 if setting.get("comm_hook") in ("bf16", "fp16") else 1.0
     more: dict[str, Any] = {}
@@ -266,7 +265,7 @@ def advise(rows: Sequence[ScalingRow]) -> list[str]:
     advice: list[str] = []
     several = [r for r in several if not r.is_disturbed]
     if slow := [r for r in several if r.bound == DATA_BOUND]:
-        advice.append(f"input first, it binds at {slow[0]}: {slow[0].remedies[0]}")
+        advice.append(f"input first: it limits {slow[0]}: {slow[0].remedies[0]}")
     for mode in dict.fromkeys(r.mode for r in several):
         same = [r for r in several if r.mode == mode]
         inside = max((_efficiency(r) for r in same if r.nodes == 1), default=0)
@@ -284,8 +283,8 @@ def advise(rows: Sequence[ScalingRow]) -> list[str]:
     advice += [f"{r}: {r.remedies[0]}" for r in unseen if r in poor and r not in slow]
     if idle := [r for r in poor if r not in (*sending, *slow, *unseen)]:
         advice.append(
-            f"{idle[0]} is at {100 * _efficiency(idle[0]):.0f} % without communication being "
-            "the cause: devices that share cores, memory or power, or batches too small for them"
+            f"{idle[0]} is at {100 * _efficiency(idle[0]):.0f} %, and communication is not the "
+            "cause: devices may share cores, memory or power, or batches may be too small"
         )
     if priced := [r for r in rows if r.price is not None]:
         cheap, fast = min(priced, key=lambda r: r.price or 0), max(priced, key=lambda r: r.rate)
@@ -303,10 +302,10 @@ def _efficiency(row: ScalingRow) -> float:
 
 
 def disturbed(rows: Sequence[ScalingRow]) -> list[str]:
-    """Messages on the rows for which no advice is given."""
+    """Messages about rows whose measurement was disturbed; they get no advice."""
     return [
-        f"{row}: {100 * _efficiency(row):.0f} % is a disturbed measurement, one device alone was "
-        "slowed by something: measure again on a quiet machine, under another name="
+        f"{row}: {100 * _efficiency(row):.0f} % means that something slowed the measurement of one "
+        "device alone: measure again on a quiet machine, under another name="
         for row in rows
         if row.is_disturbed
     ]

@@ -12,7 +12,7 @@ from distdl.scaling.links import Links
 from distdl.strategies.pipeline.balance import SEVERAL_PIECES
 from distdl.util.errors import Problem, UserError
 
-# The backward takes two thirds of forward and backward (two matrix products for each one).
+# The backward has two matrix products for each one of the forward.
 BACKWARD_SHARE = 2 / 3
 Strategy = Literal[
     "ddp", "fsdp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "pipeline"
@@ -26,7 +26,7 @@ class Setting(Checked):
     """What was measured on one device, and the hardware to predict for.
 
     Args:
-        step_seconds: Of an optimizer step of one device alone.
+        step_seconds: Time of an optimizer step of one device alone.
         gradient_bytes: Of all gradients, as they are sent.
         links: Inside a node and between nodes.
         devices_per_node: Of a full node.

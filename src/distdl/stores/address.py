@@ -42,7 +42,7 @@ def open_store(uri: str, *, patience: float = PATIENCE) -> Store:
             is missing (the error says which extra to install).
     """
     if not uri:  # an unset variable; Path would take it as the current folder
-        raise UserError.at("", "an empty address", FORMS)
+        raise UserError.at("", "the address is empty", FORMS)
     match = _SCHEME.match(uri)
     scheme = match[1].lower() if match else "file"
     if scheme == "file":
@@ -76,7 +76,7 @@ def _azure(uri: str, scheme: str, patience: float) -> Store:
             endpoint = f"{endpoint}/{account}"
             container, _, folder = folder.partition("/")
         elif not rest:
-            what = "is not an address of Azure Blob, the only kind of https that is understood"
+            what = "is not an address of Azure Blob, the only https address that distdl reads"
             raise UserError.at(shown, what, FORMS)
     elif scheme in ("azure", "az", "abfs", "abfss"):
         folder = parts.path
@@ -85,7 +85,7 @@ def _azure(uri: str, scheme: str, patience: float) -> Store:
             account, _, domain = host.partition(".")
             endpoint = f"https://{account}.{re.sub('^dfs[.]', 'blob.', domain)}"
     else:
-        raise UserError.at(shown, "has a form that is not understood", FORMS)
+        raise UserError.at(shown, "is an address of an unknown form", FORMS)
     if not container:
         raise UserError.at(shown, "names no container", FORMS)
     return BlobStore(

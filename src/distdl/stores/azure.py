@@ -24,8 +24,8 @@ class BlobStore(RemoteStore):
     """A folder in a container.
 
     Args:
-        uri: As given, without its signature.
-        account, endpoint: `https://account.blob.core.windows.net`; "": from the environment.
+        uri: As the user wrote it, without its signature.
+        account, endpoint: The account's name and URL; "": from the environment.
         sas: A signature, or "".
 
     Raises:
@@ -77,7 +77,7 @@ class BlobStore(RemoteStore):
             return ContainerClient(endpoint, self._container, **options)
         except ValueError:  # its text may hold the key
             what = "is not an address of an account or container"
-            remedy = f"look at {_ACCOUNT}, and at the URI"
+            remedy = f"correct {_ACCOUNT} or the URI"
             if text:
                 what = f"{_CONNECTION} is not a connection string"
                 remedy = "copy all of it, in quotes: az storage account show-connection-string"
@@ -93,7 +93,7 @@ class BlobStore(RemoteStore):
             key, sas = settings.get("AccountKey"), settings.get("SharedAccessSignature")
         elif os.environ.get(_ACCOUNT, account) == account:
             key, sas = os.environ.get(_KEY), os.environ.get(_SAS)
-        if key:  # with the account, which an emulator's address does not name
+        if key:  # the account is passed too, since an emulator's address does not name it
             return {"account_name": account, "account_key": key}
         if sas:
             return sas.lstrip("?")
@@ -169,12 +169,12 @@ class BlobStore(RemoteStore):
         status = getattr(error, "status_code", None)
         if status in (401, 403):
             if getattr(error, "error_code", None) == "AuthorizationPermissionMismatch":
-                return "it needs the role Storage Blob Data Reader (to upload: Contributor)"
-            return f"look at the account's name and what opens it: {_SOURCES}"
+                return "your identity needs the role Storage Blob Data Reader (upload: Contributor)"
+            return f"check the account's name and its credential: {_SOURCES}"
         if not isinstance(error, exceptions.ClientAuthenticationError) or status is not None:
             return ""
         if type(error).__name__ == "AzureSigningError":
-            return f"that is not an account key: {_KEY}, or AccountKey in {_CONNECTION}"
+            return f"{_KEY}, or AccountKey in {_CONNECTION}, is not an account key: copy it again"
         return f"az login, or export {_KEY}=...: {_SOURCES}"
 
     def _is_absent(self, error: Exception) -> bool:

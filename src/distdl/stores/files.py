@@ -74,7 +74,7 @@ class FileStore:
         return iter(sorted(name for name in names if name.startswith(prefix)))
 
 
-def raised(error: OSError) -> None:
+def reraise(error: OSError) -> None:
     """An `onerror` for os.walk, which otherwise skips a folder that it cannot read."""
     raise error
 
@@ -110,7 +110,7 @@ def reserved(path: Path, size: int) -> Iterator[int]:
             try:
                 os.posix_fallocate(file, 0, size)
             except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # unsupported
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # not supported here
                     raise
         yield file
     finally:

@@ -19,7 +19,7 @@ from distdl.util.redact import hide_shapes
 PART = 8 << 20  # bytes per request
 THREADS = 8  # requests of one file at a time; one connection to Blob gives about 60 MB/s
 
-LONG = 30.0  # seconds: with less patience, an outage is not logged
+LONG = 30.0  # seconds: an outage is logged only if `patience` is at least this long
 
 T = TypeVar("T")
 
@@ -115,14 +115,14 @@ class RemoteStore(ABC):
         size = self._present(name, progress)
         with reserved(to, size) as file:
 
-            def bring(start: int) -> None:
+            def fetch_part(start: int) -> None:
                 count = min(PART, size - start)
                 get = lambda: self._complete_range(name, start, count)  # noqa: E731
                 write_at(file, self.retried(name, get, progress), start)
                 if progress is not None:
                     progress(count)
 
-            in_parallel(bring, range(0, size, PART))
+            in_parallel(fetch_part, range(0, size, PART))
             os.fsync(file)
 
     def upload(self, path: Path, name: str, progress: Progress | None = None) -> None:
@@ -138,7 +138,7 @@ class RemoteStore(ABC):
         send: Callable[[int, bytes], T],
         progress: Progress | None,
     ) -> list[T]:
-        """The results of `send(number, data)` for each part of `length` bytes, in parallel."""
+        """Sends parts of `length` bytes by `send(number, data)`; returns the results in order."""
         results = dict[int, T]()
         with path.open("rb") as file:
 
@@ -205,7 +205,7 @@ class RemoteStore(ABC):
         return size
 
     def _find_container(self) -> None:
-        """Raises the server's error if there is no container, since a file's error is the same."""
+        """Raises the server's error if there is no container: a missing file looks the same."""
         try:
             next(self._list(self._folder), None)
         except Exception as error:  # the credentials may read but not list

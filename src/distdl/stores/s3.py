@@ -65,17 +65,17 @@ class S3Store(RemoteStore):
 
     def _put(self, path: Path, name: str, progress: Progress | None) -> None:
         """Uploads at once or in parts, which are invisible until the object is complete."""
-        size, mine = path.stat().st_size, {MARK: uuid.uuid4().hex}
+        size, mark = path.stat().st_size, {MARK: uuid.uuid4().hex}
         new = {"Bucket": self._bucket, "Key": self._key(name)}
         if size <= PART:
             put = functools.partial(
-                self.client.put_object, **new, Body=path.read_bytes(), Metadata=mine
+                self.client.put_object, **new, Body=path.read_bytes(), Metadata=mark
             )
-            self.retried(name, lambda: self._unless_there(put, name, mine), progress)
+            self.retried(name, lambda: self._store_new(put, name, mark), progress)
             if progress is not None:
                 progress(size)
             return
-        begin = functools.partial(self.client.create_multipart_upload, **new, Metadata=mine)
+        begin = functools.partial(self.client.create_multipart_upload, **new, Metadata=mark)
         new["UploadId"] = self.retried(name, begin, progress)["UploadId"]
 
         def send(number: int, data: bytes) -> dict[str, Any]:
@@ -88,20 +88,20 @@ class S3Store(RemoteStore):
             complete = functools.partial(
                 self.client.complete_multipart_upload, **new, MultipartUpload=parts
             )
-            self.retried(name, lambda: self._unless_there(complete, name, mine), progress)
+            self.retried(name, lambda: self._store_new(complete, name, mark), progress)
         except BaseException:
             with suppress(Exception):  # raise the original error
                 self.client.abort_multipart_upload(**new)
             raise
 
-    def _unless_there(self, store: Callable[..., Any], name: str, mine: dict[str, str]) -> None:
+    def _store_new(self, store: Callable[..., Any], name: str, mark: dict[str, str]) -> None:
         """Stores an object; the server checks that there is none with that name.
 
         See https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html. If the
-        server does not support that (501), the earlier check in `upload` has to suffice.
+        server does not support conditions (501), the earlier check in `upload` has to suffice.
 
         Raises:
-            StoreError: There is one already.
+            StoreError: The object exists already.
         """
         from botocore.exceptions import ClientError
 
@@ -113,8 +113,8 @@ class S3Store(RemoteStore):
                 return
             if _status(error) not in (404, 412):
                 raise
-            # Otherwise the object is ours, from an earlier try whose response was lost.
-            if (self._head(self._key(name)) or {}).get("Metadata") != mine:
+            # With our mark, an earlier try has stored the object, and its response was lost.
+            if (self._head(self._key(name)) or {}).get("Metadata") != mark:
                 if _status(error) == 404:
                     raise
                 raise StoreError(f"{self.uri}/{name} exists already") from None

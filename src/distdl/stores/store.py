@@ -42,7 +42,7 @@ class Store(Protocol):
 
     @property
     def address(self) -> str:
-        """`uri` with the account or endpoint, which it may leave to the environment."""
+        """`uri` with the account or endpoint, which the URI need not name."""
         ...
 
     def size(self, name: str) -> int | None:

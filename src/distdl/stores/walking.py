@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
-from distdl.stores.files import raised
+from distdl.stores.files import reraise
 from distdl.util.errors import UserError
 
 # Device and inode of a folder: independent of the path or link that leads to it.
@@ -23,13 +23,13 @@ def walk_once(
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """`os.walk` through links, in the order of names, that enters each folder once.
 
-    It never enters a parent of `top`, since a link to one leads back to `top`, nor the folders
-    `left_out`. A folder is entered once for each `kind` of its paths. Raises OSError if a folder
-    cannot be read.
+    It enters neither the folders `left_out` nor a parent of `top`: a link to a parent leads back to
+    `top`. A folder is entered once for each `kind` of its paths. Raises OSError if a folder cannot
+    be read.
     """
     holders = set(map(identity, top.resolve().parents))
     seen = set[tuple[Identity, object]]()
-    for inner, folders, names in os.walk(top, onerror=raised, followlinks=True):
+    for inner, folders, names in os.walk(top, onerror=reraise, followlinks=True):
         this = identity(inner)
         if this in holders or this in left_out or (this, kind(inner)) in seen:
             folders.clear()

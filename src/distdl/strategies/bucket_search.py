@@ -41,16 +41,16 @@ class BucketSearch:
         self.size = self.sizes[0]
         self.done = len(self.sizes) == 1
 
-    def timed(self, seconds: float) -> bool:
-        """Takes the time of a step; True if `self.size` changes for the next step."""
+    def add_step(self, seconds: float) -> bool:
+        """Records the time of a step; returns whether `self.size` changes for the next step."""
         if self.done:
             return False
         self._steps.append(seconds)
         if len(self._steps) < STEPS:
             return False
         # The slowest rank determines the time of a step.
-        mine = statistics.median(self._steps[NOT_COUNTED:])
-        self.seconds[self.size] = max(self.gather(mine))
+        median = statistics.median(self._steps[NOT_COUNTED:])
+        self.seconds[self.size] = max(self.gather(median))
         self._steps = []
         before, self.done = self.size, len(self.seconds) == len(self.sizes)
         fastest = min(self.seconds, key=lambda size: self.seconds[size])
@@ -58,6 +58,6 @@ class BucketSearch:
         return self.size != before
 
     def describe(self) -> str:
-        """`1 MB 41.2 ms, 5 MB 39.8 ms: 5 MB`."""
+        """Times and result as text: `1 MB 41.2 ms, 5 MB 39.8 ms: 5 MB`."""
         tried = (f"{size:g} MB {1e3 * t:.1f} ms" for size, t in self.seconds.items())
         return f"{', '.join(tried)}: {self.size:g} MB"

@@ -23,21 +23,20 @@ log = logging.getLogger(__name__)
 
 
 class DDPStrategy(DriftingStrategy):
-    """Lightning's DDPStrategy; also takes its arguments and those of DistributedDataParallel.
+    """Lightning's DDPStrategy with the arguments below, its own, and DistributedDataParallel's.
 
     Args:
         comm_hook: What is sent instead of float32 gradients: "bf16" or "fp16" (half the bytes),
-            "powersgd" (low-rank factors), "post_local_sgd" (weights every few steps, and no
-            gradients between nodes, or between devices of a single node; Lin et al. 2018,
-            https://arxiv.org/abs/1808.07217).
+            "powersgd" (low-rank factors), "post_local_sgd" (weights every few steps; gradients only
+            within each of several nodes; Lin et al. 2018, https://arxiv.org/abs/1808.07217).
         powersgd_rank: Rank of powersgd's factors.
         hook_start_step: Optimizer steps with plain all-reduces before powersgd or post_local_sgd.
         average_every: post_local_sgd: optimizer steps between two averages of the weights.
         bucket_cap_mb: Approximate size of gradient buckets (2^20 bytes); "auto" tries a few sizes
             during the first steps.
         first_bucket_mb: Size of the bucket that fills first, with the last layers. A small one is
-            sent while most of the backward is still to run. All buckets have the same size with a
-            hook that keeps state per bucket (powersgd), or if DDP takes no `bucket_cap_mb_list`.
+            sent while most of the backward is still to run. Ignored with powersgd, which keeps
+            state per bucket, and by a DDP without the argument `bucket_cap_mb_list`.
     """
 
     def __init__(
@@ -55,8 +54,8 @@ class DDPStrategy(DriftingStrategy):
         self.hook_start_step, self.average_every = hook_start_step, average_every
         self.bucket_cap_mb, self.first_bucket_mb = bucket_cap_mb, first_bucket_mb
         # Read from `_ddp_kwargs`, not `kwargs`: validation must see `kwargs` passed on unchanged.
-        takes = inspect.signature(DistributedDataParallel).parameters.keys() - self._ddp_kwargs
-        self._choose_first = "bucket_cap_mb_list" in takes
+        unset = inspect.signature(DistributedDataParallel).parameters.keys() - self._ddp_kwargs
+        self._choose_first = "bucket_cap_mb_list" in unset
         self._hook: hooks.Hook | None = None
         self.search: BucketSearch | None = None
         self._steps = 0
@@ -73,24 +72,24 @@ class DDPStrategy(DriftingStrategy):
                 yield Problem(name, f"has no effect with strategy.comm_hook={hook}", remedy)
         least = hooks.PLAIN_STEPS
         if hook == "powersgd" and values["hook_start_step"] < least:
-            what = f"must be {least} or more: DDP settles its buckets in the first steps"
+            what = f"must be {least} or more: DDP rearranges its buckets in the first steps"
             yield Problem("hook_start_step", what, f"strategy.hook_start_step={least}")
         if values["average_every"] < 2:
-            what = "must be 2 or more: weights that are averaged at every step are what DDP has"
+            what = "must be 2 or more: with 1, plain DDP (comm_hook=none) does the same"
             yield Problem("average_every", what, "strategy.average_every=4")
         if isinstance(size, (int, float)) and size <= 0:
             yield Problem("bucket_cap_mb", "must be more than 0", "strategy.bucket_cap_mb=25")
         if size == "auto" and hook == "powersgd":
-            what = "powersgd remembers its errors by bucket, so that buckets may not change"
+            what = "powersgd keeps its errors per bucket, so the buckets must not change"
             yield Problem("bucket_cap_mb", what, "strategy.bucket_cap_mb=25")
         mode = (context.get("config", {}).get("model") or {}).get("compile")
         if size == "auto" and mode:
-            what = f"compiled code is split by buckets, which may not change: model.compile={mode}"
+            what = f"model.compile={mode} splits its code by the buckets, which must not change"
             remedy = "strategy.bucket_cap_mb=25, or model.compile=false"
             yield Problem("bucket_cap_mb", what, remedy)
         if hook != "none" and (config.get("ddp_comm_hook") or config.get("ddp_comm_state")):
-            what = f"there is strategy.comm_hook={hook} already"
-            yield Problem("ddp_comm_hook", what, "strategy.comm_hook=none, or leave it out")
+            what = f"conflicts with strategy.comm_hook={hook}"
+            yield Problem("ddp_comm_hook", what, "leave one of the two out")
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
@@ -98,7 +97,7 @@ class DDPStrategy(DriftingStrategy):
 
     def configure_ddp(self) -> None:
         if self.world_size == 1 and self.comm_hook != "none":
-            log.warning("strategy.comm_hook=%s: one device sends nothing", self.comm_hook)
+            log.warning("strategy.comm_hook=%s: ignored, one device sends nothing", self.comm_hook)
         elif self.comm_hook != "none":
             self._hook = hooks.make(
                 self.comm_hook,
@@ -114,16 +113,16 @@ class DDPStrategy(DriftingStrategy):
         super().configure_ddp()
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        self._left_out = [p for p in model.parameters() if not p.requires_grad]
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
         size = self.search.size if self.search else float(self.bucket_cap_mb)
         self._ddp_kwargs["bucket_cap_mb"] = size
         if self._choose_first:
             # Setting bucket_cap_mb disables DDP's own first bucket of 1 MB.
-            apart = self.first_bucket_mb < size and self.comm_hook != "powersgd"
-            sizes = [self.first_bucket_mb, size] if apart else None
+            two_sizes = self.first_bucket_mb < size and self.comm_hook != "powersgd"
+            sizes = [self.first_bucket_mb, size] if two_sizes else None
             self._ddp_kwargs["bucket_cap_mb_list"] = sizes
-        # Lightning builds DDP on a side stream. Gradients would be accumulated on it from then on,
-        # and that stream and each backward would wait for each other.
+        # Lightning would build DDP on a side stream. All gradients would then be accumulated on
+        # that stream, and the stream and each backward would wait for each other.
         ids = self.determine_ddp_device_ids()
         return DistributedDataParallel(model, device_ids=ids, **self._ddp_kwargs)
 
@@ -138,8 +137,9 @@ class DDPStrategy(DriftingStrategy):
             )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # DDP averages what was trainable when it was built; BackboneFinetuning unfreezes later.
-        if any(parameter.requires_grad for parameter in self._left_out):
+        # DDP averages only parameters that were trainable when it was built, and
+        # BackboneFinetuning unfreezes others later.
+        if any(parameter.requires_grad for parameter in self._frozen):
             self._wrap_again()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ class DDPStrategy(DriftingStrategy):
             started = time.perf_counter()
             output = super().optimizer_step(*args, **kwargs)
             self._finish_queued()
-            changed = self.search.timed(time.perf_counter() - started)
+            changed = self.search.add_step(time.perf_counter() - started)
             if self.search.done:
                 log.info("strategy.bucket_cap_mb=auto: %s", self.search.describe())
             if changed:

@@ -34,7 +34,7 @@ from distdl.util.errors import Problem, UserError
 
 
 class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
-    """ZeRO (Rajbhandari et al. 2020): partitions the state that DDP keeps on every rank.
+    """ZeRO (Rajbhandari et al. 2020): partitions the state of which DDP has a copy on every rank.
 
     Args:
         stage: 1 partitions optimizer state; 2 also gradients; 3 also weights.
@@ -42,8 +42,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         offload_parameters: Keep weights in host memory (stage 3).
         overlap_comm: Reduce gradients during the backward.
         reduce_bucket_size, allgather_bucket_size: Elements per bucket.
-        config: A JSON file of DeepSpeed's settings, instead of the above; "auto" and missing keys
-            are filled in. Relative to the current folder, or to your project's root.
+        config: A JSON file of DeepSpeed's settings, instead of the arguments above; "auto" and
+            missing keys are filled in. Relative to the current folder or your project's root.
         autotune: Measure micro-batches and stages before the training (`worker.autotune`).
 
     Raises:
@@ -63,7 +63,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     ) -> None:
         if importlib.util.find_spec("deepspeed") is None:
             raise UserError.at("strategy", "DeepSpeed is not installed", INSTALL)
-        if not torch.cuda.is_available():  # DeepSpeed reads it at import
+        if not torch.cuda.is_available():  # DeepSpeed reads the variable at import
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         super().__init__(
             stage=stage,
@@ -73,11 +73,11 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             reduce_bucket_size=reduce_bucket_size,
             allgather_bucket_size=allgather_bucket_size,
             config=settings_of(find(config)) if config else None,
-            logging_level=logging.ERROR,  # it warns of every optimizer that is not its own
+            logging_level=logging.ERROR,  # DeepSpeed warns of every optimizer that is not its own
         )
         assert isinstance(self.config, dict)
         self.config.setdefault("zero_allow_untested_optimizer", True)  # torch's own: SGD, AdamW
-        self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # it needs a compiler
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # that one needs a compiler
         # DeepSpeed's own timer syncs the device three times a step; StepMetrics needs no sync.
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
         self.autotune = autotune
@@ -92,7 +92,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         if local and importlib.util.find_spec("deepspeed") is None:
             yield Problem("", "needs DeepSpeed, which is not installed", INSTALL)
         if node.get("offload_parameters") and node.get("stage", 2) != 3:
-            what = "only stage 3 has weights to put into host memory"
+            what = "only stage 3 can keep weights in host memory"
             yield Problem("offload_parameters", what, "strategy.stage=3")
         if context["accelerator"] == "mps":
             yield Problem("", "does not run on Apple's GPUs", "trainer.accelerator=cpu")
@@ -120,8 +120,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        # Lightning already divides the loss; DeepSpeed would divide it again. It would also carry
-        # the last batches of an epoch over into the next one.
+        # Lightning already divides the loss; DeepSpeed would divide it again. DeepSpeed would also
+        # carry the last batches of an epoch over into the next one.
         return False
 
     @contextmanager
@@ -152,7 +152,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         _init_dist_connection(self.cluster_environment, process_group.backend(device))
         if device == "cpu":
             use_cpu()
-            # Else DeepSpeed compiles an extension: it takes a minute and needs ninja.
+            # Else DeepSpeed compiles an extension, which takes a minute and needs ninja.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._process_group_backend = "nccl" if device == "cuda" else "gloo"
         self._init_deepspeed_distributed()
@@ -160,7 +160,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     def _set_node_environment_variables(self) -> None:
         super()._set_node_environment_variables()
         if self.root_device.type == "cuda":
-            # DeepSpeed uses LOCAL_RANK as GPU index. If a rank sees one GPU only, the index is 0.
+            # DeepSpeed uses LOCAL_RANK as the GPU's index, which is 0 if a rank sees only one GPU.
             for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys():
                 os.environ[name] = str(self.root_device.index)
 
@@ -169,7 +169,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         super().setup(trainer)
         if self.model is not self.lightning_module:
             self._engine = self.model
-        self.precision_plugin.by_hand = not trainer.lightning_module.automatic_optimization
+        manual = not trainer.lightning_module.automatic_optimization
+        self.precision_plugin.optimizes_manually = manual
 
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
@@ -189,7 +190,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         # Read the names first: afterwards the optimizer has flat partitions.
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._names = portable.names_of(optimizer, model) if optimizer else [trained]
-        sharing.lay_out_plainly(model)
+        sharing.to_default_layout(model)
         with self._device_index():
             engine, optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         engine.set_gradient_accumulation_boundary(True)
@@ -200,7 +201,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         if not self.zero_stage_3:  # every rank has all weights
             self.model_to_device()
             return
-        sharing.lay_out_plainly(model)
+        sharing.to_default_layout(model)
         with self._device_index():
             super()._initialize_deepspeed_inference(model)
 
@@ -239,7 +240,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         return deepspeed_state.weights(*parts, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """In the form of `distdl.checkpoint.portable`, complete on rank 0. Collective."""
+        """The state as in `distdl.checkpoint.portable`, complete on rank 0. Collective."""
         if self.sharded_checkpoints:
             return {}
         parts = self._engine, self.lightning_module, self._names, self.root_device
@@ -249,7 +250,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         if self.sharded_checkpoints:
-            # Under our own key: DeepSpeed adds its own entries beside it.
+            # Under a key of our own, since DeepSpeed adds entries beside it.
             rest = {k: v for k, v in checkpoint.items() if k not in sharded_folder.SHARDED}
             folder = self.broadcast(str(filepath))
             if self.is_global_zero:  # an interrupted save may have left files of more ranks

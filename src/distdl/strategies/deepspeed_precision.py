@@ -1,4 +1,4 @@
-"""Mixed precision under DeepSpeed: autocast as under DDP. DeepSpeed clips in its own step."""
+"""Mixed precision under DeepSpeed: autocast, as under DDP."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from distdl.util.errors import UserError
 
 
 class AutocastPrecision(DeepSpeedPrecision):
-    """Lightning's plugin; if `autocasts_on` is set, with bfloat16 autocast, not 16-bit weights."""
+    """Lightning's plugin. If `autocasts_on` (a device type) is set, autocast to bfloat16 replaces
+    weights in 16 bits."""
 
     autocasts_on: str | None = None
-    by_hand = False
+    optimizes_manually = False
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        if self.by_hand:  # the Trainer's clipping is in DeepSpeed's settings
-            what = "DeepSpeed clips in its own step, and self.clip_gradients does nothing"
+        if self.optimizes_manually:  # else the Trainer's clipping is in DeepSpeed's settings
+            what = "self.clip_gradients has no effect: DeepSpeed clips in its own step"
             remedy = 'strategy.config=FILE, with "gradient_clipping" in it; or strategy=ddp'
             raise UserError.at("strategy", what, remedy)
 
@@ -27,7 +28,7 @@ class AutocastPrecision(DeepSpeedPrecision):
         return data if self.autocasts_on else super().convert_input(data)
 
     def forward_context(self) -> Any:
-        # A training engine autocasts by itself, to the same type; a validation may have no engine.
+        # An engine for training also autocasts, to the same type; a validation may have no engine.
         if self.autocasts_on is None:
             return nullcontext()
         return torch.autocast(self.autocasts_on, torch.bfloat16)

@@ -10,8 +10,8 @@ from typing import Any
 from distdl.util.errors import Problem, UserError
 
 INSTALL = "pip install 'distdl[deepspeed]'"
-# Keys that a settings file must leave to the run. DeepSpeed's own optimizers need minutes of
-# compilation at the start, if it works at all, and ignore `optimizer.*`.
+# Keys that a settings file must leave to the run. DeepSpeed's own optimizers would ignore
+# `optimizer.*`, and compile for minutes at the start, if they compile at all.
 SET_BY_THE_RUN = {
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches=...",
     "train_batch_size": "data.batch_size=...",
@@ -31,14 +31,16 @@ def find(config: str) -> Path:
         path = Path(folder, config)
         if path.is_file():
             return path
-    raise UserError.at("config", f"no such file: {config}", "a JSON file of DeepSpeed's")
+    remedy = "write the path of a JSON file of DeepSpeed's settings"
+    raise UserError.at("config", f"no such file: {config}", remedy)
 
 
 def settings_of(path: Path) -> dict[str, Any]:
     """The settings in a file, without those that are "auto".
 
     Raises:
-        UserError: It is not JSON, or sets keys of the run; paths are relative to the node.
+        UserError: The file is not JSON, or sets keys that belong to the run. Paths of problems are
+            relative to the node.
     """
     try:
         settings = json.loads(path.read_text())

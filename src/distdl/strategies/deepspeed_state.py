@@ -2,7 +2,7 @@
 
 ZeRO flattens the parameters of a group, cuts the result into one partition per rank and gives each
 rank's optimizer its partition. So each rank has a fragment of a parameter (or nothing) in a flat
-tensor, and the momentum is the same fragment of the flat momentum (Rajbhandari et al. 2020,
+tensor, and the same fragment of the momentum in a flat momentum tensor (Rajbhandari et al. 2020,
 "ZeRO", section 5; `deepspeed/runtime/zero/stage_1_and_2.py` and `stage3.py`).
 
 DeepSpeed's own `safe_get_full_optimizer_state` and `safe_set_...` need a first step, and in stage 3
@@ -27,7 +27,7 @@ from distdl.optim.optimizers import KERNELS
 from distdl.strategies.sharing import on_host
 from distdl.util.errors import UserError
 
-# Of the parameters, by group, from before ZeRO flattened them.
+# Names of the parameters by group, as they were before ZeRO flattened them.
 Names = Sequence[Sequence[str]]
 
 
@@ -35,7 +35,7 @@ Names = Sequence[Sequence[str]]
 class Fragment:
     """This rank's part of one parameter, inside one flat partition."""
 
-    flat: torch.Tensor | None = None  # the float32 partition that is stepped; None: no part here
+    flat: torch.Tensor | None = None  # the float32 partition; None: this rank has no part
     at: int = 0  # offset in `flat`
     start: int = 0  # offset in the flattened parameter
     count: int = 0  # elements
@@ -50,7 +50,7 @@ def fragment(engine: Any, parameter: nn.Parameter) -> Fragment:
     """Where this rank keeps its part of a trainable parameter.
 
     Raises:
-        UserError: DeepSpeed keeps it in a form that we cannot read.
+        UserError: DeepSpeed keeps the parameter in a form that distdl cannot read.
     """
     zero = engine.optimizer
     if hasattr(parameter, "ds_id"):
@@ -118,27 +118,29 @@ def optimizer_state(
         held = base.state.get(part.flat, {}) if part.flat is not None else {}
         entry = {
             key: gathered(parameters[name], part, held.get(key), device) if is_flat else value
-            for key, is_flat, value in kinds(held, part.flat)
+            for key, is_flat, value in state_entries(held, part.flat)
         }
         if keep and entry:
             state[name] = {key: on_host(full) for key, full in entry.items()}
     groups = [
-        {**group, **dict.fromkeys(KERNELS & group.keys()), "params": list(own_names)}
-        for group, own_names in zip(base.param_groups, names, strict=True)
+        {**group, **dict.fromkeys(KERNELS & group.keys()), "params": list(group_names)}
+        for group, group_names in zip(base.param_groups, names, strict=True)
     ]
     return {"state": state, "param_groups": groups}
 
 
-def kinds(held: Mapping[str, Any], flat: torch.Tensor | None) -> Iterator[tuple[str, bool, Any]]:
+def state_entries(
+    held: Mapping[str, Any], flat: torch.Tensor | None
+) -> Iterator[tuple[str, bool, Any]]:
     """Each key of a parameter's state, whether it has an element per weight, and if not, its value.
 
     Ranks without a part of the parameter get the same keys as the others. Collective.
     """
-    mine = []
+    entries = []
     for key, value in held.items():
         is_flat = isinstance(value, torch.Tensor) and flat is not None and value.shape == flat.shape
-        mine.append((key, is_flat, None if is_flat else on_host(value)))
-    yield from max(process_group.gather(mine), key=len)
+        entries.append((key, is_flat, None if is_flat else on_host(value)))
+    yield from max(process_group.gather(entries), key=len)
 
 
 def load_optimizer_state(

@@ -24,11 +24,11 @@ BUCKET_BYTES = 32 * 2**20
 
 
 class DriftingStrategy(LightningDDP):
-    """Base of strategies whose ranks take local steps, after which a subclass calls `drifted`.
+    """Base of strategies whose ranks take local steps. Subclasses call `drifted` after each one.
 
-    A meeting averages weights and floating-point buffers (batch norm's statistics). Moving averages
-    of the weights (Lightning's WeightAveraging, which is linear) are averaged before a validation
-    or a checkpoint, and before a checkpoint also the optimizer's state, for all ranks.
+    A meeting averages weights and floating-point buffers (batch norm's statistics). Before a
+    validation or a checkpoint, moving averages of the weights (Lightning's WeightAveraging, which
+    is linear) are averaged too; before a checkpoint, also the optimizer's state.
     """
 
     lightning_module: Any  # set before Lightning calls any of these methods
@@ -57,7 +57,7 @@ class DriftingStrategy(LightningDDP):
             self.meet()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights for a checkpoint. Collective in a training: the ranks meet."""
+        """The weights for a checkpoint. During training it is collective: the ranks meet."""
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             if self._apart:
                 self.meet()
@@ -93,16 +93,16 @@ def average_(tensors: Iterable[Tensor]) -> int:
     """
     if process_group.world_size() == 1:
         return 0
-    handed = 0
+    sent = 0
     for bucket in buckets(tensors, BUCKET_BYTES):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
-        handed += flat.numel() * flat.element_size()
+        sent += flat.numel() * flat.element_size()
         parts = flat.split([tensor.numel() for tensor in bucket])
         for tensor, part in zip(bucket, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
-    return handed
+    return sent
 
 
 def _states(optimizer: Optimizer) -> Iterator[Tensor]:

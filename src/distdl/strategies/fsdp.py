@@ -1,7 +1,7 @@
 """Fully sharded data parallel (FSDP2): every rank holds a slice of each weight.
 
-Applies `fully_shard` (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) to each
-block of an ordinary LightningModule. The module needs no code for it.
+`fully_shard` (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) is applied to each
+block of an ordinary LightningModule, which needs no code of its own for this.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import Positive
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-# Their forward reads weights of submodules without calling the submodules' forward.
-USE_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-# They have no forward, so no hook could gather their weights.
+# Modules whose forward reads weights of submodules without calling the submodules' forward.
+READ_SUBMODULES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# Modules without a forward: no hook could gather their weights.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "bf16-true")
 
@@ -45,13 +45,14 @@ PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "bf16-true")
 class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
     """Shards weights, gradients and optimizer state over all ranks.
 
-    Blocks come from the module's `pipeline_blocks()`; without it, submodules are chosen by size.
-    All other parameters form one more unit, the module itself. In mixed precision
-    (`trainer.precision=bf16-mixed`, autocast) weights are gathered in float32.
+    Weights are gathered in units. These are the blocks of the module's `pipeline_blocks()`, or
+    without this method submodules chosen by size. All other parameters form one more unit, the
+    module itself. In mixed precision (`trainer.precision=bf16-mixed`, autocast) weights are
+    gathered in float32.
 
     Args:
-        min_parameters: A smaller block does not become a unit: a collective of less than a few MB
-            is all latency.
+        min_parameters: A block with fewer does not become a unit, because a collective of less than
+            a few MB is mostly latency.
         reshard_after_forward: Free a block's weights after its forward and gather them again for
             the backward (as ZeRO-3); False keeps them in between (as ZeRO-2).
         offload: Keep slices and optimizer state in host memory between steps.
@@ -109,14 +110,14 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
         pins = torch.cuda.is_available()
         policy = CPUOffloadPolicy(pin_memory=pins) if self.offload else OffloadPolicy()
         mesh = self.device_mesh["data_parallel"]
-        sharing.lay_out_plainly(module)
-        by_hand = not self.lightning_module.automatic_optimization
-        for unit in [*units(module, self.min_parameters, each=by_hand), module]:
+        sharing.to_default_layout(module)
+        manual = not self.lightning_module.automatic_optimization
+        for unit in [*units(module, self.min_parameters, every_part=manual), module]:
             # The backward needs the outermost unit again at once.
             frees = self.reshard_after_forward and unit is not module
             fully_shard(unit, mesh=mesh, reshard_after_forward=frees, offload_policy=policy)
             refuse_second_order(unit)
-        if not by_hand:
+        if not manual:
             watch_weights(module)
         for step in STEPS:  # Lightning calls these, not `forward`
             register_fsdp_forward_method(module, step)
@@ -142,7 +143,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
         return self._outgoing(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """In the form of `distdl.checkpoint.portable`: full on rank 0, or slices. Collective."""
+        """The state as in `distdl.checkpoint.portable`: full on rank 0, or slices. Collective."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         self._reshard()
         named = portable.to_names(optimizer.state_dict(), optimizer, self.lightning_module)
@@ -175,7 +176,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._reshard()
         for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
-            # To names first: a state by position was written for the same groups, unsharded.
+            # A state by position fits these groups, which are the same as without sharding.
             named = portable.to_names(state, optimizer, self.lightning_module)
             indexed = portable.to_indices(named, optimizer, self.lightning_module)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -189,7 +190,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
 
 
 def sliced_like(full: Any, parameter: Any) -> Any:
-    """This rank's slice of a full tensor, cut as `parameter` is. No communication.
+    """This rank's slice of a full tensor, cut like `parameter`, without communication.
 
     A tensor of another shape (Adam's step) is the same on every rank and is returned unchanged.
     """
@@ -200,17 +201,17 @@ def sliced_like(full: Any, parameter: Any) -> Any:
     return distribute_tensor(full, mesh, parameter.placements, src_data_rank=None).clone()
 
 
-def units(module: nn.Module, minimum: int, each: bool = False) -> list[nn.Module]:
+def units(module: nn.Module, minimum: int, every_part: bool = False) -> list[nn.Module]:
     """The submodules to shard as units of their own, inner ones first.
 
-    They are the blocks of `pipeline_blocks()`; without this method, submodules from the inside out.
-    No unit shares a parameter with a module outside it.
+    These are the blocks of `pipeline_blocks()`, or without this method submodules, searched from
+    the inside out. No unit shares a parameter with a module outside it.
 
     Args:
         module: The module that contains them; not part of the result.
         minimum: The least number of parameters of a unit, without those of units inside it.
-        each: Make every other submodule with weights a unit too. Needed if training_step calls
-            parts of the module by themselves, with backward passes in between.
+        every_part: Make every other submodule with weights a unit too. Needed if training_step
+            calls parts of the module by themselves, with backward passes in between.
     """
     times = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
     taken: set[int] = set()
@@ -226,7 +227,7 @@ def units(module: nn.Module, minimum: int, each: bool = False) -> list[nn.Module
 
     def walk(parent: nn.Module, least: int) -> None:
         for child in parent.children():
-            if not isinstance(child, USE_WHAT_IS_INSIDE):
+            if not isinstance(child, READ_SUBMODULES):
                 walk(child, least)
             if not isinstance(child, CONTAINERS):
                 consider(child, least)
@@ -238,6 +239,6 @@ def units(module: nn.Module, minimum: int, each: bool = False) -> list[nn.Module
         consider(block, minimum)
     if not blocks:
         walk(module, minimum)
-    if each:
+    if every_part:
         walk(module, 1)
     return chosen

@@ -1,4 +1,4 @@
-"""Checks during training that raise for uses with silently wrong results under FSDP2."""
+"""Checks during training: they raise where FSDP2 would silently give wrong results."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def refuse_second_order(unit: Any) -> None:
 def watch_weights(module: Any) -> None:
     """Makes `training_step` raise if its first calls change weights. Collective.
 
-    Weights outside inner units are gathered during the step: a change goes to a copy, which is then
-    discarded.
+    Weights outside inner units are gathered during the step. A change would go to the gathered
+    copy, which is then discarded.
     """
     slices: dict[str, Any] = dict(module.named_parameters())
     step = module.training_step
@@ -60,7 +60,7 @@ def watch_weights(module: Any) -> None:
         watched = process_group.gather(changed()) if next(calls, None) is not None else []
         if names := [name for each in watched for name in each]:
             what = f"training_step changes weights ({names[0]}), which is lost under fsdp"
-            remedy = "do it in on_train_batch_end, in place and not by .data; or strategy=ddp"
+            remedy = "change them in on_train_batch_end, in place, not by .data; or strategy=ddp"
             raise UserError.at("strategy", what, remedy)
         return output
 

@@ -38,7 +38,7 @@ def make(name: Name, *, powersgd_rank: int, start_step: int, step: int, per_node
         powersgd_rank: Rank of the matrices that replace a gradient (Vogels et al. 2019, "PowerSGD",
             https://arxiv.org/abs/1905.13727, algorithm 1).
         start_step: Optimizer steps with plain all-reduces before powersgd or post_local_sgd begins.
-        step: Optimizer steps before the resume. PowerSGD's errors are in no checkpoint, so it
+        step: Optimizer steps before the resume. No checkpoint holds PowerSGD's errors, so PowerSGD
             starts again with plain steps.
         per_node: Ranks per node, within which post_local_sgd still averages gradients.
     """
@@ -49,9 +49,9 @@ def make(name: Name, *, powersgd_rank: int, start_step: int, step: int, per_node
         state.iter = step
         return state, power_sgd
     assert name == "post_local_sgd"
-    gradients = 1 < per_node < dist.get_world_size()
-    node = dist.new_subgroups(group_size=per_node)[0] if gradients else None
-    local = PostLocalSGDState(None, node, start_step, post_local_gradient_allreduce=gradients)
+    in_node = 1 < per_node < dist.get_world_size()
+    node = dist.new_subgroups(group_size=per_node)[0] if in_node else None
+    local = PostLocalSGDState(None, node, start_step, post_local_gradient_allreduce=in_node)
     local.iter = step
     return local, post_localSGD_hook
 

@@ -69,14 +69,14 @@ class LocalSGDStrategy(DriftingStrategy):
             what = "trainer.sync_batchnorm would send at every step what local_sgd saves"
             yield Problem("", what, "trainer.sync_batchnorm=false")
         if trainer.get("precision") in (16, "16", "16-mixed"):
-            what = "each rank would scale its loss in its own way, and a checkpoint keeps one"
+            what = "each rank would scale its loss differently, and a checkpoint keeps one scale"
             yield Problem("", what, "trainer.precision=bf16-mixed")
 
     def configure_ddp(self) -> None:
         """Broadcasts the initial weights instead of using DistributedDataParallel."""
         assert self.model is not None
         if self.world_size == 1:
-            log.warning("strategy=local_sgd: one device has no other to meet")
+            log.warning("strategy=local_sgd: one device has no others to average with")
         _sync_module_states(self.model)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -103,7 +103,7 @@ class LocalSGDStrategy(DriftingStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
-        self._steps += 1  # of every optimizer
+        self._steps += 1  # the steps of all optimizers
         self.drifted()
         if self._steps % (self.sync_every * len(self.optimizers)) == 0:
             self.meet()
@@ -151,7 +151,7 @@ class LocalSGDStrategy(DriftingStrategy):
         gradients = sum(p.numel() * p.element_size() for p in trained)
         log.info(
             f"local_sgd: {self.meetings} meetings in {steps} steps, those before validations and "
-            "checkpoints included; a rank handed over "
-            f"{in_words(self.bytes_met / steps)} per step, with DDP {in_words(gradients)} "
+            "checkpoints included; each rank averaged "
+            f"{in_words(self.bytes_met / steps)} per step, under DDP {in_words(gradients)} "
             f"({gradients * steps / max(1, self.bytes_met):.1f} times as much)"
         )

@@ -1,4 +1,4 @@
-"""Shared by strategies whose ranks hold different parts of the model or its state."""
+"""Parts shared by strategies whose ranks hold different slices of the model or its state."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Sliced(Strategy):
 def agree_on_buffers(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Broadcasts the buffers (batch norm's running statistics) of `group`'s first rank. Collective.
 
-    DDP does so before every forward. Training does not read them, so it is enough before a
-    validation and before saving.
+    DDP does so before every forward. Training does not read the statistics, so broadcasting them
+    before a validation and before saving is enough.
     """
     for buffer in module.buffers() if process_group.world_size() > 1 else ():
         dist.broadcast(buffer.data, group=group, group_src=0)
 
 
 def buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
-    """Groups consecutive tensors of one dtype into at most `limit` bytes (or one tensor)."""
+    """Groups consecutive tensors of one dtype: at most `limit` bytes, or one larger tensor."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -67,10 +67,10 @@ def buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def lay_out_plainly(module: nn.Module) -> None:
+def to_default_layout(module: nn.Module) -> None:
     """Puts weights into the default memory layout: slicing channels_last is not supported.
 
-    By `clone`: `contiguous` would return a 1 x 1 kernel unchanged, with its channels_last strides.
+    Uses `clone`, since `contiguous` would return a 1 x 1 kernel with its channels_last strides.
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
@@ -80,7 +80,7 @@ def refuse_averaging(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Refuses Lightning's weight averaging: it needs full weights, and would fail in a step."""
     for name, callback in (config.get("callbacks") or {}).items():
         if str((callback or {}).get("_target_", "")).endswith("WeightAveraging"):
-            what = f"callbacks.{name} averages whole weights, and here a rank has a slice"
+            what = f"callbacks.{name} averages full weights, and here a rank has only slices"
             remedy = f"strategy=deepspeed_zero2 or strategy=ddp, or leave it out: ~callbacks.{name}"
             yield Problem("", what, remedy)
 

@@ -1,4 +1,4 @@
-"""Measures training: warm-up, timed windows on real and on held input, a verdict."""
+"""Measures training: warm-up, timed windows on real input and on one held batch, a verdict."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 # The smallest values allowed: one step has no p95.
 LEAST = {"warmup": 1, "windows": 1, "steps": 2, "trace": 0}
-# Steps after a change of input, in which the device's queue runs empty and fills again.
+# Steps after a change of input, during which the device's queue empties and fills again.
 SETTLE = 3
-# These write, or end a training. benchmarks/overhead.py measures what ours cost.
+# Callbacks that write files, or end a training. benchmarks/overhead.py measures distdl's own.
 NOT_TIMED = (Checkpointer, Checkpoint, EarlyStopping, Timer, Progress, StepMetrics)
 
 
@@ -37,14 +37,14 @@ def benchmark(
 ) -> dict[str, float]:
     """Measures the run's own training step and writes RUN/benchmark.json (docs/benchmark.md).
 
-    It trains from fresh weights and keeps nothing: no checkpoint, no curve, no validation.
+    It trains from fresh weights, without checkpoints, curves and validations.
 
     Args:
         warmup: Optimizer steps before the first window, besides the batches that loader workers
             have ready by then.
         windows: Timed windows with real input, and as many with held input.
         steps: Optimizer steps per window.
-        trace: Optimizer steps under torch's profiler, which measures the communication; 0: none.
+        trace: Optimizer steps under torch's profiler, which measures the communication; 0 for none.
 
     Returns:
         The main numbers, as `benchmark/...`.
@@ -59,22 +59,22 @@ def benchmark(
         plan.append(Segment(TRACE, HELD, trace))
     timing = timed_fit(context, plan)
     device = trainer.strategy.root_device
-    mine = result.of_rank(timing, device) | {"limits": vars(limits.measure(device, precision))}
+    measured = result.of_rank(timing, device) | {"limits": vars(limits.measure(device, precision))}
     link = limits.measure_link(device, trainer.num_nodes)
-    ranks = process_group.gather(mine)
-    made: dict[str, Any] = {}
+    ranks = process_group.gather(measured)
+    report: dict[str, Any] = {}
     if trainer.is_global_zero:
         size = result.batch_size(context, timing)
         if context.module.automatic_optimization:
             counted = model.count(context.config, size.global_batch)
         else:
             counted = model.from_a_live_step(context.module, timing.live_flops, size.batch)
-        made = result.assemble(context, timing, ranks, link, counted)
-        write_json(context.run.path / FILE, made)
-        screen.show(made)
+        report = result.assemble(context, timing, ranks, link, counted)
+        write_json(context.run.path / FILE, report)
+        screen.show(report)
         for logger in trainer.loggers:
-            logger.log_metrics(result.metrics(made), 0)
-    return result.metrics(process_group.broadcast(made), result.MAIN)
+            logger.log_metrics(result.metrics(report), 0)
+    return result.metrics(process_group.broadcast(report), result.MAIN)
 
 
 def _is_pipeline(trainer: Any) -> bool:
@@ -82,7 +82,7 @@ def _is_pipeline(trainer: Any) -> bool:
 
 
 def timed_fit(context: Built, plan: list[Segment]) -> Timing:
-    """Trains as long as the plan says, without callbacks and loggers that write."""
+    """Trains for the steps of the plan, without callbacks and loggers that write."""
     trainer: Any = context.trainer
     stop = next(c.stop for c in trainer.callbacks if isinstance(c, Checkpointer))
     timeline, source = Timeline(DeviceClock(trainer.strategy.root_device)), Input()
@@ -99,7 +99,7 @@ def timed_fit(context: Built, plan: list[Segment]) -> Timing:
     trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, NOT_TIMED)] + [timing]
     loggers, trainer.loggers = trainer.loggers, [DummyLogger()]
     trainer.profiler = profiler
-    # The plan decides how long; epochs do not end.
+    # The plan decides when to stop; epochs have no end.
     trainer.limit_train_batches, trainer.limit_val_batches, loop = 1.0, 0, trainer.fit_loop
     loop.max_epochs = max(loop.max_epochs or 1, 1)
     loop.min_epochs = loop.epoch_loop.min_steps = None
@@ -120,7 +120,7 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
     for name, least in LEAST.items():
         value = node.get(name, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            what = f"must be a whole number of {least} or more, not {value!r}"
+            what = f"must be an integer of at least {least}, not {value!r}"
             yield Problem(name, what, f"task.{name}={least}")
 
 

@@ -13,23 +13,20 @@ from distdl.worker.initial_state import start
 
 
 def validate(context: Built, checkpoint: str = "best") -> dict[str, float]:
-    """Runs the validation loop once, and logs at the checkpoint's step and epoch.
+    """Runs the validation loop once, and logs the metrics at the checkpoint's step and epoch.
 
     In a run that has trained, the metrics are called `validate/...`, so that no point is added to
     the training's curves.
 
     Args:
         checkpoint: "best" or "last" of this run, a file, a run directory, or "none" for the weights
-            with which the model starts.
-
-    Raises:
-        UserError: There is no such checkpoint.
+            with which the model starts. A UserError if there is no such checkpoint.
     """
     return _evaluate(context, checkpoint, context.trainer.validate)
 
 
 def test(context: Built, checkpoint: str = "best") -> dict[str, float]:
-    """Runs the test loop likewise; in a run that has trained, the metrics are called `test/...`."""
+    """Runs the test loop in the same way. A run that has trained logs `test/...`."""
     return _evaluate(context, checkpoint, context.trainer.test)
 
 
@@ -58,6 +55,6 @@ def _evaluate(
 def _log_as(
     task: str, log: Callable[..., None], metrics: Mapping[str, Any], step: int | None = None
 ) -> None:
-    # The epoch is the checkpoint's. hp_metric is a placeholder of TensorBoard's logger.
+    # `epoch` is that of the checkpoint, and hp_metric is a placeholder of TensorBoard's logger.
     same = ("epoch", "hp_metric")
     log({k if k in same else f"{task}/{k}": v for k, v in metrics.items()}, step)

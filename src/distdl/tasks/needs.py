@@ -14,7 +14,7 @@ from distdl.validation import kinds
 
 def needs(step: str, loader: str) -> Callable[..., Iterator[Problem]]:
     """Makes a task's `check` (`Binding.hook`): the step and its loader must be defined by the
-    classes. Lightning checks later what functions return."""
+    classes. Objects that functions return are checked later, by Lightning."""
 
     def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
         config = context["config"]

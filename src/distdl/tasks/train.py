@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def train(context: Built) -> dict[str, float]:
     """Fits the module and returns the last value of every metric."""
     start(context, context.checkpoint, context.trainer.fit)
-    log_durations(context)
+    warn_of_time_limit(context)
     metrics = {k: float(v) for k, v in context.trainer.callback_metrics.items()}
     speeds = sorted(context.metrics.images_per_second)
     if speeds:
@@ -27,17 +27,17 @@ def train(context: Built) -> dict[str, float]:
     return {**{k: v for k, v in latest.items() if k in ("train/loss", "perf/data_wait")}, **metrics}
 
 
-def log_durations(context: Built) -> None:
+def warn_of_time_limit(context: Built) -> None:
     """Warns if a time limit has ended the training, which looks like any other end."""
     trainer, limit = context.trainer, context.config.trainer.get("max_time")
     timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
     if not trainer.should_stop or all((timer.time_remaining() or 1) > 0 for timer in timers):
         return
-    what = f"trainer.max_time={limit} is used up" if limit else "the Timer's time is used up"
+    cause = f"trainer.max_time={limit} is used up" if limit else "the Timer's time is used up"
     resume = f"python -m distdl resume {shown(context.run.path)} trainer.max_time=<more>"
     text = "%s, in all attempts together: the training ended at step %d, in epoch %d%s"
-    more = f". To go on: {resume}" if limit else ""
-    log.warning(text, what, steps_of(trainer), trainer.current_epoch, more)
+    more = f". To continue: {resume}" if limit else ""
+    log.warning(text, cause, steps_of(trainer), trainer.current_epoch, more)
 
 
 train.check = needs("training_step", "train_dataloader")  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Tracking: a journal in the run directory, always; MLflow and Lightning's loggers are optional."""
+"""Tracking: each run has a journal; MLflow and Lightning's loggers are optional."""
 
 from __future__ import annotations
 
@@ -37,15 +37,14 @@ class RunInfo:
     local_rank: int
     node_rank: int
     world_size: int
-    output_dir: Path  # the folder of all runs, which holds the project's database
+    output_dir: Path  # the folder of all runs, with the project's database
     experiment_name: str
-    name: str = ""  # for display: what a sweep varied, or the run's own name
-    key: str = ""  # 32 letters that are unique to this run, the same in every attempt
-    # The most important first, for a server that accepts a limited number; values of any length.
+    name: str = ""  # for display: the values that a sweep varies, or the run's name
+    key: str = ""  # 32 letters, unique to this run, the same in every attempt
+    # The most important come first: a server may limit their number. Values may have any length.
     params: Mapping[str, Any] = field(default_factory=dict)
-    changed: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # in the frozen recipe, by this attempt
+    # This attempt's changes to the frozen recipe.
+    changed: Mapping[str, Any] = field(default_factory=dict)
     artifacts: list[Path] = field(default_factory=list)  # files that describe the run
     tags: Mapping[str, Any] = field(default_factory=dict)
 
@@ -54,27 +53,27 @@ class RunInfo:
 class Tracking:
     """What `start_tracking` started."""
 
-    loggers: list[Logger]  # the same number on every rank; the journal is the last
+    loggers: list[Logger]  # as many on every rank; the journal is the last
     journal: Journal
     components: dict[str, Any] = field(default_factory=dict)  # `MLflowLogger`s by config key
     sampler: SystemMetrics | None = None  # if this process samples its node
     services: dict[str, Logger] = field(default_factory=dict)  # by config key; only on rank 0
 
     def describe(self, params: Mapping[str, Any]) -> None:
-        """Adds further parameters to the run. Called on rank 0."""
+        """Adds parameters to the run. Called on rank 0."""
         for component in self.components.values():
             component.describe(params)
         for key, logger in self.services.items():
             services.describe(key, logger, params)
 
     def settle(self) -> None:
-        """Waits for components that still import something, which would delay a step."""
+        """Waits until components have done their imports, which would delay a step."""
         for component in self.components.values():
             component.settle()
 
     def finish(self, status: str) -> None:
-        """Writes and sends what is left: for a few seconds only if `status` is PREEMPTED or
-        CANCELLED, otherwise SUCCEEDED or FAILED. Never raises; may be called again."""
+        """Writes and sends what is left, for only a few seconds if `status` is PREEMPTED or
+        CANCELLED (and not SUCCEEDED or FAILED). Never raises; may be called again."""
         if self.sampler is not None:
             self.sampler.stop()
         self.journal.close()
@@ -93,7 +92,7 @@ class Tracking:
             if type(logger).__name__ == "TensorBoardLogger" and logger.save_dir:
                 lines.append(f"tensorboard --logdir {os.path.relpath(logger.save_dir)}")
         for key, logger in self.services.items():
-            with contextlib.suppress(Exception):  # the page is optional
+            with contextlib.suppress(Exception):  # the address is optional
                 lines.append(services.how_to_open(logger, self.journal.run_dir / "logs" / key))
         return lines
 
@@ -102,12 +101,11 @@ def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
     """Starts the journal, the system metrics and every component, on every rank.
 
     Args:
-        components: Built from the `tracking` part of the config. A Lightning logger is used as it
-            is, a `_partial_` of one is called with its `save_dir`, `RUN/logs/<key>`; our own is an
-            `MLflowLogger`.
+        components: Built from the `tracking` section of the config: our `MLflowLogger`, Lightning
+            loggers, or partials of them, which are called with `save_dir` (`RUN/logs/<key>`).
 
     Raises:
-        UserError: A service, such as W&B, cannot be opened.
+        UserError: A service, such as W&B, cannot be started.
     """
     from lightning.pytorch.loggers.logger import Logger
 
@@ -127,7 +125,7 @@ def start_tracking(info: RunInfo, components: Mapping[str, Any]) -> Tracking:
             tracking.components[key] = component
             interval = component.system_metrics_interval
             component = component.lightning_logger(journal)
-        tracking.loggers.append(journal.listen_to(component))
+        tracking.loggers.append(journal.record_from(component))
         if info.rank == 0 and type(component).__name__ in services.SERVICES:
             services.describe(key, component, redacted(info.params))
             tracking.services[key] = component

@@ -1,4 +1,4 @@
-"""ClearML, for which Lightning has no logger: metrics and parameters of a run as one task."""
+"""A logger for ClearML, which Lightning lacks: a run's metrics and parameters as one task."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lightning.fabric.utilities.logger import _convert_params
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
-# What `Task.init` would record or patch by default. The first takes minutes, and would send a diff
-# with all its contents.
+# What `Task.init` would record or patch by default. `detect_repository` would take minutes and send
+# the complete git diff.
 CAPTURED = (
     "detect_repository matplotlib tensorflow tensorboard pytorch xgboost scikit fastai lightgbm "
     "hydra tfdefines joblib megengine catboost gradio jsonargparse"
@@ -22,13 +22,13 @@ CAPTURED = (
 class ClearMLLogger(Logger):
     """One ClearML task per run, opened on rank 0 when something is first logged.
 
-    ClearML chooses a task's id, so the id is kept in `save_dir/task_id` and the next attempt
-    continues that task. `experiment` is the `clearml.Task`. Nothing is captured implicitly (output,
-    code, matplotlib, TensorBoard, torch.save), unless an argument of `Task.init` asks for it.
+    ClearML chooses the task's id. It is kept in `save_dir/task_id`, so that the next attempt
+    continues the task. `experiment` is the `clearml.Task`. Output, code and figures are
+    captured only if an argument of `Task.init` asks for it.
 
     Args:
-        save_dir: A folder of the run.
-        offline: Send nothing, write into `save_dir`; so does $CLEARML_OFFLINE_MODE=1.
+        save_dir: A folder in the run.
+        offline: Write into `save_dir` and send nothing. $CLEARML_OFFLINE_MODE=1 does the same.
     """
 
     def __init__(
@@ -91,5 +91,5 @@ class ClearMLLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The task's id, once there is a task."""
+        """The task's id; None until the task is opened."""
         return self._task.id if self._task is not None else None

@@ -1,4 +1,4 @@
-"""MLflow's client and what it requires: imports, names, refusals, locks."""
+"""MLflow's client: its import, the names and values that it accepts, and locks."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from distdl.tracking.outbox import database_path, is_local
 
 log = logging.getLogger(__name__)
 
-BEING_MADE = 5.0  # seconds since the last write, within which a database may still be being created
-# Error codes that never change: trying again would block everything queued behind.
-REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
+CREATION = 5.0  # seconds since the last write, in which a database may still be being created
+# Errors that the same data cause every time: sending them again would block everything after them.
+PERMANENT = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 
-# Modules that MLflow would import while it sends. Imported early, as a step would wait for them.
+# Modules that MLflow would import while it sends. Imported early, they delay no step.
 LAZY = (
     "mlflow.store.tracking.sqlalchemy_store mlflow.store.tracking.sqlalchemy_workspace_store "
     "sqlalchemy.dialects.sqlite alembic.command alembic.config filelock"
 )
 
 # A data loader must not fork while another thread is importing mlflow: the child would wait for
-# ever on the import lock of pandas or numpy. So a fork waits for the import. It waits once and at
-# most 30 s, since the import may itself wait for a module that the forking thread is importing.
+# ever for the import lock of pandas or numpy. So a fork waits for the import, but at most 30 s: the
+# import may in turn wait for a module that the forking thread is importing.
 _importing = threading.RLock()
-_held: list[bool] = []
+_acquired: list[bool] = []
 
 
 def _after_fork() -> None:
-    if _held.pop():
+    if _acquired.pop():
         _importing.release()
 
 
 os.register_at_fork(
-    before=lambda: _held.append(_importing.acquire(timeout=30)),
+    before=lambda: _acquired.append(_importing.acquire(timeout=30)),
     after_in_parent=_after_fork,
     after_in_child=_after_fork,
 )
 
 
 def import_client() -> Any:
-    """MLflow's client class, imported when first needed, since the import takes seconds."""
+    """Imports MLflow's client class. The first import takes seconds."""
     with _importing:
-        for name in ("alembic", "mlflow.store.db.utils"):  # they log a database's creation
+        for name in ("alembic", "mlflow.store.db.utils"):  # they log the creation of a database
             logging.getLogger(name).setLevel(logging.WARNING)
         for name in LAZY.split():
             importlib.import_module(name)
@@ -60,44 +60,44 @@ def import_client() -> Any:
 
 
 def prepare_environment() -> None:
-    """Sets MLflow's settings that exist only as variables, unless the user has set them. Call it in
-    the main thread, before mlflow is imported."""
+    """Sets MLflow's settings that exist only as variables, unless the user has set them. Call this
+    in the main thread, before mlflow is imported."""
     # We retry ourselves: MLflow's 7 retries would hide for minutes that the server is back.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # MLflow would print the address, password included, from the thread into a progress bar.
+    # MLflow would print the address with its password, and into a progress bar.
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 
 def metric_name(name: str) -> str:
-    """The nearest name that MLflow accepts for a metric, parameter or tag (it refuses `acc@1`,
-    `a//b`, `/x` and long names)."""
+    """The most similar name that MLflow accepts for a metric, parameter or tag. MLflow refuses
+    `acc@1`, `a//b`, `/x` and long names."""
     name = re.sub(r"[^\w\-. :/]", "_", name)
     return posixpath.normpath(name).replace("../", "").strip("/")[:250] or "_"
 
 
-def refusal(error: Exception) -> bool:
+def is_permanent(error: Exception) -> bool:
     """Whether sending the same data again can never succeed."""
-    answer = getattr(getattr(error, "response", None), "status_code", None)  # for artifacts
+    answer = getattr(getattr(error, "response", None), "status_code", None)  # an artifact
     if answer in (400, 413, 414, 422) or isinstance(error, FileExistsError | NotADirectoryError):
         return True
-    return getattr(error, "error_code", None) in REFUSED
+    return getattr(error, "error_code", None) in PERMANENT
 
 
 def last_written(address: str) -> float | None:
-    """When a local database was last written; None if it does not exist, or for a server."""
+    """When a local database was last written; None for a server, or if there is no database."""
     with contextlib.suppress(OSError):
         return database_path(address).stat().st_mtime if is_local(address) else None
     return None
 
 
-def put_aside(address: str, written: float) -> bool:
-    """Renames a database whose creation was interrupted, which MLflow would refuse for ever; False
-    if this is not one. Call it under the lock that guards the creation. `written` is `last_written`
-    before MLflow tried to open it."""
+def set_aside(address: str, written: float) -> bool:
+    """Renames a database whose creation was interrupted, since MLflow would always refuse it.
+    Returns False for any other database. Call this under the lock that guards the creation, with
+    the value of `last_written` before MLflow tried to open the database."""
     database = database_path(address)
-    if time.time() - written < BEING_MADE:  # `mlflow ui` takes no lock
+    if time.time() - written < CREATION:  # perhaps by `mlflow ui`, which takes no lock
         return False
     try:
         with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as file:
@@ -111,18 +111,18 @@ def put_aside(address: str, written: float) -> bool:
 
     # SqlAlchemyStore would keep using the file that it has open.
     getattr(SqlAlchemyStore, "_engine_map", {}).pop(address, None)
-    kept = database.with_name(f"{database.name}.half-made-{time.time():.0f}")
+    kept = database.with_name(f"{database.name}.incomplete-{time.time():.0f}")
     for tail in ("", "-journal", "-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):
             os.replace(f"{database}{tail}", f"{kept}{tail}")
-    text = "%s is incomplete (a run was killed in that moment) and holds no run: it is kept as %s, "
-    log.warning(text + "and created again", database, kept.name)
+    text = "%s is incomplete (a run was killed while creating it) and holds no run: it is renamed "
+    log.warning(text + "to %s, and a new one is created", database, kept.name)
     return True
 
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[bool]:
-    """Holds a lock file; yields False if another process holds it."""
+    """Holds a lock on a file. Yields False if another process holds the lock."""
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def exclusive(path: Path) -> Iterator[bool]:
         lock.acquire()
     except Timeout:
         free = False
-    except (OSError, NotImplementedError):  # no locks on this mount (blobfuse): proceed anyway
+    except (OSError, NotImplementedError):  # this mount has no locks (blobfuse): proceed without
         pass
     try:
         yield free

@@ -1,4 +1,4 @@
-"""One pass of sending a run to MLflow: the same code for a live run and for `track sync`."""
+"""Sends a run to MLflow. A live run and `track sync` use the same code."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from distdl.runs.records import journals, read
-from distdl.tracking.client import import_client, last_written, metric_name, put_aside, refusal
+from distdl.tracking.client import import_client, is_permanent, last_written, metric_name, set_aside
 from distdl.tracking.outbox import Cursor, Outbox, database_path, is_local, redact
 
 log = logging.getLogger(__name__)
 
 BATCH = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's own limits per request
-ENOUGH = 8  # parameters refused in a row: the server accepts no more
+ENOUGH = 8  # after so many refused parameters in a row, the server accepts no more
 
 
 class Delivery:
-    """Sends the contents of an outbox and of the journals. Every method raises the server's errors.
+    """Sends the outbox and the journals. Every method raises the server's errors.
 
     Args:
-        uri: The tracking URI with its password, if it has one.
+        uri: The tracking URI, with its password if it has one.
         node_rank: Node 0 creates the MLflow run and sends the outbox; the others only find the run.
-        alone: No other process sends a journal of this run.
+        alone: Whether this process sends the journals of all nodes.
     """
 
     def __init__(self, outbox: Outbox, uri: str, node_rank: int = 0, alone: bool = False) -> None:
@@ -35,33 +35,33 @@ class Delivery:
         self.alone = alone or is_local(uri)
         self.client: Any = None
         self.run_id: str | None = None
-        self.names = [None, outbox.state.run_id]  # the ids by which a module may name our run
+        self.names = [None, outbox.state.run_id]  # the ids that a module may use for our run
         self.experiment_id: str | None = None
         self.delivered = 0  # points
         self.refused: set[str] = set()  # names
-        self.in_a_row = 0  # parameters refused since one was accepted
+        self.in_a_row = 0  # refused parameters since the last accepted one
 
     def connect(self) -> bool:
-        """Finds the MLflow run, or creates it (node 0). False where it does not exist yet."""
+        """Finds the MLflow run, or creates it (node 0). False if it does not exist yet."""
         if self.run_id is not None:
             return True
         lock: Any = contextlib.nullcontext()
         if is_local(self.uri):
-            # Two runs that start together must not both create the tables: migrations race.
+            # Two runs that start together must not create the tables at the same time.
             from filelock import FileLock
 
             database = database_path(self.uri)
             database.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(database.with_name(database.name + ".lock"), timeout=120)
         with lock:
-            make = functools.partial(import_client(), tracking_uri=self.uri)
+            open_client = functools.partial(import_client(), tracking_uri=self.uri)
             written = last_written(self.uri)
             try:
-                self.client = make()
+                self.client = open_client()
             except Exception:
-                if written is None or not put_aside(self.uri, written):
+                if written is None or not set_aside(self.uri, written):
                     raise
-                self.client = make()
+                self.client = open_client()
             if self.node_rank:
                 self.outbox.load()
             state = self.outbox.state
@@ -84,8 +84,8 @@ class Delivery:
             self.experiment_id = info.experiment_id
             return bool(info.lifecycle_stage == "active")
         except MlflowException as error:
-            # An id that this kind of server cannot even read counts as one that does not exist.
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST" or refusal(error):
+            # An id that this kind of server cannot read counts as one that does not exist.
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST" or is_permanent(error):
                 return False
             raise
 
@@ -102,7 +102,7 @@ class Delivery:
         return experiment and str(experiment.experiment_id)
 
     def _search(self) -> str | None:
-        """Finds the run by our tags: the server's answer or our file may have been lost."""
+        """Finds the run by our tags, since the server's answer or our file may have been lost."""
         experiment = self.experiment_id = self._experiment()
         if experiment is None:
             return None
@@ -121,50 +121,47 @@ class Delivery:
         return str(self.client.create_run(self.experiment_id, start, tags, name).info.run_id)
 
     def send_outbox(self) -> None:
-        """Sends parameters and tags."""
+        """Sends the pending parameters and tags."""
         from mlflow.entities import Param, RunTag
 
         outbox = self.outbox
         with outbox.lock:
             params, tags = dict(outbox.state.params), dict(outbox.state.tags)
         if params:
-            # MLflow refuses to change a parameter; a tag of the attempt records the changes.
+            # MLflow cannot change a parameter. A tag of the attempt records the changes.
             known = self.client.get_run(self.run_id).data.params
             named = {metric_name(k): v for k, v in params.items()}
             before, self.in_a_row = {*self.refused}, 0
             self._send("params", [Param(k, v) for k, v in named.items() if k not in known])
-            outbox.sent("params", params)
+            outbox.mark_sent("params", params)
             if left_out := [k for k in named if k in self.refused - before]:
                 names = ", ".join([*left_out[:3], *(["..."] if left_out[3:] else [])])
-                text = (
-                    "MLflow at %s refuses %d parameters of %d (%s); the artifact config.yaml has "
-                )
-                text += "the complete config"
+                text = "MLflow at %s refuses %d of %d parameters (%s); config.yaml has all of them"
                 log.warning(text, redact(self.uri), len(left_out), len(named), names)
         if tags:
             self._send("tags", [RunTag(metric_name(k), v) for k, v in tags.items()])
-            outbox.sent("tags", tags)
+            outbox.mark_sent("tags", tags)
 
     def send_artifacts(self) -> None:
-        """Sends all pending artifacts. One that fails goes to the end of the next pass, so that it
-        does not block the others."""
+        """Sends all pending artifacts. One that fails is sent last in the next pass, so that
+        it does not block the others."""
         outbox = self.outbox
-        for copy in sorted(outbox.kept(), key=os.path.getmtime):
+        for copy in sorted(outbox.files(), key=os.path.getmtime):
             name = copy.relative_to(outbox.copies).as_posix()
-            outbox.renewed.discard(copy)
+            outbox.replaced.discard(copy)
             try:
                 self.client.log_artifact(self.run_id, str(copy), posixpath.dirname(name) or None)
             except Exception as error:
-                if not refusal(error):
+                if not is_permanent(error):
                     os.utime(copy)
                     raise
                 log.warning("MLflow refuses the artifact %s: %s", name, error)
             with outbox.lock:
-                if copy not in outbox.renewed:
+                if copy not in outbox.replaced:
                     copy.unlink()
 
     def send_status(self, ended: bool) -> None:
-        """Sends that the run is running, or how it ended."""
+        """Sends the run's state: RUNNING, or how it ended."""
         state, status = self.outbox.state, self.outbox.state.status
         if status is None or ended == (status == "RUNNING"):
             return
@@ -179,9 +176,9 @@ class Delivery:
             self.outbox.save()
 
     def send_journal(self, node_rank: int, path: Path, progress: Callable[[int], None]) -> None:
-        """Sends everything past the cursor, in batches; `progress` gets the number of points of
-        each. The cursor moves after each batch. If that move is lost, the batch is sent again, and
-        MLflow ignores a point that it already has (same key, time, step and value)."""
+        """Sends everything past the cursor in batches, moves the cursor after each, and reports the
+        number of points to `progress`. If the move is lost, the batch is sent again: MLflow ignores
+        a point that it already has (same key, time, step and value)."""
         from mlflow.entities import Metric
 
         assert self.run_id is not None
@@ -207,9 +204,8 @@ class Delivery:
             send()
 
     def _send(self, kind: str, points: list[Any]) -> None:
-        """Sends points, split in halves if they exceed a request or if one of them is refused. The
-        first ones are sent first: a server may accept a limited number of parameters per run (Azure
-        ML does)."""
+        """Sends points, in halves if they are too many for a request or if one of them is refused.
+        Keeps their order, since a server may limit the number of parameters (Azure ML does)."""
         if kind == "params" and self.in_a_row >= ENOUGH:
             self.refused |= {point.key for point in points}
             return
@@ -220,14 +216,14 @@ class Delivery:
                 return
             except Exception as error:
                 if not self.run_id or not self._is_active(self.run_id):
-                    self.run_id = None  # deleted on the server: the next pass creates it again
+                    self.run_id = None  # deleted on the server: the next pass creates a new run
                     raise
-                if not refusal(error):
+                if not is_permanent(error):
                     raise
                 if len(points) == 1:
                     key, new = points[0].key, points[0].key not in self.refused
                     self.refused.add(key)
-                    if kind == "params":  # these are reported together
+                    if kind == "params":  # reported together, by `send_outbox`
                         self.in_a_row += 1
                         log.debug("MLflow refuses the parameter %s: %s", key, error)
                     elif new:
@@ -238,7 +234,7 @@ class Delivery:
         self._send(kind, points[middle:])
 
     def send(self, ended: bool, progress: Callable[[int], None] = lambda n: None) -> bool:
-        """One pass. True if everything that this process sends has arrived."""
+        """Sends everything once. True if all that this process has to send has arrived."""
         if not self.connect():
             return False
         if self.node_rank == 0:
@@ -247,13 +243,13 @@ class Delivery:
         for node, path in self.journals().items():
             self.send_journal(node, path, progress)
         if self.node_rank == 0:
-            if ended:  # before artifacts: refused files must not hide the end
+            if ended:  # before artifacts, which may fail
                 self.send_status(ended=True)
             self.send_artifacts()
         return True
 
     def send_all(self, progress: Callable[[int], None]) -> None:
-        """Sends everything in the directory of a run that has ended."""
+        """Sends everything of a run that has ended."""
         with self.outbox.lock:
             if self.outbox.state.end_time is None:  # killed before it recorded its end
                 self.outbox.state.status = "KILLED"
@@ -262,14 +258,14 @@ class Delivery:
         self.send(True, progress)
 
     def journals(self) -> dict[int, Path]:
-        """Node rank to journal, for the journals that this process sends."""
+        """The journals that this process sends, by node rank."""
         paths = journals(self.outbox.run_dir).items()
         return {n: path for n, path in paths if self.alone or n == self.node_rank}
 
-    def owes(self) -> bool:
+    def is_behind(self) -> bool:
         """Whether anything that was logged is not in the MLflow run yet."""
         state = self.outbox.state
-        return bool(state.params or state.tags or any(self.outbox.kept()) or self.pending())
+        return bool(state.params or state.tags or any(self.outbox.files()) or self.pending())
 
     def pending(self) -> int:
         """The number of points in the journals that the MLflow run lacks."""

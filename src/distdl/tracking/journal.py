@@ -1,4 +1,4 @@
-"""The run's own record, always on: an append-only file that a background thread writes."""
+"""The record of a run's metrics: an append-only file that a background thread writes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ UNWRITTEN_LIMIT = 64 << 20  # bytes kept in memory while the disk is full
 
 
 class Journal(Logger):
-    """A Lightning logger whose `log_metrics` costs the training thread a few microseconds.
+    """A Lightning logger whose `log_metrics` takes a few microseconds of the training thread.
 
-    It only appends to a deque: a queue that wakes its reader for every record would make the two
-    threads compete for the interpreter. The background thread writes every half second. Nothing
-    here ever raises into training: a full disk is reported once and tried again.
+    `log_metrics` only appends to a deque, which the background thread writes every half second. (A
+    queue that wakes its reader for each record would make the threads compete for the interpreter.)
+    No method raises an error into the training. A full disk is reported once, and tried again.
 
     Args:
-        path: The file; None for a rank that writes nothing. (Callbacks such as LearningRateMonitor
-            refuse a rank without a logger.)
+        path: The file; None on a rank that writes nothing but needs a logger, without which
+            callbacks such as LearningRateMonitor raise an error.
         run_dir: The run directory, which is Lightning's `save_dir`.
-        training: False where only `put` writes (the system metrics of nodes other than 0).
+        training: Whether to write what is logged; if False, only what `put` adds (system metrics).
     """
 
     name = version = run_id = experiment_id = ""
     save_dir = log_dir = root_dir = property(lambda self: str(self.run_dir))
-    experiment = property(lambda self: DummyExperiment())  # ignores what a module logs to it
+    experiment = property(lambda self: DummyExperiment())  # ignores all calls
 
     def __init__(
         self, path: Path | None, run_dir: Path, attempt: int = 1, training: bool = True
@@ -53,7 +53,7 @@ class Journal(Logger):
         self._unwritten = b""
         self._file: int | None = None
         self._latest: tuple[list[Logger], str] = ([], "")
-        self._complained: set[str] = set()
+        self._warned: set[str] = set()
         self._lock, self._stop, self._pid = threading.Lock(), threading.Event(), os.getpid()
         if path is not None:
             self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -70,9 +70,9 @@ class Journal(Logger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         self._queue(self, metrics, step)
 
-    def listen_to(self, logger: Logger) -> Logger:
-        """Queues its metrics before the logger gets them: if that raises, the training ends.
-        Hyperparameters reach it as plain data."""
+    def record_from(self, logger: Logger) -> Logger:
+        """Makes the journal record the logger's metrics too, and before the logger, whose error may
+        end the training. The logger gets hyperparameters as plain data."""
         log_own = logger.log_metrics
 
         def log_metrics(metrics: Mapping[str, Any], step: int | None = None, **more: Any) -> None:
@@ -80,17 +80,17 @@ class Journal(Logger):
                 self._queue(logger, metrics, step)
             log_own(metrics, step, **more)  # type: ignore[arg-type]
 
-        note = logger.log_hyperparams
+        log_parameters = logger.log_hyperparams
 
         def log_hyperparams(params: Any, *args: Any, **more: Any) -> None:
-            note(described(params), *args, **more)  # some are objects of Hydra's
+            log_parameters(described(params), *args, **more)  # some may be Hydra's objects
 
         logger.log_metrics = log_metrics  # type: ignore[method-assign]
         logger.log_hyperparams = log_hyperparams  # type: ignore[method-assign]
         return logger
 
     def _queue(self, logger: Logger, metrics: Mapping[str, Any], step: int | None) -> None:
-        """Queues values once: Lightning logs the same to each logger, a module maybe to one."""
+        """Queues values once, although Lightning logs the same values to each logger."""
         if step is not None:
             self.last_step = step
         if not self._training:
@@ -104,14 +104,14 @@ class Journal(Logger):
             self._records.append((time.time(), int(self.last_step), values))
 
     def put(self, metrics: Mapping[str, Any], step: int, at: float | None = None) -> None:
-        """Queues values under a step. Reads tensors now, as they may be changed in place."""
+        """Queues values for a step. Reads tensors now, as they may be changed in place."""
         self._records.append((time.time() if at is None else at, int(step), self._numbers(metrics)))
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kw: Any) -> None:
-        """Does nothing: the run's config.yaml is the record."""
+        """Does nothing, since config.yaml has the parameters."""
 
     def finalize(self, status: str) -> None:
-        """Writes what is queued. The journal stays open, since another stage may follow."""
+        """Writes what is queued. The journal stays open: another stage may follow."""
         self.flush()
 
     def flush(self) -> None:
@@ -123,10 +123,10 @@ class Journal(Logger):
             try:
                 self._write()
             except OSError as error:
-                self.complain("disk", f"{self.path} cannot be written ({error}): trying again")
+                self.warn_once("disk", f"{self.path} cannot be written ({error}): trying again")
                 if len(self._unwritten) > UNWRITTEN_LIMIT:
                     self._unwritten = b"\n"
-                    self.complain("lost", f"{self.path}: metrics are lost, the disk is still full")
+                    self.warn_once("lost", f"{self.path} is not writable: metrics are lost")
 
     def close(self) -> None:
         """Writes what is queued and ends the thread. May be called again."""
@@ -147,8 +147,8 @@ class Journal(Logger):
         lines = []
         while self._records:
             at, step, values = self._records.popleft()
-            if kept := {str(k): v for k, v in values.items() if v is not None}:
-                lines.append(encode(at, step, self.attempt, kept))
+            if numbers := {str(k): v for k, v in values.items() if v is not None}:
+                lines.append(encode(at, step, self.attempt, numbers))
         self._unwritten += b"".join(lines)
 
     def _write(self) -> None:
@@ -159,13 +159,13 @@ class Journal(Logger):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             size = os.fstat(self._file).st_size
-            # The last attempt may have been killed in the middle of a line.
+            # The last attempt may have been killed while it wrote a line.
             if size and os.pread(self._file, 1, size - 1) != b"\n":
                 self._unwritten = b"\n" + self._unwritten
         while self._unwritten:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-        if "disk" in self._complained:
-            self._complained -= {"disk", "lost"}
+        if "disk" in self._warned:
+            self._warned -= {"disk", "lost"}
             log.warning("%s can be written again", self.path)
 
     def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,11 +175,10 @@ class Journal(Logger):
         try:
             return float(value)
         except Exception:  # a user's object may raise anything
-            self.complain(name, f"metric {name!r} is not a number and is left out: {type(value)}")
+            self.warn_once(name, f"metric {name!r} is not a number and is left out: {type(value)}")
             return None
 
-    def complain(self, topic: str, text: str) -> None:
-        """Warns once per topic."""
-        if topic not in self._complained:
-            self._complained.add(topic)
+    def warn_once(self, topic: str, text: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
             log.warning("%s", text)

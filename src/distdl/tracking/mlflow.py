@@ -1,4 +1,4 @@
-"""MLflow: one MLflow run per run of ours, filled from the journal by a background thread."""
+"""MLflow: each run of distdl has one MLflow run, which a thread fills from the journal."""
 
 from __future__ import annotations
 
@@ -29,34 +29,33 @@ log = logging.getLogger(__name__)
 
 STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "PREEMPTED": "KILLED", "CANCELLED": "KILLED"}
 LONGEST_WAIT = 30.0  # seconds between two tries while the server fails
-PATIENCE = 30.0  # seconds that a module's query waits for the server
-IMPORT_TIMEOUT = 120.0  # seconds that training waits for the thread's imports; some take 3 s
+PATIENCE = 30.0  # seconds for which a module's query waits for the server
+IMPORT_TIMEOUT = 120.0  # seconds for which training waits for the thread's imports
 
 
 class MLflowLogger:
-    """Follows the run's journal and sends it to an MLflow server, without depending on that server.
+    """Sends the run's journal to an MLflow server. Training never waits for the server.
 
-    Nothing here blocks the training thread. A thread reads the journal from a cursor file's
-    position, sends it in batches with the original times and steps, and moves the cursor. A failure
-    of the server is reported once. Sending is retried at growing intervals, and what is left at the
-    end stays in the run for `python -m distdl track sync RUN`. What a module logs through its
-    `lightning_logger` goes through the outbox, except metrics.
+    A thread sends the journal from a cursor on, in batches with the original times and steps, and
+    moves the cursor. A failure of the server is reported once, and sending is tried again at
+    growing intervals. What is left at the end stays in the run for `python -m distdl track sync
+    RUN`. What a module logs through its `lightning_logger`, except metrics, goes into the outbox.
 
-    `start` and `finish` are called on every rank; only rank 0 creates the MLflow run. With a
-    server, local rank 0 of each other node sends, too (its system metrics). A database file is
-    written by rank 0 alone, which sends the journals of all nodes that it can see.
+    `start` and `finish` are called on every rank, but only rank 0 creates the MLflow run. With a
+    server, local rank 0 of each other node sends its node's system metrics. Only rank 0 writes a
+    database file, with the journals of all nodes that it can see.
 
-    In a job whose platform created an MLflow run (`MLFLOW_RUN_ID`, `AZUREML_RUN_ID`), that run is
-    used. A resumed run is another job then, and sends the complete history to its own MLflow run,
+    If a job's platform has created an MLflow run (`MLFLOW_RUN_ID`, `AZUREML_RUN_ID`), that run is
+    used. A resumed run is another job, and sends the complete history to that job's MLflow run,
     tagged `distdl.previous_job`.
 
     Args:
-        tracking_uri: The server; None is `$MLFLOW_TRACKING_URI`, else the project's own database
+        tracking_uri: The server; None for `$MLFLOW_TRACKING_URI`, else the project's database
             `<output_dir>/mlflow.db`.
-        experiment_name: None is the run's experiment.
-        artifact_location: Where a new experiment keeps artifacts; None is the server's choice, or
-            `mlflow-artifacts` beside a database file (MLflow would use the current folder).
-        system_metrics_interval: Seconds between two samples of the node; 0 is none.
+        experiment_name: None for the run's experiment.
+        artifact_location: Where a new experiment keeps artifacts; None for the server's choice, or
+            for `mlflow-artifacts` beside a database file (MLflow would use the current folder).
+        system_metrics_interval: Seconds between two samples of the node's load; 0 for none.
         flush_timeout: Seconds to wait for the server at the end of the run.
         interval: Seconds between two deliveries.
     """
@@ -86,12 +85,12 @@ class MLflowLogger:
         self._thread: threading.Thread | None = None
 
     def start(self, info: RunInfo) -> None:
-        """Starts to follow the journal. Never raises and never waits for the server."""
+        """Starts the sender. Never raises, and never waits for the server."""
         self.info = info
         outbox = Outbox(info.run_dir)
         self._describe(outbox)
-        helper = info.local_rank == 0 and not is_local(self.uri)
-        if info.rank != 0 and not helper:
+        sends = info.local_rank == 0 and not is_local(self.uri)
+        if info.rank != 0 and not sends:
             return
         prepare_environment()
         self.delivery = Delivery(outbox, self.uri, info.node_rank)
@@ -104,38 +103,38 @@ class MLflowLogger:
         self._thread.start()
 
     def describe(self, params: Mapping[str, Any]) -> None:
-        """Adds parameters to the run; one that exists keeps its value."""
+        """Adds parameters to the run. A parameter that exists keeps its value."""
         if self.delivery is not None:
-            self.delivery.outbox.owe("params", params, longest=500)
+            self.delivery.outbox.add("params", params, longest=500)
 
     def settle(self) -> None:
-        """Waits until the thread has imported what it needs, before the first step: loading a
-        library holds the interpreter's lock, for 0.7 s with one of MLflow's."""
+        """Waits until the thread has done its imports. They take up to 3 s, and would delay a step:
+        loading one of MLflow's libraries holds the interpreter's lock for 0.7 s."""
         if self._thread is not None:
             self._imported.wait(IMPORT_TIMEOUT)
 
     def lightning_logger(self, journal: Journal) -> RunLogger:
-        """A module's `self.logger`."""
+        """The logger that a module gets as `self.logger`."""
         from distdl.tracking.run_logger import RunLogger
 
         return RunLogger(self, journal)
 
     def wait_until(self, done: Callable[[], Any]) -> None:
-        """Sends now, for a caller that needs the server's answer. It stops waiting at a failure."""
+        """Sends now and waits until `done()`, the server fails, or PATIENCE is over."""
         end = time.monotonic() + PATIENCE
         while not done() and not self._failures and time.monotonic() < end:
             self._wake.set()
             time.sleep(0.02)
 
     def finish(self, status: str) -> None:
-        """Sends what is left, for at most `flush_timeout` seconds, and reports what stays. `status`
-        is SUCCEEDED, FAILED, PREEMPTED or CANCELLED."""
+        """Sends what is left, for at most `flush_timeout` seconds, and reports what could not be
+        sent. `status` is SUCCEEDED, FAILED, PREEMPTED or CANCELLED."""
         if self.delivery is None or self._thread is None or self._finishing:
             return
         if self.info.rank == 0:
             outbox = self.delivery.outbox
             outbox.state.status, outbox.state.end_time = STATUS.get(status, "FAILED"), time.time()
-            outbox.owe("tags", {f"distdl.runs.attempt.{self.info.attempt}.state": status})
+            outbox.add("tags", {f"distdl.runs.attempt.{self.info.attempt}.state": status})
         timeout = min(self.flush_timeout, services.PATIENCE.get(status, self.flush_timeout))
         self._finishing = True
         self._wake.set()
@@ -143,23 +142,25 @@ class MLflowLogger:
         if not self._done:
             self._finishing = False  # the thread stops trying
             self._thread = None
-            points, files = self.delivery.pending(), len([*self.delivery.outbox.kept()])
-            text = "MLflow at %s has not taken everything (%d points, %d files left). It stays in "
-            text += "the run: python -m distdl track sync %s"
+            points, files = self.delivery.pending(), len([*self.delivery.outbox.files()])
+            text = (
+                "MLflow at %s has not received everything (%d points and %d files left). To send "
+            )
+            text += "the rest: python -m distdl track sync %s"
             folder = shlex.quote(str(self.info.run_dir))
             log.warning(text, redact(self.uri), points, files, folder)
 
     def how_to_open(self) -> list[str]:
-        """The command and the address that show the run."""
+        """The commands and addresses that show the run."""
         if self.delivery is None:
             return []
         self.wait_until(lambda: self.delivery.run_id)  # type: ignore[union-attr]
         return how_to_open(self.uri, self.delivery.outbox)
 
     def _describe(self, outbox: Outbox) -> None:
-        """Fills the outbox with what this attempt has to report."""
+        """Fills the outbox with the facts about this attempt."""
         info, state = self.info, outbox.state
-        outbox.lost = not outbox.found and info.attempt > 1
+        outbox.lost = not outbox.exists and info.attempt > 1
         state.distdl_run, state.name = info.run_id, info.name
         state.server = redact(self.tracking_uri) if self.tracking_uri else None
         state.output_dir = os.path.relpath(info.output_dir, info.run_dir)
@@ -183,7 +184,7 @@ class MLflowLogger:
         tags[f"{attempt}.state"] = "RUNNING"
         if info.changed:
             tags[f"{attempt}.changed"] = json.dumps(info.changed, default=str)[:5000]
-        for n in range(1, info.attempt):  # a killed attempt could not report its end
+        for n in range(1, info.attempt):  # a killed attempt did not report its end
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 status = json.loads((info.run_dir / f"attempts/{n:03d}/status.json").read_text())
                 state = status.get("state", "UNKNOWN")
@@ -195,10 +196,10 @@ class MLflowLogger:
     def _keep(self, path: Path) -> None:
         assert self.delivery is not None
         folder = "" if self.info.attempt == 1 else f"attempts/{self.info.attempt:03d}"
-        self.delivery.outbox.keep(path, os.path.join(folder, path.name))
+        self.delivery.outbox.add_file(path, os.path.join(folder, path.name))
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):  # `_follow` raises it again, and reports it
+        with contextlib.suppress(Exception):  # `_follow` meets the error again and reports it
             import_client()
         self._imported.set()
         folder = self.info.run_dir / "tracking"
@@ -209,20 +210,20 @@ class MLflowLogger:
                 self._keep(path)
         lock = folder / f"mlflow-node{self.info.node_rank}.lock"
         while self._thread is not None:
-            with exclusive(lock) as held:
-                if held:
+            with exclusive(lock) as acquired:
+                if acquired:
                     self._follow()
                     return
-            self._wait(self.interval)  # `track sync` is at work and owns the cursor
+            self._wait(self.interval)  # `track sync` is running and moves the cursor
 
     def _follow(self) -> None:
         assert self.delivery is not None
         while self._thread is not None:
-            finishing = self._finishing  # read first: this pass sends all that was logged before
+            finishing = self._finishing  # read first: the pass must send all that was logged before
             try:
                 complete = self.delivery.send(finishing)
                 if self._failures:
-                    log.warning("MLflow at %s is back: sending on", redact(self.uri))
+                    log.warning("MLflow at %s is back: sending continues", redact(self.uri))
                     self._failures = 0
                 if finishing:
                     self._done = complete
@@ -232,8 +233,8 @@ class MLflowLogger:
                 self._failures += 1
                 if self._failures == 1:
                     reason = str(error).replace(self.uri, redact(self.uri))[:300]
-                    text = "MLflow at %s fails; training goes on, what is logged is kept and sent "
-                    text += "when it is back. The error: %s"
+                    text = "MLflow at %s fails; training continues, and what is logged is sent "
+                    text += "when the server is back. The error: %s"
                     log.warning(text, redact(self.uri), reason)
                 self._wait(1.0 if finishing else min(2.0**self._failures, LONGEST_WAIT))
 
@@ -243,7 +244,7 @@ class MLflowLogger:
 
 
 def how_to_open(uri: str, outbox: Outbox) -> list[str]:
-    """The page of the run, preceded by the command that serves it where there is no server."""
+    """The address of the run's page, after the command that serves it if there is no server."""
     run, experiment = outbox.state.run_id, outbox.state.experiment_id
     page = f"/#/experiments/{experiment}/runs/{run}"
     if not (run and experiment and re.fullmatch(r"/#/experiments/[\w-]+/runs/[\w-]+", page)):

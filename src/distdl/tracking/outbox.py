@@ -1,4 +1,4 @@
-"""What a tracking server does not have yet, kept in the run so that a later process can send it."""
+"""What the tracking server lacks, kept in the run so that a later process can send it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def redact(address: str) -> str:
-    """A server's address without password, token and query: each may be a secret."""
+    """A server's address without its password, token and query, which may be secrets."""
     plain = re.sub(r"\?.*", "?***", re.sub(r"(://[^/:@]*):.*@", r"\1:***@", address))
     return hide_shapes(plain)  # https://<token>@host
 
@@ -37,7 +37,7 @@ def redacted(values: Mapping[str, Any], longest: int = 500) -> dict[str, str]:
 
 
 def is_local(address: str) -> bool:
-    """Whether this is a database file, which several hosts must not write at the same time."""
+    """Whether the address is a database file, which several hosts must not write at once."""
     return address.startswith("sqlite:")
 
 
@@ -48,21 +48,21 @@ def database_path(address: str) -> Path:
 
 @dataclass
 class State:
-    """What is known and what is still to be sent; `RUN/tracking/mlflow.json`."""
+    """Facts about the MLflow run, and what is still to be sent: `RUN/tracking/mlflow.json`."""
 
     distdl_run: str = ""
     server: str | None = None  # the tracking URI, redacted; None: the project's own database
-    output_dir: str = ".."  # of that database, relative to the run, so that both can be moved
+    output_dir: str = ".."  # folder of the database, relative to the run: both may be moved
     artifact_location: str | None = None
     experiment: str = "Default"
     name: str = ""
     run_id: str | None = None  # MLflow's, once it is known
     experiment_id: str | None = None
     job_run: bool = False  # the run belongs to the platform's job (Azure ML), which ends it
-    # A tag set when the run is created. It finds the run if the server's answer was lost.
+    # A tag of the MLflow run, by which the run is found if the server's answer was lost.
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     start_time: float = field(default_factory=time.time)
-    # Still to be sent, as are the files in `RUN/tracking/artifacts` under their relative paths.
+    # The rest is still to be sent, and so are the files in `RUN/tracking/artifacts`.
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     status: str | None = None
@@ -70,19 +70,19 @@ class State:
 
 
 class Outbox:
-    """A `State` and its file. The training thread and the sender change it under a lock."""
+    """A `State` and its file, which the training thread and the sender change under a lock."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.state = Path(run_dir), State()
         self.path = self.run_dir / "tracking" / "mlflow.json"
         self.copies = self.run_dir.resolve() / "tracking" / "artifacts"  # of files to send
         self.lock = threading.RLock()
-        self.renewed: set[Path] = set()  # copies that were replaced while they were being sent
-        self.found = self.load()
-        self.lost = False  # an earlier attempt had a file that is gone: search by the run's name
+        self.replaced: set[Path] = set()  # copies that were replaced while they were being sent
+        self.exists = self.load()
+        self.lost = False  # an earlier attempt's file is gone: search by the run's name
 
     def load(self) -> bool:
-        """Reads the file again. False if there is none, or if it cannot be read."""
+        """Reads the file. Returns False if that is not possible."""
         try:
             fields = json.loads(self.path.read_text())
             with self.lock:
@@ -101,20 +101,20 @@ class Outbox:
         folder = os.path.normpath(self.run_dir.absolute() / self.state.output_dir)
         return f"sqlite:///{folder}/mlflow.db"
 
-    def owe(self, kind: str, values: Mapping[str, Any], longest: int = 5000) -> None:
-        """Adds params or tags to send, without secrets. A pending parameter keeps its value."""
+    def add(self, kind: str, values: Mapping[str, Any], longest: int = 5000) -> None:
+        """Adds params or tags to send, redacted. A pending parameter keeps its value."""
         texts = redacted(values, longest)
         with self.lock, contextlib.suppress(OSError):  # the sender reports a full disk
-            owed = getattr(self.state, kind)
-            owed |= {k: v for k, v in texts.items() if kind == "tags" or k not in owed}
+            pending = getattr(self.state, kind)
+            pending |= {k: v for k, v in texts.items() if kind == "tags" or k not in pending}
             self.save()
 
-    def keep(self, path: str | Path, to: str) -> None:
-        """Adds a copy of a file, or of all files in a folder, to send, in place of a pending one of
-        the same name. An OSError if the path does not exist; a full disk only causes a warning."""
+    def add_file(self, path: str | Path, to: str) -> None:
+        """Adds a copy of a file, or of all files in a folder, to send. It replaces a pending file
+        of the same name. Raises an OSError if the path is missing. A full disk causes a warning."""
         if os.path.isdir(path):
             for name in os.listdir(path):
-                self.keep(os.path.join(path, name), os.path.join(to, name))
+                self.add_file(os.path.join(path, name), os.path.join(to, name))
             return
         os.stat(path)
         copy = self.copies / to
@@ -124,32 +124,32 @@ class Outbox:
                 complete = shutil.copyfile(path, Path(folder) / "complete")
                 with self.lock:
                     os.replace(complete, copy)
-                    self.renewed.add(copy)
+                    self.replaced.add(copy)
         except OSError as error:
-            log.warning("%s is not kept for MLflow: %s", path, error)
+            log.warning("%s cannot be copied for MLflow and is not sent: %s", path, error)
 
-    def kept(self) -> Iterator[Path]:
-        """The copies to send. Skips links: in a run from elsewhere they may lead out of it."""
+    def files(self) -> Iterator[Path]:
+        """The copies to send, without links: in another user's run they may lead out of it."""
         for folder, _, names in os.walk(self.copies):
             paths = (Path(folder, name) for name in names)
             yield from (path for path in paths if path.resolve() == path)
 
-    def sent(self, kind: str, values: dict[str, str]) -> None:
-        """Removes params or tags that were sent, unless they changed while they were being sent."""
+    def mark_sent(self, kind: str, values: dict[str, str]) -> None:
+        """Removes params or tags that were sent, unless they have changed meanwhile."""
         with self.lock:
-            owed = getattr(self.state, kind).items()
-            setattr(self.state, kind, {k: v for k, v in owed if values.get(k) != v})
+            pending = getattr(self.state, kind).items()
+            setattr(self.state, kind, {k: v for k, v in pending if values.get(k) != v})
             self.save()
 
 
 class Cursor:
-    """How far one node's journal has been delivered to one MLflow run."""
+    """Records how far one node's journal has been sent to one MLflow run."""
 
     def __init__(self, run_dir: Path, node_rank: int) -> None:
         self.path = Path(run_dir) / "tracking" / f"mlflow-node{node_rank}.json"
 
     def offset(self, run_id: str) -> int:
-        """The bytes of the journal that this run has; 0 for a run other than the recorded one."""
+        """The number of bytes of the journal that were sent to this MLflow run."""
         try:
             fields = json.loads(self.path.read_text())
             return int(fields["offset"]) if fields["run_id"] == run_id else 0

@@ -1,4 +1,4 @@
-"""A module's `self.logger.experiment` if MLflow follows the run. Imports mlflow."""
+"""A module's `self.logger.experiment` with `tracking=mlflow`. Imports mlflow."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SERVER = "MLFLOW_TRACKING_URI"
 
 class RunClient(MlflowClient):
     """MLflow's client, except that anything logged to our run (its id, or None) goes into the
-    journal and the outbox. Queries, and calls that concern other runs, are MLflow's own."""
+    journal and the outbox. Queries, and calls for other runs, go to the server."""
 
     def __init__(self, owner: RunLogger) -> None:
         self._owner = owner
         self._tracking_client: Any = _Runs(owner, self._real)
-        # Lightning's logger sets the URI too, for `mlflow.start_run(run_id=...)`. But another run
-        # of the process may have its own server, so the environment is restored.
+        # As Lightning's logger does, for `mlflow.start_run(run_id=...)`. The environment is
+        # restored, since another run of this process may have another server.
         before = os.environ.get(SERVER)
         mlflow.set_tracking_uri(owner.sender.uri)
         os.environ.pop(SERVER, None)
@@ -36,23 +36,23 @@ class RunClient(MlflowClient):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not name.startswith("_"):
             return object.__getattribute__(self, name)  # raises
-        return getattr(self._real(), name)  # its parts that do not concern runs
+        return getattr(self._real(), name)  # the parts that do not concern runs
 
     def _real(self) -> Any:
-        _ = self._owner.run_id  # first: the sender creates a database's tables, under a lock
+        _ = self._owner.run_id  # waits for the sender, which creates a database under a lock
         return MlflowClient(self._owner.sender.uri)
 
     def log_artifact(self, run_id: Any, local_path: Any, artifact_path: Any = None) -> None:
-        # mlflow's own method checks the prefix of the id, and None has none.
+        # mlflow's method would fail with None as the id.
         self._tracking_client.log_artifact(run_id, local_path, artifact_path)
 
     def _log_artifact_async_helper(self, run_id: Any, artifact_file: str, artifact: Any) -> None:
-        with self._log_artifact_helper(run_id, artifact_file) as path:  # does not wait for a server
+        with self._log_artifact_helper(run_id, artifact_file) as path:  # waits for no server
             artifact.save(path)
 
 
 class _Runs:
-    """Replaces the part of an `MlflowClient` that concerns runs, to which all its calls go."""
+    """Replaces the part of an `MlflowClient` that handles all calls for runs."""
 
     def __init__(self, owner: RunLogger, real: Callable[[], Any]) -> None:
         self._owner, self._real, self._ours = owner, real, _OurRun(owner)
@@ -68,7 +68,7 @@ class _Runs:
                     getattr(self._ours, name)(*args[1:], **kw)
                     return RunOperations([])
                 self._owner.journal.flush()
-                self._owner.sender.wait_until(lambda: not delivery.owes())
+                self._owner.sender.wait_until(lambda: not delivery.is_behind())
                 args = (self._owner.run_id, *args[1:])
             return getattr(self._real()._tracking_client, name)(*args, **kw)
 
@@ -76,7 +76,7 @@ class _Runs:
 
 
 class _OurRun:
-    """What can be logged to a run, by mlflow's method names."""
+    """mlflow's methods that log to a run, for our run."""
 
     def __init__(self, owner: RunLogger) -> None:
         self._put, self._outbox = owner.journal.put, owner.delivery.outbox
@@ -86,7 +86,7 @@ class _OurRun:
             self._put({point.key: point.value}, point.step, point.timestamp / 1000)
         for kind, pairs in (("params", params), ("tags", tags)):
             if pairs:
-                self._outbox.owe(kind, {pair.key: pair.value for pair in pairs})
+                self._outbox.add(kind, {pair.key: pair.value for pair in pairs})
 
     def log_metric(
         self, key: str, value: Any, timestamp: Any, step: Any, *args: Any, **kw: Any
@@ -94,10 +94,10 @@ class _OurRun:
         self._put({key: value}, step or 0, time.time() if timestamp is None else timestamp / 1000)
 
     def log_param(self, key: str, value: Any, **kw: Any) -> None:
-        self._outbox.owe("params", {key: value})
+        self._outbox.add("params", {key: value})
 
     def set_tag(self, key: str, value: Any, **kw: Any) -> None:
-        self._outbox.owe("tags", {key: value})
+        self._outbox.add("tags", {key: value})
 
     def log_artifact(self, local_path: Any, artifact_path: Any = None) -> None:
         name = os.path.basename(os.path.normpath(local_path))
@@ -105,4 +105,4 @@ class _OurRun:
 
     def log_artifacts(self, local_dir: Any, artifact_path: Any = None) -> None:
         verify_artifact_path(artifact_path)
-        self._outbox.keep(local_dir, artifact_path or "")
+        self._outbox.add_file(local_dir, artifact_path or "")

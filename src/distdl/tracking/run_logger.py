@@ -1,4 +1,4 @@
-"""A module's `self.logger` if MLflow follows the run."""
+"""A module's `self.logger` with `tracking=mlflow`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunLogger(MLFlowLogger):
 
     @functools.cached_property
     def experiment(self) -> Any:
-        """An `MlflowClient` on rank 0; elsewhere it ignores every call, like Lightning's."""
+        """An `MlflowClient` on rank 0. On other ranks it ignores every call, like Lightning's."""
         if self.delivery is None:
             return DummyExperiment()
         from distdl.tracking.run_client import RunClient
@@ -36,14 +36,14 @@ class RunLogger(MLFlowLogger):
 
     @property
     def _run_id(self) -> str | None:  # type: ignore[override]
-        """MLflow's id of the run; None, which `experiment` takes for it, on other ranks or if the
-        server has not answered yet."""
+        """MLflow's id of the run. None on other ranks, or if the server has not answered yet;
+        `experiment` accepts None as the id."""
         if self.delivery is None:
             return None
         self.sender.wait_until(lambda: self.delivery.run_id)
         if self.delivery.names[-1] is None:
-            text = "MLflow at %s has not answered yet, and self.logger.run_id is None for now"
-            self.journal.complain("run_id", text % redact(self.sender.uri))
+            text = "MLflow at %s has not answered yet: self.logger.run_id is None for now"
+            self.journal.warn_once("run_id", text % redact(self.sender.uri))
         return self.delivery.names[-1]
 
     _experiment_id = property(lambda self: self._run_id and self.delivery.experiment_id)
@@ -53,9 +53,9 @@ class RunLogger(MLFlowLogger):
         """Sends the run's parameters, nested ones as `a/b`, cut at 500 characters."""
         if self.delivery is not None:
             flat = _flatten_dict(_convert_params(params))
-            self.delivery.outbox.owe("params", flat, longest=500)
+            self.delivery.outbox.add("params", flat, longest=500)
 
     def _nothing(self, *args: Any, **kw: Any) -> None:
-        """Metrics are in the journal, checkpoints in the run; `MLflowLogger` reports the end."""
+        """The journal has the metrics, the run the checkpoints; `MLflowLogger` sends the end."""
 
     log_metrics = after_save_checkpoint = finalize = _nothing

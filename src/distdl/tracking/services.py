@@ -1,4 +1,4 @@
-"""Tracking services: the arguments that each logger gets for a run, and how it is ended."""
+"""Tracking services: the arguments of each logger, and how its run is ended."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Seconds to wait until everything is sent. A scheduler's grace period is short, and the agent kills
-# a rank that failed 30 s after another one ended.
+# Seconds to wait until everything is sent, by the run's state. A scheduler's grace period is short,
+# and torch's agent kills a failed rank 30 s after the first one ended.
 PATIENCE = {"PREEMPTED": 5.0, "CANCELLED": 5.0, "FAILED": 15.0}
 
 
-# A logger's class -> its arguments for a run (folder, key, name; those set in the config take
-# precedence), and the method of its `experiment` that sends what is left: some loggers do that in
-# Python's exit hooks, which a worker does not run. With the run's key as its id, a resumed run
-# continues the same curves.
+# By the logger's class: its arguments for the run's folder, key and name (the config takes
+# precedence), and the method of its `experiment` that sends what is left. (Some loggers send it in
+# Python's exit hooks, which a worker does not run.) As the key is the id in the service, a resumed
+# run continues the same curves.
 SERVICES = {
     "WandbLogger": (("save_dir", "id", "name"), "finish"),
     "CometLogger": (("offline_directory", "experiment_key", "name"), "end"),
@@ -34,7 +34,7 @@ SERVICES = {
 
 
 def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Any:
-    """The logger of a run, built from its config; a UserError if it cannot be made."""
+    """Builds a logger for the run. Raises a UserError if that fails."""
     folder = info.run_dir / "logs" / key
     names, _ = SERVICES.get(getattr(partial.func, "__name__", ""), ((), ""))
     if not names:
@@ -42,13 +42,13 @@ def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Any:
     configured = {"", *(k for k, v in partial.keywords.items() if v is not None)}
     defaults = dict(zip(names, (str(folder), info.key, info.name), strict=True))
     if info.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)  # else W&B writes to another folder
+        folder.mkdir(parents=True, exist_ok=True)  # else W&B would write to another folder
     more = {k: v for k, v in defaults.items() if k not in configured}
     return _started(key, lambda: partial(**more))
 
 
 def describe(key: str, logger: Any, params: Mapping[str, Any]) -> None:
-    """Sends the run's parameters to a service, which opens it; a UserError if it cannot."""
+    """Opens the service and sends the parameters. Raises a UserError if that fails."""
     _started(key, lambda: logger.log_hyperparams(dict(params)))
 
 
@@ -60,12 +60,12 @@ def _started(key: str, start: Callable[[], Any]) -> Any:
         raise UserError.at(
             f"tracking.{key}",
             f"cannot start: {type(error).__name__}: {reason}",
-            "log in to it, let it work offline (docs/tracking.md), or choose tracking=mlflow",
+            "log in, use its offline mode (docs/tracking.md), or choose tracking=mlflow",
         ) from error
 
 
 def end(key: str, logger: Any, status: str) -> None:
-    """Sends what is left, for some seconds; never raises."""
+    """Sends what is left, for at most PATIENCE seconds. Never raises."""
     _, method = SERVICES[type(logger).__name__]
 
     def close() -> None:
@@ -79,11 +79,11 @@ def end(key: str, logger: Any, status: str) -> None:
     thread.start()
     thread.join(PATIENCE.get(status, 60.0))
     if thread.is_alive():
-        log.warning("tracking.%s has not sent everything: what is left is in the run", key)
+        log.warning("tracking.%s has not sent everything: the rest stays in the run", key)
 
 
 def how_to_open(logger: Any, folder: Path) -> str:
-    """The page of the run, or the command that uploads what was written offline."""
+    """The address of the run's page, or the command that uploads what was written offline."""
     name, experiment = type(logger).__name__, logger.experiment
     if name == "WandbLogger":
         command = f"wandb sync {os.path.relpath(folder)}/wandb/offline-run-*"

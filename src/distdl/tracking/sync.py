@@ -1,4 +1,4 @@
-"""Sends to MLflow what a run has recorded and its server lacks."""
+"""Sends MLflow what a run has recorded and the server lacks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ WAITS = (2.0, 4.0)  # seconds before each further try
 
 
 def sync(run: Path) -> int:
-    """Delivers the rest of a run; returns 1 if the server fails, else 0. A UserError if the run was
-    never tracked in MLflow, or if the server's password is missing."""
+    """Sends the rest of a run. Returns 1 if the server fails, else 0. Raises a UserError if the run
+    was not tracked in MLflow, or if the server's password is missing."""
     from distdl.tracking.client import exclusive, prepare_environment
     from distdl.tracking.delivery import Delivery
     from distdl.tracking.mlflow import how_to_open
 
     outbox = Outbox(run)
-    if not outbox.found:
-        what = "was not tracked in MLflow: there is nothing to send"
-        remedy = f"to see its curves: python -m distdl report {run}"
+    if not outbox.exists:
+        what = "was not tracked in MLflow, so there is nothing to send"
+        remedy = f"to see its curves, type python -m distdl report {run}"
         raise UserError.at(str(run), what, remedy)
     uri = outbox.state.server or outbox.database()
     if "***" in uri:  # a password is never stored
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
         what = f"the server {outbox.state.server} needs a password, which is never stored"
-        remedy = "set MLFLOW_TRACKING_URI to the complete address, and type the same again"
+        remedy = "set MLFLOW_TRACKING_URI to the complete address and repeat the command"
         raise UserError.at(str(outbox.path), what, remedy)
     prepare_environment()
     sender = Delivery(outbox, uri, alone=True)
@@ -42,9 +42,9 @@ def sync(run: Path) -> int:
         for node in {0, *journals(outbox.run_dir)}:
             lock = outbox.run_dir / "tracking" / f"mlflow-node{node}.lock"
             if not locks.enter_context(exclusive(lock)):
-                print("The run is still active: it delivers by itself.")
+                print("The run is still active and sends its metrics itself.")
                 return 0
-        outbox.load()  # the run may have ended between the first reading and the lock
+        outbox.load()  # the run may have ended before the lock was acquired
         outbox.lost = False
         print(f"Sending to {redact(uri)} ...", flush=True)
         try:
@@ -59,13 +59,12 @@ def sync(run: Path) -> int:
         except Exception as error:
             text = str(error).replace(uri, redact(uri))[:300]
             print(
-                f"The server fails: {text}\n{sender.pending()} points stay in {outbox.run_dir}; "
-                "type the same again when it is back.",
+                f"The server fails: {text}\n{sender.pending()} points stay in {outbox.run_dir}. "
+                "Repeat the command when the server is back.",
                 file=sys.stderr,
             )
             return 1
-    nothing = "Nothing was left: the run is complete there."
-    print(f"{sender.delivered} points delivered." if sender.delivered else nothing)
+    print(f"{sender.delivered} points sent." if sender.delivered else "Nothing was left to send.")
     print("To see it: " + "\n           ".join(how_to_open(uri, outbox)))
     return 0
 

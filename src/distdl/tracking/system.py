@@ -1,4 +1,4 @@
-"""The load of a node: a thread that samples it into the journal."""
+"""A thread that records the load of a node in the journal."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ GIB = float(1 << 30)
 
 
 class SystemMetrics:
-    """Samples this process's node into the journal every `interval` seconds until `stop`.
+    """Records a sample of this node's load in the journal every `interval` seconds until `stop`.
 
     Keys are `system/cpu_percent`, `memory_percent`, `memory_gib`, `disk_percent` (of the disk with
-    the path `disk`), `network_received_mb_per_second`, `network_sent_mb_per_second` and, per NVIDIA
-    GPU that this process may use, `gpu0_percent`, `gpu0_memory_gib`, `gpu0_power_watts`. On nodes
-    other than 0 they begin with `system/node<n>/`. The step is the last one that training logged. A
-    source that fails is left out of that sample and tried again in the next.
+    the path `disk`), `network_received_mb_per_second`, `network_sent_mb_per_second` and, for each
+    NVIDIA GPU that this process may use, `gpu0_percent`, `gpu0_memory_gib`, `gpu0_power_watts`. On
+    nodes other than 0 the prefix is `system/node<n>/`. The step is the last one that training
+    logged. If a source fails, the sample lacks its values, and the next sample tries it again.
     """
 
     def __init__(self, journal: Journal, interval: float, node_rank: int, disk: Path) -> None:
@@ -42,13 +42,13 @@ class SystemMetrics:
         self.start = self._thread.start
 
     def stop(self) -> None:
-        """Takes the last sample and ends. It waits 2 s at most, as a driver call may hang."""
+        """Takes the last sample and ends. Waits at most 2 s, as a call of a driver may hang."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(2.0)
 
     def sample(self) -> dict[str, float]:
-        """The current values, with the prefix of this node."""
+        """The current values, with this node's prefix."""
         values: dict[str, float] = {}
         for source in self.sources:
             try:
@@ -61,10 +61,10 @@ class SystemMetrics:
         return {self.prefix + key: value for key, value in values.items()}
 
     def _run(self) -> None:
-        self.sample()  # the first sample of a rate has nothing to compare with
+        self.sample()  # rates are computed from the second sample on
         while not self._stop.wait(self.interval):
             self.journal.put(self.sample(), self.journal.last_step)
-        self.journal.put(self.sample(), self.journal.last_step)  # so that a short run has one, too
+        self.journal.put(self.sample(), self.journal.last_step)  # a short run has only this one
 
     def _host(self) -> dict[str, float]:
         import psutil
@@ -92,7 +92,7 @@ class SystemMetrics:
 
     @functools.cached_property
     def _handles(self) -> list[Any]:
-        """NVIDIA's GPUs. A missing driver is not reported, since a CPU node is not a failure."""
+        """The NVIDIA GPUs. A missing driver is not reported: a node may have no GPU."""
         import pynvml
 
         try:
@@ -105,7 +105,7 @@ class SystemMetrics:
             return [by_index(i) for i in range(pynvml.nvmlDeviceGetCount())]
         handles = []
         for name in listed(visible):
-            with contextlib.suppress(pynvml.NVMLError):  # if it is unknown, CUDA shows none either
+            with contextlib.suppress(pynvml.NVMLError):  # CUDA does not show an unknown GPU either
                 handles.append(by_index(int(name)) if name.isdigit() else by_uuid(name))
         return handles
 

@@ -29,8 +29,8 @@ class UserError(Exception):
 
     def __init__(self, *problems: Problem | str) -> None:
         name, text = type(self).__name__, problems[0] if problems else ""
-        # torch raises an error of a loader's worker again in the rank, with one text that ends with
-        # the worker's traceback (`torch._utils.ExceptionWrapper`).
+        # If a loader's worker fails, torch raises its error again in the rank, with a text that
+        # ends with the worker's traceback (`torch._utils.ExceptionWrapper`).
         if isinstance(text, str) and text.startswith(f"Caught {name} in "):
             self.add_note(text)
             message = text.rpartition(f"\n{type(self).__module__}.{name}: ")[2]
@@ -47,12 +47,12 @@ class UserError(Exception):
 
 
 class Unchecked(UserError):
-    """Found in the config alone, within a second; its classes may have further problems."""
+    """Problems of the config alone, found within a second; the classes may have further ones."""
 
     further = "classes and their arguments were not checked yet"
 
 
 class Unfinished(UserError):
-    """A command failed after it had begun. The same command resumes where it was."""
+    """A command failed after it had begun. The same command resumes where it stopped."""
 
     outcome = "what was done is kept"

@@ -18,9 +18,9 @@ _early: list[logging.LogRecord] = []
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """For imports of Lightning: no garbage collection meanwhile, which takes a sixth of the time,
-    and none of their objects afterwards, which would delay a training step by half a second
-    (https://docs.python.org/3/library/gc.html#gc.freeze)."""
+    """For imports of Lightning. Garbage collection is off during them, because it would take a
+    sixth of the time. Afterwards it ignores their objects, because a look at all of them would
+    delay a training step by half a second (https://docs.python.org/3/library/gc.html#gc.freeze)."""
     if "lightning" in sys.modules or not gc.isenabled():
         yield
         return
@@ -30,18 +30,18 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
-        atexit.register(gc.unfreeze)  # some libraries check at exit what was not collected
+        atexit.register(gc.unfreeze)  # some libraries look for uncollected objects at exit
 
 
 def ignore_warnings_for_authors() -> None:
-    for category in (DeprecationWarning, FutureWarning):  # for the authors of libraries
+    for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category)
 
 
 @contextmanager
 def no_exit() -> Iterator[None]:
     """For imports of the user's code: `os._exit` raises SystemExit, as `sys.exit` does. Otherwise
-    it would end the command without a message, possibly with exit code 0."""
+    the call would end the command without a message, possibly with exit code 0."""
     real, process = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:

@@ -25,11 +25,11 @@ def real_name(name: str) -> str:
 
 
 class Names(MetaPathFinder, Loader):
-    """Finds modules under their other name. They are imported only when they are asked for."""
+    """Finds modules under their other name, and imports each only when it is asked for."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         real = real_name(fullname)
-        # The parent package is imported already. A missing module is reported by its asked name.
+        # The parent package is imported already. A missing module is reported under `fullname`.
         if not real or ("." in fullname and importlib.util.find_spec(real) is None):
             return None
         return ModuleSpec(fullname, self)
@@ -55,7 +55,7 @@ class Spawned:
 
 
 def serve() -> None:
-    """Serves the names in this process and its loader workers."""
+    """Makes the names work in this process and its loader workers."""
     # A spawned worker receives its parent's process settings before its data set, whose module may
     # import Lightning.
     multiprocessing.current_process()._config["distdl"] = Spawned()  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ def serve() -> None:
     for name in second:
         del sys.modules[name]
     if second:
-        what = "%s was imported before distdl began: what derives from it is none of Lightning's"
-        log.warning(what, second[0])
+        text = "%s was imported before distdl: its subclasses do not count as Lightning's"
+        log.warning(text, second[0])
     if not any(isinstance(finder, Names) for finder in sys.meta_path):
         sys.meta_path.insert(0, Names())

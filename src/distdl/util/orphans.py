@@ -12,19 +12,19 @@ PARENT = "DISTDL_PARENT"  # the number of the process that started this one
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """On Linux, ends this process with its parent, even if that is killed with -9. Call it first.
-    Without the parent's number, here or in $DISTDL_PARENT, its earlier exit is not noticed."""
+    """On Linux, ends this process with its parent, even if the parent is killed with -9. To notice
+    a parent that has exited before this call, pass its number, here or in $DISTDL_PARENT."""
     if sys.platform != "linux":
         return
     prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    named = os.environ.pop(PARENT, None)  # it is not the parent of this process's children
+    named = os.environ.pop(PARENT, None)  # this process's children have another parent
     expected = int(named or 0) if parent is None else parent
     if expected and os.getppid() != expected:  # it exited before this call
         os._exit(1)
 
 
 def end_with_parent() -> None:
-    """For the initializer of a pool, whose worker would wait for work for ever."""
+    """Initializer of a pool, whose worker would otherwise wait for work for ever."""
     import multiprocessing
     import threading
 

@@ -1,4 +1,4 @@
-"""Whether a process still runs, and is not a later one with the same number; prctl.
+"""Whether a process still runs, and is not a later one with the same number; and prctl.
 
 Standard library only: mpirun's supervisor, which is started by its path, uses it too.
 """
@@ -24,7 +24,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def start_time(pid: int) -> str:
-    """The start time of a process as `<boot>/<ticks since then>`; with the number it is unique.
+    """The start time of a process as `<boot>/<ticks since then>`, unique together with the number.
     Empty if the process has ended (zombies included), or if there is no /proc. Source:
     https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html, field 22"""
     try:
@@ -34,8 +34,8 @@ def start_time(pid: int) -> str:
         return ""
 
 
-def is_alive(pid: int, born: str | None = None) -> bool:
-    """Whether a process runs, of this start time if one was recorded."""
+def is_alive(pid: int, started: str | None = None) -> bool:
+    """Whether a process runs; if a start time was recorded, with this start time."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -45,7 +45,7 @@ def is_alive(pid: int, born: str | None = None) -> bool:
     if not Path("/proc/self/stat").exists():  # not Linux
         return True
     actual = start_time(pid)
-    return bool(actual) and (not born or actual == born)
+    return bool(actual) and (not started or actual == started)
 
 
 def this_process() -> dict[str, Any]:

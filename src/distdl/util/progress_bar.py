@@ -14,7 +14,7 @@ from rich.text import Text
 
 LINE_SECONDS = 10.0
 DRAWN_SECONDS = 0.1
-# Columns: the minimum and maximum of the bar, and the maximum of a name before it is cut.
+# Columns: the minimum and maximum width of the bar, and the length at which a name is cut.
 NARROW, WIDE, NAME = 5, 40, 17
 
 
@@ -69,8 +69,8 @@ def fitting(parts: Sequence[str], room: int) -> str:
 
 
 class Bar:
-    """Called as a `Progress` of distdl.datasets.source: `bar(done, total)`. The work done before,
-    `start`, does not count for the speed."""
+    """Called as a `Progress` of distdl.datasets.source: `bar(done, total)`. The speed does not
+    count work that was done before (`start`)."""
 
     def __init__(self, title: str, start: int = 0) -> None:
         self.title, self.start = title, start
@@ -84,7 +84,7 @@ class Bar:
         return time.monotonic() - self._began
 
     def __call__(self, done: int, total: int, info: str = "") -> None:
-        """Shows that `done` of `total` is finished, with `info` beside it. Cheap: call it often."""
+        """Shows that `done` of `total` is finished, with `info` beside it. May be called often."""
         now = time.monotonic()
         if now - self._drawn >= DRAWN_SECONDS and self._console.is_terminal:
             self._drawn = now

@@ -1,7 +1,7 @@
 """Keeps secrets out of what is written: logs, recorded command lines, dirty diffs, messages.
 
 It hides the values of secret-looking environment variables, and text that looks like a secret
-(`api_key=x`, `Bearer x`, a private key). Of diffs, which nobody reads before they are recorded, it
+(`api_key=x`, `Bearer x`, a private key). In diffs, which nobody reads before they are recorded, it
 hides more. A false alarm costs a few stars, a miss costs a key.
 """
 
@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from distdl.util.secret_shapes import KEY_BLOCK, STARS, hide_shapes, is_random
 
-# For names. Words inside a name count (`HF_TOKEN`, `PGPASSWORD`), `sas` only as a separate word.
+# Secret names. Words inside a name count (`HF_TOKEN`, `PGPASSWORD`), `sas` only as a whole word.
 _SECRET_NAME = re.compile(
     r"token|secret|passw(or)?d|passphrase|credential|canary|authorization|access_signature"
     r"|(api|access|account|private|storage|encryption|signing|ssh|master|subscription|shared|auth"
@@ -31,7 +31,7 @@ _PLAIN_NAME = re.compile(
     r"|^azure_token_credentials$"  # which of azure-identity's classes asks for the token
 )
 
-# For values; patterns that need no name are in `distdl.util.secret_shapes`.
+# Secret values; patterns that need no name are in `distdl.util.secret_shapes`.
 _CURL_USER = re.compile(r"(\s(?:-u|--user)[ =])(\S+?):\S+")
 _WORD = re.compile(r"[A-Za-z_][\w.-]*")
 _ASSIGNED = re.compile(  # what follows a name: `: str = "x"`, `="x"`, `": x`
@@ -76,7 +76,7 @@ def secret_values() -> dict[str, str]:
 
 
 def _hide_environment(text: str) -> str:
-    # The longest first: one secret may begin with another.
+    # The longest first, because one secret may begin with another.
     for name, value in sorted(secret_values().items(), key=lambda item: -len(item[1])):
         lines = [line for line in value.splitlines() if len(line) >= 16]  # a log splits lines
         spellings = {value, quote(value, safe=""), json.dumps(value)[1:-1], *lines}
@@ -179,8 +179,8 @@ class RedactingFilter(logging.Filter):
 
 
 def holds_secret(key: str, value: str) -> str:
-    """Why this literal of a config, its interpolations unresolved, must not be frozen, without
-    repeating it; "" if it may be. `key` is the last part of its path (`api_token`)."""
+    """Why this literal of a config, its interpolations unresolved, must not be frozen; "" if it may
+    be. The reason does not repeat it. `key` is the last part of its path (`api_token`)."""
     named = _FROM_ENVIRONMENT.search(value) or _REFERENCE.fullmatch(value)
     # A value may only name a kind of credential: `credential: managed_identity`.
     kind = "credential" in key.lower() and re.fullmatch(r"[a-z_]{1,24}", value)

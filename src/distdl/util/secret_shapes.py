@@ -2,7 +2,7 @@
 
 Logs and diffs hide every match (`hide_shapes`): a false alarm costs a few stars, a miss costs a
 key. Files that leave this machine are searched for certain secrets only (`find`): there a false
-alarm costs a file, so examples (`AKIAIOSFODNN7EXAMPLE`, `user:password@`) and mere names pass.
+alarm costs a file, so examples (`AKIAIOSFODNN7EXAMPLE`, `user:password@`) and plain names pass.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _value(match: re.Match[str]) -> bool:
 
 
 def _random_value(match: re.Match[str]) -> bool:
-    """Whether the value is more than a hash in a name or a UUID, which only identify something."""
+    """Whether the value is not only a hash in a name or a UUID, which identify something."""
     parts = re.split(r"[_.-]+", match["value"])
     return _value(match) and any(len(part) >= 16 and is_random(part) for part in parts)
 
@@ -94,7 +94,7 @@ def _key_block(match: re.Match[str]) -> bool:
 
 
 def _encoded_key(match: re.Match[str]) -> bool:
-    """Whether it is a key: a certificate begins in the same way, and is public."""
+    """Whether the match is a key: a certificate begins in the same way, and is public."""
     text = match[0][: len(match[0]) // 4 * 4]
     return b"PRIVATE KEY" in base64.b64decode(text)[:64]
 
@@ -106,7 +106,7 @@ class Shape:
         kind: Its name in messages: "a GitHub token".
         pattern: Finds it. Its group `value` is hidden; without that group, the whole match.
         needles: Every match contains one of them, so most files are skipped without the pattern.
-        sure: Whether a match is certain, such as not an example.
+        sure: Whether a match is certainly a secret, not an example.
     """
 
     def __init__(self, kind: str, pattern: str, *needles: str, sure: Sure | None = None) -> None:

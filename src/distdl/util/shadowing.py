@@ -11,8 +11,8 @@ from importlib.machinery import PathFinder
 
 
 def shadowing(error: BaseException, folders: tuple[str, ...]) -> tuple[str, str, str] | None:
-    """The file of the user's `folders` that made an import fail, because it hides a module of the
-    same name, what is wrong with it, and the remedy; None if the import failed otherwise."""
+    """The file of the user's `folders` that made an import fail because it hides a module of the
+    same name, what is wrong, and the remedy; None if the import failed for another reason."""
     thing = getattr(error, "obj", None)
     named = thing.__name__ if isinstance(thing, type(sys)) else getattr(error, "name", None)
     name = str(named or "").partition(".")[0]

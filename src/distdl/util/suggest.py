@@ -7,8 +7,8 @@ from contextlib import suppress
 from difflib import SequenceMatcher
 from typing import Any
 
-_CLOSE = 0.65  # "lrr" and "lr" score 0.8; "epochs" and "max_epochs" 0.75; unrelated words below 0.6
-_OTHER_SECTION = 0.05  # the same name is preferred in the section that the user wrote
+_CLOSE = 0.65  # "lrr" and "lr" score 0.8, "epochs" and "max_epochs" 0.75, unrelated words below 0.6
+_OTHER_SECTION = 0.05  # of equal names, that in the section that the user wrote is preferred
 
 
 def _ratio(left: str, right: str) -> float:
@@ -30,7 +30,7 @@ def did_you_mean(path: str, known: Iterable[str]) -> str:
 
 
 def nearest(path: str, known: Iterable[str]) -> list[str]:
-    """The same paths as a list, the nearest first; empty if nothing is close."""
+    """The paths of `did_you_mean` as a list, the nearest first; empty if nothing is close."""
     section, _, leaf = path.rpartition(".")
     scored: list[tuple[float, str]] = []
     for candidate in dict.fromkeys(name for name in known if name != path):
@@ -56,7 +56,7 @@ _SPELT = {
 
 def respelt(value: Any) -> Any:
     """The value that a user probably meant by 3.0, '3', 'None' or 'yes'; else the value itself. The
-    caller checks whether it fits."""
+    caller checks whether it is valid."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str):

@@ -10,8 +10,8 @@ from distdl.util.errors import UserError
 
 
 def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterator[str]:
-    """Lines of a growing file, without line ends, until it is no longer `alive`. It need not exist
-    yet, and is read every `interval` seconds. A link, which a run never writes, is a UserError."""
+    """Lines of a growing file, without line ends, until it is no longer `alive`. The file need not
+    exist yet, and is read every `interval` seconds. A link, which no run writes, is a UserError."""
     if path.is_symlink():  # a run's folder may come from somebody else
         raise UserError.at(str(path), f"is a link to {path.readlink()}, and is not shown")
     position, rest = 0, b""

@@ -16,8 +16,8 @@ MISREAD = 1000  # hours
 
 def seconds(walltime: object) -> int:
     """The limit in seconds, at least 1, of hours (`12`, `0.5`, "12"), `h:mm:ss`, `d-h`, `d-h:mm` or
-    `d-h:mm:ss`. A ValueError, to which the caller adds the valid forms (`FORMS`), says why it is
-    not a time, or surely a mistake."""
+    `d-h:mm:ss`. Other values, and likely mistakes, raise a ValueError, to whose text the caller
+    adds the valid forms (`FORMS`)."""
     text = str(walltime).strip()
     if isinstance(walltime, bool) or not isinstance(walltime, (int, float, str)):
         raise ValueError(f"{walltime!r} is not a time")
@@ -34,7 +34,7 @@ def seconds(walltime: object) -> int:
         raise ValueError(f"{walltime!r} is not a time: after days, hours go from 0 to 23")
     total = (int(days or 0) * 24 + int(hours)) * 3600 + int(minutes or 0) * 60 + int(rest or 0)
     if not total:
-        raise ValueError(f"{walltime!r} is no time at all")
+        raise ValueError(f"{walltime!r} is not a time above 0")
     return total
 
 
@@ -44,7 +44,7 @@ def _hours(text: str, walltime: object) -> int:
     if not math.isfinite(hours):
         raise ValueError(f"{walltime!r} is not a time")
     if round(hours * 3600) < 1:
-        raise ValueError(f"{walltime!r} is no time at all")
+        raise ValueError(f"{walltime!r} is not a time above 0")
     if hours >= MISREAD:
         misread = "did YAML read 1:30:00 as a number (5400)? Then put it in quotes"
         raise ValueError(f"{walltime!r} would be {hours:g} hours; {misread}")

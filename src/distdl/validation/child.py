@@ -33,7 +33,7 @@ from distdl.validation.targets import BUILT, Trust, nodes, target_problems
 _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 OURS = ("distdl/validation/child.py", "distdl/util/imports.py")
 UNKNOWN = "takes no argument"
-# Functions that pass **kwargs to a model: only building the model shows what it takes.
+# Functions that pass **kwargs to a model: only building the model shows which are valid.
 _BUILT_ON_META = ("torchvision.models.", "timm.models.", "timm.create_model")
 
 # What the builder (worker.build) passes besides the node's own keys. `supplied`: the leading
@@ -72,7 +72,7 @@ class Binding:
 
     @no_exit()
     def run(self) -> None:
-        self.look()
+        self.import_targets()
         for key in (*COMPONENTS, *COLLECTIONS):
             self.visit(self.config.get(key), (key,))
         if isinstance(self.config.get("trainer"), dict):
@@ -80,11 +80,11 @@ class Binding:
 
             lightnings.trainer(self, self.config["trainer"])
         if not self.local:
-            self.left_behind()
+            self.check_imported_modules()
         self.problems = [each for each in self.problems if not self.follows(each.path, each.what)]
 
     def follows(self, path: str, what: str) -> bool:
-        """Whether a value is wrong only because it refers to a wrong value, reported by itself."""
+        """Whether a value is wrong only because it refers to a wrong value that is reported."""
         refers = {path_text(path): text[2:-1] for path, text in self.expressions.items()}
         built = [p for p in refers if p.startswith(f"{path}.") and "cannot be built" in what]
         for origin in (path, *built):
@@ -94,7 +94,7 @@ class Binding:
                 return True
         return False
 
-    def look(self) -> None:
+    def import_targets(self) -> None:
         """Imports every target and checks its kind, before any model is built for a check."""
         for path, node in nodes({key: self.config.get(key) for key in BUILT}):
             if path not in self.skip:
@@ -104,9 +104,10 @@ class Binding:
                 else:
                     self.skip.append(path)
 
-    def left_behind(self) -> None:
+    def check_imported_modules(self) -> None:
         """Notes modules from outside the project and outside the installed packages: the nodes may
-        have them. Those that only $PYTHONPATH finds are refused: a job's is that of its bundle."""
+        have them. Modules that only $PYTHONPATH finds are refused: a job has its own
+        $PYTHONPATH."""
         searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         launcher = self.config.get("launcher") or {}
         if launcher.get("modules") or "PYTHONPATH" in str(launcher):
@@ -114,7 +115,7 @@ class Binding:
         installed = [folder for _, folder in editable()]
         launches = str(launcher.get("_target_")).partition(".")[0]  # runs here, not on the nodes
         new = {*sys.modules} - self.before - {launches}
-        # Top-level modules only: what stands below torch.classes invents any attribute.
+        # Top-level modules only: those below torch.classes claim to have any attribute.
         for name in sorted(n for n in new if n.isidentifier() and not n.startswith("__")):
             module = sys.modules[name]
             files = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
@@ -123,12 +124,12 @@ class Binding:
             if known or not home.is_absolute():
                 continue
             what = f"{name} is imported from {home}, which no job takes along"
-            remedy = "or choose project.root above both"
+            remedy = "or choose a project.root that contains it"
             if str(home) in searched and not any(home.is_relative_to(f) for f in installed):
-                what += ", and no node looks for it: PYTHONPATH is another one there"
+                what += ", and no node finds it: nodes have another PYTHONPATH"
                 self.add(("project", "root"), what, f"pip install it, here and there; {remedy}")
             else:
-                self.notes.append(f"{what}: install it there, {remedy}")
+                self.notes.append(f"{what}: install it on the nodes, {remedy}")
 
     def visit(self, value: Any, path: Path) -> None:
         """Checks a node and the nodes inside it. Nodes below `_recursive_: false` are not bound:
@@ -148,7 +149,7 @@ class Binding:
             before = len(self.problems)
             if built:
                 self.bind(called, node, location)
-            # A hook may rely on values that are known to be wrong; an extra key does no harm.
+            # A hook may rely on values that are known to be wrong; only unknown keys do no harm.
             if built and all(UNKNOWN in problem.what for problem in self.problems[before:]):
                 self.hook(called, node, location)
 
@@ -178,7 +179,7 @@ class Binding:
                 return self.absent(package, path)
             remedy = lightning_1.replaced(error) + origin(error)
             if isinstance(error, SystemExit):
-                remedy += ': put what only a script does under if __name__ == "__main__":'
+                remedy += ': put the code of a script under if __name__ == "__main__":'
             self.add(path, f"{target} cannot be imported: {in_short(error)}", remedy)
         finally:
             sys.argv = typed
@@ -193,11 +194,11 @@ class Binding:
             )
 
     def accepted(self, called: Any, node: dict[str, Any], path: Path) -> bool:
-        """Whether it can be called and is of the kind that its section takes."""
+        """Whether the target can be called and is of the kind that its section accepts."""
         target, why = node["_target_"], None
         missing = ", ".join(sorted(getattr(called, "__abstractmethods__", ())))
         if not callable(called):
-            why = (f"{target} is a {type(called).__name__}, no class or function", "")
+            why = (f"{target} is a {type(called).__name__}, not a class or function", "")
         elif missing:
             why = (f"{target} is abstract: it does not define {missing}", "")
         else:
@@ -228,7 +229,7 @@ class Binding:
         unknown = [name for name, what, _ in misfits if what == "unknown argument"]
         if path in (("model",), ("data",)) and len(unknown) > 3:
             misfits = [each for each in misfits if each[0] not in unknown]
-            default = f"those of the default? under defaults in your file: - override /{text}: null"
+            default = f"if the default adds them, write under defaults: - override /{text}: null"
             self.add(path, f"{target} {UNKNOWN} {', '.join(unknown)}", default)
         for name, what, remedy in misfits:
             location = (*path, name) if name else path
@@ -236,7 +237,7 @@ class Binding:
             if what == "unknown argument":
                 what = f"{target} {UNKNOWN} {name!r}"
                 if name == "class_path":
-                    remedy = f"LightningCLI's word: {text}._target_={node[name]}"
+                    remedy = f"this key is LightningCLI's: write {text}._target_={node[name]}"
             elif what == "missing argument":
                 what, remedy = f"missing, {target} needs it", f"write {path_text(location)}=..."
             elif "{}" in what:
@@ -259,12 +260,12 @@ class Binding:
             self.add((*path, name) if name else path, f"{target}: {what}", remedy)
 
     def hook(self, called: Any, node: dict[str, Any], path: Path) -> None:
-        """Lets a target check its own node by a static or class method `check(node[, context])`.
+        """Lets a target check its own node, in a static or class method `check(node[, context])`.
 
         It returns Problems, with paths relative to the node, and strings that say what it could
         not check. The context has the number of devices, whether the run is `local`, the `config`,
-        and what is `refused` and must not be imported: `model`, `callbacks.stop`. A data node's
-        check that takes no context looks at files, so it is called for local runs only.
+        and the `refused` components, which must not be imported: `model`, `callbacks.stop`. A data
+        node's check without a context looks at files, so it is called for local runs only.
         """
         static = inspect.getattr_static(called, "check", None)
         is_ours = isinstance(static, (staticmethod, classmethod)) or inspect.isfunction(called)
@@ -310,8 +311,8 @@ def origin(error: BaseException) -> str:
     return last
 
 
-def answered(request: dict[str, Any]) -> dict[str, Any]:
-    """Problems, notes and facts, as `distdl.validation.validate` reads them."""
+def check(request: dict[str, Any]) -> dict[str, Any]:
+    """The problems, notes and facts that `distdl.validation.validate` reads."""
     lightning_names.serve()
     make_importable(request["trust"][0])  # instead of the folder that `python -m` adds
     binding = Binding(request)
@@ -333,7 +334,7 @@ def main() -> None:
     from distdl.util.orphans import die_with_parent
 
     die_with_parent(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
-    json.dump(answered(json.load(sys.stdin)), answer)
+    json.dump(check(json.load(sys.stdin)), answer)
     answer.close()
     sys.stderr.flush()
     os._exit(0)  # a normal exit would take another second to unload torch and Lightning

@@ -4,7 +4,7 @@ The allowed packages contain functions that run a shell command or unpickle a fi
 list of refusals. So each section takes one kind of object: `callbacks` takes subclasses of
 Lightning's Callback, `optimizer` subclasses of torch's Optimizer, and so on. Nodes inside arguments
 are parts: layers, networks, transforms, ... from the modules that are listed here. The user's own
-code, and what `project.allow` names, may be anything.
+code, and code that `project.allow` names, may be of any kind.
 
 Validation checks this (`distdl.validation.child`), and each worker again before it builds
 (`refuse`).
@@ -80,27 +80,27 @@ def problem_of_kind(
 
     Args:
         called: The target, imported but not called.
-        node, path: With its arguments; where it is in the config.
-        trust: Whose code may be anything.
+        node, path: The target's node, with its arguments, and the path of the node in the config.
+        trust: Whose code may be of any kind.
     """
     target = str(node["_target_"])
     if is_trusted(called, target, trust):
         return None
     kind, real = kind_of(path), name_of(called)
     if not kind.takes(called):
-        pythons = real.partition(".")[0] in sys.stdlib_module_names
-        shown = f"{target} is Python's own {real}, and" if pythons else f"{target} is"
+        is_pythons = real.partition(".")[0] in sys.stdlib_module_names
+        shown = f"{target} is Python's own {real}, and" if is_pythons else f"{target} is"
         section = "a node in another one's arguments" if kind is PART else path[0]
         what = f"{shown} not {kind.words}, and {section} takes nothing else"
-        return what, f"such as {kind.example}" + ("" if pythons else f"; {advice(target)}")
+        return what, f"such as {kind.example}" + ("" if is_pythons else f"; {advice(target)}")
     loads = [key for key in TIMM_LOADS if node.get(key)]
     if ":" in str(node.get("model_name")):
         loads.append(f"model_name={node['model_name']}")
     if loads and (called is _known("timm.create_model") or _is_timm_entry(called)):
-        what = f"{loads[0]} lets timm load what a file or a repository says"
+        what = f"{loads[0]} lets timm load a file that may run code"
         return what, f"model.weights=FILE loads weights and nothing else; {advice(target)}"
     if node.get("weights_only") not in (None, True):
-        return "weights_only=false runs what a file says", f"leave it out; {advice(target)}"
+        return "weights_only=false runs code from the file", f"leave it out; {advice(target)}"
     return None
 
 
@@ -116,11 +116,8 @@ def is_trusted(called: Any, target: str, trust: Trust) -> bool:
 
 def refuse(values: Mapping[str, Any], trust: Trust) -> None:
     """The worker's check of every `_target_` that it is about to build, in resolved sections: a
-    frozen config may come from somebody else, and validation may not have seen it.
-
-    Raises:
-        UserError: With everything that is refused.
-    """
+    frozen config may come from somebody else, and validation may not have seen it. Raises a
+    UserError with all that is refused."""
     built = {key: values.get(key) for key in BUILT if key != "launcher"}
     refused = dict(target_problems(built, trust))
     problems = [*refused.values()]
@@ -175,9 +172,9 @@ def _classes_of(*bases: str) -> Callable[[Any], bool]:
     """A test for classes of allowed packages that derive from one of these bases."""
 
     def takes(thing: Any) -> bool:
-        ours = inspect.isclass(thing) and thing.__module__.partition(".")[0] in ALLOWED
+        allowed = inspect.isclass(thing) and thing.__module__.partition(".")[0] in ALLOWED
         known = [base for base in map(_known, bases) if base is not None]
-        return ours and issubclass(thing, (*known,))
+        return allowed and issubclass(thing, (*known,))
 
     return takes
 
@@ -187,14 +184,14 @@ def _one_of(names: tuple[str, ...]) -> Callable[[Any], bool]:
 
 
 def _known(name: str) -> Any:
-    """The object of one of our names; None if its module is not imported, as no target can then be
-    that object."""
+    """The object of a dotted name in this module; None if its module is not imported, because no
+    target can then be that object."""
     module, _, attribute = name.rpartition(".")
     return getattr(sys.modules.get(module), attribute, None)
 
 
 def launches(thing: Any) -> bool:
-    """Whether it is a class with a launcher's methods (distdl.job.Launcher)."""
+    """Whether an object is a class with a launcher's methods (distdl.job.Launcher)."""
     methods = ("request", "submit", "attach")
     return inspect.isclass(thing) and all(callable(getattr(thing, m, None)) for m in methods)
 
@@ -212,7 +209,7 @@ def _is_part(thing: Any) -> bool:
 
 
 def _is_registered(thing: Any) -> bool:
-    """Whether it is a model builder that torchvision's or timm's own registry lists."""
+    """Whether an object is a model builder that torchvision's or timm's own registry lists."""
     if inspect.isfunction(thing) and thing.__module__.startswith("torchvision.models."):
         models = sys.modules["torchvision.models"]
         name = thing.__name__

@@ -17,7 +17,7 @@ TRAINER = table("""
     auto_lr_find auto_scale_batch_size: choose optimizer.lr, data.batch_size
     checkpoint_callback: choose what is saved by checkpoint.*
     multiple_trainloader_mode: let train_dataloader return a CombinedLoader of that mode
-    progress_bar_refresh_rate: callbacks.progress=null takes the bar away
+    progress_bar_refresh_rate: callbacks.progress=null removes the bar
     reload_dataloaders_every_epoch: trainer.reload_dataloaders_every_n_epochs=1
     replace_sampler_ddp: trainer.use_distributed_sampler
     resume_from_checkpoint: checkpoint.resume_from=FILE
@@ -26,9 +26,9 @@ TRAINER = table("""
     weights_summary: trainer.enable_model_summary=true or false
 """)
 HOOKS = table("""
-    training_epoch_end: on_train_epoch_end, for which the step keeps its outputs in self
-    validation_epoch_end: on_validation_epoch_end, for which the step keeps its outputs in self
-    test_epoch_end: on_test_epoch_end, for which the step keeps its outputs in self
+    training_epoch_end: on_train_epoch_end; keep the outputs of the steps in self
+    validation_epoch_end: on_validation_epoch_end; keep the outputs of the steps in self
+    test_epoch_end: on_test_epoch_end; keep the outputs of the steps in self
     training_step_end validation_step_end test_step_end: the end of the step itself
     on_epoch_start: on_train_epoch_start, on_validation_epoch_start
     on_epoch_end: on_train_epoch_end, on_validation_epoch_end
@@ -64,7 +64,7 @@ _REFUSED = ("training_epoch_end", "validation_epoch_end", "test_epoch_end")
 
 
 def replaced(error: BaseException) -> str:
-    """The new name of what a failed import looked for in Lightning 1; "" for other errors."""
+    """The new name of the object of Lightning 1 that could not be imported; "" for other errors."""
     # No module named 'a.b', cannot import name 'b' from 'a', module 'a' has no attribute 'b'
     parts = sorted(re.findall(r"'([\w.]+)'", str(error)), key=lambda part: "." not in part)
     name = re.sub(r"^(pytorch_lightning|lightning\.pytorch)\.", "", ".".join(parts))
@@ -72,18 +72,18 @@ def replaced(error: BaseException) -> str:
 
 
 def problems(called: type, base: type, users: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
-    """Yields each part of a class that is for Lightning 1 only, and the remedy.
+    """Yields each part of a class that only Lightning 1 supports, and the remedy.
 
     A library's hooks are reported only if the Trainer refuses them: they may be there for older
-    versions. `base` is Lightning's own class; `users` tells whether a name is the user's code."""
+    versions. `base` is Lightning's own class; `users` says whether a name is the user's code."""
     for name in (n for n in dir(called) if not n.startswith("_") and n != "forward"):
         function = inspect.getattr_static(called, name)
         if not inspect.isfunction(function):
             continue
         shown = f"{called.__name__}.{name}"
         refused = base.__name__ == "LightningModule" and name in _REFUSED
-        mine = name in HOOKS and users(f"{function.__module__}.x")
-        if refused or (mine and not _is_used(called, name)):
+        users_hook = name in HOOKS and users(f"{function.__module__}.x")
+        if refused or (users_hook and not _is_used(called, name)):
             what = f"{shown} is a hook of Lightning 1, and nobody calls it"
             yield what, f"it is now {HOOKS[name]}"
         elif inspect.isfunction(getattr(base, name, None)):

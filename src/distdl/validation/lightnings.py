@@ -1,5 +1,5 @@
-"""Checks against Lightning: base classes of model and data, hooks that it no longer calls, and the
-Trainer's arguments."""
+"""Checks against Lightning: base classes of model and data, hooks that Lightning no longer calls,
+and the Trainer's arguments."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def component(binding: Binding, called: Any, path: Path) -> None:
-    """Checks a component: the base class of model and data, a strategy that the config asks to
-    shard checkpoints, and hooks of Lightning 1 and their arguments."""
+    """Checks a component: the base class of model and data, whether the strategy can shard
+    checkpoints if the config asks for it, and hooks and arguments of Lightning 1."""
     import lightning.pytorch as pl
 
     bases = {"model": pl.LightningModule, "data": pl.LightningDataModule}
-    asked = (binding.config.get("checkpoint") or {}).get("sharded")
-    if path == ("strategy",) and asked and not hasattr(called, "sharded_checkpoints"):
-        what = f"{called.__name__} writes whole checkpoints only"
+    sharded = (binding.config.get("checkpoint") or {}).get("sharded")
+    if path == ("strategy",) and sharded and not hasattr(called, "sharded_checkpoints"):
+        what = f"{called.__name__} writes each checkpoint as one file"
         binding.add(("checkpoint", "sharded"), what, "checkpoint.sharded=false, or strategy=fsdp")
     if not inspect.isclass(called):
         return
@@ -39,17 +39,17 @@ def component(binding: Binding, called: Any, path: Path) -> None:
     if base is not None and not issubclass(called, base):
         remedy = f"derive it from lightning.pytorch.{base.__name__}"
         if section == "model":
-            remedy += ", or give it to ours: model._target_=distdl.models.ImageClassifier"
+            remedy += ", or pass it to distdl's: model._target_=distdl.models.ImageClassifier"
         what = f"{called.__name__} is not a {base.__name__}"
         binding.add((section, "_target_"), what, remedy)
     elif base is pl.LightningModule:
         default = pl.LightningModule.configure_optimizers
         method = getattr(called, "configure_optimizers", None)
         binding.facts["model_configures_optimizers"] = method is not default
-    mine = partial(lies_in, folders=binding.trust.folders)
+    is_users = partial(lies_in, folders=binding.trust.folders)
     for kind in (*bases.values(), pl.Callback):
         if issubclass(called, kind):
-            for what, remedy in lightning_1.problems(called, kind, mine):
+            for what, remedy in lightning_1.problems(called, kind, is_users):
                 binding.add((*path, "_target_"), what, remedy)
 
 
@@ -59,12 +59,12 @@ def trainer(binding: Binding, node: dict[str, Any]) -> None:
     from lightning.pytorch import Trainer
 
     binding.visit(node, ("trainer",))
-    # Stage 1 reports those that distdl sets itself.
+    # Stage 1 reports the arguments that distdl sets itself.
     arguments = {key: value for key, value in node.items() if key not in TRAINER_OWNED}
     binding.bind(Trainer, arguments, ("trainer",), "lightning's Trainer")
     wrong = {problem.path for problem in binding.problems}
     plain = {k: v for k, v in arguments.items() if f"trainer.{k}" not in wrong}
-    refused = tried({k: v for k, v in plain.items() if "_target_" not in str(v)})
+    refused = try_trainer({k: v for k, v in plain.items() if "_target_" not in str(v)})
     if isinstance(refused, str):
         binding.absent(refused, ("trainer",))
     elif refused is not None:
@@ -80,17 +80,17 @@ def trainer(binding: Binding, node: dict[str, Any]) -> None:
         )
 
 
-def tried(arguments: Mapping[str, Any]) -> Problem | str | None:
-    """Builds a Trainer: Lightning refuses arguments that no type check can find. Returns a problem,
-    or the name of a missing package, or None."""
+def try_trainer(arguments: Mapping[str, Any]) -> Problem | str | None:
+    """Builds a Trainer: Lightning refuses values that no type check can find. Returns a problem, or
+    the name of a missing package, or None."""
     from lightning.pytorch import Trainer
 
-    # The devices need not be on this machine, and what distdl sets itself is left out.
+    # The devices may be on another machine, and distdl sets loggers and the bar itself.
     neutral = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "sync_batchnorm": False}
     neutral |= {"deterministic": None, "benchmark": None}  # these would change this process
     neutral |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     passed = {**arguments, **neutral}
-    logging.disable(logging.INFO)  # the Trainer that trains will log it all again
+    logging.disable(logging.INFO)  # the Trainer that trains logs these messages again
     try:
         with warnings.catch_warnings(action="ignore"):
             Trainer(**passed)

@@ -1,5 +1,5 @@
-"""Builds a model on the `meta` device, without memory or weights: of functions that pass **kwargs
-on, only that shows which arguments are valid."""
+"""Builds a model on the `meta` device, without memory or weights. For functions that pass **kwargs
+on, this alone shows which arguments are valid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from distdl.util.suggest import closest
 
-# Left out of a validation: these download weights.
+# Arguments that are left out, because they download weights.
 WEIGHTS = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "pretrained_cfg")
 _UNEXPECTED = re.compile(r"([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'")
 
@@ -56,7 +56,7 @@ def _explain(error: BaseException) -> tuple[str, str, str] | None:
 
 
 def _parameters(error: BaseException, name: str) -> list[str]:
-    """The arguments of the callable that refused, which is visible in the frame that called it."""
+    """The arguments of the callable `name` that refused one; its caller's frame shows it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     visible = {**frames[-1].f_globals, **frames[-1].f_locals} if frames else {}
     name = name.removesuffix(".__init__")

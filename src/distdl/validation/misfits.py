@@ -23,9 +23,9 @@ _SWITCH = "automatic_optimization"
 _ONE = "one optimizer with several parameter groups"
 _BY_HAND = f"{_ONE}, or self.{_SWITCH} = False and strategy=ddp or strategy=fsdp"
 _SEVERAL = "strategy=ddp or strategy=fsdp, which take several"
-_METRIC = "its monitor= must be a metric that is logged; once it is, the same command starts anew"
+_METRIC = "its monitor= must be a metric that is logged; correct it, and repeat the same command"
 _SPLIT = ("FSDPStrategy", "DeepSpeedStrategy")
-# A part of an error of Lightning or torch -> the key, what is wrong (None: their words), remedy.
+# A part of an error of Lightning or torch -> the key, what is wrong (None: its own text), remedy.
 _KNOWN: dict[str, tuple[str, str | None, str]] = {
     "multiple optimizers is only supported": ("model", None, _BY_HAND),
     "only supports single optimizer": ("strategy", None, f"{_ONE}, or {_SEVERAL}"),
@@ -38,7 +38,7 @@ _KNOWN: dict[str, tuple[str, str | None, str]] = {
     "ReduceLROnPlateau conditioned on metric": ("model", None, _METRIC),
     "got mixed torch.Tensor and DTensor": (
         "strategy",
-        "weights are used outside of their module's forward, where a rank has a slice of them",
+        "weights are used outside of their module's forward, where a rank has only a slice of them",
         "call that module itself, or strategy=ddp",
     ),
 }
@@ -60,7 +60,7 @@ def misfits(
         strategy: The dotted path of its class, `distdl.strategies.DDPStrategy`.
         ranks: The number of ranks.
     """
-    from lightning.pytorch import callbacks as theirs
+    from lightning.pytorch import callbacks as lightnings
 
     manual, several = by_hand(model), makes_several(model)
     clip, accumulate = trainer.get("gradient_clip_val"), trainer.get("accumulate_grad_batches", 1)
@@ -75,7 +75,7 @@ def misfits(
         remedy = f"trainer.accumulate_grad_batches=1, and step at each {accumulate}th batch_idx"
         yield Problem("trainer.accumulate_grad_batches", not_accumulated, remedy)
     if manual and strategy.endswith("PipelineStrategy"):
-        yield Problem("strategy", f"{_MANUAL} a pipeline has steps of its own", "strategy=ddp")
+        yield Problem("strategy", f"{_MANUAL} a pipeline steps them too", "strategy=ddp")
     if several and manual is False:
         what = "configure_optimizers returns several optimizers, and Lightning steps one by itself"
         yield Problem("model", what, _BY_HAND)
@@ -84,25 +84,25 @@ def misfits(
         yield Problem("strategy", what, _SEVERAL)
     plain_ddp = re.fullmatch(r"distdl\.strategies\.auto|lightning\..*\.DDPStrategy", strategy)
     for path, cls in callbacks.items():
-        if issubclass(cls, theirs.BatchSizeFinder):
+        if issubclass(cls, lightnings.BatchSizeFinder):
             what = "would change the batch size at each start, and with it the run's global batch"
-            yield Problem(path, what, "take it away, and write data.batch_size=...")
-        if issubclass(cls, theirs.GradientAccumulationScheduler) and manual:
-            yield Problem(path, not_accumulated, "take it away")
-        elif issubclass(cls, theirs.GradientAccumulationScheduler) and accumulate != 1:
-            what = f"and trainer.accumulate_grad_batches={accumulate} exclude each other"
+            yield Problem(path, what, "remove it, and write data.batch_size=...")
+        if issubclass(cls, lightnings.GradientAccumulationScheduler) and manual:
+            yield Problem(path, not_accumulated, "remove it")
+        elif issubclass(cls, lightnings.GradientAccumulationScheduler) and accumulate != 1:
+            what = f"cannot be combined with trainer.accumulate_grad_batches={accumulate}"
             remedy = f"trainer.accumulate_grad_batches=1, and scheduling={{0: {accumulate}}} in it"
             yield Problem(path, what, remedy)
-        if issubclass(cls, theirs.BaseFinetuning) and ranks > 1 and plain_ddp:
-            what = "unfreezes what Lightning's DDP does not average: the ranks would diverge"
+        if issubclass(cls, lightnings.BaseFinetuning) and ranks > 1 and plain_ddp:
+            what = "unfreezes layers that Lightning's DDP does not average: the ranks would diverge"
             yield Problem(path, what, "strategy=ddp")
-        if issubclass(cls, theirs.ModelPruning) and strategy.endswith(_SPLIT):
-            yield Problem(path, "prunes complete weights, and a rank has a slice", "strategy=ddp")
+        if issubclass(cls, lightnings.ModelPruning) and strategy.endswith(_SPLIT):
+            yield Problem(path, "prunes complete weights, not a rank's slices", "strategy=ddp")
 
 
 def refuse(trainer: Trainer) -> None:
     """Checks the real objects, including callbacks from the module's `configure_callbacks`; raises
-    a UserError with everything that does not work together."""
+    a UserError with all combinations that do not work."""
     algorithm = trainer.gradient_clip_algorithm
     arguments = {
         "gradient_clip_val": trainer.gradient_clip_val,
@@ -118,24 +118,24 @@ def refuse(trainer: Trainer) -> None:
 
 
 def explained(error: BaseException) -> Problem | None:
-    """An error of Lightning or torch during training as a Problem with our remedy; None if the
-    error is unknown."""
+    """An error of Lightning or torch during training as a Problem with a remedy; None if the error
+    is unknown."""
     called, owner = (getattr(error, key, None) for key in ("name", "obj"))
     logs = type(owner).__module__.startswith(("distdl.tracking.", "mlflow.", "lightning."))
     if logs and str(called).startswith("add_"):
-        wrong = f"the model calls {called} of TensorBoard's writer, and self.logger is another's"
+        wrong = f"the model calls {called} of TensorBoard's writer, and self.logger has none"
         return Problem("tracking", wrong, "tracking=[tensorboard,mlflow]: the first is self.logger")
-    for words, (path, what, remedy) in _KNOWN.items():
-        if words in str(error):
+    for text, (path, what, remedy) in _KNOWN.items():
+        if text in str(error):
             frames = traceback.extract_tb(error.__traceback__)
-            users = [f for f in frames if "site-packages" not in f.filename]
-            steps = [f"({f.filename}, line {f.lineno})" for f in users if f.name[-5:] == "_step"]
+            outside = [f for f in frames if "site-packages" not in f.filename]
+            steps = [f"({f.filename}, line {f.lineno})" for f in outside if f.name[-5:] == "_step"]
             line = f" {steps[-1]}" if steps and what else ""
             return Problem(path, f"{what or f'Lightning refuses it: {error}'}{line}", remedy)
     return None
 
 
-# ------------------------------------------------------------ what a class shows of its optimizers
+# ------------------------------------------------------------ what the source of a class shows
 
 
 def by_hand(model: Any) -> bool | None:

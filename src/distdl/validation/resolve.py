@@ -1,7 +1,7 @@
 """Resolves a composed config value by value, so that one bad interpolation does not hide the rest.
 
 OmegaConf's own `resolve` stops at the first failure and prints values. Here each failure becomes a
-Problem. Interpolated values are recorded: they may come from the environment, and are never
+Problem. Interpolations are recorded: their values may come from the environment, and are never
 printed.
 """
 
@@ -78,7 +78,7 @@ class Resolved:
         return text
 
 
-# The last call: the config as written, the environment, the result.
+# Of the last call: the config as written, the environment, the result.
 _last: list[Any] = []
 
 
@@ -153,13 +153,13 @@ def _explain(error: Exception, written: str, text: str, resolved: Resolved) -> t
         remedy = words.for_key(name) or did_you_mean(name, others)
     elif match := re.search(r"KeyError raised while resolving.*launcher\.inputs\.(\w+)", message):
         name = f"launcher.inputs.{match[1]}"
-        what = f"reads the input {match[1]}, and {name} does not say where it is"
+        what = f"reads the input {match[1]}, but {name}, its path, is not set"
         remedy = f"write +{name}=PATH"
     elif isinstance(error, UnsupportedInterpolationType):
         name = message.split("\n")[0].rpartition(" ")[2]  # values that refer to it fail too
-        what = f"uses a resolver that is not known: {written}"
+        what = f"uses an unknown resolver: {written}"
         if "${env:" in written:
             remedy = f"write {text}='{written.replace('${env:', '${oc.env:')}'"
     elif isinstance(error, RecursionError) or "ecursive" in message:
-        name, what = "itself", f"refers to itself: {written}"  # one per cycle
+        name, what = "itself", f"refers to itself: {written}"  # so that a cycle is one problem
     return name, Problem(text, what, remedy)

@@ -1,4 +1,4 @@
-"""Stage 1 checks beyond the schema: size, batches, secrets, and what a remote job will lack."""
+"""Stage 1 checks beyond the schema: size, batches, secrets, and what a remote job would lack."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from distdl.validation.resolve import Resolved
 from distdl.validation.targets import nodes
 
 _LOCAL = "distdl.launchers.local"  # this machine only
-_HERE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
+_ON_THIS_MACHINE = (_LOCAL, "distdl.launchers.external")  # the workers run where this command runs
 
-# The package that a tracker's logger imports; its first word is our extra that installs it.
+# The package that a tracker's logger imports. Its first word is the name of distdl's extra for it.
 PACKAGES = {"WandbLogger": "wandb", "CometLogger": "comet_ml", "ClearMLLogger": "clearml"}
 # Launcher keys whose names look secret, but whose values only name something.
 _NO_SECRETS = ("kms_key", "key_vault")
@@ -35,7 +36,7 @@ def strings(value: Any) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def is_here(resolved: Resolved, local: bool | None) -> bool:
+def is_local(resolved: Resolved, local: bool | None) -> bool:
     """Whether the workers run on this machine: `local` if it is known, else by the launcher."""
     return runs_here(_launcher(resolved)) if local is None else local
 
@@ -46,12 +47,12 @@ def _launcher(resolved: Resolved) -> str:
 
 def runs_here(target: str) -> bool:
     """Whether the launcher of this `_target_` starts its workers on this machine."""
-    return target.startswith(_HERE)
+    return target.startswith(_ON_THIS_MACHINE)
 
 
 def trainer(resolved: Resolved) -> Iterator[Problem]:
     """Trainer arguments that distdl sets itself, that only Lightning 1 had, or that are unknown;
-    and a training without batches."""
+    and a training on no batches."""
     takes, target = _trainer_takes(), resolved.section("task").get("_target_")
     for key, value in resolved.section("trainer").items():
         path, strategy = f"trainer.{key}", words.strategy_for(str(value))
@@ -59,7 +60,7 @@ def trainer(resolved: Resolved) -> Iterator[Problem]:
             remedy = (key == "strategy" and strategy) or words.TRAINER_OWNED[key]
             yield Problem(path, "is set by distdl itself", remedy)
         elif key in lightning_1.TRAINER:
-            yield Problem(path, "Lightning 2's Trainer has it no more", lightning_1.TRAINER[key])
+            yield Problem(path, "Lightning 2's Trainer no longer has it", lightning_1.TRAINER[key])
         elif key == "accelerator" and strategy:
             yield Problem(path, f"{value} is a strategy", f"{strategy}, and {path}=auto")
         elif takes and key not in takes:
@@ -67,8 +68,8 @@ def trainer(resolved: Resolved) -> Iterator[Problem]:
             remedy = near or words.for_key(key) or did_you_mean(key, known_paths())
             yield Problem(path, f"lightning's Trainer takes no argument {key!r}", remedy)
         elif key == "limit_train_batches" and value == 0 and target == configs.TRAIN:
-            remedy = f"{path}=null: all; task=validate trains nothing"
-            yield Problem(path, "0 is a training of no batches", remedy)
+            remedy = f"write {path}=null for all batches, or task=validate"
+            yield Problem(path, "0 would train on no batches", remedy)
 
 
 def _trainer_takes() -> list[str]:
@@ -92,16 +93,27 @@ def class_paths(resolved: Resolved) -> Iterator[Problem]:
             remedy = f"{text}: {{_target_: {node['class_path']}{''.join(keys)}}}"
             if "_target_" in node and len(path) == 1:
                 remedy += f", and under defaults: - override /{text}: null"
-            yield Problem(text, "class_path and init_args are LightningCLI's words", remedy)
+            yield Problem(text, "class_path and init_args are LightningCLI's keys", remedy)
+
+
+def misspelt(resolved: Resolved) -> Iterator[Problem]:
+    """Arguments of distdl's own classes that almost equal an earlier key of the same node, such as
+    `batchsize` after `batch_size`. They are found without an import."""
+    for path, node in nodes({key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}):
+        keys, text, target = [*map(str, node)], path_text(path), node["_target_"]
+        for position, key in enumerate(keys) if configs.is_own(target) else ():
+            for near in get_close_matches(key, keys[:position], 1, cutoff=0.85):
+                what = f"{target} takes no argument {key!r}"
+                yield Problem(f"{text}.{key}", what, f"did you mean {text}.{near}?")
 
 
 def names(resolved: Resolved) -> Iterator[Problem]:
-    """The text that goes into scripts and command lines: output_dir and names of variables."""
+    """Checks texts that go into scripts and command lines: output_dir and names of variables."""
     output = resolved.values.get("output_dir")
     if isinstance(output, str):
         reasons = [unwritable(output)]
         if odd := unprintable(str(Path(output).absolute())):
-            what = f"{output!r} has, or lies below, the character {odd!r}, which no script can show"
+            what = f"the path of {output!r} contains {odd!r}, which no script can contain"
             reasons.append(what)
         yield from (Problem("output_dir", why, "choose another folder") for why in reasons if why)
     for problem in variable_problems(resolved.section("launcher")):
@@ -114,19 +126,19 @@ def unwritable(output: str) -> str:
     if not output.strip():
         return "is empty (a variable that is not set?)"
     if "://" in output:
-        return f"{output} is not a folder: runs lie in one, which may be a mount of that"
+        return f"{output} is not a folder: mount it, and name the folder where it is mounted"
     try:
         part = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     except OSError as error:
-        return f"cannot be made: {error.strerror}"
+        return f"cannot be created: {error.strerror}"
     if not part.is_dir():
         return f"{part} is a file"
-    return "" if os.access(part, os.W_OK | os.X_OK) else f"{part} is not yours to write to"
+    return "" if os.access(part, os.W_OK | os.X_OK) else f"you may not write to {part}"
 
 
-def services(resolved: Resolved, here: bool) -> Iterator[Problem]:
-    """Trackers whose package is not installed, if the workers run here."""
-    for key, node in resolved.section("tracking").items() if here else ():
+def services(resolved: Resolved, local: bool) -> Iterator[Problem]:
+    """Trackers whose package is not installed, if the workers run on this machine."""
+    for key, node in resolved.section("tracking").items() if local else ():
         target = str(node.get("_target_")) if isinstance(node, dict) else ""
         package = PACKAGES.get(target.rpartition(".")[2], "")
         if package and importlib.util.find_spec(package) is None:
@@ -135,12 +147,12 @@ def services(resolved: Resolved, here: bool) -> Iterator[Problem]:
             yield Problem(f"tracking.{key}", what, remedy)
 
 
-def environment(resolved: Resolved, here: bool) -> Iterator[Problem]:
-    """Environment variables of a job on other machines: those that it will not have, since it would
-    fail after an hour in a queue, and secrets in the launcher's settings, which the request
-    shows."""
+def environment(resolved: Resolved, local: bool) -> Iterator[Problem]:
+    """Checks the environment variables of a job on other machines. Reported are those that the job
+    would lack, because it would fail only after its time in the queue, and secrets in the
+    launcher's settings, which the request shows."""
     forwarded = strings(resolved.section("launcher").get("forward_env"))
-    for path, name, has_default in resolved.variables() if not here else ():
+    for path, name, has_default in resolved.variables() if not local else ():
         forward = f"launcher.forward_env=[{','.join([*forwarded, name])}]"
         key, value = str(path[-1]), os.environ.get(name, "")
         secret = looks_secret(name) or looks_secret(key) or (value and holds_secret(key, value))
@@ -149,14 +161,14 @@ def environment(resolved: Resolved, here: bool) -> Iterator[Problem]:
                 what = f"reads the environment variable {name}, which the job will not have"
                 yield Problem(path_text(path), what, forward)
         elif secret and not (len(path) == 2 and key in _NO_SECRETS):
-            what = f"the value of {name} would stand in the request, for all to read"
-            yield Problem(path_text(path), what, f"leave it out: {forward} sends it apart")
+            what = f"the value of {name} would be readable in the request"
+            yield Problem(path_text(path), what, f"leave it out: {forward} sends it separately")
 
 
-def topology(resolved: Resolved, size: Resources | None, here: bool) -> Iterator[Problem]:
+def topology(resolved: Resolved, size: Resources | None, local: bool) -> Iterator[Problem]:
     trainer = resolved.section("trainer")
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes")
-    if isinstance(devices, list) and not here:
+    if isinstance(devices, list) and not local:
         what = "a list names devices of this machine, and the job runs elsewhere"
         remedy = f"write the number per node: trainer.devices={len(devices)}"
         yield Problem("trainer.devices", what, remedy)
@@ -189,7 +201,7 @@ def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:
     remedy = f"data.batch_size={total // parts}"
     if total % parts:
         remedy = f"data.global_batch_size={max(1, total // parts) * parts}"
-        what += ", nor divisible"
+        what += ", and not divisible"
     if total != batch * parts:
         yield Problem("data.global_batch_size", what, remedy)
 
@@ -209,7 +221,7 @@ def secrets(resolved: Resolved) -> Iterator[Problem]:
         if not reason:
             continue
         named = re.search(r"environment variable (\w+)$", reason)
-        # The section in front keeps a key from being a shell's own variable: PATH, HOME, USER.
+        # With its section as prefix no key is a variable of the shell: PATH, HOME, USER.
         suggested = "_".join(keys[-2:] if len(keys) > 1 else ["my", *keys])
         name = named[1] if named else re.sub(r"\W", "_", suggested).upper()
         text = redact(path_text(path))
@@ -217,5 +229,5 @@ def secrets(resolved: Resolved) -> Iterator[Problem]:
         if path[:2] == ("launcher", "env"):
             remedy = f"export {name}=... and write launcher.forward_env=[{name}] instead"
         elif path[:2] == ("launcher", "inputs"):  # its value would appear in the request
-            remedy = "give an address without it: azureml://datastores/NAME/paths/... keeps its own"
+            remedy = "use a datastore, which keeps it: azureml://datastores/NAME/paths/..."
         yield Problem(text, reason, remedy)

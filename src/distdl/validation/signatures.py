@@ -1,7 +1,7 @@
-"""What a class or function takes, and whether given arguments fit (see `validation.child`).
+"""What a class or function takes, and whether the arguments of a node fit (see `validation.child`).
 
-If a signature cannot be known, every argument is accepted: a false refusal is worse than a miss,
-which the worker reports later anyway.
+If a signature is unknown, every argument is accepted: a false refusal is worse than an overlooked
+mistake, which the worker reports later anyway.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from annotated_types import Ge, Gt
 from distdl.util.suggest import closest, respelt, written
 from distdl.validation import kinds
 
-# Strategies of Lightning's that pass their **kwargs to another class than their base.
+# Lightning's strategies that pass their **kwargs to a class that is not their base.
 VAR_KEYWORD_GOES_TO = {
     "ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
     "fsdp.FSDPStrategy": "torch.distributed.fsdp.FullyShardedDataParallel",
 }
 _STRATEGIES = "lightning.pytorch.strategies."
-# Arguments that such a class sets itself.
-_OWN = ("module", "device_ids", "process_group")
+# Arguments that such a strategy sets itself.
+_SET_ITSELF = ("module", "device_ids", "process_group")
 UNIONS = (Union, types.UnionType)
 DTYPE, TENSOR = "a dtype of torch", "<class 'torch.Tensor'>"
 _PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -94,9 +94,9 @@ def _followed(cls: type, parameters: Parameters) -> Parameters:
         ):
             further = takes(kinds.locate(wrapper)) or parameters
             for name, parameter in further.items():
-                # torch's wrappers have no annotations; a default shows that one is a bool.
+                # torch's wrappers have no annotations; a bool is known by its default.
                 hint = bool if isinstance(parameter.default, bool) else parameter.empty
-                if name not in _OWN and parameter.kind is not parameter.VAR_KEYWORD:
+                if name not in _SET_ITSELF and parameter.kind is not parameter.VAR_KEYWORD:
                     names.setdefault(name, parameter.replace(default=None, annotation=hint))
             return {**parameters, **names} if takes_anything(further) else names
         if not _passes_on(init, keyword):
@@ -124,7 +124,7 @@ def _passes_on(init: Any, keyword: str) -> bool:
 
 def bind(
     called: Parameters,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     *,
     positional: int = 0,
     partial: bool = False,
@@ -132,8 +132,8 @@ def bind(
 ) -> Iterator[tuple[str, str, str]]:
     """Checks that arguments bind, of which `positional` are passed by position.
 
-    Missing arguments may come later (`partial`), or are those that the builder passes if the target
-    takes them (`offered`).
+    Arguments may be missing if they come later (`partial`), or if the builder passes them to
+    targets that take them (`offered`).
 
     Yields:
         Name of the argument ("" for the node itself), what is wrong, the remedy. `{}` stands for
@@ -144,10 +144,10 @@ def bind(
     ]
     filled = by_position[:positional]
     if positional > len(by_position) and not takes_anything(called, Parameter.VAR_POSITIONAL):
-        yield "", f"takes {len(by_position)} positional arguments, {positional} are given", ""
+        yield "", f"takes {len(by_position)} positional arguments, {positional} are passed", ""
     by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     names = [name for name, parameter in called.items() if parameter.kind in by_name]
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in filled:
             yield name, "is passed by distdl or by position already", "remove it"
         elif name in names and not _fits(value, called[name]):
@@ -162,7 +162,7 @@ def bind(
             yield name, "unknown argument", f"did you mean {{}}{near}?" if near else listed
     for name, p in called.items() if not partial else ():
         needed = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        if needed and name not in (*filled, *given, *offered):
+        if needed and name not in (*filled, *arguments, *offered):
             yield name, "missing argument", ""
 
 
@@ -193,7 +193,7 @@ def matches(value: Any, hint: Any) -> bool:
 
 
 def _dtype() -> Any:
-    torch: Any = sys.modules.get("torch")  # a signature with its types has imported it
+    torch: Any = sys.modules.get("torch")  # a signature that uses torch's types has imported torch
     return torch and torch.dtype
 
 

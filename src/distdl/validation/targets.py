@@ -1,9 +1,9 @@
 """Which classes and functions a config may name by `_target_`, decided without importing any.
 
-A config may come from somebody else (mail, a shared folder, MLflow), and `_target_` calls what it
-names. So there are two checks. This module checks the name: only members of known packages may be
-imported at all. `validation.kinds` then checks the imported object: a callback must be a Callback,
-an optimizer an Optimizer. A `Trust` says whose code is exempt.
+A config may come from somebody else (mail, a shared folder, MLflow), and the class or function that
+`_target_` names is called. So there are two checks. This module checks the name: only members of
+known packages may be imported at all. `validation.kinds` then checks the imported object: a
+callback must be a Callback, an optimizer an Optimizer. A `Trust` says whose code is exempt.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def under(name: str, prefixes: Sequence[str]) -> bool:
 def lies_in(target: str, folders: Sequence[str]) -> bool:
     """Whether a dotted name is in a module or package of one of the folders.
 
-    Names of the standard library and of distdl never are: Python has imported those already.
+    Names of the standard library and of distdl never are: Python has imported these modules.
     """
     parts = target.split(".")
     if parts[0] in sys.stdlib_module_names or parts[0] == "distdl":
@@ -83,8 +83,8 @@ def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | 
         if package in sys.stdlib_module_names:
             return what, ""  # hardly ever intended, so never suggested
         files = [file for folder in trust.folders for file in FilePath(folder).glob("*")]
-        users = [file.stem for file in files if file.suffix == ".py" or any(file.glob("*.py"))]
-        if near := closest(package, users):
+        names = [file.stem for file in files if file.suffix == ".py" or any(file.glob("*.py"))]
+        if near := closest(package, names):
             return what, f"did you mean {'.'.join((near, *inner))}?"
         return what, f"if you trust it: project.allow=[{package}]"
     section = str(path[0]) if path else ""

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a run before anything starts; each stage reports all it finds at once.
+"""Finds the mistakes of a run before anything starts; each stage reports all that it finds at once.
 
 Stage 1 (`problems_of`) looks at the config alone and imports neither torch nor Lightning. Stage 2
 (`check_bindings`) imports every `_target_` and binds its arguments. It uses a child process, since
@@ -35,7 +35,7 @@ from distdl.util.imports import logged_later, uncollected
 from distdl.util.redact import redact
 from distdl.validation import rules
 from distdl.validation.resolve import Resolved, resolve
-from distdl.validation.rules import is_here, strings
+from distdl.validation.rules import is_local, strings
 from distdl.validation.targets import Trust, nodes, target_problems
 
 _CHILD_SECONDS = 300.0
@@ -48,7 +48,7 @@ def problems_of(
     local: bool | None = None,
     project_root: str | None = None,
 ) -> list[Problem]:
-    """Stage 1: everything that is wrong with a config, found without importing what it names.
+    """Stage 1: all problems that can be found without importing the classes that a config names.
 
     Args:
         config: As composed, with unknown keys still in it.
@@ -60,22 +60,24 @@ def problems_of(
         Problems sorted by path; their texts never repeat a value from the environment.
     """
     resolved = resolve(config)
-    here = is_here(resolved, local)
+    local = is_local(resolved, local)
     trainer = [*rules.trainer(resolved)]
     shape = check(resolved.values, show=resolved.show, known=_known(resolved))
     problems = [
         *trainer,
         *(each for each in shape if each.path not in [known.path for known in trainer]),
         *rules.names(resolved),
-        *rules.services(resolved, here),
+        *rules.services(resolved, local),
         *(each for _, each in target_problems(resolved.values, _trust(resolved, project_root))),
-        *rules.topology(resolved, topology, here),
+        *rules.topology(resolved, topology, local),
         *rules.secrets(resolved),
     ]
     # A value that did not resolve is None now, and must not be reported a second time.
     broken = [*resolved.problems, *rules.class_paths(resolved)]
     problems = [p for p in problems if not any(lies_below(p.path, top.path) for top in broken)]
-    return _tidy([*problems, *broken, *rules.environment(resolved, here)], resolved)
+    problems += [*broken, *rules.environment(resolved, local)]
+    # Otherwise stage 2 reports misspelt arguments, together with all others.
+    return _tidy([*problems, *(rules.misspelt(resolved) if problems else ())], resolved)
 
 
 def refuse(
@@ -90,7 +92,7 @@ def refuse(
 
     Args:
         config, topology, local, project_root: As in `problems_of`.
-        further: The caller's own problems, reported where stage 1 finds nothing at their path.
+        further: The caller's own problems, reported if stage 1 finds nothing at their path.
 
     Raises:
         Unchecked: with all problems, so that a typo is reported without waiting for torch.
@@ -108,14 +110,14 @@ def check_bindings(
     project_root: str | None = None,
     *,
     local: bool | None = None,
-    goes_on: bool = False,
+    in_process: bool = False,
 ) -> tuple[list[Problem], list[str], dict[str, Any]]:
     """Stage 2: imports each `_target_` and binds its arguments, in a child process.
 
     Args:
         config, local, project_root: As in `problems_of`, which must have found nothing.
         size: The size of the run; None if only the launcher knows it.
-        goes_on: This process becomes the worker afterwards, so everything is imported here, once.
+        in_process: Import everything in this process, which becomes the worker afterwards.
 
     Returns:
         Problems; notes for the user ("not checked: ..."); facts: `model_configures_optimizers` is
@@ -124,14 +126,15 @@ def check_bindings(
     """
     resolved = resolve(config)
     known, trust = size or Resources(accelerator="auto"), _trust(resolved, project_root)
-    more = {"world_size": known.world_size, "local": is_here(resolved, local)}
+    more = {"world_size": known.world_size, "local": is_local(resolved, local)}
     request = {
         "config": resolved.values,
         "expressions": list(resolved.expressions.items()),
         "trust": [trust.folders, trust.allow],
         "context": asdict(known) | more,
     }
-    answer = (_ask_here if goes_on else _ask_child)(json.dumps(request, default=str))
+    check_in = _check_in_process if in_process else _check_in_child
+    answer = check_in(json.dumps(request, default=str))
     notes = [resolved.hide_environment(note) for note in answer["notes"]]
     return _tidy([Problem(*each) for each in answer["problems"]], resolved), notes, answer["facts"]
 
@@ -153,7 +156,7 @@ def validate(
 
 
 def _tidy(problems: Sequence[Problem], resolved: Resolved | None = None) -> list[Problem]:
-    """Each problem once, sorted by path, without values from the environment."""
+    """Removes duplicates and values from the environment, and sorts by path."""
     hide = (resolved or Resolved()).hide_environment
     safe = (Problem(each.path, hide(each.what), hide(each.remedy)) for each in problems)
     return sorted(dict.fromkeys(safe), key=lambda problem: problem.path)
@@ -173,26 +176,26 @@ def _known(resolved: Resolved) -> list[str]:
     return [*dict.fromkeys([*known_paths(), *LAYERS, *(text for text in keys if "[" not in text)])]
 
 
-def _ask_here(request: str) -> dict[str, Any]:
+def _check_in_process(request: str) -> dict[str, Any]:
     with uncollected(), logged_later(), contextlib.chdir("."):  # an import may change the folder
-        from distdl.validation.child import answered
+        from distdl.validation import child
 
-        return answered(json.loads(request))
+        return child.check(json.loads(request))
 
 
-def _ask_child(request: str) -> dict[str, Any]:
-    """Runs `distdl.validation.child`. If it hangs or crashes, that is returned as a problem."""
-    # -P: do not import from the current folder; the request names the user's own folders.
+def _check_in_child(request: str) -> dict[str, Any]:
+    """Runs `distdl.validation.child`. A child that hangs or crashes is returned as a problem."""
+    # -P: the child imports from the folders in the request, not from the current folder.
     command = [sys.executable, "-P", "-m", "distdl.validation.child", str(os.getpid())]
     streams: dict[str, Any] = {"capture_output": True, "text": True}
     try:
         child = subprocess.run(command, input=request, timeout=_CHILD_SECONDS, **streams)
         return json.loads(child.stdout)
     except subprocess.TimeoutExpired:
-        what = f"importing what the config names took more than {_CHILD_SECONDS:.0f} s"
+        what = f"importing the config's targets took more than {_CHILD_SECONDS:.0f} s"
         remedy = "import your modules by hand to see where they hang"
     except ValueError:
-        what = f"importing what the config names ended Python (exit code {child.returncode})"
+        what = f"importing the config's targets ended Python (exit code {child.returncode})"
         lines = [line for line in redact(child.stderr).splitlines() if line.strip()]
         remedy = "\n    ".join(lines[-5:])
     return {"problems": [["", what, remedy]], "notes": [], "facts": {}}

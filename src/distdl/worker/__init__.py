@@ -1,1 +1,1 @@
-"""What every rank runs: the start-up, the build of the run, and measured choices."""
+"""What every rank runs: the start-up, building the run, and settings chosen by measurement."""

@@ -1,7 +1,7 @@
 """Starts the ranks of one node under torch's elastic agent: `python -m distdl.agent ...`.
 
-`launcher=local` uses it for this machine; where a platform starts one process per node (SageMaker,
-MPI with `launcher.agent=true`), that process is this one.
+`launcher=local` uses it for this machine. Where a platform starts one process per node (SageMaker,
+MPI with `launcher.agent=true`), the platform starts this program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distdl.util.orphans import PARENT
 
 # Seconds. torch's agent kills ranks that are still running 30 s after the first one ended. A rank
 # killed earlier was killed by something else.
-OWN_KILLS = 20
+BEFORE_AGENT_KILLS = 20
 
 
 def run(
@@ -39,24 +39,24 @@ def run(
     grace_seconds: int = 30,
     env: Mapping[str, str] | None = None,
 ) -> int:
-    """Starts `devices` ranks here and waits for them. With one node, no other machine can reach
-    them.
+    """Starts `devices` ranks on this machine and waits for them. With one node, the ranks listen
+    only on this machine's loopback interface.
 
     Args:
         name: Identifies the job to the agents of the other nodes.
-        attempt: Receives the redacted output of all ranks but the node's first, and a record of
-            each rank that was killed.
-        main: With several nodes: `host:port` of the ranks' store on node 0.
-        grace_seconds: From a signal until the ranks are killed.
+        attempt: Its folder gets the redacted output of all ranks but the node's first, and a
+            record of each rank that was killed.
+        main: With several nodes, `host:port` of the ranks' store on node 0.
+        grace_seconds: Time from a signal until the ranks are killed.
 
     Returns:
-        0, or the exit code of the rank that failed first. -N if signal N ended that rank, or if
-        signal N asked this process to end.
+        0, or the exit code of the rank that failed first; -N if signal N ended that rank or asked
+        this process to end.
     """
-    kept = {n: signal.getsignal(n) for n in (*stopping.MEANING, signal.SIGQUIT)}
+    handlers = {n: signal.getsignal(n) for n in (*stopping.STATE_AFTER, signal.SIGQUIT)}
     os.environ.update(env or {})
     os.environ[PARENT] = str(os.getpid())
-    # One thread per process unless set: as torchrun does, without its warning.
+    # One thread per process, unless the user has set it: as torchrun does, without its warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if nodes == 1 and (interface := loopback()):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -69,18 +69,18 @@ def run(
         options["rdzv_configs"] = {"rank": node_rank, "timeout": 900}
     folder = attempt.logs / (f"agent-{node_rank}" if nodes > 1 else "agent")
     try:
-        with stopping.raised():
+        with stopping.raise_on_signal():
             return _run(command, folder, attempt, options)
     except KeyboardInterrupt as interrupt:  # before torch's agent handled signals
-        return -stopping.number_of(interrupt)
+        return -stopping.signal_number(interrupt)
     finally:
         os.environ.pop(PARENT, None)
-        stopping.set_handlers({n: handler for n, handler in kept.items() if handler is not None})
+        stopping.set_handlers({n: old for n, old in handlers.items() if old is not None})
 
 
 def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[str, Any]) -> int:
-    """The part that needs torch: `folder` is for the output of the ranks, `options` for torch's
-    LaunchConfig."""
+    """The part of `run` that needs torch. The ranks write their output into `folder`; `options` are
+    arguments of torch's LaunchConfig."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -88,7 +88,7 @@ def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[s
     from distdl.worker import rendezvous
     from distdl.worker.rank_output import RankOutput
 
-    signals = ",".join(n.name for n in (*stopping.heard(), signal.SIGQUIT))
+    signals = ",".join(n.name for n in (*stopping.signals(), signal.SIGQUIT))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
     fields = {f.name for f in dataclasses.fields(LaunchConfig)}
     with RankOutput(folder, options["nproc_per_node"]) as output:
@@ -98,41 +98,41 @@ def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[s
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
-            return blame(attempt, error.failures)
+            return record_kills(attempt, error.failures)
         except SignalException as error:
             return -int(error.sigval)
     return 0
 
 
-def blame(attempt: Attempt, ended: Mapping[int, Any]) -> int:
-    """Records the ranks that could not do so themselves, and returns the exit code of the cause.
-    torch reports the `exitcode` and `timestamp` of each rank that failed."""
-    start = min(each.timestamp for each in ended.values())
-    for rank, each in ended.items():
+def record_kills(attempt: Attempt, failed: Mapping[int, Any]) -> int:
+    """Records the ranks that were killed or crashed before they recorded it. Returns the exit code
+    of the rank that failed first. torch reports `exitcode` and `timestamp` of each failure."""
+    start = min(each.timestamp for each in failed.values())
+    for rank, each in failed.items():
         code = int(each.exitcode)
-        agreed = code in (EXIT_PREEMPTED, EXIT_CANCELLED) or -code in stopping.MEANING
-        if not agreed and each.timestamp - start < OWN_KILLS:
-            # torch's time is in whole seconds, rounded down. Nothing kills a rank because another
-            # one failed, but it may crash as a consequence, and then must come second.
+        agreed = code in (EXIT_PREEMPTED, EXIT_CANCELLED) or -code in stopping.STATE_AFTER
+        if not agreed and each.timestamp - start < BEFORE_AGENT_KILLS:
+            # torch rounds its timestamps down to seconds. A rank that crashes because another one
+            # failed must be dated after it. A SIGKILL is never such a consequence.
             later = 0 if -code == signal.SIGKILL else 1
             failures.record_end(attempt.errors, rank, code, each.timestamp + later)
     first = attempt.first_error()
-    if first and first["rank"] in ended:
-        return int(ended[first["rank"]].exitcode)
-    return int(min(ended.values(), key=lambda each: each.timestamp).exitcode)
+    if first and first["rank"] in failed:
+        return int(failed[first["rank"]].exitcode)
+    return int(min(failed.values(), key=lambda each: each.timestamp).exitcode)
 
 
 def loopback() -> str | None:
-    """The interface that reaches only this machine."""
+    """The network interface that only this machine can reach."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """One node's agent. The worker's arguments follow after `--`."""
+    """Runs one node's agent. The worker's arguments follow after `--`."""
     parser = argparse.ArgumentParser("python -m distdl.agent", description=__doc__)
-    parser.add_argument("--devices", type=int, required=True, help="ranks on this node")
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--node-rank", type=int, help="default: by the launcher's own variables")
+    parser.add_argument("--devices", type=int, required=True, help="number of ranks on this node")
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
+    parser.add_argument("--node-rank", type=int, help="default: read from the launcher's variables")
     parser.add_argument("--main-address", default=os.environ.get("MASTER_ADDR", "127.0.0.1"))
     parser.add_argument("--main-port", type=int, default=int(os.environ.get("MASTER_PORT", "0")))
     parser.add_argument("--grace-seconds", type=int, default=30)
@@ -143,23 +143,23 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if node_rank is None:
         from distdl.ranks import environment
 
-        # One agent per node: its rank among the agents is the node's number.
+        # There is one agent per node, so its rank among the agents is the node's number.
         node_rank = environment.resolve().rank
     from distdl.ranks.process_exit import exit_process
 
     launcher = os.environ.get("DISTDL_LAUNCHER", "local")
     code = run(
         ["-m", "distdl.worker", *options.worker],
-        name="distdl",  # the same on every node; their store's address tells jobs apart
+        name="distdl",  # the same on every node; the address of their store distinguishes jobs
         devices=options.devices,
         attempt=Attempt(Path(store, "attempts", f"{int(number):03d}")),
         nodes=options.nodes,
         node_rank=node_rank,
         main=f"{options.main_address}:{options.main_port}",
         grace_seconds=options.grace_seconds,
-        # From here on the ranks have torchrun's variables, whatever started this agent.
+        # The agent sets torchrun's variables for its ranks, whatever started the agent.
         env={"DISTDL_LAUNCHER": "local"},
     )
-    if -code in stopping.MEANING:  # status.json says how the ranks ended
+    if -code in stopping.STATE_AFTER:  # status.json records how the ranks ended
         code = EXIT_FAILURE
     exit_process(code if code >= 0 else 128 - code, launcher)

@@ -9,18 +9,18 @@ import sys
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 NEVER = -1
 LARGEST_THRESHOLD = 32 * 2**20  # bytes; glibc takes no more
-# The user's own settings. GLIBC_TUNABLES may be about something else.
+# Set by a user who configures malloc. GLIBC_TUNABLES is checked below: it may configure more.
 VARIABLES = {f"MALLOC_{x}_" for x in ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "MMAP_MAX", "TOP_PAD")}
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep freed memory; the process stays as large as its largest step made it. False
-    with another C library, or if the user's environment configures malloc.
+    """Makes malloc keep freed memory, so that the process stays as large as its largest step made
+    it. Does nothing and returns False with another C library, or if the user configures malloc.
 
-    glibc returns much of what a step on a CPU frees to the system, and the next step has every page
-    mapped and cleared again: a fifth of a small network's step. torch recommends other allocators
-    for this, which must be preloaded (https://docs.pytorch.org/tutorials/recipes/recipes/
-    tuning_guide.html); these settings have most of their effect. See mallopt(3).
+    After a step on a CPU, glibc returns much of the freed memory to the system. The next step then
+    maps and clears every page again, which takes a fifth of a small network's step. torch
+    recommends other allocators, which must be preloaded (https://docs.pytorch.org/tutorials/
+    recipes/recipes/tuning_guide.html). These settings have most of the same effect: mallopt(3).
     """
     if os.environ.keys() & VARIABLES or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False

@@ -1,10 +1,10 @@
 """`strategy.autotune=true`: a short measured search for the fastest way to run the same training.
 
-The global batch stays as it is. The candidates differ in how it is divided (`data.batch_size`
-against `trainer.accumulate_grad_batches`) and, where DeepSpeed's settings are ours, in the ZeRO
-stage. Each trains a few steps on the job's own devices. The fastest is written into the attempt's
-launch.yaml, so a resume uses it and does not measure again. (DeepSpeed's own autotuner starts the
-job again for each candidate, which is impossible inside a job that a cluster has started.)
+The global batch does not change. The candidates differ in how the batch is divided
+(`data.batch_size` against `trainer.accumulate_grad_batches`) and in the ZeRO stage, unless the user
+gives DeepSpeed a config file. Each candidate trains a few steps on the job's devices. The fastest
+is written into the attempt's launch.yaml, so a resume uses it and does not measure again.
+(DeepSpeed's own autotuner restarts the job for each candidate. A job on a cluster cannot do this.)
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from distdl.worker.rank_context import RankContext
 log = logging.getLogger(__name__)
 
 WARM_UP, MEASURED = 2, 5  # optimizer steps
-CUTS = 3  # how many times the batch is halved
+HALVINGS = 3  # how often the batch is halved at most
 STAGES = (1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What it changes in the recipe, by config path, and its name in messages."""
+    """One setting to measure: its changes to the config by path, and its name in messages."""
 
     changes: dict[str, Any]
     name: str
@@ -50,7 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the slowest rank: `seconds` per optimizer step, `memory` in bytes (0 on the CPU)."""
+    """The slowest rank's `seconds` per step (None: cannot train), the largest `memory` in bytes."""
 
     candidate: Candidate
     seconds: float | None
@@ -59,8 +59,8 @@ class Measured:
 
 
 def tuned(config: DictConfig, context: RankContext) -> DictConfig:
-    """The config with the fastest candidate; unchanged for a task other than training. A UserError
-    if no candidate can train. Collective."""
+    """Returns the config with the fastest candidate, or unchanged if the task is not training.
+    Raises a UserError if no candidate can train. Collective."""
     if config.task._target_ != configs.TRAIN:
         return config
     environment, measured = context.environment, []
@@ -73,26 +73,26 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
 
 
 def fastest(measured: list[Measured], path: str) -> Measured:
-    """The shortest step; a UserError about the option `path` if no candidate can train."""
-    able = [each for each in measured if each.seconds is not None]
-    if not able:
+    """The candidate with the shortest step. If none can train: a UserError about option `path`."""
+    trained = [each for each in measured if each.seconds is not None]
+    if not trained:
         what = f"none of {len(measured)} settings can train; the last one: {measured[-1].why}"
-        raise UserError.at(path, what, "a smaller data.batch_size")
-    return min(able, key=lambda each: each.seconds or 0.0)
+        raise UserError.at(path, what, "try a smaller data.batch_size")
+    return min(trained, key=lambda each: each.seconds or 0.0)
 
 
 def report(environment: Environment, text: str, *arguments: object) -> None:
-    """Logs at INFO on rank 0, elsewhere at DEBUG, which only the log file shows."""
+    """Logs at INFO on rank 0, and at DEBUG (only in the log file) on the other ranks."""
     log.log(logging.INFO if environment.rank == 0 else logging.DEBUG, text, *arguments)
 
 
 def freeze(
     config: DictConfig, context: RankContext, best: Candidate, name: str, measured: list[Measured]
 ) -> DictConfig:
-    """Writes rank 0's choice into the attempt's launch.yaml, whose changes a resume inherits, and
-    its measurements under `name`. Collective."""
+    """Applies rank 0's choice on all ranks. Writes it into the attempt's launch.yaml, from which a
+    resume takes it, with the measurements under the key `name`. Collective."""
     best, launch = process_group.broadcast(best), context.launch
-    text = "%s: this attempt and those that resume it train with %s"
+    text = "%s: this attempt and its resumes train with %s"
     report(context.environment, text, name, best.name)
     launch["changes"] = {**(launch.get("changes") or {}), **best.changes}
     launch[name] = [line(each) for each in measured]
@@ -102,17 +102,17 @@ def freeze(
 
 
 def candidates(config: DictConfig) -> Iterator[Candidate]:
-    """Every way to divide a rank's share of the global batch, for each ZeRO stage."""
+    """All divisions of a rank's share of the global batch, for each ZeRO stage."""
     batch = int(config.data.batch_size) * int(config.trainer.get("accumulate_grad_batches") or 1)
-    sizes = [batch // 2**n for n in range(CUTS + 1) if batch % 2**n == 0]
-    own_file = config.strategy.get("config")  # its ZeRO settings are kept
-    for stage in (None,) if own_file else STAGES:
+    sizes = [batch // 2**n for n in range(HALVINGS + 1) if batch % 2**n == 0]
+    config_file = config.strategy.get("config")  # its ZeRO stage is kept
+    for stage in (None,) if config_file else STAGES:
         if stage == 3 or not config.strategy.get("offload_parameters"):
-            yield from (cut(size, batch // size, stage) for size in sizes)
+            yield from (division(size, batch // size, stage) for size in sizes)
 
 
-def cut(batch_size: int, accumulate: int, stage: int | None) -> Candidate:
-    """One division of the batch, with a ZeRO stage if given."""
+def division(batch_size: int, accumulate: int, stage: int | None) -> Candidate:
+    """A candidate that divides the batch in one way, with a ZeRO stage unless it is None."""
     name = f"data.batch_size={batch_size} x {accumulate} accumulated"
     changes = {"data.batch_size": batch_size, "trainer.accumulate_grad_batches": accumulate}
     changes["strategy.autotune"] = False
@@ -135,11 +135,11 @@ def measure(
     """Trains a few steps in this process and cleans up afterwards. Collective.
 
     Args:
-        warm_up, steps: Optimizer steps before the measurement, and in it.
-        survivable: Exceptions that only rule the candidate out. Running out of memory always does.
+        warm_up, steps: Optimizer steps before the measurement, and during it.
+        survivable: Exceptions that only rule the candidate out, as running out of memory does.
 
     Raises:
-        Stopped: A rank was asked to end meanwhile. Nothing was measured.
+        Stopped: A rank was asked to end before the measurement was complete.
     """
     stop.check()
     short = {"max_steps": warm_up + steps, "max_epochs": -1, "limit_val_batches": 0}
@@ -156,8 +156,9 @@ def measure(
         try:
             built = build(settings, run, attempt, environment, resources, stop, [])
             trainer: Any = built.trainer
-            out = (Checkpointer, StepMetrics)
-            trainer.callbacks = [*(c for c in trainer.callbacks if not isinstance(c, out)), clock]
+            removed = (Checkpointer, StepMetrics)
+            others = [c for c in trainer.callbacks if not isinstance(c, removed)]
+            trainer.callbacks = [*others, clock]
             trainer.fit(built.module, datamodule=built.datamodule)
             if (engine := getattr(trainer.strategy, "_engine", None)) is not None:
                 engine.destroy()
@@ -171,7 +172,7 @@ def measure(
     gc.collect()
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     torch.cuda.empty_cache()
-    # The same signal may have caused the failure, since the compiler's processes receive it too.
+    # A signal also reaches the compiler's processes, so it may have caused the failure above.
     process_group.check_all(stop, "before training began")
     times, memories, reasons = zip(*process_group.gather((clock.seconds, memory, why)), strict=True)
     why = next(filter(None, reasons), "")
@@ -179,7 +180,7 @@ def measure(
 
 
 class Clock(Callback):
-    """Seconds per optimizer step, over `steps` of them after the first `warm_up`."""
+    """Measures the seconds per optimizer step, over `steps` steps after the first `warm_up`."""
 
     def __init__(self, warm_up: int, steps: int) -> None:
         self.warm_up, self.steps = warm_up, steps
@@ -200,7 +201,7 @@ class Clock(Callback):
 
 
 def line(measured: Measured) -> str:
-    """One row of the table."""
+    """One row of the table that is logged and kept in launch.yaml."""
     took = measured.why if measured.seconds is None else f"{measured.seconds * 1000:9.1f} ms a step"
     memory = f", {measured.memory / 2**30:6.2f} GiB" if measured.memory else ""
     return f"{measured.candidate.name:<48}{took}{memory}"

@@ -1,4 +1,4 @@
-"""Config -> Trainer, LightningModule, LightningDataModule, callbacks, the same on every rank."""
+"""From the config to Trainer, module, data module and callbacks: the same on every rank."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Built:
     datamodule: LightningDataModule | None
     metrics: StepMetrics
     checkpointer: Checkpointer
-    checkpoint: str | None = None  # from which to resume
+    checkpoint: str | None = None  # the file or folder to resume from
     own_optimizer: bool = False  # the module defines `configure_optimizers`
 
     @property
     def data(self) -> str:
-        """The `_target_` of the data, or of a model that has its own loaders."""
+        """The `_target_` of the data, or of the model if it has its own loaders."""
         return str((self.config.get("data") or self.config.model).get("_target_"))
 
     @property
@@ -73,18 +73,18 @@ def build(
     loggers: list[Any],
     checkpoint: str | None = None,
 ) -> Built:
-    """Builds everything, on this rank, from the recipe merged with where it runs. `checkpoint`,
-    from which to resume, is the same on all ranks."""
+    """Builds the run on this rank. `config` is the recipe merged with where the attempt runs;
+    `checkpoint`, to resume from, is the same on all ranks."""
     _, _, accumulate = batches.factors(config, resources)
     global_batch = batches.global_batch_size(config, resources)
     position = TrainPosition()
-    # The same weights on every rank, whether or not the strategy broadcasts them.
+    # Every rank gets the same weights, whether or not the strategy broadcasts them.
     seed_everything(config.seed, workers=True, verbose=False)
     module: LightningModule = make(config.model)
     datamodule = make(config.get("data")) if config.get("data") else None
     own_optimizer = configures_optimizers(module)
     nodes = (config.get("callbacks") or {}).items()
-    chosen = {str(name): make(node) for name, node in nodes if node}  # null removes one
+    callbacks = [make(node) for _, node in nodes if node]  # null removes a callback
     strategy = make(config.strategy)
     if not own_optimizer:
         attach_optimizer(module, config, global_batch, position)
@@ -95,12 +95,12 @@ def build(
         world_size=world_size,
         seed=config.seed,
         position=position,
-        # Overfitting means the same batches in every epoch.
+        # Overfitting needs the same batches in every epoch.
         shuffle=False if config.trainer.get("overfit_batches") else None,
         share=bool(config.trainer.get("use_distributed_sampler", True)),
     )
     metrics = StepMetrics(None, attempt, position)
-    kept = Checkpointer(
+    checkpointer = Checkpointer(
         CheckpointStore(run.checkpoints),
         stop,
         position,
@@ -110,25 +110,26 @@ def build(
         seed=config.seed,
         **{k: v for k, v in config.checkpoint.items() if k not in ("resume_from", "sharded")},
     )
-    for callback in chosen.values():
+    for callback in callbacks:
         if isinstance(callback, RecordSamples):
             callback.run_dir, callback.attempt = run.path, attempt.number
-    trainer = build_trainer(
-        config, strategy, environment, resources, [metrics, *chosen.values(), kept], loggers, run
-    )
-    return Built(config, run, trainer, module, datamodule, metrics, kept, checkpoint, own_optimizer)
+    callbacks = [metrics, *callbacks, checkpointer]
+    trainer = build_trainer(config, strategy, environment, resources, callbacks, loggers, run)
+    parts = (config, run, trainer, module, datamodule, metrics, checkpointer)
+    return Built(*parts, checkpoint, own_optimizer)
 
 
 def data_share(strategy: Any, rank: int, world_size: int) -> tuple[int, int]:
-    """(rank, count) among the ranks that take different data; a strategy may override it."""
+    """(rank, count) among the ranks that read different data. A strategy's method `data_share` may
+    change them: the stages of a pipeline read the same data."""
     share_of = getattr(strategy, "data_share", lambda *position: position)
     return share_of(rank, world_size)
 
 
 def make(node: Any) -> Any:
-    """Instantiates a `_target_` node, with plain Python containers unless `_convert_` says
-    otherwise. Errors are the original ones, not Hydra's. Where a dtype is expected, `torch.float32`
-    or `float32` becomes one."""
+    """Instantiates a `_target_` node. Containers become plain Python ones unless `_convert_` says
+    otherwise, and text such as `float32` becomes a dtype where one is expected. Raises the original
+    error, not Hydra's."""
     if isinstance(node, DictConfig):
         values = plain(node)
         typed = with_dtypes(values)
@@ -146,14 +147,14 @@ def configures_optimizers(module: LightningModule) -> bool:
 def attach_optimizer(
     module: LightningModule, config: DictConfig, declared: int | None, position: TrainPosition
 ) -> None:
-    """Sets the config's optimizer and schedule as the module's `configure_optimizers`. `position`
-    knows the loaders' batch size; `declared` is the config's global batch, if they have none."""
+    """Makes the module's `configure_optimizers` build the config's optimizer and schedule, for the
+    global batch of the loaders (`position`) or, if they do not state it, the `declared` one."""
     optimizer_node, schedule_node = plain(config.get("optimizer")), plain(config.get("schedule"))
     if not optimizer_node:
         return
 
     def configure_optimizers(self: LightningModule) -> Any:
-        self.trainer.fit_loop.setup_data()  # the rate and the schedule depend on the loaders
+        self.trainer.fit_loop.setup_data()  # rate and schedule depend on the loaders
         reference = optimizer_node.get("lr_reference_batch", 256)
         per_step = (position.samples or 0) * self.trainer.accumulate_grad_batches
         optimizer = optimizers.build_optimizer(
@@ -166,8 +167,8 @@ def attach_optimizer(
             return optimizer
         if not self.automatic_optimization and self.trainer.is_global_zero:
             log.warning(
-                "the model steps its optimizers itself, and so it must its schedule: "
-                "self.lr_schedulers().step() in training_step, or schedule=none"
+                "the model steps its optimizers itself and must step its schedule too: call "
+                "self.lr_schedulers().step() in training_step, or set schedule=none"
             )
         schedule = optimizers.build_schedule(
             optimizer, schedule_node, **dataclasses.asdict(length_of(self.trainer))
@@ -178,9 +179,9 @@ def attach_optimizer(
 
 
 def may_fuse(config: DictConfig) -> bool:
-    """Whether an optimizer may use its fused kernel where the user has not decided. With 16-mixed,
-    a fused step would unscale the gradients itself, after they were clipped, and Lightning refuses
-    that. DeepSpeed's optimizers keep the keys that choose a kernel in their own way."""
+    """Whether an optimizer may use its fused kernel by default. With 16-mixed, a fused step
+    unscales gradients itself, after they were clipped; Lightning refuses this combination.
+    DeepSpeed's optimizers have their own keys to choose a kernel."""
     half = str(config.trainer.get("precision")) in ("16", "16-mixed")
     clips = bool(config.trainer.get("gradient_clip_val"))
     strategy = str((config.get("strategy") or {}).get("_target_"))
@@ -188,8 +189,8 @@ def may_fuse(config: DictConfig) -> bool:
 
 
 class Unprofiled(PassThroughProfiler):
-    """Lightning's profiler that does nothing. It is called 35 times per step of a default run: one
-    shared context takes a quarter of the time of a new generator for each call."""
+    """Lightning's profiler that does nothing, with one shared context. Lightning calls it 35 times
+    per step of a default run, and its new generator per call takes four times as long."""
 
     _nothing = nullcontext()
 
@@ -206,8 +207,8 @@ def build_trainer(
     loggers: list[Any],
     run: RunDirectory,
 ) -> Trainer:
-    """Lightning's Trainer. distdl sets its devices, plugins, callbacks and loggers."""
-    arguments = dict(make(config.trainer))  # a profiler or a time may be a node
+    """Builds Lightning's Trainer. distdl sets its devices, plugins, callbacks and loggers."""
+    arguments = dict(make(config.trainer))  # a profiler or a timedelta may be a node
     arguments.pop("use_distributed_sampler", None)  # see below
     arguments.update(
         accelerator=process_group.accelerator_of(environment, resources.accelerator),
@@ -215,9 +216,9 @@ def build_trainer(
         num_nodes=resources.num_nodes,
         profiler=arguments.get("profiler") or Unprofiled(),
     )
-    if arguments.get("benchmark") is None:  # cudnn's search may take non-deterministic kernels
+    if arguments.get("benchmark") is None:  # cudnn's search may choose non-deterministic kernels
         arguments["benchmark"] = not arguments.get("deterministic")
-    if config.checkpoint.get("sharded"):  # validation has checked that it can
+    if config.checkpoint.get("sharded"):  # validation has checked that the strategy can
         strategy.sharded_checkpoints = True
     process_group.give_backends(strategy, resources.accelerator)
     trainer = Trainer(
@@ -228,12 +229,12 @@ def build_trainer(
         logger=loggers or False,
         default_root_dir=Path(run.path),
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
-        # Ours writes them; a user's own ModelCheckpoint may be used beside it (callbacks/apart.py).
+        # Our Checkpointer writes checkpoints; a user's ModelCheckpoint may write others.
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
-        # `distribute` shards by rank, and can also resume and count exactly.
+        # `distribute` divides the data among the ranks, and makes a resume exact.
         use_distributed_sampler=False,
     )
-    portable.speak_names(trainer.strategy)
-    # Ours are installed already, and do not deadlock (pytorch-lightning#20806).
+    portable.use_names(trainer.strategy)
+    # Our signal handlers are installed already. Lightning's may deadlock (pytorch-lightning#20806).
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     return trainer

@@ -1,7 +1,7 @@
 """What every rank runs, everywhere: `python -m distdl.worker BUNDLE STORE`.
 
-It reads the frozen config and launch.yaml, once each, finds out which rank it is, builds, and does
-the task. The attempt's status.json and the exit code say how it ended.
+It reads the frozen config and launch.yaml once each, finds out which rank it is, builds the run and
+performs the task. The attempt's status.json and the exit code say how the rank ended.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import recipe as configs
-from distdl.config.own_code import make_importable, place_in
+from distdl.config.own_code import last_user_line, make_importable
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.ranks import environment as environments
-from distdl.ranks.process_exit import outlive_readers
+from distdl.ranks.process_exit import survive_closed_pipes
 from distdl.ranks.stopping import Stopped, StopRequest
 from distdl.runs import failures
 from distdl.runs.bundle import Bundle
@@ -41,17 +41,17 @@ log = logging.getLogger("distdl.worker")
 
 
 def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
-    """Runs one rank of one attempt and returns its exit code. `stop` may have listened for signals
-    since the process began."""
+    """Runs one rank of one attempt and returns its exit code. `stop` may have been listening for
+    signals since the process started."""
     parser = argparse.ArgumentParser("python -m distdl.worker", description=__doc__)
-    parser.add_argument("bundle", type=Path, help="where config.yaml is")
-    parser.add_argument("store", type=Path, help="where checkpoints, logs and status go")
-    parser.add_argument("--attempt", type=int, help="default: the newest")
+    parser.add_argument("bundle", type=Path, help="folder with config.yaml")
+    parser.add_argument("store", type=Path, help="folder for checkpoints, logs and status")
+    parser.add_argument("--attempt", type=int, help="number of the attempt (default: the newest)")
     arguments = parser.parse_args(argv)
 
     stop = stop or StopRequest()
     stop.install()
-    outlive_readers()
+    survive_closed_pipes()
     run, bundle = RunDirectory(arguments.store.absolute()), Bundle(arguments.bundle.absolute())
     try:
         last = run.last_attempt()
@@ -73,15 +73,15 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
                 attempt.begin()
             context = RankContext(attempt, launch, resources, environment, stop)
             state, facts["metrics"] = JobState.SUCCEEDED, perform(bundle, context)
-        except Stopped as ended:
-            state, facts["error"] = ended.state, str(ended)
-            log.warning("%s: %s", state.lower(), ended)
+        except Stopped as request:
+            state, facts["error"] = request.state, str(request)
+            log.warning("%s: %s", state.lower(), request)
         except KeyboardInterrupt:
             state, facts["error"] = JobState.CANCELLED, "interrupted"
         if rank == 0:
             attempt.end(state, **facts)
         return state.exit_code
-    except BaseException as error:  # every error is recorded and named
+    except BaseException as error:  # every error is recorded
         if isinstance(error, UserError):
             print(f"distdl: {redact(str(error))}", file=sys.stderr)
         return fail(attempt, rank, error)
@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
 
 
 def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
-    """Process group -> build -> task; returns the task's metrics."""
-    with uncollected():  # the slow imports, before ranks wait for each other
+    """Joins the process group, builds the run and performs the task. Returns the task's metrics."""
+    with uncollected():  # do the slow imports before ranks wait for each other
         from distdl import tracking  # noqa: F401
         from distdl.checkpoint import fetching  # noqa: F401
         from distdl.distributed import process_group, rank_table
@@ -99,19 +99,19 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
 
     adopt_lightnings_loggers()
     config = effective_config(bundle, context.launch)
-    # The user's code comes before all installed packages.
+    # The user's code takes precedence over installed packages.
     python_path = bundle.python_path(context.launch)
     lightning_names.serve()
     make_importable(python_path)
     allow = OmegaConf.select(config, "project.allow") or ()
-    with contextlib.chdir("."):  # an import may change it, and shown paths are relative to it
+    with contextlib.chdir("."):  # an import may change the folder; shown paths depend on it
         kinds.refuse(resolve(config).values, Trust(tuple(python_path), tuple(allow)))
     context.stop.check()
     environment, accelerator = context.environment, context.resources.accelerator
     rank_table.refuse_missing_device(environment, accelerator)
     if accelerator == "cpu":
         allocator.keep_freed_memory()
-    log.debug("imported; joins the other ranks")  # each may take minutes
+    log.debug("imports are done; joining the other ranks")  # each may take minutes
     process_group.connect(environment, accelerator)
     failed = False
     try:
@@ -120,15 +120,15 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
         raise
     except BaseException as error:
         failed = True
-        # Record it now: ending this rank makes the others fail, and their errors must come second.
-        note(context.attempt, environment.rank, error)
+        # Record the error first: when this rank ends, the others fail too.
+        record_failure(context.attempt, environment.rank, error)
         raise
     finally:
         process_group.disconnect(failed)
 
 
 def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
-    """Runs after all ranks are connected: checkpoint, measured choices, tracking, task."""
+    """Finds the checkpoint, measures choices, starts tracking, builds, and performs the task."""
     from hydra.utils import get_method
 
     from distdl import tracking
@@ -141,8 +141,8 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
     run, rank = context.run, environment.rank
     rank_table.announce(environment, resources.accelerator)
     rank_table.warn_without_bf16(resources.accelerator, config.trainer.get("precision"))
-    chosen = newest_checkpoint(config, run) if rank == 0 else None
-    checkpoints = fetching.provide(chosen, run.path, environment)
+    newest = newest_checkpoint(config, run) if rank == 0 else None
+    checkpoint = fetching.provide(newest, run.path, environment)
     if (config.get("strategy") or {}).get("autotune"):
         from distdl.worker import autotune
 
@@ -150,7 +150,7 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
     if (config.get("model") or {}).get("compile") == "measured":
         from distdl.worker import compiling
 
-        config = compiling.chosen(config, context)
+        config = compiling.tuned(config, context)
     info = summary.run_info(config, context) if rank == 0 else None
     tracker = tracking.start_tracking(
         summary.for_rank(process_group.broadcast(info), environment),
@@ -160,32 +160,32 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
     parts = (config, run, attempt, environment, resources, context.stop)
     try:
         with lightnings_refusals():
-            built = build(*parts, tracker.loggers, checkpoints)
+            built = build(*parts, tracker.loggers, checkpoint)
             tracker.settle()
             context.stop.check()
             if rank == 0:
-                # Counted now: a strategy may leave only a part of the model on each rank.
-                complete = summary.parameters_of(built.module)
+                # Count now: later a strategy may leave only a part of the model on each rank.
+                counts = summary.parameters_of(built.module)
                 summary.print_start(built, resources, context.launch)
 
                 def on_start() -> None:
-                    counted = summary.print_batch(built, resources, attempt, complete)
+                    counted = summary.print_batch(built, resources, attempt, counts)
                     tracker.describe({f"parameters.{k}": v for k, v in counted.items()})
 
-                built.metrics.tell = on_start
+                built.metrics.on_start = on_start
             arguments = configs.plain(config.task)
-            # Directly: through Hydra its exceptions would become Hydra's.
+            # Not through Hydra's `instantiate`, which would wrap the task's exceptions.
             metrics = get_method(str(arguments.pop("_target_")))(built, **arguments) or {}
         state = JobState.SUCCEEDED
         if rank == 0:
             started = attempt.status().get("started", 0)
             summary.print_end(built, metrics, tracker.how_to_open(), started)
         return metrics
-    except Stopped as ended:
-        state = ended.state
+    except Stopped as request:
+        state = request.state
         raise
     except BaseException as error:
-        note(attempt, rank, error)  # before the tracker, which may be slow
+        record_failure(attempt, rank, error)  # before the tracker, which may be slow
         raise
     finally:
         tracker.finish(str(state))
@@ -193,8 +193,8 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
 
 @contextlib.contextmanager
 def lightnings_refusals() -> Iterator[None]:
-    """Turns an error raised by Lightning's own code into a UserError, since the user can correct
-    the cause. The traceback is only in the log file."""
+    """Turns an error that Lightning's code raises on purpose into a UserError, whose cause the user
+    can correct. The traceback is only in the log file."""
     from distdl.validation import misfits
 
     plain = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
@@ -212,56 +212,55 @@ def lightnings_refusals() -> Iterator[None]:
 
 
 def effective_config(bundle: Bundle, launch: dict[str, Any]) -> DictConfig:
-    """The frozen recipe merged with where this attempt runs and what it changes."""
+    """The frozen recipe merged with launch.yaml: where this attempt runs, and what it changes."""
     return configs.merge(
         bundle.recipe(), OmegaConf.create(launch.get("where") or {}), launch.get("changes")
     )
 
 
 def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
-    """The checkpoint that training starts from: the run's own newest, else
-    `checkpoint.resume_from`."""
+    """The checkpoint to start from: the newest one of this run, else `checkpoint.resume_from`."""
     from distdl.runs import checkpoints
 
     newest = checkpoints.CheckpointStore(run.checkpoints).newest()
     if newest is not None:
         return str(newest)
-    other = config.checkpoint.get("resume_from")
-    # Absolute, since `fetching.provide` takes a relative path as a part of the run.
-    return str(checkpoints.find(other).absolute()) if other else None
+    source = config.checkpoint.get("resume_from")
+    # Absolute: `fetching.provide` takes a relative path as one inside the run.
+    return str(checkpoints.find(source).absolute()) if source else None
 
 
-def note(attempt: Attempt, rank: int, error: BaseException) -> int:
-    """Records this rank's first failure and logs it at once, since what follows may take long or
-    end with a kill. Returns the exit code."""
+def record_failure(attempt: Attempt, rank: int, error: BaseException) -> int:
+    """Records this rank's first failure and logs it at once, since the process may be killed before
+    it ends. Returns the exit code."""
     code = JobState.FAILED.exit_code
     if isinstance(error, UserError):
         code = EXIT_REFUSED
     elif isinstance(error, SystemExit) and isinstance(error.code, int):
-        code = error.code or code  # exit(0) before the end is a failure
+        code = error.code or code  # exit(0) in the middle is a failure
     text = redact("".join(traceback.format_exception(error)))
     more: dict[str, Any] = {"lost_peer": True} if failures.is_consequence(error) else {}
-    more |= {"where": where} if (where := place_in(text)) else {}
+    more |= {"where": where} if (where := last_user_line(text)) else {}
     message = redact(str(error))
     if not attempt.record_error(rank, type(error).__name__, message, text, code, **more):
         return code
     first = attempt.first_error()
-    debugged = isinstance(error, bdb.BdbQuit)
+    quit_debugger = isinstance(error, bdb.BdbQuit)
     caused = first and first["rank"] != rank and first.get("exit_code") == EXIT_REFUSED
-    if debugged or caused or isinstance(error, UserError):
-        log.debug("%s", text)  # for the file: the screen shows it without a traceback
-    if debugged:
+    if quit_debugger or caused or isinstance(error, UserError):
+        log.debug("%s", text)  # the traceback goes only to the file
+    if quit_debugger:
         log.error("ended in the debugger")
     elif first and caused and not isinstance(error, UserError):
-        log.error("ends because rank %s failed first", first["rank"])
+        log.error("this rank ends because rank %s failed first", first["rank"])
     elif not isinstance(error, UserError):
         log.error("%s%s", text, f"at {where}" if where else "")
     return code
 
 
 def fail(attempt: Attempt, rank: int, error: BaseException) -> int:
-    """Ends the attempt as failed and returns this rank's exit code."""
-    code = note(attempt, rank, error)
+    """Records this rank's failure, on rank 0 also that of the attempt. Returns the exit code."""
+    code = record_failure(attempt, rank, error)
     if rank == 0:
         facts = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
         attempt.fail(failures.describe(facts), code)

@@ -1,4 +1,4 @@
-"""What one rank of an attempt knows, read and resolved once, then passed on."""
+"""The facts about one rank of an attempt, read once and then passed on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distdl.runs.directory import Attempt, RunDirectory
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank of an attempt. A measured choice is added to `launch`, its launch.yaml."""
+    """One rank of an attempt. `launch` is its launch.yaml, to which measured choices are added."""
 
     attempt: Attempt
     launch: dict[str, Any]

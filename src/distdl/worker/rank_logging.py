@@ -1,4 +1,4 @@
-"""The log of one rank: its own file, and the part of it that is shown on the terminal."""
+"""The log of one rank: a file, and the part that the terminal shows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from distdl.runs.directory import Attempt
 from distdl.util.imports import ignore_warnings_for_authors, log_early
 from distdl.util.redact import RedactingFilter
 
-QUIET = ("urllib3",)  # it logs each retry; its callers report the outcome
+QUIET = ("urllib3",)  # logs each retry; its callers report the outcome
 HANDLER = "distdl"  # the name of our log handlers
-# Loggers whose INFO lines are shown: ours, and the table of `debug=profile`.
+# Loggers whose INFO lines the terminal shows: ours, and the one that prints `debug=profile`.
 SHOWN = ("distdl", "lightning.pytorch.profilers")
 
 
@@ -30,10 +30,10 @@ class ScreenHandler(logging.StreamHandler[TextIO]):
 
 
 def start_logging(attempt: Attempt, rank: int) -> None:
-    """Logs every rank to its own file; rank 0, and other ranks' errors, also to the screen."""
+    """Logs this rank to its file, and to the screen: all of rank 0, the errors of other ranks."""
     attempt.logs.mkdir(parents=True, exist_ok=True)
     root = logging.getLogger()
-    # A basicConfig in the user's code, imported earlier, would show each line twice.
+    # If the user's code has called basicConfig, its handler would show each line twice.
     screens = (sys.stderr, sys.stdout)
     for old in [*root.handlers]:
         plain = type(old) is logging.StreamHandler and old.stream in screens
@@ -55,12 +55,12 @@ def start_logging(attempt: Attempt, rank: int) -> None:
         handler.addFilter(RedactingFilter())
         root.addHandler(handler)
     root.setLevel(logging.INFO)
-    logging.getLogger("distdl.worker").setLevel(logging.DEBUG)  # which variable gave which rank
+    logging.getLogger("distdl.worker").setLevel(logging.DEBUG)  # shows which variable gave the rank
     logging.captureWarnings(True)
     ignore_warnings_for_authors()
-    # Lightning cannot see that our loaders resume; distdl.data.loading names those that do not.
+    # Lightning does not know that our loaders resume; distdl.data.loading warns of others.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
-    # Lightning knows only its own way to use Slurm.
+    # Lightning warns if srun is available and unused. Our launcher uses Slurm in another way.
     warnings.filterwarnings("ignore", message="The `srun` command is available")
     if rank:
         warnings.filterwarnings("ignore")
@@ -68,7 +68,7 @@ def start_logging(attempt: Attempt, rank: int) -> None:
 
 
 def adopt_lightnings_loggers() -> None:
-    """Replaces the handlers that Lightning's import installs by ours."""
+    """Removes the handlers that Lightning's import installs, so that ours log its lines."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True

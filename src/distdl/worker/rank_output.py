@@ -1,7 +1,7 @@
 """The output of a node's ranks: the first rank's to the terminal, the others' to files, redacted.
 
-A rank redacts its own log, but not what it, or a C library, prints directly. So the process that
-starts the ranks writes these files, with the last lines of a rank that is killed.
+A rank redacts its log, but not the text that Python or C code prints directly. So the process that
+starts the ranks redacts and writes this text. The last lines of a killed rank are not lost.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from distdl.util.redact import redact
 
-READ, LONGEST = 1 << 16, 1 << 18  # bytes: per read, and of text held back
-PATIENCE = 2.0  # seconds; a process that a rank left behind may keep its pipe open
+READ, LONGEST = 1 << 16, 1 << 18  # bytes: per read, and of text that waits for the end of its line
+PATIENCE = 2.0  # seconds; a process that a rank started may keep the pipe open
 BEGIN, END = b"-----BEGIN", b"-----END"
 
 
 class RankOutput:
-    """A pipe for each stream of each rank but the node's first, each emptied by a thread. torch's
-    agent creates a folder for each rank in `folder`."""
+    """A pipe for stdout and for stderr of each rank but the node's first. A thread reads each pipe
+    and writes a file, in the folder that torch's agent creates for the rank inside `folder`."""
 
     def __init__(self, folder: Path, devices: int) -> None:
         redirected = dict.fromkeys(range(1, devices), Std.ALL)
@@ -37,7 +37,7 @@ class RankOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Called after the ranks have ended: their remaining output is in the pipes."""
+        """Reads the output that is left in the pipes after the ranks have ended."""
         for end in self._ends:
             os.close(end)
         deadline = time.monotonic() + PATIENCE
@@ -45,7 +45,7 @@ class RankOutput:
             thread.join(max(0, deadline - time.monotonic()))
 
     def pipe_to(self, path: str) -> str:
-        """Makes a pipe into a file; returns the name by which torch can open it."""
+        """Opens a pipe whose output goes to the file; returns the name by which torch opens it."""
         reading, writing = os.pipe()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         stream = Stream(open(path, "wb", buffering=0))  # noqa: SIM115 - closed by its `end`
@@ -56,7 +56,7 @@ class RankOutput:
 
 
 def pump(reading: int, stream: Stream) -> None:
-    """Empties a pipe until all its writers have closed it."""
+    """Copies a pipe to a stream until all writers have closed the pipe."""
     with open(reading, "rb", buffering=0) as pipe:
         while data := pipe.read(READ):
             stream.add(data)
@@ -64,37 +64,37 @@ def pump(reading: int, stream: Stream) -> None:
 
 
 class Stream:
-    """One file, written line by line, so that no secret is cut in two. A key of several lines is
-    kept together as well."""
+    """One file, redacted and written in complete lines, so that no secret is cut in two. The lines
+    of a key (from BEGIN to END) are written together."""
 
     def __init__(self, file: BinaryIO | Any) -> None:
-        self.file, self.held = file, b""
+        self.file, self.pending = file, b""
 
     def add(self, data: bytes) -> None:
-        self.held += data
-        complete = self.held.rfind(b"\n") + 1
-        key = self.held.rfind(BEGIN)
-        if key >= 0 and END not in self.held[key:]:
-            complete = min(complete, self.held.rfind(b"\n", 0, key) + 1)
-        if len(self.held) > LONGEST:
-            complete = len(self.held)
+        self.pending += data
+        complete = self.pending.rfind(b"\n") + 1
+        key = self.pending.rfind(BEGIN)
+        if key >= 0 and END not in self.pending[key:]:
+            complete = min(complete, self.pending.rfind(b"\n", 0, key) + 1)
+        if len(self.pending) > LONGEST:
+            complete = len(self.pending)
         self._write(complete)
 
     def end(self) -> None:
-        self._write(len(self.held))
+        self._write(len(self.pending))
         self.file.close()
 
     def _write(self, count: int) -> None:
-        text, self.held = self.held[:count], self.held[count:]
+        text, self.pending = self.pending[:count], self.pending[count:]
         if text:
-            # The disk may be full. That loses lines, but must not end the thread: nothing else
-            # empties the pipe, and a rank that prints into a full pipe waits for ever.
+            # A full disk loses lines, but must not end the thread: nothing else reads the pipe,
+            # and a rank that prints into a full pipe waits for ever.
             with contextlib.suppress(OSError):
                 self.file.write(redact(text.decode(errors="replace")).encode())
 
 
 class Specs(DefaultLogsSpecs):
-    """torch's folders, with pipes instead of files."""
+    """torch's folders for the output of ranks, with pipes instead of files."""
 
     def __init__(self, folder: str, redirects: dict[int, Std], pipe_to: Any) -> None:
         super().__init__(log_dir=folder, redirects=redirects)

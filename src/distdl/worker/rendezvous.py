@@ -1,4 +1,4 @@
-"""How the ranks of one machine find each other: torch's own handlers use every interface."""
+"""How ranks find each other on one machine. torch's own handlers listen on every interface."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NAME, HOST, TIMEOUT = "distdl-loopback", "127.0.0.1", 600  # seconds
 
 
 def register() -> str:
-    """Registers it with torch; returns its name."""
+    """Registers `Loopback` with torch; returns its name."""
     registry.register(NAME, Loopback)
     return NAME
 
 
 class Loopback(StaticTCPRendezvous):
-    """One agent, one store, one address that no other machine can reach."""
+    """A rendezvous of one agent, with a store at an address that no other machine can reach."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         super().__init__(HOST, 0, 0, 1, parameters.run_id, TIMEOUT)
@@ -38,6 +38,6 @@ class Loopback(StaticTCPRendezvous):
                 is_master=True,
                 timeout=self.timeout,
                 wait_for_workers=False,
-                master_listen_fd=listener.detach(),  # else it listens on every interface
+                master_listen_fd=listener.detach(),  # else the store listens on every interface
             )
         return super().next_rendezvous()

@@ -1,4 +1,4 @@
-"""What a run reports: to the tracker at its start, on the screen at its start and its end."""
+"""What a run reports to the trackers at its start, and on the screen at its start and end."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from distdl.worker.rank_context import RankContext
 
 
 def run_info(config: DictConfig, context: RankContext) -> RunInfo:
-    """What tracking records, the same for all ranks."""
+    """Collects what tracking records; the same for all ranks."""
     path, launch, world_size = context.run.path, context.launch, context.resources.world_size
     run_id = launch["run_id"]
     provenance = read_json(path / PROVENANCE)
     params = parameters(config, provenance)
-    if configs.is_own((config.get("data") or {}).get("_target_")):  # other classes divide it
+    if configs.is_own((config.get("data") or {}).get("_target_")):  # others may divide the batch
         params["global_batch_size"] = launch.get("global_batch_size")
     git = provenance.get("git") or {}
     tags = {"git.commit": git.get("commit"), "world_size": world_size}
@@ -42,10 +42,10 @@ def run_info(config: DictConfig, context: RankContext) -> RunInfo:
         attempt=context.attempt.number,
         **dict.fromkeys(("rank", "local_rank", "node_rank"), 0),
         world_size=world_size,
-        # The folder of all runs; for a store that holds only this run, the store itself.
+        # The folder of all runs. In a store that holds only this run, it is the store itself.
         output_dir=path.parents[run_id.count("/")] if str(path).endswith(run_id) else path,
         experiment_name=run_id.split("/")[0],
-        name=called(provenance.get("swept") or ()) or run_id.rpartition("/")[2],
+        name=member_name(provenance.get("swept") or ()) or run_id.rpartition("/")[2],
         key=configs.hash_of(f"{run_id} {provenance.get('created')}", 32),
         params=params,
         changed=launch.get("changes") or {},
@@ -55,14 +55,14 @@ def run_info(config: DictConfig, context: RankContext) -> RunInfo:
 
 
 def parameters(config: DictConfig, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that a tracker shows, by dotted names: swept values first, then other overrides,
-    then the rest of the config without null values. A value that comes from the environment or from
-    `${input:...}` stays an expression."""
+    """The run's parameters by dotted names: swept values first, then other overrides, then the rest
+    of the config without null values. A value from the environment or from `${input:...}` stays an
+    expression."""
     resolved = resolve(configs.recipe_of(config))
-    kept = {p: e for p, e in resolved.expressions.items() if "${oc.env:" in e or "${input:" in e}
+    hidden = {p: e for p, e in resolved.expressions.items() if "${oc.env:" in e or "${input:" in e}
     flat: dict[str, Any] = {}
     for path, value in leaves(resolved.values):
-        parts = [e for p, e in kept.items() if p[: len(path)] == path[: len(p)]]
+        parts = [e for p, e in hidden.items() if p[: len(path)] == path[: len(p)]]
         flat[".".join(path)] = " ".join(parts) or resolved.hide_environment(str(value))
     typed: dict[str, Any] = {}
     for override in (*(provenance.get("swept") or ()), *(provenance.get("overrides") or ())):
@@ -72,7 +72,7 @@ def parameters(config: DictConfig, provenance: Mapping[str, Any]) -> dict[str, A
 
 
 def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """All values inside nested mappings, except empty mappings; a list is one value."""
+    """Each value inside nested mappings, with its path. A list is one value."""
     if not isinstance(values, dict):
         yield path, values
     else:
@@ -80,9 +80,9 @@ def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
             yield from leaves(value, (*path, str(key)))
 
 
-def called(swept: Sequence[str]) -> str:
-    """The name of a sweep's member by its varied values: `lr=0.1 seed=2`. It uses full names where
-    two short ones are equal."""
+def member_name(swept: Sequence[str]) -> str:
+    """The name of a sweep's member, made of its varied values: `lr=0.1 seed=2`. If two short keys
+    are equal, all keys are written in full."""
     shorts = [re.sub(r"^[^=]*\.", "", override) for override in swept]
     keys = {override.partition("=")[0] for override in shorts}
     return " ".join(shorts if len(keys) == len(shorts) else swept)[:250]
@@ -94,7 +94,7 @@ def for_rank(info: RunInfo, environment: Environment) -> RunInfo:
 
 
 def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
-    """Prints run, devices and checkpoint; `print_batch` follows once the loaders are known."""
+    """Prints run, devices and checkpoint; `print_batch` prints the rest once loaders are known."""
     last = built.run.last_attempt()
     print(f"run     {shown(built.run.path)}  (attempt {last.number if last else 0})")
     print(f"on      {size.num_nodes} x {size.devices} {size.accelerator}")
@@ -108,13 +108,13 @@ def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
 def print_batch(
     built: Built, size: Resources, attempt: Attempt, before: Mapping[str, int]
 ) -> dict[str, int]:
-    """Prints parameters, samples per step and learning rate, from the actual model and loaders;
-    records the first two for the report and for later attempts; returns the parameters, which were
-    `before` a strategy left only a part of them on this rank."""
-    counted = parameters_of(built.module)
-    counted = counted if counted["total"] >= before["total"] else dict(before)
-    record: dict[str, Any] = {"parameters": counted}
-    total, trainable = counted["total"], counted["trainable"]
+    """Prints the parameters, samples per step and learning rate of the actual model and loaders.
+    Records the first two for the report and for later attempts, and returns the first. `before` are
+    the parameters before the strategy, which may keep only a part of them on this rank."""
+    counts = parameters_of(built.module)
+    counts = counts if counts["total"] >= before["total"] else dict(before)
+    record: dict[str, Any] = {"parameters": counts}
+    total, trainable = counts["total"], counts["trainable"]
     all_of = "all" if total == trainable else f"{trainable:,}"
     print(f"model   {total:,} parameters, {all_of} trainable")
     config, position = built.config, built.checkpointer.position
@@ -133,13 +133,13 @@ def print_batch(
         print("rate    the model's own configure_optimizers")
     print(flush=True)
     attempt.update(**record)
-    return counted
+    return counts
 
 
 def parameters_of(module: nn.Module) -> dict[str, int]:
-    """The number of parameters, `total` and `trainable`, among those whose shape is known."""
+    """Counts the parameters whose shape is known: `total` and `trainable`."""
     known = [p for p in module.parameters() if not nn.parameter.is_lazy(p)]
-    # DeepSpeed's ZeRO-3 leaves an empty tensor for what other ranks hold.
+    # Under DeepSpeed's ZeRO-3 a parameter is an empty tensor, and `ds_numel` is its size.
     sizes = [(getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in known]
     return {"total": sum(n for n, _ in sizes), "trainable": sum(n for n, learns in sizes if learns)}
 
@@ -163,6 +163,6 @@ def print_end(
     for line in opens:
         print(f"watch   {line}")
     print(f"next    python -m distdl report {path}", flush=True)
-    # A benchmark leaves no checkpoint to resume from, and neither does `trainer.fast_dev_run`.
+    # A benchmark and `trainer.fast_dev_run` leave no checkpoint to resume from.
     if built.config.task.get("_target_") == TRAIN and any(built.run.checkpoints.glob("*.ckpt")):
         print(f"        python -m distdl resume {path} {longer(built.config)}", flush=True)

@@ -45,7 +45,7 @@ def even_out(costs: Sequence[float], bounds: Sequence[int], devices: int) -> lis
     """Moves the cuts, one block at a time, as long as this makes the slowest devices faster.
 
     With several pieces per device, the bounds from `partition` are only a start. The time of a
-    device is the sum of its pieces i, i + devices, i + 2 * devices and so on.
+    device i is the sum of its pieces i, i + devices, i + 2 * devices and so on.
     """
 
     def loads(cuts: Sequence[int]) -> list[float]:
@@ -84,12 +84,11 @@ def cut_at(names: Sequence[str], starts: Sequence[str], pieces: int) -> list[int
             raise UserError.at(path, f"the model has no block {name!r}", remedy)
     bounds = [0, *(names.index(name) for name in starts), len(names)]
     if sorted(set(bounds)) != bounds:
-        what = "the blocks are not in the model's order, or one begins the first stage"
+        what = "the blocks are not in the model's order, or include its first block"
         raise UserError.at(path, what)
     if len(starts) != pieces - 1:
-        what = f"names {len(starts)} blocks, and {pieces} pieces have {pieces - 1} beginnings after"
-        remedy = "name the first block of each piece but the first"
-        raise UserError.at(path, f"{what} the first", remedy)
+        what = f"names {len(starts)} blocks, and {pieces} pieces need {pieces - 1}"
+        raise UserError.at(path, what, "name the first block of each piece except the first piece")
     return bounds
 
 

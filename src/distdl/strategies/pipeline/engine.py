@@ -17,7 +17,7 @@ from distdl.strategies.pipeline.splitting import Block
 from distdl.strategies.pipeline.stage_rules import StagePosition
 from distdl.util.errors import UserError
 
-# The first of each also evaluates.
+# The first schedule of each dict is also used to evaluate.
 SINGLE = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
 SEVERAL = {
     "interleaved": schedules.ScheduleInterleaved1F1B,
@@ -100,7 +100,7 @@ class Engine:
     edges: Sequence[Edge]  # before each piece, and after the last
     schedule: str
     micro_batches: int  # per batch
-    loss: Callable[[torch.Tensor, Any], torch.Tensor]  # its share, of one micro-batch
+    loss: Callable[[torch.Tensor, Any], torch.Tensor]  # one micro-batch's share of the loss
     done: Callable[[int], None]  # called with the number of a piece whose gradients are complete
 
     def __post_init__(self) -> None:
@@ -123,10 +123,10 @@ class Engine:
         rows = len(inputs)
         if rows % self.micro_batches:
             what = f"a batch of {rows} does not divide into {self.micro_batches} micro-batches"
-            remedy = "choose a batch size that does, and drop_last=True for the last one"
+            remedy = f"a batch size that {self.micro_batches} divides, and drop_last=True"
             raise UserError.at("strategy.micro_batches", what, remedy)
         schedule, sizes = self._prepared(inputs, training=True)
-        self._follow(True)
+        self._set_mode_of_unnamed(True)
         keywords = {}
         if self.position.last:
             size = rows // self.micro_batches
@@ -148,11 +148,11 @@ class Engine:
         if missing:
             inputs = torch.cat((inputs, inputs[-1:].expand(missing, *inputs.shape[1:])))
         schedule, sizes = self._prepared(inputs, training=False)
-        self._follow(False)
+        self._set_mode_of_unnamed(False)
         out = schedule.eval(*((inputs.detach(),) if self.position.first else ()))
         return self._shared(out, (len(inputs), *sizes))[:rows]
 
-    def _follow(self, training: bool) -> None:
+    def _set_mode_of_unnamed(self, training: bool) -> None:
         for piece in self.pieces.values():
             for module in piece.unnamed:
                 module.train(training)
@@ -200,7 +200,7 @@ class Engine:
         flows: list[torch.Tensor] = []
         with torch.no_grad():
             for piece, edge in zip(self.shapes, self.edges, strict=False):
-                # The first piece gets the batch itself, and torch 2.11 checks it against this.
+                # The first piece gets the batch itself; torch 2.11 compares it with this tensor.
                 flows.append(_on_wire(x, edge) if flows else inputs[:rows].detach().to("meta"))
                 dtype = next((p.dtype for p in piece.parameters()), x.dtype)
                 x = piece(x.to(dtype))

@@ -73,7 +73,7 @@ class StagedStrategy(DDPStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """As in Lightning, with its three hooks; tensors on `meta` stay there."""
+        """Like Lightning's, with its three hooks, but tensors on `meta` stay there."""
         module = self.lightning_module
         if self.position.first or module is None:
             return super().batch_to_device(batch, device, dataloader_idx)
@@ -97,7 +97,7 @@ class StagedStrategy(DDPStrategy):
         return super().all_gather(tensor, group or self.replicas, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        # Here every rank has a vote.
+        # Every rank has a vote, not only the replicas of one stage.
         votes = process_group.gather(bool(decision))
         return min(votes) if all else max(votes)
 
@@ -111,22 +111,23 @@ class StagedStrategy(DDPStrategy):
         return self._merged(self.lightning_module.state_dict(), self.names)
 
     def _merged(self, part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        """All stages' parts, on the first stage of the first pipeline; else empty. Collective.
+        """All stages' values, on the first stage of the first pipeline; else empty. Collective.
 
-        They are in the order of `names`; the first stage's value of a name is used.
+        The values are in the order of `names`. If several stages have a name, the first one's
+        value is used.
         """
         if self.position.replica > 0:  # the replicas hold the same values
             return {}
         parts: list[Any] | None = [None] * self.position.stages if self.position.first else None
-        own = move_data_to_device(dict(part), torch.device("cpu"))
-        dist.gather_object(own, parts, group=self.pipeline, group_dst=0)
+        on_host = move_data_to_device(dict(part), torch.device("cpu"))
+        dist.gather_object(on_host, parts, group=self.pipeline, group_dst=0)
         merged = {name: value for each in reversed(parts or []) for name, value in each.items()}
         return {**{name: merged[name] for name in names if name in merged}, **merged}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        # A callback that averages weights has put its own copy there, which has this stage only.
+        # A callback that averages weights has put its copy there, which holds only this stage.
         weights = checkpoint.get("state_dict", {})
         if process_group.broadcast(bool(weights) and not set(self.names) <= set(weights)):
             checkpoint["state_dict"] = self._merged(weights, self.names)

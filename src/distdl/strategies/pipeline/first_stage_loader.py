@@ -1,4 +1,4 @@
-"""A loader for pipelines: only the first stage loads, the others get batches without inputs."""
+"""A loader for pipelines: only the first stage loads. Other stages get batches without inputs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FirstStageLoader:
 
 
 def without_inputs(batch: Any, key: Any) -> Any:
-    """A batch with its inputs on `meta`; a batch without such a part is unchanged."""
+    """A batch with its inputs on `meta`; a batch without the key of the inputs is unchanged."""
     if isinstance(batch, Mapping) and (key in batch or (key is None and "image" in batch)):
         key = "image" if key is None else key
         return {**batch, key: tree_map(_empty, batch[key])}

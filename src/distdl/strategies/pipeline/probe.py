@@ -78,8 +78,8 @@ def check_chain(module: LightningModule, blocks: Sequence[Block], inputs: torch.
     if not isinstance(expected, torch.Tensor) or not isinstance(chained, torch.Tensor):
         raise UserError.at("strategy", "the model's forward must return one tensor")
     if expected.shape != chained.shape or not expected.allclose(chained, rtol=1e-3, atol=1e-5):
-        what = "the blocks that pipeline_blocks() states give another result than forward"
-        remedy = "it must return everything that forward applies, in that order"
+        what = "the blocks that pipeline_blocks() returns compute another result than forward"
+        remedy = "return everything that forward applies, in the same order"
         raise UserError.at("strategy", what, remedy)
 
 
@@ -113,12 +113,12 @@ def run_through(
     Args:
         inputs: At least one sample, on the device.
         rows: Rows of a micro-batch.
-        trains: Run in training mode; else with one row in evaluation mode.
+        trains: Run in training mode; otherwise in evaluation mode, with one row.
         convert: Converts a module to the precision of the run; `context` is that of forward.
-        measured: Time forward and backward of each block; else run forward only.
+        measured: Time forward and backward of each block; otherwise run forward only.
 
     Returns:
-        The edge before each block and after the last, and seconds per block or None.
+        The edge before each block and after the last; and seconds per block, if measured.
 
     Raises:
         UserError: A micro-batch is too small for a batch norm to train on.
@@ -161,7 +161,7 @@ def _one_round(
                 raise
             raise UserError.at(
                 "strategy.micro_batches",
-                f"batch norm in {block.name} sees one value per channel in a micro-batch of "
+                f"batch norm in {block.name} gets only one value per channel from a micro-batch of "
                 f"{len(x)} sample",
                 "model.norm=group, or larger micro-batches: fewer of them, or a larger "
                 "data.batch_size",

@@ -1,4 +1,4 @@
-"""Cuts a module: a rank keeps its own blocks, and only the shapes of the others."""
+"""Cuts a module: a rank keeps its own blocks, and of the other blocks only the shapes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CONTRACT = ("pipeline_blocks", "pipeline_inputs", "pipeline_loss")
 
 @dataclass(frozen=True)
 class Block:
-    """A unit that is never cut: a module with parameters, and following ones without.
+    """A unit that is never cut: a module with parameters, and the following modules without any.
 
-    So no stage begins with an in-place ReLU: it would write into the received tensor, which
-    autograd forbids.
+    So no stage begins with an in-place ReLU, which would write into the received tensor. Autograd
+    forbids this.
     """
 
-    name: str  # for the user: of its first module that has a name and parameters
+    name: str  # shown to users: that of the first module with a name and parameters
     parts: tuple[NamedBlock, ...]  # applied in order, with their names in the LightningModule
 
     @property
@@ -64,7 +64,7 @@ def blocks_in(module: nn.Module) -> list[Block]:
     missing = [f"no {name}()" for name in CONTRACT if not hasattr(module, name)]
     if missing:
         what = f"{type(module).__name__} cannot be split into stages: it has {', '.join(missing)}"
-        remedy = "docs/strategies/pipeline.md says what they return; or strategy=ddp"
+        remedy = "add them (docs/strategies/pipeline.md), or write strategy=ddp"
         raise UserError.at("strategy", what, remedy)
     blocks: list[list[NamedBlock]] = [[]]
     for name, part in module.pipeline_blocks():  # type: ignore[operator]
@@ -107,7 +107,7 @@ def _refused(what: str) -> UserError:
 
 
 class Elsewhere(nn.Module):
-    """Replaces a block of another stage, so that the names of the remaining blocks do not change.
+    """Stands in for a block of another stage, so that the names of this stage's blocks stay.
 
     A full state dict still loads: the entries of this block are ignored.
     """
@@ -142,13 +142,13 @@ def complete(module: nn.Module) -> Iterator[None]:
     Names, their order and the groups of an optimizer are then the same as in one process.
     """
     absent = {n: m for n, m in module.named_modules() if isinstance(m, Elsewhere)}
-    for name, standing in absent.items():
-        module.set_submodule(name, standing.shadow[0])
+    for name, stand_in in absent.items():
+        module.set_submodule(name, stand_in.shadow[0])
     try:
         yield
     finally:
-        for name, standing in absent.items():
-            module.set_submodule(name, standing)
+        for name, stand_in in absent.items():
+            module.set_submodule(name, stand_in)
 
 
 def is_split(module: LightningModule) -> bool:

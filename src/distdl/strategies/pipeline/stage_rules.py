@@ -22,8 +22,8 @@ from distdl.validation.meta import WEIGHTS
 log = logging.getLogger(__name__)
 
 BALANCES = ("measured", "parameters")
-# torch 2.11 cannot compute the weight gradients of some networks separately, and counts some of
-# others twice (torch/distributed/pipelining/_backward.py). Fixed by 2.14.
+# For some networks, torch 2.11 cannot compute weight gradients separately; for others it counts
+# some of them twice (torch/distributed/pipelining/_backward.py). Fixed by 2.14.
 ZERO_BUBBLE_SINCE = "2.14"
 
 
@@ -101,7 +101,7 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
         what = "a pipeline does not train in fp16: the stages would scale their losses differently"
         yield Problem("", what, "trainer.precision=bf16-mixed")
     if node.get("schedule") == "zero_bubble" and not splits_backward():
-        what = f"zero_bubble needs torch {ZERO_BUBBLE_SINCE} or later, and there is an older one"
+        what = f"zero_bubble needs torch {ZERO_BUBBLE_SINCE} or later, and this is an older one"
         yield Problem("schedule", what, "strategy.schedule=interleaved")
     if trainer.get("sync_batchnorm"):
         what = "batch norm cannot be synchronised: each stage sees one micro-batch at a time"
@@ -144,7 +144,7 @@ def _micro_batches(node: Mapping[str, Any], stages: int) -> Iterator[Problem]:
         remedy = f"strategy.micro_batches={default_micro_batches(stages)}, at least {stages}"
         yield Problem("micro_batches", what, remedy)
     elif not _equal_rounds(count, stages, schedule):
-        what = f"{count} do not make equal rounds of about {stages}, which {schedule=!s} needs"
+        what = f"{count} cannot form equal rounds of about {stages}, which {schedule=!s} needs"
         yield Problem("micro_batches", what, f"strategy.micro_batches={count // stages * stages}")
     if schedule in SEVERAL_PIECES and (node.get("pieces_per_stage") or 2) < 2:
         what = f"{schedule=!s} needs at least two"
@@ -174,7 +174,7 @@ def _model(node: Mapping[str, Any], stages: int, model: Any) -> Iterator[Problem
     if not isinstance(model, Mapping) or "_target_" not in model:
         return
     if model.get("compile"):
-        yield Problem("", "the stages of a pipeline are not compiled", "model.compile=false")
+        yield Problem("", "cannot compile the stages of a pipeline", "model.compile=false")
     try:
         with torch.device("meta"):
             module = instantiate(_without_weights(model), _convert_="all")

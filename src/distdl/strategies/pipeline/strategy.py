@@ -3,7 +3,7 @@
 Lightning's closure runs training_step, zero_grad, backward. A pipeline schedule runs forward and
 backward together, so both run in the strategy's `training_step`. The new gradients are set aside
 while Lightning clears the old ones, and `backward` puts them back. The module's own `training_step`
-runs after the schedule, on every rank. There `self(inputs)` returns the outputs of the last stage,
+runs after the schedule, on every rank. In it, `self(inputs)` returns the outputs of the last stage,
 so loss, metrics and callbacks are the same on all ranks.
 """
 
@@ -84,7 +84,7 @@ class PipelineStrategy(StagedStrategy):
         self.pieces_per_stage = stage_rules.pieces_per_stage(schedule, pieces_per_stage)
         self.bucket_cap_mb = bucket_cap_mb
         self._outputs: torch.Tensor | None = None
-        self._aside: list[torch.Tensor | None] = []
+        self._new_gradients: list[torch.Tensor | None] = []
         self._window_open = False  # from the first batch of an optimizer step to the step
         self._blocked = False
         self._splitter: Splitter | None = None
@@ -112,20 +112,20 @@ class PipelineStrategy(StagedStrategy):
         """Cuts the module; called once by the Splitter."""
         module = trainer.lightning_module
         if str(trainer.precision).startswith("16"):
-            what = "a pipeline has no fp16"
+            what = "a pipeline does not train in fp16"
             raise UserError.at("trainer.precision", what, "trainer.precision=bf16-mixed")
         blocks = splitting.blocks_in(module)
         self._plan = partition_plan.make(self, trainer, blocks)
         bounds = self._plan.bounds
         self._spans = [blocks[start:end] for start, end in itertools.pairwise(bounds)]
-        self._mine = range(self.position.stage, len(self._spans), self.position.stages)
+        self._pieces = range(self.position.stage, len(self._spans), self.position.stages)
         self._shapes = [
             torch.nn.Sequential(*(block.on_meta() for block in span)) for span in self._spans
         ]
         self.names = list(module.state_dict())
-        kept = [n for piece in self._mine for n in range(bounds[piece], bounds[piece + 1])]
+        kept = [n for piece in self._pieces for n in range(bounds[piece], bounds[piece + 1])]
         splitting.split(module, blocks, kept)
-        self._spans = [s if i in self._mine else [] for i, s in enumerate(self._spans)]
+        self._spans = [s if i in self._pieces else [] for i, s in enumerate(self._spans)]
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self._plan is not None
@@ -137,12 +137,12 @@ class PipelineStrategy(StagedStrategy):
             dist.broadcast(tensor.data, group=self.replicas, group_src=0)
         edges, context = self._plan.edges, self.precision_plugin.forward_context
         count = len(self._spans)
-        # The model's inputs and outputs are no edges between pieces.
+        # The model's inputs and outputs are not sent between pieces.
         inner = [None, *edges[1:count], None]
-        pieces = {i: Piece(self._spans[i], inner[i], inner[i + 1], context) for i in self._mine}
-        own = [piece.parameters() for piece in pieces.values()]
+        pieces = {i: Piece(self._spans[i], inner[i], inner[i + 1], context) for i in self._pieces}
+        parameters = [piece.parameters() for piece in pieces.values()]
         sizes = self.micro_batches, self.bucket_cap_mb
-        self._reducer = GradientReducer(own, self.replicas, *sizes)
+        self._reducer = GradientReducer(parameters, self.replicas, *sizes)
         self._engine = Engine(
             self.position,
             self.pipeline,
@@ -153,7 +153,7 @@ class PipelineStrategy(StagedStrategy):
             self.schedule,
             self.micro_batches,
             loss=self._loss,
-            done=lambda piece: self._reducer.piece_done(self._mine.index(piece)),
+            done=lambda piece: self._reducer.piece_done(self._pieces.index(piece)),
         )
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -195,7 +195,7 @@ class PipelineStrategy(StagedStrategy):
             inputs, targets = module.pipeline_inputs(batch, batch_idx)
         self._reducer.begin(reduce=not self._blocked)
         self._outputs = self._engine.train(inputs, targets)
-        self._aside = [parameter.grad for parameter in parameters]
+        self._new_gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         try:
@@ -209,9 +209,9 @@ class PipelineStrategy(StagedStrategy):
     ) -> torch.Tensor:
         module = self.lightning_module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        for parameter, gradient in zip(module.parameters(), self._aside, strict=True):
+        for parameter, gradient in zip(module.parameters(), self._new_gradients, strict=True):
             parameter.grad = gradient
-        self._aside = []
+        self._new_gradients = []
         self._reducer.finish()
         return self.precision_plugin.post_backward(closure_loss.detach(), module)
 
