@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from distdl.data.encoded import EncodedImages
 from distdl.data.sampling import EvalBatches
 from distdl.distributed import process_group
 from distdl.models.classifier import ImageClassifier
+from distdl.runs import checkpoints
 from distdl.runs.directory import shown
 from distdl.tasks.evaluate import checkpoint_of
 from distdl.tasks.needs import needs
@@ -66,7 +68,7 @@ def predict(
             what = f"{context.data} opens no other source"
             raise UserError.at("task.source", what, "define its predict_dataloader")
         context.datamodule.predict_from = source  # type: ignore[union-attr]
-    described = {"checkpoint": path or "none", "source": source, "top_k": top_k}
+    described = {"checkpoint": identity(path), "source": source, "top_k": top_k}
     rows = Rows(context.run.path / output, format, described)
     if context.trainer.is_global_zero:
         rows.open()
@@ -90,6 +92,14 @@ def predict(
     if counts.get("labels") and counts["labels"] == rows.count - counts["damaged"]:
         metrics["predict/acc1"] = counts["hits"] / counts["labels"]
     return {name: float(value) for name, value in metrics.items()}
+
+
+def identity(path: str | None) -> str:
+    """Names a checkpoint by the sha256 of its files: `last` and `best` may be others later."""
+    if path is None or Path(path).is_dir():
+        return str(path)
+    files = checkpoints.manifest_at(Path(path)).get("files") or {}
+    return "+".join(each["sha256"] for each in files.values()) or checkpoints.sha256(Path(path))
 
 
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
