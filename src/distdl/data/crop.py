@@ -47,6 +47,14 @@ class Crop(NamedTuple):
         return square.flip(-1) if self.flip else square
 
 
+def central_crop(height: int, width: int, short_side: int, size: int) -> Crop:
+    """Resizes the short side, and keeps the centre, as validation does."""
+    short = min(height, width)
+    # Rounded down, as torchvision does.
+    to_height, to_width = (int(short_side * side / short) for side in (height, width))
+    return Crop(0, 0, height, width, to_height, to_width, size)
+
+
 def random_crop(
     height: int, width: int, scale: Sequence[float], ratio: Sequence[float]
 ) -> tuple[int, int, int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distdl.data.augment import Augment
-from distdl.data.crop import Crop, random_crop
+from distdl.data.crop import Crop, central_crop, random_crop
 from distdl.data.decoding import DECODERS, is_plain, jpeg_header, without_exif, works
 from distdl.data.decoding import decoder as make_decoder
 from distdl.data.nvjpeg import END_OF_IMAGE
@@ -179,7 +179,4 @@ class EvalView(View):
 
     def crop(self, height: int, width: int, epoch: int) -> Crop:
         """The same in every epoch."""
-        short = min(height, width)
-        # Rounded down, as torchvision does.
-        to_height, to_width = (int(self.short_side * side / short) for side in (height, width))
-        return Crop(0, 0, height, width, to_height, to_width, self.image_size)
+        return central_crop(height, width, self.short_side, self.image_size)

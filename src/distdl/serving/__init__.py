@@ -1,0 +1,1 @@
+"""The model outside its run: model folders, exports, the server, and endpoints."""
