@@ -17,7 +17,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -84,6 +84,7 @@ class Checkpointer(Callback):
         self.every_seconds = every_minutes * 60 if every_minutes else math.inf
         self.best = Best(monitor, mode)
         self.rates: list[list[float]] | None = None  # as the optimizers of this run were built
+        self.classes: Sequence[str] | None = None  # of the checkpoint that was loaded
         self._saved_step = self._stepped = -1
         self._half_a_step = self._validates = False
         self._saved_at = time.monotonic()
@@ -328,10 +329,11 @@ class Checkpointer(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        loaded = checkpoint.get(KEY)
+        self.classes = (loaded or {}).get("classes")
         if trainer.state.fn != "fit":
             return
         resume_state.remove_rate_finder(trainer)
-        loaded = checkpoint.get(KEY)
         if loaded is None:
             return
         self.position.epoch, self.position.consumed = loaded["epoch"], loaded["consumed"]

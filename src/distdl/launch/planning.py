@@ -154,7 +154,7 @@ def refuse_second(planned: Plan) -> None:
 def continue_run(planned: Plan, chosen: Sequence[str]) -> Plan:
     """Plans the next attempt of an existing run. If the world size of a training changes, the
     global batch size is kept, except by keys that the user set (`chosen`)."""
-    last = planned.run.main_attempt() or planned.run.last_attempt()
+    last = planned.run.main_attempt()
     if last is None or planned.config.task.get("_target_") in configs.EVALUATE:
         return planned
     before = last.launch()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from typing import Any, NamedTuple
 
@@ -78,6 +77,8 @@ def _decoded(entry: Any, number: int) -> bytes:
     if isinstance(text, list) and len(text) == 1:
         (text,) = text
     try:
-        return base64.b64decode(str(text).partition(";base64,")[2] or text, validate=True)
-    except (binascii.Error, TypeError, ValueError):
+        if not isinstance(text, str):
+            raise ValueError
+        return base64.b64decode(text.partition(";base64,")[2] or text, validate=True)
+    except ValueError:
         raise Refused(400, f"image {number} is not base64") from None

@@ -235,7 +235,7 @@ def record_failure(attempt: Attempt, rank: int, error: BaseException) -> int:
     it ends. Returns the exit code."""
     code = JobState.FAILED.exit_code
     if isinstance(error, UserError):
-        code = EXIT_REFUSED
+        code = error.exit_code
     elif isinstance(error, SystemExit) and isinstance(error.code, int):
         code = error.code or code  # exit(0) in the middle is a failure
     text = redact("".join(traceback.format_exception(error)))
