@@ -21,6 +21,7 @@ def main(argv: Sequence[str]) -> int:
     add("--to", required=True, choices=FORMATS, help="pt2: torch.export; weights: safetensors")
     add("--images", type=int, default=64, help="how many images it is compared on (default: 64)")
     add("--output", help="a folder in the run's directory (default: exports/FORMAT-DIGEST)")
+    add("--register", metavar="NAME", help="with --to mlflow: its name in MLflow's registry")
     options = parser.parse_intermixed_args(argv)
 
     from distdl.cli import resume
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     words = ["task=export", f"task.format={options.to}", f"task.images={options.images}"]
     words.append(f"task.checkpoint={checkpoint or model_folder.best_of(run.path)}")
     words += [f"task.output={options.output}"] if options.output else []
+    words += [f"task.register={options.register}"] if options.register else []
     words += ["launcher=local", "strategy=single", "trainer.devices=1", "trainer.num_nodes=1"]
     words += ["trainer.accelerator=cpu", "trainer.precision=32-true"]
     words += ["model.compile=false"] if "compile" in (recipe.get("model") or {}) else []

@@ -50,7 +50,8 @@ def plan(
     refuse_programs(config, typed_paths)
     notes = [] if last else [recorded_start(run)]
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
-    notes += [f"{p} is {typed[p]} from this attempt on" for p in new]
+    since = "in this attempt" if evaluates(config) else "from this attempt on"
+    notes += [f"{p} is {typed[p]} {since}" for p in new]
     planned = planning.Plan(config, recipe, size, run, before["run_id"], changes, notes)
     planning.refuse_second(planned)
     planning.continue_run(planned, typed_paths)
@@ -86,9 +87,9 @@ def apply(
     """Applies Hydra's overrides to `where`; returns what this attempt and the `earlier` ones change
     in the recipe. `groups` are the keys that choose an option of a group."""
     changes, problems = dict(earlier), []
-    task = next((str(o.input_line) for o in parsed if o.key_or_group == "task"), None)
     changeable: tuple[str, ...] = configs.CHANGEABLE
-    if task and compose.compose([task]).task._target_ in configs.EVALUATE:
+    task = [str(o.input_line) for o in parsed if o.key_or_group == "task"]
+    if task and evaluates(compose.compose(task)):
         changeable += configs.CHANGEABLE_TO_EVALUATE
     for override in parsed:
         path, value = override.key_or_group, override.value()
@@ -113,6 +114,11 @@ def apply(
     if problems:
         raise UserError(*problems)
     return changes
+
+
+def evaluates(config: DictConfig) -> bool:
+    """Whether the task leaves the training as it is."""
+    return config.task.get("_target_") in configs.EVALUATE
 
 
 def recorded_start(run: RunDirectory) -> str:

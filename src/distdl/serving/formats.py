@@ -3,6 +3,9 @@ and scores encoded images by what was written."""
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,6 +78,8 @@ def write_mlflow(model: Path, folder: Path, example: bytes, needed: str) -> None
     import pandas
     from mlflow.models import infer_signature
 
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     frame = pandas.DataFrame({"image": [example]})
     answers = pandas.DataFrame(Scorer(model).score([example]))
     mlflow.pyfunc.save_model(
@@ -86,6 +91,7 @@ def write_mlflow(model: Path, folder: Path, example: bytes, needed: str) -> None
         input_example=frame,
         pip_requirements=needed.split(),
     )
+    shutil.copyfile(model / "README.md", folder / "README.md")
 
 
 def score_mlflow(folder: Path, classes: Sequence[str]) -> Score:

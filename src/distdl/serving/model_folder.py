@@ -14,9 +14,10 @@ from typing import Any
 
 from distdl.runs import checkpoints
 from distdl.util.atomic_files import write_bytes
+from distdl.util.errors import UserError
 
 DESCRIPTION = "model.json"
-EXPORTS = "exports"
+EXPORTS, SERVED = "exports", ("pt2", "onnx")
 # The package in every model folder, and the modules that it holds copies of.
 PACKAGE = "distdl_scoring"
 COPIED = (
@@ -95,6 +96,22 @@ def _cell(value: Any) -> str:
     return html.escape(" ".join(str(value).split())).replace("|", "&#124;").replace("`", "&#96;")
 
 
+def read(folder: Path) -> dict[str, Any]:
+    """The description of a model folder.
+
+    Raises:
+        UserError: It is not one, or is damaged.
+    """
+    try:
+        description = json.loads((folder / DESCRIPTION).read_bytes())
+        if isinstance(description, dict) and isinstance(description["classes"], list):
+            return description
+        raise ValueError("it has another form")
+    except (OSError, ValueError, KeyError) as error:
+        remedy = "a folder that python -m distdl export wrote"
+        raise UserError.at(str(folder), f"is not an exported model: {error}", remedy) from None
+
+
 def identity(path: str | Path | None) -> str:
     """Names a checkpoint by the sha256 of its files: `last` and `best` may be others later."""
     if path is None or Path(path).is_dir():
@@ -113,7 +130,7 @@ def best_of(run: Path) -> str:
     return "best" if (run / "checkpoints/best.ckpt").exists() else "last"
 
 
-def exported(run: Path, formats: Sequence[str] = ("pt2", "onnx")) -> Path | None:
+def exported(run: Path, formats: Sequence[str] = SERVED) -> Path | None:
     """The folder of a run with its best checkpoint in one of these formats; None: not exported."""
     path = run / "checkpoints" / f"{best_of(run)}.ckpt"
     if not path.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import shlex
 import tempfile
 import time
@@ -23,10 +24,12 @@ from distdl.models.classifier import ImageClassifier
 from distdl.models.weights import load_weights
 from distdl.runs import checkpoints
 from distdl.runs.directory import shown
-from distdl.serving import formats, model_folder
+from distdl.serving import formats, model_folder, registry
 from distdl.serving.formats import Score
 from distdl.tasks.evaluate import checkpoint_of
 from distdl.tasks.needs import needs
+from distdl.tracking.mlflow import NAME
+from distdl.tracking.outbox import Outbox
 from distdl.util.errors import Problem, UserError
 from distdl.util.redact import redact
 from distdl.worker.build import Built, make
@@ -51,6 +54,7 @@ def export(
     checkpoint: str = "best",
     images: int = 64,
     output: str | None = None,
+    register: str | None = None,
 ) -> dict[str, float]:
     """Writes a folder with the model (docs/export.md). If it answers otherwise than the network, it
     is removed.
@@ -60,6 +64,7 @@ def export(
         checkpoint: As of `validate`.
         images: How many images of the validation split both answer for.
         output: A folder in the run's directory; None: `exports/<format>-<digest>`.
+        register: The name under which MLflow's registry gets the model; only for "mlflow".
 
     Returns:
         `export/images`, `export/difference` (the largest one of a probability) and `export/top1`,
@@ -73,9 +78,23 @@ def export(
     assert path is not None  # `check` refuses "none"
     name = output or f"{model_folder.EXPORTS}/{format}-{model_folder.digest(path)}"
     target = context.run.path / name
-    if target.exists():
-        remedy = "use it, or name another folder: task.output=exports/NAME"
-        raise UserError.at("task.output", f"{shown(target)} exists", remedy)
+    if target.exists() and output:
+        raise UserError.at("task.output", f"{shown(target)} exists", "name another folder")
+    compared = {} if target.exists() else write(context, path, format, images, target)
+    print(f"export  {shown(target)}{'' if compared else ': it was there already'}")
+    if compared:
+        agreeing = f"{compared['top1'] * compared['images']:.0f} of {compared['images']} images"
+        print(f"agrees  with the network on {agreeing}; probabilities differ by ", end="")
+        print(f"{compared['difference']:.1e} at most")
+    if format == "mlflow" and Outbox(context.run.path).exists:
+        print(*registry.publish(context.run, target, register), sep="\n")
+    if format in model_folder.SERVED:
+        print(f"next    python -m distdl serve {shown(target)}", flush=True)
+    return {f"export/{key}": float(value) for key, value in compared.items()}
+
+
+def write(context: Built, path: str, format: str, images: int, target: Path) -> dict[str, Any]:
+    """Writes and verifies the folder `target`; returns the comparison."""
     source = Source(context, path)
     samples, expected = source.reference(images)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -90,11 +109,7 @@ def export(
             score = formats.score_mlflow(folder, source.classes)
             compared = compare(score(samples), expected, TOLERANCE[format])
         folder.rename(target)
-    print(f"export  {shown(target)}")
-    agreeing = f"{compared['top1'] * compared['images']:.0f} of {compared['images']} images"
-    print(f"agrees  with the network on {agreeing}; probabilities differ by ", end="")
-    print(f"{compared['difference']:.1e} at most", flush=True)
-    return {f"export/{key}": float(value) for key, value in compared.items()}
+    return compared
 
 
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
@@ -108,6 +123,11 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
         yield Problem("format", f"{name} needs {', '.join(missing)}", "pip install 'distdl[onnx]'")
     if type(images := node.get("images", 64)) is not int or images < 1:
         yield Problem("images", f"is {images!r}, not a number of images", "task.images=64")
+    if node.get("register") and name != "mlflow":
+        yield Problem("register", f"takes MLflow models, not {name}", "task.format=mlflow")
+    register = node.get("register")
+    if register and not re.fullmatch(NAME, str(register)):
+        yield Problem("register", f"{register!r} has other characters", f"as in {NAME}")
     if node.get("checkpoint") == "none":
         yield Problem("checkpoint", "is none: there is nothing to export", "task.checkpoint=best")
 
@@ -236,6 +256,7 @@ class Source:
             "sha256": model_folder.identity(self.path),
             "metrics": metrics,
             "model": str(config.model.network.get("_target_")),
+            "data_key": self.images.key,  # type: ignore[attr-defined]
             "data": f"{self.context.data}, {config.data.get('root')}",
             "command": command if isinstance(command, str) else shlex.join(map(str, command or ())),
             "commit": commit,
