@@ -167,7 +167,8 @@ def then(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
 Collector.on_predict_batch_end = then
 """
     words = ("task.output=ended", "data.batch_size=1")
-    predict(project, *words, code=75, module=("-c", code + UNCHECKED[1]))
+    printed = predict(project, *words, code=75, module=("-c", code + UNCHECKED[1]))
+    assert "task=predict trainer.devices=1 task.output=ended data.batch_size=1\n" in printed
     (part,) = (project / RUN / "ended").glob("part-*")
     first = part.stat().st_mtime_ns
     assert parquet.read_table(part).num_rows == 11

@@ -121,7 +121,7 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
     elif name == "parquet" and context["local"] and not importlib.util.find_spec("pyarrow"):
         remedy = "pip install 'distdl[data]', or task.format=csv"
         yield Problem("format", "parquet needs the package pyarrow", remedy)
-    source = node.get("source")
+    source = str(node.get("source") or "")
     is_path = source and context["local"] and not is_remote(source)
     if is_path and not Path(folder := open_store(source).uri).is_dir():
         yield Problem("source", f"no such folder: {folder}", "a folder of images, or a URI")

@@ -61,19 +61,19 @@ FORMATS: dict[str, Callable[[Table], bytes]] = {
 }
 
 
-class Part(BaseModel):
+class StoredPart(BaseModel):
     name: str = Field(pattern=r"^part-\d{5,}\.[a-z]+$")
     rows: PositiveInt
     sha256: str
 
 
-class Stored(BaseModel):
+class StoredRows(BaseModel):
     """What is stored: the content of `_progress.json` and `_manifest.json`."""
 
     described: dict[str, str | int | None] = {}
     rows: NonNegativeInt = 0
     counts: dict[str, NonNegativeInt] = {}
-    parts: list[Part] = []
+    parts: list[StoredPart] = []
 
 
 class Rows:
@@ -89,7 +89,7 @@ class Rows:
 
     def __init__(self, folder: Path, format: str) -> None:
         self.folder, self.format = folder, format
-        self.stored = Stored()
+        self.stored = StoredRows()
 
     @property
     def complete(self) -> bool:
@@ -110,7 +110,7 @@ class Rows:
             return
         remove_leftovers(self.folder)
         try:
-            self.stored = Stored.model_validate_json(path.read_bytes())
+            self.stored = StoredRows.model_validate_json(path.read_bytes())
         except ValidationError as error:
             what = f"{shown(path)} is damaged: {error.errors()[0]['msg']}"
             raise UserError.at("task.output", what, other) from None
@@ -143,7 +143,7 @@ class Rows:
         stored, data = self.stored, FORMATS[self.format](table)
         name, rows = f"part-{len(stored.parts):05d}.{self.format}", len(next(iter(table.values())))
         self._write(name, data)
-        stored.parts.append(Part(name=name, rows=rows, sha256=_sha256(data)))
+        stored.parts.append(StoredPart(name=name, rows=rows, sha256=_sha256(data)))
         stored.rows += rows
         stored.counts |= {key: stored.counts.get(key, 0) + counts[key] for key in counts}
         self._write(PROGRESS)
