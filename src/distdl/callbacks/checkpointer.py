@@ -41,6 +41,12 @@ KEY = "distdl"
 SAVE = 1  # the index of the save flag in `Checkpointer._flags`
 
 
+def class_names(datamodule: object) -> list[str] | None:
+    """The names in a data module's `classes`, in the order of the labels; None if it has none."""
+    names = getattr(datamodule, "classes", None)
+    return [*map(str, names)] if isinstance(names, list | tuple) else None
+
+
 class Checkpointer(Callback):
     """Writes checkpoints and ends attempts, as this module's docstring describes.
 
@@ -316,7 +322,7 @@ class Checkpointer(Callback):
             "samples_per_batch": self.samples_per_batch,
             "rates": self.rates,
             "world_size": trainer.world_size,
-            "classes": getattr(trainer.datamodule, "classes", None),  # type: ignore[attr-defined]
+            "classes": class_names(trainer.datamodule),  # type: ignore[attr-defined]
             **self.best.state(),
             "rng": process_group.gather(self._rng or resume_state.rng_state()),
             **resume_state.of_parameters(pl_module, self._half_a_step),

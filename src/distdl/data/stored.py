@@ -183,9 +183,8 @@ class StoredImages(ImageData):
 
     @property
     def classes(self) -> list[str] | None:
-        """Their names, in the order of the labels; None before `setup`, and without labels."""
-        images = self._splits.get("train") or self._splits.get("predict")
-        return getattr(images, "classes", None)
+        """Their names, in the order of the labels; None before `setup`, and with `predict_from`."""
+        return getattr(self._splits.get("train"), "classes", None)
 
     def _open_shards(self) -> None:
         cache_root = _cache_root(self.cache_dir)
