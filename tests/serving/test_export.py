@@ -30,7 +30,8 @@ MLFLOW = """
 import json, mlflow, pandas, pathlib
 model = mlflow.pyfunc.load_model(".")
 images = sorted(pathlib.Path({images!r}).glob("*/*.jpg"))
-rows = model.predict(pandas.DataFrame({{"image": [p.read_bytes() for p in images]}}), {{"top_k": 2}})
+frame = pandas.DataFrame({{"image": [path.read_bytes() for path in images]}})
+rows = model.predict(frame, {{"top_k": 2}})
 answers = rows.to_dict("records")
 print(json.dumps([[path.parent.name, answer] for path, answer in zip(images, answers)]))
 """
