@@ -95,7 +95,7 @@ def export(
 
 def write(context: Built, path: str, format: str, images: int, target: Path) -> dict[str, Any]:
     """Writes and verifies the folder `target`; returns the comparison."""
-    source = Source(context, path)
+    source = ExportSource(context, path)
     samples, expected = source.reference(images)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=target.parent) as temporary:
@@ -165,7 +165,7 @@ class Probabilities(nn.Module):
         return self.network(normalised).float().softmax(dim=1)
 
 
-class Source:
+class ExportSource:
     """What is exported: the network with a checkpoint's weights, on the CPU in float32, with the
     preprocessing of the validation."""
 
