@@ -17,7 +17,7 @@ from tests.unit.sample_data import encoded, picture
 CLASSES, TRAIN, VAL = ("ant", "bee", "cat"), 3, 7
 DATA = ("data=imagenet", "data.root=images", "data.num_classes=3", "data.image_size=32")
 SMALL = ("model=resnet18", "data.batch_size=4", "data.num_workers=0", "trainer.accelerator=cpu")
-SHORT = ("trainer.max_epochs=1", "schedule.warmup_epochs=0")
+SHORT = ("trainer.max_epochs=1", "schedule.warmup_epochs=0", "tracking.mlflow.register=insects")
 RUN = "outputs/default/r"
 # Refuses every import of distdl, as on a machine where it is not installed.
 WITHOUT_DISTDL = """
@@ -32,7 +32,7 @@ sys.meta_path.insert(0, Absent())
 
 @pytest.fixture(scope="session")
 def project(tmp_path_factory) -> Path:
-    """A folder of photographs, and a run that was trained on them and is tracked in MLflow."""
+    """A folder of photographs, and a run that was trained on them, whose model is registered."""
     folder = tmp_path_factory.mktemp("project")
     for split, count in (("train", TRAIN), ("val", VAL)):
         for number, name in enumerate(CLASSES):
@@ -42,6 +42,8 @@ def project(tmp_path_factory) -> Path:
                 (folder / f"images/{split}/{name}/{index}.jpg").write_bytes(encoded(image))
     done = distdl(*DATA, *SMALL, *SHORT, "name=r", cwd=folder, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "agrees  with the network on 21 of 21 images" in done.stdout
+    assert "champion is version 1" in done.stdout
     return folder
 
 

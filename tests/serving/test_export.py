@@ -39,7 +39,7 @@ print(json.dumps([[path.parent.name, answer] for path, answer in zip(images, ans
 
 @pytest.mark.parametrize("format", ["pt2", "onnx", "mlflow"])
 def test_it_answers_without_distdl_as_the_validation_did(project, pt2, format) -> None:
-    if format != "pt2":
+    if format == "onnx":
         assert "21 of 21 images" in export(project, "--to", format)
     (folder,) = (project / RUN / "exports").glob(f"{format}-*")
     code = (MLFLOW if format == "mlflow" else SCORES).format(images=str(project / "images/val"))
@@ -93,8 +93,8 @@ def test_weights_load_in_torchvision(project) -> None:
 
 
 def test_an_mlflow_model_is_logged_and_registered(project) -> None:
-    for line in ("champion is version 1", "champion stays version 1: it is the same checkpoint"):
-        assert line in export(project, "--to", "mlflow", "--register", "insects")
+    again = export(project, "--to", "mlflow", "--register", "insects")
+    assert "champion stays version 1: it is the same checkpoint" in again
     client = MlflowClient(f"sqlite:///{project}/outputs/mlflow.db")
     (version,) = client.search_model_versions("name = 'insects'")
     assert client.get_model_version_by_alias("insects", "champion").version == version.version

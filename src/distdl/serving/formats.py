@@ -3,6 +3,7 @@ and scores encoded images by what was written."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
@@ -17,6 +18,7 @@ from torch import nn
 
 from distdl.serving.model_folder import PACKAGE
 from distdl.serving.scorer import Scorer
+from distdl.util.atomic_files import write_bytes
 
 LARGEST_BATCH = 1024
 
@@ -31,7 +33,9 @@ def write_pt2(network: nn.Module, folder: Path, image_size: int) -> str:
     with warnings.catch_warnings():
         # torch reports each weight that is channels_last; it is stored with its strides.
         warnings.filterwarnings("ignore", message="No complete tensor found")
-        torch.export.save(program, folder / "model.pt2")
+        # Into memory first: on a full disk torch's own writer ends the process.
+        torch.export.save(program, archive := io.BytesIO())
+    write_bytes(folder / "model.pt2", archive.getvalue())
     return "model.pt2"
 
 
@@ -52,11 +56,11 @@ def write_onnx(network: nn.Module, folder: Path, image_size: int) -> str:
 
 def write_weights(network: nn.Module, folder: Path, image_size: int) -> str:
     """`model.safetensors`, with the network's own names (torchvision's or timm's)."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     state = network.get_submodule("network").state_dict()
     weights = {name: value.contiguous() for name, value in state.items()}
-    save_file(weights, folder / "model.safetensors")
+    write_bytes(folder / "model.safetensors", save(weights))
     return "model.safetensors"
 
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import re
 import shlex
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,7 @@ from distdl.tasks.evaluate import checkpoint_of
 from distdl.tasks.needs import needs
 from distdl.tracking.mlflow import NAME
 from distdl.tracking.outbox import Outbox
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import Problem, Unfinished, UserError
 from distdl.util.redact import redact
 from distdl.worker.build import Built, make
 from distdl.worker.initial_state import start
@@ -39,6 +40,8 @@ from distdl.worker.initial_state import start
 # runs other kernels than torch.
 FORMATS = {"pt2": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "mlflow": (), "weights": ()}
 TOLERANCE = {"pt2": 1e-5, "onnx": 1e-3, "mlflow": 1e-5, "weights": 1e-5}
+
+LEFT = ".part"  # the ending of a folder that is being written
 
 
 class Disagrees(UserError):
@@ -98,17 +101,23 @@ def write(context: Built, path: str, format: str, images: int, target: Path) -> 
     source = ExportSource(context, path)
     samples, expected = source.reference(images)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=target.parent) as temporary:
-        folder = Path(temporary) / "model"
-        folder.mkdir()
-        compared = source.write(folder, format, samples, expected)
-        if format == "mlflow":
-            model, folder = folder, Path(temporary) / "mlflow"
-            needed = model_folder.requirements(["mlflow", "pandas"])
-            formats.write_mlflow(model, folder, samples[0], needed)
-            score = formats.score_mlflow(folder, source.classes)
-            compared = compare(score(samples), expected, TOLERANCE[format])
-        folder.rename(target)
+    for left in target.parent.glob(f".*{LEFT}"):  # by a killed export
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", suffix=LEFT, dir=target.parent) as temporary:
+            folder = Path(temporary) / "model"
+            folder.mkdir()
+            compared = source.write(folder, format, samples, expected)
+            if format == "mlflow":
+                model, folder = folder, Path(temporary) / "mlflow"
+                needed = model_folder.requirements(["mlflow", "pandas"])
+                formats.write_mlflow(model, folder, samples[0], needed)
+                score = formats.score_mlflow(folder, source.classes)
+                compared = compare(score(samples), expected, TOLERANCE[format])
+            folder.rename(target)
+    except OSError as error:
+        what = f"cannot write into {shown(target.parent)}: {error.strerror or error}"
+        raise Unfinished.at("task.output", what, "the same command starts again") from error
     return compared
 
 
@@ -209,7 +218,7 @@ class ExportSource:
     ) -> dict[str, Any]:
         """Writes and verifies a model folder; returns the comparison, which it also records."""
         kind = format if format in formats.WRITERS else "pt2"
-        file = formats.WRITERS[kind](self.model, folder, self.view.image_size)
+        file = self._write(kind, folder)
         model_folder.write_package(folder)
         needed = model_folder.requirements(FORMATS[kind][2:])
         (folder / "requirements.txt").write_text(needed)
@@ -229,6 +238,16 @@ class ExportSource:
         model_folder.describe(folder, [file], description)
         model_folder.write_card(folder, description)
         return compared
+
+    def _write(self, kind: str, folder: Path) -> str:
+        try:
+            return formats.WRITERS[kind](self.model, folder, self.view.image_size)
+        except OSError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            what = f"torch cannot write this network as {kind}: {reason}"
+            raise UserError.at("model.network", what, "another format: --to weights") from error
 
     def by_weights(self, file: Path) -> Score:
         """Scores by a new network, into which the written weights are loaded."""
