@@ -83,13 +83,16 @@ def export(
     target = context.run.path / name
     if target.exists() and output:
         raise UserError.at("task.output", f"{shown(target)} exists", "name another folder")
+    tracked = Outbox(context.run.path).exists
+    if register and not tracked:
+        raise UserError.at("task.register", "the run is not tracked in MLflow", "tracking=mlflow")
     compared = {} if target.exists() else write(context, path, format, images, target)
     print(f"export  {shown(target)}{'' if compared else ': it was there already'}")
     if compared:
         agreeing = f"{compared['top1'] * compared['images']:.0f} of {compared['images']} images"
         print(f"agrees  with the network on {agreeing}; probabilities differ by ", end="")
         print(f"{compared['difference']:.1e} at most")
-    if format == "mlflow" and Outbox(context.run.path).exists:
+    if format == "mlflow" and tracked:
         print(*registry.publish(context.run, target, register), sep="\n")
     if format in model_folder.SERVED:
         print(f"next    python -m distdl serve {shown(target)}", flush=True)
