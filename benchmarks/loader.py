@@ -4,9 +4,9 @@
 
 One process trains nothing and takes batches of 100 as fast as 1 or 2 workers make them. After an
 epoch to warm up, the arms take turns, five times each. CPU time is that of the process and its
-workers. A hundred photographs of $DISTDL_PHOTOGRAPHS (without it, generated JPEGs of ImageNet's median
-size) are copied to four hundred files, which stay in the page cache: the benchmark measures decoding
-and its surroundings, not the disk.
+workers. A hundred photographs of $DISTDL_PHOTOGRAPHS (without it, generated JPEGs of ImageNet's
+median size) are copied to four hundred files, which stay in the page cache: the benchmark measures
+decoding and its surroundings, not the disk.
 """
 
 from __future__ import annotations
