@@ -9,12 +9,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 from pyarrow import parquet
 
+from tests import prepared
 from tests.conftest import UNCHECKED, distdl, status
-from tests.prepared import small_disk  # noqa: F401
+from tests.unit import test_stores
 from tests.unit.sample_data import encoded, picture
+
+small_disk, s3 = prepared.small_disk, test_stores.s3  # fixtures
 
 CLASSES, TRAIN, VAL = ("ant", "bee", "cat"), 3, 7
 DATA = ("data=imagenet", "data.root=images", "data.num_classes=3", "data.image_size=32")
@@ -129,7 +133,7 @@ def test_killed_at_three_moments_it_loses_and_repeats_nothing(project, alone) ->
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
-def test_a_full_disk_tears_nothing(project, alone, small_disk) -> None:  # noqa: F811
+def test_a_full_disk_tears_nothing(project, alone, small_disk) -> None:
     (project / RUN / "full").symlink_to(small_disk)
     filler = small_disk / ".filler"
     with filler.open("wb", buffering=0) as file:
@@ -209,6 +213,17 @@ def test_a_prepared_data_set(project, alone, tmp_path) -> None:
     )
 
 
+def test_a_bucket(project, alone, s3) -> None:
+    """One that holds the images, and one that is not there."""
+    box, words = boto3.client("s3"), ("task.source=s3://box/mine", "task.output=bucket")
+    for path in sorted((project / "images/val").rglob("*.jpg")):
+        box.upload_file(str(path), "box", f"mine/{path.relative_to(project / 'images/val')}")
+    predict(project, *words)
+    near(rows(project, "bucket"), alone)
+    printed = predict(project, "task.source=s3://nobox/mine", "task.output=no", code=2)
+    assert "distdl: task.source: s3://nobox/mine" in printed and "Traceback" not in printed
+
+
 def test_images_of_which_all_or_none_are_damaged_in_a_part(project, tmp_path) -> None:
     """All parts have columns of the same types, so that they can be read as one table."""
     flat = tmp_path / "flat"
@@ -223,6 +238,7 @@ def test_images_of_which_all_or_none_are_damaged_in_a_part(project, tmp_path) ->
     assert [bool(row["error"]) for row in found] == [True] * 3 + [False] * 3 + [True]
     assert [row["class_1"] is None for row in found] == [bool(row["error"]) for row in found]
     assert found[-1]["name"] == "\\xff.jpg"
+    assert {row["class_1"] for row in found} <= {"0", "1", "2", None}, "no checkpoint names them"
 
 
 REFUSED = {
@@ -319,7 +335,10 @@ def test_any_module_with_a_predict_step(tmp_path, ranks) -> None:
 
 
 WRONG = {
-    "an output of another length": (["+model.wrong=true"], "model: predict_step returned a shape"),
+    "an output of another length": (
+        ["+model.wrong=true"],
+        "model: predict_step returned Tensor of shape [5]",
+    ),
     "no folder": (["task.source=nowhere"], "task.source: no such folder: nowhere"),
     "outside": (["task.output=../x"], "task.output: is '../x', not a folder in the run"),
     "absolute": (["task.output=/tmp/x"], "task.output: is '/tmp/x', not a folder in the run"),

@@ -25,7 +25,7 @@ from distdl.config.own_code import make_importable, own_folders
 from distdl.job import JobState, Resources
 from distdl.launch import checkpoint_checks, jobs
 from distdl.runs import checkpoints, provenance
-from distdl.runs.directory import Attempt, RunDirectory, shown
+from distdl.runs.directory import PREDICTING, Attempt, RunDirectory, shown
 from distdl.util.errors import Problem, UserError
 from distdl.util.imports import uncollected
 from distdl.util.suggest import written
@@ -138,10 +138,12 @@ def _resume_arguments(planned: Plan, stored: DictConfig) -> str:
 
 
 def never_trained(run: RunDirectory) -> bool:
-    """Whether a run failed before its first checkpoint, so that a new run may take its name."""
+    """Whether a run failed before its first checkpoint, so that a new run may take its name. One
+    that predicts with another run's checkpoint has rows instead."""
     states = [attempt.state() for attempt in run.attempts()]
     failed = bool(states) and all(s in (JobState.FAILED, JobState.CANCELLED) for s in states)
-    return failed and not any(run.checkpoints.glob(f"*{checkpoints.SUFFIX}"))
+    kept = (*run.checkpoints.glob(f"*{checkpoints.SUFFIX}"), *run.path.glob(f"**/{PREDICTING}"))
+    return failed and not kept
 
 
 def refuse_second(planned: Plan) -> None:

@@ -27,8 +27,6 @@ from distdl.util.errors import Problem, UserError
 from distdl.worker.build import Built, data_share
 from distdl.worker.initial_state import start
 
-Columns = dict[str, np.ndarray]
-
 BATCHES = 10  # after so many, the ranks ask each other whether any was asked to end
 HALVES = (torch.float16, torch.bfloat16)  # which NumPy or JSON lack
 
@@ -148,6 +146,7 @@ class Collector(Callback):
     """
 
     batches: EvalBatches | None = None
+    network_classes = 0
 
     def __init__(
         self, context: Built, rows: Rows, stored: int, top_k: int, part_samples: int
@@ -158,7 +157,9 @@ class Collector(Callback):
         place = trainer.strategy, trainer.global_rank, trainer.world_size
         self.writes, (self.share, self.shares) = trainer.is_global_zero, data_share(*place)
         self.first = self.stored = stored
-        self.outputs: list[Columns] = []
+        self.outputs: list[dict[str, torch.Tensor]] = []
+        self.errors: list[str] = []
+        self.waiting = 0  # rows of this rank that are not stored yet
         self.classes: Sequence[str] | None = None
 
     def on_load_checkpoint(
@@ -195,88 +196,86 @@ class Collector(Callback):
     ) -> None:
         assert self.batches is not None
         done = batch_idx * self.batches.rows_per_batch
-        columns = self._columns(pl_module, outputs)
-        if not columns:
-            raise _misfit("no column", "an empty dict")
-        for name, column in columns.items():
-            if column.shape[:1] != (min(self.batches.rows_per_batch, self.batches.rows - done),):
-                raise _misfit(repr(name), f"a shape of {[*column.shape]}")
+        size = min(self.batches.rows_per_batch, self.batches.rows - done)
+        self.outputs.append(self._tensors(pl_module, outputs, size))
+        self.waiting += size
         if isinstance(self.dataset, EncodedImages):
-            columns["error"] = np.array(batch["damaged"], dtype=object)
-        self.outputs.append(columns)
-        waiting = self.shares * sum(len(next(iter(each.values()))) for each in self.outputs)
+            self.errors += batch["damaged"]
         stops = batch_idx % BATCHES == 0 and any(process_group.gather(bool(self.stop)))
-        if stops or waiting >= self.part_samples:
+        if stops or self.waiting * self.shares >= self.part_samples:
             self._store()
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.outputs:
             self._store()
 
-    def _columns(self, module: LightningModule, outputs: Any) -> Columns:
-        """One array per column, [B, ...]."""
-        if isinstance(module, ImageClassifier) and isinstance(outputs, torch.Tensor):
-            count = outputs.shape[1]
-            known = self.classes if self.classes and len(self.classes) == count else range(count)
-            best = outputs.float().softmax(dim=1).topk(min(self.top_k, count))
-            names = np.array([str(each) for each in known], dtype=object)
-            named, chances = names[best.indices.cpu().numpy()], best.values.cpu().numpy()
-            return {
-                f"{name}_{place + 1}": values[:, place]
-                for place in range(named.shape[1])
-                for name, values in (("class", named), ("probability", chances))
-            }
-        columns: Columns = {}
+    def _tensors(self, module: LightningModule, outputs: Any, size: int) -> dict[str, torch.Tensor]:
+        """Each [size, ...], on the host; ranked classes stay on the device, and nobody waits."""
+        self.ranked = isinstance(module, ImageClassifier) and isinstance(outputs, torch.Tensor)
+        if self.ranked:
+            self.network_classes = outputs.shape[1]
+            best = outputs.float().softmax(dim=1).topk(min(self.top_k, self.network_classes))
+            return {"class": best.indices, "probability": best.values}
         tensors = outputs if isinstance(outputs, Mapping) else {"prediction": outputs}
-        for name, value in tensors.items():
-            if not isinstance(value, torch.Tensor):
-                raise _misfit(repr(name), type(value).__name__)
-            value = value.detach().cpu()
-            columns[str(name)] = (value.float() if value.dtype in HALVES else value).numpy()
-        return columns
+        for name, value in tensors.items() or [("no column", None)]:
+            if not isinstance(value, torch.Tensor) or value.shape[:1] != (size,):
+                shape = f" of shape {[*value.shape]}" if isinstance(value, torch.Tensor) else ""
+                what = f"predict_step returned {type(value).__name__}{shape} for {name}"
+                remedy = "a tensor, or a dict of tensors, whose first dimension is the batch"
+                raise UserError.at("model", what, f"return {remedy}")
+        return {str(name): value.detach().cpu() for name, value in tensors.items()}
 
     def _store(self) -> None:
         """Gathers the rows of all ranks, and stores them as a part."""
         assert self.batches is not None and self.batches.order is not None
-        names = self.outputs[0]
-        mine = {name: np.concatenate([each[name] for each in self.outputs]) for name in names}
-        self.outputs = []
-        shares = dict(reversed(process_group.gather((self.share, mine))))
+        names, mine = self.outputs[0], dict[str, np.ndarray]()
+        for name in names:
+            values = torch.cat([each[name] for each in self.outputs])
+            mine[name] = (values.float() if values.dtype in HALVES else values).cpu().numpy()
+        if self.errors:
+            mine["error"] = np.array(self.errors, dtype=object)
         done = self.stored - self.first
-        indices = self.batches.order[done : done + self.shares * len(mine[next(iter(mine))])]
+        indices = self.batches.order[done : done + self.waiting * self.shares].tolist()
+        self.outputs, self.errors, self.waiting = [], [], 0
         self.stored += len(indices)
+        shares = dict(reversed(process_group.gather((self.share, mine))))
         if self.writes:
-            columns = {
-                name: np.stack([shares[share][name] for share in range(self.shares)], axis=1)
-                for name in mine
-            }
-            flat = {k: v.reshape(-1, *v.shape[2:])[: len(indices)] for k, v in columns.items()}
-            self.rows.add(*self._table(indices.tolist(), flat))
+            columns = {}
+            for name in mine:
+                rows = np.stack([shares[share][name] for share in range(self.shares)], axis=1)
+                columns[name] = rows.reshape(-1, *rows.shape[2:])[: len(indices)]
+            self.rows.add(*self._table(indices, columns))
         process_group.check_all(self.stop, f"after {self.stored:,} of {self.total:,} predictions")
 
-    def _table(self, indices: list[int], columns: Columns) -> tuple[dict[str, Any], dict[str, int]]:
+    def _table(
+        self, indices: list[int], columns: dict[str, np.ndarray]
+    ) -> tuple[dict[str, list[Any]], dict[str, int]]:
         """Columns of a part, and what to count in it."""
+        errors = [text or None for text in columns.pop("error", [""] * len(indices))]
+        named = self.classes if len(self.classes or ()) == self.network_classes else None
+        if self.ranked:
+            names = np.array(named or [*map(str, range(self.network_classes))], dtype=object)
+            ranked, chances = names[columns.pop("class")].T, columns.pop("probability").T
+            for place, (best, chance) in enumerate(zip(ranked, chances, strict=True), 1):
+                columns |= {f"class_{place}": best, f"probability_{place}": chance}
+        table: dict[str, list[Any]] = {
+            name: [
+                None if bad else value for bad, value in zip(errors, values.tolist(), strict=True)
+            ]
+            for name, values in columns.items()
+        }
         if not isinstance(self.dataset, EncodedImages):
-            return {"index": indices, **{k: v.tolist() for k, v in columns.items()}}, {}
-        errors = [text or None for text in columns.pop("error").tolist()]
+            return {"index": indices, **table}, {}
         labels = [self.dataset.label_name(index) for index in indices]
-        table: dict[str, Any] = {
+        known = {*named} if self.ranked and named else set()
+        judged = zip(labels, table.get("class_1", labels), errors, strict=True)
+        hits = [label == best for label, best, bad in judged if label in known and not bad]
+        counts = {"damaged": sum(map(bool, errors)), "labels": len(hits), "hits": sum(hits)}
+        images: dict[str, list[Any]] = {
             "name": [_text(self.dataset.sample_name(index)) for index in indices],
             "label": [label and _text(label) for label in labels],
         }
-        for name, values in columns.items():
-            pairs = zip(errors, values.tolist(), strict=True)
-            table[name] = [None if error else value for error, value in pairs]
-        known = set(self.classes or ()) if "class_1" in table else set()
-        judged = zip(labels, table.get("class_1", labels), errors, strict=True)
-        hits = [label == first for label, first, error in judged if label in known and not error]
-        counts = {"damaged": sum(map(bool, errors)), "labels": len(hits), "hits": sum(hits)}
-        return {**table, "error": errors}, counts
-
-
-def _misfit(name: str, value: str) -> UserError:
-    remedy = "return a tensor, or a dict of tensors, whose first dimension is the batch"
-    return UserError.at("model", f"predict_step returned {value} for {name}", remedy)
+        return {**images, **table, "error": errors}, counts
 
 
 def _text(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from distdl.runs.directory import shown
+from distdl.runs.directory import PREDICTING, shown
 from distdl.util.atomic_files import remove_leftovers, write_bytes
 from distdl.util.errors import Unfinished, UserError
 
@@ -20,7 +20,7 @@ from distdl.util.errors import Unfinished, UserError
 Table = Mapping[str, Sequence[Any]]
 
 # Programs that read a folder of Parquet files (pandas, Spark) skip names that begin with "_".
-MANIFEST, PROGRESS = "_manifest.json", "_progress.json"
+MANIFEST, PROGRESS = "_manifest.json", PREDICTING
 
 
 def parquet(table: Table) -> bytes:
