@@ -235,6 +235,14 @@ def manifest_of(path: Path) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
+def identity(path: Path) -> str:
+    """Names a checkpoint by the sha256 of its files: `last` and `best` may be others later."""
+    files = manifest_at(path).get("files") or {}
+    if not files and path.is_dir():
+        return str(path)
+    return "+".join(each["sha256"] for each in files.values()) or sha256(path)
+
+
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -112,17 +112,9 @@ def read(folder: Path) -> dict[str, Any]:
         raise UserError.at(str(folder), f"is not an exported model: {error}", remedy) from None
 
 
-def identity(path: str | Path | None) -> str:
-    """Names a checkpoint by the sha256 of its files: `last` and `best` may be others later."""
-    if path is None or Path(path).is_dir():
-        return str(path)
-    files = checkpoints.manifest_at(Path(path)).get("files") or {}
-    return "+".join(each["sha256"] for each in files.values()) or checkpoints.sha256(Path(path))
-
-
 def digest(path: str | Path) -> str:
-    """Eight characters of `identity`, for the name of a folder."""
-    return hashlib.sha256(identity(path).encode()).hexdigest()[:8]
+    """Eight characters of a checkpoint's identity, for the name of a folder."""
+    return hashlib.sha256(checkpoints.identity(Path(path)).encode()).hexdigest()[:8]
 
 
 def best_of(run: Path) -> str:

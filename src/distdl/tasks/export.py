@@ -28,7 +28,7 @@ from distdl.runs.directory import shown
 from distdl.serving import formats, model_folder, registry
 from distdl.serving.formats import Score
 from distdl.tasks.evaluate import checkpoint_of
-from distdl.tasks.needs import needs
+from distdl.tasks.needs import below_run, counts, needs
 from distdl.tracking.mlflow import NAME
 from distdl.tracking.outbox import Outbox
 from distdl.util.errors import Problem, Unfinished, UserError
@@ -133,8 +133,8 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
     missing = [p for p in FORMATS.get(name, ()) if not importlib.util.find_spec(p)]
     if missing and context["local"]:
         yield Problem("format", f"{name} needs {', '.join(missing)}", "pip install 'distdl[onnx]'")
-    if type(images := node.get("images", 64)) is not int or images < 1:
-        yield Problem("images", f"is {images!r}, not a number of images", "task.images=64")
+    yield from below_run(node, "exports/NAME")
+    yield from counts(node, images=64)
     if node.get("register") and name != "mlflow":
         yield Problem("register", f"takes MLflow models, not {name}", "task.format=mlflow")
     register = node.get("register")
@@ -275,7 +275,7 @@ class ExportSource:
             "run": str(config.get("experiment_name")) + "/" + run.path.name,
             "checkpoint": manifest.get("alias_of") or self.path.name,
             "step": manifest.get("step"),
-            "sha256": model_folder.identity(self.path),
+            "sha256": checkpoints.identity(self.path),
             "metrics": metrics,
             "model": str(config.model.network.get("_target_")),
             "data_key": self.images.key,  # type: ignore[attr-defined]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from distdl.callbacks.checkpointer import KEY, class_names
+from distdl.callbacks.checkpointer import class_names
 from distdl.data.encoded import EncodedImages
 from distdl.data.sampling import EvalBatches
 from distdl.distributed import process_group
@@ -21,7 +21,7 @@ from distdl.runs import checkpoints
 from distdl.runs.directory import shown
 from distdl.stores import is_remote, open_store
 from distdl.tasks.evaluate import checkpoint_of
-from distdl.tasks.needs import needs
+from distdl.tasks.needs import below_run, counts, needs
 from distdl.tasks.prediction_rows import FORMATS, Rows
 from distdl.util.errors import Problem, UserError
 from distdl.worker.build import Built, data_share
@@ -75,7 +75,12 @@ def predict(
     if trainer.is_global_zero:
         rows.open()
         unsigned = source and source.partition("?")[0]  # a signature is a secret
-        rows.describe(checkpoint=identity(path), source=unsigned, format=format, top_k=top_k)
+        rows.describe(
+            checkpoint=path and checkpoints.identity(Path(path)),
+            source=unsigned,
+            format=format,
+            top_k=top_k,
+        )
     stored = process_group.broadcast(rows.stored.rows)
     context.checkpointer.position.predicted = stored
     collector = Collector(context, rows, stored, top_k, part_samples)
@@ -100,16 +105,6 @@ def predict(
     return {name: float(value) for name, value in metrics.items()}
 
 
-def identity(path: str | None) -> str | None:
-    """Names a checkpoint by the sha256 of its files: `last` and `best` may be others later."""
-    if path is None:
-        return None
-    files = checkpoints.manifest_at(Path(path)).get("files") or {}
-    if not files and Path(path).is_dir():
-        return path
-    return "+".join(each["sha256"] for each in files.values()) or checkpoints.sha256(Path(path))
-
-
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of the task node; paths are relative to it."""
     yield from needs("predict_step", "predict_dataloader")(node, context)
@@ -123,14 +118,8 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
     is_path = source and context["local"] and not is_remote(source)
     if is_path and not Path(folder := open_store(source).uri).is_dir():
         yield Problem("source", f"no such folder: {folder}", "a folder of images, or a URI")
-    output = PurePath(node.get("output", "predictions"))
-    if output.is_absolute() or ".." in output.parts or not output.parts:
-        what = f"is {str(output)!r}, not a folder in the run's directory"
-        yield Problem("output", what, "task.output=predictions")
-    for key, usual in (("top_k", 5), ("part_samples", 10_000)):
-        if type(value := node.get(key, usual)) is not int or value < 1:
-            what = f"is {value!r}, not a whole number of at least 1"
-            yield Problem(key, what, f"task.{key}={usual}")
+    yield from below_run(node, "predictions")
+    yield from counts(node, top_k=5, part_samples=10_000)
 
 
 predict.check = check  # type: ignore[attr-defined]
@@ -152,7 +141,8 @@ class Collector(Callback):
         self, context: Built, rows: Rows, stored: int, top_k: int, part_samples: int
     ) -> None:
         self.rows, self.top_k, self.part_samples = rows, top_k, part_samples
-        self.stop, self.datamodule = context.checkpointer.stop, context.datamodule
+        self.checkpointer, self.datamodule = context.checkpointer, context.datamodule
+        self.stop = self.checkpointer.stop
         trainer = context.trainer
         place = trainer.strategy, trainer.global_rank, trainer.world_size
         self.writes, (self.share, self.shares) = trainer.is_global_zero, data_share(*place)
@@ -160,12 +150,6 @@ class Collector(Callback):
         self.outputs: list[dict[str, torch.Tensor]] = []
         self.errors: list[str] = []
         self.waiting = 0  # rows of this rank that are not stored yet
-        self.classes: Sequence[str] | None = None
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        self.classes = (checkpoint.get(KEY) or {}).get("classes")
 
     def opened(self, loader: Any) -> Any:
         """Takes note of this rank's loader, before its first batch, and returns it."""
@@ -177,7 +161,7 @@ class Collector(Callback):
             raise UserError.at("data", what, "return one DataLoader over a map-style dataset")
         self.batches, self.dataset = batches, loader.dataset.dataset
         self.total = self.first + batches.num_samples
-        self.classes = self.classes or class_names(self.datamodule)
+        self.classes = self.checkpointer.classes or class_names(self.datamodule)
         if self.writes:
             key = getattr(self.dataset, "key", "")[:12]
             self.rows.describe(data=f"{self.total} samples {key}".strip())
