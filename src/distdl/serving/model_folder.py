@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import html
-import importlib.metadata
 import importlib.util
 import json
-import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from distdl import __version__
 from distdl.runs import checkpoints
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import UserError
@@ -24,7 +25,7 @@ COPIED = (
     *("distdl.datasets.image_files", "distdl.data.decoding", "distdl.data.crop"),
     *("distdl.serving.scorer", "distdl.serving.requests"),
 )
-NEEDED = ("torch", "numpy", "pillow", "simplejpeg")
+NEEDED = ("torch", "numpy", "pillow")
 _SCORED = """```bash
 pip install -r requirements.txt
 python -c "from distdl_scoring.scorer import Scorer; \\
@@ -41,15 +42,13 @@ USE = {"pt2": _SCORED, "onnx": _SCORED, "weights": _LOADED}
 def write_package(folder: Path) -> None:
     """Writes the scoring package: copies of `COPIED` that import each other and not distdl."""
     (folder / PACKAGE).mkdir(parents=True)
-    about = f'"""Scores images; copied from distdl {importlib.metadata.version("distdl")}."""\n'
+    about = f'"""Scores images; copied from distdl {__version__}."""\n'
     (folder / PACKAGE / "__init__.py").write_text(about)
     for module in COPIED:
         text = source_of(module)
         for other in COPIED:
             stem = other.rpartition(".")[2]
-            text = re.sub(
-                rf"\bfrom {re.escape(other)} import\b", f"from {PACKAGE}.{stem} import", text
-            )
+            text = text.replace(f"from {other} import", f"from {PACKAGE}.{stem} import")
         (folder / PACKAGE / f"{module.rpartition('.')[2]}.py").write_text(text)
 
 
@@ -62,8 +61,10 @@ def source_of(module: str) -> str:
 def requirements(more: Sequence[str] = ()) -> str:
     """The versions with which the model was verified, a line for each."""
     # A build's local version, `2.15.0+cu130`, is not on every package index.
-    versions = ((name, importlib.metadata.version(name)) for name in (*NEEDED, *more))
-    return "".join(f"{name}=={version.partition('+')[0]}\n" for name, version in versions)
+    lines = [f"{name}=={version(name).partition('+')[0]}\n" for name in (*NEEDED, *more)]
+    with contextlib.suppress(PackageNotFoundError):  # then PIL has decoded the images
+        lines.append(f"simplejpeg=={version('simplejpeg')}\n")
+    return "".join(lines)
 
 
 def describe(folder: Path, names: Sequence[str], description: Mapping[str, Any]) -> None:

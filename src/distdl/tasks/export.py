@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
-import shlex
 import shutil
 import tempfile
 import time
@@ -269,7 +268,8 @@ class ExportSource:
         """Where the model comes from."""
         run, manifest = self.context.run, checkpoints.manifest_at(self.path)
         provenance, config = run.provenance(), self.context.config
-        command, commit = provenance.get("command"), (provenance.get("git") or {}).get("commit")
+        commit = (provenance.get("git") or {}).get("commit")
+        root = redact(str(config.data.get("root")).partition("?")[0])  # without a signature
         metrics = {k: v for k, v in (manifest.get("metrics") or {}).items() if k.startswith("val/")}
         return {
             "run": str(config.get("experiment_name")) + "/" + run.path.name,
@@ -279,8 +279,8 @@ class ExportSource:
             "metrics": metrics,
             "model": str(config.model.network.get("_target_")),
             "data_key": self.images.key,  # type: ignore[attr-defined]
-            "data": f"{self.context.data}, {config.data.get('root')}",
-            "command": command if isinstance(command, str) else shlex.join(map(str, command or ())),
+            "data": f"{self.context.data}, {root}",
+            "command": provenance.get("command"),
             "commit": commit,
             "trained": provenance.get("created"),
             "exported": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
