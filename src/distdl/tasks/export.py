@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+import shlex
 import shutil
 import tempfile
 import time
@@ -280,7 +281,7 @@ class ExportSource:
             "model": str(config.model.network.get("_target_")),
             "data_key": self.images.key,  # type: ignore[attr-defined]
             "data": f"{self.context.data}, {root}",
-            "command": provenance.get("command"),
+            "command": shlex.join(map(str, provenance.get("command") or ())),
             "commit": commit,
             "trained": provenance.get("created"),
             "exported": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
