@@ -39,10 +39,7 @@ def publish(run: RunDirectory, folder: Path, name: str | None) -> list[str]:
     prepare_environment()
     client = import_client()(uri, registry_uri=uri)
     try:
-        if not any(
-            each.path.endswith("/MLmodel") for each in client.list_artifacts(run_id, folder.name)
-        ):
-            client.log_artifacts(run_id, str(folder), folder.name)
+        client.log_artifacts(run_id, str(folder), folder.name)  # again, as it may be incomplete
         lines = [f"model   runs:/{run_id}/{folder.name}"]
         if name:
             source = f"{client.get_run(run_id).info.artifact_uri}/{folder.name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import re
 import shlex
@@ -26,7 +27,6 @@ from distdl.models.weights import load_weights
 from distdl.runs import checkpoints
 from distdl.runs.directory import shown
 from distdl.serving import formats, model_folder, registry
-from distdl.serving.formats import Score
 from distdl.tasks.evaluate import checkpoint_of
 from distdl.tasks.needs import below_run, counts, needs
 from distdl.tracking.mlflow import NAME
@@ -235,8 +235,11 @@ class ExportSource:
             "source": self.facts(),
         }
         model_folder.describe(folder, [file], description)
-        score = self.by_weights(folder / file) if kind == "weights" else formats.scorer(folder)
-        compared = compare(score(samples), expected, TOLERANCE[kind])
+        if kind == "weights":
+            scored = self.score_weights(folder / file, samples)
+        else:
+            scored = formats.scorer(folder)(samples)
+        compared = compare(scored, expected, TOLERANCE[kind])
         description["verification"] = compared
         model_folder.describe(folder, [file], description)
         model_folder.write_card(folder, description)
@@ -252,18 +255,14 @@ class ExportSource:
             what = f"torch cannot write this network as {kind}: {reason}"
             raise UserError.at("model.network", what, "another format: --to weights") from error
 
-    def by_weights(self, file: Path) -> Score:
+    def score_weights(self, file: Path, samples: list[bytes]) -> np.ndarray:
         """Scores by a new network, into which the written weights are loaded."""
-        network = make(self.context.config.model).network
+        network = make(self.context.config.model).network.float().eval()
         load_weights(network, file)
-        data: Any = self.context.datamodule
-        model = Probabilities(network.float().eval(), self.model._layout, data)
-
-        def score(images: Any) -> np.ndarray:
-            with torch.inference_mode():
-                return model(torch.stack([self.view.pixels(i, 0) for i in images])).numpy()
-
-        return score
+        model = copy.copy(self.model)
+        model._modules = {"network": network}
+        with torch.inference_mode():
+            return model(torch.stack([self.view.pixels(data, 0) for data in samples])).numpy()
 
     def facts(self) -> dict[str, Any]:
         """Where the model comes from."""
