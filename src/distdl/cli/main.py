@@ -30,6 +30,7 @@ COMMANDS = {
     "data": ("distdl.cli.data", "check a data set: what it holds, how fast it can be read"),
     "plan": ("distdl.cli.plan", "recommend a strategy by its memory and traffic; needs no GPU"),
     "scale": ("distdl.cli.scale", "run the same benchmark on 1, 2, 4 ... devices"),
+    "serve": ("distdl.cli.serve", "answer over HTTP with the model of a run"),
     "export": ("distdl.cli.export", "write the model in a form that answers without distdl"),
     "convert": ("distdl.cli.convert", "write a checkpoint or its weights as one file"),
     "provision": ("distdl.cli.provision", "create or complete an Azure ML workspace"),

@@ -24,8 +24,9 @@ PACKAGE = "distdl_scoring"
 COPIED = (
     *("distdl.datasets.image_files", "distdl.data.decoding", "distdl.data.crop"),
     *("distdl.serving.scorer", "distdl.serving.requests"),
+    *("distdl.serving.batching", "distdl.serving.server", "distdl.serving.settings"),
 )
-NEEDED = ("torch", "numpy", "pillow")
+NEEDED = ("torch", "numpy", "pillow", "fastapi", "uvicorn", "pydantic")
 _SCORED = """```bash
 pip install -r requirements.txt
 python -c "from distdl_scoring.scorer import Scorer; \\
