@@ -31,6 +31,7 @@ COMMANDS = {
     "plan": ("distdl.cli.plan", "recommend a strategy by its memory and traffic; needs no GPU"),
     "scale": ("distdl.cli.scale", "run the same benchmark on 1, 2, 4 ... devices"),
     "convert": ("distdl.cli.convert", "write a checkpoint or its weights as one file"),
+    "deploy": ("distdl.cli.deploy", "an exported model answers on Azure ML or SageMaker"),
     "provision": ("distdl.cli.provision", "create or complete an Azure ML workspace"),
     "report": ("distdl.cli.report", "write a run's curves and config as one HTML page"),
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),
