@@ -186,6 +186,7 @@ class Endpoint(ABC):
 
     def _give_up(self, name: str) -> str:
         """Removes a deployment that was just created. Returns its log, and the result."""
+        report(f"removing {name}")
         notes = ""
         with suppress(UserError):  # it may not exist
             notes = f"{self.log(name)}\n"

@@ -11,6 +11,7 @@ import re
 import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -236,6 +237,8 @@ class HostedEndpoint(Endpoint):
         return "\n".join(event["message"] for event in page["events"][-LOG_LINES:])
 
     def remove(self, name: str) -> None:
+        with suppress(UserError):  # after an interruption, an update still continues
+            self.wait()
         variants = self.variants()
         if left := [each for each in variants if each["VariantName"] != name]:
             if len(left) < len(variants):
@@ -272,6 +275,7 @@ class Transform(HostedEndpoint):
             "ModelName": name,
             "TransformInput": {"DataSource": source, "ContentType": "application/x-image"},
             "TransformOutput": {"S3OutputPath": s.output},
+            "MaxPayloadInMB": 32,
             "TransformResources": {"InstanceType": s.instance_type, "InstanceCount": s.instances},
             **self.tags,
         }

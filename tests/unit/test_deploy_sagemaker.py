@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from distdl.launchers.sagemaker.sagemaker_endpoints import HostedEndpoint
 from tests.aws import REGION, aws, moto
 from tests.served import model_folder
 
@@ -175,6 +176,18 @@ def test_a_first_model_that_answers_wrongly_leaves_nothing(aws, models, service,
     service.broken = "answers"
     deploy(models[0], code=1)
     assert left(aws) == (0, 0, 0)
+
+
+def test_an_interrupted_command_leaves_what_was(aws, models, deploy, monkeypatch) -> None:
+    deploy(models[0])
+    before = weights(aws)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HostedEndpoint, "ask", interrupt)
+    assert "was removed" in deploy(models[1], code=130).err
+    assert weights(aws) == before and left(aws) == (1, 1, 1)
 
 
 def test_an_endpoint_of_somebody_else_is_left_alone(aws, models, deploy) -> None:
