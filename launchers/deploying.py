@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -85,7 +86,7 @@ class ExportedModel:
         names = {path.relative_to(self.folder).as_posix(): path for path in paths}
         return {name: path for name, path in names.items() if "__pycache__" not in name}
 
-    @property
+    @cached_property
     def version(self) -> str:
         """A hash of the names and contents of all files."""
         hashes = {name: sha256(path.read_bytes()).hexdigest() for name, path in self.files.items()}
@@ -122,12 +123,10 @@ class Endpoint(ABC):
             named = [replace(p, path=f"deploy.{p.path}") for p in wrong]
             text = {p.path: f"{p.path}=..." if p.what == "missing" else p.remedy for p in named}
             raise UserError(*(replace(p, remedy=text[p.path]) for p in named)) from None
-        if misfits := list(self.misfits()):
-            raise UserError(*misfits)
 
+    @abstractmethod
     def misfits(self) -> Iterable[Problem]:
-        """Problems of the settings together, and of the launcher's."""
-        return ()
+        """Problems of settings that only a new deployment needs."""
 
     @abstractmethod
     def render(self, model: ExportedModel) -> str:

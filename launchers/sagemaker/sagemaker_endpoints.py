@@ -259,7 +259,7 @@ class HostedEndpoint(Endpoint):
         self.delete_endpoint()
         for name in names:
             self.call("delete_model", ModelName=name)
-        print(f"{self.settings.name} was deleted; its models stay in s3://{self.launcher.bucket}")
+        print(f"{self.settings.name} was deleted; its models stay in S3")
 
 
 class Transform(HostedEndpoint):

@@ -185,11 +185,11 @@ def test_a_batch_endpoint_has_the_new_model_as_its_default(azure, models, deploy
     body = azure.stored("deployments")[names[-1]]["properties"]
     assert body["codeConfiguration"]["scoringScript"] == "batch_score.py"
     assert body["compute"].endswith("/computes/cpu") and body["miniBatchSize"] == 64
-    deploy("deploy.rollback=true", *BATCH)
+    deploy("deploy.rollback=true", "--batch")
     (endpoint,) = azure.stored("batchEndpoints").values()
     assert endpoint["properties"]["defaults"] == {"deploymentName": names[1]}
     assert deploy(models[1], *BATCH).out == f"flowers: {names[1]} answers already\n"
-    deploy("--delete", "--yes", *BATCH)
+    deploy("--delete", "--yes", "--batch")
     assert not azure.stored("batchEndpoints")
 
 

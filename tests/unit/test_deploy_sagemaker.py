@@ -109,7 +109,8 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Service:
 @pytest.fixture
 def deploy(command, service: Service, aws) -> Callable[..., Any]:
     def run(*words: Any, code: int = 0) -> Any:
-        output = command("deploy", "sagemaker", *map(str, words), *SETTINGS)
+        settings = SETTINGS if isinstance(words[0], Path) else SETTINGS[:1] + SETTINGS[2:3]
+        output = command("deploy", "sagemaker", *map(str, words), *settings)
         assert output.code == code, output
         return output
 

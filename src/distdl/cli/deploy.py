@@ -52,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
     if source is None:
         remedy = f"python -m distdl deploy {options.platform} RUN deploy.name=NAME"
         raise UserError.at("RUN", "missing: the folder of a run, or of an exported model", remedy)
+    if misfits := list(endpoint.misfits()):
+        raise UserError(*misfits)
     from distdl.launchers.deploying import ExportedModel
 
     folder = folder_of(Path(source))
