@@ -20,6 +20,7 @@ SPACE = ("launcher.subscription=s", "launcher.resource_group=g", "launcher.works
 REFUSED = {
     "platform": ("aws", "invalid choice: 'aws'"),
     "no model": (f"azureml {NAME}", "RUN: missing"),
+    "not a model, of a sweep": (f"azureml lr=1 {NAME}", "lr=1: holds no exported model"),
     "not a model": (f"azureml empty {NAME}", "python -m distdl export empty --to pt2"),
     "incomplete": (f"azureml incomplete {NAME}", "incomplete: has no score.py"),
     "damaged": (f"azureml damaged {NAME} {' '.join(SPACE)}", "is missing or damaged: export"),
@@ -78,6 +79,7 @@ REFUSED = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("folders")
     (root / "empty").mkdir()
+    (root / "lr=1").mkdir()
     good = model_folder(root / "MODEL")
     for name in ("incomplete", "damaged", "other"):
         shutil.copytree(good, root / name)

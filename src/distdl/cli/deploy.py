@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
     """Creates, changes or deletes one endpoint."""
     options = parse(argv)
     words = list(options.words)
-    source = words.pop(0) if words and "=" not in words[0] else None
+    is_source = words and ("=" not in words[0] or Path(words[0]).exists())
+    source = words.pop(0) if is_source else None
     endpoint, dry_run = read(options.platform, options.batch, words)
     if options.delete or endpoint.settings.rollback:
         if dry_run or source:
