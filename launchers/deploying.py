@@ -158,6 +158,10 @@ class Endpoint(ABC):
     def remove(self, name: str) -> None: ...
 
     @abstractmethod
+    def usage(self) -> str:
+        """How to send a request, in one line."""
+
+    @abstractmethod
     def delete(self) -> None:
         """Deletes the endpoint with all its deployments."""
 
@@ -182,6 +186,7 @@ class Endpoint(ABC):
         for other in weights.keys() - kept:
             self.remove(other)
         print(f"{self.settings.name}: {name} answers{' already' if name == serving else ''}")
+        print(self.usage())
 
     def _give_up(self, name: str) -> str:
         """Removes a deployment that was just created. Returns its log, and the result."""

@@ -199,6 +199,10 @@ class OnlineEndpoint(Endpoint):
             if code_of(error.__cause__) != "ResourceNotFound":
                 raise
 
+    def usage(self) -> str:
+        keys = f"az ml online-endpoint get-credentials --name {self.settings.name}"
+        return f"POST {self.get().scoring_uri}, with a key: {keys}"
+
     def delete(self) -> None:
         if self.get() is None:
             raise UserError.at("deploy.name", f"there is no endpoint {self.settings.name}")
@@ -234,6 +238,9 @@ class BatchEndpoint(OnlineEndpoint):
         endpoint = self.get()
         endpoint.defaults = {"deployment_name": name}
         finish(self.endpoints.begin_create_or_update, endpoint)
+
+    def usage(self) -> str:
+        return f"az ml batch-endpoint invoke --name {self.settings.name} --input FOLDER"
 
     def log(self, name: str) -> str:
         return "Azure ML Studio shows why, under Endpoints"

@@ -248,6 +248,11 @@ class HostedEndpoint(Endpoint):
         if self.find("describe_model", ModelName=name):
             self.call("delete_model", ModelName=name)
 
+    def usage(self) -> str:
+        request = "--content-type image/jpeg --body fileb://photo.jpg answer.json"
+        name = f"--endpoint-name {self.settings.name}"
+        return f"aws sagemaker-runtime invoke-endpoint {name} {request}"
+
     def delete_endpoint(self) -> None:
         config = self.described()["EndpointConfigName"]
         self.call("delete_endpoint", **self.named)
