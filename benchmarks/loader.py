@@ -4,8 +4,9 @@
 
 One process trains nothing and takes batches of 100 as fast as 1 or 2 workers make them. After an
 epoch to warm up, the arms take turns, five times each. CPU time is that of the process and its
-workers. A hundred photographs (`PHOTOGRAPHS`) are copied to four hundred files, which stay in the
-page cache: the benchmark measures decoding and its surroundings, not the disk.
+workers. A hundred photographs of $DISTDL_PHOTOGRAPHS (without it, generated JPEGs of ImageNet's
+median size) are copied to four hundred files, which stay in the page cache: the benchmark measures
+decoding and its surroundings, not the disk.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import psutil
 import torch
 
 from benchmarks.table import Goal, Result, row
+from distdl.data.synthetic_jpeg import jpegs
 
-PHOTOGRAPHS = Path(__file__).resolve().parents[2] / "shared" / "images" / "imagenet_sample"
 FILES, BATCH, SIZE, REPEATS = 400, 100, 224, 5
 PLAIN, SHORT = 1.5, 3.5  # the goals
 
@@ -37,7 +38,7 @@ Arm = Callable[[Path, int], Any]
 
 def create_data(folder: Path) -> None:
     """Creates folder/jpeg/{train,val}, and prepares folder/shards and folder/short from it."""
-    photographs = sorted(PHOTOGRAPHS.rglob("*.jpg"))
+    photographs = sorted(originals(folder / "generated").rglob("*.jpg"))
     for split, count in (("train", FILES), ("val", len(photographs))):
         for number in range(count):
             photograph = photographs[number % len(photographs)]
@@ -49,6 +50,17 @@ def create_data(folder: Path) -> None:
         ("short", ["--short-side", "256", "--quality", "90"]),
     ):
         prepare(folder / "jpeg", folder / name, *options)
+
+
+def originals(generated: Path) -> Path:
+    """The folder of photographs, with a folder per class; without one, generated JPEGs."""
+    if chosen := os.environ.get("DISTDL_PHOTOGRAPHS"):
+        return Path(chosen)
+    for number, data in enumerate(jpegs(100, 10, 500, 375, 110_000, seed=0)):
+        path = generated / f"class{number % 10}" / f"{number:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return generated
 
 
 def prepare(source: Path, to: Path, *options: str) -> None:

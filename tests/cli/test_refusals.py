@@ -92,7 +92,7 @@ trainer=ddp_sim | trainer:  | strategy=ddp trainer.accelerator=cpu trainer.devic
 logger=many_loggers | logger:  | several: tracking=[mlflow,tensorboard]
 callbacks.model_checkpoint.monitor=a | model_checkpoint:  | checkpoint.monitor=METRIC
 data.data_dir=${paths.data_dir} | data.data_dir: refers to paths. | data.root=FOLDER
-task=predict | task:  | Module.load_from_checkpoint
+task=predict | task.checkpoint=best: this run has no best.ckpt | a .ckpt file
 src/train.py experiment=example | src/train.py:  | python -m distdl experiment=example
 experiment=example +experiment=example | chosen twice: example, example | `- example` und
 model/net=wide_ | model/net: no option 'wide_' | did you mean model/net=wide?

@@ -106,11 +106,13 @@ def test_the_name_of_a_run_that_failed_before_its_first_checkpoint(run, command)
     assert command(*again).code == 0
     assert "lr: 0.7" in (run / "config.yaml").read_text() and attempts(run) == ["001"]
     assert "lr: 0.1" in (run.with_name("x.failed-1") / "config.yaml").read_text()
-    # With a checkpoint to resume from, its name is its own.
-    set_status(run, state="FAILED")
-    (run / "checkpoints").mkdir(exist_ok=True)
-    (run / f"checkpoints/epoch_000.ckpt{SUFFIX}").touch()
-    assert "exists with another config" in command(*TINY, "name=x", "optimizer.lr=0.8").err
+    # With a checkpoint to resume from, or rows of a prediction, its name is its own.
+    for file in (f"checkpoints/epoch_000.ckpt{SUFFIX}", "predictions/_progress.json"):
+        set_status(run, state="FAILED")
+        (run / file).parent.mkdir(exist_ok=True)
+        (run / file).touch()
+        assert "exists with another config" in command(*TINY, "name=x", "optimizer.lr=0.8").err
+        (run / file).unlink()
 
 
 def test_resume_refuses_what_would_make_it_another_run(run, command) -> None:

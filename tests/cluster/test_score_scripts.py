@@ -18,7 +18,8 @@ import pytest
 from distdl.serving.scorer import Scorer
 from tests.cluster.azurite import free_port
 from tests.conftest import ROOT, environment
-from tests.served import jpeg, model_folder
+from tests.served import model_folder
+from tests.serving.colours import photo
 from tests.waiting import until
 
 SERVER = ROOT / ".servers/azmlinfsrv/bin"
@@ -81,9 +82,9 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 def test_it_answers_as_the_scorer_does(server: Server, model: Path) -> None:
     scorer = Scorer(model)
     for color in scorer.classes:
-        image = jpeg(color)
+        image = photo(color)
         assert server.ask(image, JPEG) == (200, {"predictions": scorer.score([image])})
-    images = [jpeg("red"), jpeg("blue", 300)]
+    images = [photo("red"), photo("blue", size=(300, 300))]
     texts = [base64.b64encode(image).decode() for image in images]
     asked = server.ask(json.dumps({"images": texts, "top_k": 2}), JSON)
     assert asked == (200, {"predictions": scorer.score(images, top_k=2)})
@@ -100,16 +101,16 @@ def bomb() -> bytes:
 
 REFUSED = {
     "text": (b"not an image", JPEG, 400, "image 0 is not an image"),
-    "truncated": (jpeg("red", 200)[:-300], JPEG, 400, "image 0 "),
+    "truncated": (photo("red", size=(200, 200))[:-300], JPEG, 400, "image 0 "),
     "bomb": (bomb(), {"Content-Type": "image/png"}, 413, "100 megapixels"),
     "empty": (b"", JPEG, 400, "the body is empty"),
-    "wrong type": (jpeg("red"), {"Content-Type": "text/html"}, 415, "content type is text/html"),
-    "no type": (jpeg("red"), {}, 415, "content type is missing"),
+    "wrong type": (photo("red"), {"Content-Type": "text/html"}, 415, "content type is text/html"),
+    "no type": (photo("red"), {}, 415, "content type is missing"),
     "no JSON": (b"{", JSON, 400, "not JSON"),
     "no images": (b"{}", JSON, 400, "no images"),
     "no base64": (b'{"images": ["%"]}', JSON, 400, "image 0 is not base64"),
     "second": (
-        json.dumps({"images": [base64.b64encode(jpeg("red")).decode(), "aGVsbG8="]}),
+        json.dumps({"images": [base64.b64encode(photo("red")).decode(), "aGVsbG8="]}),
         *(JSON, 400, "image 1 is not an image"),
     ),
     "large": (bytes(200_000_000), JPEG, 413, "larger than 32 MiB"),
@@ -124,12 +125,12 @@ def test_bad_input_is_refused_and_the_next_request_answered(name: str, server: S
         assert got == status and said in answer["error"], (got, answer)
     except ConnectionError:  # the server refuses before a client that sends all first has read it
         assert name == "large"
-    assert server.ask(jpeg("green"), JPEG)[1]["predictions"][0]["class"] == "green"
+    assert server.ask(photo("green"), JPEG)[1]["predictions"][0]["class"] == "green"
 
 
 def test_batch_rows_name_damaged_images(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "a, b.jpg").write_bytes(jpeg("blue"))
-    (tmp_path / "bad.jpg").write_bytes(jpeg("red")[:-100])
+    (tmp_path / "a, b.jpg").write_bytes(photo("blue"))
+    (tmp_path / "bad.jpg").write_bytes(photo("red")[:-100])
     names = [str(tmp_path / name) for name in ("a, b.jpg", "bad.jpg", "absent.jpg")]
     code = "import batch_score as s, sys; s.init(); print(*s.run(sys.argv[1:]), sep='\\n')"
     command = [SERVER / "python", "-c", code, *names]
@@ -143,7 +144,7 @@ def test_batch_rows_name_damaged_images(model: Path, tmp_path: Path) -> None:
     assert good == [
         names[0],
         "blue",
-        f"{Scorer(model).score([jpeg('blue')])[0]['probability']:.6f}",
+        f"{Scorer(model).score([photo('blue')])[0]['probability']:.6f}",
         "",
     ]
     assert bad[:3] == [names[1], "", ""] and bad[3]

@@ -50,7 +50,7 @@ def test_torchrun_names_rank_0_as_the_cause_of_a_refusal(tmp_path, tmp_path_fact
     done = distdl(*typed, cwd=tmp_path, module=TORCHRUN, env=env)
     assert done.returncode != 0
     assert done.stderr.count("distdl: 1 problem, nothing was started") == 1
-    assert "trainer.devices: the run asks for 3 per node, but 2 were started" in done.stderr
+    assert "trainer.devices: the run asks for 3 per node, but the node has 2" in done.stderr
     ours, torchruns = done.stderr.split("leave it out: the number of started processes sets it")
     assert "Traceback" not in ours
     cause = torchruns[torchruns.index("Root Cause") :]

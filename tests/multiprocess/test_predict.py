@@ -6,21 +6,25 @@ import csv
 import json
 import os
 import shutil
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 from pyarrow import parquet
 
+from tests import prepared
 from tests.conftest import UNCHECKED, distdl, status
+from tests.unit import test_stores
 from tests.unit.sample_data import encoded, picture
+
+small_disk, s3 = prepared.small_disk, test_stores.s3  # fixtures
 
 CLASSES, TRAIN, VAL = ("ant", "bee", "cat"), 3, 7
 DATA = ("data=imagenet", "data.root=images", "data.num_classes=3", "data.image_size=32")
 SMALL = ("model=resnet18", "data.batch_size=4", "data.num_workers=0", "trainer.accelerator=cpu")
 BARE = ("tracking=none", "trainer.max_epochs=1", "schedule.warmup_epochs=0", "name=r")
+RUN = Path("outputs/default/r")
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +42,23 @@ def project(tmp_path_factory) -> Path:
     return folder
 
 
-def predict(project: Path, *words: str, code: int = 0) -> str:
-    words = ("resume", "outputs/default/r", "task=predict", *words)
-    done = distdl(*words, cwd=project, module=UNCHECKED)
+def predict(project: Path, *words: str, code: int = 0, module: tuple[str, ...] = UNCHECKED) -> str:
+    """What the command prints. Other ranks than one are asked for: a resume keeps the last's."""
+    words = ("resume", str(RUN), "task=predict", "trainer.devices=1", *words)
+    done = distdl(*words, cwd=project, module=module)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def rows(project: Path, name: str) -> list[dict[str, Any]]:
-    folder = project / "outputs/default/r" / name
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert {p["name"] for p in manifest["parts"]} | {"manifest.json"} == set(os.listdir(folder))
-    return [
-        row for p in manifest["parts"] for row in parquet.read_table(folder / p["name"]).to_pylist()
-    ]
+    """The rows, as pandas and Spark read them: the folder as one table."""
+    folder = project / RUN / name
+    manifest = json.loads((folder / "_manifest.json").read_text())
+    parts = [part["name"] for part in manifest["parts"]]
+    assert sorted(os.listdir(folder)) == ["_manifest.json", *parts]
+    found = parquet.read_table(folder).to_pylist()
+    assert len(found) == manifest["rows"] == sum(part["rows"] for part in manifest["parts"])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +72,12 @@ def test_rows_are_what_the_validation_saw(project, alone) -> None:
     assert [row["name"] for row in alone] == [f"{c}/{i}.jpg" for c in CLASSES for i in range(VAL)]
     assert [row["label"] for row in alone] == [c for c in CLASSES for _ in range(VAL)]
     hits = [row["label"] == row["class_1"] for row in alone]
-    metrics = status(project / "outputs/default/r")["metrics"]
+    metrics = status(project / RUN)["metrics"]
     assert sum(hits) / len(hits) == pytest.approx(metrics["val/acc1"], abs=1e-6)
     for row in alone:
         chances = [row[f"probability_{place}"] for place in (1, 2, 3)]
         assert sum(chances) == pytest.approx(1, abs=1e-5) and chances == sorted(chances)[::-1]
         assert {row[f"class_{place}"] for place in (1, 2, 3)} == set(CLASSES)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_any_number_of_ranks_gives_the_same_rows(project, alone, ranks) -> None:
-    """21 images on three ranks are no multiple of a batch, and 4 no multiple of three."""
-    name = f"task.output=on-{ranks}"
-    predict(project, f"trainer.devices={ranks}", name, "task.part_samples=5", "strategy=ddp")
-    near(rows(project, f"on-{ranks}"), alone)
 
 
 def near(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
@@ -88,24 +87,98 @@ def near(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
         assert one == pytest.approx(other, abs=1e-6)
 
 
-def test_killed_at_three_moments_it_loses_and_repeats_nothing(project, alone, background) -> None:
-    folder = project / "outputs/default/r/killed"
-    words = ("task=predict", "task.output=killed", "task.part_samples=2", "data.batch_size=2")
-    command = ("resume", "outputs/default/r", *words)
-    for parts in (1, 3, 6):
-        started = background(*command, cwd=project, module=UNCHECKED)
-        while not (folder / f"part-{parts:05d}.parquet").exists():
-            assert started.process.poll() is None, started.output()
-            time.sleep(0.001)
-        os.killpg(started.process.pid, signal.SIGKILL)
-        started.process.wait()
-    first = (folder / "part-00000.parquet").stat()
-    predict(project, *words[1:])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_gives_the_same_rows(project, alone, ranks) -> None:
+    """21 images on three ranks are no multiple of a batch, and 4 no multiple of three."""
+    words = (f"trainer.devices={ranks}", f"task.output=on-{ranks}", "strategy=ddp")
+    predict(project, *words, "task.part_samples=5")
+    near(rows(project, f"on-{ranks}"), alone)
+
+
+# Ends this process when a file gets its name: {0} is the file's name, {1} the number of a part.
+KILLED = """
+import os, signal
+from pathlib import Path
+replace = os.replace
+def replaced(temporary, path):
+    part = Path(path).with_name("part-0000{1}.parquet")
+    if Path(path).name == {0!r}.format({1}) and (part.exists() or {0!r} != "_progress.json"):
+        {2}
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(temporary, path)
+os.replace = replaced
+"""
+HALF = "os.truncate(temporary, os.path.getsize(temporary) // 2)"
+MOMENTS = {
+    "in the middle of the first part": ("part-0000{}.parquet", 0, HALF),
+    "after a part, before it is recorded": ("_progress.json", 2, ""),
+    "after it is recorded": ("_progress.json", 4, "replace(temporary, path)"),
+}
+
+
+def test_killed_at_three_moments_it_loses_and_repeats_nothing(project, alone) -> None:
+    folder, stored = project / RUN / "killed", dict[str, Any]()
+    words = ("task.output=killed", "task.part_samples=2", "data.batch_size=2")
+    for moment, recorded in zip(MOMENTS.values(), (0, 2, 5), strict=True):
+        code = KILLED.format(*moment) + UNCHECKED[1]
+        predict(project, *words, code=-9, module=("-c", code))
+        parts = json.loads((folder / "_progress.json").read_text())["parts"]
+        assert len(parts) == recorded and not (folder / "_manifest.json").exists()
+        stored |= {part["name"]: (folder / part["name"]).stat().st_mtime_ns for part in parts}
+    predict(project, *words)
     near(rows(project, "killed"), alone)
-    assert (folder / "part-00000.parquet").stat().st_mtime_ns == first.st_mtime_ns
-    before = sorted(os.listdir(folder))
-    assert "21 in " in predict(project, *words[1:]), "a finished prediction is not repeated"
-    assert sorted(os.listdir(folder)) == before
+    assert stored == {name: (folder / name).stat().st_mtime_ns for name in stored}
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert "21 of 21" in predict(project, *words), "a finished prediction is not repeated"
+    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def test_a_full_disk_tears_nothing(project, alone, small_disk) -> None:
+    (project / RUN / "full").symlink_to(small_disk)
+    filler = small_disk / ".filler"
+    with filler.open("wb", buffering=0) as file:
+        size = sum(iter(lambda: _written(file), 0))
+        file.truncate(size - (32 << 10))
+    words = ("task.output=full", "task.part_samples=2", "data.batch_size=2")
+    printed = predict(project, *words, code=2, module=UNCHECKED)
+    assert "task.output: cannot write" in printed and "No space left on device" in printed
+    assert "Traceback" not in printed
+    left = {path.name for path in small_disk.iterdir()} - {".filler", "_progress.json"}
+    parts = json.loads((small_disk / "_progress.json").read_text())["parts"]
+    assert 0 < len(parts) < 10 and {part["name"] for part in parts} <= left
+    filler.unlink()
+    predict(project, *words)
+    near(rows(project, "full"), alone)
+
+
+def _written(file: Any) -> int:
+    try:
+        return file.write(bytes(4096))
+    except OSError:
+        return 0
+
+
+def test_asked_to_end_it_stores_what_it_has(project, alone) -> None:
+    """And resumes on another number of ranks."""
+    code = """
+from distdl.tasks.predict import Collector
+before = Collector.on_predict_batch_end
+def then(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+    if batch_idx == 10:
+        import os, signal
+        os.kill(os.getpid(), signal.SIGTERM)
+    before(self, trainer, module, outputs, batch, batch_idx)
+Collector.on_predict_batch_end = then
+"""
+    words = ("task.output=ended", "data.batch_size=1")
+    printed = predict(project, *words, code=75, module=("-c", code + UNCHECKED[1]))
+    assert "task=predict trainer.devices=1 task.output=ended data.batch_size=1\n" in printed
+    (part,) = (project / RUN / "ended").glob("part-*")
+    first = part.stat().st_mtime_ns
+    assert parquet.read_table(part).num_rows == 11
+    predict(project, *words, "trainer.devices=2", "strategy=ddp")
+    near(rows(project, "ended"), alone)
+    assert part.stat().st_mtime_ns == first
 
 
 def test_other_images_in_other_formats(project, alone, tmp_path) -> None:
@@ -113,58 +186,113 @@ def test_other_images_in_other_formats(project, alone, tmp_path) -> None:
     flat = tmp_path / "flat"
     shutil.copytree(project / "images/val/bee", flat)
     (flat / "0.jpg").write_bytes((flat / "0.jpg").read_bytes()[:300])
-    printed = predict(
-        project, f"task.source={flat}", "task.output=flat", "task.format=csv", "task.top_k=1"
-    )
+    words = (f"task.source={flat}", "task.output=flat", "task.format=csv", "task.top_k=1")
+    printed = predict(project, *words)
     assert "predict/damaged 1" in printed and "acc1" not in printed
-    with (project / "outputs/default/r/flat/part-00000.csv").open() as file:
+    with (project / RUN / "flat/part-00000.csv").open() as file:
         damaged, *others = csv.DictReader(file)
     assert list(damaged) == ["name", "label", "class_1", "probability_1", "error"]
-    assert (
-        damaged["name"] == "0.jpg" and damaged["class_1"] == "" and "truncated" in damaged["error"]
-    )
+    assert (damaged["name"], damaged["class_1"]) == ("0.jpg", "")
+    assert "truncated" in damaged["error"].lower()
     expected = {row["name"]: row["class_1"] for row in alone if row["label"] == "bee"}
-    assert {f"bee/{row['name']}": row["class_1"] for row in others} == {
-        name: found for name, found in expected.items() if name != "bee/0.jpg"
-    }
+    predicted = {f"bee/{row['name']}": row["class_1"] for row in others}
+    assert expected == {"bee/0.jpg": expected["bee/0.jpg"], **predicted}
+    (flat / "8.jpg").write_bytes((flat / "1.jpg").read_bytes())
+    assert "holds rows of data 7 samples" in predict(project, *words, code=2)
 
 
 def test_a_prepared_data_set(project, alone, tmp_path) -> None:
-    done = distdl(
-        "prepare", "folder", "--source", "images", "--to", str(tmp_path / "out"), cwd=project
-    )
+    to = tmp_path / "out"
+    done = distdl("prepare", "folder", "--source", "images", "--to", str(to), cwd=project)
     assert done.returncode == 0, done.stderr
-    predict(project, f"task.source={tmp_path / 'out'}", "task.output=shards", "task.format=jsonl")
-    text = (project / "outputs/default/r/shards/part-00000.jsonl").read_text()
+    predict(project, f"task.source={to}", "task.output=shards", "task.format=jsonl")
+    text = (project / RUN / "shards/part-00000.jsonl").read_text()
     found = [json.loads(line) for line in text.splitlines()]
     assert sorted((r["label"], r["class_1"]) for r in found) == sorted(
         (r["label"], r["class_1"]) for r in alone
     )
 
 
+def test_a_bucket(project, alone, s3) -> None:
+    """One that holds the images, and one that is not there."""
+    box, words = boto3.client("s3"), ("task.source=s3://box/mine", "task.output=bucket")
+    for path in sorted((project / "images/val").rglob("*.jpg")):
+        box.upload_file(str(path), "box", f"mine/{path.relative_to(project / 'images/val')}")
+    predict(project, *words)
+    near(rows(project, "bucket"), alone)
+    printed = predict(project, "task.source=s3://nobox/mine", "task.output=no", code=2)
+    assert "distdl: task.source: s3://nobox/mine" in printed and "Traceback" not in printed
+
+
+def test_images_of_which_all_or_none_are_damaged_in_a_part(project, tmp_path) -> None:
+    """All parts have columns of the same types, so that they can be read as one table."""
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for index in range(3):
+        (flat / f"{index}.jpg").write_bytes(b"\xff\xd8no image")
+        shutil.copy(project / f"images/val/ant/{index}.jpg", flat / f"{index + 3}.jpg")
+    (flat / os.fsdecode(b"\xff.jpg")).write_bytes(b"")
+    words = (f"task.source={flat}", "task.output=mixed", "task.part_samples=3")
+    predict(project, *words, "task.checkpoint=none", "data.batch_size=3")
+    found = rows(project, "mixed")
+    assert [bool(row["error"]) for row in found] == [True] * 3 + [False] * 3 + [True]
+    assert [row["class_1"] is None for row in found] == [bool(row["error"]) for row in found]
+    assert found[-1]["name"] == "\\xff.jpg"
+    assert {row["class_1"] for row in found} <= {"0", "1", "2", None}, "no checkpoint names them"
+
+
 REFUSED = {
-    "other rows": (["task.top_k=2"], "holds rows of another top_k: 5, not 2"),
+    "other rows": (["task.top_k=2"], "holds rows of top_k 5, not 2"),
     "other files": (["task.output=checkpoints"], "holds other files"),
-    "no source": (["task.source=/nothing/here"], "task.source: "),
-    "no image": (["task.source=outputs/default/r/attempts"], "holds no image"),
+    "a file": (["task.output=config.yaml"], "holds other files"),
+    "no image": ([f"task.source={RUN}/attempts", "task.output=none"], "holds no image"),
 }
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused(project, alone, words, message) -> None:
-    before = sorted(p for p in (project / "outputs/default/r/checkpoints").iterdir())
+    def listed() -> dict[Path, int]:
+        folders = (project / RUN / name for name in ("checkpoints", "predictions"))
+        return {path: path.stat().st_mtime_ns for f in folders for path in f.iterdir()}
+
+    before = listed()
     assert message in predict(project, *words, code=2)
-    assert before == sorted(p for p in (project / "outputs/default/r/checkpoints").iterdir())
+    assert before == listed()
 
 
-def test_damage_to_a_part_is_noticed(project, alone) -> None:
-    predict(project, "task.output=cut", "task.part_samples=8")
-    folder = project / "outputs/default/r/cut"
+def damaged_part(folder: Path) -> None:
     part = folder / "part-00001.parquet"
     part.write_bytes(part.read_bytes()[:-1])
-    assert "part-00001.parquet is not what was written" in predict(
-        project, "task.output=cut", "task.part_samples=8", code=2
-    )
+
+
+def manifest(text: str) -> Any:
+    return lambda folder: (folder / "_manifest.json").write_text(text)
+
+
+PART = '{"parts": [{"name": "%s", "rows": %s, "sha256": ""}]}'
+DAMAGE = {
+    "a part": (damaged_part, "part-00001.parquet is not what was written"),
+    "no JSON": (manifest('{"parts"'), "_manifest.json is damaged: Invalid JSON"),
+    "a list": (manifest("[]"), "_manifest.json is damaged"),
+    "a number": (manifest(PART % ("part-00000.parquet", '"x"')), "_manifest.json is damaged"),
+    "another file": (manifest(PART % ("../../../etc/passwd", 1)), "_manifest.json is damaged"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_noticed(project, alone, tmp_path, damage, message) -> None:
+    from distdl.tasks.prediction_rows import Rows
+    from distdl.util.errors import UserError
+
+    stored = Rows(tmp_path / "rows", "parquet")
+    stored.describe(data="2 samples")
+    for number in range(2):
+        stored.add({"name": [str(number)]}, {})
+    stored.finish()
+    damage(tmp_path / "rows")
+    with pytest.raises(UserError, match=r"task\.output: ") as refused:
+        Rows(tmp_path / "rows", "parquet").open()
+    assert message in str(refused.value)
 
 
 MINE = """
@@ -174,38 +302,56 @@ from torch.utils.data import DataLoader, TensorDataset
 
 class Data(LightningDataModule):
     def predict_dataloader(self):
-        return DataLoader(TensorDataset(torch.arange(7.0)), 2)
+        return DataLoader(TensorDataset(torch.arange(7.0)), 2, drop_last=True)
 
 class Doubles(LightningModule):
-    def __init__(self):
+    def __init__(self, wrong=False):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
+        self.wrong = wrong
     def predict_step(self, batch, batch_idx):
-        return {"double": 2 * batch[0], "pair": torch.stack([batch[0], -batch[0]], 1)}
+        if self.wrong:
+            return torch.zeros(5)
+        half = batch[0].to(torch.bfloat16)
+        return {"double": 2 * half, "pair": torch.stack([batch[0], -batch[0]], 1)}
 """
+OWN = ("+model._target_=mine.Doubles", "+data._target_=mine.Data", "optimizer=none")
+OWN += ("schedule=none", "task=predict", "task.checkpoint=none", "trainer.accelerator=cpu")
+OWN += ("tracking=none", "name=m")
 
 
-def test_any_module_with_a_predict_step(tmp_path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_any_module_with_a_predict_step(tmp_path, ranks) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    words = (
-        "model._target_=mine.Doubles",
-        "data._target_=mine.Data",
-        "optimizer=null",
-        "schedule=null",
-    )
-    words += (
-        "task=predict",
-        "task.checkpoint=none",
-        "trainer.accelerator=cpu",
-        "trainer.devices=2",
-    )
-    done = distdl("model=null", "data=null", *words, "tracking=none", "name=m", cwd=tmp_path)
+    done = distdl("~model", "~data", *OWN, f"trainer.devices={ranks}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (part,) = (tmp_path / "outputs/default/m/predictions").glob("part-*.parquet")
-    table = parquet.read_table(part).to_pydict()
     numbers = [float(i) for i in range(7)]
-    assert table == {
+    assert parquet.read_table(part).to_pydict() == {
         "index": [*range(7)],
         "double": [2 * n for n in numbers],
         "pair": [[n, -n] for n in numbers],
     }
+
+
+WRONG = {
+    "an output of another length": (
+        ["+model.wrong=true"],
+        "model: predict_step returned Tensor of shape [5]",
+    ),
+    "no folder": (["task.source=nowhere"], "task.source: no such folder: nowhere"),
+    "outside": (["task.output=../x"], "task.output: is '../x', not a folder in the run"),
+    "absolute": (["task.output=/tmp/x"], "task.output: is '/tmp/x', not a folder in the run"),
+    "nothing": (["task.output=."], "task.output: is '.', not a folder in the run"),
+    "no format": (["task.format=xlsx"], "task.format: is 'xlsx'"),
+    "no row": (["task.part_samples=0"], "task.part_samples: is 0"),
+    "a module without images": (["task.source=s3://a/b"], "mine.Data opens no other source"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_words(tmp_path, words, message) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    done = distdl("~model", "~data", *OWN, *words, cwd=tmp_path)
+    printed = done.stdout + done.stderr
+    assert done.returncode == 2 and message in printed and "Traceback" not in printed, printed

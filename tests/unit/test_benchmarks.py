@@ -21,6 +21,7 @@ from benchmarks import (
     listing,
     overhead,
     pair,
+    predict,
     run,
     runs,
     startup,
@@ -269,6 +270,8 @@ def test_small_parts() -> None:
     before = next(loop.model.parameters()).clone()
     assert loop.rate() > 0
     assert not torch.equal(before, next(loop.model.parameters())), "nothing was trained"
+    predicted = predict.main(images=20, repeats=1)
+    assert "task=predict" in predicted.what and predicted.ratio > 0
     listed = listing.main(classes=3, files=4, repeats=1)
     assert "listing 12 images" in listed.what and listed.ratio > 0
     text = held_out.main().markdown()

@@ -267,6 +267,7 @@ def shipped():
     """Every option of ours, with what it needs besides."""
     stored = ["data.root={root}", "data.num_classes=2"]
     more = {"model=timm": ["model.network.model_name=resnet10t"], "data=imagenet": stored}
+    more |= {f"task={name}": ["data=imagenet", *stored] for name in ("predict", "export")}
     more |= {f"experiment={name}": stored for name in ("resnet50_imagenet", "imagenette_cpu")}
     needy = ("model=classifier", "optimizer=none", "task=test")  # a network, or code of one's own
     names = [f"{path.parent.name}={path.stem}" for path in sorted((ROOT / "conf").glob("*/*.yaml"))]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from distdl.launchers.deploying import Example, NotDeployed
-from tests.served import jpeg, model_folder
+from tests.served import model_folder
+from tests.serving.colours import photo
 
 NAME = "deploy.name=flowers"
 IMAGE = "deploy.image=123456789012.dkr.ecr.eu-west-1.amazonaws.com/serve:1"
@@ -117,7 +118,7 @@ GOOD = {"class": "red", "probability": 0.9}
     ],
 )
 def test_an_answer_is_compared(answer, right: bool) -> None:
-    example = Example(jpeg("red"), "red", 0.9)
+    example = Example(photo("red"), "red", 0.9)
     if right:
         return example.check(json.dumps(answer))
     with pytest.raises(NotDeployed):

@@ -17,7 +17,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -39,6 +39,12 @@ log = logging.getLogger(__name__)
 
 KEY = "distdl"
 SAVE = 1  # the index of the save flag in `Checkpointer._flags`
+
+
+def class_names(datamodule: object) -> list[str] | None:
+    """The names in a data module's `classes`, in the order of the labels; None if it has none."""
+    names = getattr(datamodule, "classes", None)
+    return [*map(str, names)] if isinstance(names, list | tuple) else None
 
 
 class Checkpointer(Callback):
@@ -84,6 +90,7 @@ class Checkpointer(Callback):
         self.every_seconds = every_minutes * 60 if every_minutes else math.inf
         self.best = Best(monitor, mode)
         self.rates: list[list[float]] | None = None  # as the optimizers of this run were built
+        self.classes: Sequence[str] | None = None  # of the checkpoint that was loaded
         self._saved_step = self._stepped = -1
         self._half_a_step = self._validates = False
         self._saved_at = time.monotonic()
@@ -315,7 +322,7 @@ class Checkpointer(Callback):
             "samples_per_batch": self.samples_per_batch,
             "rates": self.rates,
             "world_size": trainer.world_size,
-            "classes": getattr(trainer.datamodule, "classes", None),  # type: ignore[attr-defined]
+            "classes": class_names(trainer.datamodule),  # type: ignore[attr-defined]
             **self.best.state(),
             "rng": process_group.gather(self._rng or resume_state.rng_state()),
             **resume_state.of_parameters(pl_module, self._half_a_step),
@@ -328,10 +335,11 @@ class Checkpointer(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        loaded = checkpoint.get(KEY)
+        self.classes = (loaded or {}).get("classes")
         if trainer.state.fn != "fit":
             return
         resume_state.remove_rate_finder(trainer)
-        loaded = checkpoint.get(KEY)
         if loaded is None:
             return
         self.position.epoch, self.position.consumed = loaded["epoch"], loaded["consumed"]

@@ -111,10 +111,11 @@ def confirmed(name: str) -> bool:
 
 
 def folder_of(source: Path) -> Path:
-    """The model folder that a path names: itself, or the newest export of a run."""
-    exports = [path for kind in ("pt2", "onnx") for path in source.glob(f"exports/{kind}*")]
-    for folder in (source, *exports):
-        if (folder / "model.json").is_file():
+    """The model folder that a path names: itself, one in an MLflow model, or a run's export."""
+    from distdl.serving.model_folder import DESCRIPTION, exported
+
+    for folder in (source, source / "artifacts" / "model", exported(source)):
+        if folder and (folder / DESCRIPTION).is_file():
             if absent := [name for name in NEEDED if not (folder / name).is_file()]:
                 raise UserError.at(str(folder), f"has no {absent[0]}", "export the model again")
             return folder

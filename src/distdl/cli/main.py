@@ -30,6 +30,8 @@ COMMANDS = {
     "data": ("distdl.cli.data", "check a data set: what it holds, how fast it can be read"),
     "plan": ("distdl.cli.plan", "recommend a strategy by its memory and traffic; needs no GPU"),
     "scale": ("distdl.cli.scale", "run the same benchmark on 1, 2, 4 ... devices"),
+    "serve": ("distdl.cli.serve", "answer over HTTP with the model of a run"),
+    "export": ("distdl.cli.export", "write the model in a form that answers without distdl"),
     "convert": ("distdl.cli.convert", "write a checkpoint or its weights as one file"),
     "deploy": ("distdl.cli.deploy", "an exported model answers on Azure ML or SageMaker"),
     "provision": ("distdl.cli.provision", "create or complete an Azure ML workspace"),
@@ -37,7 +39,7 @@ COMMANDS = {
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),
 }
 # Verbs that start runs: a signal that asks them to end is recorded in the run.
-STARTING = ("resume", "scale")
+STARTING = ("resume", "scale", "export")
 # Flags that Hydra itself handles.
 HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 

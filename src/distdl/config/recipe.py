@@ -23,12 +23,17 @@ WHERE = (
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
 # Values of `task._target_`.
 TRAIN, BENCHMARK = "distdl.tasks.train", "distdl.tasks.benchmark"
-EVALUATE = ("distdl.tasks.validate", "distdl.tasks.test", "distdl.tasks.predict")
+EVALUATE = tuple(f"distdl.tasks.{name}" for name in ("validate", "test", "predict", "export"))
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (
     *("data.batch_size", "data.on_damaged", "trainer.accumulate_grad_batches"),
     *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time"),
     *("checkpoint.sharded", "checkpoint.monitor", "checkpoint.mode"),
+)
+# Keys that an attempt of a task in EVALUATE may change as well, for itself alone.
+CHANGEABLE_TO_EVALUATE = (
+    *("trainer.accelerator", "trainer.precision", "model.compile"),
+    *("data.root", "data.decoder", "data.num_workers", "data.cache_dir"),
 )
 
 

@@ -23,24 +23,21 @@ class ListedImages(EncodedImages):
     Args:
         root: A folder, or a URI of `distdl.stores`.
         view: See `distdl.data.views`.
-        key: The config key under which `root` is written, for errors.
 
     Raises:
-        UserError: There is no image, or the store cannot be reached.
+        UserError: There is no image.
+        StoreError: The store cannot be reached.
     """
 
     replaces = False
 
-    def __init__(self, root: str, view: View, key: str) -> None:
+    def __init__(self, root: str, view: View) -> None:
         super().__init__(view)
         self.store = open_store(root)
-        try:
-            listed = [name for name in self.store.names() if is_image(name)]
-        except OSError as error:
-            raise UserError.at(key, str(error), getattr(error, "remedy", "")) from error
+        listed = [name for name in self.store.names() if is_image(name)]
         if not listed:
             what = f"{self.store.uri} holds no image"
-            raise UserError.at(key, what, f"files that end with {', '.join(EXTENSIONS)}")
+            raise UserError.at("", what, f"files that end with {', '.join(EXTENSIONS)}")
         # In one array, of which workers make no copies: see `FolderImages`.
         self._names = np.array([name.encode(errors="surrogateescape") for name in listed])
 

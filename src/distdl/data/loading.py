@@ -258,7 +258,7 @@ class _Share:
             rank=self.rank,
             world_size=self.world_size,
             exact=self._exact,
-            drop_last=sampler.drop_last,
+            drop_last=sampler.drop_last and self.stage != "predict",
             order=order,
             batched=sampler.batched,
         )

@@ -21,7 +21,7 @@ class ShardImages(EncodedImages):
     def __init__(self, view: View, shards: Shards, order: TrainOrder | None = None) -> None:
         super().__init__(view)
         self.shards, self._order = shards, order
-        self.classes = shards.classes
+        self.classes, self.key = shards.classes, shards.key
 
     def __len__(self) -> int:
         return len(self.shards)

@@ -25,7 +25,7 @@ from distdl.datasets.order import Needs, Windows
 from distdl.datasets.prefetch import Prefetch
 from distdl.datasets.reading import DataSet, Shards, open_data_set
 from distdl.distributed import process_group
-from distdl.stores import is_remote, open_store
+from distdl.stores import StoreError, is_remote, open_store
 from distdl.stores.files import readable
 from distdl.stores.walking import ClassFolders
 from distdl.util.errors import Problem, UserError
@@ -153,7 +153,14 @@ class StoredImages(ImageData):
         if self._splits:
             return
         if stage == "predict" and self.predict_from:
-            self._splits["predict"] = self._to_predict()
+            try:
+                with readable("task.source"):
+                    self._splits["predict"] = self._to_predict()
+            except StoreError as error:
+                raise UserError.at("task.source", str(error), error.remedy) from error
+            except UserError as error:
+                problems = (Problem("task.source", p.what, p.remedy) for p in error.problems)
+                raise UserError(*problems) from error
             return
         with readable("data.root"):
             if not (prepared := _is_prepared(self.root)):
@@ -169,11 +176,9 @@ class StoredImages(ImageData):
         self._splits.update(splits)
 
     def _to_predict(self) -> EncodedImages:
-        where, key = _expanded(self.predict_from), "task.source"
-        with readable(key):
-            store = open_store(where)
-            if store.size(MANIFEST) is None:
-                return ListedImages(where, self._val_view, key)
+        where = _expanded(self.predict_from)
+        if open_store(where).size(MANIFEST) is None:
+            return ListedImages(where, self._val_view)
         cache_root = _cache_root(self.cache_dir)
         data = open_data_set(where, cache_root=cache_root)
         limit = None if self.cache_gb is None else int(self.cache_gb * GB)
@@ -183,9 +188,8 @@ class StoredImages(ImageData):
 
     @property
     def classes(self) -> list[str] | None:
-        """Their names, in the order of the labels; None before `setup`, and without labels."""
-        images = self._splits.get("train") or self._splits.get("predict")
-        return getattr(images, "classes", None)
+        """Their names, in the order of the labels; None before `setup`, and with `predict_from`."""
+        return getattr(self._splits.get("train"), "classes", None)
 
     def _open_shards(self) -> None:
         cache_root = _cache_root(self.cache_dir)

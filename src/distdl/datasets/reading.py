@@ -143,7 +143,8 @@ class Shards:
         cache: Cache | None = None,
         evictable: Evictable | None = None,
     ) -> None:
-        self.split, self.cache, self.classes = data.split(split), cache, data.manifest.classes
+        self.split, self.cache = data.split(split), cache
+        self.key, self.classes = data.key, data.manifest.classes
         self.folder = Path(data.store.uri) if cache is None else cache.folder
         self.evictable = evictable
         self.rows = data.index(split, cache)

@@ -71,7 +71,7 @@ def adopt_ranks(where: DictConfig, ranks: environments.Environment, requested: A
         what = f"{list(requested)} chooses GPUs, but the processes are running already"
         remedy = "leave it out, and export CUDA_VISIBLE_DEVICES before they are started"
     elif isinstance(requested, int) and requested not in (-1, per_node):
-        what = f"the run asks for {requested} per node, but {per_node} were started"
+        what = f"the run asks for {requested} per node, but the node has {per_node}"
     if what:
         raise UserError.at("trainer.devices", what, remedy)
     where.trainer.devices, where.trainer.num_nodes = per_node, nodes

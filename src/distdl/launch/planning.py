@@ -25,7 +25,7 @@ from distdl.config.own_code import make_importable, own_folders
 from distdl.job import JobState, Resources
 from distdl.launch import checkpoint_checks, jobs
 from distdl.runs import checkpoints, provenance
-from distdl.runs.directory import Attempt, RunDirectory, shown
+from distdl.runs.directory import PREDICTING, Attempt, RunDirectory, shown
 from distdl.util.errors import Problem, UserError
 from distdl.util.imports import uncollected
 from distdl.util.suggest import written
@@ -138,10 +138,12 @@ def _resume_arguments(planned: Plan, stored: DictConfig) -> str:
 
 
 def never_trained(run: RunDirectory) -> bool:
-    """Whether a run failed before its first checkpoint, so that a new run may take its name."""
+    """Whether a run failed before its first checkpoint, so that a new run may take its name. One
+    that predicts with another run's checkpoint has rows instead."""
     states = [attempt.state() for attempt in run.attempts()]
     failed = bool(states) and all(s in (JobState.FAILED, JobState.CANCELLED) for s in states)
-    return failed and not any(run.checkpoints.glob(f"*{checkpoints.SUFFIX}"))
+    kept = (*run.checkpoints.glob(f"*{checkpoints.SUFFIX}"), *run.path.glob(f"**/{PREDICTING}"))
+    return failed and not kept
 
 
 def refuse_second(planned: Plan) -> None:
@@ -154,7 +156,7 @@ def refuse_second(planned: Plan) -> None:
 def continue_run(planned: Plan, chosen: Sequence[str]) -> Plan:
     """Plans the next attempt of an existing run. If the world size of a training changes, the
     global batch size is kept, except by keys that the user set (`chosen`)."""
-    last = planned.run.main_attempt() or planned.run.last_attempt()
+    last = planned.run.main_attempt()
     if last is None or planned.config.task.get("_target_") in configs.EVALUATE:
         return planned
     before = last.launch()

@@ -26,11 +26,9 @@ def plan(
     current folder's project is, and what `project.root` and `project.allow` of the command line
     add. On a UserError no untrusted code has been imported."""
     recipe = run.recipe()
-    last = run.last_attempt()
+    last = run.main_attempt()  # an evaluation's settings were for itself
     before = last.launch() if last else new_launch_record(run, recipe)
     where = where_by_default(run, before)
-    if last:  # a later attempt may only have validated, so the first attempt's task counts
-        where.task = run.attempts()[0].launch()["where"]["task"]
     earlier: dict[str, Any] = dict(before.get("changes") or {})
     with compose.hydra_session():
         parsed = compose.parse_overrides(overrides)
@@ -52,7 +50,8 @@ def plan(
     refuse_programs(config, typed_paths)
     notes = [] if last else [recorded_start(run)]
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
-    notes += [f"{p} is {typed[p]} from this attempt on" for p in new]
+    since = "in this attempt" if evaluates(config) else "from this attempt on"
+    notes += [f"{p} is {typed[p]} {since}" for p in new]
     planned = planning.Plan(config, recipe, size, run, before["run_id"], changes, notes)
     planning.refuse_second(planned)
     planning.continue_run(planned, typed_paths)
@@ -88,6 +87,10 @@ def apply(
     """Applies Hydra's overrides to `where`; returns what this attempt and the `earlier` ones change
     in the recipe. `groups` are the keys that choose an option of a group."""
     changes, problems = dict(earlier), []
+    changeable: tuple[str, ...] = configs.CHANGEABLE
+    task = [str(o.input_line) for o in parsed if o.key_or_group == "task"]
+    if task and evaluates(compose.compose(task)):
+        changeable += configs.CHANGEABLE_TO_EVALUATE
     for override in parsed:
         path, value = override.key_or_group, override.value()
         if override.is_delete() or override.is_sweep_override():
@@ -104,13 +107,18 @@ def apply(
                 problems.append(_refused(path))
         elif any(path == w or path.startswith(w + ".") for w in configs.WHERE):
             OmegaConf.update(where, path, value, force_add=True)
-        elif path in configs.CHANGEABLE or path.startswith(("strategy.", "tracking.")):
+        elif path in changeable or path.startswith(("strategy.", "tracking.")):
             changes[path] = value
         else:
             problems.append(_refused(path, configs.flat_paths(recipe)))
     if problems:
         raise UserError(*problems)
     return changes
+
+
+def evaluates(config: DictConfig) -> bool:
+    """Whether the task leaves the training as it is."""
+    return config.task.get("_target_") in configs.EVALUATE
 
 
 def recorded_start(run: RunDirectory) -> str:

@@ -63,11 +63,13 @@ def print_next_command(
     """Prints what to type after a run that did not succeed."""
     if (attempt.first_error() or {}).get("type") == "BdbQuit":  # the user quit the debugger
         return
+    again = shlex.join(["python", "-m", "distdl", *redact_command(command[1:])])
     if state is JobState.FAILED and never_trained(planned.run):
-        again = shlex.join(["python", "-m", "distdl", *redact_command(command[1:])])
         print(f"failed before its first checkpoint. Fix the error, then start again:\n  {again}")
         return
-    print(f"{state.lower()}. To resume:\n  python -m distdl resume {shown(planned.run.path)}")
+    if planned.config.task.get("_target_") not in configs.EVALUATE:
+        again = f"python -m distdl resume {shown(planned.run.path)}"
+    print(f"{state.lower()}. To resume:\n  {again}")
 
 
 def move_failed_run(planned: Plan) -> None:

@@ -34,6 +34,7 @@ from distdl.util.errors import UserError
 from distdl.util.processes import this_process
 
 CONFIG, PROVENANCE = "config.yaml", "provenance.json"
+PREDICTING = "_progress.json"  # beside the rows of a prediction that is not complete
 PROVENANCE_SHAPE: files.Shape = {"config_sha256": str, "git": dict, "command": (list, str)}
 # For a recipe without a checksum, frozen before checksums were introduced.
 RECIPE_SHAPE: files.Shape = {"model": dict, "trainer": dict, "callbacks": object}

@@ -74,7 +74,10 @@ class Scorer:
         refuse_large(data)
         image = self._decode(data)
         height, width = image.shape[-2:]
-        return central_crop(height, width, self.short_side, self.image_size).apply(image)
+        crop = central_crop(height, width, self.short_side, self.image_size)
+        if crop.to_height * crop.to_width > MOST_PIXELS:
+            raise TooLarge(f"is {width} x {height} pixels: too long and narrow to resize")
+        return crop.apply(image)
 
     def answers(self, pixels: Sequence[torch.Tensor], top_k: int = 5) -> list[dict[str, Any]]:
         """Per image its class and probability, and under `top` those of the `top_k` best."""

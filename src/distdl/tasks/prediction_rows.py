@@ -6,74 +6,94 @@ import csv
 import hashlib
 import io
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from distdl.runs.directory import shown
-from distdl.util.atomic_files import atomic_file, remove_leftovers, write_bytes
-from distdl.util.errors import UserError
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
-log = logging.getLogger(__name__)
+from distdl.runs.directory import PREDICTING, shown
+from distdl.util.atomic_files import remove_leftovers, write_bytes
+from distdl.util.errors import Unfinished, UserError
 
 # A column has one value per row: a number, a text, a list, or None.
 Table = Mapping[str, Sequence[Any]]
 
-MANIFEST, PROGRESS = "manifest.json", "progress.json"
+# Programs that read a folder of Parquet files (pandas, Spark) skip names that begin with "_".
+MANIFEST, PROGRESS = "_manifest.json", PREDICTING
 
 
-def write_parquet(table: Table, file: BinaryIO) -> None:
+def parquet(table: Table) -> bytes:
     import pyarrow
-    from pyarrow import parquet
+    from pyarrow.parquet import write_table
 
-    parquet.write_table(pyarrow.table(dict(table)), file)
+    # All parts need the same types, also one in which all images are damaged, or none.
+    numbers = {name for name in table if name.startswith("probability")}
+    arrays = {
+        name: pyarrow.array(values, pyarrow.float64() if name in numbers else pyarrow.string())
+        if not any(value is not None for value in values)
+        else pyarrow.array(values)
+        for name, values in table.items()
+    }
+    file = io.BytesIO()
+    write_table(pyarrow.table(arrays), file)
+    return file.getvalue()
 
 
-def write_csv(table: Table, file: BinaryIO) -> None:
-    with io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
-        lines = csv.writer(text, lineterminator="\n")
-        lines.writerow(table)
-        for row in zip(*table.values(), strict=True):
-            lines.writerow([json.dumps(v) if isinstance(v, list) else v for v in row])
-        text.flush()
-        text.detach()
-
-
-def write_jsonl(table: Table, file: BinaryIO) -> None:
+def comma_separated(table: Table) -> bytes:
+    text = io.StringIO(newline="")
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(table)
     for row in zip(*table.values(), strict=True):
-        file.write(json.dumps(dict(zip(table, row, strict=True))).encode() + b"\n")
+        lines.writerow([json.dumps(v) if isinstance(v, list) else v for v in row])
+    return text.getvalue().encode()
 
 
-FORMATS: dict[str, Callable[[Table, BinaryIO], None]] = {
-    "parquet": write_parquet,
-    "csv": write_csv,
-    "jsonl": write_jsonl,
+def json_lines(table: Table) -> bytes:
+    rows = zip(*table.values(), strict=True)
+    return "".join(json.dumps(dict(zip(table, row, strict=True))) + "\n" for row in rows).encode()
+
+
+FORMATS: dict[str, Callable[[Table], bytes]] = {
+    "parquet": parquet,
+    "csv": comma_separated,
+    "jsonl": json_lines,
 }
+
+
+class StoredPart(BaseModel):
+    name: str = Field(pattern=r"^part-\d{5,}\.[a-z]+$")
+    rows: PositiveInt
+    sha256: str
+
+
+class StoredRows(BaseModel):
+    """What is stored: the content of `_progress.json` and `_manifest.json`."""
+
+    described: dict[str, str | int | None] = {}
+    rows: NonNegativeInt = 0
+    counts: dict[str, NonNegativeInt] = {}
+    parts: list[StoredPart] = []
 
 
 class Rows:
     """A folder of parts, which one process writes.
 
-    `progress.json` lists the complete parts with their sha256, and is replaced after each part.
-    `manifest.json` replaces it when all rows are there.
+    `_progress.json` lists the complete parts with their sha256, and is replaced after each part.
+    `_manifest.json` replaces it when all rows are there.
 
     Args:
-        folder: Absent, empty, or from an interrupted call with the same `described`.
+        folder: Absent, empty, or from an interrupted call with the same facts (`describe`).
         format: One of `FORMATS`.
-        described: What the rows are of: the checkpoint, the data, the columns.
     """
 
-    def __init__(self, folder: Path, format: str, described: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, format: str) -> None:
         self.folder, self.format = folder, format
-        self.described = {**described, "format": format}
-        self.parts: list[dict[str, Any]] = []
-        self.counts: dict[str, int] = {}
-        self.complete = False
+        self.stored = StoredRows()
 
     @property
-    def count(self) -> int:
-        return sum(part["rows"] for part in self.parts)
+    def complete(self) -> bool:
+        return (self.folder / MANIFEST).exists()
 
     def open(self) -> None:
         """Reads which parts are there.
@@ -81,63 +101,67 @@ class Rows:
         Raises:
             UserError: The folder holds something else, or is damaged.
         """
-        paths = [self.folder / MANIFEST, self.folder / PROGRESS]
-        path = next((path for path in paths if path.exists()), None)
+        path = self.folder / (MANIFEST if self.complete else PROGRESS)
         other = "choose another folder: task.output=NAME"
-        if path is None:
-            if self.folder.exists() and any(self.folder.iterdir()):
-                what = f"{shown(self.folder)} holds other files"
-                raise UserError.at("task.output", what, other)
+        if not path.exists():
+            names = self.folder.iterdir() if self.folder.is_dir() else ()
+            if self.folder.is_file() or any(not each.name.startswith(".") for each in names):
+                raise UserError.at("task.output", f"{shown(self.folder)} holds other files", other)
             return
         remove_leftovers(self.folder)
         try:
-            kept = json.loads(path.read_bytes())
-            parts = [{k: part[k] for k in ("name", "rows", "sha256")} for part in kept["parts"]]
-            before, self.counts = dict(kept["described"]), dict(kept["counts"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError.at("task.output", f"{shown(path)} is damaged: {error}", other) from None
-        for key, value in self.described.items():
-            if before.get(key) != value:
-                what = f"{shown(self.folder)} holds rows of another {key}: {before.get(key)}"
-                raise UserError.at("task.output", f"{what}, not {value}", other)
-        for part in parts:
-            file = self.folder / Path(str(part["name"])).name
-            if not file.is_file() or _sha256(file) != part["sha256"]:
+            self.stored = StoredRows.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            what = f"{shown(path)} is damaged: {error.errors()[0]['msg']}"
+            raise UserError.at("task.output", what, other) from None
+        for part in self.stored.parts:
+            file = self.folder / part.name
+            if not file.is_file() or _sha256(file.read_bytes()) != part.sha256:
                 what = f"{shown(file)} is not what was written"
                 raise UserError.at("task.output", what, f"remove {shown(self.folder)}, or {other}")
-        self.parts, self.complete = parts, path.name == MANIFEST
+
+    def describe(self, **facts: str | int | None) -> None:
+        """Adds what the rows are of: the checkpoint, the data, the columns.
+
+        Raises:
+            UserError: The stored rows are of another.
+        """
+        for name, value in facts.items():
+            before = self.stored.described.setdefault(name, value)
+            if before != value:
+                what = f"{shown(self.folder)} holds rows of {name} {before}, not {value}"
+                raise UserError.at("task.output", what, "choose another folder: task.output=NAME")
+        if not self.complete:
+            self._write(PROGRESS)
 
     def add(self, table: Table, counts: Mapping[str, int]) -> None:
         """Stores one part, and adds its `counts` to those of all parts.
 
         Raises:
-            UserError: It cannot be written (a full disk).
+            Unfinished: It cannot be written (a full disk).
         """
-        rows = len(next(iter(table.values())))
-        path = self.folder / f"part-{len(self.parts):05d}.{self.format}"
-        try:
-            with atomic_file(path) as file:
-                FORMATS[self.format](table, file)
-            self.parts.append({"name": path.name, "rows": rows, "sha256": _sha256(path)})
-            for name, value in counts.items():
-                self.counts[name] = self.counts.get(name, 0) + value
-            self._record(PROGRESS)
-        except OSError as error:
-            what = f"cannot write {shown(path)}: {error.strerror or error}"
-            raise UserError.at("task.output", what, "the same command resumes") from error
+        stored, data = self.stored, FORMATS[self.format](table)
+        name, rows = f"part-{len(stored.parts):05d}.{self.format}", len(next(iter(table.values())))
+        self._write(name, data)
+        stored.parts.append(StoredPart(name=name, rows=rows, sha256=_sha256(data)))
+        stored.rows += rows
+        stored.counts |= {key: stored.counts.get(key, 0) + counts[key] for key in counts}
+        self._write(PROGRESS)
 
     def finish(self) -> None:
         """Writes the manifest."""
-        self._record(MANIFEST)
+        self._write(MANIFEST)
         (self.folder / PROGRESS).unlink(missing_ok=True)
-        self.complete = True
 
-    def _record(self, name: str) -> None:
-        facts = {"described": self.described, "rows": self.count, "counts": self.counts}
-        text = json.dumps({**facts, "parts": self.parts}, indent=1)
-        write_bytes(self.folder / name, text.encode() + b"\n")
+    def _write(self, name: str, data: bytes | None = None) -> None:
+        if data is None:
+            data = self.stored.model_dump_json(indent=1).encode()
+        try:
+            write_bytes(self.folder / name, data)
+        except OSError as error:
+            what = f"cannot write {shown(self.folder / name)}: {error.strerror or error}"
+            raise Unfinished.at("task.output", what, "the same command resumes") from error
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

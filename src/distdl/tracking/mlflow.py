@@ -10,7 +10,7 @@ import re
 import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from distdl.tracking import services
 from distdl.tracking.client import exclusive, import_client, prepare_environment
 from distdl.tracking.delivery import Delivery
 from distdl.tracking.outbox import Outbox, database_path, is_local, redact
+from distdl.util.errors import Problem
 
 if TYPE_CHECKING:
     from distdl.tracking import RunInfo
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# A name in MLflow's registry.
+NAME = r"[\w.\- ]{1,100}"
+# What `task=export` takes.
+EXPORTABLE = {"model": "distdl.models.ImageClassifier", "data": "distdl.data.StoredImages"}
 STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "PREEMPTED": "KILLED", "CANCELLED": "KILLED"}
 LONGEST_WAIT = 30.0  # seconds between two tries while the server fails
 PATIENCE = 30.0  # seconds for which a module's query waits for the server
@@ -58,6 +63,8 @@ class MLflowLogger:
         system_metrics_interval: Seconds between two samples of the node's load; 0 for none.
         flush_timeout: Seconds to wait for the server at the end of the run.
         interval: Seconds between two deliveries.
+        register: The name under which MLflow's registry gets the model when a training ends; None
+            for no registration (docs/export.md).
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class MLflowLogger:
         system_metrics_interval: float = 15.0,
         flush_timeout: float = 60.0,
         interval: float = 5.0,
+        register: str | None = None,
     ) -> None:
         variable = os.environ.get("MLFLOW_TRACKING_URI") or None
         self.tracking_uri = tracking_uri or variable
@@ -76,13 +84,29 @@ class MLflowLogger:
         self.job_run = job_run if variable and self.tracking_uri == variable else None
         self.experiment_name, self.artifact_location = experiment_name, artifact_location
         self.system_metrics_interval = system_metrics_interval
-        self.flush_timeout, self.interval = flush_timeout, interval
+        self.flush_timeout, self.interval, self.register = flush_timeout, interval, register
         self.delivery: Delivery | None = None
         self.uri = ""
         self._failures = 0
         self._finishing = self._done = False
         self._wake, self._imported = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+
+    @staticmethod
+    def check(
+        config: Mapping[str, Any], context: Mapping[str, Any] | None = None
+    ) -> Iterable[Problem]:
+        """Problems of the arguments; paths are relative to the tracker's node."""
+        name, parts = config.get("register"), (context or {}).get("config", {})
+        if name is None:
+            return
+        if not re.fullmatch(NAME, str(name)):
+            yield Problem("register", f"{name!r} has other characters", f"as in {NAME}")
+        for section, target in EXPORTABLE.items():
+            actual = (parts.get(section) or {}).get("_target_")
+            if parts and actual != target:
+                what = f"the {section} is {actual}, and only {target} can be exported"
+                yield Problem("register", what, "remove tracking.mlflow.register")
 
     def start(self, info: RunInfo) -> None:
         """Starts the sender. Never raises, and never waits for the server."""

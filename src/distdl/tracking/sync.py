@@ -25,17 +25,7 @@ def sync(run: Path) -> int:
     from distdl.tracking.mlflow import how_to_open
 
     outbox = Outbox(run)
-    if not outbox.exists:
-        what = "was not tracked in MLflow, so there is nothing to send"
-        remedy = f"to see its curves, type python -m distdl report {run}"
-        raise UserError.at(str(run), what, remedy)
-    uri = outbox.state.server or outbox.database()
-    if "***" in uri:  # a password is never stored
-        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if not uri:
-        what = f"the server {outbox.state.server} needs a password, which is never stored"
-        remedy = "set MLFLOW_TRACKING_URI to the complete address and repeat the command"
-        raise UserError.at(str(outbox.path), what, remedy)
+    uri = server_of(outbox)
     prepare_environment()
     sender = Delivery(outbox, uri, alone=True)
     with contextlib.ExitStack() as locks:
@@ -67,6 +57,26 @@ def sync(run: Path) -> int:
     print(f"{sender.delivered} points sent." if sender.delivered else "Nothing was left to send.")
     print("To see it: " + "\n           ".join(how_to_open(uri, outbox)))
     return 0
+
+
+def server_of(outbox: Outbox) -> str:
+    """The address of the run's MLflow server.
+
+    Raises:
+        UserError: The run was not tracked in MLflow, or the server's password is missing.
+    """
+    if not outbox.exists:
+        what = "was not tracked in MLflow, so there is nothing to send"
+        remedy = f"to see its curves, type python -m distdl report {outbox.run_dir}"
+        raise UserError.at(str(outbox.run_dir), what, remedy)
+    uri = outbox.state.server or outbox.database()
+    if "***" in uri:  # a password is never stored
+        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not uri:
+        what = f"the server {outbox.state.server} needs a password, which is never stored"
+        remedy = "set MLFLOW_TRACKING_URI to the complete address and repeat the command"
+        raise UserError.at(str(outbox.path), what, remedy)
+    return uri
 
 
 @contextlib.contextmanager

@@ -49,7 +49,8 @@ _SCHEDULES = ("constant", "warmup_cosine", "warmup_step")
 SCHEDULES = tuple(f"distdl.optim.schedules.{name}" for name in _SCHEDULES)
 STRATEGIES = ("distdl.strategies.auto", "distdl.strategies.single")
 TASKS = tuple(
-    f"distdl.tasks.{name}" for name in ("benchmark", "predict", "test", "train", "validate")
+    f"distdl.tasks.{name}"
+    for name in ("benchmark", "export", "predict", "test", "train", "validate")
 )
 TRACKERS = ("distdl.tracking.mlflow.MLflowLogger",)
 # Arguments of timm's models that name a file to load, or describe where weights come from.

@@ -95,7 +95,7 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
         from distdl import tracking  # noqa: F401
         from distdl.checkpoint import fetching  # noqa: F401
         from distdl.distributed import process_group, rank_table
-        from distdl.worker import allocator, build, summary  # noqa: F401
+        from distdl.worker import allocator, build, registration, summary  # noqa: F401
 
     adopt_lightnings_loggers()
     config = effective_config(bundle, context.launch)
@@ -115,7 +115,7 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     process_group.connect(environment, accelerator)
     failed = False
     try:
-        return build_and_run(config, context)
+        metrics = build_and_run(config, context)
     except Stopped:
         raise
     except BaseException as error:
@@ -125,6 +125,8 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
         raise
     finally:
         process_group.disconnect(failed)
+    registration.register(config, context)
+    return metrics
 
 
 def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
@@ -235,7 +237,7 @@ def record_failure(attempt: Attempt, rank: int, error: BaseException) -> int:
     it ends. Returns the exit code."""
     code = JobState.FAILED.exit_code
     if isinstance(error, UserError):
-        code = EXIT_REFUSED
+        code = error.exit_code
     elif isinstance(error, SystemExit) and isinstance(error.code, int):
         code = error.code or code  # exit(0) in the middle is a failure
     text = redact("".join(traceback.format_exception(error)))

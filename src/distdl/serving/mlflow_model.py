@@ -1,0 +1,27 @@
+"""The code of an exported MLflow model, which MLflow copies into it ("models from code")."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlflow
+import pandas
+from mlflow.pyfunc import PythonModel
+
+
+class ImageModel(PythonModel):
+    """Encoded images in the column `image` to the columns `class`, `probability` and `top`."""
+
+    def load_context(self, context: Any) -> None:
+        from distdl_scoring.scorer import Scorer
+
+        self.scorer = Scorer(context.artifacts["model"])
+
+    def predict(
+        self, context: Any, model_input: pandas.DataFrame, params: Any = None
+    ) -> pandas.DataFrame:
+        top_k = (params or {}).get("top_k", 5)
+        return pandas.DataFrame(self.scorer.score(model_input["image"].tolist(), top_k))
+
+
+mlflow.models.set_model(ImageModel())

@@ -1,0 +1,143 @@
+"""The folder of an exported model: how it is written, and where a run has it."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import importlib.metadata
+import importlib.util
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distdl.runs import checkpoints
+from distdl.util.atomic_files import write_bytes
+from distdl.util.errors import UserError
+
+DESCRIPTION = "model.json"
+EXPORTS, SERVED = "exports", ("pt2", "onnx")
+# The package in every model folder, and the modules that it holds copies of.
+PACKAGE = "distdl_scoring"
+COPIED = (
+    *("distdl.datasets.image_files", "distdl.data.decoding", "distdl.data.crop"),
+    *("distdl.serving.scorer", "distdl.serving.requests"),
+    *("distdl.serving.batching", "distdl.serving.server", "distdl.serving.settings"),
+)
+# Azure ML's scoring scripts, beside the package.
+SCRIPTS = ("distdl.serving.score", "distdl.serving.batch_score")
+NEEDED = ("torch", "numpy", "pillow", "simplejpeg", "fastapi", "uvicorn", "pydantic")
+_SCORED = """```bash
+pip install -r requirements.txt
+python -c "from distdl_scoring.scorer import Scorer; \\
+print(Scorer('.').score([open('photo.jpg', 'rb').read()]))"
+```
+
+With distdl: `python -m distdl serve .`
+"""
+_LOADED = """`model.safetensors` has the network's own names: `safetensors.torch.load_file`.
+"""
+USE = {"pt2": _SCORED, "onnx": _SCORED, "weights": _LOADED}
+
+
+def write_package(folder: Path) -> None:
+    """Writes `COPIED` as a package, and `SCRIPTS`: they import each other and not distdl."""
+    (folder / PACKAGE).mkdir(parents=True)
+    about = f'"""Scores images; copied from distdl {importlib.metadata.version("distdl")}."""\n'
+    (folder / PACKAGE / "__init__.py").write_text(about)
+    for module in (*COPIED, *SCRIPTS):
+        text = source_of(module)
+        for other in COPIED:
+            stem = other.rpartition(".")[2]
+            text = re.sub(
+                rf"\bfrom {re.escape(other)} import\b", f"from {PACKAGE}.{stem} import", text
+            )
+        target = folder if module in SCRIPTS else folder / PACKAGE
+        (target / f"{module.rpartition('.')[2]}.py").write_text(text)
+
+
+def source_of(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    assert spec and spec.origin
+    return Path(spec.origin).read_text()
+
+
+def requirements(more: Sequence[str] = ()) -> str:
+    """The versions with which the model was verified, a line for each."""
+    # A build's local version, `2.15.0+cu130`, is not on every package index.
+    versions = ((name, importlib.metadata.version(name)) for name in (*NEEDED, *more))
+    return "".join(f"{name}=={version.partition('+')[0]}\n" for name, version in versions)
+
+
+def describe(folder: Path, names: Sequence[str], description: Mapping[str, Any]) -> None:
+    """Writes `model.json` with the sha256 of the named files, and the model card beside it."""
+    files = {name: checkpoints.sha256(folder / name) for name in names}
+    text = json.dumps({"format": 1, **description, "files": files}, indent=1)
+    write_bytes(folder / DESCRIPTION, text.encode() + b"\n")
+
+
+def write_card(folder: Path, description: Mapping[str, Any]) -> None:
+    """Writes the model card, `README.md`. Texts of the run are escaped."""
+    source, verified = description["source"], description["verification"]
+    metrics = ", ".join(f"{k} {v:.4g}" for k, v in source["metrics"].items())
+    names = description["classes"]
+    facts = {
+        **source,
+        "metrics": metrics,
+        "classes": f"{len(names)}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}",
+        "input": f"image files; the short side resized to {description['short_side']} pixels "
+        f"(bilinear, antialias), the central {description['image_size']} kept",
+        "verified": f"on {verified['images']} validation images: the same classes as the network, "
+        f"probabilities differ by {verified['difference']:.1e} at most",
+    }
+    rows = "".join(f"| {key} | {_cell(value)} |\n" for key, value in facts.items() if value)
+    text = f"# {_cell(source['run'])}\n\n| | |\n|---|---|\n{rows}\n{USE[description['kind']]}"
+    write_bytes(folder / "README.md", text.encode())
+
+
+def _cell(value: Any) -> str:
+    return html.escape(" ".join(str(value).split())).replace("|", "&#124;").replace("`", "&#96;")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The description of a model folder.
+
+    Raises:
+        UserError: It is not one, or is damaged.
+    """
+    try:
+        description = json.loads((folder / DESCRIPTION).read_bytes())
+        if isinstance(description, dict) and isinstance(description["classes"], list):
+            return description
+        raise ValueError("it has another form")
+    except (OSError, ValueError, KeyError) as error:
+        remedy = "a folder that python -m distdl export wrote"
+        raise UserError.at(str(folder), f"is not an exported model: {error}", remedy) from None
+
+
+def identity(path: str | Path | None) -> str:
+    """Names a checkpoint by the sha256 of its files: `last` and `best` may be others later."""
+    if path is None or Path(path).is_dir():
+        return str(path)
+    files = checkpoints.manifest_at(Path(path)).get("files") or {}
+    return "+".join(each["sha256"] for each in files.values()) or checkpoints.sha256(Path(path))
+
+
+def digest(path: str | Path) -> str:
+    """Eight characters of `identity`, for the name of a folder."""
+    return hashlib.sha256(identity(path).encode()).hexdigest()[:8]
+
+
+def best_of(run: Path) -> str:
+    """The checkpoint that a run is exported from by default: `best`, or without it `last`."""
+    return "best" if (run / "checkpoints/best.ckpt").exists() else "last"
+
+
+def exported(run: Path, formats: Sequence[str] = SERVED) -> Path | None:
+    """The folder of a run with its best checkpoint in one of these formats; None: not exported."""
+    path = run / "checkpoints" / f"{best_of(run)}.ckpt"
+    if not path.exists():
+        return None
+    names = (run / EXPORTS / f"{format}-{digest(path)}" for format in formats)
+    return next((folder for folder in names if (folder / DESCRIPTION).is_file()), None)

@@ -1,0 +1,111 @@
+"""Logs an exported MLflow model to the run that trained it, and registers it as a version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distdl.runs.directory import RunDirectory, shown
+from distdl.serving.model_folder import read
+from distdl.tracking.outbox import Outbox, redact
+from distdl.tracking.sync import server_of
+from distdl.util.errors import Unfinished, UserError
+
+CHAMPION = "champion"
+# Tags of a version: what its metric was measured on, and by which two versions are compared.
+SHA256, METRIC, VALUE, DATA = (f"distdl.{key}" for key in ("sha256", "metric", "value", "data"))
+
+
+def publish(run: RunDirectory, folder: Path, name: str | None) -> list[str]:
+    """Sends a model to the MLflow run, and registers it if it has a `name`. Idempotent.
+
+    Returns:
+        Lines for the user.
+
+    Raises:
+        UserError: The run was not tracked in MLflow.
+        Unfinished: The server failed.
+    """
+    from mlflow.exceptions import MlflowException
+
+    from distdl.tracking.client import import_client, prepare_environment
+
+    outbox = Outbox(run.path)
+    uri, run_id = server_of(outbox), outbox.state.run_id
+    if not run_id:
+        remedy = f"python -m distdl track sync {shown(run.path)}, and then this command again"
+        raise UserError.at(shown(run.path), "is not on the MLflow server yet", remedy)
+    prepare_environment()
+    client = import_client()(uri, registry_uri=uri)
+    try:
+        if not any(
+            each.path.endswith("/MLmodel") for each in client.list_artifacts(run_id, folder.name)
+        ):
+            client.log_artifacts(run_id, str(folder), folder.name)
+        lines = [f"model   runs:/{run_id}/{folder.name}"]
+        if name:
+            source = f"{client.get_run(run_id).info.artifact_uri}/{folder.name}"
+            recipe = run.recipe().get("checkpoint") or {}
+            lines += _register(
+                client, name, source, run_id, read(folder / "artifacts/model"), recipe
+            )
+        return lines
+    except (MlflowException, OSError) as error:
+        what = f"MLflow at {redact(uri)} fails: {str(error).replace(uri, redact(uri))[:300]}"
+        remedy = f"the model is in {shown(folder)}; the same command sends it"
+        raise Unfinished.at("tracking.mlflow", what, remedy) from error
+
+
+def _register(
+    client: Any,
+    name: str,
+    source: str,
+    run_id: str,
+    description: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+) -> list[str]:
+    from mlflow.exceptions import MlflowException
+
+    facts, monitor = description["source"], recipe.get("monitor") or "val/acc1"
+    tags = {SHA256: facts["sha256"], METRIC: monitor, DATA: facts["data_key"]}
+    value = facts["metrics"].get(monitor)
+    if value is not None:
+        tags[VALUE] = repr(value)
+    known = client.search_registered_models(f"name = '{name}'")
+    if not known:
+        client.create_registered_model(name)
+    versions = client.search_model_versions(f"name = '{name}'")
+    same = (each for each in versions if each.tags.get(SHA256) == facts["sha256"])
+    version = next(same, None) or client.create_model_version(name, source, run_id, tags=tags)
+    lines = [f"version models:/{name}/{version.version}"]
+    try:
+        champion = client.get_model_version_by_alias(name, CHAMPION)
+    except MlflowException:
+        champion = None
+    moves, reason = succeeds(tags, champion and champion.tags, recipe.get("mode") or "max")
+    if moves:
+        client.set_registered_model_alias(name, CHAMPION, version.version)
+        return [*lines, f"alias   {CHAMPION} is version {version.version}: {reason}"]
+    return [*lines, f"alias   {CHAMPION} stays version {champion and champion.version}: {reason}"]
+
+
+def succeeds(
+    new: Mapping[str, str], champion: Mapping[str, str] | None, mode: str
+) -> tuple[bool, str]:
+    """Whether a version with the tags `new` becomes the champion, and why.
+
+    It does if it is better by the same metric on the same data; `mode` is "max" or "min".
+    """
+    metric = new[METRIC]
+    if VALUE not in new:
+        return False, f"the checkpoint has no {metric}"
+    if champion is None:
+        return True, f"it is the first with a {metric}"
+    if (champion.get(METRIC), champion.get(DATA)) != (metric, new[DATA]):
+        return False, "it was measured by another metric or on other data"
+    if champion.get(SHA256) == new[SHA256]:
+        return False, "it is the same checkpoint"
+    before, now = float(champion[VALUE]), float(new[VALUE])
+    better = now > before if mode == "max" else now < before
+    return better, f"{metric} {now:.4g}, {'better' if better else 'not better'} than {before:.4g}"

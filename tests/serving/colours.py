@@ -1,0 +1,183 @@
+"""A model that names the colour of an image, servers of it, and a client."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from distdl.serving import formats, model_folder
+from tests.conftest import ROOT, Background, environment
+from tests.serving.conftest import WITHOUT_DISTDL
+from tests.waiting import until
+
+COLOURS = ("red", "green", "blue")
+
+
+class Colours(torch.nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.float().mean((2, 3)).div(32).softmax(1)
+
+
+def write_model(folder: Path) -> Path:
+    """As `distdl export --to pt2` does."""
+    model_folder.write_package(folder)
+    file = formats.write_pt2(Colours(), folder, 32)
+    description = {"kind": "pt2", "classes": COLOURS, "image_size": 32, "short_side": 36}
+    model_folder.describe(folder, [file], description)
+    return folder
+
+
+def photo(colour: str = "red", form: str = "JPEG", mode: str = "RGB", **how: Any) -> bytes:
+    memory = io.BytesIO()
+    Image.new("RGB", how.pop("size", (48, 40)), colour).convert(mode).save(memory, form, **how)
+    return memory.getvalue()
+
+
+class Server:
+    """A process, and requests to it."""
+
+    def __init__(self, process: subprocess.Popen[Any], port: int) -> None:
+        self.process, self.port = process, port
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+    def ask(
+        self, method: str, path: str, body: Any = None, kind: str = "", **more: str
+    ) -> tuple[int, Any]:
+        """The status and the JSON of an answer; `more`: headers, with _ for -."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            headers = {key.replace("_", "-"): value for key, value in more.items()}
+            headers |= {"Content-Type": kind} if kind else {}
+            chunked = "Transfer-Encoding" in headers
+            connection.request(method, path, body, headers, encode_chunked=chunked)
+            answer = connection.getresponse()
+            assert answer.headers["Content-Type"] == "application/json"
+            content = json.loads(answer.read())
+            if answer.status == 503:
+                assert answer.headers["Retry-After"] or path != "/score"
+            return answer.status, content
+        finally:
+            connection.close()
+
+    def score(self, body: bytes | None = None, **more: Any) -> tuple[int, Any]:
+        return self.ask("POST", "/score", body or photo(), "image/jpeg", **more)
+
+    def health(self) -> dict[str, Any]:
+        status, content = self.ask("GET", "/health")
+        assert status == 200
+        return content
+
+    def scored(self) -> int:
+        """The number of images that the model has scored."""
+        return sum(int(size) * count for size, count in self.health()["batches"].items())
+
+    def memory(self) -> int:
+        """The most memory that the process has had, in bytes."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+)", text)[1]) * 1024  # type: ignore[index]
+
+
+@contextmanager
+def without_distdl(model: Path, *settings: str) -> Iterator[Server]:
+    """`python -m distdl_scoring.server` where distdl is not installed."""
+    code = "import runpy; runpy.run_module('distdl_scoring.server', run_name='__main__')"
+    env = {**environment(), "PYTHONPATH": str(model)}
+    command = [sys.executable, "-c", WITHOUT_DISTDL + code, str(model), "serve.port=0", *settings]
+    with subprocess.Popen(
+        command, cwd=model, env=env, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield Server(process, int(process.stdout.readline().rpartition(":")[2]))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+class Gated(Server):
+    """A server whose model waits while the file `closed` is in a folder, and fails while `broken`
+    is; it is loaded when `loading` is not (see `main`)."""
+
+    def __init__(self, background: Any, model: Path, folder: Path, *settings: str) -> None:
+        self.folder = folder
+        words = (str(model), str(folder), *settings)
+        self.started: Background = background(
+            *words, module=("-m", "tests.serving.colours"), cwd=ROOT, env={"PYTHONPATH": str(ROOT)}
+        )
+        super().__init__(self.started.process, 0)
+        self.started.until(lambda: "port " in self.started.output())
+        self.port = int(self.started.output().split("port ")[1].split()[0])
+
+        until(self.listens, 60, self.started.output)
+
+    def listens(self) -> bool:
+        try:
+            self.connect().close()
+            return True
+        except ConnectionRefusedError:
+            return False
+
+    def make_ready(self) -> Gated:
+        until(lambda: self.ask("GET", "/ready")[0] == 200, 60, self.started.output)
+        return self
+
+    def set(self, *names: str) -> None:
+        """These files are in the folder, and no others."""
+        for name in ("loading", "closed", "broken"):
+            if name in names:
+                (self.folder / name).touch()
+            else:
+                (self.folder / name).unlink(missing_ok=True)
+
+
+def main(model: str, folder: str, *settings: str) -> None:
+    import time
+
+    from distdl.serving import server
+    from distdl.serving.scorer import Scorer
+    from distdl.serving.settings import settings_of
+    from tests.conftest import free_port
+
+    server.HEADERS_S = 1.0
+
+    class GatedScorer(Scorer):
+        def answers(self, pixels: Any, top_k: int = 5) -> Any:
+            wait("closed")
+            if os.path.exists(f"{folder}/broken"):
+                raise RuntimeError("broken")
+            return super().answers(pixels, top_k)
+
+    def wait(name: str) -> None:
+        while os.path.exists(f"{folder}/{name}"):
+            time.sleep(0.002)
+
+    def load() -> Scorer:
+        wait("loading")
+        return GatedScorer(model)
+
+    port = free_port()
+    print(f"port {port}", flush=True)
+    options = settings_of([f"serve.port={port}", *settings])
+    counts = server.run(load, options, lambda url, scorer: None)
+    print(f"ended {counts['requests']}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

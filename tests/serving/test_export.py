@@ -1,0 +1,211 @@
+"""Exports: each answers as the network did in validation, without distdl and without pickles."""
+
+from __future__ import annotations
+
+import json
+import pickletools
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+
+from distdl.serving.model_folder import exported
+from distdl.serving.registry import DATA as DATA_TAG
+from distdl.serving.registry import METRIC, SHA256, VALUE, succeeds
+from distdl.serving.scorer import Scorer
+from tests.conftest import UNCHECKED, distdl, status
+from tests.serving.conftest import RUN, VAL, export, outside, validation_images
+
+SCORES = """
+import json, pathlib
+from distdl_scoring.scorer import Scorer
+images = sorted(pathlib.Path({images!r}).glob("*/*.jpg"))
+answers = Scorer(".").score([path.read_bytes() for path in images], top_k=2)
+print(json.dumps([[path.parent.name, answer] for path, answer in zip(images, answers)]))
+"""
+MLFLOW = """
+import json, mlflow, pandas, pathlib
+model = mlflow.pyfunc.load_model(".")
+images = sorted(pathlib.Path({images!r}).glob("*/*.jpg"))
+frame = pandas.DataFrame({{"image": [path.read_bytes() for path in images]}})
+rows = model.predict(frame, {{"top_k": 2}})
+answers = rows.to_dict("records")
+print(json.dumps([[path.parent.name, answer] for path, answer in zip(images, answers)]))
+"""
+
+
+@pytest.mark.parametrize("format", ["pt2", "onnx", "mlflow"])
+def test_it_answers_without_distdl_as_the_validation_did(project, pt2, format) -> None:
+    if format == "onnx":
+        assert "21 of 21 images" in export(project, "--to", format)
+    (folder,) = (project / RUN / "exports").glob(f"{format}-*")
+    code = (MLFLOW if format == "mlflow" else SCORES).format(images=str(project / "images/val"))
+    answers = outside(folder, code)
+    metrics = status(project / RUN)["metrics"]
+    hits = [answer["class"] == label for label, answer in answers]
+    assert len(hits) == 3 * VAL and sum(hits) / len(hits) == pytest.approx(
+        metrics["val/acc1"], abs=1e-6
+    )
+    own = Scorer(pt2).score([path.read_bytes() for path in validation_images(project)], top_k=2)
+    for (_, answer), expected in zip(answers, own, strict=True):
+        assert answer["class"] == expected["class"] and len(answer["top"]) == 2
+        assert answer["probability"] == pytest.approx(expected["probability"], abs=1e-5)
+    assert not [path for path in folder.rglob("*") if path.is_file() and holds_pickle(path)]
+
+
+def holds_pickle(path: Path) -> bool:
+    """Whether a file, or one in an archive, is a pickle."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return any(is_pickle(archive.read(name)) for name in archive.namelist())
+    return is_pickle(path.read_bytes())
+
+
+def is_pickle(data: bytes) -> bool:
+    try:
+        return data[:1] == b"\x80" and any(pickletools.genops(data))
+    except ValueError:
+        return False
+
+
+def test_the_folder_says_what_the_model_is(project, pt2) -> None:
+    description = json.loads((pt2 / "model.json").read_text())
+    assert description["classes"] == ["ant", "bee", "cat"] and description["image_size"] == 32
+    assert description["verification"] == {"images": 21, "difference": 0.0, "top1": 1.0}
+    card = (pt2 / "README.md").read_text()
+    for fact in ("default/r", "val/acc1", "data.root=images", "torchvision.models.resnet18"):
+        assert fact in card
+    assert exported(project / RUN) == pt2
+    assert "it was there already" in export(project, "--to", "pt2")
+
+
+def test_weights_load_in_torchvision(project) -> None:
+    from safetensors.torch import load_file
+    from torchvision.models import resnet18
+
+    export(project, "--to", "weights", "--output", "exports/w", "--images", "3")
+    resnet18(num_classes=3).load_state_dict(
+        load_file(project / RUN / "exports/w/model.safetensors")
+    )
+
+
+def test_an_mlflow_model_is_logged_and_registered(project) -> None:
+    again = export(project, "--to", "mlflow", "--register", "insects")
+    assert "champion stays version 1: it is the same checkpoint" in again
+    client = MlflowClient(f"sqlite:///{project}/outputs/mlflow.db")
+    (version,) = client.search_model_versions("name = 'insects'")
+    assert client.get_model_version_by_alias("insects", "champion").version == version.version
+    assert (client.get_run(version.run_id).info.run_name or "").startswith("r")
+    files = {
+        item.path.rpartition("/")[2]
+        for item in client.list_artifacts(version.run_id, Path(version.source).name)
+    }
+    assert {"MLmodel", "README.md", "input_example.json", "requirements.txt"} <= files
+
+
+VERSION = {SHA256: "a", METRIC: "val/acc1", DATA_TAG: "d", VALUE: "0.6"}
+BETTER, EQUAL = {SHA256: "b", VALUE: "0.7"}, {SHA256: "b"}
+
+
+@pytest.mark.parametrize(
+    ("new", "champion", "mode", "moves"),
+    [
+        ({}, None, "max", True),
+        (BETTER, VERSION, "max", True),
+        (BETTER, VERSION, "min", False),
+        (EQUAL, VERSION, "max", False),
+        ({**BETTER, DATA_TAG: "e"}, VERSION, "max", False),
+        ({**BETTER, METRIC: "val/loss"}, VERSION, "max", False),
+    ],
+)
+def test_the_champion_moves_only_to_a_better_one_on_the_same_data(
+    new, champion, mode, moves
+) -> None:
+    assert succeeds({**VERSION, **new}, champion, mode)[0] is moves
+
+
+# Changes the network between the reference and the writing.
+WRONG = (
+    UNCHECKED[0],
+    "from distdl.serving import formats\n"
+    "write = formats.write_pt2\n"
+    "def wrong(model, *more):\n"
+    "    model.network.fc.bias.data += 0.1 * __import__('torch').arange(3)\n"
+    "    return write(model, *more)\n"
+    "formats.WRITERS['pt2'] = wrong\n" + UNCHECKED[1],
+)
+
+
+def test_an_export_that_disagrees_is_removed(project) -> None:
+    printed = export(project, "--to", "pt2", "--output", "exports/x", code=1, module=WRONG)
+    assert "differs from the network" in printed and "Traceback" not in printed
+    assert not (project / RUN / "exports/x").exists()
+    assert not [*(project / RUN / "exports").glob(".*")]
+
+
+REFUSED = {
+    "register": (["--to", "pt2", "--register", "x"], "task.register: "),
+    "name": (["--to", "mlflow", "--register", "a/b"], "task.register: "),
+    "output": (["--to", "pt2", "--output", "checkpoints"], "task.output: "),
+    "outside": (["--to", "pt2", "--output", "../x"], "task.output: "),
+    "images": (["--to", "pt2", "--images", "0"], "task.images: "),
+    "recipe": (["--to", "pt2", "optimizer.lr=1"], "optimizer.lr: "),
+    "format": (["--to", "pickle"], "--to"),
+}
+
+
+@pytest.mark.parametrize(("words", "path"), REFUSED.values(), ids=REFUSED)
+def test_refused(project, words, path) -> None:
+    printed = export(project, *words, code=2, module=("-m", "distdl"))
+    assert path in printed and "Traceback" not in printed
+
+
+def test_a_checkpoint_outside_a_run_is_refused(project, tmp_path) -> None:
+    shutil.copy(project / RUN / "checkpoints/best.ckpt", tmp_path)
+    done = distdl("export", str(tmp_path / "best.ckpt"), "--to", "pt2", cwd=project)
+    assert done.returncode == 2 and "lies in no run" in done.stderr
+
+
+def damage(folder: Path, kind: str) -> None:
+    description = folder / "model.json"
+    if kind == "truncated":
+        file = folder / "model.pt2"
+        file.write_bytes(file.read_bytes()[:-100])
+    elif kind == "pickled":
+        torch.save(torch.zeros(1), folder / "model.pt2")
+        from distdl.runs.checkpoints import sha256
+
+        fields = json.loads(description.read_text())
+        fields["files"]["model.pt2"] = sha256(folder / "model.pt2")
+        description.write_text(json.dumps(fields))
+    else:
+        description.write_text({"absent": "", "list": "[]", "empty": "{}"}[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("truncated", "missing or damaged"),
+        ("pickled", "can run any code"),
+        ("absent", "cannot be read"),
+        ("list", "cannot be read"),
+        ("empty", "cannot be read"),
+    ],
+)
+def test_a_damaged_folder_is_refused(pt2, tmp_path, kind, message) -> None:
+    folder = shutil.copytree(pt2, tmp_path / "copy")
+    damage(folder, kind)
+    with pytest.raises(ValueError, match=message):
+        Scorer(folder)
+
+
+def test_an_evaluation_leaves_no_trace_in_later_attempts(project) -> None:
+    from distdl.launch import resuming
+    from distdl.runs.directory import RunDirectory
+
+    run = RunDirectory.open(project / RUN)
+    planned = resuming.plan(run, [])
+    assert planned.config.task["_target_"].endswith("train") and not planned.changes
