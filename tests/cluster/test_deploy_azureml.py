@@ -125,7 +125,7 @@ def test_the_model_before_stays_for_one_rollback(azure, models, deploy) -> None:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ("answers", "the test request: the answer was green (0.7"),
+        ("answers", "the test request: the answer was green (0.95"),
         ("creation", "the container has crashed"),
     ],
 )

@@ -19,7 +19,8 @@ from distdl.serving.scorer import Scorer
 from tests.cluster.azurite import free_port
 from tests.conftest import ROOT, environment
 from tests.served import model_folder
-from tests.serving.colours import photo
+from tests.serving.colours import Server as DistdlServer
+from tests.serving.colours import photo, without_distdl
 from tests.waiting import until
 
 SERVER = ROOT / ".servers/azmlinfsrv/bin"
@@ -59,6 +60,13 @@ class Server:
             return self.ask(b"", JPEG)[0] == 400
         except OSError:
             return False
+
+
+@pytest.fixture(scope="module")
+def serve(model: Path) -> Iterator[DistdlServer]:
+    """`distdl serve` of the same model."""
+    with without_distdl(model) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +126,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_bad_input_is_refused_and_the_next_request_answered(name: str, server: Server) -> None:
+def test_bad_input_is_refused_as_by_distdl_serve(name: str, server: Server, serve) -> None:
     body, headers, status, said = REFUSED[name]
     try:
         got, answer = server.ask(body, headers)
         assert got == status and said in answer["error"], (got, answer)
+        assert serve.ask("POST", "/score", body, headers.get("Content-Type", "")) == (got, answer)
     except ConnectionError:  # the server refuses before a client that sends all first has read it
         assert name == "large"
     assert server.ask(photo("green"), JPEG)[1]["predictions"][0]["class"] == "green"

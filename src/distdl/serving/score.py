@@ -29,22 +29,22 @@ def init() -> None:
 @rawhttp
 def run(request: AMLRequest) -> AMLResponse:
     """Answers one request: 200 with `predictions`, or 4xx with one sentence under `error`."""
-    from distdl.serving.requests import MOST_BYTES, Refused, parse
+    from distdl.serving.requests import MOST_BYTES, RequestError, parse
 
     try:
         images, top_k = parse(request.stream.read(MOST_BYTES + 1), request.content_type)
         pixels = [_pixels(number, data) for number, data in enumerate(images)]
         return AMLResponse({"predictions": scorer.answers(pixels, top_k)}, 200, json_str=True)
-    except Refused as refused:
+    except RequestError as refused:
         return AMLResponse({"error": refused.sentence}, refused.status, json_str=True)
 
 
 def _pixels(number: int, data: bytes) -> Any:
-    from distdl.serving.requests import Refused
+    from distdl.serving.requests import RequestError
     from distdl.serving.scorer import TooLarge
 
     try:
         return scorer.pixels(data)
     except ValueError as error:  # DamagedImage and TooLarge
         sentence = f"image {number} {' '.join(str(error).split()):.200}"
-        raise Refused(413 if isinstance(error, TooLarge) else 400, sentence) from None
+        raise RequestError(413 if isinstance(error, TooLarge) else 400, sentence) from None
