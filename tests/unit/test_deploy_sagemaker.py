@@ -36,7 +36,7 @@ class Service:
     """What moto lacks: UpdateEndpoint, and variants that answer by their model in S3."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        self.weights: dict[str, float] = {}  # of the variants, at the last request
         self.broken = ""  # "creation": new variants do not start; "answers": they answer wrongly
 
     def update_endpoint(self, response: Any) -> Any:
@@ -62,7 +62,10 @@ class Service:
         from distdl.serving.scorer import Scorer
 
         name = response.headers["X-Amzn-SageMaker-Target-Variant"]
-        assert name in self.variants(sagemaker_backends)
+        endpoint = sagemaker_backends[response.current_account][REGION].endpoints["flowers"]
+        variants = endpoint.production_variants
+        self.weights = {v["VariantName"]: v.get("CurrentWeight", 0) for v in variants}
+        assert name in self.weights
         model = sagemaker_backends[response.current_account][REGION]._models[name]
         uri = model.primary_container["ModelDataUrl"]
         bucket, _, key = uri.removeprefix("s3://").partition("/")
@@ -80,10 +83,6 @@ class Service:
         return 200, {"Content-Type": "application/json"}, json.dumps({"predictions": answers})
 
     folder = Path()
-
-    def variants(self, backends: Any) -> list[str]:
-        endpoint = backends["123456789012"][REGION].endpoints["flowers"]
-        return [each["VariantName"] for each in endpoint.production_variants]
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +132,12 @@ def left(aws: Any) -> tuple[int, int, int]:
     )
 
 
-def test_the_order_of_models(aws, models, deploy) -> None:
+def test_the_order_of_models(aws, models, service, deploy) -> None:
     names: list[str] = []
     for model in models:
         output = deploy(model)
         (name,) = weights(aws).keys() - {*names}
+        assert service.weights[name] == (0.0 if names else 1.0), "it has traffic when it is tested"
         names.append(name)
         assert output.out.startswith(f"flowers: {name} answers\n")
         assert weights(aws) == {**dict.fromkeys(names[-2:-1], 0.0), name: 1.0}
