@@ -29,11 +29,19 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[all,dev]'
 	touch $(READY)
 
-servers:  ## what the cluster tests need (Debian or Ubuntu, as root); without them those tests skip
+servers: .servers/azmlinfsrv  ## what the cluster tests need (Debian or Ubuntu, as root); without them those tests skip
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SERVERS)
 	command -v npm >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y -qq npm
 	command -v azurite-blob >/dev/null || npm install --silent --global azurite
+
+# Microsoft's inference server, in an environment of its own: it needs older versions of what distdl
+# uses, also of a package that hides a part of it (azure.monitor). The last line lets it find torch
+# and numpy, but not distdl.
+.servers/azmlinfsrv: $(READY)
+	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
+	$(BIN)/uv pip install --quiet --python $@/bin/python azureml-inference-server-http==1.5.1 azure-monitor-opentelemetry
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/tests.pth
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -47,5 +55,5 @@ bench: setup  ## every benchmark that fits this machine, each against its compet
 	$(BIN)/python -m benchmarks.run
 
 clean:  ## what make made; your runs in outputs/ stay
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .servers build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

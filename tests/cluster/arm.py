@@ -13,7 +13,9 @@ MSI_ENDPOINT (which Azure ML sets in jobs), both documented variables of Azure's
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -220,6 +222,20 @@ def why_not() -> str | None:
     if any(importlib.util.find_spec(name) is None for name in ("azure", "azure.ai", "azure.ai.ml")):
         return "not installed: pip install 'distdl[azure]'"
     return why_no_azurite()
+
+
+def work_with(azure: Azure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this process somebody who works with this Azure."""
+    for name in set(os.environ) - set(azure.environment()):
+        monkeypatch.delenv(name)
+    for name, value in azure.environment(AZUREML_CURRENT_CLOUD="StandIn").items():
+        monkeypatch.setenv(name, value)
+    resolve = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *rest: Any, **more: Any) -> Any:
+        return resolve("127.0.0.1" if str(host).endswith(".localhost") else host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 import pytest
 
 from distdl.launchers.azureml.client import Connection, Workspace
-from tests.cluster.arm import Azure, Job, azure, why_not
+from tests.cluster.arm import Azure, Job, azure, why_not, work_with
 from tests.cluster.azurite import CONTAINER
 from tests.cluster.nodes import HELD
 from tests.conftest import ROOT, TINY, losses, status
@@ -84,16 +82,7 @@ def distdl(
     azure: Azure, project: Path, without_stage_2, command, monkeypatch
 ) -> Callable[..., Any]:
     """The command line in this process, which has the slow SDK in memory after the first time."""
-    for name in set(os.environ) - set(azure.environment()):
-        monkeypatch.delenv(name)
-    for name, value in azure.environment(AZUREML_CURRENT_CLOUD="StandIn").items():
-        monkeypatch.setenv(name, value)
-    resolve = socket.getaddrinfo
-
-    def getaddrinfo(host: str, *rest: Any, **more: Any) -> Any:
-        return resolve("127.0.0.1" if str(host).endswith(".localhost") else host, *rest, **more)
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    work_with(azure, monkeypatch)
     monkeypatch.chdir(project)
 
     def run(*arguments: str, code: int = 0) -> Any:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from distdl.job import JobState
 from distdl.launch import start
@@ -152,7 +153,8 @@ def test_the_command_to_type_after_a_failure(tmp_path, monkeypatch, capsys) -> N
     run.create("seed: 1\n", {})
     newest = run.begin_attempt({"run_id": "e/r", "where": {"launcher": {}}, "changes": {}})
     newest.end(JobState.FAILED)
-    planned: Any = SimpleNamespace(run=run)
+    config = OmegaConf.create({"task": {"_target_": "distdl.tasks.train"}})
+    planned: Any = SimpleNamespace(run=run, config=config)
     for command in ("seed=1 name=r", "resume outputs/e/r"):
         start.print_next_command(planned, newest, JobState.FAILED, ["distdl", "seed=1", "name=r"])
         assert capsys.readouterr().out.endswith(f":\n  python -m distdl {command}\n")

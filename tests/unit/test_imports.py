@@ -32,7 +32,10 @@ LONGEST_CHAIN = 12
 # Names that stay: `python -m distdl`, `python -m distdl.agent`, and what users' own code imports.
 ALIASES = ("__main__", "agent", "build", "errors", "ranges", "tailing")
 HEAVY = ("torch", "torchvision", "lightning", "torchmetrics", "timm", "mlflow", "deepspeed")
-FOR_LAUNCHERS = ("distdl.job", "distdl.util", "distdl.stores", "distdl.launchers.common")
+FOR_LAUNCHERS = (
+    *("distdl.job", "distdl.util", "distdl.stores"),
+    *("distdl.launchers.common", "distdl.launchers.deploying"),
+)
 # This machine's launcher runs the worker, or torch's agent, in its own process.
 MORE_FOR_LAUNCHERS = {
     "distdl.launchers.local": ("distdl.ranks", "distdl.runs", "distdl.worker"),

@@ -13,7 +13,6 @@ import socket
 import sys
 import tarfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,11 @@ from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.launchers.sagemaker.sagemaker_settings import instances
 from distdl.util.errors import UserError
+from tests.aws import REGION, aws, moto
 from tests.conftest import ROOT, check_golden
 
 botocore = pytest.importorskip("botocore.session")
-REGION = "eu-west-1"
+__all__ = ["aws", "moto"]
 NODE: dict[str, Any] = yaml.safe_load("""
 {role: "arn:aws:iam::123456789012:role/train", bucket: my-bucket, region: eu-west-1,
  image: "123456789012.dkr.ecr.eu-west-1.amazonaws.com/distdl:1", instance_type: ml.g5.12xlarge}
@@ -66,28 +66,6 @@ def run(tmp_path: Path) -> Path:
     (bundle / "config.yaml").write_text("seed: 0\n")
     (bundle / "code/distdl/__init__.py").write_text("")
     return tmp_path / "run"
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    """AWS on this machine."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
-
-
-@pytest.fixture
-def aws(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Aws:
-    """Clients of an account with nothing but our bucket in it."""
-    urllib.request.urlopen(urllib.request.Request(f"{moto}/moto-api/reset", method="POST"))
-    variables = {"ENDPOINT_URL": moto, "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test"}
-    for name, value in {**variables, "CONFIG_FILE": f"{tmp_path}/none"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    clients = Aws(REGION)
-    location = {"LocationConstraint": REGION}
-    clients("s3").create_bucket(Bucket="my-bucket", CreateBucketConfiguration=location)
-    return clients
 
 
 def launcher_with(aws: Aws, **changes: Any) -> SageMakerLauncher:

@@ -33,6 +33,7 @@ COMMANDS = {
     "serve": ("distdl.cli.serve", "answer over HTTP with the model of a run"),
     "export": ("distdl.cli.export", "write the model in a form that answers without distdl"),
     "convert": ("distdl.cli.convert", "write a checkpoint or its weights as one file"),
+    "deploy": ("distdl.cli.deploy", "an exported model answers on Azure ML or SageMaker"),
     "provision": ("distdl.cli.provision", "create or complete an Azure ML workspace"),
     "report": ("distdl.cli.report", "write a run's curves and config as one HTML page"),
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),

@@ -26,6 +26,8 @@ COPIED = (
     *("distdl.serving.scorer", "distdl.serving.requests"),
     *("distdl.serving.batching", "distdl.serving.server", "distdl.serving.settings"),
 )
+# Azure ML's scoring scripts, beside the package.
+SCRIPTS = ("distdl.serving.score", "distdl.serving.batch_score")
 NEEDED = ("torch", "numpy", "pillow", "fastapi", "uvicorn", "pydantic")
 _SCORED = """```bash
 pip install -r requirements.txt
@@ -41,16 +43,17 @@ USE = {"pt2": _SCORED, "onnx": _SCORED, "weights": _LOADED}
 
 
 def write_package(folder: Path) -> None:
-    """Writes the scoring package: copies of `COPIED` that import each other and not distdl."""
+    """Writes `COPIED` as a package, and `SCRIPTS`: they import each other and not distdl."""
     (folder / PACKAGE).mkdir(parents=True)
     about = f'"""Scores images; copied from distdl {__version__}."""\n'
     (folder / PACKAGE / "__init__.py").write_text(about)
-    for module in COPIED:
+    for module in (*COPIED, *SCRIPTS):
         text = source_of(module)
         for other in COPIED:
             stem = other.rpartition(".")[2]
             text = text.replace(f"from {other} import", f"from {PACKAGE}.{stem} import")
-        (folder / PACKAGE / f"{module.rpartition('.')[2]}.py").write_text(text)
+        target = folder if module in SCRIPTS else folder / PACKAGE
+        (target / f"{module.rpartition('.')[2]}.py").write_text(text)
 
 
 def source_of(module: str) -> str:

@@ -1,0 +1,38 @@
+"""AWS on this machine: moto, over http, with the real boto3.
+
+from tests.aws import REGION, aws, moto     # fixtures
+"""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distdl.launchers.sagemaker.aws import Aws
+
+REGION = "eu-west-1"
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """AWS on this machine."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def aws(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Aws:
+    """Clients of an account with nothing but our bucket in it."""
+    urllib.request.urlopen(urllib.request.Request(f"{moto}/moto-api/reset", method="POST"))
+    variables = {"ENDPOINT_URL": moto, "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test"}
+    for name, value in {**variables, "CONFIG_FILE": f"{tmp_path}/none"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    clients = Aws(REGION)
+    location = {"LocationConstraint": REGION}
+    clients("s3").create_bucket(Bucket="my-bucket", CreateBucketConfiguration=location)
+    return clients

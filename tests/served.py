@@ -1,0 +1,41 @@
+"""Model folders for the tests of `distdl deploy`, as `distdl export` writes them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+from distdl.serving.model_folder import DESCRIPTION, requirements
+from tests.serving.colours import photo, write_model
+
+
+@functools.cache
+def files() -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        root = write_model(Path(folder) / "model")
+        paths = [path for path in root.rglob("*") if path.is_file()]
+        return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+
+
+def model_folder(folder: Path, card: str = "# Colours") -> Path:
+    """Writes a folder with an example. With another card it is another model to `deploy`."""
+    more = {"README.md": card.encode(), "requirements.txt": requirements().encode()}
+    for name, content in {**files(), **more, "example.jpg": photo("green")}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    description = json.loads((folder / DESCRIPTION).read_text())
+    description["verification"] = {"examples": [{"file": "example.jpg", "class": "green"}]}
+    (folder / DESCRIPTION).write_text(json.dumps(description))
+    return folder
+
+
+def run_folder(folder: Path) -> Path:
+    """A run with a checkpoint and its export."""
+    from distdl.serving.model_folder import EXPORTS, digest
+
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints/last.ckpt").write_bytes(b"a checkpoint")
+    model_folder(folder / EXPORTS / f"pt2-{digest(folder / 'checkpoints/last.ckpt')}")
+    return folder
