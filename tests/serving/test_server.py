@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -233,6 +234,21 @@ def test_requests_in_a_row_on_one_connection(served) -> None:
     assert received.count(b'"class": "blue"') == 4 and received.count(b"HTTP/1.1 200") == 2
     assert received.count(b"HTTP/1.1 400") == 1
     assert served.score()[0] == 200
+
+
+def test_an_answer_waits_for_no_acknowledgement(served) -> None:
+    """Nagle's algorithm would hold the second part of an answer up for 40 ms."""
+    body, seconds = photo(), []
+    request = HEAD + b"%d\r\n\r\n" % len(body) + body
+    with served.connect() as client:
+        for _ in range(40):
+            started = time.perf_counter()
+            client.sendall(request)
+            received = b""
+            while not received.endswith(b"]}"):
+                received += client.recv(1 << 16)
+            seconds.append(time.perf_counter() - started)
+    assert sorted(seconds)[10] < 0.035
 
 
 def test_health_counts(served) -> None:
