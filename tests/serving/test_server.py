@@ -329,7 +329,10 @@ def test_the_time_limit_of_a_request(gated) -> None:
 
 
 def test_a_client_that_sends_its_headers_slowly(gated) -> None:
+    """It is ended; one that waits longer than that for its answer is not."""
     server = gated()
+    server.set("closed")
+    patient = in_background(server.score)
     with server.connect() as client, pytest.raises(OSError):
         for _ in range(1200):
             client.sendall(b"X")
@@ -340,7 +343,8 @@ def test_a_client_that_sends_its_headers_slowly(gated) -> None:
             except TimeoutError:
                 continue
         pytest.fail("it may send for a minute")
-    assert server.score()[0] == 200
+    server.set()
+    assert patient.result(60)[0] == 200
 
 
 def test_a_model_that_fails(gated) -> None:
@@ -361,6 +365,7 @@ def test_what_was_accepted_is_answered_at_the_end(gated, number) -> None:
     server.process.send_signal(number)
 
     until(lambda: not server.listens())
+    assert not concurrent.futures.wait(answers, timeout=0.5).done
     server.set()
     assert {answer.result(60)[0] for answer in answers} == {200}
     assert server.started.wait() == 0 and "ended 3" in server.started.output()
