@@ -27,8 +27,8 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks import photographs
 from benchmarks.table import Goal, Result, row
-from distdl.data.synthetic_jpeg import jpegs
 
 FILES, BATCH, SIZE, REPEATS = 400, 100, 224, 5
 PLAIN, SHORT = 1.5, 3.5  # the goals
@@ -38,10 +38,10 @@ Arm = Callable[[Path, int], Any]
 
 def create_data(folder: Path) -> None:
     """Creates folder/jpeg/{train,val}, and prepares folder/shards and folder/short from it."""
-    photographs = sorted(originals(folder / "generated").rglob("*.jpg"))
-    for split, count in (("train", FILES), ("val", len(photographs))):
+    originals = sorted(photographs.folder(folder / "generated").rglob("*.jpg"))
+    for split, count in (("train", FILES), ("val", len(originals))):
         for number in range(count):
-            photograph = photographs[number % len(photographs)]
+            photograph = originals[number % len(originals)]
             target = folder / "jpeg" / split / photograph.parent.name / f"{number:04d}.jpg"
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(photograph, target)
@@ -50,17 +50,6 @@ def create_data(folder: Path) -> None:
         ("short", ["--short-side", "256", "--quality", "90"]),
     ):
         prepare(folder / "jpeg", folder / name, *options)
-
-
-def originals(generated: Path) -> Path:
-    """The folder of photographs, with a folder per class; without one, generated JPEGs."""
-    if chosen := os.environ.get("DISTDL_PHOTOGRAPHS"):
-        return Path(chosen)
-    for number, data in enumerate(jpegs(100, 10, 500, 375, 110_000, seed=0)):
-        path = generated / f"class{number % 10}" / f"{number:03d}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    return generated
 
 
 def prepare(source: Path, to: Path, *options: str) -> None:

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import photographs
 from benchmarks.table import Goal, Result, against_itself, paired, row, turned
 
-PHOTOGRAPHS = Path(__file__).resolve().parents[2] / "shared" / "images" / "imagenet_sample"
 SIZE, SHORT, STORED, CLASSES = 64, 73, 224, 10
 CLIENTS, IMAGES, SECONDS, WARM_UP, REPEATS = 8, 50, 4.0, 2.0, 8
 HAND, AGAIN = "hand-written FastAPI app", "hand-written FastAPI app, again"
@@ -120,7 +120,8 @@ def write_images(folder: Path) -> None:
     from PIL import Image, ImageOps
 
     folder.mkdir()
-    for number, path in enumerate(sorted(PHOTOGRAPHS.rglob("*.jpg"))[:IMAGES]):
+    originals = sorted(photographs.folder(folder.parent / "originals").rglob("*.jpg"))
+    for number, path in enumerate(originals[:IMAGES]):
         image = ImageOps.fit(Image.open(path).convert("RGB"), (STORED, STORED))
         image.save(folder / f"{number}.jpg", quality=90)
 

@@ -7,6 +7,7 @@ first if necessary. Settings: docs/serve.md.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
             print(f"serve   {url}  (POST /score, GET /health)")
             token = f' -H "Authorization: Bearer ${TOKEN}"' if settings.token else ""
             kind = "Content-Type: application/octet-stream"
-            print(f'try     curl -H "{kind}"{token} --data-binary "@{photo}" {url}/score')
+            body = shlex.quote(f"@{photo}")
+            print(f'try     curl -H "{kind}"{token} --data-binary {body} {url}/score')
             print("stop    Ctrl-C", flush=True)
 
         counts = server.run(load, settings, ready)
