@@ -108,8 +108,8 @@ def bomb() -> bytes:
 
 
 REFUSED = {
-    "text": (b"not an image", JPEG, 400, "image 0 is not an image"),
-    "truncated": (photo("red", size=(200, 200))[:-300], JPEG, 400, "image 0 "),
+    "text": (b"not an image", JPEG, 400, "image 0: is not an image"),
+    "truncated": (photo("red", size=(200, 200))[:-300], JPEG, 400, "image 0: "),
     "bomb": (bomb(), {"Content-Type": "image/png"}, 413, "100 megapixels"),
     "empty": (b"", JPEG, 400, "the body is empty"),
     "wrong type": (photo("red"), {"Content-Type": "text/html"}, 415, "content type is text/html"),

@@ -57,8 +57,12 @@ def main(argv: Sequence[str]) -> int:
         counts = server.run(load, settings, ready)
     except WrongSettings as error:
         known = [f"serve.{key}" for key in Settings.model_fields]
+
+        def remedy(name: str, what: str) -> str:
+            return did_you_mean(name, known) if "is not a setting" in what else ""
+
         raise UserError(
-            *(Problem(name, what, did_you_mean(name, known)) for name, what in error.problems)
+            *(Problem(name, what, remedy(name, what)) for name, what in error.problems)
         ) from None
     except ValueError as error:
         raise UserError.at(options.source, str(error)) from None

@@ -81,7 +81,7 @@ class Batcher:
             answer.pixels = self.scorer.pixels(data)
         except Exception as error:
             status = 413 if type(error).__name__ == "TooLarge" else 400
-            what = f"image {number} {' '.join(str(error).split()):.200}"
+            what = f"image {number}: {' '.join(str(error).split()):.200}"
             _settle(answer, RequestError(status, what))
         else:
             with self._changed:

@@ -31,7 +31,7 @@ def parse(body: bytes, content_type: str | None) -> ImageRequest:
     """Reads a body: the bytes of one image, or JSON with images in base64.
 
     JSON has `images`, or one of the forms that MLflow and SageMaker send: `instances`, `inputs`,
-    `dataframe_records`, `dataframe_split`; each entry is a text, or an object with `image`.
+    `dataframe_records`, `dataframe_split`; an entry is a text, or an object with `image` or `b64`.
 
     Raises:
         RequestError: 400, 413 or 415.
@@ -48,7 +48,9 @@ def parse(body: bytes, content_type: str | None) -> ImageRequest:
     if kind != "application/json":
         what = f"the content type is {kind[:60] or 'missing'}"
         raise RequestError(
-            415, f"{what}: use image/jpeg, application/octet-stream or application/json"
+            415,
+            f"{what}: use image/jpeg, application/octet-stream or application/json "
+            "(curl -H 'Content-Type: image/jpeg')",
         )
     if sum(map(body.count, (b",", b"[", b"{"))) > MOST_PARTS:  # each would take 60 bytes of memory
         raise RequestError(400, f"the JSON has too many parts: {JSON_FORM}")
@@ -62,6 +64,9 @@ def parse(body: bytes, content_type: str | None) -> ImageRequest:
         raise RequestError(400, f"there are no images in the JSON: {JSON_FORM}")
     if len(entries) > MOST_IMAGES:
         raise RequestError(413, f"{len(entries)} images, and a request may have {MOST_IMAGES}")
+    unknown = {*message} - {"images", "top_k"} if "images" in message else ()
+    if unknown:
+        raise RequestError(400, f"{min(unknown):.60} is not a part of the JSON: {JSON_FORM}")
     if type(top_k) is not int or top_k < 1:
         raise RequestError(400, "top_k is not a whole number of at least 1")
     return ImageRequest([_decoded(entry, number) for number, entry in enumerate(entries)], top_k)
@@ -79,7 +84,7 @@ def _entries(message: Any) -> Any:
 
 
 def _decoded(entry: Any, number: int) -> bytes:
-    text = entry.get("image") if isinstance(entry, dict) else entry
+    text = entry.get("image", entry.get("b64")) if isinstance(entry, dict) else entry
     if isinstance(text, list) and len(text) == 1:
         (text,) = text
     try:

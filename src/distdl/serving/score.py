@@ -46,5 +46,5 @@ def _pixels(number: int, data: bytes) -> Any:
     try:
         return scorer.pixels(data)
     except ValueError as error:  # DamagedImage and TooLarge
-        sentence = f"image {number} {' '.join(str(error).split()):.200}"
+        sentence = f"image {number}: {' '.join(str(error).split()):.200}"
         raise RequestError(413 if isinstance(error, TooLarge) else 400, sentence) from None

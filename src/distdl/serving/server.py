@@ -135,7 +135,9 @@ class Service:
         if self.settings.token:
             sent = request.headers.get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(sent, f"Bearer {self.settings.token}".encode()):
-                raise RequestError(401, "a token is required: Authorization: Bearer TOKEN")
+                raise RequestError(
+                    401, "the token is missing or wrong: Authorization: Bearer TOKEN"
+                )
         if int(request.headers.get("content-length", 0)) > MOST_BYTES:
             raise RequestError(413, f"the body is larger than {MOST_BYTES >> 20} MiB")
         if self.batcher is None:
@@ -249,7 +251,8 @@ def run(
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
-        what = f"{settings.host} port {settings.port} cannot be opened: {error.strerror}"
+        reason = os.strerror(error.errno or 0)
+        what = f"{settings.host} port {settings.port} cannot be opened: {reason}; choose another"
         raise WrongSettings([("serve.port", what)]) from None
     # Connections inherit it. asyncio sets it only for sockets that name their protocol, and without
     # it an answer waits 40 ms for the acknowledgement of its headers.
