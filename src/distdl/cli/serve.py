@@ -86,8 +86,13 @@ def model(source: Path) -> Path:
     if exported(run) is None:
         from distdl.cli import export
 
-        with stopping.raise_on_signal():
-            export.main([str(source), "--to", "pt2"])
+        try:
+            with stopping.raise_on_signal():
+                export.main([str(source), "--to", "pt2"])
+        except UserError as error:
+            again = f"python -m distdl export {shown(run)} --to pt2 KEY=VALUE"
+            hint = Problem("", "the run has no export to serve yet", again)
+            raise type(error)(*error.problems, hint) from None
     if (written := exported(run)) is None:
         raise UserError.at(str(source), "could not be exported", "its log says why")
     return written
