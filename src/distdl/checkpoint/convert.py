@@ -10,6 +10,7 @@ import torch
 
 from distdl.checkpoint import formats
 from distdl.runs.checkpoints import CheckpointStore
+from distdl.util.atomic_files import write_bytes
 
 # With Lightning's weight averaging, "state_dict" holds the average, this key the trained weights.
 BEHIND_THE_AVERAGE = "current_model_state"
@@ -36,13 +37,13 @@ def plain_weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(state)
 
 
-def write_weights(weights: dict[str, torch.Tensor], target: Path) -> None:
+def write_weights(weights: Mapping[str, torch.Tensor], target: Path) -> None:
     if target.suffix == ".safetensors":
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
-        save_file({name: value.contiguous() for name, value in weights.items()}, target)
+        write_bytes(target, save({name: value.contiguous() for name, value in weights.items()}))
     else:
-        torch.save(weights, target)
+        torch.save(dict(weights), target)
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], source: Path, target: Path) -> None:

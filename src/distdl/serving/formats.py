@@ -1,5 +1,4 @@
-"""Writes a network (uint8 [B, 3, S, S] to probabilities [B, C]) in each format of `distdl export`,
-and scores encoded images by what was written."""
+"""Writes a network (uint8 [B, 3, S, S] to probabilities [B, C]) in each format of `distdl export`."""
 
 from __future__ import annotations
 
@@ -8,21 +7,24 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import nn
 
-from distdl.serving.model_folder import PACKAGE
+from distdl.checkpoint import convert
+from distdl.serving.model_folder import PACKAGE, requirements
 from distdl.serving.scorer import Scorer
 from distdl.util.atomic_files import write_bytes
 
-LARGEST_BATCH = 1024
+if TYPE_CHECKING:
+    import pandas
 
-Score = Callable[[Sequence[bytes]], np.ndarray]
+LARGEST_BATCH = 1024
+# What each format needs besides distdl's own requirements; the last one also to answer.
+PACKAGES = {"pt2": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "mlflow": (), "weights": ()}
 
 
 def write_pt2(network: nn.Module, folder: Path, image_size: int) -> str:
@@ -56,11 +58,8 @@ def write_onnx(network: nn.Module, folder: Path, image_size: int) -> str:
 
 def write_weights(network: nn.Module, folder: Path, image_size: int) -> str:
     """`model.safetensors`, with the network's own names (torchvision's or timm's)."""
-    from safetensors.torch import save
-
-    state = network.get_submodule("network").state_dict()
-    weights = {name: value.contiguous() for name, value in state.items()}
-    write_bytes(folder / "model.safetensors", save(weights))
+    weights = network.get_submodule("network").state_dict()
+    convert.write_weights(weights, folder / "model.safetensors")
     return "model.safetensors"
 
 
@@ -75,12 +74,11 @@ def _exported(network: nn.Module, image_size: int) -> torch.export.ExportedProgr
     return torch.export.export(network, (example,), dynamic_shapes=({0: batch},), strict=False)
 
 
-def write_mlflow(model: Path, folder: Path, example: bytes, needed: str) -> None:
+def write_mlflow(model: Path, folder: Path, example: bytes) -> None:
     """An MLflow model whose artifact is a pt2 model folder; code, not pickles
     (https://mlflow.org/docs/latest/ml/model/models-from-code/)."""
     import mlflow
     import pandas
-    from mlflow.models import infer_signature
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -91,33 +89,16 @@ def write_mlflow(model: Path, folder: Path, example: bytes, needed: str) -> None
         python_model=str(Path(__file__).with_name("mlflow_model.py")),
         artifacts={"model": str(model)},
         code_paths=[str(model / PACKAGE)],
-        signature=infer_signature(frame, answers, params={"top_k": 5}),
+        signature=mlflow.models.infer_signature(frame, answers, params={"top_k": 5}),
         input_example=frame,
-        pip_requirements=needed.split(),
+        pip_requirements=requirements(["mlflow", "pandas"]).split(),
     )
     shutil.copyfile(model / "README.md", folder / "README.md")
 
 
-def score_mlflow(folder: Path, classes: Sequence[str]) -> Score:
-    """Scores by a loaded MLflow model; its answers in the order of `classes`."""
+def answers_of_mlflow(folder: Path, images: Sequence[bytes]) -> pandas.DataFrame:
+    """The answers of an MLflow model that was written."""
     import mlflow
     import pandas
 
-    loaded = mlflow.pyfunc.load_model(str(folder))
-    number = {name: index for index, name in enumerate(classes)}
-
-    def score(images: Sequence[bytes]) -> np.ndarray:
-        answers: Any = loaded.predict(pandas.DataFrame({"image": images}), {"top_k": len(classes)})
-        rows = np.zeros((len(images), len(classes)), np.float32)
-        for row, top in zip(rows, answers["top"], strict=True):
-            for each in top:
-                row[number[each["class"]]] = each["probability"]
-        return rows
-
-    return score
-
-
-def scorer(folder: Path) -> Score:
-    """Scores by a folder with `model.pt2` or `model.onnx`."""
-    loaded = Scorer(folder)
-    return lambda images: loaded.probabilities(torch.stack([*map(loaded.pixels, images)]))
+    return mlflow.pyfunc.load_model(str(folder)).predict(pandas.DataFrame({"image": images}))
