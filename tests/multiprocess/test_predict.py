@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import pyarrow
 import pytest
 from pyarrow import parquet
 
+from distdl.tasks import predict as predict_task
+from distdl.tasks.prediction_rows import Rows
+from distdl.util.errors import UserError
 from tests import prepared
 from tests.conftest import UNCHECKED, distdl, status
 from tests.unit import test_stores
@@ -280,14 +284,11 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_noticed(project, alone, tmp_path, damage, message) -> None:
-    from distdl.tasks.prediction_rows import Rows
-    from distdl.util.errors import UserError
-
+def test_damage_is_noticed(tmp_path, damage, message) -> None:
     stored = Rows(tmp_path / "rows", "parquet")
-    stored.describe(data="2 samples")
+    stored.describe({"data": "2 samples"})
     for number in range(2):
-        stored.add({"name": [str(number)]}, {})
+        stored.add(pyarrow.table({"name": [str(number)]}), {})
     stored.finish()
     damage(tmp_path / "rows")
     with pytest.raises(UserError, match=r"task\.output: ") as refused:
@@ -337,21 +338,34 @@ def test_any_module_with_a_predict_step(tmp_path, ranks) -> None:
 WRONG = {
     "an output of another length": (
         ["+model.wrong=true"],
-        "model: predict_step returned Tensor of shape [5]",
+        ["model: predict_step returned Tensor of shape [5]"],
     ),
-    "no folder": (["task.source=nowhere"], "task.source: no such folder: nowhere"),
-    "outside": (["task.output=../x"], "task.output: is '../x', not a folder in the run"),
-    "absolute": (["task.output=/tmp/x"], "task.output: is '/tmp/x', not a folder in the run"),
-    "nothing": (["task.output=."], "task.output: is '.', not a folder in the run"),
-    "no format": (["task.format=xlsx"], "task.format: is 'xlsx'"),
-    "no row": (["task.part_samples=0"], "task.part_samples: is 0"),
-    "a module without images": (["task.source=s3://a/b"], "mine.Data opens no other source"),
+    "arguments": (
+        ["task.format=xlsx", "task.part_samples=0"],
+        ["task.format: must be", "task.part_samples: must be an integer of at least 1, not 0"],
+    ),
+    "a module without images": (["task.source=s3://a/b"], ["mine.Data opens no other source"]),
 }
 
 
-@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_words(tmp_path, words, message) -> None:
+@pytest.mark.parametrize(("words", "messages"), WRONG.values(), ids=WRONG)
+def test_wrong_words(tmp_path, words, messages) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     done = distdl("~model", "~data", *OWN, *words, cwd=tmp_path)
     printed = done.stdout + done.stderr
-    assert done.returncode == 2 and message in printed and "Traceback" not in printed, printed
+    assert done.returncode == 2 and "Traceback" not in printed, printed
+    assert [message for message in messages if message not in printed] == [], printed
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"output": "../x"}, "output: is '../x', not a folder in the run's directory"),
+        ({"output": "/tmp/x"}, "output: is '/tmp/x', not a folder in the run's directory"),
+        ({"output": "."}, "output: is '.', not a folder in the run's directory"),
+        ({"source": "nowhere"}, "source: no such folder: nowhere"),
+    ],
+)
+def test_refused_before_the_start(node, message) -> None:
+    (problem,) = predict_task.check(node, {"config": {}, "refused": (), "local": True})
+    assert message in str(problem)

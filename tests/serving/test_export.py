@@ -147,11 +147,11 @@ def test_an_export_that_disagrees_is_removed(project) -> None:
 
 
 REFUSED = {
-    "register": (["--to", "pt2", "--register", "x"], "task.register: "),
-    "name": (["--to", "mlflow", "--register", "a/b"], "task.register: "),
-    "output": (["--to", "pt2", "--output", "checkpoints"], "task.output: "),
+    "register": (["--to", "pt2", "--register", "x"], "--register: "),
+    "name": (["--to", "mlflow", "--register", "a/b"], "tracking.mlflow.register: "),
+    "output": (["--to", "pt2", "--output", "checkpoints"], "--output: "),
     "outside": (["--to", "pt2", "--output", "../x"], "task.output: "),
-    "images": (["--to", "pt2", "--images", "0"], "task.images: "),
+    "images": (["--to", "pt2", "--images", "0"], "--images: "),
     "recipe": (["--to", "pt2", "optimizer.lr=1"], "optimizer.lr: "),
     "format": (["--to", "pickle"], "--to"),
 }
@@ -166,7 +166,7 @@ def test_refused(project, words, path) -> None:
 def test_a_checkpoint_outside_a_run_is_refused(project, tmp_path) -> None:
     shutil.copy(project / RUN / "checkpoints/best.ckpt", tmp_path)
     done = distdl("export", str(tmp_path / "best.ckpt"), "--to", "pt2", cwd=project)
-    assert done.returncode == 2 and "lies in no run" in done.stderr
+    assert done.returncode == 2 and "is not a run" in done.stderr
 
 
 def damage(folder: Path, kind: str) -> None:

@@ -32,7 +32,10 @@ def main(argv: Sequence[str]) -> int:
     add("--output", help="a folder in the run's directory (default: exports/FORMAT-DIGEST)")
     add("--register", metavar="NAME", help="with --to mlflow: its name in MLflow's registry")
     options = parser.parse_intermixed_args(argv)
-    run, checkpoint = find(options.source)
+    path = Path(options.source).absolute()
+    named = path.suffix == ".ckpt"  # RUN/checkpoints/NAME.ckpt
+    run = RunDirectory.open(path.parents[1] if named else options.source)
+    checkpoint = path if named else checkpoints.best_or_last(run.checkpoints)
     if refusal := not_exportable(run.recipe()):
         raise UserError.at(options.source, refusal)
     if options.images < 1:
@@ -52,19 +55,3 @@ def main(argv: Sequence[str]) -> int:
     config = resuming.plan(run, [*words, *options.overrides]).config
     export(config, run, checkpoint, options.to, options.images, options.output, options.register)
     return 0
-
-
-def find(source: str) -> tuple[RunDirectory, Path]:
-    """The run, and its checkpoint that `source` names, or the best one."""
-    path = Path(source).absolute()
-    if path.suffix != ".ckpt":
-        run = RunDirectory.open(source)
-        return run, checkpoints.best_or_last(run.checkpoints)
-    if not path.exists():
-        raise UserError.at(source, "no such checkpoint", "name a run or a checkpoint inside one")
-    run = path.parent.parent
-    if path.parent.name != "checkpoints" or not (run / "config.yaml").is_file():
-        what = "lies in no run, whose config says what the network and its images are"
-        remedy = "name the checkpoint in its run: RUN/checkpoints/best.ckpt"
-        raise UserError.at(source, what, remedy)
-    return RunDirectory.open(run), path

@@ -1,4 +1,4 @@
-"""Writes a network (uint8 [B, 3, S, S] to probabilities [B, C]) in each format of `distdl export`."""
+"""Writes a network (uint8 [B, 3, S, S] to probabilities [B, C]) in the formats of an export."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,13 +19,19 @@ from distdl.checkpoint import convert
 from distdl.serving.model_folder import PACKAGE, requirements
 from distdl.serving.scorer import Scorer
 from distdl.util.atomic_files import write_bytes
-
-if TYPE_CHECKING:
-    import pandas
+from distdl.util.errors import UserError
 
 LARGEST_BATCH = 1024
-# What each format needs besides distdl's own requirements; the last one also to answer.
-PACKAGES = {"pt2": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "mlflow": (), "weights": ()}
+ONNX = ("onnx", "onnxscript", "onnxruntime")  # its packages; the last one also to answer
+# The largest difference of a probability that is accepted. ONNX runs other kernels than torch.
+TOLERANCE = {"pt2": 1e-5, "onnx": 1e-3, "weights": 1e-5}
+
+
+class Disagrees(UserError):
+    """The export does not answer as the network does."""
+
+    exit_code = 1
+    outcome = "the export is removed"
 
 
 def write_pt2(network: nn.Module, folder: Path, image_size: int) -> str:
@@ -63,8 +70,19 @@ def write_weights(network: nn.Module, folder: Path, image_size: int) -> str:
     return "model.safetensors"
 
 
-# Each writes one file into a folder, and returns its name.
 WRITERS = {"pt2": write_pt2, "onnx": write_onnx, "weights": write_weights}
+
+
+def write(kind: str, network: nn.Module, folder: Path, image_size: int) -> str:
+    """Writes one file into a folder, and returns its name."""
+    try:
+        return WRITERS[kind](network, folder, image_size)
+    except OSError:
+        raise
+    except Exception as error:  # torch raises many
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        what = f"torch cannot write this network as {kind}: {reason}"
+        raise UserError.at("model.network", what, "another format: --to weights") from error
 
 
 def _exported(network: nn.Module, image_size: int) -> torch.export.ExportedProgram:
@@ -74,31 +92,47 @@ def _exported(network: nn.Module, image_size: int) -> torch.export.ExportedProgr
     return torch.export.export(network, (example,), dynamic_shapes=({0: batch},), strict=False)
 
 
-def write_mlflow(model: Path, folder: Path, example: bytes) -> None:
-    """An MLflow model whose artifact is a pt2 model folder; code, not pickles
-    (https://mlflow.org/docs/latest/ml/model/models-from-code/)."""
+def compare(scored: np.ndarray, expected: np.ndarray, kind: str) -> dict[str, Any]:
+    """Compares probabilities [B, C] of an export with those of the network; raises Disagrees.
+
+    Where the network's two best classes are closer than the tolerance, either is right.
+    """
+    difference, tolerance = float(np.abs(scored - expected).max()), TOLERANCE[kind]
+    chosen = np.take_along_axis(expected, scored.argmax(axis=1)[:, None], axis=1)[:, 0]
+    agrees = expected.max(axis=1) - chosen <= tolerance
+    if not (difference <= tolerance and agrees.all()):  # also if it is not a number
+        what = f"differs from the network: a probability by {difference:.2g}, and the class of "
+        what += f"{np.sum(~agrees)} of {len(agrees)} images"
+        raise Disagrees.at("export", what, "report it, with the versions of torch and onnxruntime")
+    return {"images": len(agrees), "difference": difference, "top1": float(agrees.mean())}
+
+
+def write_mlflow(model: Path, folder: Path, images: Sequence[bytes]) -> Path:
+    """An MLflow model whose artifact is a pt2 model folder, and which answers as that does; code,
+    not pickles (https://mlflow.org/docs/latest/ml/model/models-from-code/)."""
     import mlflow
     import pandas
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    frame = pandas.DataFrame({"image": [example]})
-    answers = pandas.DataFrame(Scorer(model).score([example]))
+    frame = pandas.DataFrame({"image": images})
+    expected = pandas.DataFrame(Scorer(model).score(images))
     mlflow.pyfunc.save_model(
         str(folder),
         python_model=str(Path(__file__).with_name("mlflow_model.py")),
         artifacts={"model": str(model)},
         code_paths=[str(model / PACKAGE)],
-        signature=mlflow.models.infer_signature(frame, answers, params={"top_k": 5}),
-        input_example=frame,
+        signature=mlflow.models.infer_signature(frame, expected, params={"top_k": 5}),
+        input_example=frame[:1],
         pip_requirements=requirements(["mlflow", "pandas"]).split(),
     )
     shutil.copyfile(model / "README.md", folder / "README.md")
-
-
-def answers_of_mlflow(folder: Path, images: Sequence[bytes]) -> pandas.DataFrame:
-    """The answers of an MLflow model that was written."""
-    import mlflow
-    import pandas
-
-    return mlflow.pyfunc.load_model(str(folder)).predict(pandas.DataFrame({"image": images}))
+    answers, columns = (
+        mlflow.pyfunc.load_model(str(folder)).predict(frame),
+        ["class", "probability"],
+    )
+    try:
+        pandas.testing.assert_frame_equal(answers[columns], expected[columns], rtol=0, atol=1e-5)
+    except AssertionError as error:
+        raise Disagrees.at("export", f"MLflow answers otherwise than the model: {error}") from None
+    return folder

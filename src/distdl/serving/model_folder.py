@@ -40,8 +40,9 @@ With distdl: `python -m distdl serve .`
 _LOADED = "`model.safetensors` has the network's own names: `safetensors.torch.load_file`.\n"
 
 
-def write_package(folder: Path) -> None:
-    """Writes `COPIED` as a package, and `SCRIPTS`: they import each other and not distdl."""
+def write_package(folder: Path, more: Sequence[str] = ()) -> None:
+    """Writes `COPIED` as a package, and `SCRIPTS`, which import each other and not distdl; and
+    `requirements` with `more`."""
     (folder / PACKAGE).mkdir(parents=True)
     about = f'"""Scores images; copied from distdl {__version__}."""\n'
     (folder / PACKAGE / "__init__.py").write_text(about)
@@ -54,6 +55,7 @@ def write_package(folder: Path) -> None:
             text = text.replace(f"from {other} import", f"from {PACKAGE}.{stem} import")
         target = folder if module in SCRIPTS else folder / PACKAGE
         (target / f"{module.rpartition('.')[2]}.py").write_text(text)
+    (folder / "requirements.txt").write_text(requirements(more))
 
 
 def requirements(more: Sequence[str] = ()) -> str:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distdl.runs import provenance
 from distdl.config.recipe import not_exportable
+from distdl.runs import provenance
 from distdl.tracking import services
 from distdl.tracking.client import exclusive, import_client, prepare_environment
 from distdl.tracking.delivery import Delivery
