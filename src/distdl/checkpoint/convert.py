@@ -14,6 +14,8 @@ from distdl.util.atomic_files import write_bytes
 
 # With Lightning's weight averaging, "state_dict" holds the average, this key the trained weights.
 BEHIND_THE_AVERAGE = "current_model_state"
+# Prefixes of a network's names in checkpoints: from ImageClassifier, DDP, torch.compile.
+PREFIXES = ("network.", "module.", "_orig_mod.")
 # Parts besides weights and optimizer state, with their names for the user.
 PARTS = {
     "lr_schedulers": "schedulers",
@@ -30,10 +32,10 @@ def load_trusted(source: Path) -> dict[str, Any]:
 
 
 def plain_weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The network's own weights, without the prefix that our classifier adds."""
-    prefix = "network."
-    if all(name.startswith(prefix) for name in state):
-        return {name.removeprefix(prefix): value for name, value in state.items()}
+    """The network's own weights, without prefixes that all of their names have."""
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
     return dict(state)
 
 

@@ -21,7 +21,7 @@ from distdl.runs.directory import shown
 from distdl.stores import is_remote, open_store
 from distdl.tasks.evaluate import checkpoint_of
 from distdl.tasks.needs import needs
-from distdl.tasks.prediction_rows import Rows
+from distdl.tasks.prediction_rows import Rows, column
 from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import Positive
 from distdl.worker.build import Built, data_share
@@ -71,7 +71,7 @@ def predict(
             what = f"{context.data} opens no other source"
             raise UserError.at("task.source", what, "define its predict_dataloader")
         context.datamodule.predict_from = source  # type: ignore[union-attr]
-    facts: dict[str, str | int | None] = {
+    facts: dict[str, Any] = {
         "checkpoint": path and checkpoints.identity(Path(path)),
         "source": source and source.partition("?")[0],  # a signature is a secret
         "format": format,
@@ -81,7 +81,7 @@ def predict(
     if trainer.is_global_zero:
         rows.open()
     context.checkpointer.position.predicted = process_group.broadcast(rows.stored.rows)
-    collector = Collector(context, rows, facts, top_k, part_samples)
+    collector = Collector(context, rows, facts, part_samples)
     trainer.callbacks.append(collector)  # type: ignore[attr-defined]
     # `distribute` has given each rank its share; Lightning would replace the batch sampler.
     connector = trainer._data_connector
@@ -130,17 +130,10 @@ class Collector(Callback):
     batches: EvalBatches | None = None
 
     def __init__(
-        self,
-        context: Built,
-        rows: Rows,
-        facts: Mapping[str, str | int | None],
-        top_k: int,
-        part_samples: int,
+        self, context: Built, rows: Rows, facts: Mapping[str, Any], part_samples: int
     ) -> None:
-        self.rows, self.facts, self.top_k, self.part_samples = rows, facts, top_k, part_samples
-        self.checkpointer, self.datamodule = context.checkpointer, context.datamodule
+        self.context, self.rows, self.facts, self.part_samples = context, rows, facts, part_samples
         trainer = context.trainer
-        self.writes = trainer.is_global_zero
         place = trainer.strategy, trainer.global_rank, trainer.world_size
         self.share, self.shares = data_share(*place)
         self.first = self.stored = context.checkpointer.position.predicted
@@ -158,7 +151,7 @@ class Collector(Callback):
             raise UserError.at("data", what, "return one DataLoader over a map-style dataset")
         self.batches, self.dataset = batches, loader.dataset.dataset
         self.total = self.first + batches.num_samples
-        if self.writes:
+        if self.context.trainer.is_global_zero:
             key = getattr(self.dataset, "key", "")[:12]
             self.rows.describe({**self.facts, "data": f"{self.total} samples {key}".strip()})
         if not batches.num_samples:
@@ -180,15 +173,16 @@ class Collector(Callback):
         self.ranked = isinstance(pl_module, ImageClassifier) and isinstance(outputs, torch.Tensor)
         if self.ranked:  # stay on the device, and nobody waits for them
             self.network_classes = outputs.shape[1]
-            best = outputs.float().softmax(dim=1).topk(min(self.top_k, self.network_classes))
+            top_k = min(self.facts["top_k"], self.network_classes)
+            best = outputs.float().softmax(dim=1).topk(top_k)
             self.outputs.append({"class": best.indices, "probability": best.values})
         else:
             self.outputs.append(on_host(outputs, size))
         self.waiting += size
         if isinstance(self.dataset, EncodedImages):
             self.errors += batch["damaged"]
-        stop = self.checkpointer.stop
-        stops = batch_idx % BATCHES == 0 and any(process_group.gather(bool(stop)))
+        stop = bool(self.context.checkpointer.stop)
+        stops = batch_idx % BATCHES == 0 and any(process_group.gather(stop))
         if stops or self.waiting * self.shares >= self.part_samples:
             self._store()
 
@@ -209,43 +203,41 @@ class Collector(Callback):
         self.stored += len(indices)
         # Ranks that read the same data have the same rows.
         by_share = dict(process_group.gather((self.share, mine)))
-        if self.writes:
+        if self.context.trainer.is_global_zero:
             columns = {}
             for name in mine:
                 rows = np.stack([by_share[share][name] for share in range(self.shares)], axis=1)
                 columns[name] = rows.reshape(-1, *rows.shape[2:])[: len(indices)]
             self._add(indices, columns)
         when = f"after {self.stored:,} of {self.total:,} predictions"
-        process_group.check_all(self.checkpointer.stop, when)
+        process_group.check_all(self.context.checkpointer.stop, when)
 
     def _add(self, indices: list[int], columns: dict[str, np.ndarray]) -> None:
         """Stores a part; the values of damaged images become null."""
-        import pyarrow
-
         if not isinstance(self.dataset, EncodedImages):
-            table = {name: column(values) for name, values in columns.items()}
-            return self.rows.add(pyarrow.table({"index": indices, **table}), {})
+            columns = {"index": np.array(indices), **columns}
+            return self.rows.add({name: column(each) for name, each in columns.items()}, {})
         errors, known = columns.pop("error"), list[str]()
+        bad = errors != ""
         if self.ranked:
-            known = [*(self.checkpointer.classes or class_names(self.datamodule) or ())]
-            if len(known) != self.network_classes:
-                known = []
+            classes = self.context.checkpointer.classes or class_names(self.context.datamodule)
+            known = [*classes] if classes and len(classes) == self.network_classes else []
             names = np.array(known or [*map(str, range(self.network_classes))], dtype=object)
-            classes, probabilities = columns.pop("class"), columns.pop("probability")
-            for place in range(classes.shape[1]):
-                columns[f"class_{place + 1}"] = names[classes[:, place]]
-                columns[f"probability_{place + 1}"] = probabilities[:, place]
-        labels = np.array([self.dataset.label_name(index) for index in indices], dtype=object)
-        judged = np.isin(labels.astype(str), known) & (errors == "")
+            best, chances = columns.pop("class"), columns.pop("probability")
+            for place in range(best.shape[1]):
+                columns[f"class_{place + 1}"] = names[best[:, place]]
+                columns[f"probability_{place + 1}"] = chances[:, place]
+        labels = np.array([*map(self.dataset.label_name, indices)], dtype=object)
+        judged = np.isin(labels.astype(str), known) & ~bad
         hits = labels[judged] == columns.get("class_1", labels)[judged]
-        counts = {"damaged": np.sum(errors != ""), "labels": judged.sum(), "hits": hits.sum()}
         table = {
-            "name": [as_text(self.dataset.sample_name(index)) for index in indices],
-            "label": column(np.array([label and as_text(label) for label in labels], dtype=object)),
-            **{name: column(values, errors != "") for name, values in columns.items()},
-            "error": column(errors, errors == ""),
+            "name": column(np.array([*map(self.dataset.sample_name, indices)], dtype=object)),
+            "label": column(labels),
+            **{name: column(values, bad) for name, values in columns.items()},
+            "error": column(errors, ~bad),
         }
-        self.rows.add(pyarrow.table(table), {name: int(count) for name, count in counts.items()})
+        counts = {"damaged": bad.sum(), "labels": judged.sum(), "hits": hits.sum()}
+        self.rows.add(table, {name: int(count) for name, count in counts.items()})
 
 
 def on_host(outputs: Any, size: int) -> dict[str, torch.Tensor]:
@@ -261,21 +253,3 @@ def on_host(outputs: Any, size: int) -> dict[str, torch.Tensor]:
         str(name): (value.float() if value.dtype in HALVES else value).detach().cpu()
         for name, value in tensors.items()
     }
-
-
-def column(values: np.ndarray, missing: np.ndarray | bool = False) -> Any:
-    """A column of a table, whose type depends on that of the values alone; dimensions after the
-    first become lists."""
-    import pyarrow
-    from pyarrow import compute
-
-    array = pyarrow.array(values.reshape(-1), pyarrow.string() if values.dtype == object else None)
-    for size in reversed(values.shape[1:]):
-        offsets = np.arange(0, len(array) + 1, size, dtype=np.int32)
-        array = pyarrow.ListArray.from_arrays(offsets, array)
-    return compute.if_else(pyarrow.array(missing), None, array) if np.any(missing) else array
-
-
-def as_text(name: str) -> str:
-    """A file's name as text, also if it is not UTF-8."""
-    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")

@@ -7,9 +7,10 @@ import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+import numpy as np
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from distdl.runs.checkpoints import sha256
 from distdl.runs.directory import PREDICTING, shown
@@ -22,6 +23,26 @@ if TYPE_CHECKING:
 # Programs that read a folder of Parquet files (pandas, Spark) skip names that begin with "_".
 MANIFEST, PROGRESS = "_manifest.json", PREDICTING
 OTHER = "choose another folder: task.output=NAME"
+
+
+def column(values: np.ndarray, missing: np.ndarray | bool = False) -> pyarrow.Array:
+    """A column whose type depends on that of the values alone, so that all parts have the same:
+    text for objects, and lists for dimensions after the first."""
+    import pyarrow
+    from pyarrow import compute
+
+    if values.dtype == object:  # a file's name may be no UTF-8
+        texts = (
+            v and v.encode(errors="surrogateescape").decode(errors="backslashreplace")
+            for v in values
+        )
+        array = pyarrow.array(texts, pyarrow.string())
+    else:
+        array = pyarrow.array(values.reshape(-1))
+    for size in reversed(values.shape[1:]):
+        offsets = np.arange(0, len(array) + 1, size, dtype=np.int32)
+        array = pyarrow.ListArray.from_arrays(offsets, array)
+    return compute.if_else(missing, None, array)
 
 
 def encoded(table: pyarrow.Table, format: str) -> bytes:
@@ -40,19 +61,16 @@ def encoded(table: pyarrow.Table, format: str) -> bytes:
     return text.getvalue().encode()
 
 
-class StoredPart(BaseModel):
-    name: str = Field(pattern=r"^part-\d{5,}\.[a-z]+$")
-    rows: PositiveInt
-    sha256: str
+Name = Annotated[str, Field(pattern=r"^part-\d{5,}\.[a-z]+$")]
 
 
 class StoredRows(BaseModel):
     """What is stored: the content of `_progress.json` and `_manifest.json`."""
 
-    described: dict[str, str | int | None] = {}
+    facts: dict[str, str | int | None] = {}
     rows: NonNegativeInt = 0
     counts: dict[str, NonNegativeInt] = {}
-    parts: list[StoredPart] = []
+    parts: dict[Name, str] = {}  # name to sha256
 
 
 class Rows:
@@ -86,9 +104,9 @@ class Rows:
                 raise UserError.at("task.output", what, OTHER) from None
         elif self.folder.is_file() or [*self.folder.glob("[!.]*")]:
             raise UserError.at("task.output", f"{shown(self.folder)} holds other files", OTHER)
-        for part in self.stored.parts:
-            file = self.folder / part.name
-            if not file.is_file() or sha256(file) != part.sha256:
+        for name, digest in self.stored.parts.items():
+            file = self.folder / name
+            if not file.is_file() or sha256(file) != digest:
                 what = f"{shown(file)} is not what was written"
                 raise UserError.at("task.output", what, f"remove {shown(self.folder)}, or {OTHER}")
 
@@ -96,19 +114,22 @@ class Rows:
         """Stores what the rows are of: the checkpoint, the data, the columns; raises UserError if
         the stored rows are of another."""
         for name, value in facts.items():
-            before = self.stored.described.setdefault(name, value)
+            before = self.stored.facts.setdefault(name, value)
             if before != value:
                 what = f"{shown(self.folder)} holds rows of {name} {before}, not {value}"
                 raise UserError.at("task.output", what, OTHER)
         if not self.complete:
             self._record(PROGRESS)
 
-    def add(self, table: pyarrow.Table, counts: Mapping[str, int]) -> None:
+    def add(self, columns: Mapping[str, pyarrow.Array], counts: Mapping[str, int]) -> None:
         """Stores one part, and adds its `counts` to those of all parts; raises Unfinished if it
         cannot be written (a full disk)."""
-        stored, path = self.stored, self.folder / f"part-{len(self.stored.parts):05d}.{self.format}"
+        import pyarrow
+
+        stored, table = self.stored, pyarrow.table(dict(columns))
+        path = self.folder / f"part-{len(stored.parts):05d}.{self.format}"
         self._write(path, encoded(table, self.format))
-        stored.parts.append(StoredPart(name=path.name, rows=table.num_rows, sha256=sha256(path)))
+        stored.parts[path.name] = sha256(path)
         stored.rows += table.num_rows
         stored.counts |= {key: stored.counts.get(key, 0) + counts[key] for key in counts}
         self._record(PROGRESS)
