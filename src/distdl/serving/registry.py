@@ -45,7 +45,10 @@ def publish(run: RunDirectory, folder: Path, name: str | None) -> list[str]:
             source = f"{client.get_run(run_id).info.artifact_uri}/{folder.name}"
             recipe = run.recipe().get("checkpoint") or {}
             monitor, mode = recipe.get("monitor") or "val/acc1", recipe.get("mode") or "max"
-            tags = tags_of(read(folder / "artifacts/model")["source"], monitor)
+            trained = read(folder / "artifacts/model")["source"]
+            tags = {SHA256: trained["sha256"], METRIC: monitor, DATA: trained["data_key"]}
+            if monitor in trained["metrics"]:
+                tags[VALUE] = repr(trained["metrics"][monitor])
             lines += _register(client, name, source, run_id, tags, mode)
     except (MlflowException, OSError) as error:
         what = f"MLflow at {redact(uri)} fails: {str(error).replace(uri, redact(uri))[:300]}"
@@ -54,22 +57,17 @@ def publish(run: RunDirectory, folder: Path, name: str | None) -> list[str]:
     return lines
 
 
-def tags_of(source: Mapping[str, Any], monitor: str) -> dict[str, str]:
-    tags = {SHA256: source["sha256"], METRIC: monitor, DATA: source["data_key"]}
-    value = source["metrics"].get(monitor)
-    return tags if value is None else {**tags, VALUE: repr(value)}
-
-
 def _register(
     client: Any, name: str, source: str, run_id: str, tags: dict[str, str], mode: str
 ) -> list[str]:
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
-    versions = {each.version: each for each in client.search_model_versions(f"name = '{name}'")}
-    same = (each for each in versions.values() if each.tags.get(SHA256) == tags[SHA256])
+    versions = client.search_model_versions(f"name = '{name}'")
+    same = (each for each in versions if each.tags.get(SHA256) == tags[SHA256])
     version = next(same, None) or client.create_model_version(name, source, run_id, tags=tags)
     champion = client.get_registered_model(name).aliases.get(CHAMPION)
-    moves, reason = succeeds(tags, champion and versions[champion].tags, mode)
+    before = client.get_model_version(name, champion).tags if champion else None
+    moves, reason = succeeds(tags, before, mode)
     if moves:
         client.set_registered_model_alias(name, CHAMPION, version.version)
     stands = f"is version {version.version}" if moves else f"stays version {champion}"

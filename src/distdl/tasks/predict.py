@@ -159,14 +159,9 @@ class Collector(Callback):
         return loader
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any
     ) -> None:
+        outputs, batch, batch_idx = args[:3]
         assert self.batches is not None
         done = batch_idx * self.batches.rows_per_batch
         size = min(self.batches.rows_per_batch, self.batches.rows - done)
@@ -201,8 +196,8 @@ class Collector(Callback):
         indices = self.batches.order[done : done + self.waiting * self.shares].tolist()
         self.outputs, self.errors, self.waiting = [], [], 0
         self.stored += len(indices)
-        # Ranks that read the same data have the same rows.
-        by_share = dict(process_group.gather((self.share, mine)))
+        # Of ranks that read the same data, the first one's rows.
+        by_share = dict(reversed(process_group.gather((self.share, mine))))
         if self.context.trainer.is_global_zero:
             columns = {}
             for name in mine:
@@ -217,18 +212,21 @@ class Collector(Callback):
         if not isinstance(self.dataset, EncodedImages):
             columns = {"index": np.array(indices), **columns}
             return self.rows.add({name: column(each) for name, each in columns.items()}, {})
-        errors, known = columns.pop("error"), list[str]()
+        errors, known = columns.pop("error"), set[str]()
         bad = errors != ""
         if self.ranked:
             classes = self.context.checkpointer.classes or class_names(self.context.datamodule)
-            known = [*classes] if classes and len(classes) == self.network_classes else []
-            names = np.array(known or [*map(str, range(self.network_classes))], dtype=object)
+            if not classes or len(classes) != self.network_classes:
+                classes = [str(number) for number in range(self.network_classes)]
+            else:
+                known = {*classes}
+            names = np.array(classes, dtype=object)
             best, chances = columns.pop("class"), columns.pop("probability")
             for place in range(best.shape[1]):
                 columns[f"class_{place + 1}"] = names[best[:, place]]
                 columns[f"probability_{place + 1}"] = chances[:, place]
         labels = np.array([*map(self.dataset.label_name, indices)], dtype=object)
-        judged = np.isin(labels.astype(str), known) & ~bad
+        judged = ~bad & [label in known for label in labels]
         hits = labels[judged] == columns.get("class_1", labels)[judged]
         table = {
             "name": column(np.array([*map(self.dataset.sample_name, indices)], dtype=object)),
