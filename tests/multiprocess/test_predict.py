@@ -234,11 +234,14 @@ def test_images_of_which_all_or_none_are_damaged_in_a_part(project, tmp_path) ->
     for index in range(3):
         (flat / f"{index}.jpg").write_bytes(b"\xff\xd8no image")
         shutil.copy(project / f"images/val/ant/{index}.jpg", flat / f"{index + 3}.jpg")
+    (flat / "zoo").mkdir()
+    shutil.copy(flat / "3.jpg", flat / "zoo/0.jpg")  # the only one with a label
     (flat / os.fsdecode(b"\xff.jpg")).write_bytes(b"")
     words = (f"task.source={flat}", "task.output=mixed", "task.part_samples=3")
     predict(project, *words, "task.checkpoint=none", "data.batch_size=3")
     found = rows(project, "mixed")
-    assert [bool(row["error"]) for row in found] == [True] * 3 + [False] * 3 + [True]
+    assert [bool(row["error"]) for row in found] == [True] * 3 + [False] * 4 + [True]
+    assert [row["label"] for row in found] == [None] * 6 + ["zoo", None]
     assert [row["class_1"] is None for row in found] == [bool(row["error"]) for row in found]
     assert found[-1]["name"] == "\\xff.jpg"
     assert {row["class_1"] for row in found} <= {"0", "1", "2", None}, "no checkpoint names them"
