@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import numpy as np
 import pytest
 from pyarrow import parquet
 
+from distdl.tasks import predict as predict_task
+from distdl.tasks.prediction_rows import Rows, column
+from distdl.util.errors import UserError
 from tests import prepared
 from tests.conftest import UNCHECKED, distdl, status
 from tests.unit import test_stores
@@ -54,10 +58,9 @@ def rows(project: Path, name: str) -> list[dict[str, Any]]:
     """The rows, as pandas and Spark read them: the folder as one table."""
     folder = project / RUN / name
     manifest = json.loads((folder / "_manifest.json").read_text())
-    parts = [part["name"] for part in manifest["parts"]]
-    assert sorted(os.listdir(folder)) == ["_manifest.json", *parts]
+    assert sorted(os.listdir(folder)) == ["_manifest.json", *manifest["parts"]]
     found = parquet.read_table(folder).to_pylist()
-    assert len(found) == manifest["rows"] == sum(part["rows"] for part in manifest["parts"])
+    assert len(found) == manifest["rows"]
     return found
 
 
@@ -124,7 +127,7 @@ def test_killed_at_three_moments_it_loses_and_repeats_nothing(project, alone) ->
         predict(project, *words, code=-9, module=("-c", code))
         parts = json.loads((folder / "_progress.json").read_text())["parts"]
         assert len(parts) == recorded and not (folder / "_manifest.json").exists()
-        stored |= {part["name"]: (folder / part["name"]).stat().st_mtime_ns for part in parts}
+        stored |= {name: (folder / name).stat().st_mtime_ns for name in parts}
     predict(project, *words)
     near(rows(project, "killed"), alone)
     assert stored == {name: (folder / name).stat().st_mtime_ns for name in stored}
@@ -145,7 +148,7 @@ def test_a_full_disk_tears_nothing(project, alone, small_disk) -> None:
     assert "Traceback" not in printed
     left = {path.name for path in small_disk.iterdir()} - {".filler", "_progress.json"}
     parts = json.loads((small_disk / "_progress.json").read_text())["parts"]
-    assert 0 < len(parts) < 10 and {part["name"] for part in parts} <= left
+    assert 0 < len(parts) < 10 and parts.keys() <= left
     filler.unlink()
     predict(project, *words)
     near(rows(project, "full"), alone)
@@ -231,11 +234,14 @@ def test_images_of_which_all_or_none_are_damaged_in_a_part(project, tmp_path) ->
     for index in range(3):
         (flat / f"{index}.jpg").write_bytes(b"\xff\xd8no image")
         shutil.copy(project / f"images/val/ant/{index}.jpg", flat / f"{index + 3}.jpg")
+    (flat / "zoo").mkdir()
+    shutil.copy(flat / "3.jpg", flat / "zoo/0.jpg")  # the only one with a label
     (flat / os.fsdecode(b"\xff.jpg")).write_bytes(b"")
     words = (f"task.source={flat}", "task.output=mixed", "task.part_samples=3")
     predict(project, *words, "task.checkpoint=none", "data.batch_size=3")
     found = rows(project, "mixed")
-    assert [bool(row["error"]) for row in found] == [True] * 3 + [False] * 3 + [True]
+    assert [bool(row["error"]) for row in found] == [True] * 3 + [False] * 4 + [True]
+    assert [row["label"] for row in found] == [None] * 6 + ["zoo", None]
     assert [row["class_1"] is None for row in found] == [bool(row["error"]) for row in found]
     assert found[-1]["name"] == "\\xff.jpg"
     assert {row["class_1"] for row in found} <= {"0", "1", "2", None}, "no checkpoint names them"
@@ -269,25 +275,22 @@ def manifest(text: str) -> Any:
     return lambda folder: (folder / "_manifest.json").write_text(text)
 
 
-PART = '{"parts": [{"name": "%s", "rows": %s, "sha256": ""}]}'
+PART = '{"rows": %s, "parts": {"%s": ""}}'
 DAMAGE = {
     "a part": (damaged_part, "part-00001.parquet is not what was written"),
     "no JSON": (manifest('{"parts"'), "_manifest.json is damaged: Invalid JSON"),
     "a list": (manifest("[]"), "_manifest.json is damaged"),
-    "a number": (manifest(PART % ("part-00000.parquet", '"x"')), "_manifest.json is damaged"),
-    "another file": (manifest(PART % ("../../../etc/passwd", 1)), "_manifest.json is damaged"),
+    "a number": (manifest(PART % ('"x"', "part-00000.parquet")), "_manifest.json is damaged"),
+    "another file": (manifest(PART % (1, "../../../etc/passwd")), "_manifest.json is damaged"),
 }
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_noticed(project, alone, tmp_path, damage, message) -> None:
-    from distdl.tasks.prediction_rows import Rows
-    from distdl.util.errors import UserError
-
+def test_damage_is_noticed(tmp_path, damage, message) -> None:
     stored = Rows(tmp_path / "rows", "parquet")
-    stored.describe(data="2 samples")
+    stored.describe({"data": "2 samples"})
     for number in range(2):
-        stored.add({"name": [str(number)]}, {})
+        stored.add({"name": column(np.array([str(number)], dtype=object))}, {})
     stored.finish()
     damage(tmp_path / "rows")
     with pytest.raises(UserError, match=r"task\.output: ") as refused:
@@ -337,21 +340,34 @@ def test_any_module_with_a_predict_step(tmp_path, ranks) -> None:
 WRONG = {
     "an output of another length": (
         ["+model.wrong=true"],
-        "model: predict_step returned Tensor of shape [5]",
+        ["model: predict_step returned Tensor of shape [5]"],
     ),
-    "no folder": (["task.source=nowhere"], "task.source: no such folder: nowhere"),
-    "outside": (["task.output=../x"], "task.output: is '../x', not a folder in the run"),
-    "absolute": (["task.output=/tmp/x"], "task.output: is '/tmp/x', not a folder in the run"),
-    "nothing": (["task.output=."], "task.output: is '.', not a folder in the run"),
-    "no format": (["task.format=xlsx"], "task.format: is 'xlsx'"),
-    "no row": (["task.part_samples=0"], "task.part_samples: is 0"),
-    "a module without images": (["task.source=s3://a/b"], "mine.Data opens no other source"),
+    "arguments": (
+        ["task.format=xlsx", "task.part_samples=0"],
+        ["task.format: must be", "task.part_samples: must be an integer of at least 1, not 0"],
+    ),
+    "a module without images": (["task.source=s3://a/b"], ["mine.Data opens no other source"]),
 }
 
 
-@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_words(tmp_path, words, message) -> None:
+@pytest.mark.parametrize(("words", "messages"), WRONG.values(), ids=WRONG)
+def test_wrong_words(tmp_path, words, messages) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     done = distdl("~model", "~data", *OWN, *words, cwd=tmp_path)
     printed = done.stdout + done.stderr
-    assert done.returncode == 2 and message in printed and "Traceback" not in printed, printed
+    assert done.returncode == 2 and "Traceback" not in printed, printed
+    assert [message for message in messages if message not in printed] == [], printed
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"output": "../x"}, "output: is '../x', not a folder in the run's directory"),
+        ({"output": "/tmp/x"}, "output: is '/tmp/x', not a folder in the run's directory"),
+        ({"output": "."}, "output: is '.', not a folder in the run's directory"),
+        ({"source": "nowhere"}, "source: no such folder: nowhere"),
+    ],
+)
+def test_refused_before_the_start(node, message) -> None:
+    (problem,) = predict_task.check(node, {"config": {}, "refused": (), "local": True})
+    assert message in str(problem)

@@ -54,7 +54,7 @@ distdl.optim.constant distdl.optim.warmup_cosine distdl.optim.warmup_step
 distdl.strategies.DDPStrategy distdl.strategies.DeepSpeedStrategy distdl.strategies.FSDPStrategy
 distdl.strategies.LocalSGDStrategy distdl.strategies.PipelineStrategy
 distdl.strategies.auto distdl.strategies.single
-distdl.tasks.benchmark distdl.tasks.export distdl.tasks.predict distdl.tasks.test distdl.tasks.train
+distdl.tasks.benchmark distdl.tasks.predict distdl.tasks.test distdl.tasks.train
 distdl.tasks.validate
 distdl.tracking.clearml.ClearMLLogger distdl.tracking.mlflow.MLflowLogger
 """.split()  # noqa: SIM905

@@ -10,9 +10,12 @@ import torch
 
 from distdl.checkpoint import formats
 from distdl.runs.checkpoints import CheckpointStore
+from distdl.util.atomic_files import write_bytes
 
 # With Lightning's weight averaging, "state_dict" holds the average, this key the trained weights.
 BEHIND_THE_AVERAGE = "current_model_state"
+# Prefixes of a network's names in checkpoints: from ImageClassifier, DDP, torch.compile.
+PREFIXES = ("network.", "module.", "_orig_mod.")
 # Parts besides weights and optimizer state, with their names for the user.
 PARTS = {
     "lr_schedulers": "schedulers",
@@ -29,20 +32,20 @@ def load_trusted(source: Path) -> dict[str, Any]:
 
 
 def plain_weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The network's own weights, without the prefix that our classifier adds."""
-    prefix = "network."
-    if all(name.startswith(prefix) for name in state):
-        return {name.removeprefix(prefix): value for name, value in state.items()}
+    """The network's own weights, without prefixes that all of their names have."""
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
     return dict(state)
 
 
-def write_weights(weights: dict[str, torch.Tensor], target: Path) -> None:
+def write_weights(weights: Mapping[str, torch.Tensor], target: Path) -> None:
     if target.suffix == ".safetensors":
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
-        save_file({name: value.contiguous() for name, value in weights.items()}, target)
+        write_bytes(target, save({name: value.contiguous() for name, value in weights.items()}))
     else:
-        torch.save(weights, target)
+        torch.save(dict(weights), target)
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], source: Path, target: Path) -> None:

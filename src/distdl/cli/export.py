@@ -6,14 +6,23 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from distdl.config.recipe import not_exportable
+from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory
 from distdl.util.errors import UserError
+from distdl.util.suggest import written
 
 FORMATS = ("pt2", "onnx", "mlflow", "weights")
+# On this machine's CPU.
+HERE = (
+    *("task=predict", "launcher=local", "strategy=single", "trainer.devices=1"),
+    *("trainer.num_nodes=1", "trainer.accelerator=cpu", "trainer.precision=32-true"),
+    *("model.compile=false", "data.decoder=auto"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Starts `task=export` on this machine's CPU, as an attempt of the run."""
+    """Exports in this process, with the run's config as `resume RUN task=predict` has it."""
     parser = argparse.ArgumentParser("python -m distdl export", description=__doc__)
     add = parser.add_argument
     add("source", metavar="RUN|CHECKPOINT", help="a run directory, or a checkpoint inside one")
@@ -23,33 +32,26 @@ def main(argv: Sequence[str]) -> int:
     add("--output", help="a folder in the run's directory (default: exports/FORMAT-DIGEST)")
     add("--register", metavar="NAME", help="with --to mlflow: its name in MLflow's registry")
     options = parser.parse_intermixed_args(argv)
+    path = Path(options.source).absolute()
+    named = path.suffix == ".ckpt"  # RUN/checkpoints/NAME.ckpt
+    run = RunDirectory.open(path.parents[1] if named else options.source)
+    checkpoint = path if named else checkpoints.best_or_last(run.checkpoints)
+    if refusal := not_exportable(run.recipe()):
+        raise UserError.at(options.source, refusal)
+    if options.images < 1:
+        raise UserError.at("--images", f"is {options.images}, not at least 1", "--images 64")
+    words = [*HERE, written("task.checkpoint", checkpoint)]
+    if options.output:
+        words.append(written("task.output", options.output))
+    if options.register:
+        if options.to != "mlflow" or "mlflow" not in (run.recipe().get("tracking") or {}):
+            what = f"takes MLflow models of runs that MLflow tracks, not {options.to}"
+            raise UserError.at("--register", what, "--to mlflow, and a run with tracking=mlflow")
+        words.append(written("tracking.mlflow.register", f"'{options.register}'"))
 
-    from distdl.cli import resume
-    from distdl.serving import model_folder
+    from distdl.launch import resuming
+    from distdl.serving.export import export
 
-    run, checkpoint = find(options.source)
-    recipe = run.recipe()
-    words = ["task=export", f"task.format={options.to}", f"task.images={options.images}"]
-    words.append(f"task.checkpoint={checkpoint or model_folder.best_of(run.path)}")
-    words += [f"task.output={options.output}"] if options.output else []
-    words += [f"task.register={options.register}"] if options.register else []
-    words += ["launcher=local", "strategy=single", "trainer.devices=1", "trainer.num_nodes=1"]
-    words += ["trainer.accelerator=cpu", "trainer.precision=32-true"]
-    words += ["model.compile=false"] if "compile" in (recipe.get("model") or {}) else []
-    words += ["data.decoder=auto"] if "decoder" in (recipe.get("data") or {}) else []
-    return resume.start(run, [*words, *options.overrides])
-
-
-def find(source: str) -> tuple[RunDirectory, str]:
-    """The run, and the checkpoint in it if `source` names one."""
-    path = Path(source)
-    if path.suffix != ".ckpt":
-        return RunDirectory.open(source), ""
-    if not path.exists():
-        raise UserError.at(source, "no such checkpoint", "name a run or a checkpoint inside one")
-    run = path.absolute().parent.parent
-    if path.absolute().parent.name != "checkpoints" or not (run / "config.yaml").is_file():
-        what = "lies in no run, whose config says what the network and its images are"
-        remedy = "name the checkpoint in its run: RUN/checkpoints/best.ckpt"
-        raise UserError.at(source, what, remedy)
-    return RunDirectory.open(run), str(path.absolute())
+    config = resuming.plan(run, [*words, *options.overrides]).config
+    export(config, run, checkpoint, options.to, options.images, options.output, options.register)
+    return 0

@@ -23,7 +23,7 @@ WHERE = (
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
 # Values of `task._target_`.
 TRAIN, BENCHMARK = "distdl.tasks.train", "distdl.tasks.benchmark"
-EVALUATE = tuple(f"distdl.tasks.{name}" for name in ("validate", "test", "predict", "export"))
+EVALUATE = tuple(f"distdl.tasks.{name}" for name in ("validate", "test", "predict"))
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (
     *("data.batch_size", "data.on_damaged", "trainer.accumulate_grad_batches"),
@@ -35,6 +35,8 @@ CHANGEABLE_TO_EVALUATE = (
     *("trainer.accelerator", "trainer.precision", "model.compile"),
     *("data.root", "data.decoder", "data.num_workers", "data.cache_dir"),
 )
+# What `distdl export` takes.
+EXPORTABLE = {"model": "distdl.models.ImageClassifier", "data": "distdl.data.StoredImages"}
 
 
 def _input(name: str, *, _root_: DictConfig) -> str:
@@ -106,6 +108,15 @@ def merge(
     for path, value in (changes or {}).items():  # not merged: another strategy has other keys
         OmegaConf.update(config, path, value, force_add=True, merge=False)
     return config
+
+
+def not_exportable(config: Any) -> str | None:
+    """Why `distdl export` refuses a run with this config; None: it does not."""
+    for section, target in EXPORTABLE.items():
+        actual = (config.get(section) or {}).get("_target_")
+        if actual != target:
+            return f"the {section} is {actual}, and only {target} can be exported"
+    return None
 
 
 def plain(node: Any) -> dict[str, Any]:

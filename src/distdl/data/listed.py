@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 
 import numpy as np
@@ -29,8 +28,6 @@ class ListedImages(EncodedImages):
         StoreError: The store cannot be reached.
     """
 
-    replaces = False
-
     def __init__(self, root: str, view: View) -> None:
         super().__init__(view)
         self.store = open_store(root)
@@ -40,11 +37,7 @@ class ListedImages(EncodedImages):
             raise UserError.at("", what, f"files that end with {', '.join(EXTENSIONS)}")
         # In one array, of which workers make no copies: see `FolderImages`.
         self._names = np.array([name.encode(errors="surrogateescape") for name in listed])
-
-    @functools.cached_property
-    def key(self) -> str:
-        """The sha256 of the names."""
-        return hashlib.sha256(self._names.data).hexdigest()
+        self.key = hashlib.sha256(self._names.data).hexdigest()
 
     def __len__(self) -> int:
         return len(self._names)

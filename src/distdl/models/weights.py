@@ -8,12 +8,10 @@ from pathlib import Path
 from torch import nn
 
 from distdl.checkpoint import formats
+from distdl.checkpoint.convert import plain_weights
 from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
-
-# Prefixes of a network's names in checkpoints: from ImageClassifier, DDP, torch.compile.
-PREFIXES = ("network.", "module.", "_orig_mod.")
 
 
 def load_weights(network: nn.Module, file: str | Path) -> None:
@@ -29,10 +27,7 @@ def load_weights(network: nn.Module, file: str | Path) -> None:
     """
     if not Path(file).exists():
         raise UserError.at("model.weights", f"no such file: {file}")
-    weights = formats.read(Path(file))["state_dict"]
-    for prefix in PREFIXES:
-        if all(name.startswith(prefix) for name in weights):
-            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    weights = plain_weights(formats.read(Path(file))["state_dict"])
     named = network.state_dict()
     other = [k for k in named if k in weights and named[k].shape != weights[k].shape]
     missing = sorted(named.keys() - weights.keys())

@@ -235,6 +235,12 @@ def manifest_of(path: Path) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
+def best_or_last(folder: Path) -> Path:
+    """Which checkpoint of a run is meant if none is named."""
+    path = folder / "best.ckpt"
+    return path if path.exists() else folder / "last.ckpt"
+
+
 def identity(path: Path) -> str:
     """Names a checkpoint by the sha256 of its files: `last` and `best` may be others later."""
     files = manifest_at(path).get("files") or {}

@@ -1,5 +1,4 @@
-"""Writes a network (uint8 [B, 3, S, S] to probabilities [B, C]) in each format of `distdl export`,
-and scores encoded images by what was written."""
+"""Writes a network (uint8 [B, 3, S, S] to probabilities [B, C]) in the formats of an export."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl.serving.model_folder import PACKAGE
+from distdl.checkpoint import convert
+from distdl.serving.model_folder import PACKAGE, requirements
 from distdl.serving.scorer import Scorer
 from distdl.util.atomic_files import write_bytes
+from distdl.util.errors import UserError
 
 LARGEST_BATCH = 1024
+ONNX = ("onnx", "onnxscript", "onnxruntime")  # its packages; the last one also to answer
+# The largest difference of a probability that is accepted. ONNX runs other kernels than torch.
+TOLERANCE = {"pt2": 1e-5, "onnx": 1e-3, "weights": 1e-5}
 
-Score = Callable[[Sequence[bytes]], np.ndarray]
+
+class Disagrees(UserError):
+    """The export does not answer as the network does."""
+
+    exit_code = 1
+    outcome = "the export is removed"
 
 
 def write_pt2(network: nn.Module, folder: Path, image_size: int) -> str:
@@ -56,16 +65,24 @@ def write_onnx(network: nn.Module, folder: Path, image_size: int) -> str:
 
 def write_weights(network: nn.Module, folder: Path, image_size: int) -> str:
     """`model.safetensors`, with the network's own names (torchvision's or timm's)."""
-    from safetensors.torch import save
-
-    state = network.get_submodule("network").state_dict()
-    weights = {name: value.contiguous() for name, value in state.items()}
-    write_bytes(folder / "model.safetensors", save(weights))
+    weights = network.get_submodule("network").state_dict()
+    convert.write_weights(weights, folder / "model.safetensors")
     return "model.safetensors"
 
 
-# Each writes one file into a folder, and returns its name.
 WRITERS = {"pt2": write_pt2, "onnx": write_onnx, "weights": write_weights}
+
+
+def write(kind: str, network: nn.Module, folder: Path, image_size: int) -> str:
+    """Writes one file into a folder, and returns its name."""
+    try:
+        return WRITERS[kind](network, folder, image_size)
+    except OSError:
+        raise
+    except Exception as error:  # torch raises many
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        what = f"torch cannot write this network as {kind}: {reason}"
+        raise UserError.at("model.network", what, "another format: --to weights") from error
 
 
 def _exported(network: nn.Module, image_size: int) -> torch.export.ExportedProgram:
@@ -75,49 +92,47 @@ def _exported(network: nn.Module, image_size: int) -> torch.export.ExportedProgr
     return torch.export.export(network, (example,), dynamic_shapes=({0: batch},), strict=False)
 
 
-def write_mlflow(model: Path, folder: Path, example: bytes, needed: str) -> None:
-    """An MLflow model whose artifact is a pt2 model folder; code, not pickles
-    (https://mlflow.org/docs/latest/ml/model/models-from-code/)."""
+def compare(scored: np.ndarray, expected: np.ndarray, kind: str) -> dict[str, Any]:
+    """Compares probabilities [B, C] of an export with those of the network; raises Disagrees.
+
+    Where the network's two best classes are closer than the tolerance, either is right.
+    """
+    difference, tolerance = float(np.abs(scored - expected).max()), TOLERANCE[kind]
+    chosen = np.take_along_axis(expected, scored.argmax(axis=1)[:, None], axis=1)[:, 0]
+    agrees = expected.max(axis=1) - chosen <= tolerance
+    if not (difference <= tolerance and agrees.all()):  # also if it is not a number
+        what = f"differs from the network: a probability by {difference:.2g}, and the class of "
+        what += f"{np.sum(~agrees)} of {len(agrees)} images"
+        raise Disagrees.at("export", what, "report it, with the versions of torch and onnxruntime")
+    return {"images": len(agrees), "difference": difference, "top1": float(agrees.mean())}
+
+
+def write_mlflow(model: Path, folder: Path, images: Sequence[bytes]) -> Path:
+    """An MLflow model whose artifact is a pt2 model folder, and which answers as that does; code,
+    not pickles (https://mlflow.org/docs/latest/ml/model/models-from-code/)."""
     import mlflow
     import pandas
-    from mlflow.models import infer_signature
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    frame = pandas.DataFrame({"image": [example]})
-    answers = pandas.DataFrame(Scorer(model).score([example]))
+    frame = pandas.DataFrame({"image": images})
+    expected = pandas.DataFrame(Scorer(model).score(images))
     mlflow.pyfunc.save_model(
         str(folder),
         python_model=str(Path(__file__).with_name("mlflow_model.py")),
         artifacts={"model": str(model)},
         code_paths=[str(model / PACKAGE)],
-        signature=infer_signature(frame, answers, params={"top_k": 5}),
-        input_example=frame,
-        pip_requirements=needed.split(),
+        signature=mlflow.models.infer_signature(frame, expected, params={"top_k": 5}),
+        input_example=frame[:1],
+        pip_requirements=requirements(["mlflow", "pandas"]).split(),
     )
     shutil.copyfile(model / "README.md", folder / "README.md")
-
-
-def score_mlflow(folder: Path, classes: Sequence[str]) -> Score:
-    """Scores by a loaded MLflow model; its answers in the order of `classes`."""
-    import mlflow
-    import pandas
-
-    loaded = mlflow.pyfunc.load_model(str(folder))
-    number = {name: index for index, name in enumerate(classes)}
-
-    def score(images: Sequence[bytes]) -> np.ndarray:
-        answers: Any = loaded.predict(pandas.DataFrame({"image": images}), {"top_k": len(classes)})
-        rows = np.zeros((len(images), len(classes)), np.float32)
-        for row, top in zip(rows, answers["top"], strict=True):
-            for each in top:
-                row[number[each["class"]]] = each["probability"]
-        return rows
-
-    return score
-
-
-def scorer(folder: Path) -> Score:
-    """Scores by a folder with `model.pt2` or `model.onnx`."""
-    loaded = Scorer(folder)
-    return lambda images: loaded.probabilities(torch.stack([*map(loaded.pixels, images)]))
+    answers, columns = (
+        mlflow.pyfunc.load_model(str(folder)).predict(frame),
+        ["class", "probability"],
+    )
+    try:
+        pandas.testing.assert_frame_equal(answers[columns], expected[columns], rtol=0, atol=1e-5)
+    except AssertionError as error:
+        raise Disagrees.at("export", f"MLflow answers otherwise than the model: {error}") from None
+    return folder

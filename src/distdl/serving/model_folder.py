@@ -37,29 +37,25 @@ print(Scorer('.').score([open('photo.jpg', 'rb').read()]))"
 
 With distdl: `python -m distdl serve .`
 """
-_LOADED = """`model.safetensors` has the network's own names: `safetensors.torch.load_file`.
-"""
-USE = {"pt2": _SCORED, "onnx": _SCORED, "weights": _LOADED}
+_LOADED = "`model.safetensors` has the network's own names: `safetensors.torch.load_file`.\n"
 
 
-def write_package(folder: Path) -> None:
-    """Writes `COPIED` as a package, and `SCRIPTS`: they import each other and not distdl."""
+def write_package(folder: Path, more: Sequence[str] = ()) -> None:
+    """Writes `COPIED` as a package, and `SCRIPTS`, which import each other and not distdl; and
+    `requirements` with `more`."""
     (folder / PACKAGE).mkdir(parents=True)
     about = f'"""Scores images; copied from distdl {__version__}."""\n'
     (folder / PACKAGE / "__init__.py").write_text(about)
     for module in (*COPIED, *SCRIPTS):
-        text = source_of(module)
+        spec = importlib.util.find_spec(module)
+        assert spec and spec.origin
+        text = Path(spec.origin).read_text()
         for other in COPIED:
             stem = other.rpartition(".")[2]
             text = text.replace(f"from {other} import", f"from {PACKAGE}.{stem} import")
         target = folder if module in SCRIPTS else folder / PACKAGE
         (target / f"{module.rpartition('.')[2]}.py").write_text(text)
-
-
-def source_of(module: str) -> str:
-    spec = importlib.util.find_spec(module)
-    assert spec and spec.origin
-    return Path(spec.origin).read_text()
+    (folder / "requirements.txt").write_text(requirements(more))
 
 
 def requirements(more: Sequence[str] = ()) -> str:
@@ -78,22 +74,29 @@ def describe(folder: Path, names: Sequence[str], description: Mapping[str, Any])
     write_bytes(folder / DESCRIPTION, text.encode() + b"\n")
 
 
+def agreement(description: Mapping[str, Any]) -> str:
+    """How an export was verified."""
+    verified = description["verification"]
+    images, difference = verified["images"], verified["difference"]
+    same = f"{verified['top1'] * images:.0f} of {images} images"
+    return f"with the network on {same}; probabilities differ by {difference:.1e} at most"
+
+
 def write_card(folder: Path, description: Mapping[str, Any]) -> None:
     """Writes the model card, `README.md`. Texts of the run are escaped."""
-    source, verified = description["source"], description["verification"]
-    metrics = ", ".join(f"{k} {v:.4g}" for k, v in source["metrics"].items())
-    names = description["classes"]
+    source, names = description["source"], description["classes"]
+    size, short_side = description["image_size"], description["short_side"]
     facts = {
         **source,
-        "metrics": metrics,
+        "metrics": ", ".join(f"{k} {v:.4g}" for k, v in source["metrics"].items()),
         "classes": f"{len(names)}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}",
-        "input": f"image files; the short side resized to {description['short_side']} pixels "
-        f"(bilinear, antialias), the central {description['image_size']} kept",
-        "verified": f"on {verified['images']} validation images: the same classes as the network, "
-        f"probabilities differ by {verified['difference']:.1e} at most",
+        "input": f"image files; the short side resized to {short_side} pixels "
+        f"(bilinear, antialias), the central {size} kept",
+        "agrees": agreement(description),
     }
     rows = "".join(f"| {key} | {_cell(value)} |\n" for key, value in facts.items() if value)
-    text = f"# {_cell(source['run'])}\n\n| | |\n|---|---|\n{rows}\n{USE[description['kind']]}"
+    use = _LOADED if description["kind"] == "weights" else _SCORED
+    text = f"# {_cell(source['run'])}\n\n| | |\n|---|---|\n{rows}\n{use}"
     write_bytes(folder / "README.md", text.encode())
 
 
@@ -122,14 +125,9 @@ def digest(path: str | Path) -> str:
     return hashlib.sha256(checkpoints.identity(Path(path)).encode()).hexdigest()[:8]
 
 
-def best_of(run: Path) -> str:
-    """The checkpoint that a run is exported from by default: `best`, or without it `last`."""
-    return "best" if (run / "checkpoints/best.ckpt").exists() else "last"
-
-
 def exported(run: Path, formats: Sequence[str] = SERVED) -> Path | None:
     """The folder of a run with its best checkpoint in one of these formats; None: not exported."""
-    path = run / "checkpoints" / f"{best_of(run)}.ckpt"
+    path = checkpoints.best_or_last(run / "checkpoints")
     if not path.exists():
         return None
     names = (run / EXPORTS / f"{format}-{digest(path)}" for format in formats)

@@ -38,62 +38,50 @@ def publish(run: RunDirectory, folder: Path, name: str | None) -> list[str]:
         raise UserError.at(shown(run.path), "is not on the MLflow server yet", remedy)
     prepare_environment()
     client = import_client()(uri, registry_uri=uri)
+    lines = [f"model   runs:/{run_id}/{folder.name}"]
     try:
         client.log_artifacts(run_id, str(folder), folder.name)  # again, as it may be incomplete
-        lines = [f"model   runs:/{run_id}/{folder.name}"]
         if name:
             source = f"{client.get_run(run_id).info.artifact_uri}/{folder.name}"
             recipe = run.recipe().get("checkpoint") or {}
-            lines += _register(
-                client, name, source, run_id, read(folder / "artifacts/model"), recipe
-            )
-        return lines
+            monitor, mode = recipe.get("monitor") or "val/acc1", recipe.get("mode") or "max"
+            trained = read(folder / "artifacts/model")["source"]
+            tags = {SHA256: trained["sha256"], METRIC: monitor, DATA: trained["data_key"]}
+            if monitor in trained["metrics"]:
+                tags[VALUE] = repr(trained["metrics"][monitor])
+            lines += _register(client, name, source, run_id, tags, mode)
     except (MlflowException, OSError) as error:
         what = f"MLflow at {redact(uri)} fails: {str(error).replace(uri, redact(uri))[:300]}"
         remedy = f"the model is in {shown(folder)}; the same command sends it"
         raise Unfinished.at("tracking.mlflow", what, remedy) from error
+    return lines
 
 
 def _register(
-    client: Any,
-    name: str,
-    source: str,
-    run_id: str,
-    description: Mapping[str, Any],
-    recipe: Mapping[str, Any],
+    client: Any, name: str, source: str, run_id: str, tags: dict[str, str], mode: str
 ) -> list[str]:
-    from mlflow.exceptions import MlflowException
-
-    facts, monitor = description["source"], recipe.get("monitor") or "val/acc1"
-    tags = {SHA256: facts["sha256"], METRIC: monitor, DATA: facts["data_key"]}
-    value = facts["metrics"].get(monitor)
-    if value is not None:
-        tags[VALUE] = repr(value)
-    known = client.search_registered_models(f"name = '{name}'")
-    if not known:
+    if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
     versions = client.search_model_versions(f"name = '{name}'")
-    same = (each for each in versions if each.tags.get(SHA256) == facts["sha256"])
+    same = (each for each in versions if each.tags.get(SHA256) == tags[SHA256])
     version = next(same, None) or client.create_model_version(name, source, run_id, tags=tags)
-    lines = [f"version models:/{name}/{version.version}"]
-    try:
-        champion = client.get_model_version_by_alias(name, CHAMPION)
-    except MlflowException:
-        champion = None
-    moves, reason = succeeds(tags, champion and champion.tags, recipe.get("mode") or "max")
+    champion = client.get_registered_model(name).aliases.get(CHAMPION)
+    before = client.get_model_version(name, champion).tags if champion else None
+    moves, reason = succeeds(tags, before, mode)
     if moves:
         client.set_registered_model_alias(name, CHAMPION, version.version)
-        return [*lines, f"alias   {CHAMPION} is version {version.version}: {reason}"]
-    return [*lines, f"alias   {CHAMPION} stays version {champion and champion.version}: {reason}"]
+    stands = f"is version {version.version}" if moves else f"stays version {champion}"
+    return [
+        f"version models:/{name}/{version.version}",
+        f"alias   {CHAMPION} {stands}: {reason}",
+    ]
 
 
 def succeeds(
     new: Mapping[str, str], champion: Mapping[str, str] | None, mode: str
 ) -> tuple[bool, str]:
-    """Whether a version with the tags `new` becomes the champion, and why.
-
-    It does if it is better by the same metric on the same data; `mode` is "max" or "min".
-    """
+    """Whether a version with the tags `new` becomes the champion, and why: it does if it is better
+    by the same metric on the same data. `mode` is "max" or "min"."""
     metric = new[METRIC]
     if VALUE not in new:
         return False, f"the checkpoint has no {metric}"

@@ -2,8 +2,7 @@
 
 from distdl.tasks.benchmark import benchmark
 from distdl.tasks.evaluate import test, validate
-from distdl.tasks.export import export
 from distdl.tasks.predict import predict
 from distdl.tasks.train import train
 
-__all__ = ["benchmark", "export", "predict", "test", "train", "validate"]
+__all__ = ["benchmark", "predict", "test", "train", "validate"]

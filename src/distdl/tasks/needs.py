@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import PurePath
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -33,22 +32,6 @@ def needs(step: str, loader: str) -> Callable[..., Iterator[Problem]]:
                 yield Problem("", what, f"define it{other}")
 
     return check
-
-
-def below_run(node: Mapping[str, Any], usual: str) -> Iterator[Problem]:
-    """Refuses a `task.output` outside the run's directory."""
-    output = PurePath(str(node.get("output") or usual))
-    if output.is_absolute() or ".." in output.parts or not output.parts:
-        what = f"is {str(output)!r}, not a folder in the run's directory"
-        yield Problem("output", what, f"task.output={usual}")
-
-
-def counts(node: Mapping[str, Any], **usual: int) -> Iterator[Problem]:
-    """Refuses values of the task that are not positive whole numbers."""
-    for key, value in usual.items():
-        if type(chosen := node.get(key, value)) is not int or chosen < 1:
-            what = f"is {chosen!r}, not a whole number of at least 1"
-            yield Problem(key, what, f"task.{key}={value}")
 
 
 def has(target: Any, name: str) -> bool:

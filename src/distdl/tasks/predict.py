@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,9 +20,10 @@ from distdl.runs import checkpoints
 from distdl.runs.directory import shown
 from distdl.stores import is_remote, open_store
 from distdl.tasks.evaluate import checkpoint_of
-from distdl.tasks.needs import below_run, counts, needs
-from distdl.tasks.prediction_rows import FORMATS, Rows
+from distdl.tasks.needs import needs
+from distdl.tasks.prediction_rows import Rows, column
 from distdl.util.errors import Problem, UserError
+from distdl.util.ranges import Positive
 from distdl.worker.build import Built, data_share
 from distdl.worker.initial_state import start
 
@@ -36,9 +36,9 @@ def predict(
     checkpoint: str = "best",
     source: str | None = None,
     output: str = "predictions",
-    format: str = "parquet",
-    top_k: int = 5,
-    part_samples: int = 10_000,
+    format: Literal["parquet", "csv", "jsonl"] = "parquet",
+    top_k: Positive = 5,
+    part_samples: Positive = 10_000,
 ) -> dict[str, float]:
     """Calls `predict_step` for each sample of the data's `predict_dataloader`, in its order.
 
@@ -54,7 +54,7 @@ def predict(
         source: Images to predict instead: a folder with or without class folders, a prepared data
             set (its validation split), or the URI of one of them.
         output: Folder of the rows, in the run's directory.
-        format: One of `FORMATS`.
+        format: Of the rows' files.
         top_k: How many classes the row of an image has.
         part_samples: The least number of rows in a part, except the last.
 
@@ -71,55 +71,48 @@ def predict(
             what = f"{context.data} opens no other source"
             raise UserError.at("task.source", what, "define its predict_dataloader")
         context.datamodule.predict_from = source  # type: ignore[union-attr]
+    facts: dict[str, Any] = {
+        "checkpoint": path and checkpoints.identity(Path(path)),
+        "source": source and source.partition("?")[0],  # a signature is a secret
+        "format": format,
+        "top_k": top_k,
+    }
     trainer, rows = context.trainer, Rows(context.run.path / output, format)
     if trainer.is_global_zero:
         rows.open()
-        unsigned = source and source.partition("?")[0]  # a signature is a secret
-        rows.describe(
-            checkpoint=path and checkpoints.identity(Path(path)),
-            source=unsigned,
-            format=format,
-            top_k=top_k,
-        )
-    stored = process_group.broadcast(rows.stored.rows)
-    context.checkpointer.position.predicted = stored
-    collector = Collector(context, rows, stored, top_k, part_samples)
+    context.checkpointer.position.predicted = process_group.broadcast(rows.stored.rows)
+    collector = Collector(context, rows, facts, part_samples)
     trainer.callbacks.append(collector)  # type: ignore[attr-defined]
     # `distribute` has given each rank its share; Lightning would replace the batch sampler.
     connector = trainer._data_connector
     connector._prepare_dataloader = lambda loader, *_, **__: collector.opened(loader)  # type: ignore[method-assign]
     start(context, path, trainer.predict, return_predictions=False)
     if trainer.is_global_zero:
-        parts, total = len(rows.stored.parts), collector.total
-        if collector.stored == total and not rows.complete:
+        if rows.stored.rows == collector.total and not rows.complete:
             rows.finish()
-        print(
-            f"rows    {shown(rows.folder)}: {collector.stored:,} of {total:,} in {parts} x {format}"
-        )
-    counts = process_group.broadcast(rows.stored.counts)
-    metrics = {"predict/samples": collector.stored}
-    if "damaged" in counts:
-        metrics["predict/damaged"] = counts["damaged"]
-        if counts["labels"] and counts["labels"] == collector.stored - counts["damaged"]:
+        parts = f"{len(rows.stored.parts)} x {format}"
+        done = f"{rows.stored.rows:,} of {collector.total:,}"
+        print(f"rows    {shown(rows.folder)}: {done} in {parts}")
+    samples, counts = process_group.broadcast((rows.stored.rows, rows.stored.counts))
+    metrics = {"predict/samples": float(samples)}
+    if counts:
+        metrics["predict/damaged"] = float(counts["damaged"])
+        if 0 < counts["labels"] == samples - counts["damaged"]:
             metrics["predict/acc1"] = counts["hits"] / counts["labels"]
-    return {name: float(value) for name, value in metrics.items()}
+    return metrics
 
 
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of the task node; paths are relative to it."""
     yield from needs("predict_step", "predict_dataloader")(node, context)
-    name = node.get("format", "parquet")
-    if name not in FORMATS:
-        yield Problem("format", f"is {name!r}", f"one of {', '.join(FORMATS)}")
-    elif name == "parquet" and context["local"] and not importlib.util.find_spec("pyarrow"):
-        remedy = "pip install 'distdl[data]', or task.format=csv"
-        yield Problem("format", "parquet needs the package pyarrow", remedy)
     source = str(node.get("source") or "")
     is_path = source and context["local"] and not is_remote(source)
     if is_path and not Path(folder := open_store(source).uri).is_dir():
         yield Problem("source", f"no such folder: {folder}", "a folder of images, or a URI")
-    yield from below_run(node, "predictions")
-    yield from counts(node, top_k=5, part_samples=10_000)
+    output = PurePath(str(node.get("output") or "predictions"))
+    if output.is_absolute() or ".." in output.parts or not output.parts:
+        what = f"is {str(output)!r}, not a folder in the run's directory"
+        yield Problem("output", what, "task.output=predictions")
 
 
 predict.check = check  # type: ignore[attr-defined]
@@ -131,22 +124,19 @@ class Collector(Callback):
     In the batches of `EvalBatches`, row i of the r-th of W ranks is sample i * W + r.
 
     Args:
-        stored: How many rows an interrupted call has stored.
+        facts: What the rows are of, besides the data: see `Rows.describe`.
     """
 
     batches: EvalBatches | None = None
-    network_classes = 0
 
     def __init__(
-        self, context: Built, rows: Rows, stored: int, top_k: int, part_samples: int
+        self, context: Built, rows: Rows, facts: Mapping[str, Any], part_samples: int
     ) -> None:
-        self.rows, self.top_k, self.part_samples = rows, top_k, part_samples
-        self.checkpointer, self.datamodule = context.checkpointer, context.datamodule
-        self.stop = self.checkpointer.stop
+        self.context, self.rows, self.facts, self.part_samples = context, rows, facts, part_samples
         trainer = context.trainer
         place = trainer.strategy, trainer.global_rank, trainer.world_size
-        self.writes, (self.share, self.shares) = trainer.is_global_zero, data_share(*place)
-        self.first = self.stored = stored
+        self.share, self.shares = data_share(*place)
+        self.first = self.stored = context.checkpointer.position.predicted
         self.outputs: list[dict[str, torch.Tensor]] = []
         self.errors: list[str] = []
         self.waiting = 0  # rows of this rank that are not stored yet
@@ -161,31 +151,33 @@ class Collector(Callback):
             raise UserError.at("data", what, "return one DataLoader over a map-style dataset")
         self.batches, self.dataset = batches, loader.dataset.dataset
         self.total = self.first + batches.num_samples
-        self.classes = self.checkpointer.classes or class_names(self.datamodule)
-        if self.writes:
+        if self.context.trainer.is_global_zero:
             key = getattr(self.dataset, "key", "")[:12]
-            self.rows.describe(data=f"{self.total} samples {key}".strip())
+            self.rows.describe({**self.facts, "data": f"{self.total} samples {key}".strip()})
         if not batches.num_samples:
             warnings.filterwarnings("ignore", message="Total length of `DataLoader`")
         return loader
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any
     ) -> None:
+        outputs, batch, batch_idx = args[:3]
         assert self.batches is not None
         done = batch_idx * self.batches.rows_per_batch
         size = min(self.batches.rows_per_batch, self.batches.rows - done)
-        self.outputs.append(self._tensors(pl_module, outputs, size))
+        self.ranked = isinstance(pl_module, ImageClassifier) and isinstance(outputs, torch.Tensor)
+        if self.ranked:  # stay on the device, and nobody waits for them
+            self.network_classes = outputs.shape[1]
+            top_k = min(self.facts["top_k"], self.network_classes)
+            best = outputs.float().softmax(dim=1).topk(top_k)
+            self.outputs.append({"class": best.indices, "probability": best.values})
+        else:
+            self.outputs.append(on_host(outputs, size))
         self.waiting += size
         if isinstance(self.dataset, EncodedImages):
             self.errors += batch["damaged"]
-        stops = batch_idx % BATCHES == 0 and any(process_group.gather(bool(self.stop)))
+        stop = bool(self.context.checkpointer.stop)
+        stops = batch_idx % BATCHES == 0 and any(process_group.gather(stop))
         if stops or self.waiting * self.shares >= self.part_samples:
             self._store()
 
@@ -193,75 +185,69 @@ class Collector(Callback):
         if self.outputs:
             self._store()
 
-    def _tensors(self, module: LightningModule, outputs: Any, size: int) -> dict[str, torch.Tensor]:
-        """Each [size, ...], on the host; ranked classes stay on the device, and nobody waits."""
-        self.ranked = isinstance(module, ImageClassifier) and isinstance(outputs, torch.Tensor)
-        if self.ranked:
-            self.network_classes = outputs.shape[1]
-            best = outputs.float().softmax(dim=1).topk(min(self.top_k, self.network_classes))
-            return {"class": best.indices, "probability": best.values}
-        tensors = outputs if isinstance(outputs, Mapping) else {"prediction": outputs}
-        for name, value in tensors.items() or [("no column", None)]:
-            if not isinstance(value, torch.Tensor) or value.shape[:1] != (size,):
-                shape = f" of shape {[*value.shape]}" if isinstance(value, torch.Tensor) else ""
-                what = f"predict_step returned {type(value).__name__}{shape} for {name}"
-                remedy = "a tensor, or a dict of tensors, whose first dimension is the batch"
-                raise UserError.at("model", what, f"return {remedy}")
-        return {str(name): value.detach().cpu() for name, value in tensors.items()}
-
     def _store(self) -> None:
         """Gathers the rows of all ranks, and stores them as a part."""
         assert self.batches is not None and self.batches.order is not None
-        names, mine = self.outputs[0], dict[str, np.ndarray]()
-        for name in names:
-            values = torch.cat([each[name] for each in self.outputs])
-            mine[name] = (values.float() if values.dtype in HALVES else values).cpu().numpy()
+        names = [*self.outputs[0]]
+        mine = {n: torch.cat([each[n] for each in self.outputs]).cpu().numpy() for n in names}
         if self.errors:
             mine["error"] = np.array(self.errors, dtype=object)
         done = self.stored - self.first
         indices = self.batches.order[done : done + self.waiting * self.shares].tolist()
         self.outputs, self.errors, self.waiting = [], [], 0
         self.stored += len(indices)
-        shares = dict(reversed(process_group.gather((self.share, mine))))
-        if self.writes:
+        # Of ranks that read the same data, the first one's rows.
+        by_share = dict(reversed(process_group.gather((self.share, mine))))
+        if self.context.trainer.is_global_zero:
             columns = {}
             for name in mine:
-                rows = np.stack([shares[share][name] for share in range(self.shares)], axis=1)
+                rows = np.stack([by_share[share][name] for share in range(self.shares)], axis=1)
                 columns[name] = rows.reshape(-1, *rows.shape[2:])[: len(indices)]
-            self.rows.add(*self._table(indices, columns))
-        process_group.check_all(self.stop, f"after {self.stored:,} of {self.total:,} predictions")
+            self._add(indices, columns)
+        when = f"after {self.stored:,} of {self.total:,} predictions"
+        process_group.check_all(self.context.checkpointer.stop, when)
 
-    def _table(
-        self, indices: list[int], columns: dict[str, np.ndarray]
-    ) -> tuple[dict[str, list[Any]], dict[str, int]]:
-        """Columns of a part, and what to count in it."""
-        errors = [text or None for text in columns.pop("error", [""] * len(indices))]
-        named = self.classes if len(self.classes or ()) == self.network_classes else None
-        if self.ranked:
-            names = np.array(named or [*map(str, range(self.network_classes))], dtype=object)
-            ranked, chances = names[columns.pop("class")].T, columns.pop("probability").T
-            for place, (best, chance) in enumerate(zip(ranked, chances, strict=True), 1):
-                columns |= {f"class_{place}": best, f"probability_{place}": chance}
-        table: dict[str, list[Any]] = {
-            name: [
-                None if bad else value for bad, value in zip(errors, values.tolist(), strict=True)
-            ]
-            for name, values in columns.items()
-        }
+    def _add(self, indices: list[int], columns: dict[str, np.ndarray]) -> None:
+        """Stores a part; the values of damaged images become null."""
         if not isinstance(self.dataset, EncodedImages):
-            return {"index": indices, **table}, {}
-        labels = [self.dataset.label_name(index) for index in indices]
-        known = {*named} if self.ranked and named else set()
-        judged = zip(labels, table.get("class_1", labels), errors, strict=True)
-        hits = [label == best for label, best, bad in judged if label in known and not bad]
-        counts = {"damaged": sum(map(bool, errors)), "labels": len(hits), "hits": sum(hits)}
-        images: dict[str, list[Any]] = {
-            "name": [_text(self.dataset.sample_name(index)) for index in indices],
-            "label": [label and _text(label) for label in labels],
+            columns = {"index": np.array(indices), **columns}
+            return self.rows.add({name: column(each) for name, each in columns.items()}, {})
+        errors, known = columns.pop("error"), set[str]()
+        bad = errors != ""
+        if self.ranked:
+            classes = self.context.checkpointer.classes or class_names(self.context.datamodule)
+            if not classes or len(classes) != self.network_classes:
+                classes = [str(number) for number in range(self.network_classes)]
+            else:
+                known = {*classes}
+            names = np.array(classes, dtype=object)
+            best, chances = columns.pop("class"), columns.pop("probability")
+            for place in range(best.shape[1]):
+                columns[f"class_{place + 1}"] = names[best[:, place]]
+                columns[f"probability_{place + 1}"] = chances[:, place]
+        labels = np.array([*map(self.dataset.label_name, indices)], dtype=object)
+        judged = ~bad & [label in known for label in labels]
+        hits = labels[judged] == columns.get("class_1", labels)[judged]
+        table = {
+            "name": column(np.array([*map(self.dataset.sample_name, indices)], dtype=object)),
+            "label": column(labels),
+            **{name: column(values, bad) for name, values in columns.items()},
+            "error": column(errors, ~bad),
         }
-        return {**images, **table, "error": errors}, counts
+        counts = {"damaged": bad.sum(), "labels": judged.sum(), "hits": hits.sum()}
+        self.rows.add(table, {name: int(count) for name, count in counts.items()})
 
 
-def _text(name: str) -> str:
-    """A file's name as text, also if it is not UTF-8."""
-    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+def on_host(outputs: Any, size: int) -> dict[str, torch.Tensor]:
+    """What `predict_step` returned for a batch, each [size, ...]."""
+    tensors = outputs if isinstance(outputs, Mapping) else {"prediction": outputs}
+    for name, value in tensors.items() or [("no column", None)]:
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != (size,):
+            shape = f" of shape {[*value.shape]}" if isinstance(value, torch.Tensor) else ""
+            what = f"predict_step returned {type(value).__name__}{shape} for {name}"
+            remedy = "a tensor, or a dict of tensors, whose first dimension is the batch"
+            raise UserError.at("model", what, f"return {remedy}")
+    return {
+        str(name): (value.float() if value.dtype in HALVES else value).detach().cpu()
+        for name, value in tensors.items()
+    }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distdl.config.recipe import not_exportable
 from distdl.runs import provenance
 from distdl.tracking import services
 from distdl.tracking.client import exclusive, import_client, prepare_environment
@@ -30,8 +31,6 @@ log = logging.getLogger(__name__)
 
 # A name in MLflow's registry.
 NAME = r"[\w.\- ]{1,100}"
-# What `task=export` takes.
-EXPORTABLE = {"model": "distdl.models.ImageClassifier", "data": "distdl.data.StoredImages"}
 STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "PREEMPTED": "KILLED", "CANCELLED": "KILLED"}
 LONGEST_WAIT = 30.0  # seconds between two tries while the server fails
 PATIENCE = 30.0  # seconds for which a module's query waits for the server
@@ -97,16 +96,11 @@ class MLflowLogger:
         config: Mapping[str, Any], context: Mapping[str, Any] | None = None
     ) -> Iterable[Problem]:
         """Problems of the arguments; paths are relative to the tracker's node."""
-        name, parts = config.get("register"), (context or {}).get("config", {})
-        if name is None:
-            return
-        if not re.fullmatch(NAME, str(name)):
+        name = config.get("register")
+        if name is not None and not re.fullmatch(NAME, str(name)):
             yield Problem("register", f"{name!r} has other characters", f"as in {NAME}")
-        for section, target in EXPORTABLE.items():
-            actual = (parts.get(section) or {}).get("_target_")
-            if parts and actual != target:
-                what = f"the {section} is {actual}, and only {target} can be exported"
-                yield Problem("register", what, "remove tracking.mlflow.register")
+        elif name is not None and context and (why_not := not_exportable(context["config"])):
+            yield Problem("register", why_not, "remove tracking.mlflow.register")
 
     def start(self, info: RunInfo) -> None:
         """Starts the sender. Never raises, and never waits for the server."""

@@ -15,9 +15,7 @@ from torch import nn
 from distdl.config import batches
 from distdl.config import recipe as configs
 from distdl.config.recipe import TRAIN, longer, plain, unit_of
-from distdl.data import StoredImages
 from distdl.job import Resources
-from distdl.models import ImageClassifier
 from distdl.optim import optimizers
 from distdl.ranks.environment import Environment
 from distdl.runs.directory import CONFIG, PROVENANCE, Attempt, read_json, shown
@@ -146,11 +144,6 @@ def parameters_of(module: nn.Module) -> dict[str, int]:
     return {"total": sum(n for n, _ in sizes), "trainable": sum(n for n, learns in sizes if learns)}
 
 
-def answers_for_images(built: Built) -> bool:
-    """Whether the model can be exported with the preprocessing of its images."""
-    return isinstance(built.module, ImageClassifier) and isinstance(built.datamodule, StoredImages)
-
-
 def print_end(
     built: Built, metrics: dict[str, float], opens: Sequence[str], started: float
 ) -> None:
@@ -173,6 +166,6 @@ def print_end(
     # A benchmark and `trainer.fast_dev_run` leave no checkpoint to resume from.
     if built.config.task.get("_target_") == TRAIN and any(built.run.checkpoints.glob("*.ckpt")):
         print(f"        python -m distdl resume {path} {longer(built.config)}")
-        if answers_for_images(built):
+        if not configs.not_exportable(built.config):
             print(f"        python -m distdl export {path} --to pt2")
             print(f"        python -m distdl serve {path}", flush=True)
