@@ -104,15 +104,14 @@ def write_models(folder: Path) -> None:
     assert EvalView(SIZE).short_side == SHORT
     model = folder / "model"
     model_folder.write_package(model)
-    file = formats.write_pt2(Normalised().eval(), model, SIZE)
+    formats.write_pt2(Normalised().eval(), model, SIZE)
     description = {"kind": "pt2", "image_size": SIZE, "short_side": SHORT}
     description["classes"] = [f"class {i}" for i in range(CLASSES)]
-    model_folder.describe(model, [file], description)
-    (model / "README.md").write_text("random weights\n")
+    description["source"] = {"run": "random weights", "metrics": {}}
+    description["verification"] = {"images": 1, "top1": 1, "difference": 0}
+    model_folder.describe(model, description)
     image = (folder / "images" / "0.jpg").read_bytes()
-    formats.write_mlflow(
-        model, folder / "mlflow", image, model_folder.requirements(["mlflow", "pandas"])
-    )
+    formats.write_mlflow(model, folder / "mlflow", [image])
 
 
 def write_images(folder: Path) -> None:

@@ -71,6 +71,9 @@ def export(
     if not exists:
         Export(config, run, checkpoint).write(format, images, target)
     model = target / "artifacts/model" if format == "mlflow" else target
+    if damage := model_folder.damage_of(model):
+        remedy = f"remove it, and repeat the command: rm -r {shlex.quote(shown(target))}"
+        raise UserError.at(shown(target), damage, remedy)
     print(f"export  {shown(target)}{': it was there already' if exists else ''}")
     print(f"agrees  {model_folder.agreement(model_folder.read(model))}")
     if format == "mlflow" and Outbox(run.path).exists:
@@ -142,7 +145,12 @@ class Export:
 
     def _write_model(self, kind: str, folder: Path, samples: list[bytes]) -> None:
         """Writes a model folder, and what it answers for `samples` compared with the network."""
-        model_folder.write_package(folder, formats.ONNX[-1:] if kind == "onnx" else ())
+        folder.mkdir()
+        needed = "torch\nsafetensors\n"
+        if kind != "weights":
+            model_folder.write_package(folder)
+            needed = model_folder.requirements(formats.ONNX[-1:] if kind == "onnx" else ())
+        (folder / "requirements.txt").write_text(needed)
         (folder / "recipe.yaml").write_text(redact(OmegaConf.to_yaml(self.run.recipe())))
         pixels = torch.stack([self.view.pixels(data, 0) for data in samples])
         with torch.inference_mode():
@@ -155,7 +163,7 @@ class Export:
             "short_side": self.view.short_side,
             "source": self._source(),
         }
-        model_folder.describe(folder, [file], description)
+        model_folder.describe(folder, description)
         if kind == "weights":
             with torch.inference_mode():
                 scored = self._with_weights(folder / file)(pixels).numpy()
@@ -163,8 +171,8 @@ class Export:
             scorer = Scorer(folder)
             scored = scorer.probabilities(torch.stack([*map(scorer.pixels, samples)]))
         description["verification"] = formats.compare(scored, expected, kind)
-        model_folder.describe(folder, [file], description)
-        model_folder.write_card(folder, description)
+        model_folder.describe(folder, description)
+        model_folder.write_card(folder, description, kind)
 
     def _source(self) -> dict[str, Any]:
         """Where the model comes from."""

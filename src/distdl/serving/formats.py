@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from distdl.checkpoint import convert
-from distdl.serving.model_folder import PACKAGE, requirements
+from distdl.serving.model_folder import PACKAGE, read, requirements, write_card
 from distdl.serving.scorer import Scorer
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import UserError
@@ -126,11 +125,9 @@ def write_mlflow(model: Path, folder: Path, images: Sequence[bytes]) -> Path:
         input_example=frame[:1],
         pip_requirements=requirements(["mlflow", "pandas"]).split(),
     )
-    shutil.copyfile(model / "README.md", folder / "README.md")
-    answers, columns = (
-        mlflow.pyfunc.load_model(str(folder)).predict(frame),
-        ["class", "probability"],
-    )
+    write_card(folder, read(model), "mlflow")
+    answers = mlflow.pyfunc.load_model(str(folder)).predict(frame)
+    columns = ["class", "probability"]
     try:
         pandas.testing.assert_frame_equal(answers[columns], expected[columns], rtol=0, atol=1e-5)
     except AssertionError as error:

@@ -19,6 +19,7 @@ from distdl.util.errors import UserError
 
 DESCRIPTION = "model.json"
 EXPORTS, SERVED = "exports", ("pt2", "onnx")
+CHECKED = (".py", ".pt2", ".onnx", ".safetensors")  # endings of files with a checksum
 # The package in every model folder, and the modules that it holds copies of.
 PACKAGE = "distdl_scoring"
 COPIED = (
@@ -37,12 +38,17 @@ print(Scorer('.').score([open('photo.jpg', 'rb').read()]))"
 
 With distdl: `python -m distdl serve .`
 """
-_LOADED = "`model.safetensors` has the network's own names: `safetensors.torch.load_file`.\n"
+_MLFLOW = """```python
+model = mlflow.pyfunc.load_model(".")
+model.predict(pandas.DataFrame({"image": [open("photo.jpg", "rb").read()]}))
+```
+"""
+_WEIGHTS = "`model.safetensors` has the network's own names: `safetensors.torch.load_file`.\n"
+USE = {"pt2": _SCORED, "onnx": _SCORED, "mlflow": _MLFLOW, "weights": _WEIGHTS}
 
 
-def write_package(folder: Path, more: Sequence[str] = ()) -> None:
-    """Writes `COPIED` as a package, and `SCRIPTS`, which import each other and not distdl; and
-    `requirements` with `more`."""
+def write_package(folder: Path) -> None:
+    """Writes `COPIED` as a package, and `SCRIPTS`, which import each other and not distdl."""
     (folder / PACKAGE).mkdir(parents=True)
     about = f'"""Scores images; copied from distdl {__version__}."""\n'
     (folder / PACKAGE / "__init__.py").write_text(about)
@@ -55,7 +61,6 @@ def write_package(folder: Path, more: Sequence[str] = ()) -> None:
             text = text.replace(f"from {other} import", f"from {PACKAGE}.{stem} import")
         target = folder if module in SCRIPTS else folder / PACKAGE
         (target / f"{module.rpartition('.')[2]}.py").write_text(text)
-    (folder / "requirements.txt").write_text(requirements(more))
 
 
 def requirements(more: Sequence[str] = ()) -> str:
@@ -67,9 +72,10 @@ def requirements(more: Sequence[str] = ()) -> str:
     return "".join(lines)
 
 
-def describe(folder: Path, names: Sequence[str], description: Mapping[str, Any]) -> None:
-    """Writes `model.json` with the sha256 of the named files, and the model card beside it."""
-    files = {name: checkpoints.sha256(folder / name) for name in names}
+def describe(folder: Path, description: Mapping[str, Any]) -> None:
+    """Writes `model.json`, with the sha256 of the model and the code."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.suffix in CHECKED]
+    files = {path.relative_to(folder).as_posix(): checkpoints.sha256(path) for path in paths}
     text = json.dumps({"format": 1, **description, "files": files}, indent=1)
     write_bytes(folder / DESCRIPTION, text.encode() + b"\n")
 
@@ -82,7 +88,17 @@ def agreement(description: Mapping[str, Any]) -> str:
     return f"with the network on {same}; probabilities differ by {difference:.1e} at most"
 
 
-def write_card(folder: Path, description: Mapping[str, Any]) -> None:
+def damage_of(folder: Path) -> str:
+    """What is wrong with a model folder; empty: nothing."""
+    description = read(folder)
+    for name, digest in description["files"].items():
+        if not (folder / name).is_file() or checkpoints.sha256(folder / name) != digest:
+            return f"{name} is missing or damaged"
+    complete = description["kind"] not in SERVED or "score.py" in description["files"]
+    return "" if complete else "an earlier version of distdl wrote it"
+
+
+def write_card(folder: Path, description: Mapping[str, Any], kind: str) -> None:
     """Writes the model card, `README.md`. Texts of the run are escaped."""
     source, names = description["source"], description["classes"]
     size, short_side = description["image_size"], description["short_side"]
@@ -95,8 +111,7 @@ def write_card(folder: Path, description: Mapping[str, Any]) -> None:
         "agrees": agreement(description),
     }
     rows = "".join(f"| {key} | {_cell(value)} |\n" for key, value in facts.items() if value)
-    use = _LOADED if description["kind"] == "weights" else _SCORED
-    text = f"# {_cell(source['run'])}\n\n| | |\n|---|---|\n{rows}\n{use}"
+    text = f"# {_cell(source['run'])}\n\n| | |\n|---|---|\n{rows}\n{USE[kind]}"
     write_bytes(folder / "README.md", text.encode())
 
 
@@ -112,10 +127,11 @@ def read(folder: Path) -> dict[str, Any]:
     """
     try:
         description = json.loads((folder / DESCRIPTION).read_bytes())
-        if isinstance(description, dict) and isinstance(description["classes"], list):
+        shape = description["classes"], description["files"], description["kind"]
+        if [type(part) for part in shape] == [list, dict, str]:
             return description
         raise ValueError("it has another form")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = "a folder that python -m distdl export wrote"
         raise UserError.at(str(folder), f"is not an exported model: {error}", remedy) from None
 
@@ -130,5 +146,6 @@ def exported(run: Path, formats: Sequence[str] = SERVED) -> Path | None:
     path = checkpoints.best_or_last(run / "checkpoints")
     if not path.exists():
         return None
-    names = (run / EXPORTS / f"{format}-{digest(path)}" for format in formats)
+    names = [run / EXPORTS / f"{format}-{digest(path)}" for format in formats]
+    names.append(run / EXPORTS / f"mlflow-{digest(path)}/artifacts/model")
     return next((folder for folder in names if (folder / DESCRIPTION).is_file()), None)

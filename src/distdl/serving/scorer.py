@@ -56,9 +56,11 @@ class Scorer:
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"{folder / DESCRIPTION} cannot be read: {what}") from None
         for name, digest in files.items():
-            path = folder / Path(name).name
+            path = folder / name
             if not path.is_file() or _sha256(path) != digest:
-                raise ValueError(f"{path} is missing or damaged: export the model again")
+                raise ValueError(
+                    f"{path} is missing or damaged: remove the folder, and export again"
+                )
         self._decode = decoder("auto")
         load = _load_onnx if "model.onnx" in files else _load_pt2
         self.probabilities: Probabilities = load(folder)

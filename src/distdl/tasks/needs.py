@@ -29,7 +29,8 @@ def needs(step: str, loader: str) -> Callable[..., Iterator[Problem]]:
             if not has(kinds.locate(part["_target_"]), name):
                 what = f"needs {name}, which {part['_target_']} does not define"
                 other = ", or choose one: optimizer=sgd" if name == "configure_optimizers" else ""
-                yield Problem("", what, f"define it{other}")
+                ours = part["_target_"].startswith("distdl.") and section == "data"
+                yield Problem("", what, "data=imagenet" if ours else f"define it{other}")
 
     return check
 

@@ -73,7 +73,7 @@ def predict(
         context.datamodule.predict_from = source  # type: ignore[union-attr]
     facts: dict[str, Any] = {
         "checkpoint": path and checkpoints.identity(Path(path)),
-        "source": source and source.partition("?")[0],  # a signature is a secret
+        "source": source and without_signature(source),
         "format": format,
         "top_k": top_k,
     }
@@ -100,6 +100,13 @@ def predict(
         if 0 < counts["labels"] == samples - counts["damaged"]:
             metrics["predict/acc1"] = counts["hits"] / counts["labels"]
     return metrics
+
+
+def without_signature(source: str) -> str:
+    """The address of images, the same from every folder and without secrets."""
+    if is_remote(source):
+        return source.partition("?")[0]
+    return str(Path(open_store(source).uri).absolute())
 
 
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:

@@ -102,6 +102,9 @@ class Rows:
             except ValidationError as error:
                 what = f"{shown(path)} is damaged: {error.errors()[0]['msg']}"
                 raise UserError.at("task.output", what, OTHER) from None
+            if not self.stored.rows:  # of a command that was refused
+                self.stored = StoredRows()
+                (self.folder / MANIFEST).unlink(missing_ok=True)
         elif self.folder.is_file() or [*self.folder.glob("[!.]*")]:
             raise UserError.at("task.output", f"{shown(self.folder)} holds other files", OTHER)
         for name, digest in self.stored.parts.items():
