@@ -24,8 +24,6 @@ from distdl.util.errors import UserError
 # The packages of `distdl serve`, which Azure's servers do not use, and pin to other versions.
 UNUSED = re.compile(r"(fastapi|uvicorn|pydantic)\b")
 IMAGE = "mcr.microsoft.com/azureml/openmpi5.0-ubuntu24.04"
-VM_SIZE = "Standard_DS3_v2"
-MINI_BATCH = 64  # images per call of batch_score.py
 
 
 class OnlineEndpoint(Platform):
@@ -33,6 +31,7 @@ class OnlineEndpoint(Platform):
 
     kind, script, auth_mode = "online", "score.py", "key"
     packages: tuple[str, ...] = ("azureml-inference-server-http==1.5.1",)
+    default_type = "Standard_DS3_v2"
 
     errors = staticmethod(azure_errors)
 
@@ -72,13 +71,13 @@ class OnlineEndpoint(Platform):
 
     def size(self) -> dict[str, Any]:
         """The keys of a deployment that only this kind of endpoint has."""
-        kind = self.options.instance_type or VM_SIZE
+        kind = self.options.instance_type
         if not vm_sizes.NAME.fullmatch(kind):
-            raise UserError.at("--instance-type", f"{kind} is not a VM size", f"such as {VM_SIZE}")
+            raise UserError.at("--instance-type", f"{kind} is not a VM size", self.default_type)
         return {"instance_type": kind, "instance_count": self.options.instances}
 
     def price(self) -> str:
-        size, count = vm_sizes.find(self.options.instance_type or VM_SIZE), self.options.instances
+        size, count = vm_sizes.find(self.options.instance_type), self.options.instances
         if size is None or size.price_per_hour is None:
             return f"not known to distdl: {cost.PRICES}"
         about = f"{count} x {size.name}; list price, East US, {size.price_date}"
@@ -150,12 +149,10 @@ class BatchEndpoint(OnlineEndpoint):
 
     def size(self) -> dict[str, Any]:
         if not self.launcher.compute:
-            what = "missing: a batch endpoint's jobs run on a cluster"
-            raise UserError.at("launcher.compute", what, "launcher.compute=NAME")
+            raise UserError.at("launcher.compute", "missing", "the cluster that jobs run on")
         resources = {"instance_count": self.options.instances}
-        parts = {"compute": f"azureml:{self.launcher.compute}", "resources": resources}
         output = {"output_action": "append_row", "output_file_name": "predictions.jsonl"}
-        return {**parts, "mini_batch_size": MINI_BATCH, **output}
+        return {"compute": f"azureml:{self.launcher.compute}", "resources": resources, **output}
 
     def price(self) -> str:
         return f"nothing while no job runs, then that of {self.launcher.compute}'s nodes"

@@ -18,15 +18,14 @@ from distdl.launchers.sagemaker.aws import aws_errors
 from distdl.launchers.sagemaker.uploads import pack
 from distdl.util.errors import Problem, UserError
 
-INSTANCE_TYPE = "ml.m5.large"
 PRICES = "aws.amazon.com/sagemaker/ai/pricing"
 
 
 class HostedEndpoint(Platform):
     """A real-time endpoint in the account and region that the launcher's settings name."""
 
-    kind = "ProductionVariant"  # of the instance types, in the description of SageMaker's API
-
+    types = "ProductionVariantInstanceType"  # in the description of SageMaker's API
+    default_type = "ml.m5.large"
     errors = staticmethod(aws_errors)
 
     @property
@@ -42,15 +41,11 @@ class HostedEndpoint(Platform):
         if absent := [key for key, value in needed.items() if not value]:
             raise UserError(*(Problem(key, "missing", "see docs/deploy.md") for key in absent))
         service = Session().get_service_model("sagemaker")
-        kind, known = self.size()["InstanceType"], f"{self.kind}InstanceType"
-        if kind not in (types := service.shape_for(known).enum):
-            what = f"{kind} is not an instance type for this"
-            raise UserError.at("--instance-type", what, did_you_mean(kind, types))
-        s = self.launcher
-        container = {
-            "Image": self.options.image,
-            "ModelDataUrl": f"s3://{s.bucket}/{self.key(name)}",
-        }
+        kind, known = self.options.instance_type, service.shape_for(self.types).enum
+        if kind not in known:
+            raise UserError.at("--instance-type", f"there is no {kind}", did_you_mean(kind, known))
+        uri = f"s3://{s.bucket}/{s.prefix.strip('/')}/models/{name}.tar.gz"
+        container = {"Image": image, "ModelDataUrl": uri}
         model = {"ModelName": name, "PrimaryContainer": container, "ExecutionRoleArn": s.role}
         if s.subnets:
             model["VpcConfig"] = {"Subnets": s.subnets, "SecurityGroupIds": s.security_groups}
@@ -60,44 +55,41 @@ class HostedEndpoint(Platform):
             validate_parameters(body, shape)
         return documents
 
-    def key(self, name: str) -> str:
-        return f"{self.launcher.prefix.strip('/')}/models/{name}.tar.gz".lstrip("/")
-
-    def size(self) -> dict[str, Any]:
-        kind = self.options.instance_type or INSTANCE_TYPE
-        return {"InstanceType": kind, "InitialInstanceCount": self.options.instances}
-
     def use(self, name: str) -> dict[str, dict[str, Any]]:
         """What uses the model."""
-        variants = [{"VariantName": "model", "ModelName": name, **self.size()}]
-        config = {"EndpointConfigName": name, "ProductionVariants": variants}
-        return {"create_endpoint_config": config}
+        size = {"InstanceType": self.options.instance_type}
+        size |= {"InitialInstanceCount": self.options.instances}
+        variants = [{"VariantName": "model", "ModelName": name, **size}]
+        return {
+            "create_endpoint_config": {"EndpointConfigName": name, "ProductionVariants": variants}
+        }
 
     def price(self) -> str:
-        kind, count = self.size().values()
-        return f"{count} x {kind}, not known to distdl: {PRICES}"
+        return f"not known to distdl: {PRICES}"
 
-    def current(self) -> str:
-        """The config of the endpoint; empty if there is no endpoint."""
+    def endpoint(self) -> dict[str, Any]:
+        """As SageMaker describes it; empty if there is none."""
         name = self.options.name
         listed = self.client.list_endpoints(NameContains=name, MaxResults=100)["Endpoints"]
-        if name not in [each["EndpointName"] for each in listed]:
-            return ""
-        return str(self.client.describe_endpoint(EndpointName=name)["EndpointConfigName"])
+        exists = name in [each["EndpointName"] for each in listed]
+        return self.client.describe_endpoint(EndpointName=name) if exists else {}
 
     def deployments(self) -> dict[str, bool]:
-        name, current = self.options.name, self.current()
+        name, endpoint = self.options.name, self.endpoint()
         configs = self.client.list_endpoint_configs(NameContains=f"{name}-", MaxResults=100)
         names = [each["EndpointConfigName"] for each in configs["EndpointConfigs"]]
-        ours = {each: False for each in names if is_ours(each, name)}
-        return {**ours, current: True} if current else ours
+        states = {each: False for each in names if is_ours(each, name)}
+        if endpoint:
+            states[endpoint["EndpointConfigName"]] = endpoint["EndpointStatus"] != "Failed"
+        return states
 
     def create(self, name: str, folder: Path) -> None:
-        documents, bucket, key = self.documents(name, folder), self.launcher.bucket, self.key(name)
-        report(f"uploading s3://{bucket}/{key}")
+        documents = self.documents(name, folder)
+        uri = documents["create_model"]["PrimaryContainer"]["ModelDataUrl"]
+        report(f"uploading {uri}")
         with tempfile.TemporaryDirectory() as temporary:
             pack(folder, archive := Path(temporary) / "model.tar.gz")
-            self.launcher.aws("s3").upload_file(str(archive), bucket, key)
+            self.launcher.aws("s3").upload_file(str(archive), *uri[5:].split("/", 1))
         for operation, body in documents.items():
             getattr(self.client, operation)(**body)
 
@@ -127,7 +119,7 @@ class HostedEndpoint(Platform):
             raise NotDeployed.at(endpoint, now.get("FailureReason", now["EndpointStatus"]), logs)
 
     def move(self, name: str) -> None:
-        change = self.client.update_endpoint if self.current() else self.client.create_endpoint
+        change = self.client.update_endpoint if self.endpoint() else self.client.create_endpoint
         report(f"moving the traffic of {self.options.name}, which takes some minutes")
         change(EndpointName=self.options.name, EndpointConfigName=name)
         self.wait(self.options.name, name)
@@ -148,21 +140,19 @@ class HostedEndpoint(Platform):
 class Transform(HostedEndpoint):
     """A batch transform job: a request per image below an address in S3."""
 
-    kind = "Transform"
+    types = "TransformInstanceType"
 
     def use(self, name: str) -> dict[str, dict[str, Any]]:
-        for key in ("input", "output"):
-            if not str(getattr(self.options, key)).startswith("s3://"):
-                what = f"{getattr(self.options, key)} is not in S3"
-                raise UserError.at(f"--{key}", what, f"--{key} s3://BUCKET/FOLDER")
-        source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": self.options.input}}
-        kind, count = self.size().values()
+        o = self.options
+        if not all(str(address).startswith("s3://") for address in (o.input, o.output)):
+            raise UserError.at("--input, --output", "must be in S3", "s3://BUCKET/FOLDER")
+        source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": o.input}}
         job = {
             "TransformJobName": name,  # which can be used only once
             "ModelName": name,
             "TransformInput": {"DataSource": source, "ContentType": "application/x-image"},
-            "TransformOutput": {"S3OutputPath": self.options.output},
-            "TransformResources": {"InstanceType": kind, "InstanceCount": count},
+            "TransformOutput": {"S3OutputPath": o.output},
+            "TransformResources": {"InstanceType": o.instance_type, "InstanceCount": o.instances},
             "MaxPayloadInMB": 32,
         }
         return {"create_transform_job": job}

@@ -27,7 +27,7 @@ REFUSED = {
     "of a sweep": ("azureml lr=1 --name flowers", "lr=1: is neither a run"),
     "weights": ("azureml weights --name flowers", "weights: holds weights"),
     "damaged": ("azureml damaged --name flowers", "is missing or damaged: export"),
-    "key": (f"azureml {MODEL} deploy.key=3", "deploy.key=3: is not a setting of deploy"),
+    "key": (f"azureml {MODEL} dryrun=true", "dryrun=true: is not a setting of deploy"),
     "launcher key": (f"azureml {MODEL} launcher.worspace=x", "launcher.worspace"),
     "rollback and dry": ("azureml --name flowers --rollback dry_run=true", "no dry_run"),
     "delete a model": (f"azureml {MODEL} --delete", "1 folders"),
@@ -39,8 +39,8 @@ REFUSED = {
     "bucket": (f"sagemaker {MODEL} {ROLE} --image x", "launcher.bucket: missing"),
     "image": (f"sagemaker {MODEL} {ROLE} {BUCKET}", "--image: missing"),
     "type": (f"{AWS} --instance-type ml.m5.larg", "did you mean ml.m5.large?"),
-    "input": (f"{AWS} --batch --output s3://b/o", "--input: None is not in S3"),
-    "output": (f"{AWS} --batch --input s3://b/i --output x", "--output: x is not in S3"),
+    "input": (f"{AWS} --batch --output s3://b/o", "--input, --output: must be in S3"),
+    "output": (f"{AWS} --batch --input s3://b/i --output x", "--input, --output: must be in S3"),
     "transform": (f"{AWS} --batch --delete".replace("MODEL ", ""), "ends by itself"),
 }
 

@@ -1,10 +1,6 @@
 """`python -m distdl deploy`: an exported model answers on Azure ML or SageMaker.
 
 Traffic moves to a new model only after it has answered a test request as it does on this machine.
-
-  python -m distdl deploy azureml RUN --name flowers dry_run=true
-  python -m distdl deploy azureml RUN --name flowers launcher.workspace=space
-  python -m distdl deploy azureml --name flowers --rollback
 """
 
 from __future__ import annotations
@@ -30,10 +26,7 @@ PLATFORMS = {
 
 def main(argv: Sequence[str]) -> int:
     """Creates, changes or deletes one endpoint."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m distdl deploy", description=__doc__, formatter_class=form
-    )
+    parser = argparse.ArgumentParser("python -m distdl deploy", description=__doc__)
     add = parser.add_argument
     add("platform", choices=PLATFORMS)
     add("words", nargs="*", metavar="RUN|MODEL, launcher.key=value, dry_run=true")
@@ -81,14 +74,15 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[Any, bool]:
     from distdl.config import compose
     from distdl.validation.kinds import locate
 
-    unknown = [word for word in words if not re.match(r"\+*(launcher\.|dry_run=)", word)]
-    if unknown:
-        raise UserError.at(unknown[0], "is not a setting of deploy", "see --help")
+    for word in words:
+        if not re.match(r"\+*launcher\.|dry_run=", word):
+            raise UserError.at(word, "is not a setting of deploy", "see --help")
     config = compose.compose([f"launcher={options.platform}", *words])
     node: Any = OmegaConf.to_container(config.launcher, resolve=True)
     launcher = locate(node.pop("_target_"))(**node)
     module, *kinds = PLATFORMS[options.platform]
     kind = getattr(importlib.import_module(f"distdl.launchers.{module}"), kinds[options.batch])
+    options.instance_type = options.instance_type or kind.default_type
     return kind(launcher, options), bool(config.dry_run)
 
 
