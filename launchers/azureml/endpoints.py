@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,10 @@ class OnlineEndpoint(Platform):
         endpoint.traffic = {name: 100}
 
     def remove(self, name: str) -> None:
-        self.finish("deployments", "delete", name, self.options.name)
+        from azure.core.exceptions import ResourceNotFoundError
+
+        with suppress(ResourceNotFoundError):
+            self.finish("deployments", "delete", name, self.options.name)
 
     def delete(self) -> None:
         self.finish("endpoints", "delete", self.options.name)

@@ -94,7 +94,11 @@ def test_the_order_of_models(azure, models, deploy) -> None:
 
 @pytest.mark.parametrize(
     ("broken", "expected"),
-    [("answers", 'the answer was {"predictions"'), ("creation", "the container has crashed")],
+    [
+        ("upload", "no right to write models"),
+        ("creation", "the container has crashed"),
+        ("answers", 'the answer was {"predictions"'),
+    ],
 )
 def test_no_traffic_moves_to_a_model_that_fails(broken, expected, azure, models, deploy) -> None:
     deploy(models[0])
