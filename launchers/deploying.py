@@ -1,32 +1,21 @@
 """What `distdl deploy` does on every platform: traffic moves to a new model only after it has
-answered test requests as it does on this machine."""
+answered a test request as it does on this machine."""
 
 from __future__ import annotations
 
-import base64
 import json
+import re
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from distdl.util.errors import UserError
 
-from distdl.launchers.common import Positive, digest, matching, problems
-from distdl.util.errors import Problem, UserError
-
-TAG = "distdl"  # on what distdl created: nothing else is changed or deleted
 TOLERANCE = 1e-3  # the largest difference between two machines' probabilities of an image
-NAME = matching(
-    r"[A-Za-z](?=.{2,31}$)[A-Za-z0-9-]*[A-Za-z0-9]",
-    "a name for an endpoint",
-    "deploy.name=NAME: 3 to 32 letters, digits and hyphens, a letter first, no hyphen last",
-)
 
 
 class NotDeployed(UserError):
@@ -36,180 +25,142 @@ class NotDeployed(UserError):
     outcome = "traffic stays where it was"
 
 
-class DeploySettings(BaseModel):
-    """The keys `deploy.*` of every platform; docs/deploy.md explains them."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, validate_default=True)
-
-    name: Annotated[str, NAME]
-    instances: Positive = 1
-    keep: Literal[0, 1] = 1
-    rollback: bool = False
-
-
-@dataclass(frozen=True)
-class Example:
-    """A test request: an encoded image, and this machine's answer for it."""
-
-    image: bytes
-    label: str
-    probability: float
-
-    @property
-    def body(self) -> str:
-        return json.dumps({"images": [base64.b64encode(self.image).decode()], "top_k": 1})
-
-    def check(self, answer: str) -> None:
-        """Raises NotDeployed unless the platform's answer is this machine's."""
-        what = f"the answer was {answer[:300]!r}"
-        with suppress(ValueError, KeyError, TypeError):
-            (best,) = json.loads(answer)["predictions"]
-            label, probability = best["class"], float(best["probability"])
-            if label == self.label and abs(probability - self.probability) <= TOLERANCE:
-                return
-            what = f"the answer was {label} ({probability:.4f})"
-        what += f", and on this machine it is {self.label} ({self.probability:.4f})"
-        raise NotDeployed.at("the test request", what)
-
-
-@dataclass(frozen=True)
-class ExportedModel:
-    """A model folder, and requests that test it."""
-
-    folder: Path
-    examples: tuple[Example, ...] = ()
-
-    @property
-    def files(self) -> dict[str, Path]:
-        """Relative name -> path."""
-        paths = (path for path in sorted(self.folder.rglob("*")) if path.is_file())
-        names = {path.relative_to(self.folder).as_posix(): path for path in paths}
-        return {name: path for name, path in names.items() if "__pycache__" not in name}
-
-    @cached_property
-    def version(self) -> str:
-        """A hash of the names and contents of all files."""
-        hashes = {name: sha256(path.read_bytes()).hexdigest() for name, path in self.files.items()}
-        return digest(json.dumps(hashes), 12)
-
-    @property
-    def uploads(self) -> str:
-        """What is uploaded, a line per file."""
-        sizes = {name: path.stat().st_size for name, path in self.files.items()}
-        lines = (f"\n#   {size:>13,}  {name}" for name, size in sizes.items())
-        return f"# upload {sum(sizes.values()):,} bytes of {self.folder}:{''.join(lines)}\n"
-
-
-class Endpoint(ABC):
+class Platform(Protocol):
     """An endpoint with at most two deployments: the one that answers, and the one before it.
 
     Args:
         launcher: The launcher with the user's settings: account, workspace, region.
-        values: The keys `deploy.*`, without the prefix.
-
-    Raises:
-        UserError: With all problems of the settings.
+        options: Of the command line.
     """
 
-    settings_type: ClassVar[type[DeploySettings]]
-    tested: ClassVar[bool] = True
+    launcher: Any
+    options: Namespace
 
-    def __init__(self, launcher: Any, values: Mapping[str, Any]) -> None:
-        self.launcher = launcher
-        try:
-            self.settings: Any = self.settings_type(**values)
-        except ValidationError as error:
-            wrong = problems(error, values, self.settings_type.model_fields)
-            named = [replace(p, path=f"deploy.{p.path}") for p in wrong]
-            text = {p.path: f"{p.path}=..." if p.what == "missing" else p.remedy for p in named}
-            raise UserError(*(replace(p, remedy=text[p.path]) for p in named)) from None
+    def __init__(self, launcher: Any, options: Namespace) -> None:
+        self.launcher, self.options = launcher, options
 
-    @abstractmethod
-    def misfits(self) -> Iterable[Problem]:
-        """Problems of settings that only a new deployment needs."""
+    @staticmethod
+    def errors() -> AbstractContextManager[None]:
+        """Turns the SDK's errors into UserErrors."""
 
-    @abstractmethod
-    def render(self, model: ExportedModel) -> str:
-        """What would be sent, and the price. Contacts nothing."""
+    def documents(self, name: str, folder: Path) -> dict[str, dict[str, Any]]:
+        """What would be sent for a deployment, checked by the SDK. Contacts nothing."""
 
-    @abstractmethod
-    def name_of(self, model: ExportedModel) -> str:
-        """The deployment's name: the same model with the same settings has the same name."""
+    def price(self) -> str:
+        """Per hour."""
 
-    @abstractmethod
-    def weights(self) -> dict[str, float]:
-        """Deployment -> its share of the traffic; UserError if the endpoint is somebody else's."""
+    def deployments(self) -> dict[str, bool]:
+        """The name of every deployment of the endpoint, and whether it answers."""
 
-    @abstractmethod
-    def create(self, name: str, model: ExportedModel) -> None:
+    def create(self, name: str, folder: Path) -> None:
         """Creates a deployment without traffic, and what it needs."""
 
-    @abstractmethod
-    def ask(self, name: str, example: Example) -> str: ...
+    def ask(self, name: str, body: str) -> str | None:
+        """A deployment's answer, whoever has the traffic; None if it cannot be tested."""
 
-    @abstractmethod
     def move(self, name: str) -> None:
         """Moves all traffic to a deployment."""
 
-    @abstractmethod
-    def log(self, name: str) -> str: ...
+    def remove(self, name: str) -> None:
+        """Removes a deployment without traffic, or the rest of one that was not created."""
 
-    @abstractmethod
-    def remove(self, name: str) -> None: ...
-
-    @abstractmethod
-    def usage(self) -> str:
-        """How to send a request, in one line."""
-
-    @abstractmethod
     def delete(self) -> None:
-        """Deletes the endpoint with all its deployments."""
+        """Deletes the endpoint with its deployments."""
 
-    def deploy(self, model: ExportedModel) -> None:
-        """Creates, tests, moves the traffic, and removes deployments older than the one before."""
-        name, weights = self.name_of(model), self.weights()
-        serving = max(weights, key=weights.__getitem__, default=None)
+
+def files(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
+
+
+def name_of(platform: Platform, folder: Path) -> str:
+    """A deployment's name: the same for the same model on the same machines."""
+    options = platform.options
+    settings = (options.instance_type, options.instances, options.image, platform.launcher)
+    whole = sha256(repr(settings).encode())
+    for path in files(folder):
+        whole.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return f"{options.name}-{whole.hexdigest()[:8]}"
+
+
+def render(platform: Platform, folder: Path) -> str:
+    """What would be sent and uploaded, and the price."""
+    from yaml import safe_dump
+
+    documents = platform.documents(name_of(platform, folder), folder)
+    text = "".join(f"# {k}\n{safe_dump(v, sort_keys=False)}\n" for k, v in documents.items())
+    for path in files(folder):
+        text += f"# upload {path.stat().st_size:>13,}  {path.relative_to(folder)}\n"
+    return f"{text}# price per hour: {platform.price()}\n# nothing was sent"
+
+
+def deploy(platform: Platform, folder: Path, body: str, expected: Mapping[str, Any]) -> None:
+    """Creates, tests, moves the traffic, and removes what is older than the one before.
+
+    Args:
+        body: Of the test request.
+        expected: The class and probability in this machine's answer.
+    """
+    name, existing = name_of(platform, folder), deployments(platform)
+    if not existing.get(name):
         try:
-            if name not in weights:
-                self.create(name, model)
-            for example in model.examples if self.tested else ():
-                example.check(self.ask(name, example))
-            if name != serving:
-                self.move(name)
+            with platform.errors():
+                if name not in existing:
+                    platform.create(name, folder)
+                check(platform.ask(name, body), expected)
         except BaseException as error:
-            notes = self._give_up(name) if name not in weights else f"{name} stays"
+            if name not in existing:
+                report(f"{error}\nremoving {name}")
+                platform.remove(name)
             if isinstance(error, UserError):
-                raise NotDeployed.at(name, f"{error}\n{notes}") from error
-            report(notes)
+                raise NotDeployed(*error.problems) from error
             raise
-        kept = {name} if not self.settings.keep else weights if name == serving else {name, serving}
-        for other in weights.keys() - kept:
-            self.remove(other)
-        print(f"{self.settings.name}: {name} answers{' already' if name == serving else ''}")
-        print(self.usage())
+        platform.move(name)
+        for older in existing.keys() - {name}:
+            if not existing[older]:
+                platform.remove(older)
+    print(f"{name} answers")
 
-    def _give_up(self, name: str) -> str:
-        """Removes a deployment that was just created. Returns its log, and the result."""
-        report(f"removing {name}")
-        notes = ""
-        with suppress(UserError):  # it may not exist
-            notes = f"{self.log(name)}\n"
-        try:
-            self.remove(name)
-        except UserError as error:
-            return f"{notes}{name} may still exist and cost money: {error}"
-        return f"{notes}{name} was removed"
 
-    def roll_back(self) -> None:
-        """Moves the traffic to the deployment before."""
-        weights = self.weights()
-        serving = max(weights, key=weights.__getitem__, default=None)
-        others = list(weights.keys() - {serving})
-        if len(others) != 1:
-            what = f"{self.settings.name} has {len(others) or 'no'} other models"
-            raise UserError.at("deploy.rollback", what, "deploy the model that should answer")
-        self.move(others[0])
-        print(f"{self.settings.name}: {others[0]} answers, and {serving} no more")
+def deployments(platform: Platform) -> dict[str, bool]:
+    """Those that distdl created; refuses an endpoint with others."""
+    existing = platform.deployments()
+    for name in existing:
+        if not is_ours(name, platform.options.name):
+            what = f"the endpoint has {name}, which distdl did not create"
+            raise UserError.at("--name", what, "choose another name")
+    return existing
+
+
+def is_ours(deployment: str, endpoint: str) -> bool:
+    return bool(re.fullmatch(rf"{endpoint}-[0-9a-f]{{8}}", deployment))
+
+
+def check(answer: str | None, expected: Mapping[str, Any]) -> None:
+    """Raises NotDeployed unless the platform's answer is the expected one."""
+    with suppress(ValueError, KeyError, TypeError, IndexError):
+        best = json.loads(answer)["predictions"][0] if answer is not None else expected
+        difference = abs(best["probability"] - expected["probability"])
+        if best["class"] == expected["class"] and difference <= TOLERANCE:
+            return
+    what = f"the answer was {str(answer)[:300]}, and on this machine it is {expected}"
+    raise NotDeployed.at("the test request", what)
+
+
+def roll_back(platform: Platform) -> None:
+    """Moves the traffic to the deployment before."""
+    others = [name for name, answers in deployments(platform).items() if not answers]
+    if len(others) != 1:
+        what = f"{platform.options.name} has {len(others) or 'no'} other models"
+        raise UserError.at("--rollback", what, "deploy the model that should answer")
+    platform.move(others[0])
+    print(f"{others[0]} answers")
+
+
+def delete(platform: Platform) -> None:
+    """Deletes the endpoint, but no model that was uploaded."""
+    deployments(platform)
+    platform.delete()
+    print(f"{platform.options.name} was deleted")
 
 
 def report(text: str) -> None:

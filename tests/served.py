@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from pathlib import Path
 
-from distdl.serving.model_folder import DESCRIPTION, requirements
-from tests.serving.colours import photo, write_model
+from distdl.serving.model_folder import requirements
+from tests.serving.colours import write_model
 
 
 @functools.cache
@@ -20,14 +19,11 @@ def files() -> dict[str, bytes]:
 
 
 def model_folder(folder: Path, card: str = "# Colours") -> Path:
-    """Writes a folder with an example. With another card it is another model to `deploy`."""
+    """Writes a folder. With another card it is another model to `deploy`."""
     more = {"README.md": card.encode(), "requirements.txt": requirements().encode()}
-    for name, content in {**files(), **more, "example.jpg": photo("green")}.items():
+    for name, content in {**files(), **more}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    description = json.loads((folder / DESCRIPTION).read_text())
-    description["verification"] = {"examples": [{"file": "example.jpg", "class": "green"}]}
-    (folder / DESCRIPTION).write_text(json.dumps(description))
     return folder
 
 
@@ -37,5 +33,6 @@ def run_folder(folder: Path) -> Path:
 
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints/last.ckpt").write_bytes(b"a checkpoint")
+    (folder / "config.yaml").write_text("{}\n")
     model_folder(folder / EXPORTS / f"pt2-{digest(folder / 'checkpoints/last.ckpt')}")
     return folder

@@ -1,252 +1,170 @@
 """`distdl deploy azureml`: a model on a managed online endpoint, or on a batch endpoint.
 
-The documents are those that `az ml online-deployment create --file` and the like accept; the SDK
-gets the same text that a dry run prints.
+The documents are those of `az ml online-deployment create --file`. The SDK checks them, uploads
+model and code, registers the environment, and waits.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 from distdl.launchers.azureml import cost, vm_sizes
-from distdl.launchers.azureml.client import Connection, Workspace, azure_errors, code_of, quiet
-from distdl.launchers.azureml.request import to_yaml
-from distdl.launchers.azureml.settings import VmSizeName
-from distdl.launchers.azureml.submit import as_file, ensure_environment
-from distdl.launchers.common import Positive, digest
-from distdl.launchers.deploying import TAG, DeploySettings, Endpoint, Example, ExportedModel, report
-from distdl.util.errors import Problem, UserError
+from distdl.launchers.azureml.client import Connection, Workspace, azure_errors, quiet
+from distdl.launchers.azureml.submit import as_file
+from distdl.launchers.deploying import Platform, report
+from distdl.util.errors import UserError
 
 # The packages of `distdl serve`, which Azure's servers do not use, and pin to other versions.
 UNUSED = re.compile(r"(fastapi|uvicorn|pydantic)\b")
-LOG_LINES = 30
+IMAGE = "mcr.microsoft.com/azureml/openmpi5.0-ubuntu24.04"
 
 
-class AzureDeploySettings(DeploySettings):
-    instance_type: VmSizeName = "Standard_DS3_v2"
-    image: str = "mcr.microsoft.com/azureml/openmpi5.0-ubuntu24.04"
-    mini_batch: Positive = 64
-
-
-class OnlineEndpoint(Endpoint):
+class OnlineEndpoint(Platform):
     """A managed online endpoint in the workspace that the launcher's settings name."""
 
-    settings_type = AzureDeploySettings
     kind, script, auth_mode = "online", "score.py", "key"
-    needs: tuple[str, ...] = ("azureml-inference-server-http==1.5.1",)
+    packages: tuple[str, ...] = ("azureml-inference-server-http==1.5.1",)
+    default_type = "Standard_DS3_v2"
 
-    def misfits(self) -> Iterator[Problem]:
-        size = vm_sizes.find(self.settings.instance_type)
-        if size is not None and size.retired:
-            what = f"Azure retired {size.name} on {size.retired}"
-            yield Problem("deploy.instance_type", what, "docs/azure_vm_sizes.md lists others")
+    errors = staticmethod(azure_errors)
 
     @functools.cached_property
-    def connection(self) -> Connection:
+    def client(self) -> Any:
         s = self.launcher
-        names = s.subscription, s.resource_group, s.workspace
-        return Connection(Workspace.find(*names), s.cloud)
+        workspace = Workspace.find(s.subscription, s.resource_group, s.workspace)
+        return Connection(workspace, s.cloud).client
 
-    @property
-    def endpoints(self) -> Any:
-        return getattr(self.connection.client, f"{self.kind}_endpoints")
+    def operations(self, what: str) -> Any:
+        """The SDK's operations on `endpoints` or `deployments` of this kind."""
+        return getattr(self.client, f"{self.kind}_{what}")
 
-    @property
-    def deployments(self) -> Any:
-        return getattr(self.connection.client, f"{self.kind}_deployments")
-
-    def documents(self, model: ExportedModel) -> dict[str, dict[str, Any]]:
-        """What must exist, in this order."""
-        name, image, tags = self.settings.name, self.settings.image, {TAG: model.version}
-        lines = (model.folder / "requirements.txt").read_text().splitlines()
-        packages = [line for line in lines if line and not UNUSED.match(line)]
-        python = ["python=3.11", "pip", {"pip": [*packages, *self.needs]}]
+    def documents(self, name: str, folder: Path) -> dict[str, dict[str, Any]]:
+        lines = (folder / "requirements.txt").read_text().splitlines()
+        needed = [line for line in lines if not UNUSED.match(line)]
+        python = ["python=3.11", "pip", {"pip": [*needed, *self.packages]}]
         conda = {"channels": ["conda-forge"], "dependencies": python}
-        version = digest(json.dumps([image, conda]), 12)
-        environment = {"name": f"distdl-{self.kind}-scoring", "version": version}
-        folder = {"path": str(model.folder.resolve()), "type": "custom_model"}
         deployment = {
-            "endpoint_name": name,
-            "model": f"azureml:{name}:{model.version}",
-            "environment": f"azureml:{environment['name']}:{version}",
+            "name": name,
+            "endpoint_name": self.options.name,
+            "model": {"path": str(folder.resolve()), "type": "custom_model"},
+            "environment": {"image": self.options.image or IMAGE, "conda_file": conda},
             "code_configuration": {"code": ".", "scoring_script": self.script},
-            "tags": tags,
             **self.size(),
         }
-        return {
-            "environment": {**environment, "image": image, "conda_file": conda},
-            "model": {"name": name, "version": model.version, **folder, "tags": tags},
-            "endpoint": {"name": name, "auth_mode": self.auth_mode, "tags": {TAG: "yes"}},
-            "deployment": {"name": f"model-{digest(json.dumps(deployment), 12)}", **deployment},
-        }
+        endpoint = {"name": self.options.name, "auth_mode": self.auth_mode}
+        documents = {"endpoint": endpoint, "deployment": deployment}
+        self.load(documents)
+        return documents
+
+    def load(self, documents: dict[str, dict[str, Any]]) -> list[Any]:
+        """The SDK's objects."""
+        from azure.ai import ml
+
+        return [getattr(ml, f"load_{self.kind}_{k}")(as_file(d)) for k, d in documents.items()]
 
     def size(self) -> dict[str, Any]:
         """The keys of a deployment that only this kind of endpoint has."""
-        kind, count = self.settings.instance_type, self.settings.instances
-        return {"type": "managed", "instance_type": kind, "instance_count": count}
-
-    def load(self, kind: str, document: dict[str, Any]) -> Any:
-        """The SDK's object of a document, which the SDK checks."""
-        from azure.ai import ml
-
-        prefix = f"{self.kind}_" if kind in ("endpoint", "deployment") else ""
-        return getattr(ml, f"load_{prefix}{kind}")(as_file(document))
+        kind = self.options.instance_type
+        if not vm_sizes.NAME.fullmatch(kind):
+            raise UserError.at("--instance-type", f"{kind} is not a VM size", self.default_type)
+        return {"instance_type": kind, "instance_count": self.options.instances}
 
     def price(self) -> str:
-        size, count = vm_sizes.find(self.settings.instance_type), self.settings.instances
+        size, count = vm_sizes.find(self.options.instance_type), self.options.instances
         if size is None or size.price_per_hour is None:
             return f"not known to distdl: {cost.PRICES}"
-        about = f"list price, East US, of {size.price_date or 'an unknown date'}: indicative"
-        price = f"{cost.money(count * size.price_per_hour)} ({count} x {size.name}; {about})"
-        return f"{price}, and the same for the model before while it stays (deploy.keep=1)"
+        about = f"{count} x {size.name}; list price, East US, {size.price_date}"
+        return f"{cost.money(count * size.price_per_hour)} ({about}), twice with the one before"
 
-    def render(self, model: ExportedModel) -> str:
-        documents = self.documents(model)
-        with azure_errors("deploy"):
-            for kind, document in documents.items():
-                self.load(kind, document)
-        parts = [f"# The {kind}.\n{to_yaml(node)}" for kind, node in documents.items()]
-        last = f"# Its code is {self.script} of the model folder.\n{model.uploads}"
-        return "---\n".join(
-            [*parts, f"{last}# price per hour: {self.price()}\n# Azure was not asked."]
-        )
+    def find(self) -> Any:
+        """The endpoint, None if there is none."""
+        from azure.core.exceptions import ResourceNotFoundError
 
-    def name_of(self, model: ExportedModel) -> str:
-        return str(self.documents(model)["deployment"]["name"])
+        try:
+            return self.operations("endpoints").get(self.options.name)
+        except ResourceNotFoundError:
+            return None
 
-    def get(self) -> Any:
-        """The endpoint, None if there is none; refuses one that distdl did not create."""
-        with azure_errors("deploy.name"):
-            from azure.core.exceptions import ResourceNotFoundError
-
-            try:
-                endpoint = self.endpoints.get(self.settings.name)
-            except ResourceNotFoundError:
-                return None
-        if TAG not in (endpoint.tags or {}):
-            what = f"{self.settings.name} is an endpoint that distdl did not create"
-            raise UserError.at("deploy.name", what, "choose another name")
-        return endpoint
-
-    def weights(self) -> dict[str, float]:
-        if (endpoint := self.get()) is None:
+    def deployments(self) -> dict[str, bool]:
+        if (endpoint := self.find()) is None:
             return {}
-        with azure_errors("deploy.name"):
-            listed = [d for d in self.deployments.list(self.settings.name) if TAG in (d.tags or {})]
-        shares = {each.name: self.share(endpoint, each.name) for each in listed}
-        ready = {each.name for each in listed if each.provisioning_state == "Succeeded"}
-        return {name: share for name, share in shares.items() if share or name in ready}
+        listed = self.operations("deployments").list(self.options.name)
+        ready = [each.name for each in listed if each.provisioning_state == "Succeeded"]
+        return {name: self.answers(endpoint, name) for name in ready}
 
-    def share(self, endpoint: Any, deployment: str) -> float:
-        return float(endpoint.traffic.get(deployment, 0))
+    def answers(self, endpoint: Any, name: str) -> bool:
+        return bool(endpoint.traffic.get(name))
 
-    def create(self, name: str, model: ExportedModel) -> None:
-        documents = self.documents(model)
-        self.ensure_model(documents["model"])
-        ensure_environment(self.connection, documents["environment"])
-        if self.get() is None:
-            endpoint = self.load("endpoint", documents["endpoint"])
-            finish(self.endpoints.begin_create_or_update, endpoint)
-        report(f"creating the deployment {name}, which takes some minutes")
-        deployment = self.load("deployment", documents["deployment"])
+    def create(self, name: str, folder: Path) -> None:
+        endpoint, deployment = self.load(self.documents(name, folder))
+        if self.find() is None:
+            self.finish("endpoints", "create_or_update", endpoint)
+        report(f"uploading {folder}, and creating {name}, which takes some minutes")
         with tempfile.TemporaryDirectory() as code:
-            shutil.copy(model.folder / self.script, code)
+            shutil.copy(folder / self.script, code)
             deployment.code_configuration.code = code
-            finish(self.deployments.begin_create_or_update, deployment)
+            self.finish("deployments", "create_or_update", deployment)
 
-    def ensure_model(self, wanted: dict[str, Any]) -> None:
-        """Uploads and registers the model, unless this version exists already."""
-        with azure_errors("deploy"):
-            from azure.core.exceptions import ResourceNotFoundError
+    def finish(self, what: str, operation: str, *arguments: Any) -> None:
+        """Waits for one of the SDK's long operations, which prints dots."""
+        with quiet(), redirect_stdout(sys.stderr):
+            getattr(self.operations(what), f"begin_{operation}")(*arguments).result()
 
-            models = self.connection.client.models
-            try:
-                models.get(wanted["name"], wanted["version"])
-            except ResourceNotFoundError:
-                report(f"uploading {wanted['path']}")
-                with quiet():
-                    models.create_or_update(self.load("model", wanted))
-
-    def ask(self, name: str, example: Example) -> str:
-        with azure_errors("the test request"), tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "request.json"
-            path.write_text(example.body)
-            invoke = functools.partial(self.endpoints.invoke, self.settings.name)
-            return str(invoke(request_file=path, deployment_name=name))
+    def ask(self, name: str, body: str) -> str | None:
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            file.write(body)
+            file.flush()
+            request = {"request_file": file.name, "deployment_name": name}
+            return str(self.operations("endpoints").invoke(self.options.name, **request))
 
     def move(self, name: str) -> None:
-        endpoint = self.get()
-        endpoint.traffic = {name: 100}
-        finish(self.endpoints.begin_create_or_update, endpoint)
+        endpoint = self.find()
+        self.direct(endpoint, name)
+        self.finish("endpoints", "create_or_update", endpoint)
 
-    def log(self, name: str) -> str:
-        with azure_errors("deploy"):
-            return str(self.deployments.get_logs(name, self.settings.name, LOG_LINES))
+    def direct(self, endpoint: Any, name: str) -> None:
+        endpoint.traffic = {name: 100}
 
     def remove(self, name: str) -> None:
-        try:
-            finish(self.deployments.begin_delete, name, self.settings.name)
-        except UserError as error:
-            if code_of(error.__cause__) != "ResourceNotFound":
-                raise
+        from azure.core.exceptions import ResourceNotFoundError
 
-    def usage(self) -> str:
-        keys = f"az ml online-endpoint get-credentials --name {self.settings.name}"
-        return f"POST {self.get().scoring_uri}, with a key: {keys}"
+        with suppress(ResourceNotFoundError):
+            self.finish("deployments", "delete", name, self.options.name)
 
     def delete(self) -> None:
-        if self.get() is None:
-            raise UserError.at("deploy.name", f"there is no endpoint {self.settings.name}")
-        finish(self.endpoints.begin_delete, self.settings.name)
-        print(f"{self.settings.name} was deleted; its models stay registered in the workspace")
+        self.finish("endpoints", "delete", self.options.name)
 
 
 class BatchEndpoint(OnlineEndpoint):
-    """A batch endpoint: images in, a CSV out, as a job on a cluster. It is not tested by a request,
-    which would be a job of minutes."""
+    """A batch endpoint: images in, JSON lines out, as a job on a cluster. It is not tested by a
+    request, which would be a job of minutes."""
 
-    kind, script, auth_mode, tested = "batch", "batch_score.py", "aad_token", False
+    kind, script, auth_mode = "batch", "batch_score.py", "aad_token"
     # Azure's examples also list azureml-dataset-runtime, which has no wheels for Python 3.11.
-    needs = ("azureml-core", "pandas")
-
-    def misfits(self) -> Iterator[Problem]:
-        if not self.launcher.compute:
-            what = "missing: a batch endpoint's jobs run on a cluster"
-            yield Problem("launcher.compute", what, "launcher.compute=NAME")
+    packages = ("azureml-core", "pandas")
 
     def size(self) -> dict[str, Any]:
-        count, rows = {"instance_count": self.settings.instances}, self.settings.mini_batch
-        parts = {"compute": f"azureml:{self.launcher.compute}", "resources": count}
-        return {**parts, "mini_batch_size": rows, "output_action": "append_row"}
+        if not self.launcher.compute:
+            raise UserError.at("launcher.compute", "missing", "the cluster that jobs run on")
+        resources = {"instance_count": self.options.instances}
+        output = {"output_action": "append_row", "output_file_name": "predictions.jsonl"}
+        return {"compute": f"azureml:{self.launcher.compute}", "resources": resources, **output}
 
     def price(self) -> str:
         return f"nothing while no job runs, then that of {self.launcher.compute}'s nodes"
 
-    def share(self, endpoint: Any, deployment: str) -> float:
-        return float(getattr(endpoint.defaults, "deployment_name", None) == deployment)
+    def answers(self, endpoint: Any, name: str) -> bool:
+        return bool(getattr(endpoint.defaults, "deployment_name", None) == name)
 
-    def move(self, name: str) -> None:
-        endpoint = self.get()
+    def ask(self, name: str, body: str) -> str | None:
+        return None
+
+    def direct(self, endpoint: Any, name: str) -> None:
         endpoint.defaults = {"deployment_name": name}
-        finish(self.endpoints.begin_create_or_update, endpoint)
-
-    def usage(self) -> str:
-        return f"az ml batch-endpoint invoke --name {self.settings.name} --input FOLDER"
-
-    def log(self, name: str) -> str:
-        return "Azure ML Studio shows why, under Endpoints"
-
-
-def finish(begin: Callable[..., Any], *arguments: Any) -> None:
-    """Waits for one of the SDK's long operations, whose dots go to stderr."""
-    with azure_errors("deploy"), redirect_stdout(sys.stderr):
-        begin(*arguments).result()

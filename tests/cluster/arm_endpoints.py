@@ -21,7 +21,8 @@ KEY = "key-of-the-endpoint"
 class AzureEndpoints(Azure):
     """Its deployments answer by the model and the classes that were uploaded."""
 
-    broken: str = ""  # "creation": deployments do not start; "answers": they answer wrongly
+    # "upload": no models are taken; "creation": deployments do not start; "answers": are wrong
+    broken: str = ""
 
     def answer(self, method: str, path: str, body: Any, header: Any, query: str) -> None:
         short = self.short(path)
@@ -39,8 +40,6 @@ class AzureEndpoints(Azure):
             raise Answer(200, {"value": inside})
         if short.endswith("/listKeys"):
             raise Answer(200, {"primaryKey": KEY, "secondaryKey": KEY})
-        if short.endswith("/getLogs"):
-            raise Answer(200, {"content": "ModuleNotFoundError: the last line of the log"})
         if method == "DELETE":
             key = f"{WORKSPACE}{short}"
             if key not in self.resources:
@@ -51,6 +50,8 @@ class AzureEndpoints(Azure):
         if method == "PUT" and re.fullmatch(r"/onlineEndpoints/[^/]+", short):
             body["properties"]["scoringUri"] = f"{self.url}/score/{short.rpartition('/')[2]}"
         if method == "PUT" and short.startswith("/models/"):
+            if self.broken == "upload":
+                raise error(403, "AuthorizationFailed", "no right to write models")
             body["properties"]["flavors"] = {}
         if method == "PUT" and short.startswith("/onlineEndpoints/") and "/deployments/" in short:
             body["properties"].setdefault("scaleSettings", {"scaleType": "Default"})

@@ -4,7 +4,6 @@ batch jobs call them, in a Python that has no distdl."""
 from __future__ import annotations
 
 import base64
-import csv
 import http.client
 import io
 import json
@@ -149,12 +148,7 @@ def test_batch_rows_name_damaged_images(model: Path, tmp_path: Path) -> None:
         command, cwd=tmp_path / "code", env=clean(model), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    good, bad, absent = csv.reader(done.stdout.splitlines())
-    assert good == [
-        names[0],
-        "blue",
-        f"{Scorer(model).score([photo('blue')])[0]['probability']:.6f}",
-        "",
-    ]
-    assert bad[:3] == [names[1], "", ""] and bad[3]
-    assert absent[:3] == [names[2], "", ""] and "No such file" in absent[3]
+    good, bad, absent = map(json.loads, done.stdout.splitlines())
+    assert good == {"file": names[0], **Scorer(model).score([photo("blue")], top_k=1)[0]}
+    assert bad.keys() == {"file", "error"} and bad["file"] == names[1]
+    assert absent["file"] == names[2] and "No such file" in absent["error"]

@@ -1,4 +1,4 @@
-"""`distdl deploy`: every input that is refused before a platform is asked."""
+"""`distdl deploy`: every input that is refused before anything is created."""
 
 from __future__ import annotations
 
@@ -8,118 +8,78 @@ from pathlib import Path
 
 import pytest
 
-from distdl.launchers.deploying import Example, NotDeployed
+from distdl.launchers.deploying import NotDeployed, check
 from tests.served import model_folder
-from tests.serving.colours import photo
 
-NAME = "deploy.name=flowers"
-IMAGE = "deploy.image=123456789012.dkr.ecr.eu-west-1.amazonaws.com/serve:1"
-AWS = ("launcher.role=arn:aws:iam::123456789012:role/serve", "launcher.bucket=my-bucket", IMAGE)
-SPACE = ("launcher.subscription=s", "launcher.resource_group=g", "launcher.workspace=w")
+MODEL = "MODEL --name flowers"
+ROLE, BUCKET = "launcher.role=arn:aws:iam::123456789012:role/serve", "launcher.bucket=my-bucket"
+AWS = f"sagemaker {MODEL} {ROLE} {BUCKET} --image 123456789012.dkr.ecr.eu-west-1.amazonaws.com/s:1"
 
 # Words behind `deploy`, and a part of the message. MODEL is a model folder.
 REFUSED = {
-    "platform": ("aws", "invalid choice: 'aws'"),
-    "no model": (f"azureml {NAME}", "RUN: missing"),
-    "not a model, of a sweep": (f"azureml lr=1 {NAME}", "lr=1: holds no exported model"),
-    "not a model": (f"azureml empty {NAME}", "python -m distdl export empty --to pt2"),
-    "incomplete": (f"azureml incomplete {NAME}", "incomplete: has no score.py"),
-    "damaged": (f"azureml damaged {NAME} {' '.join(SPACE)}", "is missing or damaged: export"),
-    "other answers": (
-        f"azureml other {NAME} {' '.join(SPACE)}",
-        "was red, and on this machine is g",
-    ),
-    "no name": ("azureml MODEL", "deploy.name: missing\n      deploy.name=..."),
-    "name": ("azureml MODEL deploy.name=a_b", "deploy.name: 'a_b' is not a name for an endpoint"),
-    "long name": (f"azureml MODEL deploy.name={'a' * 33}", "is not a name for an endpoint"),
-    "unknown key": (f"azureml MODEL {NAME} deploy.instance=3", "deploy.instance: no such setting"),
-    "another key": (f"azureml MODEL {NAME} data.root=x", "data.root: is not a setting of deploy"),
-    "instances": (f"azureml MODEL {NAME} deploy.instances=0", "deploy.instances: 0 is not"),
-    "keep": (f"azureml MODEL {NAME} deploy.keep=2", "deploy.keep: 2 is not 0 or 1"),
-    "rollback": (f"azureml {NAME} deploy.rollback=1", "deploy.rollback: 1 is not true or false"),
-    "dry run": (f"azureml MODEL {NAME} dry_run=1", "dry_run: 1 is not true or false"),
-    "rollback and dry": (
-        f"azureml {NAME} deploy.rollback=true dry_run=true",
-        "dry_run: does not go",
-    ),
-    "delete a model": (f"azureml MODEL {NAME} --delete", "does not go with --delete"),
-    "delete unasked": (f"azureml {NAME} --delete", "--delete: there is no terminal"),
-    "size": (
-        f"azureml MODEL {NAME} deploy.instance_type=big",
-        "deploy.instance_type: 'big' is not",
-    ),
-    "retired": (f"azureml MODEL {NAME} deploy.instance_type=Standard_NC6", "Azure retired"),
-    "batch without cluster": (f"azureml MODEL {NAME} --batch", "launcher.compute: missing"),
-    "mini batch": (f"azureml MODEL {NAME} deploy.mini_batch=0", "deploy.mini_batch: 0 is not"),
-    "launcher key": (
-        f"azureml MODEL {NAME} launcher.worspace=x",
-        "launcher.worspace: no such setting",
-    ),
-    "no workspace": (f"azureml MODEL {NAME}", "launcher.workspace: missing"),
-    "role": (f"sagemaker MODEL {NAME} {AWS[1]} {IMAGE}", "launcher.role: missing"),
-    "bucket": (f"sagemaker MODEL {NAME} {AWS[0]} {IMAGE}", "launcher.bucket: missing"),
-    "image": (f"sagemaker MODEL {NAME} {AWS[0]} {AWS[1]}", "deploy.image: missing"),
-    "type": (
-        f"sagemaker MODEL {NAME} {' '.join(AWS)} deploy.instance_type=ml.m5.larg",
-        "ml.m5.larg is not an instance type for this",
-    ),
-    "no input": (f"sagemaker MODEL {NAME} {' '.join(AWS)} --batch", "deploy.input: missing"),
-    "input": (
-        f"sagemaker MODEL {NAME} {' '.join(AWS)} --batch deploy.input=x deploy.output=s3://b/o",
-        "deploy.input: 'x' is not an address in S3",
-    ),
-    "transform": (
-        f"sagemaker {NAME} {' '.join(AWS)} --batch --delete --yes "
-        "deploy.input=s3://b/i deploy.output=s3://b/o",
-        "a transform job ends by itself",
-    ),
+    "platform": (f"aws {MODEL}", "invalid choice: 'aws'"),
+    "no name": ("azureml MODEL", "required: --name"),
+    "name": ("azureml MODEL --name a_b", "--name: a_b is not a name for an endpoint"),
+    "long name": (f"azureml MODEL --name {'a' * 24}", "is not a name for an endpoint"),
+    "instances": (f"azureml {MODEL} --instances 0", "--instances: 0 is less than 1"),
+    "no model": ("azureml --name flowers", "RUN: 0 folders"),
+    "not a model": ("azureml empty --name flowers", "empty: is neither a run"),
+    "of a sweep": ("azureml lr=1 --name flowers", "lr=1: is neither a run"),
+    "weights": ("azureml weights --name flowers", "weights: holds weights"),
+    "damaged": ("azureml damaged --name flowers", "is missing or damaged: export"),
+    "key": (f"azureml {MODEL} dryrun=true", "dryrun=true: is not a setting of deploy"),
+    "launcher key": (f"azureml {MODEL} launcher.worspace=x", "launcher.worspace"),
+    "rollback and dry": ("azureml --name flowers --rollback dry_run=true", "no dry_run"),
+    "delete a model": (f"azureml {MODEL} --delete", "1 folders"),
+    "delete and rollback": ("azureml --name flowers --delete --rollback", "not allowed with"),
+    "size": (f"azureml {MODEL} --instance-type big", "--instance-type: big is not a VM size"),
+    "cluster": (f"azureml {MODEL} --batch", "launcher.compute: missing"),
+    "no workspace": (f"azureml {MODEL}", "launcher.workspace: missing"),
+    "role": (f"sagemaker {MODEL} {BUCKET} --image x", "launcher.role: missing"),
+    "bucket": (f"sagemaker {MODEL} {ROLE} --image x", "launcher.bucket: missing"),
+    "image": (f"sagemaker {MODEL} {ROLE} {BUCKET}", "--image: missing"),
+    "type": (f"{AWS} --instance-type ml.m5.larg", "did you mean ml.m5.large?"),
+    "input": (f"{AWS} --batch --output s3://b/o", "--input, --output: must be in S3"),
+    "output": (f"{AWS} --batch --input s3://b/i --output x", "--input, --output: must be in S3"),
+    "transform": (f"{AWS} --batch --delete".replace("MODEL ", ""), "ends by itself"),
 }
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("folders")
-    (root / "empty").mkdir()
-    (root / "lr=1").mkdir()
-    good = model_folder(root / "MODEL")
-    for name in ("incomplete", "damaged", "other"):
-        shutil.copytree(good, root / name)
-    (root / "incomplete/score.py").unlink()
+    for name in ("empty", "lr=1", "weights"):
+        (root / name).mkdir()
+    (root / "weights/model.json").write_text('{"kind": "weights", "classes": []}')
+    shutil.copytree(model_folder(root / "MODEL"), root / "damaged")
     (root / "damaged/model.pt2").write_bytes(b"other")
-    description = json.loads((good / "model.json").read_text())
-    description["verification"]["examples"][0]["class"] = "red"
-    (root / "other/model.json").write_text(json.dumps(description))
     return root
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_anything_is_asked(case: str, folders, command, monkeypatch) -> None:
-    words, said = REFUSED[case]
+def test_refused_before_anything_is_created(case: str, folders, command, monkeypatch) -> None:
+    words, expected = REFUSED[case]
     monkeypatch.chdir(folders)
     output = command("deploy", *words.split())
-    assert output.code == 2 and said in output.err and "Traceback" not in output.err, output
+    assert output.code == 2 and expected in output.err and "Traceback" not in output.err, output
 
 
 GOOD = {"class": "red", "probability": 0.9}
+ANSWERS = {
+    "equal": ({"predictions": [GOOD]}, True),
+    "nearly": ({"predictions": [{**GOOD, "probability": 0.9005}]}, True),
+    "different": ({"predictions": [{**GOOD, "probability": 0.902}]}, False),
+    "nan": ({"predictions": [{**GOOD, "probability": float("nan")}]}, False),
+    "class": ({"predictions": [{**GOOD, "class": "green"}]}, False),
+    "none": ({"predictions": []}, False),
+    "error": ({"error": "no"}, False),
+}
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
-        ({"predictions": [GOOD]}, True),
-        ({"predictions": [{**GOOD, "probability": 0.9005}]}, True),
-        ({"predictions": [{**GOOD, "probability": 0.902}]}, False),
-        ({"predictions": [{**GOOD, "probability": float("nan")}]}, False),
-        ({"predictions": [{**GOOD, "class": "green"}]}, False),
-        ({"predictions": [GOOD, GOOD]}, False),
-        ({"predictions": []}, False),
-        ({"error": "no"}, False),
-        ([], False),
-    ],
-)
-def test_an_answer_is_compared(answer, right: bool) -> None:
-    example = Example(photo("red"), "red", 0.9)
+@pytest.mark.parametrize("case", ANSWERS)
+def test_an_answer_is_compared(case: str) -> None:
+    answer, right = ANSWERS[case]
     if right:
-        return example.check(json.dumps(answer))
+        return check(json.dumps(answer), GOOD)
     with pytest.raises(NotDeployed):
-        example.check(json.dumps(answer))
+        check(json.dumps(answer), GOOD)

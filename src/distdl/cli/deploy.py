@@ -6,149 +6,99 @@ Traffic moves to a new model only after it has answered a test request as it doe
 from __future__ import annotations
 
 import argparse
+import base64
 import importlib
 import io
-import sys
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distdl.cli.provision import values
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import UserError
 
-if TYPE_CHECKING:
-    from distdl.launchers.deploying import Endpoint, Example
-
-# Platform -> module and class of its endpoints, and of what answers for many files at once.
+# Platform -> the classes of its endpoints, and of what answers for many files at once.
 PLATFORMS = {
-    "azureml": ("distdl.launchers.azureml.endpoints", "OnlineEndpoint", "BatchEndpoint"),
-    "sagemaker": ("distdl.launchers.sagemaker.sagemaker_endpoints", "HostedEndpoint", "Transform"),
+    "azureml": ("azureml.endpoints", "OnlineEndpoint", "BatchEndpoint"),
+    "sagemaker": ("sagemaker.sagemaker_endpoints", "HostedEndpoint", "Transform"),
 }
-NEEDED = ("score.py", "batch_score.py", "requirements.txt", "distdl_scoring/__init__.py")
-EXAMPLES = """\
-examples:
-  python -m distdl deploy azureml RUN deploy.name=flowers dry_run=true
-  python -m distdl deploy azureml RUN deploy.name=flowers launcher.workspace=space
-  python -m distdl deploy azureml deploy.name=flowers deploy.rollback=true
-  python -m distdl deploy azureml deploy.name=flowers --delete
-"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Creates, changes or deletes one endpoint."""
-    options = parse(argv)
-    words = list(options.words)
-    is_source = words and ("=" not in words[0] or Path(words[0]).exists())
-    source = words.pop(0) if is_source else None
-    endpoint, dry_run = read(options.platform, options.batch, words)
-    if options.delete or endpoint.settings.rollback:
-        if dry_run or source:
-            what = "does not go with --delete or deploy.rollback=true"
-            raise UserError.at(source or "dry_run", what, "leave it out")
-        if options.delete and not options.yes and not confirmed(endpoint.settings.name):
-            print("Nothing was deleted.")
-            return 1
-        endpoint.delete() if options.delete else endpoint.roll_back()
-        return 0
-    if source is None:
-        remedy = f"python -m distdl deploy {options.platform} RUN deploy.name=NAME"
-        raise UserError.at("RUN", "missing: the folder of a run, or of an exported model", remedy)
-    if misfits := list(endpoint.misfits()):
-        raise UserError(*misfits)
-    from distdl.launchers.deploying import ExportedModel
+    parser = argparse.ArgumentParser("python -m distdl deploy", description=__doc__)
+    add = parser.add_argument
+    add("platform", choices=PLATFORMS)
+    add("words", nargs="*", metavar="RUN|MODEL, launcher.key=value, dry_run=true")
+    add("--name", required=True, help="of the endpoint: 3 to 23 letters, digits and hyphens")
+    add("--instance-type", help="a VM size of Azure, or an instance type of SageMaker")
+    add("--instances", type=int, default=1, help="how many of them (default: 1)")
+    add("--image", help="the image that answers")
+    add("--batch", action="store_true", help="many files at once, as a job")
+    add("--input", help="SageMaker, --batch: s3://BUCKET/FOLDER with images")
+    add("--output", help="SageMaker, --batch: s3://BUCKET/FOLDER for the answers")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--rollback", action="store_true", help="back to the model before")
+    only.add_argument("--delete", action="store_true", help="delete the endpoint")
+    options = parser.parse_intermixed_args(argv)
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{1,21}[A-Za-z0-9]", options.name):
+        raise UserError.at("--name", f"{options.name} is not a name for an endpoint", "see --help")
+    if options.instances < 1:
+        raise UserError.at("--instances", f"{options.instances} is less than 1")
 
-    folder = folder_of(Path(source))
-    if dry_run:
-        print(endpoint.render(ExportedModel(folder)))
-    else:
-        endpoint.deploy(ExportedModel(folder, examples(folder)))
+    from distdl.cli import serve
+    from distdl.launchers import deploying
+    from distdl.serving.model_folder import refuse_damaged
+
+    sources = [word for word in options.words if "=" not in word or Path(word).exists()]
+    platform, dry_run = read(options, [word for word in options.words if word not in sources])
+    changes = options.rollback or options.delete
+    if len(sources) != (not changes) or (changes and dry_run):
+        remedy = "name one RUN or MODEL; with --rollback and --delete none, and no dry_run"
+        raise UserError.at("RUN", f"{len(sources)} folders", remedy)
+    with platform.errors():
+        if options.rollback:
+            deploying.roll_back(platform)
+        elif options.delete:
+            deploying.delete(platform)
+        else:
+            folder = serve.model(Path(sources[0]))
+            refuse_damaged(folder)
+            request = deploying.render(platform, folder)
+            print(request) if dry_run else deploying.deploy(platform, folder, *example(folder))
     return 0
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m distdl deploy",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("platform", choices=PLATFORMS)
-    parser.add_argument("words", nargs="*", metavar="RUN|MODEL or key=value")
-    parser.add_argument("--batch", action="store_true", help="many files at once, as a job")
-    parser.add_argument("--delete", action="store_true", help="delete the endpoint; asks first")
-    parser.add_argument("--yes", action="store_true", help="delete without asking")
-    return parser.parse_intermixed_args(argv)
-
-
-def read(platform: str, batch: bool, words: Sequence[str]) -> tuple[Endpoint, bool]:
-    """The endpoint with its settings and the user's launcher, and whether it is a dry run."""
+def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[Any, bool]:
+    """The platform with the user's launcher, and whether this is a dry run."""
     from omegaconf import OmegaConf
 
     from distdl.config import compose
     from distdl.validation.kinds import locate
 
-    launchers = [word for word in words if word.lstrip("+").startswith("launcher.")]
-    settings = values([word for word in words if word not in launchers])
-    dry_run = settings.pop("dry_run", False)
-    others = [key for key in settings if not key.startswith("deploy.")]
-    problems = [Problem(key, "is not a setting of deploy", "deploy.KEY=VALUE") for key in others]
-    if type(dry_run) is not bool:
-        problems.append(Problem("dry_run", f"{dry_run!r} is not true or false"))
-    if problems:
-        raise UserError(*problems)
-    config = compose.compose([f"launcher={platform}", *launchers])
+    for word in words:
+        if not re.match(r"\+*launcher\.|dry_run=", word):
+            raise UserError.at(word, "is not a setting of deploy", "see --help")
+    config = compose.compose([f"launcher={options.platform}", *words])
     node: Any = OmegaConf.to_container(config.launcher, resolve=True)
     launcher = locate(node.pop("_target_"))(**node)
-    module, *kinds = PLATFORMS[platform]
-    kind = getattr(importlib.import_module(module), kinds[batch])
-    return kind(launcher, {k.removeprefix("deploy."): v for k, v in settings.items()}), dry_run
+    module, *kinds = PLATFORMS[options.platform]
+    kind = getattr(importlib.import_module(f"distdl.launchers.{module}"), kinds[options.batch])
+    options.instance_type = options.instance_type or kind.default_type
+    return kind(launcher, options), bool(config.dry_run)
 
 
-def confirmed(name: str) -> bool:
-    if not sys.stdin.isatty():
-        raise UserError.at("--delete", "there is no terminal to ask for confirmation", "add --yes")
-    return input(f"Delete {name} and its deployments? Type yes: ").strip().lower() == "yes"
+def example(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The body of a test request with a drawn image, and this machine's answer."""
+    from PIL import Image, ImageOps
 
-
-def folder_of(source: Path) -> Path:
-    """The model folder that a path names: itself, one in an MLflow model, or a run's export."""
-    from distdl.serving.model_folder import DESCRIPTION, exported
-
-    for folder in (source, source / "artifacts" / "model", exported(source)):
-        if folder and (folder / DESCRIPTION).is_file():
-            if absent := [name for name in NEEDED if not (folder / name).is_file()]:
-                raise UserError.at(str(folder), f"has no {absent[0]}", "export the model again")
-            return folder
-    remedy = f"python -m distdl export {source} --to pt2"
-    raise UserError.at(str(source), "holds no exported model", remedy)
-
-
-def examples(folder: Path) -> tuple[Example, ...]:
-    """Test requests, answered on this machine: images that the export kept, else a drawn one."""
-    from distdl.launchers.deploying import Example
     from distdl.serving.scorer import Scorer
 
+    image = ImageOps.colorize(Image.linear_gradient("L"), "darkgreen", "orange")
+    image.save(file := io.BytesIO(), "JPEG")
     try:
-        scorer = Scorer(folder)
-        kept = (scorer.description.get("verification") or {}).get("examples") or ()
-        images = [(folder / each["file"]).read_bytes() for each in kept] or [drawn()]
-        answers = [scorer.score([image], top_k=1)[0] for image in images]
-    except (ValueError, OSError) as error:
+        (answer,) = Scorer(folder).score([file.getvalue()], top_k=1)
+    except ValueError as error:
         raise UserError.at(str(folder), str(error), "export the model again") from None
-    for each, answer in zip(kept, answers, strict=False):
-        if each["class"] != answer["class"]:
-            what = f"{each['file']} was {each['class']}, and on this machine is {answer['class']}"
-            raise UserError.at(str(folder), what, "export the model again")
-    pairs = zip(images, answers, strict=True)
-    return tuple(Example(image, best["class"], best["probability"]) for image, best in pairs)
-
-
-def drawn() -> bytes:
-    """A JPEG of colours that change over the image."""
-    from PIL import Image
-
-    ramp = Image.linear_gradient("L")
-    bands = (ramp, ramp.rotate(90), ramp.rotate(180))
-    file = io.BytesIO()
-    Image.merge("RGB", bands).save(file, "JPEG", quality=95)
-    return file.getvalue()
+    body = {"images": [base64.b64encode(file.getvalue()).decode()], "top_k": 1}
+    return json.dumps(body), {key: answer[key] for key in ("class", "probability")}

@@ -28,16 +28,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("settings", nargs="*", help="e.g. serve.port=8081 serve.max_batch=16")
     options = parser.parse_args(argv)
 
-    from distdl.serving import model_folder, server
+    from distdl.serving import server
     from distdl.serving.settings import TOKEN, Settings, WrongSettings, settings_of
 
     try:
         settings = settings_of(options.settings)
         folder = model(Path(options.source))
-        description = model_folder.read(folder)
-        if description.get("kind") not in model_folder.SERVED:
-            what = f"holds {description.get('kind')}, which distdl serve does not run"
-            raise UserError.at(shown(folder), what, "python -m distdl export RUN --to pt2")
         photo = photograph(Path(options.source))
 
         def load() -> Any:
@@ -74,14 +70,17 @@ def main(argv: Sequence[str]) -> int:
 
 def model(source: Path) -> Path:
     """The model folder of a run (exported now if it has none), of an MLflow model, or itself."""
+    from distdl.serving.model_folder import SERVED, exported, read
+
     for folder in (source, source / "artifacts" / "model"):
         if (folder / "model.json").is_file():
+            if (kind := read(folder).get("kind")) not in SERVED:
+                what = f"holds {kind}, which distdl serve does not run"
+                raise UserError.at(shown(folder), what, "python -m distdl export RUN --to pt2")
             return folder
     if not (source / "config.yaml").is_file():
         what = "is neither a run (with config.yaml) nor a model folder (with model.json)"
         raise UserError.at(str(source), what, "python -m distdl serve RUN, a run's own folder")
-    from distdl.serving.model_folder import exported
-
     run = RunDirectory.open(source).path
     if exported(run) is None:
         from distdl.cli import export

@@ -4,8 +4,7 @@ process and `run` for each mini-batch, and appends the rows to one file.
 
 from __future__ import annotations
 
-import csv
-import io
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -16,10 +15,9 @@ scorer: Any = None
 
 
 def init() -> None:
-    """Loads the model of AZUREML_MODEL_DIR, or of the one folder in it."""
+    """Loads the model of AZUREML_MODEL_DIR, or of a folder in it."""
     global scorer
-    root = Path(os.environ["AZUREML_MODEL_DIR"])
-    folder = next(path.parent for depth in ("", "*/") for path in root.glob(f"{depth}model.json"))
+    folder = next(Path(os.environ["AZUREML_MODEL_DIR"]).rglob("model.json")).parent
     sys.path.insert(0, str(folder))
     from distdl.serving.scorer import Scorer
 
@@ -27,18 +25,12 @@ def init() -> None:
 
 
 def run(mini_batch: Sequence[str]) -> list[str]:
-    """A CSV row per file: name, class, probability, and what is wrong with it, if anything is."""
-    rows = []
-    for name in mini_batch:
-        try:
-            (answer,) = scorer.score([Path(name).read_bytes()], top_k=1)
-            rows.append(_row(name, answer["class"], f"{answer['probability']:.6f}", ""))
-        except (ValueError, OSError) as error:
-            rows.append(_row(name, "", "", str(error)))
-    return rows
+    """A line of JSON per file: `file`, and the answer or `error`."""
+    return [json.dumps({"file": name, **_answer(Path(name))}) for name in mini_batch]
 
 
-def _row(*cells: str) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow(cells)
-    return line.getvalue()
+def _answer(path: Path) -> dict[str, Any]:
+    try:
+        return dict(scorer.score([path.read_bytes()], top_k=1)[0])
+    except (ValueError, OSError) as error:
+        return {"error": str(error)}

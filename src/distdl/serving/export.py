@@ -71,9 +71,7 @@ def export(
     if not exists:
         Export(config, run, checkpoint).write(format, images, target)
     model = target / "artifacts/model" if format == "mlflow" else target
-    if damage := model_folder.damage_of(model):
-        remedy = f"remove it, and repeat the command: rm -r {shlex.quote(shown(target))}"
-        raise UserError.at(shown(target), damage, remedy)
+    model_folder.refuse_damaged(model)
     print(f"export  {shown(target)}{': it was there already' if exists else ''}")
     print(f"agrees  {model_folder.agreement(model_folder.read(model))}")
     if format == "mlflow" and Outbox(run.path).exists:

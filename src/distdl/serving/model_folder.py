@@ -7,6 +7,7 @@ import hashlib
 import html
 import importlib.util
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from distdl import __version__
 from distdl.runs import checkpoints
+from distdl.runs.directory import shown
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import UserError
 
@@ -88,14 +90,19 @@ def agreement(description: Mapping[str, Any]) -> str:
     return f"with the network on {same}; probabilities differ by {difference:.1e} at most"
 
 
-def damage_of(folder: Path) -> str:
-    """What is wrong with a model folder; empty: nothing."""
+def refuse_damaged(folder: Path) -> None:
+    """Raises UserError if files of a model folder are missing or are not what was written."""
     description = read(folder)
-    for name, digest in description["files"].items():
-        if not (folder / name).is_file() or checkpoints.sha256(folder / name) != digest:
-            return f"{name} is missing or damaged"
-    complete = description["kind"] not in SERVED or "score.py" in description["files"]
-    return "" if complete else "an earlier version of distdl wrote it"
+    wrong = [
+        name
+        for name, digest in description["files"].items()
+        if not (folder / name).is_file() or checkpoints.sha256(folder / name) != digest
+    ]
+    if description["kind"] in SERVED and "score.py" not in description["files"]:
+        wrong = ["score.py"]  # an earlier version wrote the folder
+    if wrong:
+        remedy = f"remove the folder, and export again: rm -r {shlex.quote(shown(folder))}"
+        raise UserError.at(shown(folder), f"{', '.join(wrong)} missing or damaged", remedy)
 
 
 def write_card(folder: Path, description: Mapping[str, Any], kind: str) -> None:
