@@ -26,7 +26,7 @@ REFUSED = {
     "not a model": ("azureml empty --name flowers", "empty: is neither a run"),
     "of a sweep": ("azureml lr=1 --name flowers", "lr=1: is neither a run"),
     "weights": ("azureml weights --name flowers", "weights: holds weights"),
-    "damaged": ("azureml damaged --name flowers", "is missing or damaged: export"),
+    "damaged": ("azureml damaged --name flowers", "model.pt2 missing or damaged"),
     "key": (f"azureml {MODEL} dryrun=true", "dryrun=true: is not a setting of deploy"),
     "launcher key": (f"azureml {MODEL} launcher.worspace=x", "launcher.worspace"),
     "rollback and dry": ("azureml --name flowers --rollback dry_run=true", "no dry_run"),
@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("folders")
     for name in ("empty", "lr=1", "weights"):
         (root / name).mkdir()
-    (root / "weights/model.json").write_text('{"kind": "weights", "classes": []}')
+    (root / "weights/model.json").write_text('{"kind": "weights", "classes": [], "files": {}}')
     shutil.copytree(model_folder(root / "MODEL"), root / "damaged")
     (root / "damaged/model.pt2").write_bytes(b"other")
     return root
