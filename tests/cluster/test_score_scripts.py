@@ -118,7 +118,7 @@ REFUSED = {
     "no base64": (b'{"images": ["%"]}', JSON, 400, "image 0 is not base64"),
     "second": (
         json.dumps({"images": [base64.b64encode(photo("red")).decode(), "aGVsbG8="]}),
-        *(JSON, 400, "image 1 is not an image"),
+        *(JSON, 400, "image 1: is not an image"),
     ),
     "large": (bytes(200_000_000), JPEG, 413, "larger than 32 MiB"),
 }

@@ -360,6 +360,8 @@ def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
         if (count == 1 and "=" in word[1:]) or word.startswith("~"):
             continue
         typed, close = meant(override), closest(word, commands)
+        if left and left[0].replace(".", "", 1).isdigit():  # a value, and no command takes one
+            close = ""
         verb = for_verb(word, left) or (for_experiment(word, left) if count == 1 else "")
         what, remedy, last = "is not an override", "write key=value, or group=option", False
         if count > 1:
