@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
         lightning_names.serve()
         starts = not verb or verb in STARTING
-        if starts:
+        if starts and not {"-h", "--help"} & {*arguments}:
             process_exit.survive_closed_pipes()
         if not verb and any(a.split("=")[0] in HYDRAS for a in arguments):
             return hydra_itself(arguments)
