@@ -20,7 +20,7 @@ from distdl.util.errors import UserError
 from tests import prepared
 from tests.conftest import UNCHECKED, distdl, status
 from tests.unit import test_stores
-from tests.unit.sample_data import encoded, picture
+from tests.unit.sample_data import write_photographs
 
 small_disk, s3 = prepared.small_disk, test_stores.s3  # fixtures
 
@@ -35,19 +35,14 @@ RUN = Path("outputs/default/r")
 def project(tmp_path_factory) -> Path:
     """A folder of photographs, and a run that was trained on them."""
     folder = tmp_path_factory.mktemp("predict")
-    for split, count in (("train", TRAIN), ("val", VAL)):
-        for number, name in enumerate(CLASSES):
-            (folder / "images" / split / name).mkdir(parents=True)
-            for index in range(count):
-                image = picture(40 + index, 36, seed=100 * number + index)
-                (folder / f"images/{split}/{name}/{index}.jpg").write_bytes(encoded(image))
+    write_photographs(folder / "images", CLASSES, train=TRAIN, val=VAL)
     done = distdl(*DATA, *SMALL, *BARE, cwd=folder, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
 def predict(project: Path, *words: str, code: int = 0, module: tuple[str, ...] = UNCHECKED) -> str:
-    """What the command prints. Other ranks than one are asked for: a resume keeps the last's."""
+    """What the command prints; on one rank, if `words` say nothing else."""
     words = ("resume", str(RUN), "task=predict", "trainer.devices=1", *words)
     done = distdl(*words, cwd=project, module=module)
     assert done.returncode == code, done.stdout + done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import UNCHECKED, distdl, environment
-from tests.unit.sample_data import encoded, picture
+from tests.unit.sample_data import write_photographs
 
 CLASSES, TRAIN, VAL = ("ant", "bee", "cat"), 3, 7
 DATA = ("data=imagenet", "data.root=images", "data.num_classes=3", "data.image_size=32")
@@ -34,12 +34,7 @@ sys.meta_path.insert(0, Absent())
 def project(tmp_path_factory) -> Path:
     """A folder of photographs, and a run that was trained on them, whose model is registered."""
     folder = tmp_path_factory.mktemp("project")
-    for split, count in (("train", TRAIN), ("val", VAL)):
-        for number, name in enumerate(CLASSES):
-            (folder / "images" / split / name).mkdir(parents=True)
-            for index in range(count):
-                image = picture(40 + index, 36, seed=100 * number + index)
-                (folder / f"images/{split}/{name}/{index}.jpg").write_bytes(encoded(image))
+    write_photographs(folder / "images", CLASSES, train=TRAIN, val=VAL)
     done = distdl(*DATA, *SMALL, *SHORT, "name=r", cwd=folder, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "agrees  with the network on 21 of 21 images" in done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,6 +31,16 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def write_photographs(root: Path, classes, **counts) -> None:
+    """`root/SPLIT/CLASS/0.jpg`, ...: for each split so many in each class."""
+    for split, count in counts.items():
+        for number, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            for index in range(count):
+                image = picture(40 + index, 36, seed=100 * number + index)
+                (root / split / name / f"{index}.jpg").write_bytes(encoded(image))
 
 
 PLAIN, GREY = encoded(picture()), encoded(picture().convert("L"))
