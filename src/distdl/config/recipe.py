@@ -39,6 +39,11 @@ CHANGEABLE_TO_EVALUATE = (
 EXPORTABLE = {"model": "distdl.models.ImageClassifier", "data": "distdl.data.StoredImages"}
 
 
+def evaluates(config: DictConfig) -> bool:
+    """Whether the config's task leaves the training as it is."""
+    return config.task.get("_target_") in EVALUATE
+
+
 def _input(name: str, *, _root_: DictConfig) -> str:
     """Resolves `${input:imagenet}`: the path of a data set that the recipe only names.
 

@@ -16,10 +16,9 @@ from distdl.validation import rules
 
 def for_task(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
     """Checks that `task.checkpoint` exists, if the task takes one and runs here."""
-    task = config.task
-    named = str(task.get("checkpoint", "best"))
+    named = str(config.task.get("checkpoint", "best"))
     is_local = rules.runs_here(str(config.launcher["_target_"]))
-    if is_local and named != "none" and task["_target_"] in configs.EVALUATE:
+    if is_local and named != "none" and configs.evaluates(config):
         return problems_of(named, "task.checkpoint", run.checkpoints)
     return ()
 

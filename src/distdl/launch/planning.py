@@ -157,7 +157,7 @@ def continue_run(planned: Plan, chosen: Sequence[str]) -> Plan:
     """Plans the next attempt of an existing run. If the world size of a training changes, the
     global batch size is kept, except by keys that the user set (`chosen`)."""
     last = planned.run.main_attempt()
-    if last is None or planned.config.task.get("_target_") in configs.EVALUATE:
+    if last is None or configs.evaluates(planned.config):
         return planned
     before = last.launch()
     # A resume has set `changes` already, without the settings of a strategy that it replaces.

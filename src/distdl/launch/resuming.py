@@ -50,7 +50,7 @@ def plan(
     refuse_programs(config, typed_paths)
     notes = [] if last else [recorded_start(run)]
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
-    since = "in this attempt" if evaluates(config) else "from this attempt on"
+    since = "in this attempt" if configs.evaluates(config) else "from this attempt on"
     notes += [f"{p} is {typed[p]} {since}" for p in new]
     planned = planning.Plan(config, recipe, size, run, before["run_id"], changes, notes)
     planning.refuse_second(planned)
@@ -89,7 +89,7 @@ def apply(
     changes, problems = dict(earlier), []
     changeable: tuple[str, ...] = configs.CHANGEABLE
     task = [str(o.input_line) for o in parsed if o.key_or_group == "task"]
-    if task and evaluates(compose.compose(task)):
+    if task and configs.evaluates(compose.compose(task)):
         changeable += configs.CHANGEABLE_TO_EVALUATE
     for override in parsed:
         path, value = override.key_or_group, override.value()
@@ -114,11 +114,6 @@ def apply(
     if problems:
         raise UserError(*problems)
     return changes
-
-
-def evaluates(config: DictConfig) -> bool:
-    """Whether the task leaves the training as it is."""
-    return config.task.get("_target_") in configs.EVALUATE
 
 
 def recorded_start(run: RunDirectory) -> str:

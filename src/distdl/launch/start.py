@@ -67,7 +67,7 @@ def print_next_command(
     if state is JobState.FAILED and never_trained(planned.run):
         print(f"failed before its first checkpoint. Fix the error, then start again:\n  {again}")
         return
-    if planned.config.task.get("_target_") not in configs.EVALUATE:
+    if not configs.evaluates(planned.config):
         again = f"python -m distdl resume {shown(planned.run.path)}"
     print(f"{state.lower()}. To resume:\n  {again}")
 
