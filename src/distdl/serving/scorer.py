@@ -125,7 +125,11 @@ def _load_onnx(folder: Path) -> Probabilities:
 
     model = str(folder / "model.onnx")
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-    return lambda images: session.run(None, {"images": torch.stack([*images]).numpy()})[0]
+
+    def run(images: Iterable[torch.Tensor]) -> np.ndarray:
+        return session.run(None, {"images": torch.stack([*images]).contiguous().numpy()})[0]
+
+    return run
 
 
 def refuse_pickle(path: Path) -> None:
