@@ -61,7 +61,7 @@ class Batcher:
                 raise result
         return results
 
-    async def _answer(self, number: int, data: bytes, top_k: int) -> dict[str, Any]:
+    async def _answer(self, number: int, data: bytes, top_k: int) -> Any:
         pixels = await asyncio.to_thread(decoded, self.scorer, number, data)
         future: asyncio.Future[Any] = asyncio.Future()
         try:
@@ -73,8 +73,7 @@ class Batcher:
             self._waiting.pop(future, None)
         if row is None:
             raise HTTPException(500, "the model failed: the server's log says why")
-        answer: dict[str, Any] = self.scorer.named(row, top_k)
-        return answer
+        return self.scorer.named(row, top_k)
 
     async def run(self, folder: str, on_ready: Callable[[Any], None]) -> None:
         """Loads the model of a folder, calls `on_ready(scorer)`, and scores until cancelled."""
