@@ -30,12 +30,12 @@ images = [path.read_bytes() for path in paths]
 """
 SCORES = """
 from distdl_scoring.scorer import Scorer
-print(json.dumps([Scorer(folder).score(images, top_k=2) for folder in {folders!r}]))
+print(json.dumps([Scorer(folder).score(images) for folder in {folders!r}]))
 """
 MLFLOW = """
 import mlflow, pandas
 frame = pandas.DataFrame({{"image": images}})
-print(json.dumps([mlflow.pyfunc.load_model(".").predict(frame, {{"top_k": 2}}).to_dict("records")]))
+print(json.dumps([mlflow.pyfunc.load_model(".").predict(frame).to_dict("records")]))
 """
 
 
@@ -49,7 +49,7 @@ def test_it_answers_without_distdl_as_the_validation_did(project, pt2, code) -> 
     assert len(folders) == len(formats)
     text = (IMAGES + code).format(images=str(project / "images/val"), folders=folders)
     paths = validation_images(project)
-    expected = Scorer(pt2).score([path.read_bytes() for path in paths], top_k=2)
+    expected = Scorer(pt2).score([path.read_bytes() for path in paths])
     accuracy = status(project / RUN)["metrics"]["val/acc1"]
     for answers in outside(Path(folders[0]), text):
         hits = [
@@ -57,7 +57,7 @@ def test_it_answers_without_distdl_as_the_validation_did(project, pt2, code) -> 
         ]
         assert len(hits) == 3 * VAL and sum(hits) / len(hits) == pytest.approx(accuracy, abs=1e-6)
         for answer, own in zip(answers, expected, strict=True):
-            assert answer["class"] == own["class"] and len(answer["top"]) == 2
+            assert answer["class"] == own["class"] and len(answer["top"]) == 3
             assert answer["probability"] == pytest.approx(own["probability"], abs=1e-5)
     files = [path for folder in folders for path in Path(folder).rglob("*") if path.is_file()]
     assert files and not [*filter(holds_pickle, files)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -17,7 +17,6 @@ from torch import nn
 from distdl.callbacks.checkpointer import KEY
 from distdl.checkpoint.formats import read
 from distdl.data import StoredImages
-from distdl.models import ImageClassifier
 from distdl.models.weights import load_weights
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory, shown
@@ -28,7 +27,7 @@ from distdl.util.errors import Unfinished, UserError
 from distdl.util.redact import redact
 from distdl.worker.build import make
 
-IMAGES = 64  # so many of the validation split are compared
+IMAGES = 64  # at most so many of the validation split are compared
 
 
 def export(config: DictConfig, run: RunDirectory, checkpoint: Path, format: str) -> None:
@@ -60,11 +59,14 @@ def export(config: DictConfig, run: RunDirectory, checkpoint: Path, format: str)
 
 
 class Probabilities(nn.Module):
-    """uint8 [B, 3, S, S] to probabilities float32 [B, C], normalised as in the run."""
+    """uint8 [B, 3, S, S] to probabilities float32 [B, C], by weights from a file, normalised as in
+    the run."""
 
-    def __init__(self, module: ImageClassifier, data: StoredImages) -> None:
+    def __init__(self, model: DictConfig, weights: Path, data: StoredImages) -> None:
         super().__init__()
-        self.module = module.float().eval().requires_grad_(False)
+        self.module = make(model)
+        load_weights(self.module.network, weights)
+        self.module.float().eval().requires_grad_(False)
         self._normalize = data.normalize
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -81,14 +83,9 @@ class Export:
         self.data.setup("predict")
         self.images: Any = self.data.predict_dataloader().dataset
         self.view = self.images.view
-        self.model = self._with_weights(checkpoint)
+        self.model = Probabilities(config.model, checkpoint, self.data)
         names = (read(checkpoint, mmap=True).get(KEY) or {}).get("classes") or self.data.classes
         self.classes = [str(name) for name in names]
-
-    def _with_weights(self, file: Path) -> Probabilities:
-        module = make(self.config.model)
-        load_weights(module.network, file)
-        return Probabilities(module, self.data)
 
     def write(self, format: str, target: Path) -> None:
         """Writes and verifies the folder `target`."""
@@ -108,8 +105,8 @@ class Export:
 
     def _samples(self) -> list[bytes]:
         """Image files that can be decoded, spread over the validation split."""
-        samples, size = [], len(self.images)
-        for index in np.linspace(0, size - 1, min(IMAGES, size)).round().astype(int).tolist():
+        samples = []
+        for index in range(0, len(self.images), math.ceil(len(self.images) / IMAGES)):
             with contextlib.suppress(ValueError):  # a damaged image
                 self.view.pixels(data := self.images.read(index), 0)
                 samples.append(data)
@@ -125,15 +122,9 @@ class Export:
         pixels = torch.stack([self.view.pixels(data, 0) for data in samples])
         expected = self.model(pixels).numpy()
         file = formats.write(kind, self.model, folder, self.view.image_size)
-        description = {
-            "kind": kind,
-            "classes": self.classes,
-            "image_size": self.view.image_size,
-            "short_side": self.view.short_side,
-            "source": self._source(),
-        }
+        description = self._description(kind)
         if kind == "weights":
-            scored = self._with_weights(file)(pixels).numpy()
+            scored = Probabilities(self.config.model, file, self.data)(pixels).numpy()
         else:
             model_folder.write_package(folder, ["onnxruntime"] if kind == "onnx" else [])
             model_folder.describe(folder, description)
@@ -143,15 +134,18 @@ class Export:
         model_folder.describe(folder, description)
         model_folder.write_card(folder, description, kind)
 
-    def _source(self) -> dict[str, Any]:
-        """Where the model comes from."""
+    def _description(self, kind: str) -> dict[str, Any]:
+        """What the model is, and where it comes from."""
         provenance, manifest = self.run.provenance(), checkpoints.manifest_at(self.checkpoint)
-        metrics = {k: v for k, v in (manifest.get("metrics") or {}).items() if k.startswith("val/")}
         return {
+            "kind": kind,
+            "classes": self.classes,
+            "image_size": self.view.image_size,
+            "short_side": self.view.short_side,
             "run": f"{self.config.experiment_name}/{self.run.path.name}",
             "checkpoint": manifest.get("alias_of") or self.checkpoint.name,
             "sha256": checkpoints.identity(self.checkpoint),
-            "metrics": metrics,
+            "metrics": manifest.get("metrics") or {},
             "model": self.config.model.network.get("_target_"),
             "data": redact(self.config.data.root.partition("?")[0]),  # without a signature
             "data_key": self.images.key,

@@ -119,7 +119,7 @@ def write_mlflow(model: Path, folder: Path, images: Sequence[bytes]) -> Path:
         python_model=str(Path(__file__).with_name("mlflow_model.py")),
         artifacts={"model": str(model)},
         code_paths=[str(model / model_folder.PACKAGE)],
-        signature=mlflow.models.infer_signature(frame, expected, params={"top_k": 5}),
+        signature=mlflow.models.infer_signature(frame, expected),
         input_example=frame[:1],
         pip_requirements=model_folder.requirements(["mlflow", "pandas"]).split(),
     )

@@ -91,9 +91,8 @@ def refuse_damaged(folder: Path) -> None:
 
 def write_card(folder: Path, description: Mapping[str, Any], kind: str) -> None:
     """Writes the model card, `README.md`. No text of the run is markup: it is quoted as JSON."""
-    facts = {key: description[key] for key in ("source", "image_size", "short_side")}
-    facts |= {"classes": description["classes"][:10], "verified": description["verification"]}
-    quoted = json.dumps(facts, indent=2)
+    facts = {key: value for key, value in description.items() if key not in ("classes", "files")}
+    quoted = json.dumps({**facts, "classes": description["classes"][:10]}, indent=2)
     files.write_text(
         folder / "README.md", f"# Image classifier\n\n{USE[kind]}\n\n```json\n{quoted}\n```\n"
     )

@@ -43,7 +43,7 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
         print(f"model   runs:/{run_id}/{folder.name}")
         if name := OmegaConf.select(config, "tracking.mlflow.register"):
             source = f"{client.get_run(run_id).info.artifact_uri}/{folder.name}"
-            trained = read(folder / "artifacts/model")["source"]
+            trained = read(folder / "artifacts/model")
             monitor, mode = config.checkpoint.monitor or "val/acc1", config.checkpoint.mode
             tags = {SHA256: trained["sha256"], METRIC: monitor, DATA: trained["data_key"]}
             if monitor in trained["metrics"]:
