@@ -103,7 +103,7 @@ def test_weights_load_in_torchvision(project) -> None:
 
 def test_an_mlflow_model_is_logged_and_registered(project) -> None:
     again = export(project, "--to", "mlflow", "--register", "insects")
-    assert "champion stays version 1: val/acc1" in again
+    assert "champion does not move: val/acc1" in again
     client = MlflowClient(f"sqlite:///{project}/outputs/mlflow.db")
     (version,) = client.search_model_versions("name = 'insects'")
     assert client.get_model_version_by_alias("insects", "champion").version == version.version
@@ -128,6 +128,7 @@ BETTER, EQUAL = {SHA256: "b", VALUE: "0.7"}, {SHA256: "b"}
         (EQUAL, VERSION, "max", False),
         ({**BETTER, DATA_TAG: "e"}, VERSION, "max", False),
         ({**BETTER, METRIC: "val/loss"}, VERSION, "max", False),
+        (BETTER, {SHA256: "a", DATA_TAG: "d"}, "max", False),  # without a metric
     ],
 )
 def test_the_champion_moves_only_to_a_better_one_on_the_same_data(

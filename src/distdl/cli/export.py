@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     words = [*HERE, written("task.checkpoint", checkpoint)]
     if options.register:
         if options.to != "mlflow" or "mlflow" not in (run.recipe().get("tracking") or {}):
-            what = f"takes MLflow models of runs that MLflow tracks, not {options.to}"
+            what = "takes MLflow models, of runs that MLflow tracks"
             raise UserError.at("--register", what, "--to mlflow, and a run with tracking=mlflow")
         words.append(written("tracking.mlflow.register", f"'{options.register}'"))
 

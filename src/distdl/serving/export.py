@@ -23,7 +23,7 @@ from distdl.runs.directory import RunDirectory, shown
 from distdl.serving import formats, model_folder, registry
 from distdl.serving.scorer import Scorer
 from distdl.tracking.outbox import Outbox
-from distdl.util.errors import Unfinished, UserError
+from distdl.util.errors import Unfinished
 from distdl.util.redact import redact
 from distdl.worker.build import make
 
@@ -111,8 +111,6 @@ class Export:
                 self.view.pixels(data := self.images.read(index), 0)
                 samples.append(data)
         self.data.teardown()
-        if not samples:
-            raise UserError.at("data", "the validation split has no intact image to compare on")
         return samples
 
     def _write_model(self, kind: str, folder: Path, samples: list[bytes]) -> None:

@@ -42,33 +42,32 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
         client.log_artifacts(run_id, str(folder), folder.name)  # again, as it may be incomplete
         print(f"model   runs:/{run_id}/{folder.name}")
         if name := OmegaConf.select(config, "tracking.mlflow.register"):
-            source = f"{client.get_run(run_id).info.artifact_uri}/{folder.name}"
-            trained = read(folder / "artifacts/model")
-            monitor, mode = config.checkpoint.monitor or "val/acc1", config.checkpoint.mode
-            tags = {SHA256: trained["sha256"], METRIC: monitor, DATA: trained["data_key"]}
-            if monitor in trained["metrics"]:
-                tags[VALUE] = repr(trained["metrics"][monitor])
-            _register(client, str(name), source, run_id, tags, mode)
+            _register(client, str(name), run_id, folder, config.checkpoint)
     except (MlflowException, OSError) as error:
         what = f"MLflow at {redact(uri)} fails: {str(error).replace(uri, redact(uri))[:300]}"
         remedy = f"the model is in {shown(folder)}; the same command sends it"
         raise Unfinished.at("tracking.mlflow", what, remedy) from error
 
 
-def _register(
-    client: Any, name: str, source: str, run_id: str, tags: dict[str, str], mode: str
-) -> None:
+def _register(client: Any, name: str, run_id: str, folder: Path, best: DictConfig) -> None:
+    """Adds a version, if this checkpoint has none; `best` is the run's section `checkpoint`."""
+    trained = read(folder / "artifacts/model")
+    metric = best.monitor or "val/acc1"
+    tags = {SHA256: trained["sha256"], DATA: trained["data_key"]}
+    if metric in trained["metrics"]:
+        tags |= {METRIC: metric, VALUE: repr(trained["metrics"][metric])}
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
     versions = client.search_model_versions(f"name = '{name}'")
     same = (each for each in versions if each.tags.get(SHA256) == tags[SHA256])
+    source = f"{client.get_run(run_id).info.artifact_uri}/{folder.name}"
     version = next(same, None) or client.create_model_version(name, source, run_id, tags=tags)
     champion = client.get_registered_model(name).aliases.get(CHAMPION)
     before = client.get_model_version(name, champion).tags if champion else None
-    moves, reason = succeeds(tags, before, mode)
+    moves, reason = succeeds(tags, before, best.mode)
     if moves:
         client.set_registered_model_alias(name, CHAMPION, version.version)
-    stands = f"is version {version.version}" if moves else f"stays version {champion}"
+    stands = f"is version {version.version}" if moves else "does not move"
     print(f"version models:/{name}/{version.version}")
     print(f"alias   {CHAMPION} {stands}: {reason}")
 
@@ -78,9 +77,9 @@ def succeeds(
 ) -> tuple[bool, str]:
     """Whether a version with the tags `new` becomes the champion, and why: it does if it is better
     by the same metric on the same data. `mode` is "max" or "min"."""
-    metric = new[METRIC]
     if VALUE not in new:
-        return False, f"the checkpoint has no {metric}"
+        return False, "the checkpoint does not have the metric of checkpoint.monitor"
+    metric = new[METRIC]
     if champion is None:
         return True, f"it is the first with a {metric}"
     if (champion.get(METRIC), champion.get(DATA)) != (metric, new[DATA]):
