@@ -17,7 +17,7 @@ class ImageModel(PythonModel):
 
         self.scorer = Scorer(context.artifacts["model"])
 
-    def predict(self, context: Any, model_input: pandas.DataFrame) -> pandas.DataFrame:
+    def predict(self, context: Any, model_input: pandas.DataFrame, params: Any = None) -> Any:
         return pandas.DataFrame(self.scorer.score(model_input["image"].tolist()))
 
 
