@@ -34,7 +34,7 @@ class ListedImages(EncodedImages):
         listed = [name for name in self.store.names() if is_image(name)]
         if not listed:
             what = f"{self.store.uri} holds no image"
-            raise UserError.at("", what, f"files that end with {', '.join(EXTENSIONS)}")
+            raise UserError.at("task.source", what, f"files that end with {', '.join(EXTENSIONS)}")
         # In one array, of which workers make no copies: see `FolderImages`.
         self._names = np.array([name.encode(errors="surrogateescape") for name in listed])
         self.key = hashlib.sha256(self._names.data).hexdigest()

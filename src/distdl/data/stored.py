@@ -25,7 +25,7 @@ from distdl.datasets.order import Needs, Windows
 from distdl.datasets.prefetch import Prefetch
 from distdl.datasets.reading import DataSet, Shards, open_data_set
 from distdl.distributed import process_group
-from distdl.stores import StoreError, is_remote, open_store
+from distdl.stores import is_remote, open_store
 from distdl.stores.files import readable
 from distdl.stores.walking import ClassFolders
 from distdl.util.errors import Problem, UserError
@@ -153,14 +153,8 @@ class StoredImages(ImageData):
         if self._splits:
             return
         if stage == "predict" and self.predict_from:
-            try:
-                with readable("task.source"):
-                    self._splits["predict"] = self._to_predict()
-            except StoreError as error:
-                raise UserError.at("task.source", str(error), error.remedy) from error
-            except UserError as error:
-                problems = (Problem("task.source", p.what, p.remedy) for p in error.problems)
-                raise UserError(*problems) from error
+            with readable("task.source"):
+                self._splits["val"] = self._to_predict()
             return
         with readable("data.root"):
             if not (prepared := _is_prepared(self.root)):
@@ -176,15 +170,13 @@ class StoredImages(ImageData):
         self._splits.update(splits)
 
     def _to_predict(self) -> EncodedImages:
-        where = _expanded(self.predict_from)
-        if open_store(where).size(MANIFEST) is None:
-            return ListedImages(where, self._val_view)
+        if open_store(self.predict_from).size(MANIFEST) is None:
+            return ListedImages(self.predict_from, self._val_view)
         cache_root = _cache_root(self.cache_dir)
-        data = open_data_set(where, cache_root=cache_root)
+        data = open_data_set(self.predict_from, cache_root=cache_root)
         limit = None if self.cache_gb is None else int(self.cache_gb * GB)
-        cache = self._cache(data, cache_root, limit) if is_remote(where) else None
-        split = "val" if "val" in data.manifest.splits else next(iter(data.manifest.splits))
-        return ShardImages(self._val_view, Shards(data, split, cache))
+        cache = self._cache(data, cache_root, limit) if is_remote(self.predict_from) else None
+        return ShardImages(self._val_view, Shards(data, "val", cache))
 
     @property
     def classes(self) -> list[str] | None:
@@ -263,7 +255,7 @@ class StoredImages(ImageData):
         return self.loader(self._splits["val"], shuffle=False)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        images = copy.copy(self._splits.get("predict") or self._splits["val"])
+        images = copy.copy(self._splits["val"])
         images.replaces = False
         return self.loader(images, shuffle=False)
 
