@@ -183,7 +183,7 @@ def test_other_images_in_other_formats(project, alone, tmp_path) -> None:
     flat = tmp_path / "flat"
     shutil.copytree(project / "images/val/bee", flat)
     (flat / "0.jpg").write_bytes((flat / "0.jpg").read_bytes()[:300])
-    words = (f"task.source={flat}", "task.output=flat", "task.format=csv", "task.top_k=1")
+    words = (f"data.root={flat}", "task.output=flat", "task.format=csv", "task.top_k=1")
     predict(project, *words)
     with (project / RUN / "flat/part-00000.csv").open() as file:
         damaged, *others = csv.DictReader(file)
@@ -201,7 +201,7 @@ def test_a_prepared_data_set(project, alone, tmp_path) -> None:
     to = tmp_path / "out"
     done = distdl("prepare", "folder", "--source", "images", "--to", str(to), cwd=project)
     assert done.returncode == 0, done.stderr
-    predict(project, f"task.source={to}", "task.output=shards", "task.format=jsonl")
+    predict(project, f"data.root={to}", "task.output=shards", "task.format=jsonl")
     text = (project / RUN / "shards/part-00000.jsonl").read_text()
     found = [json.loads(line) for line in text.splitlines()]
     assert sorted((r["label"], r["class_1"]) for r in found) == sorted(
@@ -211,13 +211,13 @@ def test_a_prepared_data_set(project, alone, tmp_path) -> None:
 
 def test_a_bucket(project, alone, s3) -> None:
     """One that holds the images, and one that is not there."""
-    box, words = boto3.client("s3"), ("task.source=s3://box/mine", "task.output=bucket")
+    box, words = boto3.client("s3"), ("data.root=s3://box/mine", "task.output=bucket")
     for path in sorted((project / "images/val").rglob("*.jpg")):
         box.upload_file(str(path), "box", f"mine/{path.relative_to(project / 'images/val')}")
     predict(project, *words)
     near(rows(project, "bucket"), alone)
-    printed = predict(project, "task.source=s3://nobox/mine", "task.output=no", code=2)
-    assert "distdl: task.source: s3://nobox/mine" in printed and "Traceback" not in printed
+    printed = predict(project, "data.root=s3://nobox/mine", "task.output=no", code=2)
+    assert "distdl: data.root: s3://nobox/mine" in printed and "Traceback" not in printed
 
 
 def test_images_of_which_all_or_none_are_damaged_in_a_part(project, tmp_path) -> None:
@@ -230,7 +230,7 @@ def test_images_of_which_all_or_none_are_damaged_in_a_part(project, tmp_path) ->
     (flat / "zoo").mkdir()
     shutil.copy(flat / "3.jpg", flat / "zoo/0.jpg")  # the only one with a label
     (flat / os.fsdecode(b"\xff.jpg")).write_bytes(b"")
-    words = (f"task.source={flat}", "task.output=mixed", "task.part_samples=3")
+    words = (f"data.root={flat}", "task.output=mixed", "task.part_samples=3")
     predict(project, *words, "task.checkpoint=none", "data.batch_size=3")
     found = rows(project, "mixed")
     assert [bool(row["error"]) for row in found] == [True] * 3 + [False] * 4 + [True]
@@ -243,11 +243,11 @@ def test_images_of_which_all_or_none_are_damaged_in_a_part(project, tmp_path) ->
 REFUSED = {
     "other rows": (["task.top_k=2"], "holds rows of top_k 5, not 2"),
     "other files": (["task.output=checkpoints"], "holds other files"),
-    "a file": (["task.output=config.yaml"], "holds other files"),
-    "no image": ([f"task.source={RUN}/attempts", "task.output=none"], "holds no image"),
+    "a file": (["task.output=config.yaml"], "Not a directory"),
+    "no image": ([f"data.root={RUN}/attempts", "task.output=none"], "holds no image"),
     "no folder": (
-        ["task.source=nowhere", "task.output=none"],
-        "task.source: nowhere holds no image",
+        ["data.root=nowhere", "task.output=none"],
+        "data.root: no such folder: nowhere",
     ),
 }
 
@@ -330,7 +330,6 @@ WRONG = {
         ["task.format=xlsx", "task.part_samples=0"],
         ["task.format: must be", "task.part_samples: must be an integer of at least 1, not 0"],
     ),
-    "a module without images": (["task.source=s3://a/b"], ["mine.Data opens no other source"]),
 }
 
 

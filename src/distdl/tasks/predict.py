@@ -18,7 +18,6 @@ from distdl.distributed.agreement import Agreement
 from distdl.models.classifier import ImageClassifier
 from distdl.runs import checkpoints
 from distdl.runs.directory import shown
-from distdl.stores import open_store
 from distdl.tasks.evaluate import checkpoint_of
 from distdl.tasks.needs import needs
 from distdl.util.errors import UserError
@@ -35,7 +34,6 @@ HALVES = (torch.float16, torch.bfloat16)  # which NumPy or JSON lack
 def predict(
     context: Built,
     checkpoint: str = "best",
-    source: str | None = None,
     output: str = "predictions",
     format: Literal["parquet", "csv", "jsonl"] = "parquet",
     top_k: Positive = 5,
@@ -52,8 +50,6 @@ def predict(
 
     Args:
         checkpoint: As of `validate`.
-        source: Images to predict instead: a folder with or without class folders, a prepared data
-            set (its validation split), or the URI of one of them.
         output: Folder of the rows, in the run's directory.
         format: Of the rows' files.
         top_k: How many classes the row of an image has.
@@ -63,20 +59,14 @@ def predict(
         `predict/samples`: how many rows are stored.
 
     Raises:
-        UserError: There is no such checkpoint or source, `output` holds other rows, or a part
+        UserError: There is no such checkpoint, `output` holds other rows, or a part
             cannot be written.
     """
     from distdl.tasks.prediction_rows import Rows  # pyarrow, which no other task needs
 
     path = checkpoint_of(context, checkpoint)
-    if source:
-        if not hasattr(context.datamodule, "predict_from"):
-            what = f"{context.data} opens no other source"
-            raise UserError.at("task.source", what, "define its predict_dataloader")
-        context.datamodule.predict_from = source  # type: ignore[union-attr]
     facts: dict[str, Any] = {
         "checkpoint": path and checkpoints.identity(Path(path)),
-        "source": source and open_store(source).uri,
         "format": format,
         "top_k": top_k,
     }

@@ -48,17 +48,16 @@ def encoded(table: pyarrow.Table, format: str) -> bytes:
     rows = table.to_pylist()
     if format == "jsonl":
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
-    lines = csv.DictWriter(text := io.StringIO(), table.column_names, lineterminator="\n")
-    lines.writeheader()
-    lines.writerows(rows)
+    lines = [table.column_names, *(row.values() for row in rows)]
+    csv.writer(text := io.StringIO(), lineterminator="\n").writerows(lines)
     return text.getvalue().encode()
 
 
 class Rows:
     """A folder of parts, which one process writes.
 
-    `_progress.json` lists the complete parts, and is replaced after each part. `_manifest.json`
-    replaces it when all rows are there.
+    `_progress.json` lists the complete parts, and is replaced after each part. It is renamed to
+    `_manifest.json` when all rows are there.
 
     Args:
         folder: Absent, empty, or from an interrupted call with the same facts (`describe`).
@@ -69,31 +68,26 @@ class Rows:
         self.folder, self.format = folder, format
         self.record: dict[str, Any] = {"facts": {}, "rows": 0, "parts": []}
 
-    @property
-    def complete(self) -> bool:
-        return (self.folder / MANIFEST).exists()
-
     def open(self) -> int:
         """Returns how many rows are there; raises UserError if the folder holds something else, or
         is damaged."""
-        path = self.folder / (MANIFEST if self.complete else PROGRESS)
-        if path.exists():
-            remove_leftovers(self.folder)
-            self.record |= load_json(path, RECORD, OTHER)
-        elif self.folder.is_file() or [*self.folder.glob("[!.]*")]:
+        for name in (MANIFEST, PROGRESS):
+            self.record |= load_json(self.folder / name, RECORD, OTHER)
+        if not self.record["facts"] and any(self.folder.glob("[!.]*")):
             raise UserError.at("task.output", f"{shown(self.folder)} holds other files", OTHER)
+        remove_leftovers(self.folder)
         return self.record["rows"]
 
     def describe(self, facts: Mapping[str, str | int | None]) -> None:
         """Stores what the rows are of: the checkpoint, the data, the columns; raises UserError if
         the stored rows are of another."""
+        if not self.record["rows"]:
+            self.record["facts"] = dict(facts)
+            self._write_record()
         for name, before in self.record["facts"].items():
-            if self.record["rows"] and before != facts.get(name):
+            if before != facts.get(name):
                 what = f"{shown(self.folder)} holds rows of {name} {before}, not {facts.get(name)}"
                 raise UserError.at("task.output", what, OTHER)
-        self.record["facts"] = dict(facts)
-        if not self.complete:
-            self._write_record(PROGRESS)
 
     def add(
         self, columns: Mapping[str, np.ndarray], missing: Mapping[str, np.ndarray] | None = None
@@ -114,16 +108,15 @@ class Rows:
         self._write(name, encoded(table, self.format))
         self.record["parts"].append(name)
         self.record["rows"] += table.num_rows
-        self._write_record(PROGRESS)
+        self._write_record()
 
     def finish(self) -> None:
-        """Writes the manifest."""
+        """Calls the record the manifest, if it is not yet."""
         if (self.folder / PROGRESS).exists():
-            self._write_record(MANIFEST)
-            (self.folder / PROGRESS).unlink()
+            (self.folder / PROGRESS).replace(self.folder / MANIFEST)
 
-    def _write_record(self, name: str) -> None:
-        self._write(name, json.dumps(self.record, indent=1).encode())
+    def _write_record(self) -> None:
+        self._write(PROGRESS, json.dumps(self.record, indent=1).encode())
 
     def _write(self, name: str, data: bytes) -> None:
         path = self.folder / name
