@@ -273,8 +273,8 @@ DAMAGE = {
 @pytest.mark.parametrize(("text", "message"), DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_noticed(tmp_path, text, message) -> None:
     stored = Rows(tmp_path / "rows", "parquet")
-    stored.describe({"data": "1 samples"})
-    stored.add({"name": np.array(["0"], dtype=object)})
+    stored.describe("1 samples")
+    stored.add({"name": np.array(["0"], dtype=object)}, {})
     stored.finish()
     (tmp_path / "rows/_manifest.json").write_text(text)
     with pytest.raises(UserError, match=r"_manifest\.json: is damaged: ") as refused:

@@ -59,25 +59,21 @@ def predict(
         `predict/samples`: how many rows are stored.
 
     Raises:
-        UserError: There is no such checkpoint, `output` holds other rows, or a part
-            cannot be written.
+        UserError: There is no such checkpoint, `output` holds other rows, or a part cannot be
+            written.
     """
     from distdl.tasks.prediction_rows import Rows  # pyarrow, which no other task needs
 
     path = checkpoint_of(context, checkpoint)
-    facts: dict[str, Any] = {
-        "checkpoint": path and checkpoints.identity(Path(path)),
-        "format": format,
-        "top_k": top_k,
-    }
-    trainer, rows = context.trainer, Rows(context.run.path / output, format)
+    identity = path and checkpoints.identity(Path(path))
+    rows = Rows(context.run.path / output, format, checkpoint=identity, top_k=top_k)
+    trainer = context.trainer
     stored = rows.open() if trainer.is_global_zero else 0
     context.checkpointer.position.predicted = process_group.broadcast(stored)
-    collector = Collector(context, rows, facts, part_samples)
+    collector = Collector(context, rows, top_k, part_samples)
     trainer.callbacks.append(collector)  # type: ignore[attr-defined]
     # `distribute` has given each rank its share; Lightning would replace the batch sampler.
-    connector = trainer._data_connector
-    connector._prepare_dataloader = lambda loader, *_, **__: collector.opened(loader)  # type: ignore[method-assign]
+    trainer._data_connector._prepare_dataloader = collector.opened  # type: ignore[assignment, method-assign]
     start(context, path, trainer.predict, return_predictions=False)
     samples = collector.total - len(collector.order)
     if trainer.is_global_zero:
@@ -94,23 +90,18 @@ class Collector(Callback):
     """Collects the outputs of all ranks; rank 0 stores them in the order of the samples.
 
     In the batches of `EvalBatches`, row i of the r-th of W ranks is sample i * W + r.
-
-    Args:
-        facts: What the rows are of, besides the data: see `Rows.describe`.
     """
 
     batches: EvalBatches | None = None
 
-    def __init__(
-        self, context: Built, rows: Rows, facts: Mapping[str, Any], part_samples: int
-    ) -> None:
-        self.context, self.rows, self.facts, self.part_samples = context, rows, facts, part_samples
+    def __init__(self, context: Built, rows: Rows, top_k: int, part_samples: int) -> None:
+        self.context, self.rows, self.top_k, self.part_samples = context, rows, top_k, part_samples
         self.ranked = type(context.module).predict_step is ImageClassifier.predict_step
         self.agreement = Agreement(1)
         self.outputs: list[dict[str, torch.Tensor]] = []
         self.errors: list[str] = []
 
-    def opened(self, loader: Any) -> Any:
+    def opened(self, loader: Any, *_: Any, **__: Any) -> Any:
         """Takes note of this rank's loader, before its first batch, and returns it."""
         batches = getattr(loader, "batch_sampler", None)
         if not isinstance(batches, EvalBatches) and not getattr(batches, "drop_last", False):
@@ -123,7 +114,7 @@ class Collector(Callback):
         self.total = self.context.checkpointer.position.predicted + batches.num_samples
         if self.context.trainer.is_global_zero:
             key = getattr(self.dataset, "key", "")[:12]
-            self.rows.describe({**self.facts, "data": f"{self.total} samples {key}".strip()})
+            self.rows.describe(f"{self.total} samples {key}".strip())
         return loader
 
     def on_predict_batch_end(self, trainer: Trainer, *args: Any, **_: Any) -> None:
@@ -132,8 +123,7 @@ class Collector(Callback):
         per_batch = self.batches.rows_per_batch
         if self.ranked:  # stay on the device, and nobody waits for them
             self.network_classes = outputs.shape[1]
-            top_k = min(self.facts["top_k"], self.network_classes)
-            best = outputs.float().softmax(dim=1).topk(top_k)
+            best = outputs.float().softmax(dim=1).topk(min(self.top_k, self.network_classes))
             self.outputs.append({"class": best.indices, "probability": best.values})
         else:
             size = min(per_batch, self.batches.rows - batch_idx * per_batch)
@@ -173,7 +163,7 @@ class Collector(Callback):
     def _add(self, indices: np.ndarray, columns: dict[str, np.ndarray]) -> None:
         """Stores a part; the values of damaged images become null."""
         if not isinstance(self.dataset, EncodedImages):
-            return self.rows.add({"index": indices, **columns})
+            return self.rows.add({"index": indices, **columns}, {})
         errors = columns.pop("error")
         if self.ranked:
             classes = self.context.checkpointer.classes or class_names(self.context.datamodule)

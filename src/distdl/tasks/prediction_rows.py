@@ -60,12 +60,13 @@ class Rows:
     `_manifest.json` when all rows are there.
 
     Args:
-        folder: Absent, empty, or from an interrupted call with the same facts (`describe`).
+        folder: Absent, empty, or from an interrupted call with the same format, facts and data.
         format: Of `encoded`.
+        facts: What the rows are of: the checkpoint, the columns.
     """
 
-    def __init__(self, folder: Path, format: str) -> None:
-        self.folder, self.format = folder, format
+    def __init__(self, folder: Path, format: str, **facts: str | int | None) -> None:
+        self.folder, self.format, self.facts = folder, format, {"format": format, **facts}
         self.record: dict[str, Any] = {"facts": {}, "rows": 0, "parts": []}
 
     def open(self) -> int:
@@ -78,20 +79,18 @@ class Rows:
         remove_leftovers(self.folder)
         return self.record["rows"]
 
-    def describe(self, facts: Mapping[str, str | int | None]) -> None:
-        """Stores what the rows are of: the checkpoint, the data, the columns; raises UserError if
-        the stored rows are of another."""
+    def describe(self, data: str) -> None:
+        """Stores what the rows are of; raises UserError if the stored rows are of another."""
+        facts = {**self.facts, "data": data}
         if not self.record["rows"]:
-            self.record["facts"] = dict(facts)
+            self.record["facts"] = facts
             self._write_record()
         for name, before in self.record["facts"].items():
             if before != facts.get(name):
                 what = f"{shown(self.folder)} holds rows of {name} {before}, not {facts.get(name)}"
                 raise UserError.at("task.output", what, OTHER)
 
-    def add(
-        self, columns: Mapping[str, np.ndarray], missing: Mapping[str, np.ndarray] | None = None
-    ) -> None:
+    def add(self, columns: Mapping[str, np.ndarray], missing: Mapping[str, np.ndarray]) -> None:
         """Stores one part.
 
         Args:
@@ -101,8 +100,7 @@ class Rows:
         Raises:
             Unfinished: It cannot be written (a full disk).
         """
-        absent = missing or {}
-        arrays = {name: column(each, absent.get(name, False)) for name, each in columns.items()}
+        arrays = {name: column(each, missing.get(name, False)) for name, each in columns.items()}
         table = pyarrow.table(arrays)
         name = f"part-{len(self.record['parts']):05d}.{self.format}"
         self._write(name, encoded(table, self.format))
