@@ -17,7 +17,7 @@ from pyarrow import parquet
 from distdl.tasks.prediction_rows import Rows
 from distdl.util.errors import UserError
 from tests import prepared
-from tests.conftest import UNCHECKED, distdl, status
+from tests.conftest import DISTDL, UNCHECKED, distdl, status
 from tests.unit import test_stores
 from tests.unit.sample_data import write_photographs
 
@@ -184,7 +184,7 @@ def test_other_images_in_other_formats(project, alone, tmp_path) -> None:
     shutil.copytree(project / "images/val/bee", flat)
     (flat / "0.jpg").write_bytes((flat / "0.jpg").read_bytes()[:300])
     words = (f"data.root={flat}", "task.output=flat", "task.format=csv", "task.top_k=1")
-    predict(project, *words)
+    predict(project, *words, module=DISTDL)
     with (project / RUN / "flat/part-00000.csv").open() as file:
         damaged, *others = csv.DictReader(file)
     assert list(damaged) == ["name", "label", "class_1", "probability_1", "error"]
@@ -193,8 +193,11 @@ def test_other_images_in_other_formats(project, alone, tmp_path) -> None:
     expected = {row["name"]: row["class_1"] for row in alone if row["label"] == "bee"}
     predicted = {f"bee/{row['name']}": row["class_1"] for row in others}
     assert expected == {"bee/0.jpg": expected["bee/0.jpg"], **predicted}
+    other = shutil.copytree(flat, tmp_path / "other")  # the same names
     (flat / "8.jpg").write_bytes((flat / "1.jpg").read_bytes())
-    assert "holds rows of data 7 samples" in predict(project, *words, code=2)
+    for root in (flat, other):
+        printed = predict(project, f"data.root={root}", *words[1:], code=2)
+        assert "holds rows of data 7 samples" in printed
 
 
 def test_a_prepared_data_set(project, alone, tmp_path) -> None:
