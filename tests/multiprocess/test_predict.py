@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
+from distdl.data.encoded import MOST_IN_A_ROW
 from distdl.tasks.prediction_rows import Rows
 from distdl.util.errors import UserError
 from tests import prepared
@@ -227,8 +228,10 @@ def test_images_of_which_all_or_none_are_damaged_in_a_part(project, tmp_path) ->
     """All parts have columns of the same types, so that they can be read as one table."""
     flat = tmp_path / "flat"
     flat.mkdir()
+    bad = MOST_IN_A_ROW + 1  # a training would end
+    for index in range(bad):
+        (flat / f"0{index}.jpg").write_bytes(b"\xff\xd8no image")
     for index in range(3):
-        (flat / f"{index}.jpg").write_bytes(b"\xff\xd8no image")
         shutil.copy(project / f"images/val/ant/{index}.jpg", flat / f"{index + 3}.jpg")
     (flat / "zoo").mkdir()
     shutil.copy(flat / "3.jpg", flat / "zoo/0.jpg")  # the only one with a label
@@ -236,8 +239,8 @@ def test_images_of_which_all_or_none_are_damaged_in_a_part(project, tmp_path) ->
     words = (f"data.root={flat}", "task.output=mixed", "task.part_samples=3")
     predict(project, *words, "task.checkpoint=none", "data.batch_size=3")
     found = rows(project, "mixed")
-    assert [bool(row["error"]) for row in found] == [True] * 3 + [False] * 4 + [True]
-    assert [row["label"] for row in found] == [None] * 6 + ["zoo", None]
+    assert [bool(row["error"]) for row in found] == [True] * bad + [False] * 4 + [True]
+    assert [row["label"] for row in found] == [None] * (bad + 3) + ["zoo", None]
     assert [row["class_1"] is None for row in found] == [bool(row["error"]) for row in found]
     assert found[-1]["name"] == "\\xff.jpg"
     assert {row["class_1"] for row in found} <= {"0", "1", "2", None}, "no checkpoint names them"
