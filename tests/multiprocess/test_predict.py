@@ -336,6 +336,11 @@ WRONG = {
         ["task.format=xlsx", "task.part_samples=0"],
         ["task.format: must be", "task.part_samples: must be an integer of at least 1, not 0"],
     ),
+    "a folder outside the run": (
+        ["task.output=../x"],
+        ["task.output: '../x' leads out of the folder"],
+    ),
+    "an absolute folder": (["task.output=/x"], ["task.output: '/x' is absolute"]),
 }
 
 

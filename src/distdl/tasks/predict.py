@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,8 +20,9 @@ from distdl.runs import checkpoints
 from distdl.runs.directory import shown
 from distdl.tasks.evaluate import checkpoint_of
 from distdl.tasks.needs import needs
-from distdl.util.errors import UserError
+from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import Positive
+from distdl.util.safe_paths import odd
 from distdl.worker.build import Built
 from distdl.worker.initial_state import start
 
@@ -83,7 +84,15 @@ def predict(
     return {"predict/samples": float(samples)}
 
 
-predict.check = needs("predict_step", "predict_dataloader")  # type: ignore[attr-defined]
+def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of the task node; paths are relative to it."""
+    yield from needs("predict_step", "predict_dataloader")(node, context)
+    output = str(node.get("output", "predictions"))
+    if why := odd(output):
+        yield Problem("output", f"{output!r} {why}", "name a folder in the run's directory")
+
+
+predict.check = check  # type: ignore[attr-defined]
 
 
 class Collector(Callback):
