@@ -72,6 +72,8 @@ def test_rows_are_what_the_validation_saw(project, alone) -> None:
     hits = [row["label"] == row["class_1"] for row in alone]
     metrics = status(project / RUN)["metrics"]
     assert sum(hits) / len(hits) == pytest.approx(metrics["val/acc1"], abs=1e-6)
+    printed = status(project / RUN, 2)["metrics"]
+    assert (printed["predict/acc1"], printed["predict/damaged"]) == (sum(hits) / len(hits), 0)
     for row in alone:
         chances = [row[f"probability_{place}"] for place in (1, 2, 3)]
         assert sum(chances) == pytest.approx(1, abs=1e-5) and chances == sorted(chances)[::-1]

@@ -57,7 +57,7 @@ def predict(
         part_samples: The least number of rows in a part, except the last.
 
     Returns:
-        `predict/samples`: how many rows are stored.
+        `predict/samples`; of images also `predict/damaged`, and `predict/acc1` if all have labels.
 
     Raises:
         UserError: There is no such checkpoint, `output` holds other rows, or a part cannot be
@@ -81,7 +81,12 @@ def predict(
         if samples == collector.total:
             rows.finish()
         print(f"rows    {shown(rows.folder)}: {samples:,} of {collector.total:,}")
-    return {"predict/samples": float(samples)}
+    metrics = {"predict/samples": float(samples)}
+    if counts := process_group.broadcast(rows.record["counts"]):
+        metrics["predict/damaged"] = float(counts["damaged"])
+        if 0 < counts["labels"] == samples - counts["damaged"]:
+            metrics["predict/acc1"] = counts["hits"] / counts["labels"]
+    return metrics
 
 
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
@@ -173,11 +178,13 @@ class Collector(Callback):
         """Stores a part; the values of damaged images become null."""
         if not isinstance(self.dataset, EncodedImages):
             return self.rows.add({"index": indices, **columns}, {})
-        errors = columns.pop("error")
+        errors, known = columns.pop("error"), set[str]()
         if self.ranked:
             classes = self.context.checkpointer.classes or class_names(self.context.datamodule)
             if not classes or len(classes) != self.network_classes:
                 classes = [str(number) for number in range(self.network_classes)]
+            else:
+                known = {*classes}
             best, chances = columns.pop("class"), columns.pop("probability")
             for place in range(best.shape[1]):
                 columns[f"class_{place + 1}"] = np.array(classes, dtype=object)[best[:, place]]
@@ -186,7 +193,14 @@ class Collector(Callback):
         names = np.array([*map(self.dataset.sample_name, samples)], dtype=object)
         labels = np.array([*map(self.dataset.label_name, samples)], dtype=object)
         missing = {**dict.fromkeys(columns, errors != ""), "error": errors == ""}
-        self.rows.add({"name": names, "label": labels, **columns, "error": errors}, missing)
+        good = errors == ""
+        counts = {
+            "damaged": int((~good).sum()),
+            "labels": sum(label in known for label in labels[good]),
+            "hits": int((labels == columns.get("class_1", ""))[good].sum()),
+        }
+        table = {"name": names, "label": labels, **columns, "error": errors}
+        self.rows.add(table, missing, **counts)
 
 
 def on_host(outputs: Any, size: int) -> dict[str, torch.Tensor]:

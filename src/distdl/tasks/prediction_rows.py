@@ -22,7 +22,7 @@ from distdl.util.errors import Unfinished, UserError
 
 # Programs that read a folder of Parquet files (pandas, Spark) skip names that begin with "_".
 MANIFEST, PROGRESS = "_manifest.json", PREDICTING
-RECORD: Shape = {"facts": dict, "rows": int, "parts": list}  # what both hold
+RECORD: Shape = {"facts": dict, "rows": int, "parts": list, "counts": dict}  # what both hold
 OTHER = "choose another folder: task.output=NAME"
 
 
@@ -67,7 +67,7 @@ class Rows:
 
     def __init__(self, folder: Path, format: str, **facts: str | int | None) -> None:
         self.folder, self.format, self.facts = folder, format, {"format": format, **facts}
-        self.record: dict[str, Any] = {"facts": {}, "rows": 0, "parts": []}
+        self.record: dict[str, Any] = {"facts": {}, "rows": 0, "parts": [], "counts": {}}
 
     def open(self) -> int:
         """Returns how many rows are there; raises UserError if the folder holds something else, or
@@ -76,6 +76,10 @@ class Rows:
             self.record |= load_json(self.folder / name, RECORD, OTHER)
         if not self.record["facts"] and any(self.folder.glob("[!.]*")):
             raise UserError.at("task.output", f"{shown(self.folder)} holds other files", OTHER)
+        for path in (self.folder / str(name) for name in self.record["parts"]):
+            if not path.is_file():
+                what = f"{shown(path)} is missing"
+                raise UserError.at("task.output", what, f"remove {shown(self.folder)}, or {OTHER}")
         remove_leftovers(self.folder)
         return self.record["rows"]
 
@@ -90,12 +94,18 @@ class Rows:
                 what = f"{shown(self.folder)} holds rows of {name} {before}, not {facts.get(name)}"
                 raise UserError.at("task.output", what, OTHER)
 
-    def add(self, columns: Mapping[str, np.ndarray], missing: Mapping[str, np.ndarray]) -> None:
+    def add(
+        self,
+        columns: Mapping[str, np.ndarray],
+        missing: Mapping[str, np.ndarray],
+        **counts: int,
+    ) -> None:
         """Stores one part.
 
         Args:
             columns: Each [rows, ...]; objects are text.
             missing: For some columns, which rows have no value: bool [rows].
+            counts: Are added to those of the other parts.
 
         Raises:
             Unfinished: It cannot be written (a full disk).
@@ -106,6 +116,8 @@ class Rows:
         self._write(name, encoded(table, self.format))
         self.record["parts"].append(name)
         self.record["rows"] += table.num_rows
+        for key, count in counts.items():
+            self.record["counts"][key] = self.record["counts"].get(key, 0) + count
         self._write_record()
 
     def finish(self) -> None:
