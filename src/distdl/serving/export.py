@@ -111,6 +111,8 @@ class Export:
                 self.view.pixels(data := self.images.read(index), 0)
                 samples.append(data)
         self.data.teardown()
+        if not samples:
+            raise UserError.at("data", "the validation split has no intact image to compare on")
         return samples
 
     def _write_model(self, kind: str, folder: Path, samples: list[bytes]) -> None:
