@@ -1,0 +1,2 @@
+def write(attempt): return None
+def head(i): return ""
