@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import recipe as configs
 from distdl.config.own_code import last_user_line, make_importable
+from distdl.health import incident
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.ranks import environment as environments
 from distdl.ranks.process_exit import survive_closed_pipes
@@ -266,4 +267,5 @@ def fail(attempt: Attempt, rank: int, error: BaseException) -> int:
     if rank == 0:
         facts = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
         attempt.fail(failures.describe(facts), code)
+        incident.write(attempt)  # again by whoever follows the job, if anybody does
     return code
