@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 PHASES = (
@@ -36,9 +37,11 @@ IN_STEP = ("_step", "_batch_start", "_batch_end", "_next", "zero_grad")
 KEPT = 512  # steps
 MOST = 64  # samples of a batch in a report
 
-# The first and the last nanosecond (`time.time_ns`) of a step's backward, then the nanoseconds in
-# each of PHASES.
-StepTimes = tuple[int, ...]
+MARKS = 64  # phases of a step; a longer one, with a validation in it, is not timed
+
+# Each phase of a step, as an index of PHASES, with the nanosecond (`time.time_ns`) at which it
+# began; then DATA with the begin of the next step.
+StepTimes = tuple[tuple[int, int], ...]
 
 
 def phase_of(action: str) -> int:
@@ -65,9 +68,7 @@ class Heartbeat:
         self.count, self.longest = 0, 0.0  # of steps, and seconds of the longest one
         self._trainer: Any = None
         self._known: dict[str, int] = {}
-        self._since = time.time_ns()
-        self._spent = [0] * len(PHASES)
-        self._backward = [0, 0]
+        self._marks: deque[tuple[int, int]] = deque(maxlen=MARKS)
 
     def watch(self, trainer: Any) -> None:
         """Follows a Trainer, whatever its profiler is."""
@@ -95,18 +96,21 @@ class Heartbeat:
         self.action = action
         if phase == self.phase or phase == UNCHANGED:
             return
-        now = time.time_ns()
-        self._spent[self.phase] += now - self._since
-        if phase == BACKWARD:
-            self._backward[0] = now
-        elif self.phase == BACKWARD:
-            self._backward[1] = now
-        elif phase == DATA:  # a new step
-            self.steps.append((*self._backward, *self._spent))
-            self.count += 1
-            self.longest = max(self.longest, sum(self._spent[DATA:CALLBACKS]) / 1e9)
-            self._spent = [0] * len(PHASES)
-        self._since, self.phase = now, phase
+        mark = (phase, time.time_ns())
+        if phase == DATA:
+            self._end_step(mark)
+        self._marks.append(mark)
+        self.phase = phase
+
+    def _end_step(self, mark: tuple[int, int]) -> None:
+        if self._marks and self._marks[0][0] == DATA:
+            step = (*self._marks, mark)
+            pairs = pairwise(step)
+            spent = sum(end - begin for (phase, begin), (_, end) in pairs if phase < CALLBACKS)
+            self.longest = max(self.longest, spent / 1e9)
+            self.steps.append(step)
+        self.count += 1
+        self._marks.clear()
 
     @property
     def in_step(self) -> bool:
