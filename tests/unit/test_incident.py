@@ -6,6 +6,10 @@ import errno
 import json
 import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ NET = "net.py, line 12, in forward"
 REDUCE = {"op": "all_reduce", "sizes": [[32, 32]], "where": "net.py, line 3, in f"}
 GLOO = "[/pytorch/third_party/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 NBYTES = "[enforce fail at pair.cc:453] op.preamble.length <= op.nbytes. 4096 vs 4"
+PIPED: dict[str, Any] = {"capture_output": True, "text": True}
 CANARY = "canary-0d9f61e2"
 
 
@@ -461,6 +466,43 @@ def test_a_full_disk_hides_no_failure(attempt, monkeypatch, capsys) -> None:
     start.report_failure(attempt)
     shown = capsys.readouterr().err
     assert "rank 1 failed first: ValueError: bad weather" in shown and "report" not in shown
+
+
+FILLED = """
+import sys
+from pathlib import Path
+from distdl.health import incident
+from distdl.runs import failures
+from distdl.runs.directory import Attempt
+attempt = Attempt(Path("outputs/e/r/attempts/001").resolve())
+failures.reserve(attempt.errors, 1)
+try:
+    with open("fill", "wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+except OSError as error:
+    attempt.record_error(1, "OSError", str(error), "x" * 10_000)
+print(incident.head(incident.write(attempt)))
+"""
+
+
+def test_a_full_disk_has_room_for_the_report(attempt, tmp_path: Path) -> None:
+    """A real one, in a namespace of its own."""
+    mount = f"mount -t tmpfs -o size=1m tmpfs {tmp_path}/disk && cp -r outputs disk && cd disk"
+    (tmp_path / "disk").mkdir()
+    script = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*script, mount], capture_output=True).returncode
+    ):
+        pytest.skip("no mount in a namespace here")
+    code = shlex.join([sys.executable, "-c", FILLED])
+    done = subprocess.run(
+        [*script, f"{mount} && {code} && ls -A outputs/e/r/attempts/001"], **PIPED
+    )
+    assert done.stdout.startswith("rank 1 failed first: OSError: [Errno 28] No space left"), done
+    assert "cause   disk is full" in done.stdout and ".reserve" not in done.stdout
+    assert "incident.json\nincident.md\n" in done.stdout
 
 
 def test_a_restart_keeps_the_report_of_the_start_before(attempt) -> None:

@@ -121,14 +121,14 @@ def markdown(incident: Incident) -> str:
     """The whole report. What comes from files is indented by 4, and so shown as it is."""
     free = {f"free on {name}": value for name, value in incident.disk.items()}
     sizes = {name: value for name, value in (incident.memory | free).items() if value is not None}
-    kills = f"processes killed for lack of memory: {sizes.pop('oom_kills', 0)}"
+    kills = f"processes killed for lack of memory: {sizes.pop('oom_kills', 'unknown')}"
     samples = f"samples {incident.samples}" if incident.samples else ""
     memory = ", ".join(f"{name} {size_text(value)}" for name, value in sizes.items())
     rows = [incident.ranks[0], *(row.values() for row in incident.ranks)]
     parts = {
         f"Rank {incident.rank}: {incident.cause}": head(incident).splitlines(),
         "What it was doing": [incident.doing, samples, memory, kills, incident.straggler],
-        "All ranks": [" | ".join(map(str, row)) for row in rows],
+        "All ranks": [" | ".join("" if v is None else str(v) for v in row) for row in rows],
         f"The last lines of rank {incident.rank}": incident.log_tail,
     }
     blocks = {title: [f"    {line}" for line in lines if line] for title, lines in parts.items()}
@@ -183,5 +183,6 @@ def _log_tail(attempt: Attempt, log: Path, rank: int) -> list[str]:
             with path.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
                 text = file.read(TAIL_BYTES).decode(errors="replace")
-            lines += [plain(line)[:LENGTH] for line in text.splitlines()[-LINES:]]
+            last = [plain(line)[:LENGTH] for line in text.splitlines()[-LINES:]]
+            lines += [line for line in last if line not in lines]
     return lines

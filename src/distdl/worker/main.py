@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             rank = environment.rank
             environment.export()
             start_logging(attempt, rank)
+            failures.reserve(attempt.errors, rank)
             log.debug("%s", environment.describe())
             if rank == 0:
                 attempt.begin()
@@ -87,6 +88,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             print(f"distdl: {redact(str(error))}", file=sys.stderr)
         return fail(attempt, rank, error)
     finally:
+        failures.release(attempt.errors, rank)
         stop.uninstall()
 
 
