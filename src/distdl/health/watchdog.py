@@ -51,6 +51,7 @@ LONG_S = 1800.0  # the limit elsewhere, and of a compilation: that of the proces
 BUSY = 0.02  # of a core: elsewhere, a process that uses more makes progress
 OTHERS_S = 2.5  # for the other ranks to write what they were doing
 REPORT_S = 10.0  # for a rank to report its own hang
+END_S = 5.0  # for the monitor to end
 SOON = 1.0  # seconds without progress after which a rank asks what it waits for
 INNERMOST = 12  # frames in which a debugger shows that it waits for its user
 DEBUGGERS = re.compile(r"/(bdb|pdb)\.py$|/(pydevd|debugpy|pudb|ipdb)[/_.]")
@@ -118,9 +119,9 @@ class Watchdog:
         self.peers.stop()
         self._tell({"end": True})
         assert self._monitor.stdin is not None
-        with suppress(OSError):
+        with suppress(OSError, subprocess.TimeoutExpired):
             self._monitor.stdin.close()
-        self._monitor.wait()
+            self._monitor.wait(END_S)
         faulthandler.unregister(signal.SIGUSR2)
         faulthandler.disable()
         self._stacks.close()

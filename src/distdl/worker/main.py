@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             rank = environment.rank
             environment.export()
             start_logging(attempt, rank)
+            failures.reserve(attempt.errors, rank)
             log.debug("%s", environment.describe())
             if rank == 0:
                 attempt.begin()
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     finally:
         if watchdog:
             watchdog.stop()
+        failures.release(attempt.errors, rank)
         stop.uninstall()
 
 
