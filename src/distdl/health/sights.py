@@ -15,8 +15,6 @@ from distdl.runs.directory import Attempt
 from distdl.runs.files import write_json, write_text
 from distdl.util.redact import redact
 
-HANG = "Hang"  # the type of the failure
-
 
 def write(attempt: Path, sight: Mapping[str, Any], stacks: str = "") -> None:
     """Writes the first sight of a rank, and the stacks of its threads; later ones are of its
@@ -36,7 +34,7 @@ def record_hang(attempt: Path, sight: Mapping[str, Any], what: str, stacks: str 
     more |= {"waiting": True} if sight.get("collective") else {}
     with suppress(OSError):
         folder, rank = attempt / "errors", int(sight["rank"])
-        failures.record(folder, rank, HANG, what, redact(stacks), EXIT_HUNG, **more)
+        failures.record(folder, rank, failures.HANG, what, redact(stacks), EXIT_HUNG, **more)
 
 
 def conclude(attempt: Path, sight: Mapping[str, Any], alone: bool) -> None:

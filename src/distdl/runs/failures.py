@@ -1,8 +1,8 @@
 """The records of failed ranks (errors/rank_N.json), and which failure is the cause.
 
 A rank that fails makes the others fail. Each of them records that it lost its peer, and the clock
-of another host may give that record the earliest time. So the kind of a failure counts before its
-time.
+of another host may give that record the earliest time. So the kind of a failure, and how many
+collectives its rank had started, count before its time.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from distdl.ranks import stopping
 from distdl.runs.files import read_json, write_json
 
 KILLED, ENDED = "Killed", "Ended"  # types of failures that a rank could not record itself
+HANG = "Hang"  # of a rank without progress: the watchdog recorded it
 # The messages of gloo, NCCL, torch's store and MPI when a peer process is gone.
 LOST_PEER = re.compile(
     r"connection (was likely )?(closed|reset|refused|aborted)|closed by peer|broken pipe"
@@ -37,7 +39,8 @@ def record(
     Args:
         folder: The attempt's errors/.
         kind: The exception's type, KILLED or ENDED.
-        more: `signal`, `lost_peer`, or other values of the common fields.
+        more: `signal`, `lost_peer`, `waiting` (for other ranks), `enqueued` (the number of
+            collectives that it had started), or other values of the common fields.
 
     Returns:
         Whether this is the rank's first failure.
@@ -86,7 +89,18 @@ def record_first_end(folder: Path, rank: int, code: int, host: str) -> bool:
 
 def first(folder: Path) -> dict[str, Any] | None:
     """The failure that caused the others, None if no rank has recorded one."""
-    return min(recorded(folder), key=lambda e: (_weight(e), e["time"]), default=None)
+    errors = recorded(folder)
+    return earliest(errors) if errors else None
+
+
+def earliest(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of several failures the one that caused the others. The clocks of two hosts are compared only
+    if nothing else decides."""
+    least = min(map(_weight, errors))
+    errors = [error for error in errors if _weight(error) == least]
+    fewest = min((e["enqueued"] for e in errors if "enqueued" in e), default=0)
+    first = (error for error in errors if error.get("enqueued", fewest) == fewest)
+    return min(first, key=lambda error: error["time"])
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
@@ -95,6 +109,8 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
     errors = list(filter(is_complete, map(read_json, folder.glob("rank_*.json"))))
     folder_now = str(_run_of(folder))
     for error in errors:
+        if not isinstance(error.get("enqueued"), int):
+            error.pop("enqueued", None)
         if isinstance(before := error.get("run"), str) and before not in ("", "/", folder_now):
             name = re.compile(re.escape(before) + r"(?![\w-]|\.\w)")
             error["message"] = name.sub(lambda _: folder_now, error["message"])
@@ -114,9 +130,11 @@ def is_complete(error: dict[str, Any]) -> bool:
 
 def _weight(error: dict[str, Any]) -> int:
     if error.get("lost_peer"):
+        return 3
+    if error.get("waiting"):
         return 2
     # NCCL's watchdog aborts a process whose peer is gone.
-    return 1 if error.get("signal") == "SIGABRT" else 0
+    return 1 if error["type"] == HANG or error.get("signal") == "SIGABRT" else 0
 
 
 def is_consequence(error: BaseException) -> bool:

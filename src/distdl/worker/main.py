@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import recipe as configs
 from distdl.config.own_code import last_user_line, make_importable
+from distdl.health import incident
 from distdl.health.watchdog import Watchdog
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.ranks import environment as environments
@@ -184,8 +185,9 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
             tracker.settle()
             context.stop.check()
             # At once: Lightning informs the loggers before it passes on an error.
-            built.metrics.on_failure = lambda error: isinstance(error, Stopped) or (
-                record_failure(attempt, rank, refusal(error) or error, watchdog)
+            built.metrics.on_failure = lambda error: (
+                isinstance(error, Stopped)
+                or (record_failure(attempt, rank, refusal(error) or error, watchdog))
             )
             if watchdog:
                 watchdog.heartbeat.watch(built.trainer)
@@ -303,4 +305,5 @@ def fail(
     if rank == 0:
         facts = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
         attempt.fail(failures.describe(facts), code)
+        incident.write(attempt)  # again by whoever follows the job, if anybody does
     return code
