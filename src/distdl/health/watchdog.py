@@ -93,9 +93,13 @@ class Watchdog:
         )
         self._tell(
             {
-                **{"pid": os.getpid(), "rank": self.environment.rank, "path": sys.path},
-                **{"attempt": str(self.attempt.path), "stacks": self._stacks.fileno()},
-                **{"alone": self.environment.world_size == 1, "limit": self.timeout or STEP_S},
+                "pid": os.getpid(),
+                "rank": self.environment.rank,
+                "path": sys.path,
+                "attempt": str(self.attempt.path),
+                "stacks": self._stacks.fileno(),
+                "alone": self.environment.world_size == 1,
+                "limit": self.timeout or STEP_S,
             }
         )
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -158,10 +162,15 @@ class Watchdog:
         age = round(time.monotonic() - self._progress, 1)
         files = [frame.f_code.co_filename for frame in frames]
         return {
-            **{"rank": environment.rank, "host": self._host, "pid": os.getpid()},
+            "rank": environment.rank,
+            "host": self._host,
+            "pid": os.getpid(),
             "world_size": environment.world_size,
             "local_world_size": environment.local_world_size,
-            **{"time": time.time(), "age": age, "number": self._number, "pids": self._pids},
+            "time": time.time(),
+            "age": age,
+            "number": self._number,
+            "pids": self._pids,
             "limit": self._limit(files),
             "waits": age > SOON and bool(self._waits_for(files)),
             "where": next(filter(None, lines), ""),
@@ -226,7 +235,9 @@ class Watchdog:
         started = flight.collectives()
         waits = self._waits_for([frame.f_code.co_filename for frame in self._frames()])
         return {
-            **{**self._pulse(), "how": how, "peers": self.peers.pulses},
+            **self._pulse(),
+            "how": how,
+            "peers": self.peers.pulses,
             **machine.facts(os.getpid(), self.attempt.path),
             "enqueued": started[-1].number if started else None,
             "collective": waits[-1].describe() if waits else None,
