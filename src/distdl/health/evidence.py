@@ -47,7 +47,8 @@ class Collective(BaseModel):
 
     def __str__(self) -> str:
         values, where = sum(map(math.prod, self.sizes)), f" ({self.where})" if self.where else ""
-        return f"{self.op} of {values} value{'s' * (values != 1)}{where}"
+        size = f" of {values} value{'s' * (values != 1)}" if self.sizes else ""
+        return f"{self.op}{size}{where}"
 
 
 class Place(BaseModel, frozen=True):
@@ -132,7 +133,8 @@ class Evidence:
         """Whether a rank only waited for others, or lost them."""
         error, seen = self.errors.get(rank, {}), self.seen(rank)
         if text := self.text(rank):
-            return bool(error.get("lost_peer") or MISMATCH.search(text))
+            aborted = error.get("signal") == "SIGABRT" and seen.collective
+            return bool(error.get("lost_peer") or MISMATCH.search(text) or aborted)
         return seen.process not in STOPPED and bool(error.get("waiting") or seen.collective)
 
     def waiting(self) -> list[int]:
