@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 PHASES = (
@@ -43,9 +44,11 @@ MOST = 64  # samples of a batch in a report
 # epoch and batch (-1: unknown). Then follows a line for each action.
 FIELDS, NUMBERS = "5q", 64  # bytes
 
-# The first and the last nanosecond (`time.time_ns`) of a step's backward, then the nanoseconds in
-# each of PHASES.
-StepTimes = tuple[int, ...]
+MARKS = 64  # phases of a step; a longer one, with a validation in it, is not timed
+
+# Each phase of a step, as an index of PHASES, with the nanosecond (`time.time_ns`) at which it
+# began; then DATA with the begin of the next step.
+StepTimes = tuple[tuple[int, int], ...]
 
 
 def phase_of(action: str) -> int:
@@ -67,10 +70,10 @@ def read(file: int) -> dict[str, Any]:
     """What a rank does, or did last, by the number of its heartbeat's open file."""
     data = os.pread(file, 1 << 20, 0)
     action, phase, *counts = struct.unpack_from(FIELDS, data)
-    names = ["start", *data[NUMBERS:].decode(errors="replace").splitlines()]
+    names = dict(enumerate(["start", *data[NUMBERS:].decode(errors="replace").splitlines()]))
     progress = dict(zip(("step", "epoch", "batch"), counts, strict=True))
     known = {name: count for name, count in progress.items() if count >= 0}
-    return {"phase": PHASES[phase], "action": names[action], **known}
+    return {"phase": PHASES[phase], "action": names.get(action, ""), **known}
 
 
 class Heartbeat:
@@ -86,9 +89,7 @@ class Heartbeat:
         self.count, self.longest = 0, 0.0  # of steps, and seconds of the longest one
         self._trainer: Any = None
         self._known: dict[str, tuple[int, int]] = {}  # action -> phase, number
-        self._since = time.time_ns()
-        self._spent = [0] * len(PHASES)
-        self._backward = [0, 0]
+        self._marks: deque[tuple[int, int]] = deque(maxlen=MARKS)
 
     def watch(self, trainer: Any) -> None:
         """Follows a Trainer, whatever its profiler is."""
@@ -121,20 +122,23 @@ class Heartbeat:
         if phase == self.phase or phase == UNCHANGED:
             return
         self._shared[1] = phase
-        if phase == CALLBACKS:  # at the begin and the end of a step
+        if phase == CALLBACKS:  # at the beginning and the end of a step
             self._share_progress()
-        now = time.time_ns()
-        self._spent[self.phase] += now - self._since
-        if phase == BACKWARD:
-            self._backward[0] = now
-        elif self.phase == BACKWARD:
-            self._backward[1] = now
-        elif phase == DATA:  # a new step
-            self.steps.append((*self._backward, *self._spent))
-            self.count += 1
-            self.longest = max(self.longest, sum(self._spent[DATA:CALLBACKS]) / 1e9)
-            self._spent = [0] * len(PHASES)
-        self._since, self.phase = now, phase
+        mark = (phase, time.time_ns())
+        if phase == DATA:
+            self._end_step(mark)
+        self._marks.append(mark)
+        self.phase = phase
+
+    def _end_step(self, mark: tuple[int, int]) -> None:
+        if self._marks and self._marks[0][0] == DATA:
+            step = (*self._marks, mark)
+            pairs = pairwise(step)
+            spent = sum(end - begin for (phase, begin), (_, end) in pairs if phase < CALLBACKS)
+            self.longest = max(self.longest, spent / 1e9)
+            self.steps.append(step)
+        self.count += 1
+        self._marks.clear()
 
     def _share_progress(self) -> None:
         trainer = self._trainer

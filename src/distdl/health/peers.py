@@ -100,7 +100,7 @@ class Peers:
             return
         self._exchanged = now
         self.heartbeat.steps.clear()
-        times = [(each.created, each.number) for each in flight.collectives()]
+        times = [each.created for each in flight.collectives()]
         mine = {**straggler.record(steps, times), "rank": self.environment.rank}
         mine["host"] = self.pulse["host"]
         store.set(f"{PREFIX}/steps/{self.environment.rank}", json.dumps(mine))
