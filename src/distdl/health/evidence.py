@@ -48,7 +48,8 @@ class Collective(BaseModel):
 
     def __str__(self) -> str:
         values, where = sum(map(math.prod, self.sizes)), f" ({self.where})" if self.where else ""
-        return f"{self.op} of {values} value{'s' * (values != 1)}{where}"
+        size = f" of {values} value{'s' * (values != 1)}" if self.sizes else ""
+        return f"{self.op}{size}{where}"
 
 
 class Place(BaseModel, frozen=True):
@@ -128,10 +129,11 @@ class Rank:
     @cached_property
     def waits(self) -> bool:
         """Whether it only waited for others, or lost them."""
+        inside = self.seen and self.sight.collective
         if self.text:
-            return bool(self.error.get("lost_peer") or MISMATCH.search(self.text))
-        waits = self.error.get("waiting") or (self.seen and self.sight.collective)
-        return bool(waits) and self.sight.process not in STOPPED
+            aborted = self.error.get("signal") == "SIGABRT" and inside
+            return bool(self.error.get("lost_peer") or MISMATCH.search(self.text) or aborted)
+        return bool(self.error.get("waiting") or inside) and self.sight.process not in STOPPED
 
     @property
     def inside(self) -> Collective | None:

@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.htm
 from __future__ import annotations
 
 import json
+import linecache
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,6 +34,12 @@ class Collective(NamedTuple):
 def enable() -> None:
     """Chooses how much is recorded, before the process group is made."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", CAPACITY)
+
+
+def waits_in(file: str, line: int) -> bool:
+    """Whether a thread whose innermost frame is this line may wait in a collective. `Work.wait` has
+    no frame of its own."""
+    return "/torch/" in file or ".wait(" in linecache.getline(file, line)
 
 
 def collectives() -> list[Collective]:

@@ -6,6 +6,10 @@ these names takes well under a microsecond each, so that the heartbeat costs no 
 
 from __future__ import annotations
 
+import mmap
+import os
+import struct
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -36,6 +40,9 @@ _BEGINS = {
 IN_STEP = ("_step", "_batch_start", "_batch_end", "_next", "zero_grad")
 KEPT = 512  # steps
 MOST = 64  # samples of a batch in a report
+# A heartbeat's file: memory shared with the monitor, with the numbers of the action, phase, step,
+# epoch and batch (-1: unknown). Then follows a line for each action.
+FIELDS, NUMBERS = "5q", 64  # bytes
 
 MARKS = 64  # phases of a step; a longer one, with a validation in it, is not timed
 
@@ -59,15 +66,29 @@ def phase_of(action: str) -> int:
     return UNCHANGED
 
 
+def read(file: int) -> dict[str, Any]:
+    """What a rank does, or did last, by the number of its heartbeat's open file."""
+    data = os.pread(file, 1 << 20, 0)
+    action, phase, *counts = struct.unpack_from(FIELDS, data)
+    names = dict(enumerate(["start", *data[NUMBERS:].decode(errors="replace").splitlines()]))
+    progress = dict(zip(("step", "epoch", "batch"), counts, strict=True))
+    known = {name: count for name, count in progress.items() if count >= 0}
+    return {"phase": PHASES[phase], "action": names.get(action, ""), **known}
+
+
 class Heartbeat:
-    """Counts what a rank does. Its main thread writes, and the watchdog's thread reads."""
+    """Counts what a rank does. Its main thread writes, and the watchdog's thread reads. So does the
+    monitor (`file`), which then knows it to the moment at which the rank was killed."""
 
     def __init__(self) -> None:
         self.beats, self.action, self.phase = 0, "start", SET_UP
+        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        self.file.write(struct.pack(FIELDS, 0, SET_UP, -1, -1, -1).ljust(NUMBERS))
+        self._shared = memoryview(mmap.mmap(self.file.fileno(), NUMBERS)).cast("q")
         self.steps: deque[StepTimes] = deque(maxlen=KEPT)
         self.count, self.longest = 0, 0.0  # of steps, and seconds of the longest one
         self._trainer: Any = None
-        self._known: dict[str, int] = {}
+        self._known: dict[str, tuple[int, int]] = {}  # action -> phase, number
         self._marks: deque[tuple[int, int]] = deque(maxlen=MARKS)
 
     def watch(self, trainer: Any) -> None:
@@ -87,15 +108,22 @@ class Heartbeat:
 
     def enter(self, action: str) -> None:
         """Called at the beginning of each action."""
-        phase = self._known.get(action)
-        if phase is None:
-            phase = self._known[action] = phase_of(action)
+        known = self._known.get(action)
+        if known is None:
+            known = self._known[action] = (phase_of(action), len(self._known) + 1)
+            with suppress(OSError):  # a full disk: the monitor then knows no name
+                self.file.write(f"{action}\n".encode())
+        phase, number = known
         self.beats += 1
         if phase == IGNORED:
             return
         self.action = action
+        self._shared[0] = number
         if phase == self.phase or phase == UNCHANGED:
             return
+        self._shared[1] = phase
+        if phase == CALLBACKS:  # at the beginning and the end of a step
+            self._share_progress()
         mark = (phase, time.time_ns())
         if phase == DATA:
             self._end_step(mark)
@@ -111,6 +139,13 @@ class Heartbeat:
             self.steps.append(step)
         self.count += 1
         self._marks.clear()
+
+    def _share_progress(self) -> None:
+        trainer = self._trainer
+        with suppress(Exception):  # in any state of the loop
+            ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            self._shared[2], self._shared[3] = trainer.global_step, trainer.current_epoch
+            self._shared[4] = ready
 
     @property
     def in_step(self) -> bool:

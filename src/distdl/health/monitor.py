@@ -32,14 +32,15 @@ def main() -> None:
 
 
 class Monitor:
-    """`hello` has the rank's number and pid, the fd of its stacks, sys.path, the attempt's folder,
-    and the limit of a step."""
+    """`hello` has the rank's number and pid, the open files of its stacks and of its heartbeat,
+    sys.path, the attempt's folder, and the limit of a step."""
 
     def __init__(self, hello: dict[str, Any]) -> None:
         self.hello, self.pid, self.rank = hello, int(hello["pid"]), int(hello["rank"])
         self.attempt = Path(hello["attempt"])
         sys.path[:] = hello["path"]
-        self.pulse: dict[str, Any] = {"limit": None, "age": 0.0}
+        self.stacks, self.heartbeat = hello["files"]
+        self.pulse: dict[str, Any] = {"rank": self.rank, "limit": None, "age": 0.0}
         self.seen = self.looked = time.monotonic()
         from distdl.health import machine
 
@@ -94,11 +95,19 @@ class Monitor:
     def write(self, how: str) -> None:
         """Writes the sight of a rank that did not do so itself."""
         from distdl.config.own_code import LINE, user_line
-        from distdl.health import sights
+        from distdl.health import flight, heartbeat, sights
 
-        stacks = os.pread(self.hello["stacks"], 1 << 20, 0).decode(errors="replace")
-        lines = (user_line(*match) for match in LINE.findall(stacks))
-        self.pulse["where"] = next(filter(None, lines), self.pulse.get("where", ""))
+        last = heartbeat.read(self.heartbeat)
+        if {**self.pulse, **last} != self.pulse:  # it did more since its last pulse
+            self.pulse = {**self.pulse, **last, "where": "", "samples": None}
+        stacks = os.pread(self.stacks, 1 << 20, 0).decode(errors="replace")
+        main = LINE.findall(stacks.rpartition("(most recent call first):")[2])
+        lines = (user_line(*match) for match in main)
+        self.pulse["where"] = where = next(filter(None, lines), self.pulse.get("where", ""))
+        # Where ranks make different calls, gloo aborts one of them.
+        aborted = "Fatal Python error: Aborted" in stacks
+        if aborted and main and flight.waits_in(main[0][0], int(main[0][1])):
+            self.pulse["collective"] = {"op": "a collective", "where": where}
         if (kills := self.machine.memory(os.getpid())["oom_kills"]) is not None:
             self.facts["memory"]["oom_kills"] = kills - self.kills
         sights.write(self.attempt, {**self.pulse, **self.facts, "how": how}, stacks)

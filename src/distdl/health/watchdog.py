@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -89,16 +89,15 @@ class Watchdog:
         faulthandler.register(signal.SIGUSR2, self._stacks)
         faulthandler.enable(self._stacks)
         monitor = [sys.executable, "-P", str(Path(__file__).with_name("monitor.py"))]
-        self._monitor = subprocess.Popen(
-            monitor, stdin=subprocess.PIPE, pass_fds=[self._stacks.fileno()]
-        )
+        files = [self._stacks.fileno(), self.heartbeat.file.fileno()]
+        self._monitor = subprocess.Popen(monitor, stdin=subprocess.PIPE, pass_fds=files)
         self._tell(
             {
                 "pid": os.getpid(),
                 "rank": self.environment.rank,
                 "path": sys.path,
                 "attempt": str(self.attempt.path),
-                "stacks": self._stacks.fileno(),
+                "files": files,
                 "alone": self.environment.world_size == 1,
                 "limit": self.timeout or STEP_S,
             }
@@ -173,14 +172,14 @@ class Watchdog:
             "number": self._number,
             "pids": self._pids,
             "limit": self._limit(files),
-            "waits": age > SOON and bool(self._waits_for(files)),
+            "waits": age > SOON and bool(self._waits_for(frames[:1])),
             "where": next(filter(None, lines), ""),
             **self.heartbeat.facts(),
         }
 
-    def _waits_for(self, files: Sequence[str]) -> list[flight.Collective]:
+    def _waits_for(self, innermost: Iterable[FrameType]) -> list[flight.Collective]:
         """The collectives that this rank waits in, the oldest first."""
-        if "/torch/" not in "".join(files[:1]):
+        if not any(flight.waits_in(f.f_code.co_filename, f.f_lineno) for f in innermost):
             return []  # those that it has started are under way while it does something else
         return [each for each in flight.collectives() if not each.completed]
 
@@ -234,7 +233,7 @@ class Watchdog:
     def _sight(self, how: str) -> dict[str, Any]:
         """All that is known of this rank now."""
         started = flight.collectives()
-        waits = self._waits_for([frame.f_code.co_filename for frame in self._frames()])
+        waits = self._waits_for([*self._frames()][:1])
         return {
             **self._pulse(),
             "how": how,

@@ -70,10 +70,10 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             rank = environment.rank
             environment.export()
             start_logging(attempt, rank)
-            failures.reserve(attempt.errors, rank)
             log.debug("%s", environment.describe())
             if rank == 0:
                 attempt.begin()
+            failures.reserve(attempt.errors, rank)
             watchdog = start_watchdog(attempt, launch, environment)
             context = RankContext(attempt, launch, resources, environment, stop, watchdog)
             state, facts["metrics"] = JobState.SUCCEEDED, perform(bundle, context)
