@@ -76,7 +76,7 @@ class Watchdog:
         self._main = threading.main_thread().ident or 0
         self._host = socket.gethostname()
         self._pids = [os.getpid()] if environment.world_size == 1 else []  # unknown yet
-        self._stop = threading.Event()
+        self._stop, self._kills = threading.Event(), machine.oom_kills(os.getpid())
         self._beats = self._number = 0
         self._progress = self._looked = time.monotonic()
         self._used = time.process_time()
@@ -238,7 +238,7 @@ class Watchdog:
             **self._pulse(),
             "how": how,
             "peers": self.peers.pulses,
-            **machine.facts(os.getpid(), self.attempt.path),
+            **machine.facts(os.getpid(), self.attempt.path, self._kills),
             "enqueued": started[-1].number if started else None,
             "collective": waits[-1].describe() if waits else None,
             "last": started[-1].describe() if started else None,
