@@ -18,7 +18,7 @@ from typing import Protocol
 from benchmarks.table import HEADER, Goal, machine
 
 # The short ones first; each has `main() -> Part`.
-CPU = ("startup", "listing", "overhead", "tracking", "checkpoint")
+CPU = ("startup", "listing", "overhead", "watchdog", "tracking", "checkpoint")
 CPU += ("predict", "ddp", "held_out", "traffic", "pipeline", "serving")
 ALL = (*CPU, "loader", "gpu")
 PAGE = Path(__file__).with_name("RESULTS.md")

@@ -18,6 +18,7 @@ from distdl.util.errors import Problem, UserError
 
 # Exit codes of a worker and of the command line. 75 is EX_TEMPFAIL of sysexits.h: "try again".
 EXIT_SUCCESS, EXIT_FAILURE, EXIT_REFUSED, EXIT_PREEMPTED, EXIT_CANCELLED = 0, 1, 2, 75, 130
+EXIT_HUNG = 70  # a rank made no progress; EX_SOFTWARE of sysexits.h
 
 
 class JobState(StrEnum):

@@ -29,6 +29,7 @@ from benchmarks import (
     tracking,
     traffic,
     turns,
+    watchdog,
 )
 from benchmarks.table import Goal, Result
 from distdl.worker import main
@@ -84,6 +85,9 @@ def test_the_spread_of_the_competitor_against_itself() -> None:
     # What slows a whole round is in neither.
     assert table.paired([2, 40, 6], [1, 20, 3]) == 2
     assert table.against_itself([1, 20, 3], [1, 20, 3]) == (1, 1)
+    assert table.added([12, 43, 9], [10, 40, 8]) == (2, 1, 3)
+    middle, low, high = table.added([5.0, 6.0, 7.0, 5.5, 6.5] * 8, [5.0] * 40)
+    assert 0.5 <= low <= middle == 1 <= high <= 1.5
 
 
 def test_a_part_that_fails_leaves_the_others_alone(monkeypatch, tmp_path, capsys) -> None:
@@ -264,7 +268,7 @@ def test_both_arms_of_the_tracking_benchmark_stop_before_each_block(monkeypatch,
     assert stops[total:] == stops[:total]
 
 
-def test_small_parts() -> None:
+def test_small_parts(monkeypatch) -> None:
     size = gpu.Size(batch=2, pixels=32, classes=3, warm_up=1, steps=2, model="resnet18")
     loop = gpu.Loop(torch.device("cpu"), size)
     before = next(loop.model.parameters()).clone()
@@ -272,6 +276,11 @@ def test_small_parts() -> None:
     assert not torch.equal(before, next(loop.model.parameters())), "nothing was trained"
     predicted = predict.main(images=20, repeats=1)
     assert "task=predict" in predicted.what and predicted.ratio > 0
+    monkeypatch.setattr(watchdog, "SIZES", {1: "one process"})
+    for name, value in {"WARM_UP": 2, "STEPS": 4}.items():
+        monkeypatch.setattr(watchdog, name, value)
+    watched = watchdog.main(repeats=2)
+    assert "one process, with it: a step" in watched.markdown() and len(watched.goals) == 1
     listed = listing.main(classes=3, files=4, repeats=1)
     assert "listing 12 images" in listed.what and listed.ratio > 0
     text = held_out.main().markdown()

@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "distdl"
 
 # Lowest first. A file imports from its own package and from lower ones, at the top and inside
 # functions alike. Only `planner` and WITH_TORCH import torch, Lightning or MLflow at the top.
-LOWEST = ("util", "job", "stores", "ranks", "config", "datasets", "runs", "validation")
+LOWEST = ("util", "job", "stores", "ranks", "config", "datasets", "runs", "health", "validation")
 WITH_TORCH = (
     *("distributed", "optim", "checkpoint", "tracking", "models", "data", "strategies"),
     *("callbacks", "worker", "benchmark", "serving", "tasks"),

@@ -258,7 +258,9 @@ def test_the_text_of_a_refusal_or_a_kill_fits_also_a_copy(kind, attempt, capsys)
     copy = run.rename(run.with_name("copy"))
     status(jobs.targets(str(copy), None))
     output = capsys.readouterr().out
-    assert "error   rank 1: killed by it\n" in output
+    killed = "rank 1 failed first: killed by it distdl resume "
+    first = killed if kind == "Killed" else "rank 1: killed by it\n"
+    assert f"error   {first}" in output
     assert f"distdl resume {copy} x=1, not {run}2" in output
 
 

@@ -38,6 +38,7 @@ class StepMetrics(Callback):
         attempt: Global rank 0 updates its status.json, at most every five seconds.
         position: Once the loaders exist, its samples per batch are used instead of `batch_size`.
         on_start: Called on global rank 0 when training starts and the loaders are known.
+        on_failure: Called first of all when an exception ends the loop.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class StepMetrics(Callback):
     ) -> None:
         self.batch_size, self.attempt, self.position = batch_size, attempt, position
         self.on_start: Callable[[], None] | None = None
+        self.on_failure: Callable[[BaseException], object] | None = None
         self.latest: dict[str, float] = {}
         self.listeners: list[Any] = []
         self.images_per_second: list[float] = []
@@ -109,8 +111,12 @@ class StepMetrics(Callback):
         text = "epoch %d: %d damaged images were left out; logs/damaged-rank*.txt lists them"
         log.warning(text, trainer.current_epoch + 1, damaged)
 
-    def on_exception(self, trainer: Trainer, *_: Any) -> None:
-        self.on_train_end(trainer, trainer.lightning_module)
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if self.on_failure is not None and not isinstance(exception, KeyboardInterrupt):
+            self.on_failure(exception)
+        self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.attempt is not None and trainer.is_global_zero:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -10,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote
+
+# A frame in a traceback, or in a dump of faulthandler.
+LINE = re.compile(r'File "(.+)", line (\d+),? in (.+)')
 
 
 def own_folders(root: str | Path) -> tuple[str, ...]:
@@ -61,12 +65,23 @@ def is_installed(path: Path) -> bool:
 def last_user_line(trace: str) -> str:
     """The last line of the user's code in a traceback: `solar/net.py, line 12, in training_step`;
     "" if there is none. The traceback is text, because a loader's worker sends its own as text."""
-    for file, line, function in reversed(re.findall(r'File "(.+)", line (\d+), in (.+)', trace)):
-        path, product = Path(file), Path(__file__).parent
-        if path.is_file() and not path.is_relative_to(product) and not is_installed(path):
-            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-            return f"{shown}, line {line}, in {function}"
-    return ""
+    lines = (user_line(*match) for match in reversed(LINE.findall(trace)))
+    return next(filter(None, lines), "")
+
+
+def user_line(file: str, line: str | int, function: str) -> str:
+    """A line of the user's code, as `last_user_line` has it; "" if it is another's code."""
+    if not (shown := _shown(file, str(Path.cwd()))):
+        return ""
+    return f"{shown}, line {line}, in {function}"
+
+
+@functools.lru_cache(1000)
+def _shown(file: str, current: str) -> str:
+    path, product = Path(file), Path(__file__).parents[1]
+    if not path.is_file() or path.is_relative_to(product) or is_installed(path):
+        return ""
+    return str(path.relative_to(current) if path.is_relative_to(current) else path)
 
 
 def in_a_run(folder: Path) -> bool:

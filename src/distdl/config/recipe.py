@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 # Keys that say where a run runs, not what it is.
 WHERE = (
-    *("task", "launcher", "output_dir", "dry_run", "follow", "project.root", "project.allow"),
+    *("task", "launcher", "output_dir", "dry_run", "follow", "watchdog"),
+    *("project.root", "project.allow"),
     *("project.max_snapshot_mb", "checkpoint.trust_pickle", "trainer.devices", "trainer.num_nodes"),
 )
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")

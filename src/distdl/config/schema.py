@@ -84,6 +84,11 @@ class Checkpoint(_Fixed):
     trust_pickle: bool = False
 
 
+class WatchdogSettings(_Fixed):
+    enabled: bool = True
+    timeout: AboveZero | None = None
+
+
 class TrainerArguments(_Open):
     """Types of the arguments of lightning.pytorch.Trainer (2.6) that distdl leaves to the user."""
 
@@ -163,6 +168,7 @@ class Config(_Fixed):
     follow: bool
     project: Project
     checkpoint: Checkpoint
+    watchdog: WatchdogSettings = WatchdogSettings()
     trainer: TrainerArguments
     task: Component
     model: Component | None = None

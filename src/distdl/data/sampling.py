@@ -104,6 +104,7 @@ class TrainBatches(Sampler[list[SampleKey]]):
         self.seed, self.shuffle = seed, shuffle
         self.position, self.resume, self.dataset = position, resume, dataset
         self.global_batch = batch_size * world_size
+        self._current: np.ndarray[Any, Any] | None = None  # the order of the epoch
         if num_samples >= self.global_batch:
             return
         if batched:
@@ -125,7 +126,7 @@ class TrainBatches(Sampler[list[SampleKey]]):
         return self._batches(self.position.epoch, consumed)
 
     def _batches(self, epoch: int, consumed: int) -> Iterator[list[SampleKey]]:
-        order = self._order(epoch)
+        self._current = order = self._order(epoch)
         # After a resume with another global batch, `consumed` may not be a multiple of it.
         remaining = len(order) // self.global_batch - math.ceil(consumed / self.global_batch)
         stop = consumed + remaining * self.global_batch
@@ -135,6 +136,11 @@ class TrainBatches(Sampler[list[SampleKey]]):
             first = start + self.rank * self.batch_size
             rows = order[first : first + self.batch_size].tolist()
             yield [SampleKey(i, epoch, 1.0) for i in (rows[0] if self.batched else rows)]
+
+    def current(self) -> list[Any]:
+        """The samples of this rank's batch at `position`, the one that is trained on."""
+        first = self.position.consumed + self.rank * self.batch_size
+        return [] if self._current is None else self._current[first:][: self.batch_size].tolist()
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         if not self.shuffle:

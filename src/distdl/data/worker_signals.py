@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
+from distdl.util.orphans import die_with_parent
+
 PATIENCE = 60  # seconds that a worker lives after a SIGTERM from an unknown sender (macOS)
 
 
@@ -25,6 +27,7 @@ class Surviving:
     then: Callable[[int], None] | None = None
 
     def __call__(self, worker_id: int) -> None:
+        die_with_parent()  # torch's own check waits for the end of the sample
         for number in (signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         if hasattr(signal, "sigwaitinfo"):

@@ -79,11 +79,13 @@ def warn_without_bf16(accelerator: str, precision: Any) -> None:
         )
 
 
-def announce(environment: Environment, accelerator: str) -> None:
-    """Rank 0 prints the table of all ranks; a single rank writes it only to its log file."""
+def announce(environment: Environment, accelerator: str) -> list[dict[str, Any]]:
+    """Rank 0 prints the table of all ranks; a single rank writes it only to its log file. Returns
+    the facts about each rank."""
     ranks = process_group.gather(facts(environment, accelerator))
     if environment.rank == 0:
         log.log(logging.INFO if len(ranks) > 1 else logging.DEBUG, "%s", table(ranks))
+    return ranks
 
 
 def facts(environment: Environment, accelerator: str) -> dict[str, Any]:

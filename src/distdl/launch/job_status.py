@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from distdl.health import incident
 from distdl.job import Job, JobState
 from distdl.launch import jobs
 from distdl.runs import failures
@@ -41,7 +42,9 @@ def lines(job: Job, attempt: Attempt | None, state: JobState) -> Iterator[str]:
     for name in ("started", "ended"):
         if moment := time_of(facts, name):
             yield f"  {name:7} {time.ctime(moment)}"
-    if first := attempt.first_error():
+    if report := incident.read(attempt):
+        yield f"  error   {incident.head(report)}"
+    elif first := attempt.first_error():
         yield f"  error   rank {plain(first['rank'])}: {plain(failures.describe(first))}"
     elif facts.get("error"):
         yield f"  error   {plain(facts['error'])}"

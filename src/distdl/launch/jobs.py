@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from distdl.config import user_conf
 from distdl.config.own_code import make_importable, own_folders
+from distdl.health import incident
 from distdl.job import Job, JobState, Launcher
 from distdl.runs import failures, provenance
 from distdl.runs.directory import Attempt, RunDirectory, shown, write_json
@@ -202,7 +203,9 @@ def state(attempt: Attempt, job: Job | None = None) -> JobState:
         first_end = getattr(job, "first_end", lambda logs: None)(attempt.logs)
         if first_end is not None:
             failures.record_first_end(attempt.errors, *first_end)
-        return attempt.conclude(reported, code, killed)
+        recorded = attempt.conclude(reported, code, killed)
+        incident.write(attempt)
+        return recorded
     return recorded if reported is JobState.UNKNOWN and recorded.ended else reported
 
 

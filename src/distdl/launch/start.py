@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl.config import batches
 from distdl.config import recipe as configs
 from distdl.config.own_code import python_path
+from distdl.health import incident
 from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher
 from distdl.launch import following, jobs
 from distdl.launch.planning import Plan, launcher_class, never_trained, root_of
@@ -23,7 +24,7 @@ from distdl.ranks import stopping
 from distdl.runs import provenance, snapshot
 from distdl.runs.bundle import Bundle
 from distdl.runs.directory import Attempt, shown
-from distdl.runs.failures import KILLED, describe
+from distdl.runs.failures import describe
 from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
 from distdl.util.redact import redact, redact_command
@@ -293,8 +294,9 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
 
 
 def report_failure(attempt: Attempt) -> None:
-    """Prints which rank failed first; the others usually fail because of it."""
+    """Prints which rank failed first, and why; the others usually fail because of it."""
     first = attempt.first_error()
-    if first is not None and ((rank := first["rank"]) != 0 or first["type"] == KILLED):
-        log = shown(attempt.logs / f"rank_{rank}.log")
-        print(f"rank {rank} failed first: {describe(first)}\n  {log}", file=sys.stderr)
+    if report := incident.write(attempt):
+        print(incident.head(report, command=False), file=sys.stderr)
+    elif first is not None and first["rank"] != 0:  # refused
+        print(f"rank {first['rank']} failed first: {describe(first)}", file=sys.stderr)

@@ -142,12 +142,13 @@ class Attempt:
             return {}
 
     def begin(self) -> None:
-        """Called when rank 0 has started. If a scheduler has restarted the attempt, the errors of
-        the previous start are moved to another folder."""
+        """Called when rank 0 has started. If a scheduler has restarted the attempt, the files
+        about the failure of the previous start get other names (errors-001)."""
         restarts = self._status_or_new().get("restarts")
         restarts = 0 if restarts is None else restarts + 1
-        if restarts and self.errors.is_dir():
-            os.replace(self.errors, self.path / f"errors-{restarts:03d}")
+        for path in map(self.path.joinpath, ("errors", "health", "incident.json", "incident.md")):
+            if restarts and path.exists():
+                os.replace(path, path.with_name(f"{path.stem}-{restarts:03d}{path.suffix}"))
         new = {"state": JobState.RUNNING, "started": time.time(), "ended": None, "error": None}
         self.update(**new, **this_process(), restarts=restarts)
 

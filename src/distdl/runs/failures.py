@@ -1,24 +1,30 @@
 """The records of failed ranks (errors/rank_N.json), and which failure is the cause.
 
 A rank that fails makes the others fail. Each of them records that it lost its peer, and the clock
-of another host may give that record the earliest time. So the kind of a failure counts before its
-time.
+of another host may give that record the earliest time. So the kind of a failure, and how many
+collectives its rank had started, count before its time.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from distdl.job import EXIT_REFUSED
 from distdl.ranks import stopping
 from distdl.runs.files import read_json, write_json
+from distdl.util.atomic_files import write_bytes
 
 KILLED, ENDED = "Killed", "Ended"  # types of failures that a rank could not record itself
+RESERVED = 1 << 16  # bytes for what is written about the failure of one rank
+HANG = "Hang"  # of a rank without progress: the watchdog recorded it
 # The messages of gloo, NCCL, torch's store and MPI when a peer process is gone.
 LOST_PEER = re.compile(
     r"connection (was likely )?(closed|reset|refused|aborted)|closed by peer|broken pipe"
@@ -37,7 +43,8 @@ def record(
     Args:
         folder: The attempt's errors/.
         kind: The exception's type, KILLED or ENDED.
-        more: `signal`, `lost_peer`, or other values of the common fields.
+        more: `signal`, `lost_peer`, `waiting` (for other ranks), `enqueued` (the number of
+            collectives that it had started), or other values of the common fields.
 
     Returns:
         Whether this is the rank's first failure.
@@ -45,6 +52,7 @@ def record(
     path = folder / f"rank_{rank}.json"
     if path.exists():
         return False
+    release(folder, rank)
     fields = {
         "time": time.time(),
         "rank": rank,
@@ -54,8 +62,20 @@ def record(
         "exit_code": code,
         "run": str(_run_of(folder)),
     }
-    write_json(path, {**fields, **more, "traceback": trace})
+    with suppress(OSError):  # the disk is so full that the failure is only in the log
+        write_json(path, {**fields, **more, "traceback": trace})
     return True
+
+
+def reserve(folder: Path, rank: int) -> None:
+    """Keeps space on the disk for what is written about a rank's failure. `folder` is as above."""
+    with suppress(OSError):
+        write_bytes(folder.parent / f".reserve-{rank}", os.urandom(RESERVED), durable=False)
+
+
+def release(folder: Path, rank: int) -> None:
+    """Frees the space that was kept for a rank."""
+    (folder.parent / f".reserve-{rank}").unlink(missing_ok=True)
 
 
 def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") -> bool:
@@ -86,7 +106,18 @@ def record_first_end(folder: Path, rank: int, code: int, host: str) -> bool:
 
 def first(folder: Path) -> dict[str, Any] | None:
     """The failure that caused the others, None if no rank has recorded one."""
-    return min(recorded(folder), key=lambda e: (_weight(e), e["time"]), default=None)
+    errors = recorded(folder)
+    return earliest(errors) if errors else None
+
+
+def earliest(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of several failures the one that caused the others. The clocks of two hosts are compared only
+    if nothing else decides."""
+    least = min(map(_weight, errors))
+    errors = [error for error in errors if _weight(error) == least]
+    fewest = min((e["enqueued"] for e in errors if "enqueued" in e), default=0)
+    first = (error for error in errors if error.get("enqueued", fewest) == fewest)
+    return min(first, key=lambda error: error["time"])
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
@@ -95,6 +126,8 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
     errors = list(filter(is_complete, map(read_json, folder.glob("rank_*.json"))))
     folder_now = str(_run_of(folder))
     for error in errors:
+        if not isinstance(error.get("enqueued"), int):
+            error.pop("enqueued", None)
         if isinstance(before := error.get("run"), str) and before not in ("", "/", folder_now):
             name = re.compile(re.escape(before) + r"(?![\w-]|\.\w)")
             error["message"] = name.sub(lambda _: folder_now, error["message"])
@@ -114,9 +147,11 @@ def is_complete(error: dict[str, Any]) -> bool:
 
 def _weight(error: dict[str, Any]) -> int:
     if error.get("lost_peer"):
+        return 3
+    if error.get("waiting"):
         return 2
     # NCCL's watchdog aborts a process whose peer is gone.
-    return 1 if error.get("signal") == "SIGABRT" else 0
+    return 1 if error["type"] == HANG or error.get("signal") == "SIGABRT" else 0
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -20,6 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import recipe as configs
 from distdl.config.own_code import last_user_line, make_importable
+from distdl.health import incident
+from distdl.health.watchdog import Watchdog
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.ranks import environment as environments
 from distdl.ranks.process_exit import survive_closed_pipes
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     except UserError as error:
         print(f"distdl: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    rank, facts = 0, dict[str, Any]()
+    rank, facts, watchdog = 0, dict[str, Any](), None
     try:
         try:
             launch = attempt.launch()
@@ -71,7 +73,9 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             log.debug("%s", environment.describe())
             if rank == 0:
                 attempt.begin()
-            context = RankContext(attempt, launch, resources, environment, stop)
+            failures.reserve(attempt.errors, rank)
+            watchdog = start_watchdog(attempt, launch, environment)
+            context = RankContext(attempt, launch, resources, environment, stop, watchdog)
             state, facts["metrics"] = JobState.SUCCEEDED, perform(bundle, context)
         except Stopped as request:
             state, facts["error"] = request.state, str(request)
@@ -84,9 +88,24 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     except BaseException as error:  # every error is recorded
         if isinstance(error, UserError):
             print(f"distdl: {redact(str(error))}", file=sys.stderr)
-        return fail(attempt, rank, error)
+        return fail(attempt, rank, error, watchdog)
     finally:
+        if watchdog:
+            watchdog.stop()
+        failures.release(attempt.errors, rank)
         stop.uninstall()
+
+
+def start_watchdog(
+    attempt: Attempt, launch: dict[str, Any], environment: environments.Environment
+) -> Watchdog | None:
+    """Starts the watchdog, unless launch.yaml switches it off."""
+    settings = (launch.get("where") or {}).get("watchdog") or {}
+    if not settings.get("enabled", True):
+        return None
+    watchdog = Watchdog(attempt, environment, settings.get("timeout"))
+    watchdog.start()
+    return watchdog
 
 
 def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
@@ -121,7 +140,7 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     except BaseException as error:
         failed = True
         # Record the error first: when this rank ends, the others fail too.
-        record_failure(context.attempt, environment.rank, error)
+        record_failure(context.attempt, environment.rank, error, context.watchdog)
         raise
     finally:
         process_group.disconnect(failed)
@@ -140,8 +159,10 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
     from distdl.worker.build import build, make
 
     attempt, resources, environment = context.attempt, context.resources, context.environment
-    run, rank = context.run, environment.rank
-    rank_table.announce(environment, resources.accelerator)
+    run, rank, watchdog = context.run, environment.rank, context.watchdog
+    ranks = rank_table.announce(environment, resources.accelerator)
+    if watchdog:
+        watchdog.join(ranks)
     rank_table.warn_without_bf16(resources.accelerator, config.trainer.get("precision"))
     newest = newest_checkpoint(config, run) if rank == 0 else None
     checkpoint = fetching.provide(newest, run.path, environment)
@@ -165,6 +186,13 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
             built = build(*parts, tracker.loggers, checkpoint)
             tracker.settle()
             context.stop.check()
+            # At once: Lightning informs the loggers before it passes on an error.
+            built.metrics.on_failure = lambda error: (
+                isinstance(error, Stopped)
+                or (record_failure(attempt, rank, refusal(error) or error, watchdog))
+            )
+            if watchdog:
+                watchdog.heartbeat.watch(built.trainer)
             if rank == 0:
                 # Count now: later a strategy may leave only a part of the model on each rank.
                 counts = summary.parameters_of(built.module)
@@ -187,7 +215,7 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
         state = request.state
         raise
     except BaseException as error:
-        record_failure(attempt, rank, error)  # before the tracker, which may be slow
+        record_failure(attempt, rank, error, watchdog)  # before the tracker, which may be slow
         raise
     finally:
         tracker.finish(str(state))
@@ -195,22 +223,29 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
 
 @contextlib.contextmanager
 def lightnings_refusals() -> Iterator[None]:
-    """Turns an error that Lightning's code raises on purpose into a UserError, whose cause the user
-    can correct. The traceback is only in the log file."""
-    from distdl.validation import misfits
-
-    plain = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
+    """Raises the `refusal` instead of an error that has one."""
     try:
         yield
     except Exception as error:
-        if problem := misfits.explained(error):
-            raise UserError(problem) from error
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raised = (frame.line or "").startswith("raise ") and type(error) in plain
-        of_lightning = "/lightning/pytorch/" in Path(frame.filename).as_posix()
-        if type(error).__name__ == "MisconfigurationException" or (raised and of_lightning):
-            raise UserError(f"Lightning refuses it: {error}") from error
+        if refused := refusal(error):
+            raise refused from error
         raise
+
+
+def refusal(error: BaseException) -> UserError | None:
+    """The UserError for an error that Lightning's code raises on purpose, whose cause the user can
+    correct. The traceback is only in the log file."""
+    from distdl.validation import misfits
+
+    plain = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
+    if isinstance(error, Exception) and (problem := misfits.explained(error)):
+        return UserError(problem)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    raised = (frame.line or "").startswith("raise ") and type(error) in plain
+    of_lightning = "/lightning/pytorch/" in Path(frame.filename).as_posix()
+    if type(error).__name__ == "MisconfigurationException" or (raised and of_lightning):
+        return UserError(f"Lightning refuses it: {error}")
+    return None
 
 
 def effective_config(bundle: Bundle, launch: dict[str, Any]) -> DictConfig:
@@ -232,7 +267,9 @@ def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
     return str(checkpoints.find(source).absolute()) if source else None
 
 
-def record_failure(attempt: Attempt, rank: int, error: BaseException) -> int:
+def record_failure(
+    attempt: Attempt, rank: int, error: BaseException, watchdog: Watchdog | None = None
+) -> int:
     """Records this rank's first failure and logs it at once, since the process may be killed before
     it ends. Returns the exit code."""
     code = JobState.FAILED.exit_code
@@ -243,6 +280,8 @@ def record_failure(attempt: Attempt, rank: int, error: BaseException) -> int:
     text = redact("".join(traceback.format_exception(error)))
     more: dict[str, Any] = {"lost_peer": True} if failures.is_consequence(error) else {}
     more |= {"where": where} if (where := last_user_line(text)) else {}
+    if watchdog and code != EXIT_REFUSED:
+        more |= watchdog.failed()
     message = redact(str(error))
     if not attempt.record_error(rank, type(error).__name__, message, text, code, **more):
         return code
@@ -260,10 +299,13 @@ def record_failure(attempt: Attempt, rank: int, error: BaseException) -> int:
     return code
 
 
-def fail(attempt: Attempt, rank: int, error: BaseException) -> int:
+def fail(
+    attempt: Attempt, rank: int, error: BaseException, watchdog: Watchdog | None = None
+) -> int:
     """Records this rank's failure, on rank 0 also that of the attempt. Returns the exit code."""
-    code = record_failure(attempt, rank, error)
+    code = record_failure(attempt, rank, error, watchdog)
     if rank == 0:
         facts = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
         attempt.fail(failures.describe(facts), code)
+        incident.write(attempt)  # again by whoever follows the job, if anybody does
     return code

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from distdl.health.watchdog import Watchdog
 from distdl.job import Resources
 from distdl.ranks.environment import Environment
 from distdl.ranks.stopping import StopRequest
@@ -13,13 +14,15 @@ from distdl.runs.directory import Attempt, RunDirectory
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank of an attempt. `launch` is its launch.yaml, to which measured choices are added."""
+    """One rank of an attempt. `launch` is its launch.yaml, to which measured choices are added.
+    `watchdog` is None if it is switched off."""
 
     attempt: Attempt
     launch: dict[str, Any]
     resources: Resources
     environment: Environment
     stop: StopRequest
+    watchdog: Watchdog | None = None
 
     @property
     def run(self) -> RunDirectory:

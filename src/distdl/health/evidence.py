@@ -1,0 +1,168 @@
+"""What the ranks of a failed job left behind: errors/rank_N.json and health/rank_N.json.
+
+It comes from files that may be damaged, or from somebody else: a field of another type counts as
+absent, and no text has control characters.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
+
+from distdl.runs import failures
+from distdl.runs.directory import Attempt, read_json
+from distdl.util.errors import UserError
+from distdl.util.tail import plain
+
+LARGEST = 1 << 20  # bytes of a file that is read
+MOST = 100_000  # ranks
+LENGTH = 300  # characters of a text
+STOPPED = ("T", "t")  # states of a process: by a signal, by a debugger
+# gloo and torch say so if ranks make different calls. The mistake may be another rank's.
+MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes|Detected mismatch between collectives")
+
+
+def one_line(value: object) -> str:
+    """Text of a file as one line, without control characters."""
+    text = " ".join(plain(value).split())
+    return text if len(text) <= LENGTH else f"{text[: LENGTH - 3]}..."
+
+
+Text = Annotated[str, AfterValidator(one_line)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Collective(BaseModel):
+    """A collective that a rank has started. `sizes` are the shapes of its inputs."""
+
+    op: Text = ""
+    sizes: list[Annotated[list[Count], Field(max_length=16)]] = []
+    where: Text = ""
+
+    def __str__(self) -> str:
+        values, where = sum(map(math.prod, self.sizes)), f" ({self.where})" if self.where else ""
+        size = f" of {values} value{'s' * (values != 1)}" if self.sizes else ""
+        return f"{self.op}{size}{where}"
+
+
+class Place(BaseModel, frozen=True):
+    """Where a rank was. `samples` are the indices of its batch in the data set, `where` is a line
+    of the user's code, `memory` and `disk` are bytes by name."""
+
+    rank: int = -1
+    host: Text = ""
+    step: Count | None = None
+    epoch: Count | None = None
+    samples: list[Count] | None = None
+    phase: Text = ""
+    where: Text = ""
+    memory: dict[Text, Count | None] = {}
+    disk: dict[Text, Count] = {}
+
+
+class Sight(Place, frozen=True):
+    """A rank as it was when the job failed, or as another rank last heard of it (then `fresh` is
+    False if it was silent); or one of its loader's workers. `age`: seconds without progress."""
+
+    world_size: Annotated[int, Field(ge=1, le=MOST)] = 1
+    pid: Count = 0
+    how: Text = ""
+    age: float = 0.0
+    fresh: bool = True
+    batch: Count | None = None
+    action: Text = ""
+    process: Text = ""
+    wchan: Text = ""
+    workers: list[Sight] = []
+    enqueued: int | None = None
+    collective: Collective | None = None
+    last: Collective | None = None
+    peers: dict[str, Sight] = {}
+
+
+def sight_of(fields: Mapping[str, Any]) -> Sight:
+    """The contents of a file, without the fields that are damaged."""
+    try:
+        return Sight.model_validate(fields)
+    except ValidationError as error:
+        damaged = {each["loc"][0] for each in error.errors()}
+        return sight_of({key: value for key, value in fields.items() if key not in damaged})
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What is known of one rank.
+
+    Args:
+        sight: How it was seen; of a rank that left nothing, what the others last heard of it.
+        error: The failure that it recorded (`distdl.runs.failures`); empty if none.
+        seen: Whether `sight` is from its own file.
+    """
+
+    sight: Sight
+    error: dict[str, Any]
+    seen: bool
+
+    @property
+    def left(self) -> bool:
+        """Whether it left anything."""
+        return self.seen or bool(self.error)
+
+    @cached_property
+    def text(self) -> str:
+        """The messages of its exception, and of those that led to it; "" if it has none."""
+        if not self.error:
+            return "Killed: its process was gone" if self.sight.how == "died" else ""
+        if self.error["type"] == failures.HANG:
+            return ""
+        trace = str(self.error.get("traceback")).splitlines()
+        chain = [line for line in trace if line[:1].strip() and not line.startswith("Traceback ")]
+        return "\n".join([f"{self.error['type']}: {self.error['message']}", *chain])
+
+    @cached_property
+    def waits(self) -> bool:
+        """Whether it only waited for others, or lost them."""
+        inside = self.seen and self.sight.collective
+        if self.text:
+            aborted = self.error.get("signal") == "SIGABRT" and inside
+            return bool(self.error.get("lost_peer") or MISMATCH.search(self.text) or aborted)
+        return bool(self.error.get("waiting") or inside) and self.sight.process not in STOPPED
+
+    @property
+    def inside(self) -> Collective | None:
+        """The collective that it waited in."""
+        return (self.sight.collective or self.sight.last) if self.seen and self.waits else None
+
+
+def ranks_of(attempt: Attempt) -> list[Rank]:
+    """What is known of each rank. Damaged files, links and pipes are left out."""
+    errors = {e["rank"]: e for e in failures.recorded(attempt.errors) if 0 <= e["rank"] < MOST}
+    sights, heard, ranks = dict[int, Sight](), dict[str, Sight](), list[Rank]()
+    for path in attempt.path.glob("health/rank_*.json"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_size <= LARGEST:
+            sight = sight_of(read_json(path))
+            if path.stem == f"rank_{sight.rank}" and 0 <= sight.rank < MOST:
+                sights[sight.rank] = sight
+                heard |= sight.peers
+    sizes = [
+        1,
+        *(rank + 1 for rank in (*errors, *sights)),
+        *(s.world_size for s in sights.values()),
+    ]
+    with suppress(UserError):
+        sizes.append(min(attempt.resources().world_size, MOST))
+    for rank in range(max(sizes)):
+        error, sight = errors.get(rank, {}), sights.get(rank) or heard.get(str(rank)) or Sight()
+        lines = [str(error.get("where") or ""), sight.where]
+        lines += [worker.where for worker in sight.workers if sight.phase == "data"]
+        place = {"where": one_line(next(filter(None, lines), "")), "rank": rank}
+        place["host"] = sight.host or one_line(error.get("host") or "")
+        ranks.append(Rank(sight.model_copy(update=place), error, rank in sights))
+    return ranks

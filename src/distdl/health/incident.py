@@ -1,0 +1,188 @@
+"""The report of a failed attempt: incident.json and incident.md, and its head for the screen."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from distdl.health import causes
+from distdl.health.causes import ranks_text, size_text
+from distdl.health.evidence import LENGTH, Place, Rank, one_line, ranks_of
+from distdl.job import EXIT_REFUSED, JobState
+from distdl.runs import failures
+from distdl.runs.checkpoints import SUFFIX
+from distdl.runs.directory import Attempt, RunDirectory, shown
+from distdl.runs.files import write_json, write_text
+from distdl.util.errors import UserError
+from distdl.util.tail import plain
+
+JSON, MARKDOWN = "incident.json", "incident.md"
+TAIL_BYTES, LINES = 1 << 16, 12  # of the end of a log
+SAMPLES = 8  # as many are shown
+ROW = {"rank", "host", "step", "phase", "where"}
+NO_FAILURE = (JobState.SUCCEEDED, JobState.CANCELLED, JobState.PREEMPTED)
+
+
+class Incident(Place, frozen=True):
+    """Why an attempt failed, as far as its files tell, and where the first rank was.
+
+    Args:
+        title: One line: the rank, and what happened to it.
+        doing: What it was doing.
+        waiting: What the others waited for; "" if they did not.
+        cause: A name from `distdl.health.causes`; `evidence` is what speaks for it.
+        next: The command to type.
+        log_tail: The last lines of the rank's log, and of what it printed.
+        ranks: What is known of each rank.
+        straggler: Which rank was slow before, and in what; "" if none was.
+        report, log: Paths; "" if there is no such file.
+    """
+
+    title: str
+    doing: str
+    waiting: str
+    cause: str
+    evidence: str
+    remedy: str
+    next: str
+    log_tail: list[str]
+    ranks: list[dict[str, Any]]
+    straggler: str
+    report: str
+    log: str
+
+
+def write(attempt: Attempt) -> Incident | None:
+    """Writes the report, again if more is known by now. None if no rank of the attempt failed. If
+    it cannot be written, for example on a full disk, it is returned all the same."""
+    incident = read(attempt)
+    if incident is not None:
+        try:
+            write_json(attempt.path / JSON, incident.model_dump())
+            write_text(attempt.path / MARKDOWN, markdown(incident))
+        except OSError:
+            return incident.model_copy(update={"report": ""})
+    return incident
+
+
+def read(attempt: Attempt) -> Incident | None:
+    """What the attempt's files tell. None if no rank failed: it was cancelled, preempted, refused
+    (exit code 2), or ended in a debugger."""
+    ranks, status = ranks_of(attempt), dict[str, Any]()
+    with suppress(UserError):
+        status = attempt.status()
+    recorded = any(rank.error for rank in ranks)
+    if status.get("state") in NO_FAILURE and (status.get("concluded") or not recorded):
+        return None
+    cause = causes.find(ranks)
+    error = cause.rank.error if cause else {}
+    if cause is None or error.get("exit_code") == EXIT_REFUSED or error.get("type") == "BdbQuit":
+        return None
+    log = attempt.logs / f"rank_{cause.rank.sight.rank}.log"
+    return Incident(
+        **dict(cause.rank.sight),
+        title=_title(cause.rank, len(ranks)),
+        doing=_state(cause.rank),
+        waiting=_waiting([rank for rank in ranks if rank.waits and rank is not cause.rank]),
+        cause=cause.name,
+        evidence=one_line(cause.evidence),
+        remedy=cause.remedy,
+        next=_next(attempt),
+        log_tail=_log_tail(attempt, log, cause.rank.sight.rank),
+        ranks=[{**rank.sight.model_dump(include=ROW), "state": _state(rank)} for rank in ranks],
+        straggler=one_line(status.get("straggler") or ""),
+        report=shown(attempt.path / MARKDOWN),
+        log=shown(log) if log.exists() else "",
+    )
+
+
+def head(incident: Incident, command: bool = True) -> str:
+    """At most eight lines for the screen. `command`: with the command to type."""
+    samples = incident.samples or []
+    few = ", ".join(map(str, samples[:SAMPLES])) + ", ..." * (len(samples) > SAMPLES)
+    facts = {
+        "cause": f"{incident.cause}: {incident.evidence}",
+        "others": incident.waiting,
+        "samples": few and f"{few} ({len(samples)} in this rank's batch)",
+        "fix": incident.remedy,
+        "log": incident.log,
+        "report": incident.report,
+        "next": incident.next if command else "",
+    }
+    lines = (f"  {name:7} {value}" for name, value in facts.items() if value)
+    return "\n".join([incident.title, *lines])
+
+
+def markdown(incident: Incident) -> str:
+    """The whole report. What comes from files is indented by 4, and so shown as it is."""
+    free = {f"free on {name}": value for name, value in incident.disk.items()}
+    sizes = {name: value for name, value in (incident.memory | free).items() if value is not None}
+    kills = f"processes killed for lack of memory: {sizes.pop('oom_kills', 'unknown')}"
+    samples = f"samples {incident.samples}" if incident.samples else ""
+    memory = ", ".join(f"{name} {size_text(value)}" for name, value in sizes.items())
+    rows = [incident.ranks[0], *(row.values() for row in incident.ranks)]
+    parts = {
+        f"Rank {incident.rank}: {incident.cause}": head(incident).splitlines(),
+        "What it was doing": [incident.doing, samples, memory, kills, incident.straggler],
+        "All ranks": [" | ".join("" if v is None else str(v) for v in row) for row in rows],
+        f"The last lines of rank {incident.rank}": incident.log_tail,
+    }
+    blocks = {title: [f"    {line}" for line in lines if line] for title, lines in parts.items()}
+    return "\n".join("\n".join([f"## {t}\n", *block, ""]) for t, block in blocks.items() if block)
+
+
+def _title(rank: Rank, size: int) -> str:
+    seen, on = rank.sight, f"   ({rank.sight.host})" if rank.sight.host else ""
+    if rank.text and not rank.waits and rank.error:
+        first = "failed first" if size > 1 else "failed"
+        return f"rank {seen.rank} {first}: {one_line(failures.describe(rank.error))}{on}"
+    step = f"step {seen.step}" if seen.step is not None else ""
+    place = ", ".join(filter(None, (step, seen.phase, seen.where))) or "nothing is known of it"
+    return f"rank {seen.rank} {'was killed' if rank.text else 'did not come'}: {place}{on}"
+
+
+def _state(rank: Rank) -> str:
+    """What a rank was doing, or how it ended."""
+    if rank.inside is not None:
+        return f"waited in {rank.inside}"
+    return one_line(rank.text.partition("\n")[0]) or rank.sight.action or "left nothing"
+
+
+def _waiting(others: Sequence[Rank]) -> str:
+    inside = next((f" in {rank.inside}" for rank in others if rank.inside), "")
+    verb = "waits" if len(others) == 1 else "wait"
+    return f"{ranks_text(others)} {verb} for it{inside}" if others else ""
+
+
+def _next(attempt: Attempt) -> str:
+    """The command that continues the run; without a checkpoint the one that started it."""
+    run = RunDirectory(attempt.path.parents[1])
+    with suppress(UserError):
+        command = run.provenance().get("command")
+        trained = any(run.checkpoints.glob(f"*{SUFFIX}"))
+        if not trained and isinstance(command, list) and "distdl" in command:
+            words = map(one_line, command[command.index("distdl") + 1 :])
+            return shlex.join(["python", "-m", "distdl", *words])
+    return f"python -m distdl resume {shlex.quote(shown(run.path))}"
+
+
+def _log_tail(attempt: Attempt, log: Path, rank: int) -> list[str]:
+    """The last lines of a rank's log, and of what it printed (`distdl.worker.rank_output`). Links,
+    which no run writes, are not followed."""
+    paths, lines = [log], list[str]()
+    with suppress(UserError):
+        node, local = divmod(rank, max(1, attempt.resources().devices))
+        for folder in ("agent", f"agent-{node}"):
+            paths += sorted(attempt.logs.glob(f"{folder}/*/*/{local}/std*.log"))
+    for path in paths:
+        if path.is_file() and not path.is_symlink():
+            with path.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                text = file.read(TAIL_BYTES).decode(errors="replace")
+            last = [plain(line)[:LENGTH] for line in text.splitlines()[-LINES:]]
+            lines += [line for line in last if line not in lines]
+    return lines

@@ -1,0 +1,269 @@
+"""Ends a rank that makes no progress, and says what it was doing.
+
+A thread of each rank looks twice a second whether the main thread has begun anything new
+(`Heartbeat`), and tells the rank's monitor, a process of its own, and the other ranks by their
+common store. When one rank has made no progress for too long, all of them write what they were
+doing, and end with exit code 70.
+
+Outside a step (set-up, a checkpoint, the end of an epoch) a limit is longer, and a process that
+works makes progress. A rank may wait for others as long as one of them may take longer than itself:
+in a debugger, a download, a compilation, a checkpoint.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from distdl.config.own_code import LINE, user_line
+from distdl.health import flight, machine, sights
+from distdl.health.heartbeat import OPTIMIZER, PREPARE, Heartbeat
+from distdl.health.peers import Peers
+from distdl.health.straggler import Verdict
+from distdl.job import EXIT_HUNG
+from distdl.ranks.environment import Environment
+from distdl.runs.directory import Attempt
+
+log = logging.getLogger(__name__)
+
+TICK = 0.5  # seconds between two looks
+AWAY = 5.0  # a longer time without a look: this process, or the machine, was stopped
+STEP_S = 600.0  # the limit in a step, until STEPS of them were timed
+FLOOR_S, FACTOR, STEPS = 300.0, 30, 20  # then it is FACTOR times the longest step
+LONG_S = 1800.0  # the limit elsewhere, and of a compilation: that of the process group
+BUSY = 0.02  # of a core: elsewhere, a process that uses more makes progress
+OTHERS_S = 2.5  # for the other ranks to write what they were doing
+REPORT_S = 10.0  # for a rank to report its own hang
+END_S = 5.0  # for the monitor to end
+SOON = 1.0  # seconds without progress after which a rank asks what it waits for
+INNERMOST = 12  # frames in which a debugger shows that it waits for its user
+DEBUGGERS = re.compile(r"/(bdb|pdb)\.py$|/(pydevd|debugpy|pudb|ipdb)[/_.]")
+COMPILERS = re.compile(r"/torch/(_dynamo/convert_frame|_inductor/compile_fx)\.py$")
+
+
+class Watchdog:
+    """The watchdog of this rank.
+
+    Args:
+        attempt: Its folder gets what is written.
+        environment: Of this rank.
+        timeout: The limit of a step's phases in seconds; None: learned from the steps.
+    """
+
+    def __init__(
+        self, attempt: Attempt, environment: Environment, timeout: float | None = None
+    ) -> None:
+        self.attempt, self.environment, self.timeout = attempt, environment, timeout
+        self.heartbeat = Heartbeat()
+        self.peers = Peers(environment, self.heartbeat, self._report_straggler)
+        self._main = threading.main_thread().ident or 0
+        self._host = socket.gethostname()
+        self._pids = [os.getpid()] if environment.world_size == 1 else []  # unknown yet
+        self._stop, self._kills = threading.Event(), machine.oom_kills(os.getpid())
+        self._beats = self._number = 0
+        self._progress = self._looked = time.monotonic()
+        self._used = time.process_time()
+
+    def start(self) -> None:
+        """Starts the monitor and the thread."""
+        flight.enable()
+        self._stacks = tempfile.TemporaryFile("ab+", buffering=0)  # noqa: SIM115
+        # Both also hold in the loader workers that this process forks.
+        faulthandler.register(signal.SIGUSR2, self._stacks)
+        faulthandler.enable(self._stacks)
+        monitor = [sys.executable, "-P", str(Path(__file__).with_name("monitor.py"))]
+        files = [self._stacks.fileno(), self.heartbeat.file.fileno()]
+        self._monitor = subprocess.Popen(monitor, stdin=subprocess.PIPE, pass_fds=files)
+        self._tell(
+            {
+                "pid": os.getpid(),
+                "rank": self.environment.rank,
+                "path": sys.path,
+                "attempt": str(self.attempt.path),
+                "files": files,
+                "alone": self.environment.world_size == 1,
+                "limit": self.timeout or STEP_S,
+            }
+        )
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def join(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Called with the rank table (`host` and `pid` of every rank), in a process group."""
+        if len(ranks) > 1:
+            local = [int(each["pid"]) for each in ranks if each["host"] == self._host]
+            # With ranks on other hosts, those miss the stopped ones of this host.
+            self._pids = local if len(local) == len(ranks) else []
+            self.peers.start()
+
+    def stop(self) -> None:
+        """Called when this rank has ended by itself."""
+        self._stop.set()
+        self.peers.stop()
+        self._tell({"end": True})
+        assert self._monitor.stdin is not None
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self._monitor.stdin.close()
+            self._monitor.wait(END_S)
+        faulthandler.unregister(signal.SIGUSR2)
+        faulthandler.disable()
+        self._stacks.close()
+
+    def failed(self) -> dict[str, Any]:
+        """Writes what this rank was doing when it failed by an exception; returns facts for the
+        record of the failure."""
+        sight = self._sight("failed")
+        sights.write(self.attempt.path, sight)
+        return {key: sight[key] for key in ("step", "enqueued") if sight.get(key) is not None}
+
+    def _report_straggler(self, verdict: Verdict) -> None:
+        log.warning("%s", verdict.sentence)
+        self.attempt.update(straggler=verdict.sentence)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(TICK):
+            now, used = time.monotonic(), time.process_time()
+            if now - self._looked > AWAY:
+                self._progress += now - self._looked
+            patient = not self.heartbeat.in_step
+            works = patient and used - self._used > BUSY * (now - self._looked)
+            if self.heartbeat.beats != self._beats or works:
+                self._beats, self._progress = self.heartbeat.beats, now
+            self._looked, self._used = now, used
+            pulse = self._pulse()
+            self.peers.pulse = pulse
+            self._tell(pulse)
+            limit = pulse["limit"]
+            late = limit is not None and pulse["age"] > limit and not self.peers.excuse(limit)
+            if (late or self.peers.hang) and not self._stop.is_set():
+                self._hang()
+
+    def _pulse(self) -> dict[str, Any]:
+        """What this rank is doing."""
+        self._number += 1
+        environment, frames = self.environment, [*self._frames()]
+        lines = (user_line(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
+        age = round(time.monotonic() - self._progress, 1)
+        files = [frame.f_code.co_filename for frame in frames]
+        return {
+            "rank": environment.rank,
+            "host": self._host,
+            "pid": os.getpid(),
+            "world_size": environment.world_size,
+            "local_world_size": environment.local_world_size,
+            "time": time.time(),
+            "age": age,
+            "number": self._number,
+            "pids": self._pids,
+            "limit": self._limit(files),
+            "waits": age > SOON and bool(self._waits_for(frames[:1])),
+            "where": next(filter(None, lines), ""),
+            **self.heartbeat.facts(),
+        }
+
+    def _waits_for(self, innermost: Iterable[FrameType]) -> list[flight.Collective]:
+        """The collectives that this rank waits in, the oldest first."""
+        if not any(flight.waits_in(f.f_code.co_filename, f.f_lineno) for f in innermost):
+            return []  # those that it has started are under way while it does something else
+        return [each for each in flight.collectives() if not each.completed]
+
+    def _frames(self) -> Iterator[FrameType]:
+        """Those of the main thread, the innermost one first."""
+        frame = sys._current_frames().get(self._main)
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+    def _limit(self, files: Sequence[str]) -> float | None:
+        """Seconds without progress until this rank hangs; None: none. `files` are those of the main
+        thread's frames."""
+        heartbeat = self.heartbeat
+        if heartbeat.phase == PREPARE or any(map(DEBUGGERS.search, files[:INNERMOST])):
+            return None
+        if not heartbeat.in_step or any(map(COMPILERS.search, files)):
+            return max(LONG_S, self.timeout or 0)
+        if self.timeout or heartbeat.count < STEPS or heartbeat.phase > OPTIMIZER:
+            return self.timeout or STEP_S
+        return max(FLOOR_S, FACTOR * heartbeat.longest)
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        assert self._monitor.stdin is not None
+        with suppress(OSError, ValueError):  # it has ended
+            os.write(self._monitor.stdin.fileno(), json.dumps(message).encode() + b"\n")
+
+    def _hang(self) -> None:
+        """Writes what this rank is doing, and ends it."""
+        self.peers.hang = True
+        pulse = self._pulse()
+        self._tell({**pulse, "limit": pulse["age"] + REPORT_S})  # the monitor acts after that
+        sight = self._sight("hang")
+        faulthandler.dump_traceback(self._stacks)
+        sight["workers"] = [*self._workers()]
+        stacks = os.pread(self._stacks.fileno(), 1 << 20, 0).decode(errors="replace")
+        sights.write(self.attempt.path, sight, stacks)
+        what = f"no progress for {sight['age']:.0f} s in {sight['phase']}"
+        sights.record_hang(self.attempt.path, sight, what, stacks)
+        if not sight["collective"]:
+            where = f" at {sight['where']}" if sight["where"] else ""
+            log.error("%s%s; the stacks are in health/stacks_%d.txt", what, where, sight["rank"])
+        if self.environment.world_size > 1:
+            time.sleep(OTHERS_S)
+        sights.conclude(self.attempt.path, sight, alone=self.environment.world_size == 1)
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
+        os._exit(EXIT_HUNG)
+
+    def _sight(self, how: str) -> dict[str, Any]:
+        """All that is known of this rank now."""
+        started = flight.collectives()
+        waits = self._waits_for([*self._frames()][:1])
+        return {
+            **self._pulse(),
+            "how": how,
+            "peers": self.peers.pulses,
+            **machine.facts(os.getpid(), self.attempt.path, self._kills),
+            "enqueued": started[-1].number if started else None,
+            "collective": waits[-1].describe() if waits else None,
+            "last": started[-1].describe() if started else None,
+        }
+
+    def _workers(self) -> Iterator[dict[str, Any]]:
+        """This rank's loader workers, each with the user's line in which it is."""
+        for child in psutil.Process().children():
+            if child.pid == self._monitor.pid or not _handles(child.pid, signal.SIGUSR2):
+                continue
+            self._stacks.write(f"\nloader worker, process {child.pid}\n".encode())
+            begin = os.fstat(self._stacks.fileno()).st_size
+            os.kill(child.pid, signal.SIGUSR2)
+            for _ in range(20):
+                time.sleep(0.02)
+                if (size := os.fstat(self._stacks.fileno()).st_size) > begin:
+                    break
+            text = os.pread(self._stacks.fileno(), size - begin, begin).decode(errors="replace")
+            lines = (user_line(*match) for match in LINE.findall(text))
+            yield {"pid": child.pid, "where": next(filter(None, lines), "")}
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, which would end it otherwise."""
+    with suppress(OSError, ValueError, IndexError):
+        caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+        return bool(int(caught, 16) >> (number - 1) & 1)
+    return False

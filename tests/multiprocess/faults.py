@@ -1,0 +1,126 @@
+"""What test_hangs trains; copied into a project's folder as mine.py. One rank does what $FAULT
+names in step AT, and writes the time into the file `began`. Its line ends with the fault's name."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import psutil
+import torch
+from torch import distributed, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+AT, ROWS, EPOCH = 20, 8, 60  # step, samples of a rank's batch, steps of an epoch
+PAUSE_S = 6.0  # longer than the timeout, and than what it takes to act on it
+FAULT, RANK = os.environ.get("FAULT", ""), int(os.environ.get("RANK", 0))
+
+
+def chosen(name, rank=1):
+    """Whether this rank has the fault; notes the time if so."""
+    if (name, rank) != (FAULT, RANK):
+        return False
+    Path("began.new").write_text(str(time.time()))
+    os.replace("began.new", "began")
+    return True
+
+
+def loop():
+    count = 0
+    while True:  # loop
+        count += 1  # loop
+
+
+def deadlock():
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()  # lock
+
+
+def exhaust_memory():
+    """In a control group with little memory, together with the rank's monitor."""
+    for process in (psutil.Process(), *psutil.Process().children()):
+        Path(os.environ["GROUP"], "cgroup.procs").write_text(str(process.pid))
+    pages = []
+    while True:
+        pages.append(b"x" * (1 << 22))  # memory
+
+
+def compute():
+    """Works for PAUSE_S."""
+    end = time.monotonic() + PAUSE_S
+    while time.monotonic() < end:
+        torch.ones(100, 100).sum()
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 2 * ROWS * EPOCH
+
+    def __getitem__(self, index):
+        if index >= (2 * AT + 1) * ROWS and chosen("worker"):
+            socket.socketpair()[0].recv(1)  # worker
+        return torch.full((8,), index / len(self)), index % 2
+
+
+class Stream(IterableDataset):
+    """Rank 1 has fewer batches."""
+
+    shards_itself = True
+
+    def __iter__(self):
+        batch = torch.ones(ROWS, 8), torch.ones(ROWS, dtype=torch.int64)
+        yield from [batch] * (AT if RANK else EPOCH)
+        chosen("uneven")
+
+
+class Net(pl.LightningModule):
+    def __init__(self, width: int = 2):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 2))
+
+    def train_dataloader(self):
+        if FAULT == "uneven":
+            return DataLoader(Stream(), None)
+        return DataLoader(Rows(), ROWS, num_workers=2 * (FAULT == "worker"))
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == AT:
+            self.misbehave(batch_idx)
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def misbehave(self, batch_idx):
+        if chosen("loop"):
+            loop()
+        if chosen("lock"):
+            deadlock()
+        if chosen("memory"):
+            exhaust_memory()
+        if chosen("stop"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if FAULT == "slow" and RANK:
+            if batch_idx % 8 == 0:
+                chosen("slow")
+            time.sleep(PAUSE_S / 8)  # slow
+        if FAULT == "shape":
+            distributed.all_reduce(torch.ones(7 if chosen("shape") else 5))  # shape
+        if FAULT == "skip" and not chosen("skip"):
+            distributed.all_reduce(torch.ones(5))  # skip
+        if FAULT == "asleep" and chosen("asleep"):
+            time.sleep(PAUSE_S)  # asleep
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.global_step == AT:
+            chosen("disk", 0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Watcher(pl.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == AT and chosen("raise"):
+            raise ValueError("bad weather")  # raise
