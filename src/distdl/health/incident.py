@@ -72,12 +72,12 @@ def write(attempt: Attempt) -> Incident | None:
 def read(attempt: Attempt) -> Incident | None:
     """What the attempt's files tell. None if no rank failed: it was cancelled, preempted, refused
     (exit code 2), or ended in a debugger."""
-    ranks, status = ranks_of(attempt), dict[str, Any]()
+    status = dict[str, Any]()
     with suppress(UserError):
         status = attempt.status()
-    recorded = any(rank.error for rank in ranks)
-    if status.get("state") in NO_FAILURE and (status.get("concluded") or not recorded):
+    if status.get("state") in NO_FAILURE and (status.get("concluded") or not attempt.first_error()):
         return None
+    ranks = ranks_of(attempt)
     cause = causes.find(ranks)
     error = cause.rank.error if cause else {}
     if cause is None or error.get("exit_code") == EXIT_REFUSED or error.get("type") == "BdbQuit":
