@@ -90,7 +90,12 @@ class Watchdog:
         faulthandler.enable(self._stacks)
         monitor = [sys.executable, "-P", str(Path(__file__).with_name("monitor.py"))]
         files = [self._stacks.fileno(), self.heartbeat.file.fileno()]
-        self._monitor = subprocess.Popen(monitor, stdin=subprocess.PIPE, pass_fds=files)
+        # Who reads the rank's output must see its end when the rank ends.
+        null = subprocess.DEVNULL
+        error = None if self.environment.world_size == 1 else null
+        self._monitor = subprocess.Popen(
+            monitor, stdin=subprocess.PIPE, stdout=null, stderr=error, pass_fds=files
+        )
         self._tell(
             {
                 "pid": os.getpid(),
