@@ -122,9 +122,11 @@ class Evidence:
 
     def text(self, rank: int) -> str:
         """The messages of a rank's exception, and of those that led to it; "" if it has none."""
-        error, how = self.errors.get(rank), self.seen(rank).how
+        error, seen = self.errors.get(rank), self.seen(rank)
+        if seen.how == "died" and seen.collective:
+            return ""  # gloo aborted it, which may be the mistake of another rank
         if error is None or error["type"] == failures.HANG:
-            return "Killed: its process was gone" if error is None and how == "died" else ""
+            return "Killed: its process was gone" if error is None and seen.how == "died" else ""
         trace = str(error.get("traceback")).splitlines()
         chain = [line for line in trace if line[:1].strip() and not line.startswith("Traceback ")]
         return "\n".join([f"{error['type']}: {error['message']}", *chain])
@@ -133,8 +135,7 @@ class Evidence:
         """Whether a rank only waited for others, or lost them."""
         error, seen = self.errors.get(rank, {}), self.seen(rank)
         if text := self.text(rank):
-            aborted = error.get("signal") == "SIGABRT" and seen.collective
-            return bool(error.get("lost_peer") or MISMATCH.search(text) or aborted)
+            return bool(error.get("lost_peer") or MISMATCH.search(text))
         return seen.process not in STOPPED and bool(error.get("waiting") or seen.collective)
 
     def waiting(self) -> list[int]:
@@ -149,10 +150,10 @@ class Evidence:
         return self.seen(rank).host or one_line(self.errors.get(rank, {}).get("host") or "")
 
     def where(self, rank: int) -> str:
-        """The user's line in which a rank was, or its loader's worker."""
+        """The user's line in which its loader's worker was, or the rank itself."""
         seen = self.seen(rank)
-        lines = [self.errors.get(rank, {}).get("where") or seen.where]
-        lines += [worker.where for worker in seen.workers if seen.phase == "data"]
+        lines = [worker.where for worker in seen.workers if seen.phase == "data"]
+        lines += [self.errors.get(rank, {}).get("where") or seen.where]
         return one_line(next(filter(None, lines), ""))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from distdl.util.tail import plain
 JSON, MARKDOWN = "incident.json", "incident.md"
 TAIL_BYTES, LINES = 1 << 16, 12  # of the end of a log
 SAMPLES, RANKS = 8, 64  # as many are shown
+LOSSES, PATIENCE = ("lost host", "connection"), 2.5  # seconds to find another cause
 NO_FAILURE = (JobState.SUCCEEDED, JobState.CANCELLED, JobState.PREEMPTED)
 
 
@@ -67,6 +69,13 @@ def write(attempt: Attempt) -> Incident | None:
         except OSError:
             return incident.model_copy(update={"report": ""})
     return incident
+
+
+def await_cause(attempt: Attempt) -> None:
+    """Waits a moment for the files of a lost rank, which its monitor may be writing."""
+    deadline = time.monotonic() + PATIENCE
+    while (report := read(attempt)) and report.cause in LOSSES and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def read(attempt: Attempt) -> Incident | None:
