@@ -195,7 +195,7 @@ def _path(values: Any, location: Sequence[str | int]) -> str:
 
 def _expected(message: str) -> str:
     """Turns `Input should be a valid integer` into `an integer`."""
-    text = message.removeprefix("Input should be ").replace("a valid ", "a ")
+    text = message.removeprefix("Input should be ").split(", unable")[0].replace("a valid ", "a ")
     names = {"a integer": "an integer", "a boolean": "true or false", "a dictionary": "a mapping"}
     return names.get(text, text)
 

@@ -7,12 +7,12 @@ import json
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
-from hashlib import sha256
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from distdl.launchers.common import digest
 from distdl.util.errors import UserError
 
 TOLERANCE = 1e-3  # the largest difference between two machines' probabilities of an image
@@ -35,13 +35,10 @@ class Platform(Protocol):
 
     launcher: Any
     options: Namespace
+    errors: Callable[[], AbstractContextManager[None]]  # turns the SDK's errors into UserErrors
 
     def __init__(self, launcher: Any, options: Namespace) -> None:
         self.launcher, self.options = launcher, options
-
-    @staticmethod
-    def errors() -> AbstractContextManager[None]:
-        """Turns the SDK's errors into UserErrors."""
 
     def documents(self, name: str, folder: Path) -> dict[str, dict[str, Any]]:
         """What would be sent for a deployment, checked by the SDK. Contacts nothing."""
@@ -55,8 +52,8 @@ class Platform(Protocol):
     def create(self, name: str, folder: Path) -> None:
         """Creates a deployment without traffic, and what it needs."""
 
-    def ask(self, name: str, body: str) -> str | None:
-        """A deployment's answer, whoever has the traffic; None if it cannot be tested."""
+    def ask(self, name: str, request: Path) -> str:
+        """A deployment's answer, whoever has the traffic. Not called with --batch."""
 
     def move(self, name: str) -> None:
         """Moves all traffic to a deployment."""
@@ -64,22 +61,16 @@ class Platform(Protocol):
     def remove(self, name: str) -> None:
         """Removes a deployment without traffic, or the rest of one that was not created."""
 
-    def delete(self) -> None:
-        """Deletes the endpoint with its deployments."""
-
-
-def files(folder: Path) -> list[Path]:
-    return [p for p in sorted(folder.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
+    def delete(self, names: Iterable[str]) -> None:
+        """Deletes the endpoint with these deployments, which are all that it has."""
 
 
 def name_of(platform: Platform, folder: Path) -> str:
     """A deployment's name: the same for the same model on the same machines."""
     options = platform.options
-    settings = (options.instance_type, options.instances, options.image, platform.launcher)
-    whole = sha256(repr(settings).encode())
-    for path in files(folder):
-        whole.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return f"{options.name}-{whole.hexdigest()[:8]}"
+    model = [(folder / name).read_text() for name in ("model.json", "requirements.txt")]
+    machines = (options.instance_type, options.instances, options.image, platform.launcher)
+    return f"{options.name}-{digest(repr((model, machines)), 8)}"
 
 
 def render(platform: Platform, folder: Path) -> str:
@@ -88,35 +79,34 @@ def render(platform: Platform, folder: Path) -> str:
 
     documents = platform.documents(name_of(platform, folder), folder)
     text = "".join(f"# {k}\n{safe_dump(v, sort_keys=False)}\n" for k, v in documents.items())
-    for path in files(folder):
+    for path in filter(Path.is_file, sorted(folder.rglob("*"))):
         text += f"# upload {path.stat().st_size:>13,}  {path.relative_to(folder)}\n"
     return f"{text}# price per hour: {platform.price()}\n# nothing was sent"
 
 
-def deploy(platform: Platform, folder: Path, body: str, expected: Mapping[str, Any]) -> None:
+def deploy(platform: Platform, folder: Path, request: Path, expected: Mapping[str, Any]) -> None:
     """Creates, tests, moves the traffic, and removes what is older than the one before.
 
     Args:
-        body: Of the test request.
+        request: A file with the body of the test request.
         expected: The class and probability in this machine's answer.
     """
     name, existing = name_of(platform, folder), deployments(platform)
     if not existing.get(name):
+        print(f"creating {name}, which takes some minutes; Ctrl-C removes it", file=sys.stderr)
         try:
-            with platform.errors():
+            with ExitStack() as undo, platform.errors():
                 if name not in existing:
+                    undo.callback(platform.remove, name)
                     platform.create(name, folder)
-                check(platform.ask(name, body), expected)
-        except BaseException as error:
-            if name not in existing:
-                report(f"{error}\nremoving {name}")
-                platform.remove(name)
-            if isinstance(error, UserError):
-                raise NotDeployed(*error.problems) from error
-            raise
+                if not platform.options.batch:
+                    check(platform.ask(name, request), expected)
+                undo.pop_all()
+        except UserError as error:
+            raise NotDeployed(*error.problems) from error
         platform.move(name)
-        for older in existing.keys() - {name}:
-            if not existing[older]:
+        for older, answers in existing.items():
+            if not answers and older != name:
                 platform.remove(older)
     print(f"{name} answers")
 
@@ -135,14 +125,14 @@ def is_ours(deployment: str, endpoint: str) -> bool:
     return bool(re.fullmatch(rf"{endpoint}-[0-9a-f]{{8}}", deployment))
 
 
-def check(answer: str | None, expected: Mapping[str, Any]) -> None:
+def check(answer: str, expected: Mapping[str, Any]) -> None:
     """Raises NotDeployed unless the platform's answer is the expected one."""
     with suppress(ValueError, KeyError, TypeError, IndexError):
-        best = json.loads(answer)["predictions"][0] if answer is not None else expected
+        best = json.loads(answer)["predictions"][0]
         difference = abs(best["probability"] - expected["probability"])
         if best["class"] == expected["class"] and difference <= TOLERANCE:
             return
-    what = f"the answer was {str(answer)[:300]}, and on this machine it is {expected}"
+    what = f"the answer was {answer[:300]}, and on this machine it is {expected}"
     raise NotDeployed.at("the test request", what)
 
 
@@ -158,10 +148,5 @@ def roll_back(platform: Platform) -> None:
 
 def delete(platform: Platform) -> None:
     """Deletes the endpoint, but no model that was uploaded."""
-    deployments(platform)
-    platform.delete()
+    platform.delete(deployments(platform))
     print(f"{platform.options.name} was deleted")
-
-
-def report(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def files() -> dict[str, bytes]:
 
 def model_folder(folder: Path, card: str = "# Colours") -> Path:
     """Writes a folder. With another card it is another model to `deploy`."""
-    more = {"README.md": card.encode(), "requirements.txt": requirements().encode()}
+    description = json.dumps({**json.loads(files()["model.json"]), "card": card})
+    more = {"model.json": description.encode(), "requirements.txt": requirements().encode()}
     for name, content in {**files(), **more}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)

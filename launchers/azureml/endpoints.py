@@ -6,19 +6,19 @@ model and code, registers the environment, and waits.
 
 from __future__ import annotations
 
-import functools
 import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 from distdl.launchers.azureml import cost, vm_sizes
-from distdl.launchers.azureml.client import Connection, Workspace, azure_errors, quiet
+from distdl.launchers.azureml.client import azure_errors, quiet
 from distdl.launchers.azureml.submit import as_file
-from distdl.launchers.deploying import Platform, report
+from distdl.launchers.deploying import Platform
 from distdl.util.errors import UserError
 
 # The packages of `distdl serve`, which Azure's servers do not use, and pin to other versions.
@@ -32,18 +32,11 @@ class OnlineEndpoint(Platform):
     kind, script, auth_mode = "online", "score.py", "key"
     packages: tuple[str, ...] = ("azureml-inference-server-http==1.5.1",)
     default_type = "Standard_DS3_v2"
-
     errors = staticmethod(azure_errors)
-
-    @functools.cached_property
-    def client(self) -> Any:
-        s = self.launcher
-        workspace = Workspace.find(s.subscription, s.resource_group, s.workspace)
-        return Connection(workspace, s.cloud).client
 
     def operations(self, what: str) -> Any:
         """The SDK's operations on `endpoints` or `deployments` of this kind."""
-        return getattr(self.client, f"{self.kind}_{what}")
+        return getattr(self.launcher.connection().client, f"{self.kind}_{what}")
 
     def documents(self, name: str, folder: Path) -> dict[str, dict[str, Any]]:
         lines = (folder / "requirements.txt").read_text().splitlines()
@@ -87,10 +80,8 @@ class OnlineEndpoint(Platform):
         """The endpoint, None if there is none."""
         from azure.core.exceptions import ResourceNotFoundError
 
-        try:
+        with suppress(ResourceNotFoundError):
             return self.operations("endpoints").get(self.options.name)
-        except ResourceNotFoundError:
-            return None
 
     def deployments(self) -> dict[str, bool]:
         if (endpoint := self.find()) is None:
@@ -106,7 +97,6 @@ class OnlineEndpoint(Platform):
         endpoint, deployment = self.load(self.documents(name, folder))
         if self.find() is None:
             self.finish("endpoints", "create_or_update", endpoint)
-        report(f"uploading {folder}, and creating {name}, which takes some minutes")
         with tempfile.TemporaryDirectory() as code:
             shutil.copy(folder / self.script, code)
             deployment.code_configuration.code = code
@@ -117,12 +107,9 @@ class OnlineEndpoint(Platform):
         with quiet(), redirect_stdout(sys.stderr):
             getattr(self.operations(what), f"begin_{operation}")(*arguments).result()
 
-    def ask(self, name: str, body: str) -> str | None:
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            file.write(body)
-            file.flush()
-            request = {"request_file": file.name, "deployment_name": name}
-            return str(self.operations("endpoints").invoke(self.options.name, **request))
+    def ask(self, name: str, request: Path) -> str:
+        invoke = self.operations("endpoints").invoke
+        return str(invoke(self.options.name, request_file=request, deployment_name=name))
 
     def move(self, name: str) -> None:
         endpoint = self.find()
@@ -138,7 +125,7 @@ class OnlineEndpoint(Platform):
         with suppress(ResourceNotFoundError):
             self.finish("deployments", "delete", name, self.options.name)
 
-    def delete(self) -> None:
+    def delete(self, names: Iterable[str]) -> None:
         self.finish("endpoints", "delete", self.options.name)
 
 
@@ -152,7 +139,8 @@ class BatchEndpoint(OnlineEndpoint):
 
     def size(self) -> dict[str, Any]:
         if not self.launcher.compute:
-            raise UserError.at("launcher.compute", "missing", "the cluster that jobs run on")
+            remedy = "launcher.compute=NAME, the cluster that jobs run on"
+            raise UserError.at("launcher.compute", "missing", remedy)
         resources = {"instance_count": self.options.instances}
         output = {"output_action": "append_row", "output_file_name": "predictions.jsonl"}
         return {"compute": f"azureml:{self.launcher.compute}", "resources": resources, **output}
@@ -163,8 +151,8 @@ class BatchEndpoint(OnlineEndpoint):
     def answers(self, endpoint: Any, name: str) -> bool:
         return bool(getattr(endpoint.defaults, "deployment_name", None) == name)
 
-    def ask(self, name: str, body: str) -> str | None:
-        return None
-
     def direct(self, endpoint: Any, name: str) -> None:
         endpoint.defaults = {"deployment_name": name}
+
+
+KINDS = (OnlineEndpoint, BatchEndpoint)

@@ -65,12 +65,12 @@ class AzureMLLauncher(AzureSettings):
         if self.files:
             what = "is only for a dry run, but this command would send the job"
             raise UserError.at("launcher.files", what, "add dry_run=true, or leave it out")
-        self._configured_connection().check_access()
+        self.connection().check_access()
 
     def submit(self, request: AzureMLRequest) -> Any:
         """Submits the job. Returns an `AzureMLJob`; for a sweep job a list, one per member."""
         values = forwarded(request.specs[0])
-        connection, job = self._configured_connection(), request.job
+        connection, job = self.connection(), request.job
         if request.compute is not None:
             submit.ensure_compute(connection, request)
         if request.environment is not None:
@@ -96,7 +96,8 @@ class AzureMLLauncher(AzureSettings):
         workspace, job, member = parse(handle)
         return AzureMLJob(self._connection(workspace), job, member)
 
-    def _configured_connection(self) -> Connection:
+    def connection(self) -> Connection:
+        """The connection to the workspace of the settings."""
         return self._connection(
             Workspace.find(self.subscription, self.resource_group, self.workspace)
         )

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import secrets
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from distdl.launchers.common import did_you_mean
-from distdl.launchers.deploying import NotDeployed, Platform, is_ours, report
+from distdl.launchers.common import did_you_mean, refuse
+from distdl.launchers.deploying import NotDeployed, Platform, is_ours
 from distdl.launchers.sagemaker.aws import aws_errors
+from distdl.launchers.sagemaker.sagemaker_settings import REQUIRED
 from distdl.launchers.sagemaker.uploads import pack
 from distdl.util.errors import Problem, UserError
-
-PRICES = "aws.amazon.com/sagemaker/ai/pricing"
 
 
 class HostedEndpoint(Platform):
@@ -36,16 +36,18 @@ class HostedEndpoint(Platform):
         from botocore.session import Session
         from botocore.validate import validate_parameters
 
-        s, image = self.launcher, self.options.image
-        needed = {"launcher.role": s.role, "launcher.bucket": s.bucket, "--image": image}
-        if absent := [key for key, value in needed.items() if not value]:
-            raise UserError(*(Problem(key, "missing", "see docs/deploy.md") for key in absent))
+        s, o = self.launcher, self.options
+        absent = [key for key in ("role", "bucket") if not getattr(s, key)]
+        refuse(Problem(key, "missing", REQUIRED[key]) for key in absent)
+        if not o.image:
+            remedy = "--image ADDRESS; launchers/sagemaker/endpoint/Dockerfile builds one"
+            raise UserError.at("--image", "missing", remedy)
         service = Session().get_service_model("sagemaker")
-        kind, known = self.options.instance_type, service.shape_for(self.types).enum
-        if kind not in known:
-            raise UserError.at("--instance-type", f"there is no {kind}", did_you_mean(kind, known))
-        uri = f"s3://{s.bucket}/{s.prefix.strip('/')}/models/{name}.tar.gz"
-        container = {"Image": image, "ModelDataUrl": uri}
+        if o.instance_type not in (known := service.shape_for(self.types).enum):
+            remedy = did_you_mean(o.instance_type, known)
+            raise UserError.at("--instance-type", f"there is no {o.instance_type}", remedy)
+        uri = f"s3://{s.bucket}/{self.key(name)}"
+        container = {"Image": o.image, "ModelDataUrl": uri}
         model = {"ModelName": name, "PrimaryContainer": container, "ExecutionRoleArn": s.role}
         if s.subnets:
             model["VpcConfig"] = {"Subnets": s.subnets, "SecurityGroupIds": s.security_groups}
@@ -55,17 +57,21 @@ class HostedEndpoint(Platform):
             validate_parameters(body, shape)
         return documents
 
+    def key(self, name: str) -> str:
+        """Of the model in the bucket."""
+        return f"{self.launcher.prefix.strip('/')}/models/{name}.tar.gz"
+
     def use(self, name: str) -> dict[str, dict[str, Any]]:
         """What uses the model."""
-        size = {"InstanceType": self.options.instance_type}
-        size |= {"InitialInstanceCount": self.options.instances}
+        o = self.options
+        size = {"InstanceType": o.instance_type, "InitialInstanceCount": o.instances}
         variants = [{"VariantName": "model", "ModelName": name, **size}]
         return {
             "create_endpoint_config": {"EndpointConfigName": name, "ProductionVariants": variants}
         }
 
     def price(self) -> str:
-        return f"not known to distdl: {PRICES}"
+        return "not known to distdl: aws.amazon.com/sagemaker/ai/pricing"
 
     def endpoint(self) -> dict[str, Any]:
         """As SageMaker describes it; empty if there is none."""
@@ -84,22 +90,19 @@ class HostedEndpoint(Platform):
         return states
 
     def create(self, name: str, folder: Path) -> None:
-        documents = self.documents(name, folder)
-        uri = documents["create_model"]["PrimaryContainer"]["ModelDataUrl"]
-        report(f"uploading {uri}")
         with tempfile.TemporaryDirectory() as temporary:
             pack(folder, archive := Path(temporary) / "model.tar.gz")
-            self.launcher.aws("s3").upload_file(str(archive), *uri[5:].split("/", 1))
-        for operation, body in documents.items():
+            self.launcher.aws("s3").upload_file(str(archive), self.launcher.bucket, self.key(name))
+        for operation, body in self.documents(name, folder).items():
             getattr(self.client, operation)(**body)
 
-    def ask(self, name: str, body: str) -> str | None:
+    def ask(self, name: str, request: Path) -> str:
         test = f"{name}-test"
-        report(f"creating {test} for a test request, which takes some minutes")
         self.client.create_endpoint(EndpointName=test, EndpointConfigName=name)
         try:
             self.wait(test, name)
             invoke = self.launcher.aws("sagemaker-runtime").invoke_endpoint
+            body = request.read_bytes()
             answer = invoke(EndpointName=test, ContentType="application/json", Body=body)
             return str(answer["Body"].read(), "utf-8")
         finally:
@@ -120,7 +123,6 @@ class HostedEndpoint(Platform):
 
     def move(self, name: str) -> None:
         change = self.client.update_endpoint if self.endpoint() else self.client.create_endpoint
-        report(f"moving the traffic of {self.options.name}, which takes some minutes")
         change(EndpointName=self.options.name, EndpointConfigName=name)
         self.wait(self.options.name, name)
 
@@ -130,8 +132,7 @@ class HostedEndpoint(Platform):
         with suppress(self.client.exceptions.ClientError):
             self.client.delete_model(ModelName=name)
 
-    def delete(self) -> None:
-        names = self.deployments()
+    def delete(self, names: Iterable[str]) -> None:
         self.client.delete_endpoint(EndpointName=self.options.name)
         for name in names:
             self.remove(name)
@@ -163,11 +164,11 @@ class Transform(HostedEndpoint):
     def deployments(self) -> dict[str, bool]:
         return {}
 
-    def ask(self, name: str, body: str) -> str | None:
-        return None
-
     def move(self, name: str) -> None:
         print(f"started a transform job, which writes to {self.options.output}")
 
-    def delete(self) -> None:
+    def delete(self, names: Iterable[str]) -> None:
         raise UserError.at("--delete", "a transform job ends by itself")
+
+
+KINDS = (HostedEndpoint, Transform)

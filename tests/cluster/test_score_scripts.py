@@ -113,9 +113,9 @@ REFUSED = {
     "empty": (b"", JPEG, 400, "the body is empty"),
     "wrong type": (photo("red"), {"Content-Type": "text/html"}, 415, "content type is text/html"),
     "no type": (photo("red"), {}, 415, "content type is missing"),
-    "no JSON": (b"{", JSON, 400, "not JSON"),
-    "no images": (b"{}", JSON, 400, "no images"),
-    "no base64": (b'{"images": ["%"]}', JSON, 400, "image 0 is not base64"),
+    "no JSON": (b"{", JSON, 400, "Invalid JSON"),
+    "no images": (b"{}", JSON, 400, "'images': Field required"),
+    "no base64": (b'{"images": ["a"]}', JSON, 400, "'images.0': Base64"),
     "second": (
         json.dumps({"images": [base64.b64encode(photo("red")).decode(), "aGVsbG8="]}),
         *(JSON, 400, "image 1: is not an image"),

@@ -150,32 +150,31 @@ class Gated(Server):
 def main(model: str, folder: str, *settings: str) -> None:
     import time
 
-    from distdl.serving import server
-    from distdl.serving.scorer import Scorer
-    from distdl.serving.settings import settings_of
+    from distdl.serving import scorer, server
+    from distdl.serving.settings import Settings, values_of
     from tests.conftest import free_port
 
-    server.HEADERS_S = 1.0
+    class GatedScorer(scorer.Scorer):
+        def __init__(self, folder: str) -> None:
+            wait("loading")
+            super().__init__(folder)
+            self.score_open, self.probabilities = self.probabilities, self.score_gated
 
-    class GatedScorer(Scorer):
-        def answers(self, pixels: Any, top_k: int = 5) -> Any:
+        def score_gated(self, images: Any) -> Any:
             wait("closed")
             if os.path.exists(f"{folder}/broken"):
                 raise RuntimeError("broken")
-            return super().answers(pixels, top_k)
+            return self.score_open(images)
 
     def wait(name: str) -> None:
         while os.path.exists(f"{folder}/{name}"):
             time.sleep(0.002)
 
-    def load() -> Scorer:
-        wait("loading")
-        return GatedScorer(model)
-
+    scorer.Scorer = GatedScorer  # type: ignore[misc]
     port = free_port()
     print(f"port {port}", flush=True)
-    options = settings_of([f"serve.port={port}", *settings])
-    counts = server.run(load, options, lambda url, scorer: None)
+    options = Settings.model_validate(values_of([f"serve.port={port}", *settings]))
+    counts = server.run(model, options, lambda url, scorer: None)
     print(f"ended {counts['requests']}", flush=True)
 
 

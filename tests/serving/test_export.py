@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickletools
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
+from distdl.serving import formats
 from distdl.serving.model_folder import exported
 from distdl.serving.registry import DATA as DATA_TAG
 from distdl.serving.registry import METRIC, SHA256, VALUE, succeeds
 from distdl.serving.scorer import Scorer
+from distdl.util.errors import UserError
 from tests.conftest import UNCHECKED, distdl, status
 from tests.serving.conftest import RUN, VAL, export, outside, validation_images
 
@@ -27,12 +30,12 @@ images = [path.read_bytes() for path in paths]
 """
 SCORES = """
 from distdl_scoring.scorer import Scorer
-print(json.dumps([Scorer(folder).score(images, top_k=2) for folder in {folders!r}]))
+print(json.dumps([Scorer(folder).score(images) for folder in {folders!r}]))
 """
 MLFLOW = """
 import mlflow, pandas
 frame = pandas.DataFrame({{"image": images}})
-print(json.dumps([mlflow.pyfunc.load_model(".").predict(frame, {{"top_k": 2}}).to_dict("records")]))
+print(json.dumps([mlflow.pyfunc.load_model(".").predict(frame).to_dict("records")]))
 """
 
 
@@ -46,7 +49,7 @@ def test_it_answers_without_distdl_as_the_validation_did(project, pt2, code) -> 
     assert len(folders) == len(formats)
     text = (IMAGES + code).format(images=str(project / "images/val"), folders=folders)
     paths = validation_images(project)
-    expected = Scorer(pt2).score([path.read_bytes() for path in paths], top_k=2)
+    expected = Scorer(pt2).score([path.read_bytes() for path in paths])
     accuracy = status(project / RUN)["metrics"]["val/acc1"]
     for answers in outside(Path(folders[0]), text):
         hits = [
@@ -54,7 +57,7 @@ def test_it_answers_without_distdl_as_the_validation_did(project, pt2, code) -> 
         ]
         assert len(hits) == 3 * VAL and sum(hits) / len(hits) == pytest.approx(accuracy, abs=1e-6)
         for answer, own in zip(answers, expected, strict=True):
-            assert answer["class"] == own["class"] and len(answer["top"]) == 2
+            assert answer["class"] == own["class"] and len(answer["top"]) == 3
             assert answer["probability"] == pytest.approx(own["probability"], abs=1e-5)
     files = [path for folder in folders for path in Path(folder).rglob("*") if path.is_file()]
     assert files and not [*filter(holds_pickle, files)]
@@ -78,27 +81,29 @@ def is_pickle(data: bytes) -> bool:
 def test_the_folder_says_what_the_model_is(project, pt2) -> None:
     description = json.loads((pt2 / "model.json").read_text())
     assert description["classes"] == ["ant", "bee", "cat"] and description["image_size"] == 32
-    assert description["verification"] == {"images": 21, "difference": 0.0, "top1": 1.0}
+    verified = description["verification"]
+    assert (verified["images"], verified["difference"], verified["top1"]) == (21, 0.0, 1.0)
     card = (pt2 / "README.md").read_text()
     for fact in ("default/r", "val/acc1", "data.root=images", "torchvision.models.resnet18"):
         assert fact in card
     assert exported(project / RUN) == pt2
-    assert "it was there already" in export(project, "--to", "pt2")
+    written = (pt2 / "model.pt2").stat().st_mtime_ns
+    export(project, "--to", "pt2")  # a second time changes nothing
+    assert (pt2 / "model.pt2").stat().st_mtime_ns == written
 
 
 def test_weights_load_in_torchvision(project) -> None:
     from safetensors.torch import load_file
     from torchvision.models import resnet18
 
-    export(project, "--to", "weights", "--output", "exports/w", "--images", "3")
-    resnet18(num_classes=3).load_state_dict(
-        load_file(project / RUN / "exports/w/model.safetensors")
-    )
+    export(project, "--to", "weights")
+    (file,) = (project / RUN / "exports").glob("weights-*/model.safetensors")
+    resnet18(num_classes=3).load_state_dict(load_file(file))
 
 
 def test_an_mlflow_model_is_logged_and_registered(project) -> None:
     again = export(project, "--to", "mlflow", "--register", "insects")
-    assert "champion stays version 1: it is the same checkpoint" in again
+    assert "champion does not move: val/acc1" in again
     client = MlflowClient(f"sqlite:///{project}/outputs/mlflow.db")
     (version,) = client.search_model_versions("name = 'insects'")
     assert client.get_model_version_by_alias("insects", "champion").version == version.version
@@ -123,6 +128,7 @@ BETTER, EQUAL = {SHA256: "b", VALUE: "0.7"}, {SHA256: "b"}
         (EQUAL, VERSION, "max", False),
         ({**BETTER, DATA_TAG: "e"}, VERSION, "max", False),
         ({**BETTER, METRIC: "val/loss"}, VERSION, "max", False),
+        (BETTER, {SHA256: "a", DATA_TAG: "d"}, "max", False),  # without a metric
     ],
 )
 def test_the_champion_moves_only_to_a_better_one_on_the_same_data(
@@ -135,27 +141,32 @@ def test_the_champion_moves_only_to_a_better_one_on_the_same_data(
 WRONG = (
     UNCHECKED[0],
     "from distdl.serving import formats\n"
-    "write = formats.write_pt2\n"
+    "write = formats.write_safetensors\n"
     "def wrong(model, *more):\n"
-    "    model.network.fc.bias.data += 0.1 * __import__('torch').arange(3)\n"
+    "    model.module.network.fc.bias.data += 0.1 * __import__('torch').arange(3)\n"
     "    return write(model, *more)\n"
-    "formats.WRITERS['pt2'] = wrong\n" + UNCHECKED[1],
+    "formats.WRITERS['weights'] = wrong\n" + UNCHECKED[1],
 )
 
 
 def test_an_export_that_disagrees_is_removed(project) -> None:
-    printed = export(project, "--to", "pt2", "--output", "exports/x", code=1, module=WRONG)
-    assert "differs from the network" in printed and "Traceback" not in printed
-    assert not (project / RUN / "exports/x").exists()
-    assert not [*(project / RUN / "exports").glob(".*")]
+    exports = project / RUN / "exports"
+    for folder in exports.glob("weights-*"):  # of another test
+        shutil.rmtree(folder)
+    printed = export(project, "--to", "weights", code=1, module=WRONG)
+    assert "agrees with the network only on" in printed and "Traceback" not in printed
+    assert not [*exports.glob("weights-*"), *exports.glob(".*")]
+
+
+def test_a_package_that_onnx_lacks_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(UserError, match=r"onnxruntime[^\n]*\n *pip install 'distdl\[onnx\]'"):
+        formats.write("onnx", torch.nn.Flatten(), tmp_path, 32)
 
 
 REFUSED = {
     "register": (["--to", "pt2", "--register", "x"], "--register: "),
     "name": (["--to", "mlflow", "--register", "a/b"], "tracking.mlflow.register: "),
-    "output": (["--to", "pt2", "--output", "checkpoints"], "--output: "),
-    "outside": (["--to", "pt2", "--output", "../x"], "task.output: "),
-    "images": (["--to", "pt2", "--images", "0"], "--images: "),
     "recipe": (["--to", "pt2", "optimizer.lr=1"], "optimizer.lr: "),
     "format": (["--to", "pickle"], "--to"),
 }

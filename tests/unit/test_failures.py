@@ -32,12 +32,16 @@ def attempt(tmp_path) -> Attempt:
 Event = Callable[[Attempt], Any]
 
 
-def failed(rank: int, time: float, message: str = "bad weather", **more: bool) -> Event:
+def failed(rank: int, time: float, message: str = "bad weather", **more: Any) -> Event:
     return lambda attempt: attempt.record_error(rank, "Error", message, "", time=time, **more)
 
 
 def lost(rank: int, time: float) -> Event:
     return failed(rank, time, GLOO, lost_peer=True)
+
+
+def hung(rank: int, time: float, **more: Any) -> Event:
+    return lambda attempt: attempt.record_error(rank, "Hang", "late", "", 70, time=time, **more)
 
 
 def exits(codes: Mapping[int, tuple[int, int]]) -> Event:
@@ -65,6 +69,12 @@ KILL, SEGV, ABRT, TERM = signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.
         ([lost(0, 5.0)], 0, "closed by peer"),
         ([lost(0, 5.0), failed(1, 9.0)], 1, "bad weather"),
         ([lost(0, 5.0), failed(1, 9.0), failed(2, 7.0), torn], 2, "bad weather"),
+        # One that only waited is not the cause; then the fewest collectives, then the clocks.
+        ([hung(0, 1.0, waiting=True, enqueued=3), hung(1, 9.0, enqueued=4)], 1, "late"),
+        ([hung(0, 1.0, enqueued=4), hung(1, 9.0, enqueued=3)], 1, "late"),
+        ([hung(0, 1.0), failed(1, 9.0)], 1, "bad weather"),
+        ([lost(0, 1.0), hung(1, 9.0, waiting=True)], 1, "late"),
+        ([failed(0, 2.0, enqueued=9), failed(1, 5.0, enqueued="few")], 0, "bad weather"),
         # Under srun: what rank 0 recorded before anybody looked follows from the kill.
         ([failed(0, 100.0), platform_saw(1, TERM, "n2")], 0, "bad weather"),
         ([failed(0, 100.0), platform_saw(1, KILL, "n2")], 1, "killed by SIGKILL on n2"),

@@ -6,6 +6,11 @@ import errno
 import json
 import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ NET = "net.py, line 12, in forward"
 REDUCE = {"op": "all_reduce", "sizes": [[32, 32]], "where": "net.py, line 3, in f"}
 GLOO = "[/pytorch/third_party/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 NBYTES = "[enforce fail at pair.cc:453] op.preamble.length <= op.nbytes. 4096 vs 4"
+PIPED: dict[str, Any] = {"capture_output": True, "text": True}
 CANARY = "canary-0d9f61e2"
 
 
@@ -237,13 +243,19 @@ def test_all_ranks_wait_in_collectives(attempt, case: str, raises: bool) -> None
     assert (report.rank, report.cause, report.where) == (1, cause, NET)
 
 
+def test_of_two_ranks_the_one_that_is_further_on(attempt) -> None:
+    waits(attempt, 0, phase="optimizer", collective=GRADIENT)
+    waits(attempt, 1)
+    assert (reported(attempt).rank, reported(attempt).cause) == (0, "skipped collective")
+
+
 def test_of_many_ranks_the_odd_one(attempt) -> None:
     for rank in (0, 2, 3):
         waits(attempt, rank, world_size=4)
     waits(attempt, 1, world_size=4, collective={**REDUCE, "sizes": [[4]]})
     report = reported(attempt)
     assert (report.rank, report.cause) == (1, "mismatched collective")
-    assert "rank 1 is in all_reduce of 4 values" in report.evidence
+    assert "rank 1 was in all_reduce of 4 values" in report.evidence
     assert report.waiting.startswith("ranks 0, 2, 3 wait for it in all_reduce of 1024 values")
 
 
@@ -263,12 +275,17 @@ def test_a_lost_host(attempt) -> None:
     assert [row["state"] for row in report.ranks][1] == "left nothing"
 
 
-def test_a_host_that_was_cut_off_reports_too(attempt) -> None:
-    """Rank 0 has the store, so it hears the third rank."""
-    waits(attempt, 1, world_size=3, peers={**heard(silent=0), **heard(silent=2)})
-    waits(attempt, 0, world_size=3, peers=heard(2))
-    waits(attempt, 2, world_size=3, peers=heard(0))
-    assert (reported(attempt).rank, reported(attempt).cause) == (1, "lost host")
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_host_that_was_cut_off_reports_too(attempt, lost: int) -> None:
+    """It hears nobody, and the other two hear each other."""
+    for rank in range(3):
+        first, second = (other for other in range(3) if other != rank)
+        if rank == lost:
+            peers = {**heard(silent=first), **heard(silent=second)}
+        else:
+            peers = heard(second if first == lost else first, silent=lost)
+        waits(attempt, rank, world_size=3, peers=peers)
+    assert (reported(attempt).rank, reported(attempt).cause) == (lost, "lost host")
 
 
 def test_a_rank_that_had_ended(attempt) -> None:
@@ -343,17 +360,17 @@ def test_the_command_to_type(attempt) -> None:
     assert reported(attempt).next == "python -m distdl resume outputs/e/r"
 
 
-def test_the_last_lines_of_the_rank(attempt) -> None:
-    """Of its log, and of what it printed, which its agent writes."""
-    failed(attempt, 1, "ValueError")
-    folder = attempt.logs / "agent/x/attempt_0"
-    for rank in (0, 1):
-        (folder / str(rank)).mkdir(parents=True)
-        (folder / f"{rank}/stderr.log").write_text(f"printed by {rank}\n")
+@pytest.mark.parametrize(("rank", "folder"), [(1, "agent"), (3, "agent-1")])
+def test_the_last_lines_of_the_rank(attempt, rank: int, folder: str) -> None:
+    """Of its log, and of what it printed, which its node's agent writes: two ranks per node."""
+    failed(attempt, rank, "ValueError")
+    for path in (f"{folder}/x/attempt_0/{local}" for local in (0, 1)):
+        (attempt.logs / path).mkdir(parents=True)
+        (attempt.logs / path / "stderr.log").write_text(f"printed in {path}\n")
     text = "".join(f"line {n}\n" for n in range(100_000))
-    (attempt.logs / "rank_1.log").write_text(text)
+    (attempt.logs / f"rank_{rank}.log").write_text(text)
     tail = [f"line {n}" for n in range(100_000 - 12, 100_000)]
-    assert reported(attempt).log_tail == [*tail, "printed by 1"]
+    assert reported(attempt).log_tail == [*tail, f"printed in {folder}/x/attempt_0/1"]
 
 
 HOSTILE: dict[str, bytes] = {
@@ -361,13 +378,14 @@ HOSTILE: dict[str, bytes] = {
     "half": b'{"rank": 1, "step": 4',
     "a list": b"[1]",
     "deep": b"[" * 100_000,
+    "long numbers": b'{"rank": 1, "peers": {"' + b"9" * 5000 + b'": {}, "-1": {}, "\xc2\xb2": {}}}',
     "deep inside": b'{"rank": 1, "peers": '
     + b'{"1": {"peers": ' * 500
     + b"{}"
     + b"}}" * 500
     + b"}",
     "no text": b"\xff\xfe\x00",
-    "too large": b'{"rank": 1, "where": "' + b"x" * (1 << 20) + b'"}',
+    "too large": b'{"rank": 1, "phase": "' + b"x" * (1 << 20) + b'"}',
     "numbers": b'{"rank": 1, "step": 1e999, "world_size": 1000000000000, "age": NaN, "epoch": -1}',
     "another rank's": b'{"rank": 5, "world_size": 64}',
     "no rank's": b'{"rank": "one"}',
@@ -384,6 +402,7 @@ def test_damaged_and_hostile_files(attempt, case: str) -> None:
     (attempt.errors / "rank_2.json").write_bytes(HOSTILE[case])
     report = reported(attempt)
     assert (report.rank, report.where, len(report.ranks)) == (1, NET, 2)
+    assert report.phase in ("", "forward")  # the one that the other rank has heard
     assert json.loads((attempt.path / "incident.json").read_text())["rank"] == 1
 
 
@@ -399,15 +418,8 @@ def test_text_of_a_file_is_only_text(attempt, field: str) -> None:
     shown = incident.head(report) + (attempt.path / "incident.md").read_text()
     assert not re.search(r"[\x00-\x09\x0b-\x1f\u202e]", shown)
     assert len(incident.head(report).splitlines()) <= 8
-    fence = None
     for line in (attempt.path / "incident.md").read_text().splitlines():
-        if fence is None and (opened := re.fullmatch(r"(`{3,})text", line)):
-            fence = opened[1]
-        elif line == fence:
-            fence = None
-        elif fence is None:
-            assert not line or re.fullmatch(r"## [\w :()]+", line), line
-    assert fence is None
+        assert not line or line.startswith("    ") or re.fullmatch(r"## [\w :()]+", line), line
 
 
 def test_links_are_not_followed(attempt, tmp_path: Path) -> None:
@@ -423,6 +435,17 @@ def test_links_are_not_followed(attempt, tmp_path: Path) -> None:
     assert (tmp_path / "secret").read_text() == CANARY
     written = [path for path in attempt.path.glob("incident.*") if CANARY in path.read_text()]
     assert not written
+
+
+def test_a_thousand_ranks(attempt) -> None:
+    """The time is linear in their number."""
+    for rank in range(1000):
+        waits(attempt, rank, world_size=1001, peers=heard(silent=1000))
+    begin = time.process_time()
+    report = reported(attempt)
+    assert time.process_time() - begin < 10
+    assert (report.rank, report.cause) == (1000, "lost host")
+    assert report.waiting.startswith("ranks 0, 1, 2, 3 and 996 more wait for it in all_reduce")
 
 
 def test_a_copied_run_names_its_own_paths(attempt, tmp_path: Path, monkeypatch) -> None:
@@ -443,6 +466,43 @@ def test_a_full_disk_hides_no_failure(attempt, monkeypatch, capsys) -> None:
     start.report_failure(attempt)
     shown = capsys.readouterr().err
     assert "rank 1 failed first: ValueError: bad weather" in shown and "report" not in shown
+
+
+FILLED = """
+import sys
+from pathlib import Path
+from distdl.health import incident
+from distdl.runs import failures
+from distdl.runs.directory import Attempt
+attempt = Attempt(Path("outputs/e/r/attempts/001").resolve())
+failures.reserve(attempt.errors, 1)
+try:
+    with open("fill", "wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+except OSError as error:
+    attempt.record_error(1, "OSError", str(error), "x" * 10_000)
+print(incident.head(incident.write(attempt)))
+"""
+
+
+def test_a_full_disk_has_room_for_the_report(attempt, tmp_path: Path) -> None:
+    """A real one, in a namespace of its own."""
+    mount = f"mount -t tmpfs -o size=1m tmpfs {tmp_path}/disk && cp -r outputs disk && cd disk"
+    (tmp_path / "disk").mkdir()
+    script = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*script, mount], capture_output=True).returncode
+    ):
+        pytest.skip("no mount in a namespace here")
+    code = shlex.join([sys.executable, "-c", FILLED])
+    done = subprocess.run(
+        [*script, f"{mount} && {code} && ls -A outputs/e/r/attempts/001"], **PIPED
+    )
+    assert done.stdout.startswith("rank 1 failed first: OSError: [Errno 28] No space left"), done
+    assert "cause   disk is full" in done.stdout and ".reserve" not in done.stdout
+    assert "incident.json\nincident.md\n" in done.stdout
 
 
 def test_a_restart_keeps_the_report_of_the_start_before(attempt) -> None:

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import argparse
 import base64
-import importlib
 import io
 import json
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distdl.launchers import deploying
 from distdl.util.errors import UserError
+from distdl.util.suggest import did_you_mean
 
-# Platform -> the classes of its endpoints, and of what answers for many files at once.
-PLATFORMS = {
-    "azureml": ("azureml.endpoints", "OnlineEndpoint", "BatchEndpoint"),
-    "sagemaker": ("sagemaker.sagemaker_endpoints", "HostedEndpoint", "Transform"),
-}
+# Platform -> its module below `launchers`. KINDS there: an endpoint, and what `--batch` makes.
+PLATFORMS = {"azureml": "azureml.endpoints", "sagemaker": "sagemaker.sagemaker_endpoints"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,9 +36,10 @@ def main(argv: Sequence[str]) -> int:
     add("--batch", action="store_true", help="many files at once, as a job")
     add("--input", help="SageMaker, --batch: s3://BUCKET/FOLDER with images")
     add("--output", help="SageMaker, --batch: s3://BUCKET/FOLDER for the answers")
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--rollback", action="store_true", help="back to the model before")
-    only.add_argument("--delete", action="store_true", help="delete the endpoint")
+    only: dict[str, Any] = {"dest": "change", "action": "store_const"}
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--rollback", **only, const=deploying.roll_back, help="back to the model before")
+    add("--delete", **only, const=deploying.delete, help="delete the endpoint")
     options = parser.parse_intermixed_args(argv)
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{1,21}[A-Za-z0-9]", options.name):
         raise UserError.at("--name", f"{options.name} is not a name for an endpoint", "see --help")
@@ -47,49 +47,45 @@ def main(argv: Sequence[str]) -> int:
         raise UserError.at("--instances", f"{options.instances} is less than 1")
 
     from distdl.cli import serve
-    from distdl.launchers import deploying
-    from distdl.serving.model_folder import refuse_damaged
 
     sources = [word for word in options.words if "=" not in word or Path(word).exists()]
     platform, dry_run = read(options, [word for word in options.words if word not in sources])
-    changes = options.rollback or options.delete
-    if len(sources) != (not changes) or (changes and dry_run):
+    if len(sources) != (not options.change) or (options.change and dry_run):
         remedy = "name one RUN or MODEL; with --rollback and --delete none, and no dry_run"
         raise UserError.at("RUN", f"{len(sources)} folders", remedy)
-    with platform.errors():
-        if options.rollback:
-            deploying.roll_back(platform)
-        elif options.delete:
-            deploying.delete(platform)
+    with platform.errors(), tempfile.TemporaryDirectory() as temporary:
+        if options.change:
+            options.change(platform)
         else:
-            folder = serve.model(Path(sources[0]))
-            refuse_damaged(folder)
-            request = deploying.render(platform, folder)
-            print(request) if dry_run else deploying.deploy(platform, folder, *example(folder))
+            folder, request = serve.model(Path(sources[0])), Path(temporary, "request.json")
+            text, expected = deploying.render(platform, folder), example(folder, request)
+            print(text) if dry_run else deploying.deploy(platform, folder, request, expected)
     return 0
 
 
-def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[Any, bool]:
+def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.Platform, bool]:
     """The platform with the user's launcher, and whether this is a dry run."""
     from omegaconf import OmegaConf
 
-    from distdl.config import compose
+    from distdl.config.compose import compose
+    from distdl.launch.jobs import instantiate
     from distdl.validation.kinds import locate
 
+    chosen = f"launcher={options.platform}"
     for word in words:
         if not re.match(r"\+*launcher\.|dry_run=", word):
-            raise UserError.at(word, "is not a setting of deploy", "see --help")
-    config = compose.compose([f"launcher={options.platform}", *words])
-    node: Any = OmegaConf.to_container(config.launcher, resolve=True)
-    launcher = locate(node.pop("_target_"))(**node)
-    module, *kinds = PLATFORMS[options.platform]
-    kind = getattr(importlib.import_module(f"distdl.launchers.{module}"), kinds[options.batch])
+            known = ["dry_run", *(f"launcher.{key}" for key in compose([chosen]).launcher)]
+            remedy = did_you_mean(word.partition("=")[0], known) or "see --help"
+            raise UserError.at(word, "is not a setting of deploy", remedy)
+    config = compose([chosen, *words])
+    launcher = instantiate(OmegaConf.to_container(config.launcher, resolve=True))
+    kind = locate(f"distdl.launchers.{PLATFORMS[options.platform]}.KINDS")[options.batch]
     options.instance_type = options.instance_type or kind.default_type
     return kind(launcher, options), bool(config.dry_run)
 
 
-def example(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The body of a test request with a drawn image, and this machine's answer."""
+def example(folder: Path, request: Path) -> dict[str, Any]:
+    """Writes the body of a test request, with a drawn image, and returns this machine's answer."""
     from PIL import Image, ImageOps
 
     from distdl.serving.scorer import Scorer
@@ -99,6 +95,7 @@ def example(folder: Path) -> tuple[str, dict[str, Any]]:
     try:
         (answer,) = Scorer(folder).score([file.getvalue()], top_k=1)
     except ValueError as error:
-        raise UserError.at(str(folder), str(error), "export the model again") from None
+        raise UserError.at(str(folder), str(error)) from None
     body = {"images": [base64.b64encode(file.getvalue()).decode()], "top_k": 1}
-    return json.dumps(body), {key: answer[key] for key in ("class", "probability")}
+    request.write_text(json.dumps(body))
+    return answer["top"][0]

@@ -28,8 +28,6 @@ def main(argv: Sequence[str]) -> int:
     add("source", metavar="RUN|CHECKPOINT", help="a run directory, or a checkpoint inside one")
     add("overrides", nargs="*", help="e.g. data.root=/where/the/validation/images/are")
     add("--to", required=True, choices=FORMATS, help="pt2: torch.export; weights: safetensors")
-    add("--images", type=int, default=64, help="how many images it is compared on (default: 64)")
-    add("--output", help="a folder in the run's directory (default: exports/FORMAT-DIGEST)")
     add("--register", metavar="NAME", help="with --to mlflow: its name in MLflow's registry")
     options = parser.parse_intermixed_args(argv)
     path = Path(options.source).absolute()
@@ -38,14 +36,10 @@ def main(argv: Sequence[str]) -> int:
     checkpoint = path if named else checkpoints.best_or_last(run.checkpoints)
     if refusal := not_exportable(run.recipe()):
         raise UserError.at(options.source, refusal)
-    if options.images < 1:
-        raise UserError.at("--images", f"is {options.images}, not at least 1", "--images 64")
     words = [*HERE, written("task.checkpoint", checkpoint)]
-    if options.output:
-        words.append(written("task.output", options.output))
     if options.register:
         if options.to != "mlflow" or "mlflow" not in (run.recipe().get("tracking") or {}):
-            what = f"takes MLflow models of runs that MLflow tracks, not {options.to}"
+            what = "takes MLflow models, of runs that MLflow tracks"
             raise UserError.at("--register", what, "--to mlflow, and a run with tracking=mlflow")
         words.append(written("tracking.mlflow.register", f"'{options.register}'"))
 
@@ -53,5 +47,5 @@ def main(argv: Sequence[str]) -> int:
     from distdl.serving.export import export
 
     config = resuming.plan(run, [*words, *options.overrides]).config
-    export(config, run, checkpoint, options.to, options.images, options.output, options.register)
+    export(config, run, checkpoint, options.to)
     return 0

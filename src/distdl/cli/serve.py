@@ -14,32 +14,27 @@ from typing import Any
 
 from distdl.ranks import stopping
 from distdl.runs.directory import RunDirectory, shown
-from distdl.util.errors import Problem, UserError
-from distdl.util.suggest import did_you_mean
+from distdl.util.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
     """Serves until Ctrl-C or SIGTERM."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m distdl serve", description=__doc__, formatter_class=form
-    )
+    parser = argparse.ArgumentParser("python -m distdl serve", description=__doc__)
     parser.add_argument("source", metavar="RUN|MODEL", help="a run directory, or a model folder")
     parser.add_argument("settings", nargs="*", help="e.g. serve.port=8081 serve.max_batch=16")
     options = parser.parse_args(argv)
 
-    from distdl.serving import server
-    from distdl.serving.settings import TOKEN, Settings, WrongSettings, settings_of
+    from pydantic import ValidationError
 
+    from distdl.launchers.common import problems
+    from distdl.serving import server
+    from distdl.serving.settings import TOKEN, Settings, values_of
+
+    values = values_of(options.settings)
     try:
-        settings = settings_of(options.settings)
+        settings = Settings.model_validate(values)
         folder = model(Path(options.source))
         photo = photograph(Path(options.source))
-
-        def load() -> Any:
-            from distdl.serving.scorer import Scorer
-
-            return Scorer(folder)
 
         def ready(url: str, scorer: Any) -> None:
             print(f"model   {shown(folder)}  ({len(scorer.classes)} classes)")
@@ -50,21 +45,13 @@ def main(argv: Sequence[str]) -> int:
             print(f'try     curl -H "{kind}"{token} --data-binary {body} {url}/score')
             print("stop    Ctrl-C", flush=True)
 
-        counts = server.run(load, settings, ready)
-    except WrongSettings as error:
-        known = [f"serve.{key}" for key in Settings.model_fields]
-
-        def remedy(name: str, what: str) -> str:
-            return did_you_mean(name, known) if "is not a setting" in what else ""
-
-        raise UserError(
-            *(Problem(name, what, remedy(name, what)) for name, what in error.problems)
-        ) from None
+        counts = server.run(str(folder), settings, ready)
+    except ValidationError as error:
+        known = [f"serve.{name}" for name in Settings.model_fields]
+        raise UserError(*problems(error, values, known)) from None
     except ValueError as error:
-        raise UserError.at(options.source, str(error)) from None
-    p95 = counts["latency_ms"]["p95"]
-    latency = "" if p95 is None else f"  p95 {p95:.1f} ms"
-    print(f"done    {counts['requests']} answered  {counts['rejected']} refused{latency}")
+        raise UserError(str(error)) from None
+    print(f"done    {counts['requests']} answered  {counts['rejected']} refused")
     return 0
 
 
@@ -74,7 +61,7 @@ def model(source: Path) -> Path:
 
     for folder in (source, source / "artifacts" / "model"):
         if (folder / "model.json").is_file():
-            if (kind := read(folder).get("kind")) not in SERVED:
+            if (kind := read(folder)["kind"]) not in SERVED:
                 what = f"holds {kind}, which distdl serve does not run"
                 raise UserError.at(shown(folder), what, "python -m distdl export RUN --to pt2")
             return folder
@@ -85,15 +72,11 @@ def model(source: Path) -> Path:
     if exported(run) is None:
         from distdl.cli import export
 
-        try:
-            with stopping.raise_on_signal():
-                export.main([str(source), "--to", "pt2"])
-        except UserError as error:
-            again = f"python -m distdl export {shown(run)} --to pt2 KEY=VALUE"
-            hint = Problem("", "the run has no export to serve yet", again)
-            raise type(error)(*error.problems, hint) from None
-    if (written := exported(run)) is None:
-        raise UserError.at(str(source), "could not be exported", "its log says why")
+        print(f"export  python -m distdl export {shlex.quote(shown(run))} --to pt2", flush=True)
+        with stopping.raise_on_signal():
+            export.main([str(source), "--to", "pt2"])
+    written = exported(run)
+    assert written is not None, "the export has written it"
     return written
 
 
@@ -101,6 +84,5 @@ def photograph(source: Path) -> str:
     """An image of a run's validation split, to try the server with, or the name of none."""
     if (source / "config.yaml").is_file():
         root = Path(str((RunDirectory.open(source).recipe().get("data") or {}).get("root")))
-        for file in (root / "val").glob("*/*"):
-            return str(file)
+        return str(next((root / "val").glob("*/*"), "photo.jpg"))
     return "photo.jpg"

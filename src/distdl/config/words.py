@@ -147,7 +147,7 @@ _VERBS = table("""
     train fit run launch start: python -m distdl {}
     test eval evaluate: python -m distdl resume RUN task=test
     validate val: python -m distdl resume RUN task=validate
-    predict: python -m distdl resume RUN task=predict task.source=FOLDER
+    predict: python -m distdl resume RUN task=predict data.root=FOLDER
     sweep multirun: python -m distdl -m {}
     list: python -m distdl jobs list
     logs: python -m distdl jobs logs RUN

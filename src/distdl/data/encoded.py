@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 # After this many damaged images in a row, the images are probably not the cause.
 MOST_IN_A_ROW = 20
+BLACK = b"P6 1 1 255\n\0\0\0"  # an image of one pixel, as PPM
 OnDamaged = Literal["skip", "error"]
 
 
@@ -33,10 +34,11 @@ class EncodedImages(Dataset[dict[str, Any]]):
     A damaged image is replaced by the next intact one, so that batches have the same size on all
     ranks. Its "weight" is then 0: validation ignores the row, training uses it. "damaged" names the
     image and the reason. `distdl.data.images.ImageData` reports or refuses it. With `replaces =
-    False` (predictions) a blank image takes its place, however many are damaged.
+    False` (predictions) a black image takes its place, however many are damaged.
     """
 
     classes: Sequence[str] = ()
+    folder = Path()  # what a name begins with that may differ between machines
     replaces = True
 
     def __init__(self, view: View) -> None:
@@ -64,7 +66,7 @@ class EncodedImages(Dataset[dict[str, Any]]):
 
     def sample_name(self, index: int) -> str:
         """Its name within the data set, the same on every machine."""
-        return self.name(index)
+        return self.name(index).removeprefix(f"{self.folder}/")
 
     def label_name(self, index: int) -> str | None:
         """The name of its class, if it is known."""
@@ -92,7 +94,7 @@ class EncodedImages(Dataset[dict[str, Any]]):
                 damaged.append(f"{self.name(shown)}: {error}" if self.replaces else str(error))
                 if self.replaces:
                     continue
-                seen = self.view.blank()
+                seen = self.view(BLACK, epoch)
             # Report only the first: the other damaged images report themselves.
             first, weight = next(iter(damaged), ""), np.float32(not damaged)
             return {**seen, "label": self.label(shown), "weight": weight, "damaged": first}

@@ -106,6 +106,3 @@ class FolderImages(EncodedImages):
 
     def name(self, index: int) -> str:
         return str(self.path(index))
-
-    def sample_name(self, index: int) -> str:
-        return self.path(index).relative_to(self.folder).as_posix()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 import numpy as np
 
@@ -34,16 +35,16 @@ class ListedImages(EncodedImages):
         listed = [name for name in self.store.names() if is_image(name)]
         if not listed:
             what = f"{self.store.uri} holds no image"
-            raise UserError.at("", what, f"files that end with {', '.join(EXTENSIONS)}")
+            raise UserError.at("data.root", what, f"files that end with {', '.join(EXTENSIONS)}")
         # In one array, of which workers make no copies: see `FolderImages`.
-        self._names = np.array([name.encode(errors="surrogateescape") for name in listed])
-        self.key = hashlib.sha256(self._names.data).hexdigest()
+        self._names = np.array([os.fsencode(name) for name in listed])
+        self.key = hashlib.sha256(os.fsencode(self.store.uri) + self._names.tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._names)
 
     def name(self, index: int) -> str:
-        return bytes(self._names[index]).decode(errors="surrogateescape")
+        return os.fsdecode(bytes(self._names[index]))
 
     def label_name(self, index: int) -> str | None:
         first, slash, _ = self.name(index).partition("/")

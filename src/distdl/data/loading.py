@@ -243,9 +243,8 @@ class _Share:
         order = None if sampler.by_torch else Drawn(sampler.order).order(self.seed, 0)
         count = len(loader.dataset) if order is None else len(order)  # type: ignore[arg-type]
         if self.stage == "predict":
-            done = self.position.predicted
-            order = (np.arange(count) if order is None else order)[done:]
-            count -= done
+            order = (np.arange(count) if order is None else order)[self.position.predicted :]
+            count -= self.position.predicted
         twice = -count % self.world_size
         if twice and not self._exact and self.stage != "predict":
             text = f"{count} {'batches' if sampler.batched else 'samples'} over {self.world_size} "

@@ -21,7 +21,7 @@ class ShardImages(EncodedImages):
     def __init__(self, view: View, shards: Shards, order: TrainOrder | None = None) -> None:
         super().__init__(view)
         self.shards, self._order = shards, order
-        self.classes, self.key = shards.classes, shards.key
+        self.classes, self.key, self.folder = shards.classes, shards.key, shards.folder
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -37,9 +37,6 @@ class ShardImages(EncodedImages):
 
     def name(self, index: int) -> str:
         return self.shards.member(index)
-
-    def sample_name(self, index: int) -> str:
-        return self.name(index).removeprefix(f"{self.shards.folder}/")
 
     def repair(self, index: int) -> bool:
         return self.shards.repair(index)

@@ -25,7 +25,7 @@ from distdl.datasets.order import Needs, Windows
 from distdl.datasets.prefetch import Prefetch
 from distdl.datasets.reading import DataSet, Shards, open_data_set
 from distdl.distributed import process_group
-from distdl.stores import StoreError, is_remote, open_store
+from distdl.stores import PATIENCE, is_remote, open_store
 from distdl.stores.files import readable
 from distdl.stores.walking import ClassFolders
 from distdl.util.errors import Problem, UserError
@@ -52,7 +52,8 @@ class StoredImages(ImageData):
     - the URI of such a folder, `azure://container/path` or another form of `distdl.stores`: each
       shard is downloaded once per node into `cache_dir`.
 
-    Predictions are of the validation images, or of `predict_from`.
+    Predictions are of the validation images. For them `root` may also be a folder of images without
+    `val/`, or the URI of one (`distdl.data.listed`).
 
     Args:
         root: Where the images are.
@@ -112,8 +113,6 @@ class StoredImages(ImageData):
         self._val_view: View = EvalView(val_crop_size or image_size, val_resize_size, decoder)
         self._splits: dict[str, EncodedImages] = {}
         self._order: TrainOrder | None = None
-        # What to predict: images below a folder or URI, or a prepared data set; "": validation.
-        self.predict_from = ""
 
     @staticmethod
     def check(
@@ -128,8 +127,7 @@ class StoredImages(ImageData):
         local = context is None or bool(context["local"])
         yield from check_views(config, local)
         task = (context or {}).get("config", {}).get("task") or {}
-        if task.get("source"):  # nothing at `root` is read
-            return
+        predicts = task.get("_target_") == "distdl.tasks.predict"
         if not local:
             yield f"the job itself checks {str(config['root']).partition('?')[0]}"  # no signature
             return
@@ -137,6 +135,8 @@ class StoredImages(ImageData):
         try:
             root = _expanded(str(config["root"]))
             with readable("root"):
+                if predicts and _is_listed(root, QUICK):
+                    return
                 if not _is_prepared(root):
                     yield from check_folder(Path(root), classes)
                     return
@@ -152,17 +152,10 @@ class StoredImages(ImageData):
     def setup(self, stage: str | None = None) -> None:
         if self._splits:
             return
-        if stage == "predict" and self.predict_from:
-            try:
-                with readable("task.source"):
-                    self._splits["predict"] = self._to_predict()
-            except StoreError as error:
-                raise UserError.at("task.source", str(error), error.remedy) from error
-            except UserError as error:
-                problems = (Problem("task.source", p.what, p.remedy) for p in error.problems)
-                raise UserError(*problems) from error
-            return
         with readable("data.root"):
+            if stage == "predict" and _is_listed(self.root):
+                self._splits["val"] = ListedImages(self.root, self._val_view)
+                return
             if not (prepared := _is_prepared(self.root)):
                 _refuse(check_folder(Path(self.root), self.num_classes))
                 folders = ClassFolders(Path(self.root), "data.root")
@@ -175,20 +168,9 @@ class StoredImages(ImageData):
         refuse_different_data("-".join(images.key[:12] for images in splits.values()))
         self._splits.update(splits)
 
-    def _to_predict(self) -> EncodedImages:
-        where = _expanded(self.predict_from)
-        if open_store(where).size(MANIFEST) is None:
-            return ListedImages(where, self._val_view)
-        cache_root = _cache_root(self.cache_dir)
-        data = open_data_set(where, cache_root=cache_root)
-        limit = None if self.cache_gb is None else int(self.cache_gb * GB)
-        cache = self._cache(data, cache_root, limit) if is_remote(where) else None
-        split = "val" if "val" in data.manifest.splits else next(iter(data.manifest.splits))
-        return ShardImages(self._val_view, Shards(data, split, cache))
-
     @property
     def classes(self) -> list[str] | None:
-        """Their names, in the order of the labels; None before `setup`, and with `predict_from`."""
+        """Their names, in the order of the labels; None if `root` does not say them."""
         return getattr(self._splits.get("train"), "classes", None)
 
     def _open_shards(self) -> None:
@@ -263,7 +245,7 @@ class StoredImages(ImageData):
         return self.loader(self._splits["val"], shuffle=False)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        images = copy.copy(self._splits.get("predict") or self._splits["val"])
+        images = copy.copy(self._splits["val"])
         images.replaces = False
         return self.loader(images, shuffle=False)
 
@@ -276,6 +258,13 @@ def _expanded(root: str) -> str:
 def _is_prepared(root: str) -> bool:
     """Whether `root` holds shards, and not folders of images."""
     return is_remote(root) or Path(root, MANIFEST).exists()
+
+
+def _is_listed(root: str, patience: float = PATIENCE) -> bool:
+    """Whether `root` holds images that are neither prepared nor divided into splits."""
+    if is_remote(root):
+        return open_store(root, patience=patience).size(MANIFEST) is None
+    return Path(root).is_dir() and not any(Path(root, name).exists() for name in (MANIFEST, "val"))
 
 
 def _cache_root(folder: str | None) -> Path:

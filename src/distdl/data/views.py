@@ -18,7 +18,6 @@ from distdl.data.nvjpeg import END_OF_IMAGE
 from distdl.data.resizing import Resizing
 from distdl.util.errors import Problem
 
-NOT_CROPPED = torch.zeros(8, dtype=torch.int64)  # for nvJPEG: an image that the CPU has decoded
 MOST_PIXELS = 8192  # per side: more is probably a typo, and would fill any GPU
 
 
@@ -81,8 +80,6 @@ class View(ABC):
             form that `distdl.data.nvjpeg.EncodedBatch` takes.
     """
 
-    image_size: int
-
     def __init__(self, decoder: str) -> None:
         self.on_gpu = decoder == "nvjpeg"
         self.decode = make_decoder("pil" if self.on_gpu else decoder)
@@ -98,16 +95,10 @@ class View(ABC):
         header = jpeg_header(data)
         # PIL decodes files that nvJPEG reads differently, and truncated ones, which it may accept.
         if header is None or not is_plain(header) or not data.endswith(END_OF_IMAGE):
-            return {"image": self.pixels(data, epoch), "crop": NOT_CROPPED}
+            return {"image": self.pixels(data, epoch), "crop": torch.zeros(8, dtype=torch.int64)}
         crop = self.crop(header.height, header.width, epoch)
         encoded = torch.frombuffer(without_exif(data), dtype=torch.uint8)
         return {"image": encoded, "crop": torch.tensor(crop)}
-
-    def blank(self) -> dict[str, Any]:
-        """The fields of a black image."""
-        image = torch.zeros(self.image_size, self.image_size, 3, dtype=torch.uint8)
-        fields = {"image": image.permute(2, 0, 1)}
-        return {**fields, "crop": NOT_CROPPED} if self.on_gpu else fields
 
     def pixels(self, data: bytes, epoch: int) -> torch.Tensor:
         """Decodes on the CPU, also with "nvjpeg": uint8 [3, S, S]."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
@@ -96,77 +97,76 @@ def sight_of(fields: Mapping[str, Any]) -> Sight:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What the ranks of an attempt left behind.
+class Rank:
+    """What is known of one rank.
 
     Args:
-        errors: Rank to its recorded failure (`distdl.runs.failures`).
-        sights: Rank to what was seen of it.
-        size: The number of ranks.
+        sight: How it was seen; of a rank that left nothing, what the others last heard of it.
+        error: The failure that it recorded (`distdl.runs.failures`); empty if none.
+        seen: Whether `sight` is from its own file.
     """
 
-    errors: Mapping[int, dict[str, Any]]
-    sights: Mapping[int, Sight]
-    size: int
+    sight: Sight
+    error: dict[str, Any]
+    seen: bool
 
     @property
-    def ranks(self) -> list[int]:
-        """Those that left anything."""
-        return sorted({*self.errors, *self.sights})
+    def left(self) -> bool:
+        """Whether it left anything."""
+        return self.seen or bool(self.error)
 
-    def seen(self, rank: int) -> Sight:
-        """A rank as it was seen; of one that left nothing, what the others last heard of it."""
-        heard = [s.peers[str(rank)] for s in self.sights.values() if str(rank) in s.peers]
-        last = min(heard, key=lambda each: each.age, default=Sight(rank=rank))
-        return self.sights.get(rank, last)
+    @property
+    def aborted(self) -> bool:
+        """Whether gloo ended it in a collective, which may be the mistake of another rank."""
+        return self.seen and self.sight.how == "died" and self.sight.collective is not None
 
-    def text(self, rank: int) -> str:
-        """The messages of a rank's exception, and of those that led to it; "" if it has none."""
-        error, seen = self.errors.get(rank), self.seen(rank)
-        if seen.how == "died" and seen.collective:
-            return ""  # gloo aborted it, which may be the mistake of another rank
-        if error is None or error["type"] == failures.HANG:
-            return "Killed: its process was gone" if error is None and seen.how == "died" else ""
-        trace = str(error.get("traceback")).splitlines()
+    @cached_property
+    def text(self) -> str:
+        """The messages of its exception, and of those that led to it; "" if it has none."""
+        if self.aborted or self.error.get("type") == failures.HANG:
+            return ""
+        if not self.error:
+            return "Killed: its process was gone" if self.sight.how == "died" else ""
+        trace = str(self.error.get("traceback")).splitlines()
         chain = [line for line in trace if line[:1].strip() and not line.startswith("Traceback ")]
-        return "\n".join([f"{error['type']}: {error['message']}", *chain])
+        return "\n".join([f"{self.error['type']}: {self.error['message']}", *chain])
 
-    def waits(self, rank: int) -> bool:
-        """Whether a rank only waited for others, or lost them."""
-        error, seen = self.errors.get(rank, {}), self.seen(rank)
-        if text := self.text(rank):
-            return bool(error.get("lost_peer") or MISMATCH.search(text))
-        return seen.process not in STOPPED and bool(error.get("waiting") or seen.collective)
+    @cached_property
+    def waits(self) -> bool:
+        """Whether it only waited for others, or lost them."""
+        inside = self.seen and self.sight.collective
+        if self.text:
+            return bool(self.error.get("lost_peer") or MISMATCH.search(self.text))
+        return bool(self.error.get("waiting") or inside) and self.sight.process not in STOPPED
 
-    def waiting(self) -> list[int]:
-        return [rank for rank in self.ranks if self.waits(rank)]
-
-    def inside(self) -> dict[int, Collective]:
-        """The collective of each rank that waited."""
-        seen = {rank: self.seen(rank) for rank in self.waiting()}
-        return {rank: each for rank, s in seen.items() if (each := s.collective or s.last)}
-
-    def host(self, rank: int) -> str:
-        return self.seen(rank).host or one_line(self.errors.get(rank, {}).get("host") or "")
-
-    def where(self, rank: int) -> str:
-        """The user's line in which its loader's worker was, or the rank itself."""
-        seen = self.seen(rank)
-        lines = [worker.where for worker in seen.workers if seen.phase == "data"]
-        lines += [self.errors.get(rank, {}).get("where") or seen.where]
-        return one_line(next(filter(None, lines), ""))
+    @property
+    def inside(self) -> Collective | None:
+        """The collective that it waited in."""
+        return (self.sight.collective or self.sight.last) if self.seen and self.waits else None
 
 
-def evidence_of(attempt: Attempt) -> Evidence:
-    """What the ranks of an attempt left behind. Damaged files, links and pipes are left out."""
+def ranks_of(attempt: Attempt) -> list[Rank]:
+    """What is known of each rank. Damaged files, links and pipes are left out."""
     errors = {e["rank"]: e for e in failures.recorded(attempt.errors) if 0 <= e["rank"] < MOST}
-    sights = dict[int, Sight]()
+    sights, heard, ranks = dict[int, Sight](), dict[str, Sight](), list[Rank]()
     for path in attempt.path.glob("health/rank_*.json"):
         if path.is_file() and not path.is_symlink() and path.stat().st_size <= LARGEST:
             sight = sight_of(read_json(path))
             if path.stem == f"rank_{sight.rank}" and 0 <= sight.rank < MOST:
                 sights[sight.rank] = sight
-    sizes = [*(sight.world_size for sight in sights.values()), *(r + 1 for r in (*errors, *sights))]
+                heard |= sight.peers
+    sizes = [
+        1,
+        *(rank + 1 for rank in (*errors, *sights)),
+        *(s.world_size for s in sights.values()),
+    ]
     with suppress(UserError):
         sizes.append(min(attempt.resources().world_size, MOST))
-    return Evidence(errors, sights, max(sizes, default=1))
+    for rank in range(max(sizes)):
+        error, sight = errors.get(rank, {}), sights.get(rank) or heard.get(str(rank)) or Sight()
+        lines = [worker.where for worker in sight.workers if sight.phase == "data"]
+        lines += [str(error.get("where") or ""), sight.where]
+        place = {"where": one_line(next(filter(None, lines), "")), "rank": rank}
+        place["host"] = sight.host or one_line(error.get("host") or "")
+        ranks.append(Rank(sight.model_copy(update=place), error, rank in sights))
+    return ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 from distdl.health import causes
 from distdl.health.causes import ranks_text, size_text
-from distdl.health.evidence import LENGTH, STOPPED, Evidence, Place, evidence_of, one_line
+from distdl.health.evidence import LENGTH, Place, Rank, one_line, ranks_of
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.runs import failures
 from distdl.runs.checkpoints import SUFFIX
@@ -24,8 +23,9 @@ from distdl.util.tail import plain
 
 JSON, MARKDOWN = "incident.json", "incident.md"
 TAIL_BYTES, LINES = 1 << 16, 12  # of the end of a log
-SAMPLES, RANKS = 8, 64  # as many are shown
-LOSSES, PATIENCE = ("lost host", "connection"), 2.5  # seconds to find another cause
+SAMPLES = 8  # as many are shown
+PATIENCE = 2.5  # seconds
+ROW = {"rank", "host", "step", "phase", "where"}
 NO_FAILURE = (JobState.SUCCEEDED, JobState.CANCELLED, JobState.PREEMPTED)
 
 
@@ -71,38 +71,45 @@ def write(attempt: Attempt) -> Incident | None:
     return incident
 
 
-def await_cause(attempt: Attempt) -> None:
-    """Waits a moment for the files of a lost rank, which its monitor may be writing."""
+def await_monitors(attempt: Attempt) -> None:
+    """Waits a moment for what the monitors of ranks that are gone may still be writing."""
     deadline = time.monotonic() + PATIENCE
-    while (report := read(attempt)) and report.cause in LOSSES and time.monotonic() < deadline:
+    while _incomplete(ranks_of(attempt)) and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def _incomplete(ranks: Sequence[Rank]) -> bool:
+    errors = [rank.error for rank in ranks if rank.error]
+    lost = bool(errors) and all(error.get("lost_peer") for error in errors)
+    killed = any(rank.error.get("type") == failures.KILLED and not rank.seen for rank in ranks)
+    return killed or (lost and not any(rank.sight.how == "died" for rank in ranks))
 
 
 def read(attempt: Attempt) -> Incident | None:
     """What the attempt's files tell. None if no rank failed: it was cancelled, preempted, refused
     (exit code 2), or ended in a debugger."""
-    evidence, status = evidence_of(attempt), dict[str, Any]()
+    status = dict[str, Any]()
     with suppress(UserError):
         status = attempt.status()
-    if status.get("state") in NO_FAILURE and (status.get("concluded") or not evidence.errors):
+    if status.get("state") in NO_FAILURE and (status.get("concluded") or not attempt.first_error()):
         return None
-    cause = causes.find(evidence)
-    error = evidence.errors.get(cause.rank, {}) if cause else {}
+    ranks = ranks_of(attempt)
+    cause = causes.find(ranks)
+    error = cause.rank.error if cause else {}
     if cause is None or error.get("exit_code") == EXIT_REFUSED or error.get("type") == "BdbQuit":
         return None
-    rank, log = cause.rank, attempt.logs / f"rank_{cause.rank}.log"
-    place = {"rank": rank, "host": evidence.host(rank), "where": evidence.where(rank)}
+    log = attempt.logs / f"rank_{cause.rank.sight.rank}.log"
     return Incident(
-        **{**dict(evidence.seen(rank)), **place},
-        title=_title(evidence, rank),
-        doing=_state(evidence, rank),
-        waiting=_waiting(evidence, rank),
+        **dict(cause.rank.sight),
+        title=_title(cause.rank, len(ranks)),
+        doing=_state(cause.rank),
+        waiting=_waiting([rank for rank in ranks if rank.waits and rank is not cause.rank]),
         cause=cause.name,
         evidence=one_line(cause.evidence),
         remedy=cause.remedy,
         next=_next(attempt),
-        log_tail=[line for path in (log, *_output(attempt, rank)) for line in _tail(path)],
-        ranks=[_row(evidence, each) for each in range(evidence.size)],
+        log_tail=_log_tail(attempt, log, cause.rank.sight.rank),
+        ranks=[{**rank.sight.model_dump(include=ROW), "state": _state(rank)} for rank in ranks],
         straggler=one_line(status.get("straggler") or ""),
         report=shown(attempt.path / MARKDOWN),
         log=shown(log) if log.exists() else "",
@@ -127,66 +134,44 @@ def head(incident: Incident, command: bool = True) -> str:
 
 
 def markdown(incident: Incident) -> str:
-    """The whole report. What comes from files stands in fenced blocks, as it is."""
-    memory = {k: v for k, v in incident.memory.items() if v is not None and k != "oom_kills"}
-    facts = {
-        "doing": incident.doing,
-        "samples": ", ".join(map(str, incident.samples or ())),
-        "memory": ", ".join(f"{name} {size_text(value)}" for name, value in memory.items()),
-        "free": ", ".join(f"{name} {size_text(value)}" for name, value in incident.disk.items()),
-        "before": incident.straggler,
-    }
-    rows = [" | ".join(map(str, row.values())) for row in incident.ranks[:RANKS]]
-    more = [f"{len(incident.ranks) - RANKS} more in {JSON}"] * (len(incident.ranks) > RANKS)
+    """The whole report. What comes from files is indented by 4, and so shown as it is."""
+    free = {f"free on {name}": value for name, value in incident.disk.items()}
+    sizes = {name: value for name, value in (incident.memory | free).items() if value is not None}
+    kills = f"processes killed for lack of memory: {sizes.pop('oom_kills', 'unknown')}"
+    samples = f"samples {incident.samples}" if incident.samples else ""
+    memory = ", ".join(f"{name} {size_text(value)}" for name, value in sizes.items())
+    rows = [incident.ranks[0], *(row.values() for row in incident.ranks)]
     parts = {
         f"Rank {incident.rank}: {incident.cause}": head(incident).splitlines(),
-        "Then": [f"{name:7} {value}" for name, value in facts.items() if value],
-        "All ranks": [" | ".join(incident.ranks[0]), *rows, *more],
+        "What it was doing": [incident.doing, samples, memory, kills, incident.straggler],
+        "All ranks": [" | ".join("" if v is None else str(v) for v in row) for row in rows],
         f"The last lines of rank {incident.rank}": incident.log_tail,
     }
-    return "\n".join(f"## {title}\n\n{_fenced(lines)}" for title, lines in parts.items() if lines)
+    blocks = {title: [f"    {line}" for line in lines if line] for title, lines in parts.items()}
+    return "\n".join("\n".join([f"## {t}\n", *block, ""]) for t, block in blocks.items() if block)
 
 
-def _fenced(lines: Sequence[str]) -> str:
-    text = "\n".join(lines)
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}text\n{text}\n{fence}\n"
-
-
-def _title(evidence: Evidence, rank: int) -> str:
-    error, seen = evidence.errors.get(rank), evidence.seen(rank)
-    on = f"   ({host})" if (host := evidence.host(rank)) else ""
-    if error is not None and evidence.text(rank) and not evidence.waits(rank):
-        first = "failed first" if evidence.size > 1 else "failed"
-        return f"rank {rank} {first}: {one_line(failures.describe(error))}{on}"
-    what = "was killed" if evidence.text(rank) and not error else "did not come"
+def _title(rank: Rank, size: int) -> str:
+    seen, on = rank.sight, f"   ({rank.sight.host})" if rank.sight.host else ""
+    if rank.text and not rank.waits and rank.error:
+        first = "failed first" if size > 1 else "failed"
+        return f"rank {seen.rank} {first}: {one_line(failures.describe(rank.error))}{on}"
     step = f"step {seen.step}" if seen.step is not None else ""
-    place = ", ".join(filter(None, (step, seen.phase, evidence.where(rank))))
-    return f"rank {rank} {what}: {place or 'nothing is known of it'}{on}"
+    place = ", ".join(filter(None, (step, seen.phase, seen.where))) or "nothing is known of it"
+    return f"rank {seen.rank} {'was killed' if rank.text else 'did not come'}: {place}{on}"
 
 
-def _state(evidence: Evidence, rank: int) -> str:
+def _state(rank: Rank) -> str:
     """What a rank was doing, or how it ended."""
-    seen, inside = evidence.seen(rank), evidence.inside().get(rank)
-    if inside is not None:
-        return f"waited in {inside}"
-    if text := evidence.text(rank):
-        return one_line(text.partition("\n")[0])
-    action = seen.action or ("" if rank in evidence.ranks else "left nothing")
-    return f"stopped in {action}" if seen.process in STOPPED else action
+    if rank.inside is not None:
+        return f"waited in {rank.inside}"
+    return one_line(rank.text.partition("\n")[0]) or rank.sight.action or "left nothing"
 
 
-def _waiting(evidence: Evidence, rank: int) -> str:
-    others = [each for each in evidence.waiting() if each != rank]
-    inside = next((each for r, each in evidence.inside().items() if r != rank), None)
-    verb, call = "waits" if len(others) == 1 else "wait", f" in {inside}" if inside else ""
-    return f"{ranks_text(others)} {verb} for it{call}" if others else ""
-
-
-def _row(evidence: Evidence, rank: int) -> dict[str, Any]:
-    seen, where = evidence.seen(rank), evidence.where(rank)
-    place = {"rank": rank, "host": evidence.host(rank), "step": seen.step, "phase": seen.phase}
-    return {**place, "where": where, "state": _state(evidence, rank)}
+def _waiting(others: Sequence[Rank]) -> str:
+    inside = next((f" in {rank.inside}" for rank in others if rank.inside), "")
+    verb = "waits" if len(others) == 1 else "wait"
+    return f"{ranks_text(others)} {verb} for it{inside}" if others else ""
 
 
 def _next(attempt: Attempt) -> str:
@@ -201,22 +186,19 @@ def _next(attempt: Attempt) -> str:
     return f"python -m distdl resume {shlex.quote(shown(run.path))}"
 
 
-def _output(attempt: Attempt, rank: int) -> list[Path]:
-    """The files with what a rank printed, see `distdl.worker.rank_output`."""
+def _log_tail(attempt: Attempt, log: Path, rank: int) -> list[str]:
+    """The last lines of a rank's log, and of what it printed (`distdl.worker.rank_output`). Links,
+    which no run writes, are not followed."""
+    paths, lines = [log], list[str]()
     with suppress(UserError):
         node, local = divmod(rank, max(1, attempt.resources().devices))
-        paths = attempt.logs.glob(f"agent*/*/*/{local}/std*.log")
-        nodes = ("agent", f"agent-{node}")
-        return sorted(path for path in paths if path.parents[3].name in nodes)
-    return []
-
-
-def _tail(path: Path) -> list[str]:
-    """The last lines of a log. A link, which no run writes, is not followed."""
-    with suppress(OSError):
+        for folder in ("agent", f"agent-{node}"):
+            paths += sorted(attempt.logs.glob(f"{folder}/*/*/{local}/std*.log"))
+    for path in paths:
         if path.is_file() and not path.is_symlink():
             with path.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-                lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()
-            return [plain(line)[:LENGTH] for line in lines[-LINES:]]
-    return []
+                text = file.read(TAIL_BYTES).decode(errors="replace")
+            last = [plain(line)[:LENGTH] for line in text.splitlines()[-LINES:]]
+            lines += [line for line in last if line not in lines]
+    return lines

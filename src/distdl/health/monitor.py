@@ -45,7 +45,7 @@ class Monitor:
         from distdl.health import machine
 
         self.machine = machine
-        self.kills = machine.memory(self.pid)["oom_kills"] or 0
+        self.kills = machine.oom_kills(self.pid)
         self.facts = machine.facts(self.pid, self.attempt)
 
     def run(self) -> None:
@@ -107,8 +107,7 @@ class Monitor:
         aborted = "Fatal Python error: Aborted" in stacks
         if aborted and main and flight.waits_in(main[0][0], int(main[0][1])):
             self.pulse["collective"] = {"op": "a collective", "where": where}
-        if (kills := self.machine.memory(os.getpid())["oom_kills"]) is not None:
-            self.facts["memory"]["oom_kills"] = kills - self.kills
+        self.facts["memory"]["oom_kills"] = self.machine.oom_kills(os.getpid()) - self.kills
         sights.write(self.attempt, {**self.pulse, **self.facts, "how": how}, stacks)
 
 

@@ -22,6 +22,7 @@ def write(attempt: Path, sight: Mapping[str, Any], stacks: str = "") -> None:
     folder, rank = attempt / "health", sight["rank"]
     if (folder / f"rank_{rank}.json").exists():
         return
+    failures.release(attempt / "errors", rank)
     with suppress(OSError):  # a full disk must not hide the failure
         write_json(folder / f"rank_{rank}.json", sight)
         if stacks:

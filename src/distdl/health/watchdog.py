@@ -51,6 +51,7 @@ LONG_S = 1800.0  # the limit elsewhere, and of a compilation: that of the proces
 BUSY = 0.02  # of a core: elsewhere, a process that uses more makes progress
 OTHERS_S = 2.5  # for the other ranks to write what they were doing
 REPORT_S = 10.0  # for a rank to report its own hang
+END_S = 5.0  # for the monitor to end
 SOON = 1.0  # seconds without progress after which a rank asks what it waits for
 INNERMOST = 12  # frames in which a debugger shows that it waits for its user
 DEBUGGERS = re.compile(r"/(bdb|pdb)\.py$|/(pydevd|debugpy|pudb|ipdb)[/_.]")
@@ -75,7 +76,7 @@ class Watchdog:
         self._main = threading.main_thread().ident or 0
         self._host = socket.gethostname()
         self._pids = [os.getpid()] if environment.world_size == 1 else []  # unknown yet
-        self._stop = threading.Event()
+        self._stop, self._kills = threading.Event(), machine.oom_kills(os.getpid())
         self._beats = self._number = 0
         self._progress = self._looked = time.monotonic()
         self._used = time.process_time()
@@ -117,9 +118,9 @@ class Watchdog:
         self.peers.stop()
         self._tell({"end": True})
         assert self._monitor.stdin is not None
-        with suppress(OSError):
+        with suppress(OSError, subprocess.TimeoutExpired):
             self._monitor.stdin.close()
-        self._monitor.wait()
+            self._monitor.wait(END_S)
         faulthandler.unregister(signal.SIGUSR2)
         faulthandler.disable()
         self._stacks.close()
@@ -237,7 +238,7 @@ class Watchdog:
             **self._pulse(),
             "how": how,
             "peers": self.peers.pulses,
-            **machine.facts(os.getpid(), self.attempt.path),
+            **machine.facts(os.getpid(), self.attempt.path, self._kills),
             "enqueued": started[-1].number if started else None,
             "collective": waits[-1].describe() if waits else None,
             "last": started[-1].describe() if started else None,

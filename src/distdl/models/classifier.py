@@ -89,8 +89,8 @@ class ImageClassifier(LightningModule):
             network = with_group_norm(network)
         if fused_bn:
             log.warning("model.fused_bn=true has no effect; use model.compile=true instead")
-        self.layout = torch.channels_last if channels_last else torch.contiguous_format
-        self.network = network.to(memory_format=self.layout)
+        self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.network = network.to(memory_format=self._layout)
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.mixup, self.cutmix, self._seed = mixup, cutmix, seed
         self._compile, self._matmul_precision = compile, matmul_precision
@@ -126,7 +126,7 @@ class ImageClassifier(LightningModule):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Images [B, 3, H, W] to logits [B, num_classes]."""
-        return self.network(images.contiguous(memory_format=self.layout))
+        return self.network(images.contiguous(memory_format=self._layout))
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
         images, targets = self.pipeline_inputs(batch, batch_idx)
@@ -137,7 +137,7 @@ class ImageClassifier(LightningModule):
     def pipeline_blocks(self) -> list[NamedBlock]:
         """The network's blocks: called one after the other, they compute `forward`."""
         named = [(n if n is None else f"network.{n}", b) for n, b in blocks_of(self.network)]
-        return [(None, MemoryLayout(self.layout)), *named]
+        return [(None, MemoryLayout(self._layout)), *named]
 
     def pipeline_inputs(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Images [B, 3, H, W] and labels int64 [B], or mixed ones and float32 [B, num_classes]."""

@@ -7,19 +7,23 @@ collectives its rank had started, count before its time.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from distdl.job import EXIT_REFUSED
 from distdl.ranks import stopping
 from distdl.runs.files import read_json, write_json
+from distdl.util.atomic_files import write_bytes
 
 KILLED, ENDED = "Killed", "Ended"  # types of failures that a rank could not record itself
+RESERVED = 1 << 16  # bytes for what is written about the failure of one rank
 HANG = "Hang"  # of a rank without progress: the watchdog recorded it
 # The messages of gloo, NCCL, torch's store and MPI when a peer process is gone.
 LOST_PEER = re.compile(
@@ -48,6 +52,7 @@ def record(
     path = folder / f"rank_{rank}.json"
     if path.exists():
         return False
+    release(folder, rank)
     fields = {
         "time": time.time(),
         "rank": rank,
@@ -57,8 +62,20 @@ def record(
         "exit_code": code,
         "run": str(_run_of(folder)),
     }
-    write_json(path, {**fields, **more, "traceback": trace})
+    with suppress(OSError):  # the disk is so full that the failure is only in the log
+        write_json(path, {**fields, **more, "traceback": trace})
     return True
+
+
+def reserve(folder: Path, rank: int) -> None:
+    """Keeps space on the disk for what is written about a rank's failure. `folder` is as above."""
+    with suppress(OSError):
+        write_bytes(folder.parent / f".reserve-{rank}", os.urandom(RESERVED), durable=False)
+
+
+def release(folder: Path, rank: int) -> None:
+    """Frees the space that was kept for a rank."""
+    (folder.parent / f".reserve-{rank}").unlink(missing_ok=True)
 
 
 def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") -> bool:

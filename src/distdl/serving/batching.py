@@ -2,129 +2,125 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-import threading
-import time
-from collections import Counter, deque
-from collections.abc import Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from distdl.serving.requests import RequestError
+from starlette.exceptions import HTTPException
+
+from distdl.serving.requests import decoded, parse
+from distdl.serving.settings import Settings
 
 log = logging.getLogger("distdl.serving")
 DECODERS = min(8, os.cpu_count() or 1)  # threads
-
-
-class ImageAnswer(Future[dict[str, Any]]):
-    """The future answer for an image. If it is cancelled, the image is not scored."""
-
-    def __init__(self, data: bytes, top_k: int) -> None:
-        super().__init__()
-        self.data: bytes | None = data
-        self.pixels: Any = None
-        self.top_k = top_k
 
 
 class Batcher:
     """Decodes images in `DECODERS` threads and scores them in another one, in batches.
 
     A batch is scored when it is full, when it has as many images as were under way at the end of
-    the last one (their clients probably send more), or when the model has waited `max_delay` for
-    that. So a single client never waits.
+    the last one (their clients probably send more), or when the model has waited `max_delay_ms`
+    for that. So a single client never waits.
 
-    Args:
-        scorer: A `Scorer`.
-        max_batch: Images in a batch.
-        max_delay: Seconds.
-        max_queue: Images that may be under way.
+    While `max_queue` images are under way, no further request is accepted.
     """
 
-    def __init__(self, scorer: Any, max_batch: int, max_delay: float, max_queue: int) -> None:
-        self.scorer = scorer
-        self.max_batch, self.max_delay, self.max_queue = max_batch, max_delay, max_queue
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.scorer: Any = None  # a `Scorer`, when it is loaded and warm
         self.sizes: Counter[int] = Counter()  # of the batches
         self.queued = 0  # images without an answer
         self._expected = 0  # images under way when the last batch ended, itself included
-        self._decoded: deque[ImageAnswer] = deque()
-        self._changed = threading.Condition()
-        self.pool = ThreadPoolExecutor(DECODERS, "decode", _set_threads, (1,))
-        threading.Thread(target=self._score, daemon=True, name="score").start()
+        # The pixels of images that wait for the model, by the future probabilities.
+        self._waiting: dict[asyncio.Future[Any], Any] = {}
+        self._changed = asyncio.Condition()
 
-    def submit(self, images: Sequence[bytes], top_k: int) -> list[ImageAnswer]:
-        """Raises RequestError if the queue has no room for all images."""
-        if len(images) > self.max_queue:
-            what = f"{len(images)} images, and the queue has room for {self.max_queue}"
-            raise RequestError(413, what)
-        with self._changed:
-            if self.queued + len(images) > self.max_queue:
-                raise RequestError(503, "the queue is full: try again later")
-            self.queued += len(images)
-        answers = [ImageAnswer(data, top_k) for data in images]
-        for number, answer in enumerate(answers):
-            answer.add_done_callback(self._leave)
-            self.pool.submit(self._decode, answer, number)
-        return answers
+    async def answers(self, body: bytes, content_type: str | None) -> list[Any]:
+        """The answers for the images of a request. If it is cancelled, they are not scored.
 
-    def _leave(self, answer: Any) -> None:
-        answer.data = answer.pixels = None
-        with self._changed:
-            self.queued -= 1
-
-    def _decode(self, answer: ImageAnswer, number: int) -> None:
-        data = answer.data
-        if data is None:  # the client has given up
-            return
+        Raises:
+            HTTPException: The body is wrong, the queue is full, or the model failed.
+        """
+        images, top_k = await asyncio.to_thread(parse, body, content_type)
+        if self.queued >= self.settings.max_queue:
+            raise HTTPException(503, "the queue is full: try again later")
+        self.queued += len(images)
         try:
-            answer.pixels = self.scorer.pixels(data)
-        except Exception as error:
-            status = 413 if type(error).__name__ == "TooLarge" else 400
-            what = f"image {number}: {' '.join(str(error).split()):.200}"
-            _settle(answer, RequestError(status, what))
-        else:
-            with self._changed:
-                self._decoded.append(answer)
-                self._changed.notify()
+            # All of them end before the queue has room again: their memory stays bounded.
+            each = (self._answer(number, data, top_k) for number, data in enumerate(images))
+            results = await asyncio.gather(*each, return_exceptions=True)
+        finally:
+            self.queued -= len(images)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
 
-    def _score(self) -> None:
-        _set_threads()
+    async def _answer(self, number: int, data: bytes, top_k: int) -> Any:
+        pixels = await asyncio.to_thread(decoded, self.scorer, number, data)
+        future: asyncio.Future[Any] = asyncio.Future()
+        try:
+            async with self._changed:
+                self._waiting[future] = pixels
+                self._changed.notify()
+            row = await future
+        finally:
+            self._waiting.pop(future, None)
+        if row is None:
+            raise HTTPException(500, "the model failed: the server's log says why")
+        return self.scorer.named(row, top_k)
+
+    async def run(self, folder: str, on_ready: Callable[[Any], None]) -> None:
+        """Loads the model of a folder, calls `on_ready(scorer)`, and scores until cancelled."""
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(DECODERS, "decode", _set_threads, (1,)))
+        model = ThreadPoolExecutor(1, "score", _set_threads)
+        self.scorer = await loop.run_in_executor(model, _load, folder, self.settings.max_batch)
+        on_ready(self.scorer)
+        score = self.scorer.probabilities
         while True:
-            # Pixels are dropped when a client gives up, also between these lines.
-            pairs = [(answer, answer.pixels) for answer in self._next()]
-            pairs = [(answer, pixels) for answer, pixels in pairs if pixels is not None]
-            if not pairs:
+            if not (batch := await self._next()):  # all have given up
                 continue
-            batch, pixels = zip(*pairs, strict=True)
             self.sizes[len(batch)] += 1
             try:
-                results = self.scorer.answers(pixels, max(answer.top_k for answer in batch))
+                rows = await loop.run_in_executor(model, score, [*batch.values()])
             except Exception:
                 log.exception("the model failed on %d images", len(batch))
-                failure = RequestError(500, "the model failed: the server's log says why")
-                results = [failure] * len(batch)
+                rows = [None] * len(batch)
             self._expected = self.queued
-            for answer, result in zip(batch, results, strict=True):
-                _settle(answer, result)
+            for future, row in zip(batch, rows, strict=True):
+                if not future.done():  # its client has not given up
+                    future.set_result(row)
 
-    def _next(self) -> list[ImageAnswer]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._decoded)
-            end = time.monotonic() + self.max_delay
-            while len(self._decoded) < min(self.max_batch, max(self._expected, self.queued)):
-                if not self._changed.wait(end - time.monotonic()):
-                    break
-            count = min(self.max_batch, len(self._decoded))
-            return [self._decoded.popleft() for _ in range(count)]
+    async def _next(self) -> dict[asyncio.Future[Any], Any]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._waiting)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.max_delay_ms / 1000):
+                    await self._changed.wait_for(self._enough)
+        futures = list(self._waiting)[: self.settings.max_batch]
+        return {future: self._waiting.pop(future) for future in futures}
+
+    def _enough(self) -> bool:
+        expected = max(self._expected, self.queued)
+        return len(self._waiting) >= min(self.settings.max_batch, expected)
 
 
-def _settle(answer: ImageAnswer, result: Any) -> None:
-    with suppress(InvalidStateError):  # the client has given up
-        if isinstance(result, RequestError):
-            answer.set_exception(result)
-        else:
-            answer.set_result(result)
+def _load(folder: str, max_batch: int) -> Any:
+    import torch
+
+    from distdl.serving.scorer import Scorer
+
+    scorer = Scorer(folder)
+    image = torch.zeros(3, scorer.image_size, scorer.image_size, dtype=torch.uint8)
+    for count in (1, max_batch):
+        scorer.probabilities([image] * count)
+    return scorer
 
 
 def _set_threads(count: int = 0) -> None:

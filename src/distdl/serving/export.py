@@ -3,94 +3,74 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import math
 import shlex
 import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from distdl.callbacks.checkpointer import KEY
-from distdl.checkpoint import formats as checkpoint_formats
+from distdl.checkpoint.formats import read
 from distdl.data import StoredImages
-from distdl.data.views import EvalView
-from distdl.models import ImageClassifier
 from distdl.models.weights import load_weights
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory, shown
 from distdl.serving import formats, model_folder, registry
 from distdl.serving.scorer import Scorer
 from distdl.tracking.outbox import Outbox
-from distdl.util.errors import Unfinished, UserError
+from distdl.util.errors import Unfinished
 from distdl.util.redact import redact
 from distdl.worker.build import make
 
-LEFT = ".part"  # the ending of a folder that is being written
+IMAGES = 64  # at most so many of the validation split are compared
 
 
-def export(
-    config: DictConfig,
-    run: RunDirectory,
-    checkpoint: Path,
-    format: str,
-    images: int = 64,
-    output: str | None = None,
-    register: str | None = None,
-) -> None:
-    """Writes a folder with the model (docs/export.md). If it answers otherwise than the network, it
-    is removed.
+def export(config: DictConfig, run: RunDirectory, checkpoint: Path, format: str) -> None:
+    """Writes a folder with the model (docs/export.md), unless there is one. If it answers otherwise
+    than the network, it is removed. An MLflow model is published, if MLflow tracks the run.
 
     Args:
         config: The run's, of `ImageClassifier` and `StoredImages`.
         checkpoint: In any form that `distdl.checkpoint.formats` reads.
         format: "pt2", "onnx", "mlflow" or "weights".
-        images: How many images of the validation split both answer for.
-        output: A new folder in the run's directory; None: `exports/<format>-<digest>`.
-        register: The name under which MLflow's registry gets the model; only for "mlflow".
 
     Raises:
-        UserError: `output` exists, a package is missing, or torch cannot write the network.
+        UserError: A package is missing, torch cannot write the network, or the folder is damaged.
         Disagrees: See above.
         Unfinished: The disk is full, or the MLflow server failed.
     """
-    if format == "onnx" and not all(map(importlib.util.find_spec, formats.ONNX)):
-        remedy = "pip install 'distdl[onnx]'"
-        raise UserError.at("--to", f"onnx needs {', '.join(formats.ONNX)}", remedy)
-    target = run.path / (
-        output or f"{model_folder.EXPORTS}/{format}-{model_folder.digest(checkpoint)}"
-    )
-    exists = target.exists()
-    if exists and output:
-        raise UserError.at("--output", f"{shown(target)} exists", "name another folder")
-    if not exists:
-        Export(config, run, checkpoint).write(format, images, target)
+    name = f"{format}-{model_folder.digest(checkpoint)}"
+    target = run.path / model_folder.EXPORTS / name
+    if not target.exists():
+        Export(config, run, checkpoint).write(format, target)
     model = target / "artifacts/model" if format == "mlflow" else target
     model_folder.refuse_damaged(model)
-    print(f"export  {shown(target)}{': it was there already' if exists else ''}")
-    print(f"agrees  {model_folder.agreement(model_folder.read(model))}")
+    print(f"export  {shown(target)}")
+    print(f"agrees  with the network {model_folder.read(model)['verification']['summary']}")
     if format == "mlflow" and Outbox(run.path).exists:
-        print(*registry.publish(run, target, register), sep="\n")
+        registry.publish(config, run, target)
     if format in model_folder.SERVED:
         print(f"next    python -m distdl serve {shown(target)}", flush=True)
 
 
 class Probabilities(nn.Module):
-    """uint8 [B, 3, S, S] to probabilities float32 [B, C], normalised as in the run."""
+    """uint8 [B, 3, S, S] to probabilities float32 [B, C], by weights from a file, normalised as in
+    the run."""
 
-    def __init__(self, module: ImageClassifier, data: StoredImages) -> None:
+    def __init__(self, model: DictConfig, weights: Path, data: StoredImages) -> None:
         super().__init__()
-        self.network = module.network.float().eval()
-        self._layout, self._normalize = module.layout, data.normalize
+        self.module = make(model)
+        load_weights(self.module.network, weights)
+        self.module.float().eval().requires_grad_(False)
+        self._normalize = data.normalize
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        normalised = self._normalize(images).contiguous(memory_format=self._layout)
-        return self.network(normalised).float().softmax(dim=1)
+        return self.module(self._normalize(images)).float().softmax(dim=1)
 
 
 class Export:
@@ -102,85 +82,70 @@ class Export:
         self.data: StoredImages = make(config.data)
         self.data.setup("predict")
         self.images: Any = self.data.predict_dataloader().dataset
-        self.view: EvalView = self.images.view
-        self.model = self._with_weights(checkpoint)
-        loaded = checkpoint_formats.read(checkpoint, mmap=True).get(KEY) or {}
-        self.classes = [*map(str, loaded.get("classes") or self.data.classes or ())]
+        self.view = self.images.view
+        self.model = Probabilities(config.model, checkpoint, self.data)
+        names = (read(checkpoint, mmap=True).get(KEY) or {}).get("classes") or self.data.classes
+        self.classes = [str(name) for name in names]
 
-    def _with_weights(self, file: Path) -> Probabilities:
-        module = make(self.config.model)
-        load_weights(module.network, file)
-        return Probabilities(module, self.data)
-
-    def write(self, format: str, count: int, target: Path) -> None:
+    def write(self, format: str, target: Path) -> None:
         """Writes and verifies the folder `target`."""
-        samples = self._samples(count)
-        self.data.teardown()
+        samples, part = self._samples(), target.with_name(f".{target.name}.part")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            for left in target.parent.glob(f".*{LEFT}"):  # by a killed export
-                shutil.rmtree(left, ignore_errors=True)
-            with tempfile.TemporaryDirectory(suffix=LEFT, prefix=".", dir=target.parent) as parent:
-                folder = Path(parent, "model")
-                self._write_model("pt2" if format == "mlflow" else format, folder, samples)
-                if format == "mlflow":
-                    folder = formats.write_mlflow(folder, Path(parent, "mlflow"), samples)
-                folder.rename(target)
+            shutil.rmtree(part, ignore_errors=True)  # left by a killed export
+            folder, kind = part / "model", "pt2" if format == "mlflow" else format
+            self._write_model(kind, folder, samples)
+            if format == "mlflow":
+                folder = formats.write_mlflow(folder, part / "mlflow", samples)
+            folder.rename(target)
         except OSError as error:
             what = f"cannot write into {shown(target.parent)}: {error.strerror or error}"
-            raise Unfinished.at("--output", what, "the same command starts again") from error
+            raise Unfinished.at("export", what, "the same command starts again") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
 
-    def _samples(self, count: int) -> list[bytes]:
-        """Up to `count` image files that can be decoded, spread over the validation split."""
-        samples, size = [], len(self.images)
-        for index in np.linspace(0, size - 1, min(count, size)).round().astype(int).tolist():
+    def _samples(self) -> list[bytes]:
+        """Image files that can be decoded, spread over the validation split."""
+        samples = []
+        for index in range(0, len(self.images), math.ceil(len(self.images) / IMAGES)):
             with contextlib.suppress(ValueError):  # a damaged image
                 self.view.pixels(data := self.images.read(index), 0)
                 samples.append(data)
+        self.data.teardown()
         if not samples:
             raise UserError.at("data", "the validation split has no intact image to compare on")
         return samples
 
     def _write_model(self, kind: str, folder: Path, samples: list[bytes]) -> None:
         """Writes a model folder, and what it answers for `samples` compared with the network."""
-        folder.mkdir()
-        needed = "torch\nsafetensors\n"
-        if kind != "weights":
-            model_folder.write_package(folder)
-            needed = model_folder.requirements(formats.ONNX[-1:] if kind == "onnx" else ())
-        (folder / "requirements.txt").write_text(needed)
+        folder.mkdir(parents=True)
         (folder / "recipe.yaml").write_text(redact(OmegaConf.to_yaml(self.run.recipe())))
         pixels = torch.stack([self.view.pixels(data, 0) for data in samples])
-        with torch.inference_mode():
-            expected = self.model(pixels).numpy()
+        expected = self.model(pixels).numpy()
         file = formats.write(kind, self.model, folder, self.view.image_size)
-        description = {
-            "kind": kind,
-            "classes": self.classes,
-            "image_size": self.view.image_size,
-            "short_side": self.view.short_side,
-            "source": self._source(),
-        }
-        model_folder.describe(folder, description)
+        description = self._description(kind)
         if kind == "weights":
-            with torch.inference_mode():
-                scored = self._with_weights(folder / file)(pixels).numpy()
+            scored = Probabilities(self.config.model, file, self.data)(pixels).numpy()
         else:
+            model_folder.write_package(folder, ["onnxruntime"] if kind == "onnx" else [])
+            model_folder.describe(folder, description)
             scorer = Scorer(folder)
             scored = scorer.probabilities(torch.stack([*map(scorer.pixels, samples)]))
         description["verification"] = formats.compare(scored, expected, kind)
         model_folder.describe(folder, description)
         model_folder.write_card(folder, description, kind)
 
-    def _source(self) -> dict[str, Any]:
-        """Where the model comes from."""
+    def _description(self, kind: str) -> dict[str, Any]:
+        """What the model is, and where it comes from."""
         provenance, manifest = self.run.provenance(), checkpoints.manifest_at(self.checkpoint)
-        metrics = {k: v for k, v in (manifest.get("metrics") or {}).items() if k.startswith("val/")}
         return {
+            "kind": kind,
+            "classes": self.classes,
+            "image_size": self.view.image_size,
+            "short_side": self.view.short_side,
             "run": f"{self.config.experiment_name}/{self.run.path.name}",
             "checkpoint": manifest.get("alias_of") or self.checkpoint.name,
             "sha256": checkpoints.identity(self.checkpoint),
-            "metrics": metrics,
+            "metrics": manifest.get("metrics") or {},
             "model": self.config.model.network.get("_target_"),
             "data": redact(self.config.data.root.partition("?")[0]),  # without a signature
             "data_key": self.images.key,
@@ -188,5 +153,4 @@ class Export:
             "commit": (provenance.get("git") or {}).get("commit"),
             "trained": provenance.get("created"),
             "exported": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "distdl": provenance.get("distdl"),
         }

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl.checkpoint import convert
-from distdl.serving.model_folder import PACKAGE, read, requirements, write_card
+from distdl.checkpoint.convert import write_weights
+from distdl.serving import model_folder
 from distdl.serving.scorer import Scorer
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import UserError
 
 LARGEST_BATCH = 1024
-ONNX = ("onnx", "onnxscript", "onnxruntime")  # its packages; the last one also to answer
 # The largest difference of a probability that is accepted. ONNX runs other kernels than torch.
 TOLERANCE = {"pt2": 1e-5, "onnx": 1e-3, "weights": 1e-5}
 
@@ -33,7 +32,7 @@ class Disagrees(UserError):
     outcome = "the export is removed"
 
 
-def write_pt2(network: nn.Module, folder: Path, image_size: int) -> str:
+def write_pt2(network: nn.Module, folder: Path, image_size: int) -> Path:
     """`model.pt2`, an archive of `torch.export` (https://docs.pytorch.org/docs/stable/export.html)
     without pickles: its weights are raw bytes, and it has no example inputs."""
     program = _exported(network, image_size)
@@ -43,37 +42,32 @@ def write_pt2(network: nn.Module, folder: Path, image_size: int) -> str:
         warnings.filterwarnings("ignore", message="No complete tensor found")
         # Into memory first: on a full disk torch's own writer ends the process.
         torch.export.save(program, archive := io.BytesIO())
-    write_bytes(folder / "model.pt2", archive.getvalue())
-    return "model.pt2"
+    write_bytes(file := folder / "model.pt2", archive.getvalue())
+    return file
 
 
-def write_onnx(network: nn.Module, folder: Path, image_size: int) -> str:
+def write_onnx(network: nn.Module, folder: Path, image_size: int) -> Path:
     """`model.onnx`, by torch's exporter (https://docs.pytorch.org/docs/stable/onnx.html)."""
-    program = torch.onnx.export(
-        _exported(network, image_size),
-        (),
-        dynamo=True,
-        input_names=["images"],
-        output_names=["probabilities"],
-        verbose=False,
-    )
-    assert program is not None
-    program.save(folder / "model.onnx", external_data=False)
-    return "model.onnx"
+    import onnxruntime  # noqa: F401  # which answers; torch imports the others
+
+    program = _exported(network, image_size)
+    file = folder / "model.onnx"
+    torch.onnx.export(program, (), file, dynamo=True, external_data=False, verbose=False)
+    return file
 
 
-def write_weights(network: nn.Module, folder: Path, image_size: int) -> str:
+def write_safetensors(network: nn.Module, folder: Path, image_size: int) -> Path:
     """`model.safetensors`, with the network's own names (torchvision's or timm's)."""
-    weights = network.get_submodule("network").state_dict()
-    convert.write_weights(weights, folder / "model.safetensors")
-    return "model.safetensors"
+    file = folder / "model.safetensors"
+    write_weights(network.get_submodule("module.network").state_dict(), file)
+    return file
 
 
-WRITERS = {"pt2": write_pt2, "onnx": write_onnx, "weights": write_weights}
+WRITERS = {"pt2": write_pt2, "onnx": write_onnx, "weights": write_safetensors}
 
 
-def write(kind: str, network: nn.Module, folder: Path, image_size: int) -> str:
-    """Writes one file into a folder, and returns its name."""
+def write(kind: str, network: nn.Module, folder: Path, image_size: int) -> Path:
+    """Writes one file into a folder."""
     try:
         return WRITERS[kind](network, folder, image_size)
     except OSError:
@@ -81,7 +75,9 @@ def write(kind: str, network: nn.Module, folder: Path, image_size: int) -> str:
     except Exception as error:  # torch raises many
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         what = f"torch cannot write this network as {kind}: {reason}"
-        raise UserError.at("model.network", what, "another format: --to weights") from error
+        missing = isinstance(error, ImportError)
+        remedy = "pip install 'distdl[onnx]'" if missing else "another format: --to weights"
+        raise UserError.at("model.network", what, remedy) from error
 
 
 def _exported(network: nn.Module, image_size: int) -> torch.export.ExportedProgram:
@@ -99,11 +95,13 @@ def compare(scored: np.ndarray, expected: np.ndarray, kind: str) -> dict[str, An
     difference, tolerance = float(np.abs(scored - expected).max()), TOLERANCE[kind]
     chosen = np.take_along_axis(expected, scored.argmax(axis=1)[:, None], axis=1)[:, 0]
     agrees = expected.max(axis=1) - chosen <= tolerance
+    summary = f"on {agrees.sum()} of {len(agrees)} images; probabilities differ by "
+    summary += f"{difference:.1e} at most"
     if not (difference <= tolerance and agrees.all()):  # also if it is not a number
-        what = f"differs from the network: a probability by {difference:.2g}, and the class of "
-        what += f"{np.sum(~agrees)} of {len(agrees)} images"
+        what = f"agrees with the network only {summary} ({tolerance:g} is accepted)"
         raise Disagrees.at("export", what, "report it, with the versions of torch and onnxruntime")
-    return {"images": len(agrees), "difference": difference, "top1": float(agrees.mean())}
+    top1 = float(agrees.mean())
+    return {"images": len(agrees), "difference": difference, "top1": top1, "summary": summary}
 
 
 def write_mlflow(model: Path, folder: Path, images: Sequence[bytes]) -> Path:
@@ -120,16 +118,14 @@ def write_mlflow(model: Path, folder: Path, images: Sequence[bytes]) -> Path:
         str(folder),
         python_model=str(Path(__file__).with_name("mlflow_model.py")),
         artifacts={"model": str(model)},
-        code_paths=[str(model / PACKAGE)],
-        signature=mlflow.models.infer_signature(frame, expected, params={"top_k": 5}),
+        code_paths=[str(model / model_folder.PACKAGE)],
+        signature=mlflow.models.infer_signature(frame, expected),
         input_example=frame[:1],
-        pip_requirements=requirements(["mlflow", "pandas"]).split(),
+        pip_requirements=model_folder.requirements(["mlflow", "pandas"]).split(),
     )
-    write_card(folder, read(model), "mlflow")
+    model_folder.write_card(folder, model_folder.read(model), "mlflow")
     answers = mlflow.pyfunc.load_model(str(folder)).predict(frame)
-    columns = ["class", "probability"]
-    try:
-        pandas.testing.assert_frame_equal(answers[columns], expected[columns], rtol=0, atol=1e-5)
-    except AssertionError as error:
-        raise Disagrees.at("export", f"MLflow answers otherwise than the model: {error}") from None
+    near = np.allclose(answers["probability"], expected["probability"], rtol=0, atol=1e-5)
+    if not (near and answers["class"].equals(expected["class"])):
+        raise Disagrees.at("export", "the MLflow model answers otherwise than its pt2 model")
     return folder

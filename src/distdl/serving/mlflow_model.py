@@ -17,11 +17,8 @@ class ImageModel(PythonModel):
 
         self.scorer = Scorer(context.artifacts["model"])
 
-    def predict(
-        self, context: Any, model_input: pandas.DataFrame, params: Any = None
-    ) -> pandas.DataFrame:
-        top_k = (params or {}).get("top_k", 5)
-        return pandas.DataFrame(self.scorer.score(model_input["image"].tolist(), top_k))
+    def predict(self, context: Any, model_input: pandas.DataFrame, params: Any = None) -> Any:
+        return pandas.DataFrame(self.scorer.score(model_input["image"].tolist()))
 
 
 mlflow.models.set_model(ImageModel())

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from distdl.runs.directory import RunDirectory, shown
 from distdl.serving.model_folder import read
 from distdl.tracking.outbox import Outbox, redact
@@ -17,11 +19,9 @@ CHAMPION = "champion"
 SHA256, METRIC, VALUE, DATA = (f"distdl.{key}" for key in ("sha256", "metric", "value", "data"))
 
 
-def publish(run: RunDirectory, folder: Path, name: str | None) -> list[str]:
-    """Sends a model to the MLflow run, and registers it if it has a `name`. Idempotent.
-
-    Returns:
-        Lines for the user.
+def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
+    """Sends a model to the MLflow run, and registers it if `tracking.mlflow.register` names it. To
+    repeat it changes nothing.
 
     Raises:
         UserError: The run was not tracked in MLflow.
@@ -38,43 +38,38 @@ def publish(run: RunDirectory, folder: Path, name: str | None) -> list[str]:
         raise UserError.at(shown(run.path), "is not on the MLflow server yet", remedy)
     prepare_environment()
     client = import_client()(uri, registry_uri=uri)
-    lines = [f"model   runs:/{run_id}/{folder.name}"]
     try:
         client.log_artifacts(run_id, str(folder), folder.name)  # again, as it may be incomplete
-        if name:
-            source = f"{client.get_run(run_id).info.artifact_uri}/{folder.name}"
-            recipe = run.recipe().get("checkpoint") or {}
-            monitor, mode = recipe.get("monitor") or "val/acc1", recipe.get("mode") or "max"
-            trained = read(folder / "artifacts/model")["source"]
-            tags = {SHA256: trained["sha256"], METRIC: monitor, DATA: trained["data_key"]}
-            if monitor in trained["metrics"]:
-                tags[VALUE] = repr(trained["metrics"][monitor])
-            lines += _register(client, name, source, run_id, tags, mode)
+        print(f"model   runs:/{run_id}/{folder.name}")
+        if name := OmegaConf.select(config, "tracking.mlflow.register"):
+            _register(client, str(name), run_id, folder, config.checkpoint)
     except (MlflowException, OSError) as error:
         what = f"MLflow at {redact(uri)} fails: {str(error).replace(uri, redact(uri))[:300]}"
         remedy = f"the model is in {shown(folder)}; the same command sends it"
         raise Unfinished.at("tracking.mlflow", what, remedy) from error
-    return lines
 
 
-def _register(
-    client: Any, name: str, source: str, run_id: str, tags: dict[str, str], mode: str
-) -> list[str]:
+def _register(client: Any, name: str, run_id: str, folder: Path, best: DictConfig) -> None:
+    """Adds a version, if this checkpoint has none; `best` is the run's section `checkpoint`."""
+    trained = read(folder / "artifacts/model")
+    metric = best.monitor or "val/acc1"
+    tags = {SHA256: trained["sha256"], DATA: trained["data_key"]}
+    if metric in trained["metrics"]:
+        tags |= {METRIC: metric, VALUE: repr(trained["metrics"][metric])}
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
     versions = client.search_model_versions(f"name = '{name}'")
     same = (each for each in versions if each.tags.get(SHA256) == tags[SHA256])
+    source = f"{client.get_run(run_id).info.artifact_uri}/{folder.name}"
     version = next(same, None) or client.create_model_version(name, source, run_id, tags=tags)
     champion = client.get_registered_model(name).aliases.get(CHAMPION)
     before = client.get_model_version(name, champion).tags if champion else None
-    moves, reason = succeeds(tags, before, mode)
+    moves, reason = succeeds(tags, before, best.mode)
     if moves:
         client.set_registered_model_alias(name, CHAMPION, version.version)
-    stands = f"is version {version.version}" if moves else f"stays version {champion}"
-    return [
-        f"version models:/{name}/{version.version}",
-        f"alias   {CHAMPION} {stands}: {reason}",
-    ]
+    stands = f"is version {version.version}" if moves else "does not move"
+    print(f"version models:/{name}/{version.version}")
+    print(f"alias   {CHAMPION} {stands}: {reason}")
 
 
 def succeeds(
@@ -82,15 +77,13 @@ def succeeds(
 ) -> tuple[bool, str]:
     """Whether a version with the tags `new` becomes the champion, and why: it does if it is better
     by the same metric on the same data. `mode` is "max" or "min"."""
-    metric = new[METRIC]
     if VALUE not in new:
-        return False, f"the checkpoint has no {metric}"
+        return False, "the checkpoint does not have the metric of checkpoint.monitor"
+    metric = new[METRIC]
     if champion is None:
         return True, f"it is the first with a {metric}"
     if (champion.get(METRIC), champion.get(DATA)) != (metric, new[DATA]):
         return False, "it was measured by another metric or on other data"
-    if champion.get(SHA256) == new[SHA256]:
-        return False, "it is the same checkpoint"
     before, now = float(champion[VALUE]), float(new[VALUE])
     better = now > before if mode == "max" else now < before
     return better, f"{metric} {now:.4g}, {'better' if better else 'not better'} than {before:.4g}"

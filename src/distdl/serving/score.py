@@ -12,29 +12,29 @@ from typing import Any
 from azureml_inference_server_http.api.aml_request import AMLRequest, rawhttp
 from azureml_inference_server_http.api.aml_response import AMLResponse
 
-batcher: Any = None
+scorer: Any = None
 
 
 def init() -> None:
     """Loads the model of AZUREML_MODEL_DIR, or of a folder in it."""
-    global batcher
+    global scorer
     folder = next(Path(os.environ["AZUREML_MODEL_DIR"]).rglob("model.json")).parent
     sys.path.insert(0, str(folder))
-    from distdl.serving.batching import Batcher
-    from distdl.serving.requests import MOST_IMAGES
     from distdl.serving.scorer import Scorer
 
-    batcher = Batcher(Scorer(folder), max_batch=32, max_delay=0.0, max_queue=MOST_IMAGES)
+    scorer = Scorer(folder)
 
 
 @rawhttp
 def run(request: AMLRequest) -> AMLResponse:
     """Answers one request: 200 with `predictions`, or 4xx with one sentence under `error`."""
-    from distdl.serving.requests import MOST_BYTES, RequestError, parse
+    from starlette.exceptions import HTTPException
+
+    from distdl.serving.requests import MOST_BYTES, decoded, parse
 
     try:
         images, top_k = parse(request.stream.read(MOST_BYTES + 1), request.content_type)
-        answers = [answer.result() for answer in batcher.submit(images, top_k)]
-        return AMLResponse({"predictions": answers}, 200, json_str=True)
-    except RequestError as refused:
-        return AMLResponse({"error": refused.sentence}, refused.status, json_str=True)
+        pixels = [decoded(scorer, number, data) for number, data in enumerate(images)]
+        return AMLResponse({"predictions": scorer.answers(pixels, top_k)}, 200, json_str=True)
+    except HTTPException as error:
+        return AMLResponse({"error": error.detail}, error.status_code, json_str=True)

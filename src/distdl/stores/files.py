@@ -81,11 +81,11 @@ def reraise(error: OSError) -> None:
 
 @contextmanager
 def readable(where: str) -> Iterator[None]:
-    """Turns an OSError in the block into a UserError with the path `where`."""
+    """Turns an OSError or StoreError in the block into a UserError with the path `where`."""
     try:
         yield
-    except StoreError:
-        raise
+    except StoreError as error:
+        raise UserError.at(where, str(error), error.remedy) from error
     except OSError as error:
         if not error.filename:
             raise

@@ -88,7 +88,7 @@ def build(
     strategy = make(config.strategy)
     if not own_optimizer:
         attach_optimizer(module, config, global_batch, position)
-    rank, world_size = data_share(strategy, environment.rank, environment.world_size)
+    rank, world_size = data_share(strategy, environment)
     distribute(
         datamodule if datamodule is not None else module,
         rank=rank,
@@ -119,11 +119,11 @@ def build(
     return Built(*parts, checkpoint, own_optimizer)
 
 
-def data_share(strategy: Any, rank: int, world_size: int) -> tuple[int, int]:
+def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
     """(rank, count) among the ranks that read different data. A strategy's method `data_share` may
     change them: the stages of a pipeline read the same data."""
     share_of = getattr(strategy, "data_share", lambda *position: position)
-    return share_of(rank, world_size)
+    return share_of(environment.rank, environment.world_size)
 
 
 def make(node: Any) -> Any:

@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             log.debug("%s", environment.describe())
             if rank == 0:
                 attempt.begin()
+            failures.reserve(attempt.errors, rank)
             watchdog = start_watchdog(attempt, launch, environment)
             context = RankContext(attempt, launch, resources, environment, stop, watchdog)
             state, facts["metrics"] = JobState.SUCCEEDED, perform(bundle, context)
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     finally:
         if watchdog:
             watchdog.stop()
+        failures.release(attempt.errors, rank)
         stop.uninstall()
 
 
@@ -306,6 +308,6 @@ def fail(
         facts = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
         attempt.fail(failures.describe(facts), code)
         if watchdog and failures.is_consequence(error):
-            incident.await_cause(attempt)
+            incident.await_monitors(attempt)
         incident.write(attempt)  # again by whoever follows the job, if anybody does
     return code

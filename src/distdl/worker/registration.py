@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from distdl.config.recipe import TRAIN
 from distdl.runs.checkpoints import best_or_last
@@ -17,16 +17,14 @@ log = logging.getLogger(__name__)
 def register(config: DictConfig, context: RankContext) -> None:
     """Exports and registers the best checkpoint on rank 0, after the process group is gone. A
     failure leaves the training a success."""
-    name = ((config.get("tracking") or {}).get("mlflow") or {}).get("register")
-    if not name or context.environment.rank != 0 or config.task.get("_target_") != TRAIN:
+    named = OmegaConf.select(config, "tracking.mlflow.register")
+    if not named or context.environment.rank != 0 or config.task.get("_target_") != TRAIN:
         return
     from hydra.utils import get_method
 
     try:
         export = get_method("distdl.serving.export.export")
-        checkpoint = best_or_last(context.run.checkpoints)
-        export(config, context.run, checkpoint, "mlflow", register=str(name))
+        export(config, context.run, best_or_last(context.run.checkpoints), "mlflow")
     except Exception as error:
-        log.debug("registration failed", exc_info=True)
-        again = f"python -m distdl export {shown(context.run.path)} --to mlflow --register {name}"
+        again = f"python -m distdl export {shown(context.run.path)} --to mlflow"
         log.warning("the model is not registered: %s\n  to repeat it: %s", error, again)
