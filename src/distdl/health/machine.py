@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 GROUPS = Path("/sys/fs/cgroup")
+VERSION_2 = ("memory.current", "memory.max", "memory.events")
+VERSION_1 = ("memory.usage_in_bytes", "memory.limit_in_bytes", "memory.oom_control")
+NO_LIMIT = 2**62  # of version 1
 
 
 def state(pid: int) -> dict[str, str]:
@@ -28,8 +31,8 @@ def state(pid: int) -> dict[str, str]:
 
 
 def memory(pid: int) -> dict[str, int | None]:
-    """Bytes: of the process, and the limit and use of its control group (version 2), in which
-    `oom_kills` processes were killed so far; what the machine has available."""
+    """Bytes: of the process, and the limit and use of its control group, in which `oom_kills`
+    processes were killed so far; what the machine has available."""
     found: dict[str, int | None] = dict.fromkeys(
         ("rss", "limit", "used", "available", "oom_kills"), None
     )
@@ -40,23 +43,29 @@ def memory(pid: int) -> dict[str, int | None]:
         lines = Path("/proc/meminfo").read_text().splitlines()
         values = dict(line.split(":") for line in lines)
         found["available"] = int(values["MemAvailable"].split()[0]) * 1024
-    if group := control_group(pid):
+    if files := control_group(pid):
         with suppress(OSError, ValueError):
-            found["used"] = int((group / "memory.current").read_text())
-            events = dict(map(str.split, (group / "memory.events").read_text().splitlines()))
-            found["oom_kills"] = int(events["oom_kill"])
-            found["limit"] = int((group / "memory.max").read_text())  # or "max"
+            used, limit, events = (file.read_text() for file in files)
+            found["used"] = int(used)
+            found["oom_kills"] = int(dict(map(str.split, events.splitlines()))["oom_kill"])
+            found["limit"] = value if (value := int(limit)) < NO_LIMIT else None  # or "max"
     return found
 
 
-def control_group(pid: int) -> Path | None:
-    """The folder of a process's control group; None if version 2 is not mounted.
-    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html"""
+def control_group(pid: int) -> list[Path] | None:
+    """The files with the memory use, limit and events of a process's control group.
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/memory.html"""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                folder = GROUPS / line[3:].lstrip("/")
-                return folder if (folder / "memory.current").exists() else None
+            number, controllers, path = line.split(":", 2)
+            version_1 = "memory" in controllers.split(",")
+            if not version_1 and number != "0":
+                continue
+            top = GROUPS / "memory" if version_1 else GROUPS
+            for folder in (top / path.lstrip("/"), top):  # the path may be the host's
+                files = [folder / name for name in (VERSION_1 if version_1 else VERSION_2)]
+                if files[0].exists():
+                    return files
     return None
 
 
