@@ -34,7 +34,11 @@ PATIENCE = 1.0  # seconds; a shorter wait for the previous write is not reported
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be saved; earlier ones are unchanged."""
+    """A checkpoint could not be saved; earlier ones are unchanged. `of_peer`: by another rank."""
+
+    def __init__(self, message: str, of_peer: bool = False) -> None:
+        super().__init__(message)
+        self.of_peer = of_peer
 
 
 def refuse_pickles(trainer: Trainer) -> None:
@@ -119,9 +123,9 @@ class Saver:
         """Waits until the save under way is published; if it failed, raises a SaveError on all
         ranks. Collective."""
         self.wait()
-        error, self.error = process_group.broadcast(self.error), ""
-        if error:
-            raise SaveError(error)
+        ours, self.error = self.error, ""
+        if error := process_group.broadcast(ours):
+            raise SaveError(error, of_peer=not ours)
 
     def wait(self) -> None:
         """As `settle`, but on this rank only, and without raising: see `error`."""

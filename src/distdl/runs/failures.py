@@ -155,13 +155,13 @@ def _weight(error: dict[str, Any]) -> int:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error only reports that another rank is gone. In a chain of exceptions (raised
-    from, or while handling, each other) the earliest one decides."""
+    """Whether an error only reports that another rank is gone, or has failed. In a chain of
+    exceptions (raised from, or while handling, each other) the earliest one decides."""
     seen: set[int] = set()  # `raise error.__cause__ from None` makes a cycle
     while (before := error.__cause__ or error.__context__) and id(before) not in seen:
         seen.add(id(before))
         error = before
-    return bool(LOST_PEER.search(str(error)))
+    return getattr(error, "of_peer", False) or bool(LOST_PEER.search(str(error)))
 
 
 def facts(error: dict[str, Any]) -> dict[str, Any]:
