@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote
 
 # A frame in a traceback, or in a dump of faulthandler.
 LINE = re.compile(r'File "(.+)", line (\d+),? in (.+)')
+# Who calls the user's code. What called these is not it, such as the user's own script.
+CALLERS = re.compile(r"/distdl/worker/main\.py$|/torch/utils/data/_utils/worker\.py$")
 
 
 def own_folders(root: str | Path) -> tuple[str, ...]:
@@ -74,6 +77,19 @@ def user_line(file: str, line: str | int, function: str) -> str:
     if not (shown := _shown(file, str(Path.cwd()))):
         return ""
     return f"{shown}, line {line}, in {function}"
+
+
+def innermost(stack: Iterable[tuple[str, str | int, str]]) -> str:
+    """The innermost line of the user's code in a stack (file, line, function; the innermost frame
+    first), as `last_user_line` has it."""
+    called = itertools.takewhile(lambda frame: not CALLERS.search(frame[0]), stack)
+    return next(filter(None, itertools.starmap(user_line, called)), "")
+
+
+def main_thread(dump: str) -> list[tuple[str, str, str]]:
+    """The stack of the main thread, the last one in a dump of faulthandler, as for `innermost`."""
+    threads = map(LINE.findall, reversed(dump.split("(most recent call first):")))
+    return next(filter(None, threads), [])
 
 
 @functools.lru_cache(1000)

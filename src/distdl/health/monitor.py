@@ -26,7 +26,8 @@ def main() -> None:
     """Returns when the rank has ended."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # those of the job, which the rank handles
-    hello = json.loads(sys.stdin.buffer.readline() or b'{"end": true}')
+    # Unbuffered: the next line is read by its number.
+    hello = json.loads(open(0, "rb", 0, closefd=False).readline() or b'{"end": true}')  # noqa: SIM115
     if not hello.get("end"):
         Monitor(hello).run()
 
@@ -94,16 +95,15 @@ class Monitor:
 
     def write(self, how: str) -> None:
         """Writes the sight of a rank that did not do so itself."""
-        from distdl.config.own_code import LINE, user_line
+        from distdl.config.own_code import innermost, main_thread
         from distdl.health import flight, heartbeat, sights
 
         last = heartbeat.read(self.heartbeat)
         if {**self.pulse, **last} != self.pulse:  # it did more since its last pulse
             self.pulse = {**self.pulse, **last, "where": "", "samples": None}
         stacks = os.pread(self.stacks, 1 << 20, 0).decode(errors="replace")
-        main = LINE.findall(stacks.rpartition("(most recent call first):")[2])
-        lines = (user_line(*match) for match in main)
-        self.pulse["where"] = where = next(filter(None, lines), self.pulse.get("where", ""))
+        main = main_thread(stacks)
+        self.pulse["where"] = where = innermost(main) or self.pulse.get("where", "")
         # Where ranks make different calls, gloo aborts one of them.
         aborted = "Fatal Python error: Aborted" in stacks
         if aborted and main and flight.waits_in(main[0][0], int(main[0][1])):

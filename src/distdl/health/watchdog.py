@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from distdl.config.own_code import LINE, user_line
+from distdl.config.own_code import innermost, main_thread
 from distdl.health import flight, machine, sights
 from distdl.health.heartbeat import OPTIMIZER, PREPARE, Heartbeat
 from distdl.health.peers import Peers
@@ -107,6 +107,8 @@ class Watchdog:
                 "limit": self.timeout or STEP_S,
             }
         )
+        self.peers.pulse = pulse = self._pulse()
+        self._tell(pulse)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def join(self, ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -163,7 +165,7 @@ class Watchdog:
         """What this rank is doing."""
         self._number += 1
         environment, frames = self.environment, [*self._frames()]
-        lines = (user_line(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
+        stack = ((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
         age = round(time.monotonic() - self._progress, 1)
         files = [frame.f_code.co_filename for frame in frames]
         return {
@@ -178,7 +180,7 @@ class Watchdog:
             "pids": self._pids,
             "limit": self._limit(files),
             "waits": age > SOON and bool(self._waits_for(frames[:1])),
-            "where": next(filter(None, lines), ""),
+            "where": innermost(stack),
             **self.heartbeat.facts(),
         }
 
@@ -262,8 +264,7 @@ class Watchdog:
                 if (size := os.fstat(self._stacks.fileno()).st_size) > begin:
                     break
             text = os.pread(self._stacks.fileno(), size - begin, begin).decode(errors="replace")
-            lines = (user_line(*match) for match in LINE.findall(text))
-            yield {"pid": child.pid, "where": next(filter(None, lines), "")}
+            yield {"pid": child.pid, "where": innermost(main_thread(text))}
 
 
 def _handles(pid: int, number: int) -> bool:
