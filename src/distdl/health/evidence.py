@@ -115,13 +115,18 @@ class Rank:
         """Whether it left anything."""
         return self.seen or bool(self.error)
 
+    @property
+    def aborted(self) -> bool:
+        """Whether gloo ended it in a collective, which may be the mistake of another rank."""
+        return self.seen and self.sight.how == "died" and self.sight.collective is not None
+
     @cached_property
     def text(self) -> str:
         """The messages of its exception, and of those that led to it; "" if it has none."""
+        if self.aborted or self.error.get("type") == failures.HANG:
+            return ""
         if not self.error:
             return "Killed: its process was gone" if self.sight.how == "died" else ""
-        if self.error["type"] == failures.HANG:
-            return ""
         trace = str(self.error.get("traceback")).splitlines()
         chain = [line for line in trace if line[:1].strip() and not line.startswith("Traceback ")]
         return "\n".join([f"{self.error['type']}: {self.error['message']}", *chain])
@@ -131,8 +136,7 @@ class Rank:
         """Whether it only waited for others, or lost them."""
         inside = self.seen and self.sight.collective
         if self.text:
-            aborted = self.error.get("signal") == "SIGABRT" and inside
-            return bool(self.error.get("lost_peer") or MISMATCH.search(self.text) or aborted)
+            return bool(self.error.get("lost_peer") or MISMATCH.search(self.text))
         return bool(self.error.get("waiting") or inside) and self.sight.process not in STOPPED
 
     @property
@@ -160,8 +164,8 @@ def ranks_of(attempt: Attempt) -> list[Rank]:
         sizes.append(min(attempt.resources().world_size, MOST))
     for rank in range(max(sizes)):
         error, sight = errors.get(rank, {}), sights.get(rank) or heard.get(str(rank)) or Sight()
-        lines = [str(error.get("where") or ""), sight.where]
-        lines += [worker.where for worker in sight.workers if sight.phase == "data"]
+        lines = [worker.where for worker in sight.workers if sight.phase == "data"]
+        lines += [str(error.get("where") or ""), sight.where]
         place = {"where": one_line(next(filter(None, lines), "")), "rank": rank}
         place["host"] = sight.host or one_line(error.get("host") or "")
         ranks.append(Rank(sight.model_copy(update=place), error, rank in sights))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from distdl.util.tail import plain
 JSON, MARKDOWN = "incident.json", "incident.md"
 TAIL_BYTES, LINES = 1 << 16, 12  # of the end of a log
 SAMPLES = 8  # as many are shown
+PATIENCE = 2.5  # seconds
 ROW = {"rank", "host", "step", "phase", "where"}
 NO_FAILURE = (JobState.SUCCEEDED, JobState.CANCELLED, JobState.PREEMPTED)
 
@@ -67,6 +69,20 @@ def write(attempt: Attempt) -> Incident | None:
         except OSError:
             return incident.model_copy(update={"report": ""})
     return incident
+
+
+def await_monitors(attempt: Attempt) -> None:
+    """Waits a moment for what the monitors of ranks that are gone may still be writing."""
+    deadline = time.monotonic() + PATIENCE
+    while _incomplete(ranks_of(attempt)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _incomplete(ranks: Sequence[Rank]) -> bool:
+    errors = [rank.error for rank in ranks if rank.error]
+    lost = bool(errors) and all(error.get("lost_peer") for error in errors)
+    killed = any(rank.error.get("type") == failures.KILLED and not rank.seen for rank in ranks)
+    return killed or (lost and not any(rank.sight.how == "died" for rank in ranks))
 
 
 def read(attempt: Attempt) -> Incident | None:

@@ -296,6 +296,9 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
 def report_failure(attempt: Attempt) -> None:
     """Prints which rank failed first, and why; the others usually fail because of it."""
     first = attempt.first_error()
+    where = attempt.launch().get("where") or {}
+    if (where.get("watchdog") or {}).get("enabled", True):
+        incident.await_monitors(attempt)
     if report := incident.write(attempt):
         print(incident.head(report, command=False), file=sys.stderr)
     elif first is not None and first["rank"] != 0:  # refused

@@ -307,5 +307,7 @@ def fail(
     if rank == 0:
         facts = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
         attempt.fail(failures.describe(facts), code)
+        if watchdog and failures.is_consequence(error):
+            incident.await_monitors(attempt)
         incident.write(attempt)  # again by whoever follows the job, if anybody does
     return code
