@@ -1,5 +1,5 @@
 """What test_hangs trains; copied into a project's folder as mine.py. One rank does what $FAULT
-names in step AT, and writes the time into the file `began`. Its line ends with the fault's name."""
+names in step AT, and notes the time. The line at which it does so ends with the fault's name."""
 
 import os
 import signal
@@ -23,8 +23,7 @@ def chosen(name, rank=1):
     """Whether this rank has the fault; notes the time if so."""
     if (name, rank) != (FAULT, RANK):
         return False
-    Path("began.new").write_text(str(time.time()))
-    os.replace("began.new", "began")
+    Path(f"began-{os.getpid()}").write_text(str(time.time()))
     return True
 
 
@@ -62,7 +61,8 @@ class Rows(Dataset):
 
     def __getitem__(self, index):
         if index >= (2 * AT + 1) * ROWS and chosen("worker"):
-            socket.socketpair()[0].recv(1)  # worker
+            asks, _silent = socket.socketpair()
+            asks.recv(1)  # worker
         return torch.full((8,), index / len(self)), index % 2
 
 
@@ -102,15 +102,18 @@ class Net(pl.LightningModule):
         if chosen("stop"):
             os.kill(os.getpid(), signal.SIGSTOP)
         if FAULT == "slow" and RANK:
-            if batch_idx % 8 == 0:
+            if batch_idx % 5 == 0:  # trainer.accumulate_grad_batches=5
                 chosen("slow")
-            time.sleep(PAUSE_S / 8)  # slow
+            time.sleep(PAUSE_S / 5)  # slow
         if FAULT == "shape":
             distributed.all_reduce(torch.ones(7 if chosen("shape") else 5))  # shape
         if FAULT == "skip" and not chosen("skip"):
             distributed.all_reduce(torch.ones(5))  # skip
-        if FAULT == "asleep" and chosen("asleep"):
+        if chosen("asleep"):
             time.sleep(PAUSE_S)  # asleep
+        if FAULT == "host":
+            chosen("host", 0)
+            Path("cut").exists()
 
     def on_save_checkpoint(self, checkpoint):
         if self.global_step == AT:
