@@ -173,6 +173,28 @@ def test_a_killed_rank(attempt, memory, signal: str, cause: str, by_agent: bool)
     assert (report.rank, report.cause, report.step, report.where) == (1, cause, 7, NET)
 
 
+# What rank 0 was doing when gloo aborted it, while rank 1 was in the backward of step 7, batch 3.
+ABORTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "skipped collective": (1, {"phase": "forward"}),
+    "mismatched collective": (1, {"phase": "backward"}),
+    "uneven batches": (0, {"phase": "callbacks", "action": "on_train_epoch_end", "batch": 2}),
+}
+
+
+@pytest.mark.parametrize("cause", ABORTS)
+@pytest.mark.parametrize("by_agent", [True, False])
+def test_a_rank_that_gloo_has_aborted(attempt, cause: str, by_agent: bool) -> None:
+    rank, fields = ABORTS[cause]
+    if by_agent:
+        failed(attempt, 0, "Killed", "killed by SIGABRT on node0", signal="SIGABRT")
+    failed(attempt, 1, "RuntimeError", GLOO, lost_peer=True)
+    seen(attempt, 0, how="aborted", collective={"op": "a collective", "where": NET}, **fields)
+    seen(attempt, 1, how="failed", phase="backward")
+    report = reported(attempt)
+    assert (report.rank, report.cause) == (rank, cause)
+    assert rank == 0 or f"rank 0 waits for it in a collective ({NET})" == report.waiting
+
+
 GRADIENT = {"op": "all_reduce", "sizes": [[9]], "where": ""}
 # What rank 1 was seen doing, while rank 0 waited in the backward of step 7, batch 3 of epoch 1.
 HANGS: dict[str, tuple[str, dict[str, Any]]] = {

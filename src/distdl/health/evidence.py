@@ -24,6 +24,7 @@ from distdl.util.tail import plain
 LARGEST = 1 << 20  # bytes of a file that is read
 MOST = 100_000  # ranks
 LENGTH = 300  # characters of a text
+ABORTED = "aborted"  # in a collective, by gloo, which may be the mistake of another rank
 STOPPED = ("T", "t")  # states of a process: by a signal, by a debugger
 # gloo and torch say so if ranks make different calls. The mistake may be another rank's.
 MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes|Detected mismatch between collectives")
@@ -115,15 +116,10 @@ class Rank:
         """Whether it left anything."""
         return self.seen or bool(self.error)
 
-    @property
-    def aborted(self) -> bool:
-        """Whether gloo ended it in a collective, which may be the mistake of another rank."""
-        return self.seen and self.sight.how == "died" and self.sight.collective is not None
-
     @cached_property
     def text(self) -> str:
         """The messages of its exception, and of those that led to it; "" if it has none."""
-        if self.aborted or self.error.get("type") == failures.HANG:
+        if self.sight.how == ABORTED or self.error.get("type") == failures.HANG:
             return ""
         if not self.error:
             return "Killed: its process was gone" if self.sight.how == "died" else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from distdl.health import causes
 from distdl.health.causes import ranks_text, size_text
-from distdl.health.evidence import LENGTH, Place, Rank, one_line, ranks_of
+from distdl.health.evidence import ABORTED, LENGTH, Place, Rank, one_line, ranks_of
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.runs import failures
 from distdl.runs.checkpoints import SUFFIX
@@ -82,7 +82,7 @@ def _incomplete(ranks: Sequence[Rank]) -> bool:
     errors = [rank.error for rank in ranks if rank.error]
     lost = bool(errors) and all(error.get("lost_peer") for error in errors)
     killed = any(rank.error.get("type") == failures.KILLED and not rank.seen for rank in ranks)
-    return killed or (lost and not any(rank.sight.how == "died" for rank in ranks))
+    return killed or (lost and not any(rank.sight.how in ("died", ABORTED) for rank in ranks))
 
 
 def read(attempt: Attempt) -> Incident | None:

@@ -26,7 +26,8 @@ def main() -> None:
     """Returns when the rank has ended."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # those of the job, which the rank handles
-    hello = json.loads(sys.stdin.buffer.readline() or b'{"end": true}')
+    # Unbuffered: the next line is read by its number.
+    hello = json.loads(open(0, "rb", 0, closefd=False).readline() or b'{"end": true}')  # noqa: SIM115
     if not hello.get("end"):
         Monitor(hello).run()
 
@@ -106,6 +107,7 @@ class Monitor:
         # Where ranks make different calls, gloo aborts one of them.
         aborted = "Fatal Python error: Aborted" in stacks
         if aborted and main and flight.waits_in(main[0][0], int(main[0][1])):
+            how = "aborted"
             self.pulse["collective"] = {"op": "a collective", "where": where}
         self.facts["memory"]["oom_kills"] = self.machine.oom_kills(os.getpid()) - self.kills
         sights.write(self.attempt, {**self.pulse, **self.facts, "how": how}, stacks)

@@ -73,7 +73,7 @@ class Peers:
 
     def _talk(self, store: Any) -> None:
         with suppress(RuntimeError):  # the store has ended, with rank 0 or its agent
-            while not self._stop.wait(PUBLISH_S):
+            while True:
                 if self.pulse:
                     store.set(f"{PREFIX}/pulse/{self.environment.rank}", json.dumps(self.pulse))
                 if self.hang:
@@ -82,6 +82,8 @@ class Peers:
                 if self.pulse.get("age", 0) > STALE_S / 2 or self.hang:
                     self._listen(store)
                 self._exchange(store)
+                if self._stop.wait(PUBLISH_S):
+                    return
 
     def _listen(self, store: Any) -> None:
         now, pulses = time.monotonic(), self._read(store, "pulse")

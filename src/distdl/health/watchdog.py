@@ -107,6 +107,8 @@ class Watchdog:
                 "limit": self.timeout or STEP_S,
             }
         )
+        self.peers.pulse = pulse = self._pulse()
+        self._tell(pulse)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def join(self, ranks: Sequence[Mapping[str, Any]]) -> None:

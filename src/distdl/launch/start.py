@@ -296,8 +296,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
 def report_failure(attempt: Attempt) -> None:
     """Prints which rank failed first, and why; the others usually fail because of it."""
     first = attempt.first_error()
-    where = attempt.launch().get("where") or {}
-    if (where.get("watchdog") or {}).get("enabled", True):
+    if first is not None:
         incident.await_monitors(attempt)
     if report := incident.write(attempt):
         print(incident.head(report, command=False), file=sys.stderr)
