@@ -230,3 +230,46 @@ def test_a_host_that_does_not_answer_any_more(project) -> None:
     assert report["host"] == "node2" and 0 not in codes
     record = status(project / "outputs/default/r")
     assert (record["state"], record["exit_code"]) == ("FAILED", EXIT_HUNG)
+
+
+# What takes longer than the timeout and is no hang -> overrides.
+EXCUSES = {
+    "debugger": (),
+    "terminal": (),
+    "prepare": (),
+    "validation": ("trainer.num_sanity_val_steps=0",),
+    "checkpoint": (f"checkpoint.every_n_steps={faults.AT}",),
+    "compile": (),
+    "asleep": ("watchdog.enabled=false",),
+}
+
+
+@pytest.mark.parametrize("excuse", [*EXCUSES][: None if MATRIX else 1])
+def test_what_only_takes_long_is_no_hang(excuse: str, project: Path, background) -> None:
+    ours, terminal = os.openpty()
+    job: Background = background(
+        *(*TWO, "trainer.max_epochs=1", "trainer.devices=2", *EXCUSES[excuse]),
+        cwd=project,
+        env={"FAULT": excuse},
+        module=UNCHECKED,
+        stdin=terminal,
+    )
+    job.until(lambda: [*project.glob("began-*")])
+    if excuse == "debugger":
+        job.until(lambda: "(Pdb)" in job.output())
+    if excuse in ("debugger", "terminal"):
+        end = time.monotonic() + faults.PAUSE_S
+        job.until(lambda: time.monotonic() > end)
+    if excuse == "terminal":
+        stopped = [each for each in running(project) if each.status() == psutil.STATUS_STOPPED]
+        assert len(stopped) == 2
+        for each in stopped:
+            each.resume()
+    os.write(ours, b"c\n")
+    assert job.wait() == 0, job.output()
+    attempt = project / "outputs/default/r/attempts/001"
+    assert status(attempt.parents[1])["state"] == "SUCCEEDED"
+    assert not {"incident.json", "health"} & {path.name for path in attempt.iterdir()}
+    assert not [*attempt.glob("errors/*")]
+    for number in (ours, terminal):
+        os.close(number)
