@@ -55,6 +55,13 @@ def compute():
         torch.ones(100, 100).sum()
 
 
+def compile_slowly(graph, inputs):
+    """A compiler of torch.compile."""
+    if chosen("compile"):
+        compute()
+    return graph.forward
+
+
 class Rows(Dataset):
     def __len__(self):
         return 2 * ROWS * EPOCH
@@ -81,11 +88,27 @@ class Net(pl.LightningModule):
     def __init__(self, width: int = 2):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 2))
+        if FAULT == "compile":
+            self.layers.compile(backend=compile_slowly)
+
+    def prepare_data(self):
+        if chosen("prepare", 0):
+            time.sleep(PAUSE_S)
 
     def train_dataloader(self):
         if FAULT == "uneven":
             return DataLoader(Stream(), None)
         return DataLoader(Rows(), ROWS, num_workers=2 * (FAULT == "worker"))
+
+    def val_dataloader(self):
+        return DataLoader(Rows(), ROWS) if FAULT == "validation" else []
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking and chosen("validation", 0):
+            compute()
 
     def training_step(self, batch, batch_idx):
         if self.global_step == AT:
@@ -113,11 +136,17 @@ class Net(pl.LightningModule):
             time.sleep(PAUSE_S)  # asleep
         if FAULT == "host":
             chosen("host", 0)
-            Path("cut").exists()
+        if FAULT == "terminal":
+            chosen("terminal")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if chosen("debugger", 0):
+            breakpoint()
 
     def on_save_checkpoint(self, checkpoint):
         if self.global_step == AT:
             chosen("disk", 0)
+            if chosen("checkpoint", 0):
+                compute()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)

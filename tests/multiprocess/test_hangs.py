@@ -6,11 +6,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ import pytest
 from distdl.job import EXIT_HUNG
 from tests.cluster.hosts import Hosts, why_not
 from tests.conftest import UNCHECKED, Background, environment, free_port, status
+from tests.limits import little_memory, small_disk
 from tests.multiprocess import faults
 from tests.waiting import until
 
@@ -30,7 +29,6 @@ TWO = (
     *("trainer.max_epochs=2", "checkpoint.monitor=null", "tracking=none", "name=r"),
     f"watchdog.timeout={TIMEOUT_S}",
 )
-GROUPS = Path("/sys/fs/cgroup")
 
 
 class Expected(NamedTuple):
@@ -119,46 +117,6 @@ def check(project: Path, fault: str, expected: Expected, seconds: float) -> dict
     return report
 
 
-@contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    """2 MiB."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "distdl-test", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted: {done.stderr}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@contextmanager
-def little_memory() -> Iterator[Path]:
-    """A control group of 64 MiB: below that of this process, or with version 2 beside it, since
-    there a group with processes has no other groups."""
-    rows = [line.split(":") for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    version_1 = next((path for _, names, path in rows if "memory" in names.split(",")), None)
-    version_2 = next((path for number, _, path in rows if number == "0"), "/")
-    if version_1 is not None:
-        parent, limit = GROUPS / f"memory{version_1}", "memory.limit_in_bytes"
-    else:
-        parent, limit = (GROUPS / version_2.lstrip("/")).parent, "memory.max"
-    group = parent / f"distdl-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / limit).write_text(str(64 << 20))
-    except OSError as error:
-        if group.exists():
-            group.rmdir()
-        pytest.skip(f"no control group can be made: {error}")
-    try:
-        yield group
-    finally:
-        until(lambda: not (group / "cgroup.procs").read_text(), 10)
-        group.rmdir()
-
-
 @pytest.fixture
 def resources(project: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     """What a fault needs on this machine; returns variables."""
@@ -230,3 +188,46 @@ def test_a_host_that_does_not_answer_any_more(project) -> None:
     assert report["host"] == "node2" and 0 not in codes
     record = status(project / "outputs/default/r")
     assert (record["state"], record["exit_code"]) == ("FAILED", EXIT_HUNG)
+
+
+# What takes longer than the timeout and is no hang -> overrides.
+EXCUSES = {
+    "debugger": (),
+    "terminal": (),
+    "prepare": (),
+    "validation": ("trainer.num_sanity_val_steps=0",),
+    "checkpoint": (f"checkpoint.every_n_steps={faults.AT}",),
+    "compile": (),
+    "asleep": ("watchdog.enabled=false",),
+}
+
+
+@pytest.mark.parametrize("excuse", [*EXCUSES][: None if MATRIX else 1])
+def test_what_only_takes_long_is_no_hang(excuse: str, project: Path, background) -> None:
+    ours, terminal = os.openpty()
+    job: Background = background(
+        *(*TWO, "trainer.max_epochs=1", "trainer.devices=2", *EXCUSES[excuse]),
+        cwd=project,
+        env={"FAULT": excuse},
+        module=UNCHECKED,
+        stdin=terminal,
+    )
+    job.until(lambda: [*project.glob("began-*")])
+    if excuse == "debugger":
+        job.until(lambda: "(Pdb)" in job.output())
+    if excuse in ("debugger", "terminal"):
+        end = time.monotonic() + faults.PAUSE_S
+        job.until(lambda: time.monotonic() > end)
+    if excuse == "terminal":
+        stopped = [each for each in running(project) if each.status() == psutil.STATUS_STOPPED]
+        assert len(stopped) == 2
+        for each in stopped:
+            each.resume()
+    os.write(ours, b"c\n")
+    assert job.wait() == 0, job.output()
+    attempt = project / "outputs/default/r/attempts/001"
+    assert status(attempt.parents[1])["state"] == "SUCCEEDED"
+    assert not {"incident.json", "health"} & {path.name for path in attempt.iterdir()}
+    assert not [*attempt.glob("errors/*")]
+    for number in (ours, terminal):
+        os.close(number)

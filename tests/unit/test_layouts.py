@@ -176,3 +176,34 @@ def test_ranks_that_somebody_else_has_started_have_what_is_here(without_stage_2,
     config.launcher._target_ = "distdl.launchers.slurm.SlurmLauncher"
     with pytest.raises(UserError, match="MINE, which the job will not have"):
         planning.size_of(config)
+
+
+DUMP = """\
+Thread 0x1 (most recent call first):
+  File "{folder}/mine.py", line 3 in in_another_thread
+
+Current thread 0x2 (most recent call first):
+  File "/python/site-packages/torch/storage.py", line 1 in read
+  File "{folder}/mine.py", line 7 in __getitem__
+  File "{folder}/mine.py", line 5 in helper
+  File "/python/site-packages/torch/utils/data/_utils/worker.py", line 9 in _worker_loop
+  File "{folder}/script.py", line 2 in <module>
+"""
+# Since Python 3.14, for a crash.
+IN_C = """
+Current thread's C stack trace (most recent call first):
+  Binary file "/usr/bin/python", at _Py_DumpStack+0x31 [0x5d]
+"""
+
+
+def test_the_users_line_in_the_stacks_of_a_process(tmp_path, monkeypatch) -> None:
+    for name in ("mine.py", "script.py"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    dump = DUMP.format(folder=tmp_path)
+    for text in (dump, dump + IN_C):
+        assert own_code.innermost(own_code.main_thread(text)) == "mine.py, line 7, in __getitem__"
+    # A worker that is idle has only inherited the line of the script.
+    idle = [line for line in dump.splitlines() if "mine.py" not in line]
+    assert own_code.innermost(own_code.main_thread("\n".join(idle))) == ""
+    assert own_code.main_thread("") == []

@@ -56,6 +56,34 @@ def test_the_position_counts_when_iter_is_called():
     assert all(key.epoch == 1 for keys in sampler for key in keys)
 
 
+class Batches:
+    """A user's batch sampler, whose batches have several sizes."""
+
+    def order(self, seed, epoch):
+        order = np.empty(10, object)
+        order[:] = [(number, number + 20)[: 1 + number % 2] for number in range(10)]
+        return order
+
+    def reached(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "options"),
+    [(40, 4, {}), (40, 4, {"shuffle": False}), (10, 1, {"dataset": Batches(), "batched": True})],
+)
+def test_the_samples_of_the_batch_that_is_trained_on(size, batch, options):
+    """Loaders fetch batches early; what counts is the position of the training."""
+    for sampler in train_batches(size, batch, 2, position := TrainPosition(1), **options):
+        assert sampler.current() == []
+        position.consumed = 2 * batch
+        batches = [[key.index for key in keys] for keys in sampler]
+        for each in batches:
+            assert sampler.current() == each
+            position.consumed += 2 * batch
+        assert len(batches) == 4 and sampler.current() == []
+
+
 def test_too_few_samples_for_one_global_batch():
     with pytest.raises(UserError, match=r"10 training samples.*4 x 3 = 12") as error:
         train_batches(10, 4, 3)

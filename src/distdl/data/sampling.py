@@ -139,8 +139,11 @@ class TrainBatches(Sampler[list[SampleKey]]):
 
     def current(self) -> list[Any]:
         """The samples of this rank's batch at `position`, the one that is trained on."""
+        if self._current is None:
+            return []
         first = self.position.consumed + self.rank * self.batch_size
-        return [] if self._current is None else self._current[first:][: self.batch_size].tolist()
+        rows = self._current[first : first + self.batch_size].tolist()
+        return list(rows[0]) if self.batched and rows else rows
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         if not self.shuffle:

@@ -107,8 +107,7 @@ class Watchdog:
                 "limit": self.timeout or STEP_S,
             }
         )
-        self.peers.pulse = pulse = self._pulse()
-        self._tell(pulse)
+        self._announce()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def join(self, ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -117,6 +116,7 @@ class Watchdog:
             local = [int(each["pid"]) for each in ranks if each["host"] == self._host]
             # With ranks on other hosts, those miss the stopped ones of this host.
             self._pids = local if len(local) == len(ranks) else []
+            self._announce()
             self.peers.start()
 
     def stop(self) -> None:
@@ -153,13 +153,17 @@ class Watchdog:
             if self.heartbeat.beats != self._beats or works:
                 self._beats, self._progress = self.heartbeat.beats, now
             self._looked, self._used = now, used
-            pulse = self._pulse()
-            self.peers.pulse = pulse
-            self._tell(pulse)
+            pulse = self._announce()
             limit = pulse["limit"]
             late = limit is not None and pulse["age"] > limit and not self.peers.excuse(limit)
             if (late or self.peers.hang) and not self._stop.is_set():
                 self._hang()
+
+    def _announce(self) -> dict[str, Any]:
+        """Tells the monitor and the other ranks what this rank is doing."""
+        self.peers.pulse = pulse = self._pulse()
+        self._tell(pulse)
+        return pulse
 
     def _pulse(self) -> dict[str, Any]:
         """What this rank is doing."""

@@ -1,0 +1,54 @@
+"""A disk and a control group that are soon full. A test is skipped where there can be none."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import until
+
+GROUPS = Path("/sys/fs/cgroup")
+MEMORY = 64 << 20  # bytes
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """2 MiB."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "distdl-test", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {done.stderr}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def little_memory() -> Iterator[Path]:
+    """A control group of MEMORY bytes: below that of this process, or with version 2 beside it,
+    since there a group with processes has no other groups."""
+    rows = [line.split(":") for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    version_1 = next((path for _, names, path in rows if "memory" in names.split(",")), None)
+    version_2 = next((path for number, _, path in rows if number == "0"), "/")
+    if version_1 is not None:
+        parent, limit = GROUPS / f"memory{version_1}", "memory.limit_in_bytes"
+    else:
+        parent, limit = (GROUPS / version_2.lstrip("/")).parent, "memory.max"
+    group = parent / f"distdl-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(MEMORY))
+    except OSError as error:
+        if group.exists():
+            group.rmdir()
+        pytest.skip(f"no control group can be made: {error}")
+    try:
+        yield group
+    finally:
+        until(lambda: not (group / "cgroup.procs").read_text(), 10)
+        group.rmdir()
