@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from distdl.health import heartbeat
-from distdl.health.heartbeat import PHASES, Heartbeat
+from distdl.health.heartbeat import PHASES, RankHeartbeat
 
 ROWS, BATCHES = 2, 3
 EVALUATIONS = ("validation", "test", "predict")
@@ -81,7 +81,7 @@ class Net(LightningModule):
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory) -> SimpleNamespace:
     """A training of two epochs, a test and a prediction."""
-    beats, actions = Heartbeat(), list[str]()
+    beats, actions = RankHeartbeat(), list[str]()
     enter = beats.enter
     beats.enter = lambda action: actions.append(action) or enter(action)  # type: ignore[method-assign]
     net = Net(lambda: (heartbeat.read(beats.file.fileno()), beats.facts()))
@@ -132,7 +132,7 @@ def test_the_monitor_reads_what_the_rank_is_doing(followed) -> None:
 
 
 def test_before_a_trainer_there_is_only_the_phase() -> None:
-    beats = Heartbeat()
+    beats = RankHeartbeat()
     for action in ("prepare_data", "[Callback]Mine.on_exception", "something new"):
         beats.enter(action)
     expected = {"phase": "prepare_data", "action": "something new"}
@@ -155,7 +155,7 @@ def test_before_a_trainer_there_is_only_the_phase() -> None:
     ],
 )
 def test_what_belongs_to_a_step(actions: str, inside: bool) -> None:
-    beats = Heartbeat()
+    beats = RankHeartbeat()
     for action in actions.split():
         beats.enter(action)
     assert beats.in_step is inside

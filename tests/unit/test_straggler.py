@@ -19,7 +19,7 @@ from distdl.health.heartbeat import (
     FORWARD,
     OPTIMIZER,
     PHASES,
-    Heartbeat,
+    RankHeartbeat,
 )
 from distdl.ranks.environment import Environment
 
@@ -242,7 +242,9 @@ def test_rank_0_warns_of_what_it_has_seen_twice_in_a_row_and_only_once(monkeypat
     store, warned = dist.HashStore(), list[str]()
     ranks = [
         peers.Peers(
-            Environment("local", rank, 2), Heartbeat(), lambda verdict: warned.append(verdict.phase)
+            Environment("local", rank, 2),
+            RankHeartbeat(),
+            lambda verdict: warned.append(verdict.phase),
         )
         for rank in (0, 1)
     ]
@@ -259,7 +261,7 @@ def test_rank_0_warns_of_what_it_has_seen_twice_in_a_row_and_only_once(monkeypat
 
 
 def test_the_heartbeat_gives_the_steps() -> None:
-    heartbeat = Heartbeat()
+    heartbeat = RankHeartbeat()
     for _ in range(3):
         for name in ("train_dataloader_next", "batch_to_device", "on_train_batch_start"):
             heartbeat.enter(f"[X]Y.{name}")

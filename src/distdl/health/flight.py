@@ -16,7 +16,7 @@ GLOO, NCCL = "_dump_fr_trace_json", "_dump_nccl_trace_json"  # torch's recorder 
 CAPACITY = "512"  # collectives; the newest ones are kept, and reading them takes 10 ms
 
 
-class Collective(NamedTuple):
+class StartedCollective(NamedTuple):
     """A collective that this rank has started, on its host's clock (`created`: nanoseconds since
     1970). `sizes` are the shapes of its inputs."""
 
@@ -43,18 +43,18 @@ def waits_in(file: str, line: int) -> bool:
     return "/torch/" in file or ".wait(" in linecache.getline(file, line)
 
 
-def collectives(*recorders: str) -> list[Collective]:
+def collectives(*recorders: str) -> list[StartedCollective]:
     """Those recorded, the oldest first; empty without a process group. Safe in any thread."""
     return sorted(_recorded(recorders or (GLOO, NCCL)))
 
 
-def _recorded(recorders: tuple[str, ...]) -> Iterator[Collective]:
+def _recorded(recorders: tuple[str, ...]) -> Iterator[StartedCollective]:
     from torch._C import _distributed_c10d as c10d
 
     for name in recorders:
         with suppress(AttributeError, RuntimeError, ValueError):  # of another version or backend
             for each in json.loads(getattr(c10d, name)()).get("entries") or ():
-                yield Collective(
+                yield StartedCollective(
                     created=int(each["time_created_ns"]),
                     number=int(each["record_id"]),
                     name=str(each["profiling_name"]).rpartition(":")[2],

@@ -76,7 +76,7 @@ def read(file: int) -> dict[str, Any]:
     return {"phase": PHASES[phase], "action": names.get(action, ""), **known}
 
 
-class Heartbeat:
+class RankHeartbeat:
     """Counts what a rank does. Its main thread writes, and the watchdog's thread reads. So does the
     monitor (`file`), which then knows it to the moment at which the rank was killed."""
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from distdl.health import flight, straggler
-from distdl.health.heartbeat import Heartbeat
+from distdl.health.heartbeat import RankHeartbeat
 from distdl.ranks.environment import Environment
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class Peers:
     def __init__(
         self,
         environment: Environment,
-        heartbeat: Heartbeat,
-        on_straggler: Callable[[straggler.Verdict], None],
+        heartbeat: RankHeartbeat,
+        on_straggler: Callable[[straggler.Slowdown], None],
     ) -> None:
         self.environment, self.heartbeat = environment, heartbeat
         self.on_straggler = on_straggler
@@ -48,7 +48,7 @@ class Peers:
         self.pulse: Mapping[str, Any] = {}  # of this rank, to publish
         self._heard: dict[int, tuple[int, float]] = {}
         self._exchanged = time.monotonic()
-        self._verdict: straggler.Verdict | None = None
+        self._verdict: straggler.Slowdown | None = None
         self._warned: tuple[Any, ...] = ()
         self._stop = threading.Event()
 

@@ -1,7 +1,7 @@
 """Ends a rank that makes no progress, and says what it was doing.
 
 A thread of each rank looks twice a second whether the main thread has begun anything new
-(`Heartbeat`), and tells the rank's monitor, a process of its own, and the other ranks by their
+(`RankHeartbeat`), and tells the rank's monitor, a process of its own, and the other ranks by their
 common store. When one rank has made no progress for too long, all of them write what they were
 doing, and end with exit code 70.
 
@@ -34,9 +34,9 @@ import psutil
 
 from distdl.config.own_code import innermost, main_thread
 from distdl.health import flight, machine, sights
-from distdl.health.heartbeat import OPTIMIZER, PREPARE, Heartbeat
+from distdl.health.heartbeat import OPTIMIZER, PREPARE, RankHeartbeat
 from distdl.health.peers import Peers
-from distdl.health.straggler import Verdict
+from distdl.health.straggler import Slowdown
 from distdl.job import EXIT_HUNG
 from distdl.ranks.environment import Environment
 from distdl.runs.directory import Attempt
@@ -71,7 +71,7 @@ class Watchdog:
         self, attempt: Attempt, environment: Environment, timeout: float | None = None
     ) -> None:
         self.attempt, self.environment, self.timeout = attempt, environment, timeout
-        self.heartbeat = Heartbeat()
+        self.heartbeat = RankHeartbeat()
         self.peers = Peers(environment, self.heartbeat, self._report_straggler)
         self._main = threading.main_thread().ident or 0
         self._host = socket.gethostname()
@@ -139,7 +139,7 @@ class Watchdog:
         sights.write(self.attempt.path, sight)
         return {key: sight[key] for key in ("step", "enqueued") if sight.get(key) is not None}
 
-    def _report_straggler(self, verdict: Verdict) -> None:
+    def _report_straggler(self, verdict: Slowdown) -> None:
         log.warning("%s", verdict.sentence)
         self.attempt.update(straggler=verdict.sentence)
 
@@ -188,7 +188,7 @@ class Watchdog:
             **self.heartbeat.facts(),
         }
 
-    def _waits_for(self, innermost: Iterable[FrameType]) -> list[flight.Collective]:
+    def _waits_for(self, innermost: Iterable[FrameType]) -> list[flight.StartedCollective]:
         """The collectives that this rank waits in, the oldest first."""
         if not any(flight.waits_in(f.f_code.co_filename, f.f_lineno) for f in innermost):
             return []  # those that it has started are under way while it does something else

@@ -23,7 +23,7 @@ from distdl.runs.directory import RunDirectory, shown
 from distdl.serving import formats, model_folder, registry
 from distdl.serving.scorer import Scorer
 from distdl.tracking.outbox import Outbox
-from distdl.util.errors import Unfinished
+from distdl.util.errors import Unfinished, UserError
 from distdl.util.redact import redact
 from distdl.worker.build import make
 
