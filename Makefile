@@ -43,6 +43,12 @@ servers: .servers/azmlinfsrv  ## what the cluster tests need (Debian or Ubuntu, 
 	$(BIN)/uv pip install --quiet --python $@/bin/python azureml-inference-server-http==1.5.1 azure-monitor-opentelemetry
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/tests.pth
 
+# What benchmarks/straggler.py compares distdl with. Its last line lets it find distdl and torch.
+.servers/traceml: $(READY)
+	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
+	$(BIN)/uv pip install --quiet --python $@/bin/python traceml-ai==0.5.0
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/distdl.pth
+
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+GLOO, NCCL = "_dump_fr_trace_json", "_dump_nccl_trace_json"  # torch's recorder of each
 CAPACITY = "512"  # collectives; the newest ones are kept, and reading them takes 10 ms
 
 
@@ -42,15 +43,15 @@ def waits_in(file: str, line: int) -> bool:
     return "/torch/" in file or ".wait(" in linecache.getline(file, line)
 
 
-def collectives() -> list[Collective]:
+def collectives(*recorders: str) -> list[Collective]:
     """Those recorded, the oldest first; empty without a process group. Safe in any thread."""
-    return sorted(_recorded())
+    return sorted(_recorded(recorders or (GLOO, NCCL)))
 
 
-def _recorded() -> Iterator[Collective]:
+def _recorded(recorders: tuple[str, ...]) -> Iterator[Collective]:
     from torch._C import _distributed_c10d as c10d
 
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+    for name in recorders:
         with suppress(AttributeError, RuntimeError, ValueError):  # of another version or backend
             for each in json.loads(getattr(c10d, name)()).get("entries") or ():
                 yield Collective(

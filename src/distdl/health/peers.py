@@ -39,7 +39,7 @@ class Peers:
         self,
         environment: Environment,
         heartbeat: Heartbeat,
-        on_straggler: Callable[[straggler.Verdict], None],
+        on_straggler: Callable[[straggler.Straggler], None],
     ) -> None:
         self.environment, self.heartbeat = environment, heartbeat
         self.on_straggler = on_straggler
@@ -48,7 +48,8 @@ class Peers:
         self.pulse: Mapping[str, Any] = {}  # of this rank, to publish
         self._heard: dict[int, tuple[int, float]] = {}
         self._exchanged = time.monotonic()
-        self._verdict: straggler.Verdict | None = None
+        self._verdict: straggler.Straggler | None = None
+        self._warned: tuple[Any, ...] = ()
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -100,14 +101,17 @@ class Peers:
             return
         self._exchanged = now
         self.heartbeat.steps.clear()
-        times = [each.created for each in flight.collectives()]
+        # On a GPU nobody waits where a collective is started.
+        times = [each.created for each in flight.collectives(flight.GLOO)]
         mine = {**straggler.record(steps, times), "rank": self.environment.rank}
         mine["host"] = self.pulse["host"]
         store.set(f"{PREFIX}/steps/{self.environment.rank}", json.dumps(mine))
         if self.environment.rank == 0:
             verdict = straggler.verdict([*self._read(store, "steps").values()])
             before, self._verdict = self._verdict, verdict
-            if verdict and (before is None or verdict[:2] != before[:2]):
+            # Twice in a row, since another program may use a rank's core for some seconds.
+            if verdict and before and verdict[:2] == before[:2] != self._warned:
+                self._warned = verdict[:2]
                 self.on_straggler(verdict)
 
     def _read(self, store: Any, kind: str) -> dict[int, dict[str, Any]]:

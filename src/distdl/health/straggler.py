@@ -44,7 +44,7 @@ _Count = Annotated[int, Field(ge=0, strict=True)]
 _Milliseconds = Annotated[FiniteFloat, Field(ge=0, le=1e8)]
 
 
-class Verdict(NamedTuple):
+class Straggler(NamedTuple):
     """What slows the job down.
 
     Args:
@@ -123,7 +123,7 @@ def _usual(times: Sequence[float]) -> float:
     return sum(usual) * len(times) / max(len(usual), 1)
 
 
-def verdict(records: Iterable[Any]) -> Verdict | None:
+def verdict(records: Iterable[Any]) -> Straggler | None:
     """What slows the job down, if anything does.
 
     Args:
@@ -144,7 +144,7 @@ def verdict(records: Iterable[Any]) -> Verdict | None:
             f"the link between the ranks is slow: {link_ms:.0f} ms of a step of {step_ms:.0f} ms "
             "pass after the last rank has started its last collective"
         )
-        return Verdict(None, "link", link_ms, step_ms, sentence)
+        return Straggler(None, "link", link_ms, step_ms, sentence)
     if slow_ms < max(LEAST_MS, LEAST_SHARE * step_ms):
         return None
     rank, phase = slowest
@@ -152,7 +152,7 @@ def verdict(records: Iterable[Any]) -> Verdict | None:
         f"rank {rank} ({ranks[rank].host}) is slow: {WORDS[phase]} takes {slow_ms:.0f} ms longer "
         f"than on the other ranks, in a step of {step_ms:.0f} ms"
     )
-    return Verdict(rank, phase, slow_ms, step_ms, sentence)
+    return Straggler(rank, phase, slow_ms, step_ms, sentence)
 
 
 def _read(value: Any) -> _Record | None:

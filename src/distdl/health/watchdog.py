@@ -36,7 +36,7 @@ from distdl.config.own_code import LINE, user_line
 from distdl.health import flight, machine, sights
 from distdl.health.heartbeat import OPTIMIZER, PREPARE, Heartbeat
 from distdl.health.peers import Peers
-from distdl.health.straggler import Verdict
+from distdl.health.straggler import Straggler
 from distdl.job import EXIT_HUNG
 from distdl.ranks.environment import Environment
 from distdl.runs.directory import Attempt
@@ -137,7 +137,7 @@ class Watchdog:
         sights.write(self.attempt.path, sight)
         return {key: sight[key] for key in ("step", "enqueued") if sight.get(key) is not None}
 
-    def _report_straggler(self, verdict: Verdict) -> None:
+    def _report_straggler(self, verdict: Straggler) -> None:
         log.warning("%s", verdict.sentence)
         self.attempt.update(straggler=verdict.sentence)
 
