@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import importlib
+import json
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from benchmarks import (
     run,
     runs,
     startup,
+    straggler,
     table,
     tracking,
     traffic,
@@ -266,6 +268,32 @@ def test_both_arms_of_the_tracking_benchmark_stop_before_each_block(monkeypatch,
     assert len(stops) == total and stops[-1] == 0
     tracking.lightning(str(tmp_path), f"sqlite:///{tmp_path}/mlflow.db", str(total))
     assert stops[total:] == stops[:total]
+
+
+SLOW, LINK = "rank 1 (a) is slow: the forward takes 49 ms longer", "the link between the ranks is "
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "log", "right"),
+    [
+        ("forward", SLOW, f"12:00 WARNING {SLOW}", True),
+        ("forward", SLOW, f"{SLOW}\nrank 0 (a) is slow: fetching data takes 9 ms longer", False),
+        ("data", SLOW, SLOW, False),
+        ("forward", None, "", False),
+        ("link", LINK + "slow: 42 ms of a step of 71 ms", "", True),
+        ("", None, "", True),
+        ("", None, SLOW, False),
+    ],
+)
+def test_a_verdict_is_right_if_nothing_else_is_said(part, status, log, right, tmp_path) -> None:
+    slow = straggler.create(tmp_path, part, 1, batch_norm=True)
+    (slow.path / "attempts/001/status.json").write_text(json.dumps({"straggler": status}))
+    (slow.path / "attempts/001/logs").mkdir(exist_ok=True)
+    (slow.path / "attempts/001/logs/rank_0.log").write_text(log)
+    straggler.read(slow)
+    assert slow.right == right
+    page = straggler.Verdicts([slow, slow]).markdown()
+    assert f"| {part or 'none (undisturbed)'} | {2 * right} of 2" in page and "not run" in page
 
 
 def test_small_parts(monkeypatch) -> None:
