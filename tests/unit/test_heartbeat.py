@@ -91,7 +91,7 @@ def followed(tmp_path_factory) -> SimpleNamespace:
     beats.watch(trainer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loader = DataLoader(TensorDataset(torch.ones(ROWS * BATCHES, 2)), ROWS)
+        loader = DataLoader(TensorDataset(torch.ones(ROWS * BATCHES, 2)), batch_size=ROWS)
         trainer.fit(net, loader, loader)
         steps = [*beats.steps]
         trainer.test(net, loader, verbose=False)
