@@ -1,7 +1,7 @@
 """What a rank is doing: its phase, and how long each phase of the last steps took.
 
 Lightning gives a name to everything that it does, and passes it to the Trainer's profiler. Reading
-these names takes well under a microsecond each, so that the heartbeat costs no step.
+these names takes less than a microsecond each, some tens of them per step.
 """
 
 from __future__ import annotations
