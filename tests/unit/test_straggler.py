@@ -239,6 +239,8 @@ def test_a_damaged_record_is_ignored(damaged: Any) -> None:
 
 def test_rank_0_warns_of_what_it_has_seen_twice_in_a_row_and_only_once(monkeypatch) -> None:
     monkeypatch.setattr(peers, "EXCHANGE_S", 0.0)
+    # The recorder is the process's: it may hold collectives of earlier tests.
+    monkeypatch.setattr(peers.flight, "collectives", lambda *recorders: [])
     store, warned = dist.HashStore(), list[str]()
     ranks = [
         peers.Peers(
