@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from distdl.health import flight, straggler
-from distdl.health.heartbeat import RankHeartbeat
+from distdl.health.heartbeat import KEPT, RankHeartbeat
 from distdl.ranks.environment import Environment
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Peers:
         self.hang = False  # of any rank
         self.pulse: Mapping[str, Any] = {}  # of this rank, to publish
         self._heard: dict[int, tuple[int, float]] = {}
-        self._exchanged = time.monotonic()
+        self._exchanged, self._count = time.monotonic(), 0  # the last exchange, and steps until it
         self._verdict: straggler.Slowdown | None = None
         self._warned: tuple[Any, ...] = ()
         self._stop = threading.Event()
@@ -98,11 +98,16 @@ class Peers:
 
     def _exchange(self, store: Any) -> None:
         """Publishes how long this rank's steps take; rank 0 compares them."""
-        now, steps = time.monotonic(), [*self.heartbeat.steps]
-        if now - self._exchanged < EXCHANGE_S or len(steps) < straggler.STEPS:
+        heartbeat, steps = self.heartbeat, [*self.heartbeat.steps]
+        passed = time.monotonic() - self._exchanged
+        # Timing costs time: no more steps than are kept are timed, the last ones.
+        rate = (heartbeat.count - self._count) / passed
+        heartbeat.timing = (EXCHANGE_S - passed) * rate < KEPT
+        if passed < EXCHANGE_S or len(steps) < straggler.STEPS:
             return
-        self._exchanged = now
-        self.heartbeat.steps.clear()
+        self._exchanged, self._count = time.monotonic(), heartbeat.count
+        heartbeat.timing = False
+        heartbeat.steps.clear()
         # On a GPU nobody waits where a collective is started.
         times = [each.created for each in flight.collectives(flight.GLOO)]
         mine = {**straggler.record(steps, times), "rank": self.environment.rank}

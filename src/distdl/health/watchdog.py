@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 TICK = 0.5  # seconds between two looks
 AWAY = 5.0  # a longer time without a look: this process, or the machine, was stopped
 STEP_S = 600.0  # the limit in a step, until STEPS of them were timed
-FLOOR_S, FACTOR, STEPS = 300.0, 30, 20  # then it is FACTOR times the longest step
+FLOOR_S, FACTOR, STEPS = 300.0, 30, 20  # then it is FACTOR times the longest wait in a step
 LONG_S = 1800.0  # the limit elsewhere, and of a compilation: that of the process group
 BUSY = 0.02  # of a core: elsewhere, a process that uses more makes progress
 OTHERS_S = 2.5  # for the other ranks to write what they were doing
@@ -78,6 +78,7 @@ class Watchdog:
         self._pids = [os.getpid()] if environment.world_size == 1 else []  # unknown yet
         self._stop, self._kills = threading.Event(), machine.oom_kills(os.getpid())
         self._beats = self._number = 0
+        self._longest = 0.0  # seconds without progress in a step that then went on
         self._progress = self._looked = time.monotonic()
         self._used = time.process_time()
 
@@ -151,6 +152,8 @@ class Watchdog:
             patient = not self.heartbeat.in_step
             works = patient and used - self._used > BUSY * (now - self._looked)
             if self.heartbeat.beats != self._beats or works:
+                if self.peers.pulse["in_step"] and self.peers.pulse["limit"]:
+                    self._longest = max(self._longest, now - self._progress)
                 self._beats, self._progress = self.heartbeat.beats, now
             self._looked, self._used = now, used
             pulse = self._announce()
@@ -172,6 +175,7 @@ class Watchdog:
         stack = ((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
         age = round(time.monotonic() - self._progress, 1)
         files = [frame.f_code.co_filename for frame in frames]
+        in_step = self.heartbeat.in_step and not any(map(COMPILERS.search, files))
         return {
             "rank": environment.rank,
             "host": self._host,
@@ -182,7 +186,8 @@ class Watchdog:
             "age": age,
             "number": self._number,
             "pids": self._pids,
-            "limit": self._limit(files),
+            "in_step": in_step,
+            "limit": self._limit(in_step, files),
             "waits": age > SOON and bool(self._waits_for(frames[:1])),
             "where": innermost(stack),
             **self.heartbeat.facts(),
@@ -201,17 +206,17 @@ class Watchdog:
             yield frame
             frame = frame.f_back
 
-    def _limit(self, files: Sequence[str]) -> float | None:
+    def _limit(self, in_step: bool, files: Sequence[str]) -> float | None:
         """Seconds without progress until this rank hangs; None: none. `files` are those of the main
         thread's frames."""
         heartbeat = self.heartbeat
         if heartbeat.phase == PREPARE or any(map(DEBUGGERS.search, files[:INNERMOST])):
             return None
-        if not heartbeat.in_step or any(map(COMPILERS.search, files)):
+        if not in_step:
             return max(LONG_S, self.timeout or 0)
         if self.timeout or heartbeat.count < STEPS or heartbeat.phase > OPTIMIZER:
             return self.timeout or STEP_S
-        return max(FLOOR_S, FACTOR * heartbeat.longest)
+        return max(FLOOR_S, FACTOR * self._longest)
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         assert self._monitor.stdin is not None
