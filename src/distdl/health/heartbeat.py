@@ -22,16 +22,17 @@ PHASES = (
 )
 SET_UP, PREPARE, DATA, COPY, FORWARD, BACKWARD, OPTIMIZER, CALLBACKS = range(8)
 VALIDATION, CHECKPOINT, END = range(8, 11)
-UNCHANGED, IGNORED = -1, -2  # as before; not even the action
-# The last part of an action's name -> the phase that begins with it.
+EVALUATIONS, PARTS = ("validation", "val", "test", "predict"), ("step", "next")
+# The last part of an action's name -> its phase.
 _BEGINS = {
     **dict.fromkeys(("setup", "configure_model", "on_fit_start"), SET_UP),
     "prepare_data": PREPARE,
     "train_dataloader_next": DATA,
     "batch_to_device": COPY,
     "training_step": FORWARD,
-    **dict.fromkeys(("backward", "on_before_backward"), BACKWARD),
-    **dict.fromkeys(("on_after_backward", "on_before_optimizer_step"), OPTIMIZER),
+    "backward": BACKWARD,
+    "on_after_backward": OPTIMIZER,
+    **dict.fromkeys((f"{each}_{part}" for each in EVALUATIONS for part in PARTS), VALIDATION),
     **dict.fromkeys(("save_checkpoint", "on_save_checkpoint"), CHECKPOINT),
     **dict.fromkeys(("teardown", "on_fit_end"), END),
 }
@@ -50,19 +51,16 @@ MARKS = 64  # phases of a step; a longer one, with a validation in it, is not ti
 StepTimes = tuple[tuple[int, int], ...]
 
 
-def phase_of(action: str) -> int:
-    """The phase that an action of Lightning's profiler begins, as an index of PHASES."""
+def phase_of(action: str) -> int | None:
+    """The phase that an action of Lightning's profiler belongs to, as an index of PHASES; None: to
+    the one of the action before it."""
     name = action.rpartition(".")[2]
     if name in _BEGINS:
         return _BEGINS[name]
-    if name == "on_exception":
-        return IGNORED  # the report of a failure says where it happened
     if name.startswith("on_train"):
         return CALLBACKS
     evaluates = name.startswith(("on_validation", "on_sanity", "on_test", "on_predict"))
-    if evaluates or name in ("validation_step", "test_step", "predict_step"):
-        return VALIDATION
-    return UNCHANGED
+    return VALIDATION if evaluates else None
 
 
 def read(file: int) -> dict[str, Any]:
@@ -89,10 +87,11 @@ class RankHeartbeat:
         self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self.file.write(struct.pack(FIELDS, 0, SET_UP, -1, -1, -1).ljust(NUMBERS))
         self._shared = memoryview(mmap.mmap(self.file.fileno(), NUMBERS)).cast("q")
-        self._names = ["start"]
-        self._known: dict[str, tuple[int, int]] = {}  # action -> number, phase
+        self._names, self._phases = ["start"], [SET_UP]  # of each action, by its number
+        self._known: dict[str, int] = {}  # action -> number; 0: belongs to the one before
         self._marks: deque[tuple[int, int]] = deque(maxlen=MARKS)
         self._trainer: Any = None
+        self._progress: tuple[Any, ...] = ()  # optimizer steps, epochs, and the epoch's batches
         self.enter = self._entering(None)
 
     def watch(self, trainer: Any) -> None:
@@ -103,6 +102,12 @@ class RankHeartbeat:
         else:
             profiler.profile = self._announcing(profiler.profile)
             profiler.start = self._announcing(profiler.start)
+        with suppress(AttributeError):  # of another version of Lightning
+            loop = trainer.fit_loop.epoch_loop
+            steps = loop.automatic_optimization.optim_progress.optimizer.step.total
+            other = loop.manual_optimization.optim_step_progress.total
+            epochs, batches = trainer.fit_loop.epoch_progress.current, loop.batch_progress.current
+            self._progress = (steps, other, epochs, batches)
 
     def _announcing(self, method: Callable[[str], Any]) -> Callable[[str], Any]:
         def announced(action: str) -> Any:
@@ -113,25 +118,30 @@ class RankHeartbeat:
 
     def _entering(self, result: Any) -> Callable[[str], Any]:
         """`enter`, which returns `result`. A closure takes half the time of a method."""
-        known, shared = self._known, self._shared
+        known, phases, shared = self._known, self._phases, self._shared
 
         def enter(action: str) -> Any:
-            number, phase = known.get(action) or self._learn(action)
-            self.beats += 1
-            if phase != IGNORED:
+            number = known.get(action)
+            if number is None:
+                number = self._learn(action)
+            if number:
+                self.beats += 1
                 shared[0] = number
-                if phase != self.phase and phase != UNCHANGED:
-                    self._change(phase)
+                if phases[number] != self.phase:
+                    self._change(phases[number])
             return result
 
         return enter
 
-    def _learn(self, action: str) -> tuple[int, int]:
-        self._known[action] = known = (len(self._names), phase_of(action))
-        self._names.append(action)
-        with suppress(OSError):  # a full disk: the monitor then knows no name
-            self.file.write(f"{action}\n".encode())
-        return known
+    def _learn(self, action: str) -> int:
+        phase = phase_of(action)
+        number = self._known[action] = 0 if phase is None else len(self._names)
+        if phase is not None:
+            self._names.append(action)
+            self._phases.append(phase)
+            with suppress(OSError):  # a full disk: the monitor then knows no name
+                self.file.write(f"{action}\n".encode())
+        return number
 
     def _change(self, phase: int) -> None:
         self.phase = self._shared[1] = phase
@@ -151,10 +161,10 @@ class RankHeartbeat:
             self._marks.append(mark)
 
     def _share_progress(self) -> None:
-        trainer, shared = self._trainer, self._shared
-        with suppress(Exception):  # in any state of the loop
-            shared[4] = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            shared[2], shared[3] = trainer.global_step, trainer.current_epoch
+        if self._progress:  # read directly: Trainer.global_step takes ten times as long
+            automatic, manual, epoch, batch = self._progress
+            self._shared[2] = automatic.completed + manual.completed
+            self._shared[3], self._shared[4] = epoch.completed, batch.ready
 
     @property
     def action(self) -> str:
