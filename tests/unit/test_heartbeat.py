@@ -17,6 +17,10 @@ from distdl.health.heartbeat import PHASES, RankHeartbeat
 from distdl.worker.build import Unprofiled
 
 ROWS, BATCHES = 2, 3
+STEP = (
+    *("train_dataloader_next", "[Strategy]DDP.on_train_batch_start", "training_step"),
+    "[LightningModule]Net.on_train_batch_end",
+)
 EVALUATIONS = ("validation", "test", "predict")
 # The last parts of the actions' names, by the phase that they begin.
 ACTIONS = {
@@ -140,11 +144,11 @@ def test_the_monitor_reads_what_the_rank_is_doing(followed) -> None:
 def test_steps_are_timed_only_while_they_are_compared() -> None:
     beats, profiler = RankHeartbeat(), Unprofiled()
     beats.watch(SimpleNamespace(profiler=profiler, state=SimpleNamespace(fn=None)))
-    for beats.timing in (False, True, True, False, False):
-        for name in ("train_dataloader_next", "training_step", "on_train_batch_end"):
+    for beats.timing in (False, True, True, False, True, True):
+        for name in STEP:
             with profiler.profile(name):
                 assert beats.facts()["action"] == name
-    assert (beats.count, beats.beats, len(beats.steps)) == (5, 15, 2)
+    assert (beats.count, beats.beats, len(beats.steps)) == (6, 24, 2)
 
 
 def test_before_a_trainer_there_is_only_the_phase() -> None:

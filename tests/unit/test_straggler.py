@@ -267,10 +267,10 @@ def test_the_heartbeat_gives_the_steps() -> None:
     heartbeat.timing = True
     for _ in range(3):
         for name in ("train_dataloader_next", "batch_to_device", "on_train_batch_start"):
-            heartbeat.enter(f"[X]Y.{name}")
+            heartbeat.enter(f"[Strategy]Y.{name}")
         for name in ("training_step", "backward", "on_after_backward", "on_train_batch_end"):
-            heartbeat.enter(f"[X]Y.{name}")
-    heartbeat.enter("[X]Y.on_validation_start")
+            heartbeat.enter(f"[LightningModule]Y.{name}")
+    heartbeat.enter("[LightningModule]Y.on_validation_start")
     assert len(heartbeat.steps) == 2
     row = straggler.record([*heartbeat.steps], [])
     names = [part[0] for part in row["parts"]]

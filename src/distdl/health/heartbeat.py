@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 import tempfile
 import time
@@ -40,9 +41,13 @@ _BEGINS = {
 IN_STEP = ("_step", "_batch_start", "_batch_end", "_next", "zero_grad")
 KEPT = 512  # steps
 MOST = 64  # samples of a batch in a report
-# A heartbeat's file: memory shared with the monitor, with the numbers of the action, phase, step,
-# epoch and batch (-1: unknown). Then follows a line for each action.
-FIELDS, NUMBERS = "5q", 64  # bytes
+# A heartbeat's file: memory shared with the monitor, with the numbers of the action, step, epoch
+# and batch (-1: unknown). Then follows a line for each action.
+FIELDS, NUMBERS = "4q", 64  # bytes
+# The actions with which a batch begins and ends, once each.
+MOMENTS = re.compile(
+    r"^\[Strategy\].*\.on_train_batch_start$|^\[LightningModule\].*\.on_train_batch_end$"
+)
 
 MARKS = 64  # phases of a step; a longer one, with a validation in it, is not timed
 
@@ -66,30 +71,35 @@ def phase_of(action: str) -> int | None:
 def read(file: int) -> dict[str, Any]:
     """What a rank does, or did last, by the number of its heartbeat's open file."""
     data = os.pread(file, 1 << 20, 0)
-    action, phase, *counts = struct.unpack_from(FIELDS, data)
+    number, *counts = struct.unpack_from(FIELDS, data)
     names = dict(enumerate(["start", *data[NUMBERS:].decode(errors="replace").splitlines()]))
+    action = names.get(number, "")
     progress = dict(zip(("step", "epoch", "batch"), counts, strict=True))
     known = {name: count for name, count in progress.items() if count >= 0}
-    return {"phase": PHASES[phase], "action": names.get(action, ""), **known}
+    return {"phase": PHASES[phase_of(action) or SET_UP], "action": action, **known}
 
 
 class RankHeartbeat:
     """Counts what a rank does. Its main thread writes, and the watchdog's thread reads. So does the
     monitor (`file`), which then knows it to the moment at which the rank was killed.
 
-    `enter(action)` is called at the beginning of each action, about 40 times per step.
+    `enter(action)` is called at the beginning of each action, about 40 times per step, and mostly
+    with cold caches: what it touches is what it costs.
     """
 
     def __init__(self) -> None:
-        self.beats, self.phase, self.count = 0, SET_UP, 0  # actions; phase; training steps
-        self.timing = False  # whether the next steps are added to `steps`
+        self.beats = 0  # actions so far
+        self.timing = False  # whether steps are added to `steps` now
         self.steps: deque[StepTimes] = deque(maxlen=KEPT)
         self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        self.file.write(struct.pack(FIELDS, 0, SET_UP, -1, -1, -1).ljust(NUMBERS))
+        self.file.write(struct.pack(FIELDS, 0, -1, -1, -1).ljust(NUMBERS))
         self._shared = memoryview(mmap.mmap(self.file.fileno(), NUMBERS)).cast("q")
         self._names, self._phases = ["start"], [SET_UP]  # of each action, by its number
-        self._known: dict[str, int] = {}  # action -> number; 0: belongs to the one before
+        # Action -> number; 0: it belongs to the one before; negative: progress is shared there.
+        self._known: dict[str, int] = {}
+        self._shares = 0  # of progress, twice per step
         self._marks: deque[tuple[int, int]] = deque(maxlen=MARKS)
+        self._marked = 0  # the steps before `_marks`
         self._trainer: Any = None
         self._progress: tuple[Any, ...] = ()  # optimizer steps, epochs, and the epoch's batches
         self.enter = self._entering(None)
@@ -118,7 +128,7 @@ class RankHeartbeat:
 
     def _entering(self, result: Any) -> Callable[[str], Any]:
         """`enter`, which returns `result`. A closure takes half the time of a method."""
-        known, phases, shared = self._known, self._phases, self._shared
+        known, shared = self._known, self._shared
 
         def enter(action: str) -> Any:
             number = known.get(action)
@@ -126,49 +136,61 @@ class RankHeartbeat:
                 number = self._learn(action)
             if number:
                 self.beats += 1
+                if number < 0:
+                    number = -number
+                    self._share_progress(number)
                 shared[0] = number
-                if phases[number] != self.phase:
-                    self._change(phases[number])
+                if self.timing:
+                    self._mark(number)
             return result
 
         return enter
 
     def _learn(self, action: str) -> int:
-        phase = phase_of(action)
-        number = self._known[action] = 0 if phase is None else len(self._names)
+        phase, number = phase_of(action), 0
         if phase is not None:
+            number = -len(self._names) if MOMENTS.search(action) else len(self._names)
             self._names.append(action)
             self._phases.append(phase)
             with suppress(OSError):  # a full disk: the monitor then knows no name
                 self.file.write(f"{action}\n".encode())
+        self._known[action] = number
         return number
 
-    def _change(self, phase: int) -> None:
-        self.phase = self._shared[1] = phase
-        if phase == CALLBACKS:  # at the beginning and the end of a step
-            self._share_progress()
-        if phase == DATA:
-            self._begin_step((DATA, time.time_ns()))
-        elif self._marks:
-            self._marks.append((phase, time.time_ns()))
-
-    def _begin_step(self, mark: tuple[int, int]) -> None:
-        self.count += 1
-        if self._marks and self._marks[0][0] == DATA:
-            self.steps.append((*self._marks, mark))
-        self._marks.clear()
-        if self.timing:
-            self._marks.append(mark)
-
-    def _share_progress(self) -> None:
+    def _share_progress(self, number: int) -> None:
+        if number == self._shared[0]:  # a profiler's `profile` may call its `start`
+            return
+        self._shares += 1
         if self._progress:  # read directly: Trainer.global_step takes ten times as long
             automatic, manual, epoch, batch = self._progress
-            self._shared[2] = automatic.completed + manual.completed
-            self._shared[3], self._shared[4] = epoch.completed, batch.ready
+            self._shared[1] = automatic.completed + manual.completed
+            self._shared[2], self._shared[3] = epoch.completed, batch.ready
+
+    def _mark(self, number: int) -> None:
+        phase, marks = self._phases[number], self._marks
+        if marks and marks[-1][0] == phase:
+            return
+        mark = (phase, time.time_ns())
+        if phase == DATA:
+            if marks and marks[0][0] == DATA and self.count == self._marked + 1:
+                self.steps.append((*marks, mark))
+            marks.clear()
+            self._marked = self.count
+        marks.append(mark)
+
+    @property
+    def count(self) -> int:
+        """Training steps so far."""
+        return self._shares // 2
 
     @property
     def action(self) -> str:
         return self._names[self._shared[0]]
+
+    @property
+    def phase(self) -> int:
+        """An index of PHASES."""
+        return self._phases[self._shared[0]]
 
     @property
     def in_step(self) -> bool:
