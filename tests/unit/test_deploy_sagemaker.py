@@ -153,8 +153,10 @@ def test_an_endpoint_of_somebody_else_is_left_alone(aws, models, deploy) -> None
     deploy(models[0])
     client = aws("sagemaker")
     config = client.describe_endpoint_config(EndpointConfigName=serving(aws))
-    theirs = {"EndpointConfigName": "theirs", "ProductionVariants": config["ProductionVariants"]}
-    client.create_endpoint_config(**theirs)
+    for name in ("flowers-v2", "theirs"):
+        variants = config["ProductionVariants"]
+        client.create_endpoint_config(EndpointConfigName=name, ProductionVariants=variants)
+    deploy(models[1])  # and flowers-v2, which only has a similar name, is not in the way
     client.update_endpoint(EndpointName="flowers", EndpointConfigName="theirs")
     for words in ([models[1]], ["--delete"], ["--rollback"]):
         assert "theirs, which distdl did not create" in deploy(*words, code=2).err
