@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -36,6 +35,7 @@ class Platform(Protocol):
     launcher: Any
     options: Namespace
     errors: Callable[[], AbstractContextManager[None]]  # turns the SDK's errors into UserErrors
+    done: str = "answers"  # what a deployment does when `deploy` has ended
 
     def __init__(self, launcher: Any, options: Namespace) -> None:
         self.launcher, self.options = launcher, options
@@ -67,10 +67,9 @@ class Platform(Protocol):
 
 def name_of(platform: Platform, folder: Path) -> str:
     """A deployment's name: the same for the same model on the same machines."""
-    options = platform.options
     model = [(folder / name).read_text() for name in ("model.json", "requirements.txt")]
-    machines = (options.instance_type, options.instances, options.image, platform.launcher)
-    return f"{options.name}-{digest(repr((model, machines)), 8)}"
+    settings = repr((model, platform.options, platform.launcher))
+    return f"{platform.options.name}-{digest(settings, 8)}"
 
 
 def render(platform: Platform, folder: Path) -> str:
@@ -84,7 +83,7 @@ def render(platform: Platform, folder: Path) -> str:
     return f"{text}# price per hour: {platform.price()}\n# nothing was sent"
 
 
-def deploy(platform: Platform, folder: Path, request: Path, expected: Mapping[str, Any]) -> None:
+def deploy(platform: Platform, folder: Path, request: Path, expected: Mapping[str, Any]) -> str:
     """Creates, tests, moves the traffic, and removes what is older than the one before.
 
     Args:
@@ -92,23 +91,23 @@ def deploy(platform: Platform, folder: Path, request: Path, expected: Mapping[st
         expected: The class and probability in this machine's answer.
     """
     name, existing = name_of(platform, folder), deployments(platform)
-    if not existing.get(name):
-        print(f"creating {name}, which takes some minutes; Ctrl-C removes it", file=sys.stderr)
-        try:
-            with ExitStack() as undo, platform.errors():
-                if name not in existing:
-                    undo.callback(platform.remove, name)
-                    platform.create(name, folder)
-                if not platform.options.batch:
-                    check(platform.ask(name, request), expected)
-                undo.pop_all()
-        except UserError as error:
-            raise NotDeployed(*error.problems) from error
-        platform.move(name)
-        for older, answers in existing.items():
-            if not answers and older != name:
-                platform.remove(older)
-    print(f"{name} answers")
+    if existing.get(name):
+        return f"{name} answers"
+    print(f"creating {name}, which takes some minutes; Ctrl-C removes it")
+    try:
+        with ExitStack() as undo, platform.errors():
+            if name not in existing:
+                undo.callback(platform.remove, name)
+                platform.create(name, folder)
+            if not platform.options.batch:
+                check(platform.ask(name, request), expected)
+            undo.pop_all()
+            platform.move(name)
+    except UserError as error:
+        raise NotDeployed(*error.problems) from error
+    for older in {key for key, answers in existing.items() if not answers} - {name}:
+        platform.remove(older)
+    return f"{name} {platform.done}"
 
 
 def deployments(platform: Platform) -> dict[str, bool]:
@@ -136,17 +135,17 @@ def check(answer: str, expected: Mapping[str, Any]) -> None:
     raise NotDeployed.at("the test request", what)
 
 
-def roll_back(platform: Platform) -> None:
+def roll_back(platform: Platform) -> str:
     """Moves the traffic to the deployment before."""
     others = [name for name, answers in deployments(platform).items() if not answers]
     if len(others) != 1:
         what = f"{platform.options.name} has {len(others) or 'no'} other models"
         raise UserError.at("--rollback", what, "deploy the model that should answer")
     platform.move(others[0])
-    print(f"{others[0]} answers")
+    return f"{others[0]} answers"
 
 
-def delete(platform: Platform) -> None:
+def delete(platform: Platform) -> str:
     """Deletes the endpoint, but no model that was uploaded."""
     platform.delete(deployments(platform))
-    print(f"{platform.options.name} was deleted")
+    return f"{platform.options.name} was deleted"

@@ -7,16 +7,13 @@ model and code, registers the environment, and waits.
 from __future__ import annotations
 
 import re
-import shutil
-import sys
-import tempfile
 from collections.abc import Iterable
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from distdl.launchers.azureml import cost, vm_sizes
-from distdl.launchers.azureml.client import azure_errors, quiet
+from distdl.launchers.azureml.client import azure_errors
 from distdl.launchers.azureml.submit import as_file
 from distdl.launchers.deploying import Platform
 from distdl.util.errors import UserError
@@ -30,7 +27,7 @@ class OnlineEndpoint(Platform):
     """A managed online endpoint in the workspace that the launcher's settings name."""
 
     kind, script, auth_mode = "online", "score.py", "key"
-    packages: tuple[str, ...] = ("azureml-inference-server-http==1.5.1",)
+    packages = ["azureml-inference-server-http==1.5.1"]
     default_type = "Standard_DS3_v2"
     errors = staticmethod(azure_errors)
 
@@ -39,21 +36,19 @@ class OnlineEndpoint(Platform):
         return getattr(self.launcher.connection().client, f"{self.kind}_{what}")
 
     def documents(self, name: str, folder: Path) -> dict[str, dict[str, Any]]:
-        lines = (folder / "requirements.txt").read_text().splitlines()
-        needed = [line for line in lines if not UNUSED.match(line)]
-        python = ["python=3.11", "pip", {"pip": [*needed, *self.packages]}]
-        conda = {"channels": ["conda-forge"], "dependencies": python}
+        lines, root = (folder / "requirements.txt").read_text().splitlines(), folder.resolve()
+        pip = [line for line in lines if not UNUSED.match(line)] + self.packages
+        conda = {"channels": ["conda-forge"], "dependencies": ["python=3.11", "pip", {"pip": pip}]}
         deployment = {
             "name": name,
             "endpoint_name": self.options.name,
-            "model": {"path": str(folder.resolve()), "type": "custom_model"},
+            "model": {"path": str(root), "type": "custom_model"},
             "environment": {"image": self.options.image or IMAGE, "conda_file": conda},
-            "code_configuration": {"code": ".", "scoring_script": self.script},
+            "code_configuration": {"code": str(root / "azureml"), "scoring_script": self.script},
             **self.size(),
         }
         endpoint = {"name": self.options.name, "auth_mode": self.auth_mode}
-        documents = {"endpoint": endpoint, "deployment": deployment}
-        self.load(documents)
+        self.load(documents := {"endpoint": endpoint, "deployment": deployment})
         return documents
 
     def load(self, documents: dict[str, dict[str, Any]]) -> list[Any]:
@@ -76,15 +71,12 @@ class OnlineEndpoint(Platform):
         about = f"{count} x {size.name}; list price, East US, {size.price_date}"
         return f"{cost.money(count * size.price_per_hour)} ({about}), twice with the one before"
 
-    def find(self) -> Any:
-        """The endpoint, None if there is none."""
+    def deployments(self) -> dict[str, bool]:
         from azure.core.exceptions import ResourceNotFoundError
 
-        with suppress(ResourceNotFoundError):
-            return self.operations("endpoints").get(self.options.name)
-
-    def deployments(self) -> dict[str, bool]:
-        if (endpoint := self.find()) is None:
+        try:
+            endpoint = self.operations("endpoints").get(self.options.name)
+        except ResourceNotFoundError:
             return {}
         listed = self.operations("deployments").list(self.options.name)
         ready = [each.name for each in listed if each.provisioning_state == "Succeeded"]
@@ -95,26 +87,18 @@ class OnlineEndpoint(Platform):
 
     def create(self, name: str, folder: Path) -> None:
         endpoint, deployment = self.load(self.documents(name, folder))
-        if self.find() is None:
-            self.finish("endpoints", "create_or_update", endpoint)
-        with tempfile.TemporaryDirectory() as code:
-            shutil.copy(folder / self.script, code)
-            deployment.code_configuration.code = code
-            self.finish("deployments", "create_or_update", deployment)
-
-    def finish(self, what: str, operation: str, *arguments: Any) -> None:
-        """Waits for one of the SDK's long operations, which prints dots."""
-        with quiet(), redirect_stdout(sys.stderr):
-            getattr(self.operations(what), f"begin_{operation}")(*arguments).result()
+        if not self.deployments():
+            self.operations("endpoints").begin_create_or_update(endpoint).result()
+        self.operations("deployments").begin_create_or_update(deployment).result()
 
     def ask(self, name: str, request: Path) -> str:
         invoke = self.operations("endpoints").invoke
         return str(invoke(self.options.name, request_file=request, deployment_name=name))
 
     def move(self, name: str) -> None:
-        endpoint = self.find()
+        endpoint = self.operations("endpoints").get(self.options.name)
         self.direct(endpoint, name)
-        self.finish("endpoints", "create_or_update", endpoint)
+        self.operations("endpoints").begin_create_or_update(endpoint).result()
 
     def direct(self, endpoint: Any, name: str) -> None:
         endpoint.traffic = {name: 100}
@@ -123,10 +107,10 @@ class OnlineEndpoint(Platform):
         from azure.core.exceptions import ResourceNotFoundError
 
         with suppress(ResourceNotFoundError):
-            self.finish("deployments", "delete", name, self.options.name)
+            self.operations("deployments").begin_delete(name, self.options.name).result()
 
     def delete(self, names: Iterable[str]) -> None:
-        self.finish("endpoints", "delete", self.options.name)
+        self.operations("endpoints").begin_delete(self.options.name).result()
 
 
 class BatchEndpoint(OnlineEndpoint):
@@ -135,7 +119,7 @@ class BatchEndpoint(OnlineEndpoint):
 
     kind, script, auth_mode = "batch", "batch_score.py", "aad_token"
     # Azure's examples also list azureml-dataset-runtime, which has no wheels for Python 3.11.
-    packages = ("azureml-core", "pandas")
+    packages = ["azureml-core", "pandas"]
 
     def size(self) -> dict[str, Any]:
         if not self.launcher.compute:

@@ -7,7 +7,6 @@ own; then `update_endpoint` moves the traffic (blue/green), and back if the new 
 from __future__ import annotations
 
 import secrets
-import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from distdl.launchers.common import did_you_mean, refuse
 from distdl.launchers.deploying import NotDeployed, Platform, is_ours
 from distdl.launchers.sagemaker.aws import aws_errors
 from distdl.launchers.sagemaker.sagemaker_settings import REQUIRED
-from distdl.launchers.sagemaker.uploads import pack
+from distdl.launchers.sagemaker.uploads import send
 from distdl.util.errors import Problem, UserError
 
 
@@ -46,8 +45,7 @@ class HostedEndpoint(Platform):
         if o.instance_type not in (known := service.shape_for(self.types).enum):
             remedy = did_you_mean(o.instance_type, known)
             raise UserError.at("--instance-type", f"there is no {o.instance_type}", remedy)
-        uri = f"s3://{s.bucket}/{self.key(name)}"
-        container = {"Image": o.image, "ModelDataUrl": uri}
+        container = {"Image": o.image, "ModelDataUrl": f"s3://{s.bucket}/{self.key(name)}"}
         model = {"ModelName": name, "PrimaryContainer": container, "ExecutionRoleArn": s.role}
         if s.subnets:
             model["VpcConfig"] = {"Subnets": s.subnets, "SecurityGroupIds": s.security_groups}
@@ -73,26 +71,19 @@ class HostedEndpoint(Platform):
     def price(self) -> str:
         return "not known to distdl: aws.amazon.com/sagemaker/ai/pricing"
 
-    def endpoint(self) -> dict[str, Any]:
-        """As SageMaker describes it; empty if there is none."""
-        name = self.options.name
-        listed = self.client.list_endpoints(NameContains=name, MaxResults=100)["Endpoints"]
-        exists = name in [each["EndpointName"] for each in listed]
-        return self.client.describe_endpoint(EndpointName=name) if exists else {}
-
     def deployments(self) -> dict[str, bool]:
-        name, endpoint = self.options.name, self.endpoint()
-        configs = self.client.list_endpoint_configs(NameContains=f"{name}-", MaxResults=100)
-        names = [each["EndpointConfigName"] for each in configs["EndpointConfigs"]]
+        name, pages = self.options.name, self.client.get_paginator
+        configs = pages("list_endpoint_configs").paginate(NameContains=f"{name}-")
+        names = configs.search("EndpointConfigs[].EndpointConfigName")
         states = {each: False for each in names if is_ours(each, name)}
-        if endpoint:
+        endpoints = pages("list_endpoints").paginate(NameContains=name)
+        if name in endpoints.search("Endpoints[].EndpointName"):
+            endpoint = self.client.describe_endpoint(EndpointName=name)
             states[endpoint["EndpointConfigName"]] = endpoint["EndpointStatus"] != "Failed"
         return states
 
     def create(self, name: str, folder: Path) -> None:
-        with tempfile.TemporaryDirectory() as temporary:
-            pack(folder, archive := Path(temporary) / "model.tar.gz")
-            self.launcher.aws("s3").upload_file(str(archive), self.launcher.bucket, self.key(name))
+        send(folder, self.launcher.aws("s3"), self.launcher.bucket, self.key(name))
         for operation, body in self.documents(name, folder).items():
             getattr(self.client, operation)(**body)
 
@@ -122,7 +113,8 @@ class HostedEndpoint(Platform):
             raise NotDeployed.at(endpoint, now.get("FailureReason", now["EndpointStatus"]), logs)
 
     def move(self, name: str) -> None:
-        change = self.client.update_endpoint if self.endpoint() else self.client.create_endpoint
+        exists = any(self.deployments().values())
+        change = self.client.update_endpoint if exists else self.client.create_endpoint
         change(EndpointName=self.options.name, EndpointConfigName=name)
         self.wait(self.options.name, name)
 
@@ -142,6 +134,11 @@ class Transform(HostedEndpoint):
     """A batch transform job: a request per image below an address in S3."""
 
     types = "TransformInstanceType"
+    done = "has started, and writes to --output"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.options.job = secrets.token_hex(4)  # a job's name can be used only once
 
     def use(self, name: str) -> dict[str, dict[str, Any]]:
         o = self.options
@@ -149,7 +146,7 @@ class Transform(HostedEndpoint):
             raise UserError.at("--input, --output", "must be in S3", "s3://BUCKET/FOLDER")
         source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": o.input}}
         job = {
-            "TransformJobName": name,  # which can be used only once
+            "TransformJobName": name,
             "ModelName": name,
             "TransformInput": {"DataSource": source, "ContentType": "application/x-image"},
             "TransformOutput": {"S3OutputPath": o.output},
@@ -158,14 +155,11 @@ class Transform(HostedEndpoint):
         }
         return {"create_transform_job": job}
 
-    def create(self, name: str, folder: Path) -> None:
-        super().create(f"{name}-{secrets.token_hex(4)}", folder)
-
     def deployments(self) -> dict[str, bool]:
         return {}
 
     def move(self, name: str) -> None:
-        print(f"started a transform job, which writes to {self.options.output}")
+        """The job has started."""
 
     def delete(self, names: Iterable[str]) -> None:
         raise UserError.at("--delete", "a transform job ends by itself")

@@ -33,6 +33,13 @@ def pack(folder: Path, archive: Path) -> None:
                 tar.addfile(entry, file)
 
 
+def send(folder: Path, s3: Any, bucket: str, key: str) -> None:
+    """Uploads a folder as one archive."""
+    with tempfile.TemporaryDirectory() as temporary:
+        pack(folder, archive := Path(temporary, "archive"))
+        s3.upload_file(str(archive), bucket, key)
+
+
 def upload(request: SageMakerRequest, aws: Aws) -> None:
     """Uploads bundle, history and secrets. Secrets are last: after a failed upload there are none.
 
@@ -41,10 +48,8 @@ def upload(request: SageMakerRequest, aws: Aws) -> None:
     """
     with aws_errors():
         refuse_another_run(request, aws)
-        with tempfile.TemporaryDirectory() as folder:
-            archive = Path(folder) / "bundle.tar.gz"
-            pack(Path(request.spec.bundle), archive)
-            aws("s3").upload_file(str(archive), request.settings.bucket, request.bundle_key)
+        bucket = str(request.settings.bucket)
+        send(Path(request.spec.bundle), aws("s3"), bucket, request.bundle_key)
         upload_history(request, aws)
         for name, value in forwarded(request.spec).items():
             put_secret(aws("secretsmanager"), request.secrets[name], value, request.spec.name)

@@ -71,7 +71,7 @@ def serve(model: Path) -> Iterator[DistdlServer]:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder, port = tmp_path_factory.mktemp("code"), free_port()
-    (folder / "score.py").write_bytes((model / "score.py").read_bytes())  # it is sent alone
+    (folder / "score.py").write_bytes((model / "azureml/score.py").read_bytes())  # it is sent alone
     command = [SERVER / "azmlinfsrv", "--entry_script", "score.py", "--port", str(port)]
     with (folder / "log").open("w") as log:
         pipes = {"stdout": log, "stderr": subprocess.STDOUT}
@@ -143,7 +143,7 @@ def test_batch_rows_name_damaged_images(model: Path, tmp_path: Path) -> None:
     code = "import batch_score as s, sys; s.init(); print(*s.run(sys.argv[1:]), sep='\\n')"
     command = [SERVER / "python", "-c", code, *names]
     (tmp_path / "code").mkdir()
-    (tmp_path / "code/batch_score.py").write_bytes((model / "batch_score.py").read_bytes())
+    (tmp_path / "code/batch_score.py").write_bytes((model / "azureml/batch_score.py").read_bytes())
     done = subprocess.run(
         command, cwd=tmp_path / "code", env=clean(model), capture_output=True, text=True
     )

@@ -185,12 +185,12 @@ def test_a_checkpoint_outside_a_run_is_refused(project, tmp_path) -> None:
 
 
 def test_a_damaged_export_is_not_taken_for_a_good_one(project, pt2, tmp_path) -> None:
-    kept = (pt2 / "score.py").read_bytes()
+    kept = (pt2 / "azureml/score.py").read_bytes()
     try:
-        (pt2 / "score.py").write_bytes(b"")
+        (pt2 / "azureml/score.py").write_bytes(b"")
         assert "rm -r" in export(project, "--to", "pt2", code=2)
     finally:
-        (pt2 / "score.py").write_bytes(kept)
+        (pt2 / "azureml/score.py").write_bytes(kept)
 
 
 def damage(folder: Path, kind: str) -> None:

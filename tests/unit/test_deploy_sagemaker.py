@@ -153,8 +153,10 @@ def test_an_endpoint_of_somebody_else_is_left_alone(aws, models, deploy) -> None
     deploy(models[0])
     client = aws("sagemaker")
     config = client.describe_endpoint_config(EndpointConfigName=serving(aws))
-    theirs = {"EndpointConfigName": "theirs", "ProductionVariants": config["ProductionVariants"]}
-    client.create_endpoint_config(**theirs)
+    for name in ("flowers-v2", "theirs"):
+        variants = config["ProductionVariants"]
+        client.create_endpoint_config(EndpointConfigName=name, ProductionVariants=variants)
+    deploy(models[1])  # and flowers-v2, which only has a similar name, is not in the way
     client.update_endpoint(EndpointName="flowers", EndpointConfigName="theirs")
     for words in ([models[1]], ["--delete"], ["--rollback"]):
         assert "theirs, which distdl did not create" in deploy(*words, code=2).err
@@ -162,11 +164,25 @@ def test_an_endpoint_of_somebody_else_is_left_alone(aws, models, deploy) -> None
 
 
 def test_a_transform_job(aws, models, deploy) -> None:
-    assert "writes to s3://my-bucket/answers" in deploy(models[0], *TRANSFORM).out
-    (job,) = aws("sagemaker").list_transform_jobs()["TransformJobSummaries"]
+    assert "has started, and writes to --output" in deploy(models[0], *TRANSFORM).out
+    deploy(models[0], *TRANSFORM)  # SageMaker never frees the name of a job
+    assert len(aws("sagemaker").list_transform_jobs()["TransformJobSummaries"]) == 2
+    job = aws("sagemaker").list_transform_jobs()["TransformJobSummaries"][0]
     job = aws("sagemaker").describe_transform_job(TransformJobName=job["TransformJobName"])
     source = job["TransformInput"]["DataSource"]["S3DataSource"]["S3Uri"]
     assert source == "s3://my-bucket/images"
+
+
+def test_a_transform_job_that_is_refused_leaves_no_model(aws, models, deploy, monkeypatch) -> None:
+    from moto.sagemaker.exceptions import ValidationError
+    from moto.sagemaker.responses import SageMakerResponse
+
+    def refuse(_: Any) -> None:
+        raise ValidationError("the quota is used up")
+
+    monkeypatch.setattr(SageMakerResponse, "create_transform_job", refuse)
+    assert "the quota is used up" in deploy(models[0], *TRANSFORM, code=1).err
+    assert left(aws) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("words", [(), TRANSFORM])

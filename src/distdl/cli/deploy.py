@@ -10,14 +10,15 @@ import base64
 import io
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from distdl.launchers import deploying
 from distdl.util.errors import UserError
-from distdl.util.suggest import did_you_mean
 
 # Platform -> its module below `launchers`. KINDS there: an endpoint, and what `--batch` makes.
 PLATFORMS = {"azureml": "azureml.endpoints", "sagemaker": "sagemaker.sagemaker_endpoints"}
@@ -45,21 +46,24 @@ def main(argv: Sequence[str]) -> int:
         raise UserError.at("--name", f"{options.name} is not a name for an endpoint", "see --help")
     if options.instances < 1:
         raise UserError.at("--instances", f"{options.instances} is less than 1")
+    words = vars(options).pop("words")
+    if not (words or options.change):
+        raise UserError.at("RUN", "missing: the folder of a run, or of an exported model")
+    source = None if options.change else Path(words.pop(0))
+    platform, dry_run = read(options, words)
 
     from distdl.cli import serve
 
-    sources = [word for word in options.words if "=" not in word or Path(word).exists()]
-    platform, dry_run = read(options, [word for word in options.words if word not in sources])
-    if len(sources) != (not options.change) or (options.change and dry_run):
-        remedy = "name one RUN or MODEL; with --rollback and --delete none, and no dry_run"
-        raise UserError.at("RUN", f"{len(sources)} folders", remedy)
-    with platform.errors(), tempfile.TemporaryDirectory() as temporary:
-        if options.change:
-            options.change(platform)
+    # The SDKs print their progress: standard output has the result alone.
+    with platform.errors(), redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as temporary:
+        if source is None:
+            text = options.change(platform)
         else:
-            folder, request = serve.model(Path(sources[0])), Path(temporary, "request.json")
+            folder, request = serve.model(source), Path(temporary, "request.json")
             text, expected = deploying.render(platform, folder), example(folder, request)
-            print(text) if dry_run else deploying.deploy(platform, folder, request, expected)
+            if not dry_run:
+                text = deploying.deploy(platform, folder, request, expected)
+    print(text)
     return 0
 
 
@@ -71,13 +75,12 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.P
     from distdl.launch.jobs import instantiate
     from distdl.validation.kinds import locate
 
-    chosen = f"launcher={options.platform}"
+    settings = r"\+*launcher\." if options.change else r"\+*launcher\.|dry_run="
     for word in words:
-        if not re.match(r"\+*launcher\.|dry_run=", word):
-            known = ["dry_run", *(f"launcher.{key}" for key in compose([chosen]).launcher)]
-            remedy = did_you_mean(word.partition("=")[0], known) or "see --help"
+        if not re.match(settings, word):
+            remedy = "launcher.key=value, or dry_run=true with a RUN or MODEL"
             raise UserError.at(word, "is not a setting of deploy", remedy)
-    config = compose([chosen, *words])
+    config = compose([f"launcher={options.platform}", *words])
     launcher = instantiate(OmegaConf.to_container(config.launcher, resolve=True))
     kind = locate(f"distdl.launchers.{PLATFORMS[options.platform]}.KINDS")[options.batch]
     options.instance_type = options.instance_type or kind.default_type
@@ -96,6 +99,6 @@ def example(folder: Path, request: Path) -> dict[str, Any]:
         (answer,) = Scorer(folder).score([file.getvalue()], top_k=1)
     except ValueError as error:
         raise UserError.at(str(folder), str(error)) from None
-    body = {"images": [base64.b64encode(file.getvalue()).decode()], "top_k": 1}
-    request.write_text(json.dumps(body))
+    encoded = base64.b64encode(file.getvalue()).decode()
+    request.write_text(json.dumps({"images": [encoded], "top_k": 1}))
     return answer["top"][0]

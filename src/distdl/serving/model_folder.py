@@ -27,7 +27,7 @@ COPIED = (
     *("serving/scorer.py", "serving/requests.py"),
     *("serving/batching.py", "serving/server.py", "serving/settings.py"),
 )
-# Azure ML's scoring scripts, beside the package.
+# Azure ML's scoring scripts, in a folder of their own, which is sent beside the model.
 SCRIPTS = ("serving/score.py", "serving/batch_score.py")
 NEEDED = ("torch", "numpy", "pillow", "fastapi", "uvicorn", "pydantic")
 # How the model card says that the folder is used.
@@ -43,13 +43,14 @@ USE = {
 def write_package(folder: Path, packages: Sequence[str] = ()) -> None:
     """Writes what answers without distdl: `COPIED` as a package and `SCRIPTS`, which import each
     other, and the requirements, `packages` among them."""
-    (folder / PACKAGE).mkdir(parents=True)
+    for name in (PACKAGE, "azureml"):
+        (folder / name).mkdir(parents=True)
     about = f'"""Scores images; copied from distdl {distdl.__version__}."""\n'
     (folder / PACKAGE / "__init__.py").write_text(about)
     for name in (*COPIED, *SCRIPTS):
         source = Path(distdl.__file__).parent / name
         code = re.sub(r"from distdl\.\w+\.(\w+) ", rf"from {PACKAGE}.\1 ", source.read_text())
-        target = folder if name in SCRIPTS else folder / PACKAGE
+        target = folder / ("azureml" if name in SCRIPTS else PACKAGE)
         (target / source.name).write_text(code)
     (folder / "requirements.txt").write_text(requirements(packages))
 
