@@ -38,8 +38,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError.at(options.source, refusal)
     words = [*HERE, written("task.checkpoint", checkpoint)]
     if options.register:
-        if options.to != "mlflow":
-            raise UserError.at("--register", "takes MLflow models", "--to mlflow")
+        if options.to != "mlflow" or "mlflow" not in (run.recipe().get("tracking") or {}):
+            what = "takes MLflow models, of runs that MLflow tracks"
+            raise UserError.at("--register", what, "--to mlflow, and a run with tracking=mlflow")
         words.append(written("tracking.mlflow.register", f"'{options.register}'"))
 
     from distdl.launch import resuming
