@@ -104,7 +104,7 @@ def write_models(folder: Path) -> None:
     assert EvalView(SIZE).short_side == SHORT
     model = folder / "model"
     model_folder.write_package(model)
-    formats.write_pt2(Normalised().eval(), model, SIZE)
+    formats.write_pt2(Normalised().eval(), model / "model.pt2", SIZE)
     description = {"kind": "pt2", "image_size": SIZE, "short_side": SHORT}
     description["classes"] = [f"class {i}" for i in range(CLASSES)]
     description["source"] = {"run": "random weights", "metrics": {}}

@@ -31,10 +31,10 @@ def model_folder(folder: Path, card: str = "# Colours") -> Path:
 
 def run_folder(folder: Path) -> Path:
     """A run with a checkpoint and its export."""
-    from distdl.serving.model_folder import EXPORTS, digest
+    from distdl.serving.model_folder import export_of
 
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints/last.ckpt").write_bytes(b"a checkpoint")
     (folder / "config.yaml").write_text("{}\n")
-    model_folder(folder / EXPORTS / f"pt2-{digest(folder / 'checkpoints/last.ckpt')}")
+    model_folder(export_of(folder, folder / "checkpoints/last.ckpt", "pt2"))
     return folder

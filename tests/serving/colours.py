@@ -35,7 +35,7 @@ class Colours(torch.nn.Module):
 def write_model(folder: Path) -> Path:
     """As `distdl export --to pt2` does."""
     model_folder.write_package(folder)
-    formats.write_pt2(Colours(), folder, 32)
+    formats.write_pt2(Colours(), folder / "model.pt2", 32)
     description = {"kind": "pt2", "classes": COLOURS, "image_size": 32, "short_side": 36}
     model_folder.describe(folder, description)
     return folder

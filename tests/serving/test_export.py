@@ -14,7 +14,7 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from distdl.serving import formats
-from distdl.serving.model_folder import exported
+from distdl.serving.model_folder import export_of
 from distdl.serving.registry import DATA as DATA_TAG
 from distdl.serving.registry import METRIC, SHA256, VALUE, succeeds
 from distdl.serving.scorer import Scorer
@@ -86,7 +86,7 @@ def test_the_folder_says_what_the_model_is(project, pt2) -> None:
     card = (pt2 / "README.md").read_text()
     for fact in ("default/r", "val/acc1", "data.root=images", "torchvision.models.resnet18"):
         assert fact in card
-    assert exported(project / RUN) == pt2
+    assert export_of(project / RUN, project / RUN / "checkpoints/best.ckpt", "pt2") == pt2
     written = (pt2 / "model.pt2").stat().st_mtime_ns
     export(project, "--to", "pt2")  # a second time changes nothing
     assert (pt2 / "model.pt2").stat().st_mtime_ns == written
@@ -161,7 +161,7 @@ def test_an_export_that_disagrees_is_removed(project) -> None:
 def test_a_package_that_onnx_lacks_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(UserError, match=r"onnxruntime[^\n]*\n *pip install 'distdl\[onnx\]'"):
-        formats.write("onnx", torch.nn.Flatten(), tmp_path, 32)
+        formats.write("onnx", torch.nn.Flatten(), tmp_path / "model.onnx", 32)
 
 
 REFUSED = {

@@ -19,6 +19,7 @@ from typing import Any
 
 from distdl.launchers import deploying
 from distdl.util.errors import UserError
+from distdl.util.suggest import did_you_mean
 
 # Platform -> its module below `launchers`. KINDS there: an endpoint, and what `--batch` makes.
 PLATFORMS = {"azureml": "azureml.endpoints", "sagemaker": "sagemaker.sagemaker_endpoints"}
@@ -75,12 +76,14 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.P
     from distdl.launch.jobs import instantiate
     from distdl.validation.kinds import locate
 
+    chosen = f"launcher={options.platform}"
     settings = r"\+*launcher\." if options.change else r"\+*launcher\.|dry_run="
     for word in words:
         if not re.match(settings, word):
-            remedy = "launcher.key=value, or dry_run=true with a RUN or MODEL"
+            known = ["dry_run", *(f"launcher.{key}" for key in compose([chosen]).launcher)]
+            remedy = did_you_mean(word.partition("=")[0], known) or "see --help"
             raise UserError.at(word, "is not a setting of deploy", remedy)
-    config = compose([f"launcher={options.platform}", *words])
+    config = compose([chosen, *words])
     launcher = instantiate(OmegaConf.to_container(config.launcher, resolve=True))
     kind = locate(f"distdl.launchers.{PLATFORMS[options.platform]}.KINDS")[options.batch]
     options.instance_type = options.instance_type or kind.default_type

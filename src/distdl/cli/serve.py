@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from distdl.ranks import stopping
-from distdl.runs.directory import RunDirectory, shown
+from distdl.runs import checkpoints
+from distdl.runs.directory import RunDirectory, read_json, shown
 from distdl.util.errors import UserError
 
 
@@ -34,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = Settings.model_validate(values)
         folder = model(Path(options.source))
-        photo = photograph(Path(options.source))
+        images = Path(str(read_json(folder / "model.json").get("data")))  # of the validation
+        photo = next(images.glob("val/*/*"), "photo.jpg")
 
         def ready(url: str, scorer: Any) -> None:
             print(f"model   {shown(folder)}  ({len(scorer.classes)} classes)")
@@ -57,32 +59,20 @@ def main(argv: Sequence[str]) -> int:
 
 def model(source: Path) -> Path:
     """The model folder of a run (exported now if it has none), of an MLflow model, or itself."""
-    from distdl.serving.model_folder import SERVED, exported, read
+    from distdl.serving.model_folder import export_of
 
     for folder in (source, source / "artifacts" / "model"):
         if (folder / "model.json").is_file():
-            if (kind := read(folder)["kind"]) not in SERVED:
-                what = f"holds {kind}, which distdl serve does not run"
+            if read_json(folder / "model.json").get("kind") == "weights":
+                what = "holds weights, which distdl serve does not run"
                 raise UserError.at(shown(folder), what, "python -m distdl export RUN --to pt2")
             return folder
-    if not (source / "config.yaml").is_file():
-        what = "is neither a run (with config.yaml) nor a model folder (with model.json)"
-        raise UserError.at(str(source), what, "python -m distdl serve RUN, a run's own folder")
     run = RunDirectory.open(source).path
-    if exported(run) is None:
+    checkpoint = checkpoints.best_or_last(run / "checkpoints")
+    if not (checkpoint.exists() and export_of(run, checkpoint, "pt2").exists()):
         from distdl.cli import export
 
         print(f"export  python -m distdl export {shlex.quote(shown(run))} --to pt2", flush=True)
         with stopping.raise_on_signal():
             export.main([str(source), "--to", "pt2"])
-    written = exported(run)
-    assert written is not None, "the export has written it"
-    return written
-
-
-def photograph(source: Path) -> str:
-    """An image of a run's validation split, to try the server with, or the name of none."""
-    if (source / "config.yaml").is_file():
-        root = Path(str((RunDirectory.open(source).recipe().get("data") or {}).get("root")))
-        return str(next((root / "val").glob("*/*"), "photo.jpg"))
-    return "photo.jpg"
+    return export_of(run, checkpoint, "pt2")

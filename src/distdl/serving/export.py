@@ -44,17 +44,16 @@ def export(config: DictConfig, run: RunDirectory, checkpoint: Path, format: str)
         Disagrees: See above.
         Unfinished: The disk is full, or the MLflow server failed.
     """
-    name = f"{format}-{model_folder.digest(checkpoint)}"
-    target = run.path / model_folder.EXPORTS / name
+    target = model_folder.export_of(run.path, checkpoint, format)
     if not target.exists():
         Export(config, run, checkpoint).write(format, target)
     model = target / "artifacts/model" if format == "mlflow" else target
-    model_folder.refuse_damaged(model)
+    description = model_folder.read(model)
     print(f"export  {shown(target)}")
-    print(f"agrees  with the network {model_folder.read(model)['verification']['summary']}")
+    print(f"agrees  with the network {description['verification']['summary']}")
     if format == "mlflow" and Outbox(run.path).exists:
         registry.publish(config, run, target)
-    if format in model_folder.SERVED:
+    if format != "weights":
         print(f"next    python -m distdl serve {shown(target)}", flush=True)
 
 
@@ -121,15 +120,15 @@ class Export:
         (folder / "recipe.yaml").write_text(redact(OmegaConf.to_yaml(self.run.recipe())))
         pixels = torch.stack([self.view.pixels(data, 0) for data in samples])
         expected = self.model(pixels).numpy()
-        file = formats.write(kind, self.model, folder, self.view.image_size)
-        description = self._description(kind)
+        file, description = folder / formats.FILES[kind], self._description(kind)
+        formats.write(kind, self.model, file, self.view.image_size)
         if kind == "weights":
             scored = Probabilities(self.config.model, file, self.data)(pixels).numpy()
         else:
             model_folder.write_package(folder, ["onnxruntime"] if kind == "onnx" else [])
             model_folder.describe(folder, description)
             scorer = Scorer(folder)
-            scored = scorer.probabilities(torch.stack([*map(scorer.pixels, samples)]))
+            scored = scorer.probabilities([*map(scorer.pixels, samples)])
         description["verification"] = formats.compare(scored, expected, kind)
         model_folder.describe(folder, description)
         model_folder.write_card(folder, description, kind)

@@ -32,8 +32,8 @@ class Disagrees(UserError):
     outcome = "the export is removed"
 
 
-def write_pt2(network: nn.Module, folder: Path, image_size: int) -> Path:
-    """`model.pt2`, an archive of `torch.export` (https://docs.pytorch.org/docs/stable/export.html)
+def write_pt2(network: nn.Module, file: Path, image_size: int) -> None:
+    """An archive of `torch.export` (https://docs.pytorch.org/docs/stable/export.html)
     without pickles: its weights are raw bytes, and it has no example inputs."""
     program = _exported(network, image_size)
     program.example_inputs = None
@@ -42,34 +42,30 @@ def write_pt2(network: nn.Module, folder: Path, image_size: int) -> Path:
         warnings.filterwarnings("ignore", message="No complete tensor found")
         # Into memory first: on a full disk torch's own writer ends the process.
         torch.export.save(program, archive := io.BytesIO())
-    write_bytes(file := folder / "model.pt2", archive.getvalue())
-    return file
+    write_bytes(file, archive.getvalue())
 
 
-def write_onnx(network: nn.Module, folder: Path, image_size: int) -> Path:
-    """`model.onnx`, by torch's exporter (https://docs.pytorch.org/docs/stable/onnx.html)."""
+def write_onnx(network: nn.Module, file: Path, image_size: int) -> None:
+    """By torch's exporter (https://docs.pytorch.org/docs/stable/onnx.html)."""
     import onnxruntime  # noqa: F401  # which answers; torch imports the others
 
     program = _exported(network, image_size)
-    file = folder / "model.onnx"
     torch.onnx.export(program, (), file, dynamo=True, external_data=False, verbose=False)
-    return file
 
 
-def write_safetensors(network: nn.Module, folder: Path, image_size: int) -> Path:
-    """`model.safetensors`, with the network's own names (torchvision's or timm's)."""
-    file = folder / "model.safetensors"
+def write_safetensors(network: nn.Module, file: Path, image_size: int) -> None:
+    """With the network's own names (torchvision's or timm's)."""
     write_weights(network.get_submodule("module.network").state_dict(), file)
-    return file
 
 
 WRITERS = {"pt2": write_pt2, "onnx": write_onnx, "weights": write_safetensors}
+FILES = {"pt2": "model.pt2", "onnx": "model.onnx", "weights": "model.safetensors"}
 
 
-def write(kind: str, network: nn.Module, folder: Path, image_size: int) -> Path:
-    """Writes one file into a folder."""
+def write(kind: str, network: nn.Module, file: Path, image_size: int) -> None:
+    """Writes a file of this kind."""
     try:
-        return WRITERS[kind](network, folder, image_size)
+        WRITERS[kind](network, file, image_size)
     except OSError:
         raise
     except Exception as error:  # torch raises many

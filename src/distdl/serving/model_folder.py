@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import shlex
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import distdl
+from distdl.config.recipe import hash_of
 from distdl.runs import checkpoints, files
 from distdl.runs.directory import shown
 from distdl.util.errors import UserError
 
 DESCRIPTION = "model.json"
-EXPORTS, SERVED = "exports", ("pt2", "onnx")
 CHECKED = (".py", ".pt2", ".onnx", ".safetensors")  # endings of files with a checksum
 # The package in every model folder, and the files of distdl that it holds copies of.
 PACKAGE = "distdl_scoring"
@@ -75,19 +74,15 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The description of a model folder; empty if there is none. Raises UserError if it is not
-    what was written."""
+    """The description of a model folder. Raises UserError if files of the folder are missing or are
+    not what was written."""
     shape: files.Shape = {"kind": str, "classes": list, "files": dict}
-    return files.load_json(folder / DESCRIPTION, shape, "export the model again")
-
-
-def refuse_damaged(folder: Path) -> None:
-    """Raises UserError if files of a model folder are missing or are not what was written."""
-    written = read(folder).get("files") or {DESCRIPTION: ""}  # without the list it is damaged
-    wrong = dict(written.items() - _checksums(folder).items())
-    if wrong:
-        remedy = f"remove the folder, and export again: rm -r {shlex.quote(shown(folder))}"
+    remedy = f"remove the folder, and export again: rm -r {shlex.quote(shown(folder))}"
+    description = files.load_json(folder / DESCRIPTION, shape, remedy)
+    written = description.get("files") or {DESCRIPTION: ""}  # without the list it is damaged
+    if wrong := dict(written.items() - _checksums(folder).items()):
         raise UserError.at(shown(folder), f"{', '.join(sorted(wrong))} missing or damaged", remedy)
+    return description
 
 
 def write_card(folder: Path, description: Mapping[str, Any], kind: str) -> None:
@@ -99,15 +94,6 @@ def write_card(folder: Path, description: Mapping[str, Any], kind: str) -> None:
     )
 
 
-def digest(path: str | Path) -> str:
-    """Eight characters of a checkpoint's identity, for the name of a folder."""
-    return hashlib.sha256(checkpoints.identity(Path(path)).encode()).hexdigest()[:8]
-
-
-def exported(run: Path) -> Path | None:
-    """The `pt2` export of a run's best checkpoint; None: there is none."""
-    path = checkpoints.best_or_last(run / "checkpoints")
-    if not path.exists():
-        return None
-    folder = run / EXPORTS / f"pt2-{digest(path)}"
-    return folder if folder.exists() else None
+def export_of(run: Path, checkpoint: Path, format: str) -> Path:
+    """The folder of an export, which is named by the checkpoint's identity."""
+    return run / "exports" / f"{format}-{hash_of(checkpoints.identity(checkpoint))}"

@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
 # A file of some kilobytes can hold a billion pixels, which would fill the memory.
 MOST_PIXELS = 50_000_000
 
-# Images, uint8 [3, S, S] each, to float32 [number of images, number of classes].
-Probabilities = Callable[[Iterable[torch.Tensor]], np.ndarray]
+# Pixels, uint8 [B, 3, S, S], to probabilities, float32 [B, number of classes].
+Network = Callable[[torch.Tensor], np.ndarray]
 
 
 class TooLarge(DamagedImage):
@@ -60,7 +60,7 @@ class Scorer:
                     if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                         raise ValueError(f"{name} is missing or damaged")
             load = _load_onnx if "model.onnx" in description["files"] else _load_pt2
-            self.probabilities: Probabilities = load(folder)
+            self._network: Network = load(folder)
         except Exception as error:  # torch and onnxruntime raise many
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"{folder} cannot be read; export it again: {what}") from error
@@ -80,6 +80,11 @@ class Scorer:
         if crop.to_height * crop.to_width > MOST_PIXELS:
             raise TooLarge(f"is {width} x {height} pixels: too long and narrow to resize")
         return crop.apply(image)
+
+    @torch.inference_mode()
+    def probabilities(self, pixels: Sequence[torch.Tensor]) -> np.ndarray:
+        """Images as `pixels` returns them, to float32 [number of images, number of classes]."""
+        return self._network(torch.stack([*pixels]))
 
     def answers(self, pixels: Sequence[torch.Tensor], top_k: int = 5) -> list[dict[str, Any]]:
         """Per image its class and probability, and under `top` those of the `top_k` best."""
@@ -109,27 +114,18 @@ def refuse_large(data: bytes) -> None:
         raise TooLarge(f"has {pixels / 1e6:.0f} megapixels, more than {MOST_PIXELS / 1e6:.0f}")
 
 
-def _load_pt2(folder: Path) -> Probabilities:
+def _load_pt2(folder: Path) -> Network:
     refuse_pickle(folder / "model.pt2")
     network = torch.export.load(folder / "model.pt2").module()
-
-    @torch.inference_mode()
-    def run(images: Iterable[torch.Tensor]) -> np.ndarray:
-        return network(torch.stack([*images])).numpy()
-
-    return run
+    return lambda pixels: network(pixels).numpy()
 
 
-def _load_onnx(folder: Path) -> Probabilities:
+def _load_onnx(folder: Path) -> Network:
     import onnxruntime
 
     model = str(folder / "model.onnx")
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-
-    def run(images: Iterable[torch.Tensor]) -> np.ndarray:
-        return session.run(None, {"images": torch.stack([*images]).contiguous().numpy()})[0]
-
-    return run
+    return lambda pixels: session.run(None, {"images": pixels.contiguous().numpy()})[0]
 
 
 def refuse_pickle(path: Path) -> None:

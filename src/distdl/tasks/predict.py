@@ -106,7 +106,7 @@ class Collector(Callback):
     In the batches of `EvalBatches`, row i of the r-th of W ranks is sample i * W + r.
     """
 
-    batches: EvalBatches | None = None
+    batches: EvalBatches  # of this rank's loader
 
     def __init__(self, context: Built, rows: Rows, top_k: int, part_samples: int) -> None:
         self.context, self.rows, self.top_k, self.part_samples = context, rows, top_k, part_samples
@@ -120,7 +120,7 @@ class Collector(Callback):
         batches = getattr(loader, "batch_sampler", None)
         if not isinstance(batches, EvalBatches) and not getattr(batches, "drop_last", False):
             batches = getattr(getattr(loader, "sampler", None), "batches", None)
-        if not isinstance(batches, EvalBatches) or batches.batched or self.batches:
+        if not isinstance(batches, EvalBatches) or batches.batched or hasattr(self, "batches"):
             what = "predict_dataloader: its samples cannot be counted"
             raise UserError.at("data", what, "return one DataLoader over a map-style dataset")
         self.batches, self.dataset = batches, loader.dataset.dataset
@@ -133,7 +133,6 @@ class Collector(Callback):
 
     def on_predict_batch_end(self, trainer: Trainer, *args: Any, **_: Any) -> None:
         outputs, batch, batch_idx = args[1:4]
-        assert self.batches is not None
         per_batch = self.batches.rows_per_batch
         if self.ranked:  # stay on the device, and nobody waits for them
             self.network_classes = outputs.shape[1]
@@ -154,7 +153,6 @@ class Collector(Callback):
 
     def _store(self) -> None:
         """Gathers the rows of all ranks, and stores them as a part."""
-        assert self.batches is not None
         names = [*self.outputs[0]]
         mine = {n: torch.cat([each[n] for each in self.outputs]).cpu().numpy() for n in names}
         if self.errors:
@@ -179,21 +177,20 @@ class Collector(Callback):
         if not isinstance(self.dataset, EncodedImages):
             return self.rows.add({"index": indices, **columns}, {})
         errors, known = columns.pop("error"), set[str]()
+        good = errors == ""
         if self.ranked:
-            classes = self.context.checkpointer.classes or class_names(self.context.datamodule)
-            if not classes or len(classes) != self.network_classes:
-                classes = [str(number) for number in range(self.network_classes)]
-            else:
-                known = {*classes}
+            named = self.context.checkpointer.classes or class_names(self.context.datamodule) or ()
+            named = named if len(named) == self.network_classes else ()
+            numbers = map(str, range(len(named), self.network_classes))  # if they have no names
+            known, classes = {*named}, np.array([*named, *numbers], dtype=object)
             best, chances = columns.pop("class"), columns.pop("probability")
             for place in range(best.shape[1]):
-                columns[f"class_{place + 1}"] = np.array(classes, dtype=object)[best[:, place]]
+                columns[f"class_{place + 1}"] = classes[best[:, place]]
                 columns[f"probability_{place + 1}"] = chances[:, place]
         samples = indices.tolist()
         names = np.array([*map(self.dataset.sample_name, samples)], dtype=object)
         labels = np.array([*map(self.dataset.label_name, samples)], dtype=object)
-        missing = {**dict.fromkeys(columns, errors != ""), "error": errors == ""}
-        good = errors == ""
+        missing = {**dict.fromkeys(columns, ~good), "error": good}
         counts = {
             "damaged": int((~good).sum()),
             "labels": sum(label in known for label in labels[good]),

@@ -24,6 +24,7 @@ from distdl.util.errors import Unfinished, UserError
 MANIFEST, PROGRESS = "_manifest.json", PREDICTING
 RECORD: Shape = {"facts": dict, "rows": int, "parts": list, "counts": dict}  # what both hold
 OTHER = "choose another folder: task.output=NAME"
+Columns = Mapping[str, np.ndarray]
 
 
 def column(values: np.ndarray, missing: np.ndarray | bool = False) -> pyarrow.Array:
@@ -94,16 +95,11 @@ class Rows:
                 what = f"{shown(self.folder)} holds rows of {name} {before}, not {facts.get(name)}"
                 raise UserError.at("task.output", what, OTHER)
 
-    def add(
-        self,
-        columns: Mapping[str, np.ndarray],
-        missing: Mapping[str, np.ndarray],
-        **counts: int,
-    ) -> None:
+    def add(self, columns: Columns, missing: Columns, **counts: int) -> None:
         """Stores one part.
 
         Args:
-            columns: Each [rows, ...]; objects are text.
+            columns: Each [rows, ...]; objects are text, or None.
             missing: For some columns, which rows have no value: bool [rows].
             counts: Are added to those of the other parts.
 
@@ -116,8 +112,8 @@ class Rows:
         self._write(name, encoded(table, self.format))
         self.record["parts"].append(name)
         self.record["rows"] += table.num_rows
-        for key, count in counts.items():
-            self.record["counts"][key] = self.record["counts"].get(key, 0) + count
+        before = self.record["counts"]
+        self.record["counts"] = {key: before.get(key, 0) + n for key, n in counts.items()}
         self._write_record()
 
     def finish(self) -> None:
