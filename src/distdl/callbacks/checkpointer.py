@@ -260,7 +260,9 @@ class Checkpointer(Callback):
         must include the effects of epoch-end hooks and the step of the plateau schedules."""
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch:
-            loop.restarting = False  # else Lightning does not step the plateau schedules
+            # Else Lightning does not step the plateau schedules. Not by the setter: with max_steps it
+            # sets True, in the inner loops too, and the next epoch would be skipped.
+            loop._restarting = False
         type(loop).on_advance_end(loop)
         if not loop.epoch_loop._num_ready_batches_reached():
             return
