@@ -132,23 +132,25 @@ def best(folder: Path) -> str | None:
     return json.loads(manifest.read_text())["alias_of"] if manifest.exists() else None
 
 
-def test_a_resume_of_a_cut_epoch_draws_the_same_numbers(tmp_path: Path) -> None:
-    """Lightning validates where a time limit ends it, and so advances the generators."""
+@pytest.mark.parametrize("limit", [{}, {"max_steps": 8}], ids=["epochs", "steps"])
+def test_a_resume_of_a_cut_epoch_draws_the_same_numbers(
+    tmp_path: Path, limit: dict[str, int]
+) -> None:
+    """Lightning validates where a time limit ends it, and so advances the generators. With
+    max_steps it would skip the epoch after the cut one."""
+    uncut, cut, values = tmp_path / "uncut", tmp_path / "cut", [0.1, 0.2]
+    # As a Timer does, `trainer.max_time`'s too.
+    stop = after_batch(lambda t: setattr(t, "should_stop", t.global_step == 2))
     Scripted.drawn.clear()
     torch.manual_seed(0)
-    fit(tmp_path / "uncut", [0.1])
+    fit(uncut, values, **limit)
     expected = Scripted.drawn.copy()
     Scripted.drawn.clear()
     torch.manual_seed(0)
-    # As a Timer does, `trainer.max_time`'s too.
-    fit(
-        tmp_path / "cut",
-        [0.1],
-        after_batch(lambda t: setattr(t, "should_stop", t.global_step == 2)),
-    )
+    fit(cut, values, stop, **limit)
     assert Scripted.drawn == expected[:2]
-    fit(tmp_path / "cut", [0.1], resume=newest(tmp_path / "cut"))
-    assert Scripted.drawn == expected and len(expected) == 4
+    fit(cut, values, resume=newest(cut), **limit)
+    assert Scripted.drawn == expected and len(expected) == 8
 
 
 def test_the_journal_holds_what_a_checkpoint_covers(
