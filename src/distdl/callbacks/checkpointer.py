@@ -260,8 +260,8 @@ class Checkpointer(Callback):
         must include the effects of epoch-end hooks and the step of the plateau schedules."""
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch:
-            # Else Lightning does not step the plateau schedules. Not by the setter: with max_steps it
-            # sets True, in the inner loops too, and the next epoch would be skipped.
+            # Else Lightning does not step the plateau schedules. Its setter sets True if there is
+            # a max_steps, in the inner loops too, and then the next epoch would be skipped.
             loop._restarting = False
         type(loop).on_advance_end(loop)
         if not loop.epoch_loop._num_ready_batches_reached():
