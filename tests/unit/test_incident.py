@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ import pytest
 from distdl.health import incident
 from distdl.job import JobState
 from distdl.launch import start
-from distdl.runs import files
+from distdl.runs import failures, files
 from distdl.runs.directory import Attempt, RunDirectory
 
 NET = "net.py, line 12, in forward"
@@ -67,7 +69,7 @@ def seen(attempt: Attempt, rank: int, /, **fields: Any) -> None:
         "phase": "forward",
         "action": "training_step",
         "where": NET,
-        "process": "S",
+        "process": "sleeping",
         "wchan": "do_epoll_wait",
         "memory": {"rss": 2**30, "oom_kills": 0},
         "disk": {"run": 2**30},
@@ -91,44 +93,27 @@ def reported(attempt: Attempt) -> incident.Incident:
     return report
 
 
-MESSAGES: dict[str, tuple[str, str, str]] = {
-    "a loader's shared memory": (
-        "/dev/shm is full",
-        "RuntimeError",
-        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that "
-        "dataloader's workers are out of shared memory.",
-    ),
-    "a full disk": ("disk is full", "OSError", "[Errno 28] No space left on device: 'a.ckpt'"),
-    "torch's writer": (
-        "disk is full",
-        "RuntimeError",
-        "[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0",
-    ),
-    "a GPU": ("out of memory (GPU)", "OutOfMemoryError", "CUDA out of memory. Tried to allocate"),
-    "an allocation": ("out of memory (host)", "MemoryError", "Unable to allocate 9 GiB"),
-    "a loader's worker": (
-        "data worker killed",
-        "RuntimeError",
-        "DataLoader worker (pid 4711) is killed by signal: Killed. ",
-    ),
-    "detect_anomaly": (
-        "not a number",
-        "RuntimeError",
-        "Function 'MulBackward0' returned nan values in its 0th output.",
-    ),
-    "a kernel": ("CUDA error", "AcceleratorError", "CUDA error: an illegal memory access"),
-    "NCCL": ("NCCL transport", "DistBackendError", "NCCL error: unhandled system error"),
-    "exit()": ("exit", "Ended", "ended with exit code 3 on node1, without an error message"),
-    "a crash": ("killed", "Killed", "killed by SIGSEGV on node1"),
-    "anything else": ("exception", "ValueError", "bad weather"),
-    "a word with nan in it": ("exception", "KeyError", "'banana'"),
-}
+RUNTIME = "RuntimeError"
+MESSAGES = [
+    ("/dev/shm is full", RUNTIME, "DataLoader worker (pid 7) is killed by signal: Bus error. It"),
+    ("disk is full", "OSError", "[Errno 28] No space left on device: 'a.ckpt'"),
+    ("disk is full", RUNTIME, "[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0"),
+    ("out of memory (GPU)", "OutOfMemoryError", "CUDA out of memory. Tried to allocate"),
+    ("out of memory (host)", "MemoryError", "Unable to allocate 9 GiB"),
+    ("data worker killed", RUNTIME, "DataLoader worker (pid 4711) is killed by signal: Killed. "),
+    ("not a number", RUNTIME, "Function 'MulBackward0' returned nan values in its 0th output."),
+    ("CUDA error", "AcceleratorError", "CUDA error: an illegal memory access"),
+    ("NCCL transport", "DistBackendError", "NCCL error: unhandled system error"),
+    ("exit", "Ended", "ended with exit code 3 on node1, without an error message"),
+    ("killed", "Killed", "killed by SIGSEGV on node1"),
+    ("exception", "ValueError", "bad weather"),
+    ("exception", "KeyError", "'banana'"),  # has nan in it
+]
 
 
-@pytest.mark.parametrize("case", MESSAGES)
-def test_the_cause_of_an_exception(attempt, case: str) -> None:
+@pytest.mark.parametrize(("cause", "kind", "message"), MESSAGES)
+def test_the_cause_of_an_exception(attempt, cause: str, kind: str, message: str) -> None:
     """The other rank lost its peer, and its clock is ahead."""
-    cause, kind, message = MESSAGES[case]
     failed(attempt, 0, "RuntimeError", GLOO, lost_peer=True, time=1.0)
     failed(attempt, 1, kind, message, where=NET)
     report = reported(attempt)
@@ -150,23 +135,22 @@ def test_what_led_to_an_exception_counts(attempt) -> None:
     assert reported(attempt).cause == "disk is full"
 
 
-@pytest.mark.parametrize(
-    ("memory", "signal", "cause"),
-    [
-        ({"oom_kills": 1}, "SIGKILL", "out of memory (killed)"),
-        ({"oom_kills": 0, "available": 2**20}, "SIGKILL", "out of memory (killed)"),
-        ({"oom_kills": 0, "used": 2**30, "limit": 2**30}, "SIGKILL", "killed"),  # the page cache
-        ({"oom_kills": 1}, "SIGSEGV", "killed"),
-        ({}, "SIGKILL", "killed"),
-    ],
-)
-@pytest.mark.parametrize("by_agent", [True, False])
-def test_a_killed_rank(attempt, memory, signal: str, cause: str, by_agent: bool) -> None:
-    """Its agent has recorded the signal, or only its monitor has seen that it is gone."""
-    if by_agent:
-        failed(attempt, 1, "Killed", f"killed by {signal} on node1", signal=signal)
-    elif signal != "SIGKILL":
-        return
+KILLS: list[tuple[dict[str, int], str, str]] = [
+    ({"oom_kills": 1}, "SIGKILL", "out of memory (killed)"),
+    ({"oom_kills": 0, "available": 2**20}, "SIGKILL", "out of memory (killed)"),
+    ({"oom_kills": 0, "used": 2**30, "limit": 2**30}, "SIGKILL", "killed"),  # the page cache
+    ({}, "SIGKILL", "killed"),
+    ({"oom_kills": 1}, "SIGSEGV", "killed"),
+    # Only its monitor has seen that it is gone.
+    ({"oom_kills": 1}, "", "out of memory (killed)"),
+    ({}, "", "killed"),
+]
+
+
+@pytest.mark.parametrize(("memory", "signal", "cause"), KILLS)
+def test_a_killed_rank(attempt, memory, signal: str, cause: str) -> None:
+    if signal:
+        failures.record_end(attempt.errors, 1, -Signals[signal], time.time(), "node1")
     failed(attempt, 0, "RuntimeError", GLOO, lost_peer=True)
     seen(attempt, 1, how="died", process="", memory=memory, collective=REDUCE)
     report = reported(attempt)
@@ -198,18 +182,19 @@ def test_a_rank_that_gloo_has_aborted(attempt, cause: str, by_agent: bool) -> No
 GRADIENT = {"op": "all_reduce", "sizes": [[9]], "where": ""}
 # What rank 1 was seen doing, while rank 0 waited in the backward of step 7, batch 3 of epoch 1.
 HANGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "SIGSTOP": ("stopped", {"process": "T", "collective": REDUCE}),
+    "SIGSTOP": ("stopped", {"process": "stopped", "collective": REDUCE}),
     "a loader's worker": (
         "data worker blocked",
         {"phase": "data", "workers": [{"pid": 9}, {"pid": 8, "where": NET}], "where": ""},
     ),
     "a lock": ("lock", {"wchan": "futex_wait_queue"}),
-    "a loop": ("endless loop", {"process": "R", "wchan": ""}),
-    "a loop in C": ("endless loop", {"process": "R", "wchan": "", "enqueued": None}),
+    "a lock after the epoch": ("lock", {"wchan": "futex_wait", "phase": "validation", "batch": 2}),
+    "a loop": ("endless loop", {"process": "running", "wchan": ""}),
+    "a loop in C": ("endless loop", {"process": "running", "wchan": "", "enqueued": None}),
     "a sleep": ("blocked", {"wchan": "hrtimer_nanosleep"}),
-    "a disk": ("blocked", {"process": "D"}),
+    "a disk": ("blocked", {"process": "disk-sleep"}),
     "a kernel that says nothing": ("blocked", {"process": "", "wchan": ""}),
-    "a rank that goes on": ("slow rank", {"age": 4.0, "process": "R"}),
+    "a rank that goes on": ("slow rank", {"age": 4.0, "process": "running"}),
 }
 
 
@@ -265,12 +250,6 @@ def test_all_ranks_wait_in_collectives(attempt, case: str, raises: bool) -> None
     assert (report.rank, report.cause, report.where) == (1, cause, NET)
 
 
-def test_of_two_ranks_the_one_that_is_further_on(attempt) -> None:
-    waits(attempt, 0, phase="optimizer", collective=GRADIENT)
-    waits(attempt, 1)
-    assert (reported(attempt).rank, reported(attempt).cause) == (0, "skipped collective")
-
-
 def test_of_many_ranks_the_odd_one(attempt) -> None:
     for rank in (0, 2, 3):
         waits(attempt, rank, world_size=4)
@@ -310,29 +289,29 @@ def test_a_host_that_was_cut_off_reports_too(attempt, lost: int) -> None:
     assert (reported(attempt).rank, reported(attempt).cause) == (lost, "lost host")
 
 
-def test_a_rank_that_had_ended(attempt) -> None:
-    waits(attempt, 0, phase="end", peers=heard(phase="end"))
-    assert (reported(attempt).rank, reported(attempt).cause) == (1, "skipped collective")
+LOST = partial(failed, kind="RuntimeError", message=GLOO, lost_peer=True)
 
 
-@pytest.mark.parametrize("error", [True, False])
-def test_the_link_between_the_ranks(attempt, error: bool) -> None:
-    for rank in (0, 1):
-        if error:
-            failed(attempt, rank, "RuntimeError", GLOO, lost_peer=True)
-        else:
-            waits(attempt, rank, peers=heard(1 - rank, silent=7))
-    assert reported(attempt).cause == "connection"
+def raised(time: float, enqueued: int) -> Any:
+    return partial(failed, kind="ValueError", time=time, enqueued=enqueued)
 
 
-def test_an_exception_is_no_consequence_of_a_hang(attempt) -> None:
-    """The fewest collectives count more than clocks, and a message more than both."""
-    hung(attempt, 0, time=1.0, enqueued=3)
-    failed(attempt, 1, "ValueError", time=3.0, enqueued=57)
-    failed(attempt, 2, "ValueError", time=2.0, enqueued=58)
-    assert reported(attempt).rank == 1
-    first = attempt.first_error()
-    assert first and first["rank"] == 1
+# The rank and the cause that are named, and what the ranks left.
+JOBS: list[tuple[int, str, list[Any]]] = [
+    (0, "skipped collective", [partial(waits, phase="optimizer", collective=GRADIENT), waits]),
+    (1, "skipped collective", [partial(waits, phase="end", peers=heard(phase="end"))]),
+    (0, "connection", [LOST, LOST]),
+    (0, "connection", [partial(waits, peers=heard(other, silent=7)) for other in (1, 0)]),
+    # Fewer collectives count more than clocks, and a message more than both.
+    (1, "exception", [partial(hung, time=1.0, enqueued=3), raised(3.0, 57), raised(2.0, 58)]),
+]
+
+
+@pytest.mark.parametrize(("rank", "cause", "leave"), JOBS)
+def test_which_rank_and_why(attempt, rank: int, cause: str, leave: list[Any]) -> None:
+    for number, each in enumerate(leave):
+        each(attempt, number)
+    assert (reported(attempt).rank, reported(attempt).cause) == (rank, cause)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +337,7 @@ def test_no_rank_failed(attempt, state: JobState, error, capsys) -> None:
 
 def test_the_screen(attempt, capsys) -> None:
     waits(attempt)
-    seen(attempt, 1, process="R", samples=[*range(9)])
+    seen(attempt, 1, process="running", samples=[*range(9)])
     (attempt.logs).mkdir()
     (attempt.logs / "rank_1.log").write_text("one\ntwo\n")
     start.report_failure(attempt)

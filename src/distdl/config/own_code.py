@@ -68,15 +68,13 @@ def is_installed(path: Path) -> bool:
 def last_user_line(trace: str) -> str:
     """The last line of the user's code in a traceback: `solar/net.py, line 12, in training_step`;
     "" if there is none. The traceback is text, because a loader's worker sends its own as text."""
-    lines = (user_line(*match) for match in reversed(LINE.findall(trace)))
-    return next(filter(None, lines), "")
+    return next(filter(None, itertools.starmap(user_line, reversed(LINE.findall(trace)))), "")
 
 
 def user_line(file: str, line: str | int, function: str) -> str:
     """A line of the user's code, as `last_user_line` has it; "" if it is another's code."""
-    if not (shown := _shown(file, str(Path.cwd()))):
-        return ""
-    return f"{shown}, line {line}, in {function}"
+    shown = _shown(file, str(Path.cwd()))
+    return shown and f"{shown}, line {line}, in {function}"
 
 
 def innermost(stack: Iterable[tuple[str, str | int, str]]) -> str:

@@ -9,25 +9,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
+from distdl.health.machine import STOPPED
 from distdl.runs import failures
 from distdl.runs.directory import Attempt, read_json
-from distdl.util.errors import UserError
 from distdl.util.tail import plain
 
 LARGEST = 1 << 20  # bytes of a file that is read
 MOST = 100_000  # ranks
 LENGTH = 300  # characters of a text
+STEP = ("data", "copy", "forward", "backward", "optimizer")  # the phases of a training step
 ABORTED = "aborted"  # in a collective, by gloo, which may be the mistake of another rank
-STOPPED = ("T", "t")  # states of a process: by a signal, by a debugger
 # gloo and torch say so if ranks make different calls. The mistake may be another rank's.
-MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes|Detected mismatch between collectives")
+MISMATCH = r"op\.preamble\.length <= op\.nbytes|Detected mismatch between collectives"
 
 
 def one_line(value: object) -> str:
@@ -64,7 +63,7 @@ class Place(BaseModel, frozen=True):
     samples: list[Count] | None = None
     phase: Text = ""
     where: Text = ""
-    memory: dict[Text, Count | None] = {}
+    memory: dict[Text, Count] = {}
     disk: dict[Text, Count] = {}
 
 
@@ -82,10 +81,15 @@ class Sight(Place, frozen=True):
     process: Text = ""
     wchan: Text = ""
     workers: list[Sight] = []
-    enqueued: int | None = None
+    enqueued: int = -1
     collective: Collective | None = None
     last: Collective | None = None
     peers: dict[str, Sight] = {}
+
+    @property
+    def busy_worker(self) -> Sight:
+        """The worker that it waited for, in a line of the user's code; empty if there is none."""
+        return next((w for w in self.workers if w.where and self.phase == "data"), Sight())
 
 
 def sight_of(fields: Mapping[str, Any]) -> Sight:
@@ -132,7 +136,7 @@ class Rank:
         """Whether it only waited for others, or lost them."""
         inside = self.seen and self.sight.collective
         if self.text:
-            return bool(self.error.get("lost_peer") or MISMATCH.search(self.text))
+            return bool(self.error.get("lost_peer") or re.search(MISMATCH, self.text))
         return bool(self.error.get("waiting") or inside) and self.sight.process not in STOPPED
 
     @property
@@ -140,29 +144,34 @@ class Rank:
         """The collective that it waited in."""
         return (self.sight.collective or self.sight.last) if self.seen and self.waits else None
 
+    @property
+    def moment(self) -> tuple[int, int]:
+        """How far it was in the training: its step, and the phase of that."""
+        return self.sight.step or 0, (*STEP, self.sight.phase).index(self.sight.phase)
+
+    @property
+    def call(self) -> tuple[object, ...]:
+        """Which collective it waited in, and when."""
+        inside = self.inside or Collective()
+        return self.moment, inside.op, str(inside.sizes)
+
 
 def ranks_of(attempt: Attempt) -> list[Rank]:
     """What is known of each rank. Damaged files, links and pipes are left out."""
     errors = {e["rank"]: e for e in failures.recorded(attempt.errors) if 0 <= e["rank"] < MOST}
-    sights, heard, ranks = dict[int, Sight](), dict[str, Sight](), list[Rank]()
+    sights, heard = dict[int, Sight](), dict[str, Sight]()
     for path in attempt.path.glob("health/rank_*.json"):
         if path.is_file() and not path.is_symlink() and path.stat().st_size <= LARGEST:
             sight = sight_of(read_json(path))
             if path.stem == f"rank_{sight.rank}" and 0 <= sight.rank < MOST:
                 sights[sight.rank] = sight
                 heard |= sight.peers
-    sizes = [
-        1,
-        *(rank + 1 for rank in (*errors, *sights)),
-        *(s.world_size for s in sights.values()),
-    ]
-    with suppress(UserError):
-        sizes.append(min(attempt.resources().world_size, MOST))
-    for rank in range(max(sizes)):
+    sizes = [sight.world_size for sight in sights.values()]
+    ranks = []
+    for rank in range(max([1, *sizes, *(number + 1 for number in (*errors, *sights))])):
         error, sight = errors.get(rank, {}), sights.get(rank) or heard.get(str(rank)) or Sight()
-        lines = [worker.where for worker in sight.workers if sight.phase == "data"]
-        lines += [str(error.get("where") or ""), sight.where]
-        place = {"where": one_line(next(filter(None, lines), "")), "rank": rank}
-        place["host"] = sight.host or one_line(error.get("host") or "")
+        recorded = sight_of(error)
+        where = sight.busy_worker.where or recorded.where or sight.where
+        place = {"rank": rank, "host": sight.host or recorded.host, "where": where}
         ranks.append(Rank(sight.model_copy(update=place), error, rank in sights))
     return ranks

@@ -12,12 +12,13 @@ from typing import Any
 
 from distdl.health import causes
 from distdl.health.causes import ranks_text, size_text
-from distdl.health.evidence import ABORTED, LENGTH, Place, Rank, one_line, ranks_of
+from distdl.health.evidence import ABORTED, LENGTH, Place, Rank, Text, one_line, ranks_of
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.runs import failures
+from distdl.runs.attempt import STATUS
 from distdl.runs.checkpoints import SUFFIX
 from distdl.runs.directory import Attempt, RunDirectory, shown
-from distdl.runs.files import write_json, write_text
+from distdl.runs.files import read_json, write_json, write_text
 from distdl.util.errors import UserError
 from distdl.util.tail import plain
 
@@ -34,26 +35,24 @@ class Incident(Place, frozen=True):
 
     Args:
         title: One line: the rank, and what happened to it.
-        doing: What it was doing.
         waiting: What the others waited for; "" if they did not.
         cause: A name from `distdl.health.causes`; `evidence` is what speaks for it.
         next: The command to type.
         log_tail: The last lines of the rank's log, and of what it printed.
         ranks: What is known of each rank.
         straggler: Which rank was slow before, and in what; "" if none was.
-        report, log: Paths; "" if there is no such file.
+        report, log: Paths, of files that may not exist.
     """
 
     title: str
-    doing: str
     waiting: str
     cause: str
-    evidence: str
+    evidence: Text
     remedy: str
     next: str
     log_tail: list[str]
     ranks: list[dict[str, Any]]
-    straggler: str
+    straggler: Text
     report: str
     log: str
 
@@ -63,56 +62,53 @@ def write(attempt: Attempt) -> Incident | None:
     it cannot be written, for example on a full disk, it is returned all the same."""
     incident = read(attempt)
     if incident is not None:
-        try:
+        with suppress(OSError):
             write_json(attempt.path / JSON, incident.model_dump())
             write_text(attempt.path / MARKDOWN, markdown(incident))
-        except OSError:
-            return incident.model_copy(update={"report": ""})
     return incident
 
 
 def await_monitors(attempt: Attempt) -> None:
     """Waits a moment for what the monitors of ranks that are gone may still be writing."""
     deadline = time.monotonic() + PATIENCE
-    while _incomplete(ranks_of(attempt)) and time.monotonic() < deadline:
+    while _incomplete(attempt) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def _incomplete(ranks: Sequence[Rank]) -> bool:
-    errors = [rank.error for rank in ranks if rank.error]
-    lost = bool(errors) and all(error.get("lost_peer") for error in errors)
-    killed = any(rank.error.get("type") == failures.KILLED and not rank.seen for rank in ranks)
-    return killed or (lost and not any(rank.sight.how in ("died", ABORTED) for rank in ranks))
+def _incomplete(attempt: Attempt) -> bool:
+    """Whether only the monitor of a rank that is gone can tell more."""
+    first = attempt.first_error() or {}
+    gone = first.get("lost_peer") or first.get("type") == failures.KILLED
+    return bool(gone) and all(r.sight.how not in ("died", ABORTED) for r in ranks_of(attempt))
 
 
 def read(attempt: Attempt) -> Incident | None:
     """What the attempt's files tell. None if no rank failed: it was cancelled, preempted, refused
     (exit code 2), or ended in a debugger."""
-    status = dict[str, Any]()
-    with suppress(UserError):
-        status = attempt.status()
+    status = read_json(attempt.path / STATUS)
     if status.get("state") in NO_FAILURE and (status.get("concluded") or not attempt.first_error()):
         return None
     ranks = ranks_of(attempt)
     cause = causes.find(ranks)
-    error = cause.rank.error if cause else {}
-    if cause is None or error.get("exit_code") == EXIT_REFUSED or error.get("type") == "BdbQuit":
+    if cause is None:
         return None
-    log = attempt.logs / f"rank_{cause.rank.sight.rank}.log"
+    first = cause.rank
+    if first.error.get("exit_code") == EXIT_REFUSED or first.error.get("type") == "BdbQuit":
+        return None
+    log = attempt.logs / f"rank_{first.sight.rank}.log"
     return Incident(
-        **dict(cause.rank.sight),
-        title=_title(cause.rank, len(ranks)),
-        doing=_state(cause.rank),
-        waiting=_waiting([rank for rank in ranks if rank.waits and rank is not cause.rank]),
+        **dict(first.sight),
+        title=_title(first, len(ranks)),
+        waiting=_waiting([rank for rank in ranks if rank.waits and rank is not first]),
         cause=cause.name,
-        evidence=one_line(cause.evidence),
+        evidence=cause.evidence,
         remedy=cause.remedy,
         next=_next(attempt),
-        log_tail=_log_tail(attempt, log, cause.rank.sight.rank),
+        log_tail=_log_tail(attempt, log, first.sight.rank),
         ranks=[{**rank.sight.model_dump(include=ROW), "state": _state(rank)} for rank in ranks],
-        straggler=one_line(status.get("straggler") or ""),
+        straggler=str(status.get("straggler") or ""),
         report=shown(attempt.path / MARKDOWN),
-        log=shown(log) if log.exists() else "",
+        log=shown(log),
     )
 
 
@@ -120,13 +116,13 @@ def head(incident: Incident, command: bool = True) -> str:
     """At most eight lines for the screen. `command`: with the command to type."""
     samples = incident.samples or []
     few = ", ".join(map(str, samples[:SAMPLES])) + ", ..." * (len(samples) > SAMPLES)
+    paths = (("log", incident.log), ("report", incident.report))
     facts = {
         "cause": f"{incident.cause}: {incident.evidence}",
         "others": incident.waiting,
         "samples": few and f"{few} ({len(samples)} in this rank's batch)",
         "fix": incident.remedy,
-        "log": incident.log,
-        "report": incident.report,
+        **{key: path for key, path in paths if Path(path).exists()},
         "next": incident.next if command else "",
     }
     lines = (f"  {name:7} {value}" for name, value in facts.items() if value)
@@ -135,20 +131,23 @@ def head(incident: Incident, command: bool = True) -> str:
 
 def markdown(incident: Incident) -> str:
     """The whole report. What comes from files is indented by 4, and so shown as it is."""
-    free = {f"free on {name}": value for name, value in incident.disk.items()}
-    sizes = {name: value for name, value in (incident.memory | free).items() if value is not None}
+    sizes = incident.memory | {f"free on {name}": free for name, free in incident.disk.items()}
     kills = f"processes killed for lack of memory: {sizes.pop('oom_kills', 'unknown')}"
     samples = f"samples {incident.samples}" if incident.samples else ""
     memory = ", ".join(f"{name} {size_text(value)}" for name, value in sizes.items())
     rows = [incident.ranks[0], *(row.values() for row in incident.ranks)]
-    parts = {
+    doing = incident.ranks[incident.rank]["state"]
+    blocks = {
         f"Rank {incident.rank}: {incident.cause}": head(incident).splitlines(),
-        "What it was doing": [incident.doing, samples, memory, kills, incident.straggler],
+        "What it was doing": [doing, samples, memory, kills, incident.straggler],
         "All ranks": [" | ".join("" if v is None else str(v) for v in row) for row in rows],
         f"The last lines of rank {incident.rank}": incident.log_tail,
     }
-    blocks = {title: [f"    {line}" for line in lines if line] for title, lines in parts.items()}
-    return "\n".join("\n".join([f"## {t}\n", *block, ""]) for t, block in blocks.items() if block)
+    lines = []
+    for title, block in blocks.items():
+        if block:
+            lines += [f"## {title}", "", *(f"    {line}" for line in block if line), ""]
+    return "\n".join(lines)
 
 
 def _title(rank: Rank, size: int) -> str:

@@ -31,20 +31,19 @@ def write(attempt: Path, sight: Mapping[str, Any], stacks: str = "") -> None:
 
 def record_hang(attempt: Path, sight: Mapping[str, Any], what: str, stacks: str = "") -> None:
     """Records as a rank's failure that it made no progress."""
-    more = {key: sight[key] for key in ("where", "step", "enqueued") if sight.get(key) is not None}
-    more |= {"waiting": True} if sight.get("collective") else {}
-    with suppress(OSError):
-        folder, rank = attempt / "errors", int(sight["rank"])
-        failures.record(folder, rank, failures.HANG, what, redact(stacks), EXIT_HUNG, **more)
+    known = {key: sight[key] for key in ("where", "step", "enqueued") if sight.get(key) is not None}
+    known["waiting"] = bool(sight.get("collective"))
+    folder, trace = attempt / "errors", redact(stacks)
+    failures.record(folder, sight["rank"], failures.HANG, what, trace, EXIT_HUNG, **known)
 
 
 def conclude(attempt: Path, sight: Mapping[str, Any], alone: bool) -> None:
     """Records the failure of an attempt whose rank 0 cannot do so, and shows it if no other process
     will: `alone` says that the job is this one process."""
-    first = failures.first(attempt / "errors")
-    if first and sight["rank"] == 0:
+    if sight["rank"] != 0:
+        return
+    if first := failures.first(attempt / "errors"):
         with suppress(OSError):
             Attempt(attempt).fail(f"rank {first['rank']}: {failures.describe(first)}", EXIT_HUNG)
-    report = incident.write(Attempt(attempt)) if sight["rank"] == 0 else None
-    if report and alone:
+    if (report := incident.write(Attempt(attempt))) and alone:
         print(incident.head(report), file=sys.stderr, flush=True)

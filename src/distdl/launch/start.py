@@ -295,10 +295,8 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
 
 def report_failure(attempt: Attempt) -> None:
     """Prints which rank failed first, and why; the others usually fail because of it."""
-    first = attempt.first_error()
-    if first is not None:
-        incident.await_monitors(attempt)
+    incident.await_monitors(attempt)
     if report := incident.write(attempt):
         print(incident.head(report, command=False), file=sys.stderr)
-    elif first is not None and first["rank"] != 0:  # refused
+    elif (first := attempt.first_error()) and first["rank"] != 0:  # refused
         print(f"rank {first['rank']} failed first: {describe(first)}", file=sys.stderr)

@@ -106,18 +106,17 @@ def record_first_end(folder: Path, rank: int, code: int, host: str) -> bool:
 
 def first(folder: Path) -> dict[str, Any] | None:
     """The failure that caused the others, None if no rank has recorded one."""
-    errors = recorded(folder)
-    return earliest(errors) if errors else None
+    return earliest(recorded(folder))
 
 
-def earliest(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def earliest(errors: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Of several failures the one that caused the others. The clocks of two hosts are compared only
     if nothing else decides."""
-    least = min(map(_weight, errors))
+    least = min(map(_weight, errors), default=0)
     errors = [error for error in errors if _weight(error) == least]
     fewest = min((e["enqueued"] for e in errors if "enqueued" in e), default=0)
     first = (error for error in errors if error.get("enqueued", fewest) == fewest)
-    return min(first, key=lambda error: error["time"])
+    return min(first, key=lambda error: error["time"], default=None)
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:

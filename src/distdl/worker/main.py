@@ -74,7 +74,11 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             if rank == 0:
                 attempt.begin()
             failures.reserve(attempt.errors, rank)
-            watchdog = start_watchdog(attempt, launch, environment)
+            settings = launch["where"].get("watchdog") or {}
+            if settings.get("enabled", True):
+                new = Watchdog(attempt, environment, settings.get("timeout"))
+                new.start()
+                watchdog = new
             context = RankContext(attempt, launch, resources, environment, stop, watchdog)
             state, facts["metrics"] = JobState.SUCCEEDED, perform(bundle, context)
         except Stopped as request:
@@ -94,18 +98,6 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             watchdog.stop()
         failures.release(attempt.errors, rank)
         stop.uninstall()
-
-
-def start_watchdog(
-    attempt: Attempt, launch: dict[str, Any], environment: environments.Environment
-) -> Watchdog | None:
-    """Starts the watchdog, unless launch.yaml switches it off."""
-    settings = (launch.get("where") or {}).get("watchdog") or {}
-    if not settings.get("enabled", True):
-        return None
-    watchdog = Watchdog(attempt, environment, settings.get("timeout"))
-    watchdog.start()
-    return watchdog
 
 
 def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
@@ -307,7 +299,6 @@ def fail(
     if rank == 0:
         facts = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
         attempt.fail(failures.describe(facts), code)
-        if watchdog and failures.is_consequence(error):
-            incident.await_monitors(attempt)
+        incident.await_monitors(attempt)
         incident.write(attempt)  # again by whoever follows the job, if anybody does
     return code
