@@ -21,7 +21,7 @@ from torch import Tensor
 from distdl.callbacks import Checkpointer
 from distdl.checkpoint.saving import Saver
 from distdl.distributed import agreement, process_group
-from distdl.runs.checkpoints import CheckpointStore, damage_of, manifest_of
+from distdl.runs.checkpoints import CheckpointStore, damage_of, manifest_at, manifest_of
 from distdl.runs.records import journal_path, read
 from distdl.tracking.journal import Journal
 from distdl.util.errors import UserError
@@ -132,25 +132,53 @@ def best(folder: Path) -> str | None:
     return json.loads(manifest.read_text())["alias_of"] if manifest.exists() else None
 
 
-@pytest.mark.parametrize("limit", [{}, {"max_steps": 8}], ids=["epochs", "steps"])
-def test_a_resume_of_a_cut_epoch_draws_the_same_numbers(
-    tmp_path: Path, limit: dict[str, int]
-) -> None:
-    """Lightning validates where a time limit ends it, and so advances the generators. With
-    max_steps it would skip the epoch after the cut one."""
-    uncut, cut, values = tmp_path / "uncut", tmp_path / "cut", [0.1, 0.2]
-    # As a Timer does, `trainer.max_time`'s too.
-    stop = after_batch(lambda t: setattr(t, "should_stop", t.global_step == 2))
+def test_a_resume_of_a_cut_epoch_draws_the_same_numbers(tmp_path: Path) -> None:
+    """Lightning validates where a time limit ends it, and so advances the generators."""
     Scripted.drawn.clear()
     torch.manual_seed(0)
-    fit(uncut, values, **limit)
+    fit(tmp_path / "uncut", [0.1])
     expected = Scripted.drawn.copy()
     Scripted.drawn.clear()
     torch.manual_seed(0)
-    fit(cut, values, stop, **limit)
+    # As a Timer does, `trainer.max_time`'s too.
+    fit(
+        tmp_path / "cut",
+        [0.1],
+        after_batch(lambda t: setattr(t, "should_stop", t.global_step == 2)),
+    )
     assert Scripted.drawn == expected[:2]
-    fit(cut, values, resume=newest(cut), **limit)
-    assert Scripted.drawn == expected and len(expected) == 8
+    fit(tmp_path / "cut", [0.1], resume=newest(tmp_path / "cut"))
+    assert Scripted.drawn == expected and len(expected) == 4
+
+
+class Seen(checkpointing.OneWeight):
+    """Notes epoch and number of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.batches.append((self.current_epoch, batch_idx))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_resume_with_max_steps_continues_from_any_step(tmp_path: Path, validates: bool) -> None:
+    """Also from the end of an epoch (of 4 steps)."""
+    data = [checkpointing.numbers(4)] * (1 + validates)
+    limits: Any = {"max_steps": 11, "max_epochs": 9, "num_sanity_val_steps": 0}
+    whole = Seen()
+    saves = checkpointing.checkpointer(tmp_path, every_n_steps=1)
+    checkpointing.fit(whole, [saves], *data, **limits)
+    assert whole.batches == [divmod(step, 4) for step in range(11)]
+    for path in CheckpointStore(tmp_path).all():
+        step, resumed = manifest_at(path)["step"], Seen()
+        callbacks = [checkpointing.checkpointer(tmp_path / f"from-{path.name}")]
+        checkpointing.fit(resumed, callbacks, *data, resume=path, **limits)
+        assert resumed.batches == whole.batches[step:], path.name
 
 
 def test_the_journal_holds_what_a_checkpoint_covers(

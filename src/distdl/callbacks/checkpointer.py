@@ -117,6 +117,9 @@ class Checkpointer(Callback):
         # Lightning runs the setup of Checkpoint callbacks after this one.
         if stage == "fit":
             misfits.refuse(trainer)
+            # With max_steps, Lightning's setter of `restarting` sets True: a resumed run would skip
+            # an epoch, or add a batch to one that had ended.
+            trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
         apart.separate_folders(trainer, self.saver.store.folder)
         if not self._folder_is_protected:
             self._folder_is_protected = True
@@ -260,9 +263,7 @@ class Checkpointer(Callback):
         must include the effects of epoch-end hooks and the step of the plateau schedules."""
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch:
-            # Else Lightning does not step the plateau schedules. Its setter sets True if there is
-            # a max_steps, in the inner loops too, and then the next epoch would be skipped.
-            loop._restarting = False
+            loop.restarting = False  # else Lightning does not step the plateau schedules
         type(loop).on_advance_end(loop)
         if not loop.epoch_loop._num_ready_batches_reached():
             return

@@ -22,8 +22,8 @@ MESSAGES = (
     ("/dev/shm is full", r"shared memory|/dev/shm|</?torch_\d|Bus error", f"{LESS}; --shm-size=8g"),
     (
         "disk is full",
-        r"No space left|quota exceeded|file write failed|unexpected pos",
-        "free space",
+        r"No space left|quota exceeded|file write failed|unexpected pos|File too large",
+        "free space, or raise the limit (quota, ulimit -f)",
     ),
     ("out of memory (GPU)", r"OutOfMemoryError|CUDA.*out of memory", "data.batch_size= half"),
     ("data worker killed", r"DataLoader worker \(pid", f"{LESS}; dmesg on that host"),
