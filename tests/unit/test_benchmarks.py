@@ -305,9 +305,9 @@ def test_small_parts(monkeypatch) -> None:
     predicted = predict.main(images=20, repeats=1)
     assert "task=predict" in predicted.what and predicted.ratio > 0
     monkeypatch.setattr(watchdog, "SIZES", {1: "one process"})
-    for name, value in {"WARM_UP": 2, "STEPS": 4}.items():
+    for name, value in {"WARM_UP": 2, "STEPS": 4, "ROUNDS": 2}.items():
         monkeypatch.setattr(watchdog, name, value)
-    watched = watchdog.main(repeats=2)
+    watched = watchdog.main(groups=1)
     assert "one process, with it: a step" in watched.markdown() and len(watched.goals) == 1
     listed = listing.main(classes=3, files=4, repeats=1)
     assert "listing 12 images" in listed.what and listed.ratio > 0
