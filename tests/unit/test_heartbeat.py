@@ -1,7 +1,9 @@
-"""What a rank is doing, by the names of a real Trainer's actions; its monitor reads it too."""
+"""What a rank is doing, as its watchdog and its monitor see it, by a real Trainer."""
 
 from __future__ import annotations
 
+import functools
+import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -10,172 +12,192 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from distdl.health import heartbeat
 from distdl.health.heartbeat import PHASES, RankHeartbeat
 from distdl.worker.build import Unprofiled
 
 ROWS, BATCHES = 2, 3
-STEP = (
-    *("train_dataloader_next", "[Strategy]DDP.on_train_batch_start", "training_step"),
-    "[LightningModule]Net.on_train_batch_end",
-)
-EVALUATIONS = ("validation", "test", "predict")
-# The last parts of the actions' names, by the phase that they begin.
-ACTIONS = {
-    "set-up": ("setup", "on_fit_start"),
-    "data": ("train_dataloader_next",),
-    "copy": ("batch_to_device",),
-    "forward": ("training_step",),
-    "backward": ("backward",),
-    "optimizer": ("on_after_backward",),
-    "callbacks": tuple(
-        f"on_train_{each}"
-        for each in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
-    ),
-    "validation": (
-        *("on_sanity_check_start", "on_sanity_check_end", "on_validation_model_zero_grad"),
-        *(f"{each}_step" for each in EVALUATIONS),
-        *(f"{each}_next" for each in ("val", "test", "predict")),
-        *(
-            f"on_{each}_{moment}"
-            for each in EVALUATIONS
-            for moment in (
-                *("model_eval", "start", "epoch_start", "batch_start"),
-                *("batch_end", "epoch_end", "end"),
-            )
-        ),
-    ),
-    "checkpoint": ("save_checkpoint", "on_save_checkpoint"),
-    "end": ("on_fit_end", "teardown"),
-    "as before": (
-        *("configure_callbacks", "configure_optimizers", "run_training_epoch"),
-        *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
-        *("run_training_batch", "optimizer_step", "on_before_zero_grad", "optimizer_zero_grad"),
-        *("configure_gradient_clipping", "lr_scheduler_step"),
-        *("on_before_backward", "on_before_optimizer_step"),
-    ),
+# Where a user's code is called -> the phase, and whether it belongs to a batch.
+HOOKS = {
+    "prepare_data": {("prepare_data", False)},
+    "setup": {("outside", False)},
+    "configure_optimizers": {("outside", False)},
+    "train_dataloader": {("set-up", False)},
+    "dataset": {("data", True), ("validation", True)},
+    "transfer_batch_to_device": {("copy", True), ("validation", True)},
+    "on_train_start": {("set-up", False)},
+    "on_train_epoch_start": {("callbacks", False)},
+    "on_train_batch_start": {("callbacks", True)},
+    "training_step": {("forward", True)},
+    "on_before_backward": {("backward", True)},
+    "on_before_optimizer_step": {("optimizer", True)},
+    "on_train_batch_end": {("callbacks", True)},
+    "on_train_epoch_end": {("callbacks", False)},
+    "on_validation_epoch_start": {("validation", False)},
+    "validation_step": {("validation", True)},
+    "on_validation_epoch_end": {("validation", False)},
+    "on_save_checkpoint": {("checkpoint", False)},
+    "on_fit_end": {("outside", False)},
+    "test_step": {("validation", True)},
+    "predict_step": {("validation", True)},
 }
-BY_NAME = {name: phase for phase, names in ACTIONS.items() for name in names}
-OTHERS = {"prepare_data": "prepare_data", "configure_model": "set-up"}
 
 
-class Net(LightningModule):
-    """Notes what a monitor reads in each step."""
+class Rows(Dataset[torch.Tensor]):
+    def __init__(self, note: Any) -> None:
+        self.note = note
 
-    def __init__(self, read: Any) -> None:
+    def __len__(self) -> int:
+        return ROWS * BATCHES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.note("dataset")
+        return torch.ones(2)
+
+
+class Plain(LightningModule):
+    def __init__(self, rank: RankHeartbeat) -> None:
         super().__init__()
-        self.layer, self.read, self.notes = nn.Linear(2, 1), read, list[Any]()
+        self.layer, self.rank = nn.Linear(2, 1), rank
+        self.seen: dict[str, set[Any]] = {}
+        self.steps = list[Any]()
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.notes.append(self.read())
-        return self.layer(batch[0]).sum()
+    def note(self, name: str) -> None:
+        frame, stack = sys._getframe(1), list[heartbeat.Frame]()
+        while frame := frame.f_back:  # type: ignore[assignment]
+            stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        phase, action, in_batch = heartbeat.seen_in(stack)
+        seen = ("outside" if phase is None else PHASES[phase], in_batch)
+        self.seen.setdefault(name, set()).add(seen)
+        self.seen.setdefault(f"action of {name}", set()).add(action)
+        if name == "training_step":
+            self.rank.look(stack)
+            self.steps.append((heartbeat.read(self.rank.file.fileno()), self.rank.facts()))
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.layer(batch[0])
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(Rows(self.note), batch_size=ROWS)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch[0])
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
-    test_step = validation_step
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.layer(batch)
+
+    test_step = predict_step = validation_step
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _noting(name: str) -> Any:
+    method = getattr(Plain, name)
+
+    @functools.wraps(method)
+    def noting(self: Plain, *args: Any, **kwargs: Any) -> Any:
+        self.note(name)
+        return method(self, *args, **kwargs)
+
+    del noting.__wrapped__  # type: ignore[attr-defined] # Lightning takes it for the base's own
+    return noting
+
+
+Net = type("Net", (Plain,), {name: _noting(name) for name in HOOKS if name != "dataset"})
 
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory) -> SimpleNamespace:
     """A training of two epochs, a test and a prediction."""
-    beats, actions = RankHeartbeat(), list[str]()
-    beats.timing = True
-    enter = beats.enter
-    beats.enter = lambda action: actions.append(action) or enter(action)  # type: ignore[method-assign]
-    net = Net(lambda: (heartbeat.read(beats.file.fileno()), beats.facts()))
+    rank = RankHeartbeat()
+    net = Net(rank)
     options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     folder = tmp_path_factory.mktemp("trainer")
     trainer = Trainer(max_epochs=2, accelerator="cpu", default_root_dir=folder, **options)
-    beats.watch(trainer)
+    rank.watch(trainer)
+    rank.time_steps(True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loader = DataLoader(TensorDataset(torch.ones(ROWS * BATCHES, 2)), batch_size=ROWS)
-        trainer.fit(net, loader, loader)
-        steps = [*beats.steps]
-        trainer.test(net, loader, verbose=False)
-        trainer.predict(net, loader)
-    return SimpleNamespace(beats=beats, actions=actions, steps=steps, notes=net.notes)
+        trainer.fit(net)
+        steps = [*rank.steps]
+        trainer.test(net, verbose=False)
+        trainer.predict(net)
+    return SimpleNamespace(rank=rank, net=net, steps=steps)
 
 
-def test_each_action_begins_its_phase(followed) -> None:
-    names = {action: action.rpartition(".")[2] for action in followed.actions}
-    assert {*names.values()} == {*BY_NAME}, "Lightning has other actions"
-    expected = {action: BY_NAME[name] for action, name in names.items()}
-    numbers = {action: heartbeat.phase_of(action) for action in [*names, *OTHERS]}
-    phases = {a: "as before" if number is None else PHASES[number] for a, number in numbers.items()}
-    assert phases == expected | OTHERS
-    # The report of a failure says where it happened.
-    assert heartbeat.phase_of("[Callback]Mine.on_exception") is None
+def test_each_hook_is_in_its_phase(followed) -> None:
+    assert {name: followed.net.seen[name] for name in HOOKS} == HOOKS
+    (action,) = followed.net.seen["action of on_train_epoch_end"]
+    assert action.startswith(heartbeat.BETWEEN_EPOCHS)
 
 
 def test_the_phases_of_a_step_with_their_times(followed) -> None:
-    beats = followed.beats
     order = ["data", "copy", "callbacks", "forward", "backward", "optimizer", "callbacks", "data"]
     # The last step of an epoch has the validation in it.
     inside = [step for number, step in enumerate(followed.steps) if number % BATCHES != BATCHES - 1]
     assert [[PHASES[phase] for phase, _ in step] for step in inside] == [order] * len(inside)
-    assert len(inside) >= 2 * (BATCHES - 1) and beats.count == 2 * BATCHES
+    assert len(inside) >= 2 * (BATCHES - 1) and followed.rank.count == 2 * BATCHES
     for step in followed.steps:
         times = [time for _, time in step]
         assert times == sorted(times)
-    counted = [action for action in followed.actions if heartbeat.phase_of(action) is not None]
-    assert beats.beats == len(counted)
 
 
-def test_the_monitor_reads_what_the_rank_is_doing(followed) -> None:
+def test_the_monitor_reads_how_far_the_rank_is(followed) -> None:
     expected = [(number, *divmod(number, BATCHES)) for number in range(2 * BATCHES)]
-    assert len(followed.notes) == len(expected)
-    for (read, facts), (step, epoch, batch) in zip(followed.notes, expected, strict=True):
-        assert (read["step"], read["epoch"], read["batch"]) == (step, epoch, batch + 1)
-        assert read["phase"] == "forward" and read["action"].endswith(".training_step")
-        assert read.items() <= facts.items()
+    assert len(followed.net.steps) == len(expected)
+    for (read, facts), (step, epoch, batch) in zip(followed.net.steps, expected, strict=True):
+        assert read == {"step": step, "epoch": epoch, "batch": batch + 1}
+        assert facts == read | {"phase": "forward", "action": facts["action"]}
 
 
 def test_steps_are_timed_only_while_they_are_compared() -> None:
-    beats, profiler = RankHeartbeat(), Unprofiled()
-    beats.watch(SimpleNamespace(profiler=profiler, state=SimpleNamespace(fn=None)))
-    for beats.timing in (False, True, True, False, True, True):
-        for name in STEP:
-            with profiler.profile(name):
-                assert beats.facts()["action"] == name
-    assert (beats.count, beats.beats, len(beats.steps)) == (6, 24, 2)
+    rank, profiler = RankHeartbeat(), Unprofiled()
+    strategy = SimpleNamespace(training_step=lambda: "loss")
+    rank.watch(SimpleNamespace(profiler=profiler, strategy=strategy))
+    for wanted in (False, True, True, False, True, True):
+        rank.time_steps(wanted)
+        with profiler.profile("train_dataloader_next"):
+            assert strategy.training_step() == "loss"
+        profiler.start("on_train_batch_end")
+    assert (rank.count, len(rank.steps)) == (6, 2)
+    rank.time_steps(False)
+    assert not vars(profiler).keys() & {"profile", "start"}, (
+        "a step that is not timed costs nothing"
+    )
+
+
+def test_progress_is_any_step_batch_or_other_phase() -> None:
+    counts = [
+        SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(ready=0)))
+        for _ in range(5)
+    ]
+    train, val, validate, test, predict = counts
+    train.global_step, train.val_loop = 0, val
+    trainer = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=train),
+        validate_loop=validate,
+        test_loop=test,
+        predict_loop=predict,
+        strategy=SimpleNamespace(training_step=None),
+    )
+    rank = RankHeartbeat()
+    rank.watch(trainer)
+    before = rank.progress
+    assert rank.progress == before
+    train.global_step = 1
+    assert rank.progress != before
+    before = rank.progress
+    for each in counts:
+        each.batch_progress.total.ready += 1
+        assert rank.progress != before
+        before = rank.progress
+    rank.look([("/lightning/pytorch/loops/fetchers.py", 1, "__next__")])
+    assert rank.progress != before and rank.in_step
 
 
 def test_before_a_trainer_there_is_only_the_phase() -> None:
-    beats = RankHeartbeat()
-    for action in ("prepare_data", "[Callback]Mine.on_exception", "something new"):
-        beats.enter(action)
-    expected = {"phase": "prepare_data", "action": "prepare_data"}
-    assert heartbeat.read(beats.file.fileno()) == beats.facts() == expected
-
-
-@pytest.mark.parametrize(
-    ("actions", "inside"),
-    [
-        ("setup", False),
-        ("train_dataloader_next", True),
-        ("training_step configure_gradient_clipping", True),
-        ("on_train_batch_end", True),
-        ("on_train_epoch_end", False),
-        ("on_validation_batch_start val_next", True),
-        ("validation_step", True),
-        ("validation_step on_validation_epoch_end", False),
-        ("on_train_batch_end save_checkpoint", False),
-        ("on_fit_end", False),
-    ],
-)
-def test_what_belongs_to_a_step(actions: str, inside: bool) -> None:
-    beats = RankHeartbeat()
-    for action in actions.split():
-        beats.enter(action)
-    assert beats.in_step is inside
+    rank = RankHeartbeat()
+    assert heartbeat.read(rank.file.fileno()) == {}
+    assert rank.facts() == {"phase": "set-up", "action": "start"}

@@ -161,7 +161,7 @@ def test_a_killed_rank(attempt, memory, signal: str, cause: str) -> None:
 ABORTS: dict[str, tuple[int, dict[str, Any]]] = {
     "skipped collective": (1, {"phase": "forward"}),
     "mismatched collective": (1, {"phase": "backward"}),
-    "uneven batches": (0, {"phase": "callbacks", "action": "on_train_epoch_end", "batch": 2}),
+    "uneven batches": (0, {"phase": "callbacks", "action": "fit_loop.on_advance_end", "batch": 2}),
 }
 
 
@@ -212,7 +212,6 @@ def test_the_cause_of_a_hang(attempt, case: str) -> None:
     assert report.waiting == f"rank 0 waits for it in {call}"
 
 
-END = "[Callback]Mine.on_train_epoch_end"
 COLLECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "another shape": ("mismatched collective", {"collective": {**REDUCE, "sizes": [[4]]}}),
     "another call": ("mismatched collective", {"collective": {**REDUCE, "op": "broadcast"}}),
@@ -220,7 +219,12 @@ COLLECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "one step further": ("skipped collective", {"step": 8, "phase": "forward"}),
     "the end of the epoch": (
         "uneven batches",
-        {"phase": "callbacks", "action": END, "batch": 2, "collective": GRADIENT},
+        {
+            "phase": "callbacks",
+            "action": "fit_loop.on_advance_end",
+            "batch": 2,
+            "collective": GRADIENT,
+        },
     ),
     "validation": (
         "uneven batches",

@@ -264,13 +264,12 @@ def test_rank_0_warns_of_what_it_has_seen_twice_in_a_row_and_only_once(monkeypat
 
 def test_the_heartbeat_gives_the_steps() -> None:
     heartbeat = RankHeartbeat()
-    heartbeat.timing = True
-    for _ in range(3):
+    for heartbeat.count in range(3):
         for name in ("train_dataloader_next", "batch_to_device", "on_train_batch_start"):
-            heartbeat.enter(f"[Strategy]Y.{name}")
+            heartbeat.mark(f"[Strategy]Y.{name}")
         for name in ("training_step", "backward", "on_after_backward", "on_train_batch_end"):
-            heartbeat.enter(f"[LightningModule]Y.{name}")
-    heartbeat.enter("[LightningModule]Y.on_validation_start")
+            heartbeat.mark(f"[LightningModule]Y.{name}")
+    heartbeat.mark("[LightningModule]Y.on_validation_start")
     assert len(heartbeat.steps) == 2
     row = straggler.record([*heartbeat.steps], [])
     names = [part[0] for part in row["parts"]]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distdl.health.evidence import MISMATCH, STEP, Rank
+from distdl.health.heartbeat import BETWEEN_EPOCHS
 from distdl.health.machine import ON_DISK, RUNNING, STOPPED
 from distdl.runs import failures
 
@@ -124,7 +125,7 @@ def _uneven(ranks: Sequence[Rank]) -> Cause | None:
         if seen.step is None or seen.step > (other.step or 0):
             continue
         later = (seen.epoch or 0) - (other.epoch or 0)
-        after = seen.phase in ("validation", "checkpoint") or "epoch_end" in seen.action
+        after = seen.phase in ("validation", "checkpoint") or seen.action.startswith(BETWEEN_EPOCHS)
         fewer = later == 0 and 0 < (seen.batch or 0) < (other.batch or 0)
         idle = rank.waits or not rank.left
         if seen.phase == "end" or (idle and (later > 0 or (after and fewer))):

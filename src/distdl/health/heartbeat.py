@@ -1,11 +1,14 @@
-"""What a rank is doing: its phase, and how long each phase of the last steps took.
+"""What a rank is doing: its phase, its progress, and how long each phase of a step takes.
 
-Lightning gives a name to everything that it does, and passes it to the Trainer's profiler. Only the
-steps that are compared between the ranks are timed: see `distdl.health.peers`.
+The watchdog's thread looks at the stack of the main thread, where a function of Lightning's tells
+the phase. The main thread itself only counts its steps, in memory shared with the monitor, which
+then knows the step at which a rank was killed. Phases are timed by the names that Lightning passes
+to the Trainer's profiler, and only while the ranks are compared: see `distdl.health.peers`.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import re
@@ -13,9 +16,10 @@ import struct
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 PHASES = (
     *("set-up", "prepare_data", "data", "copy", "forward", "backward", "optimizer", "callbacks"),
@@ -23,152 +27,164 @@ PHASES = (
 )
 SET_UP, PREPARE, DATA, COPY, FORWARD, BACKWARD, OPTIMIZER, CALLBACKS = range(8)
 VALIDATION, CHECKPOINT, END = range(8, 11)
-EVALUATIONS, PARTS = ("validation", "val", "test", "predict"), ("step", "next")
-# The last part of an action's name -> its phase.
+# Functions of a stack, as "file:function": the innermost one that fits tells the phase.
+_FUNCTIONS = (
+    (CHECKPOINT, r"/distdl/checkpoint/|/checkpoint_connector\.py:|/trainer\.py:save_checkpoint$"),
+    (PREPARE, r"/data_connector\.py:prepare_data$"),
+    (DATA, r"/loops/fetchers\.py:"),
+    (COPY, r"/strategies/.*:batch_to_device$"),
+    (FORWARD, r"/strategies/.*:training_step$"),
+    (BACKWARD, r"/strategies/.*:backward$"),
+    (OPTIMIZER, r"/strategies/.*:optimizer_step$"),
+    (VALIDATION, r"/loops/(evaluation|prediction)_loop\.py:"),
+    (SET_UP, r"/loops/fit_loop\.py:(setup_data|on_run_start|reset)$"),
+    (CALLBACKS, r"/loops/(training_epoch|fit)_loop\.py:"),
+)
+_PHASE = re.compile("|".join(f"(?P<p{phase}>{pattern})" for phase, pattern in _FUNCTIONS))
+# These run once per batch.
+_BATCH = re.compile(r"/training_epoch_loop\.py:advance$|:_(evaluation|predict)_step$|:__next__$")
+# The last part of an action's name -> the phase that begins with it.
 _BEGINS = {
-    **dict.fromkeys(("setup", "configure_model", "on_fit_start"), SET_UP),
-    "prepare_data": PREPARE,
     "train_dataloader_next": DATA,
     "batch_to_device": COPY,
     "training_step": FORWARD,
     "backward": BACKWARD,
     "on_after_backward": OPTIMIZER,
-    **dict.fromkeys((f"{each}_{part}" for each in EVALUATIONS for part in PARTS), VALIDATION),
-    **dict.fromkeys(("save_checkpoint", "on_save_checkpoint"), CHECKPOINT),
-    **dict.fromkeys(("teardown", "on_fit_end"), END),
+    "save_checkpoint": CHECKPOINT,
+    "on_save_checkpoint": CHECKPOINT,
 }
-# Endings of actions that happen in every batch.
-IN_STEP = ("_step", "_batch_start", "_batch_end", "_next", "zero_grad")
+BETWEEN_EPOCHS = "fit_loop."  # so begin the actions before and after the batches of an epoch
 KEPT = 512  # steps
 MOST = 64  # samples of a batch in a report
-# A heartbeat's file: memory shared with the monitor, with the numbers of the action, step, epoch
-# and batch (-1: unknown). Then follows a line for each action.
-FIELDS, NUMBERS = "4q", 64  # bytes
-# The actions with which a batch begins and ends, once each.
-MOMENTS = re.compile(
-    r"^\[Strategy\].*\.on_train_batch_start$|^\[LightningModule\].*\.on_train_batch_end$"
-)
-
 MARKS = 64  # phases of a step; a longer one, with a validation in it, is not timed
+# The memory shared with the monitor: step, epoch, batch (-1: unknown).
+FIELDS = "3q"
+PROGRESS = ("step", "epoch", "batch")
 
+# A file, a line and a function.
+Frame = tuple[str, str | int, str]
 # Each phase of a step, as an index of PHASES, with the nanosecond (`time.time_ns`) at which it
 # began; then DATA with the begin of the next step.
 StepTimes = tuple[tuple[int, int], ...]
 
 
-def phase_of(action: str) -> int | None:
-    """The phase that an action of Lightning's profiler belongs to, as an index of PHASES; None: to
-    the one of the action before it."""
+def begins(action: str) -> int | None:
+    """The phase that begins with an action of Lightning's profiler; None: none does."""
     name = action.rpartition(".")[2]
-    if name in _BEGINS:
-        return _BEGINS[name]
     if name.startswith("on_train"):
         return CALLBACKS
-    evaluates = name.startswith(("on_validation", "on_sanity", "on_test", "on_predict"))
-    return VALIDATION if evaluates else None
+    return VALIDATION if name.startswith(("on_validation", "on_sanity")) else _BEGINS.get(name)
 
 
-def read(file: int) -> dict[str, Any]:
-    """What a rank does, or did last, by the number of its heartbeat's open file."""
-    data = os.pread(file, 1 << 20, 0)
-    number, *counts = struct.unpack_from(FIELDS, data)
-    names = dict(enumerate(["start", *data[NUMBERS:].decode(errors="replace").splitlines()]))
-    action = names.get(number, "")
-    progress = dict(zip(("step", "epoch", "batch"), counts, strict=True))
-    known = {name: count for name, count in progress.items() if count >= 0}
-    return {"phase": PHASES[phase_of(action) or SET_UP], "action": action, **known}
+def seen_in(stack: Iterable[Frame]) -> tuple[int | None, str, bool]:
+    """The phase that a stack is in (the innermost frame first; None: outside all loops), the
+    function that tells it, and whether this is part of a batch."""
+    functions = [each for file, _, name in stack if (each := _function(file, name)).known]
+    if not functions:
+        return None, "", False
+    phase, action = functions[0].phase, functions[0].action
+    if phase != CHECKPOINT and any(each.phase == VALIDATION for each in functions):
+        phase = VALIDATION
+    return phase, action, phase != CHECKPOINT and any(each.in_batch for each in functions)
+
+
+class _Function(NamedTuple):
+    """What is known of a function in a stack."""
+
+    known: bool
+    phase: int = SET_UP
+    action: str = ""
+    in_batch: bool = False
+
+
+@functools.lru_cache(4096)
+def _function(file: str, name: str) -> _Function:
+    match = _PHASE.search(where := f"{file}:{name}")
+    if match is None:
+        return _Function(False)
+    phase = int(str(match.lastgroup)[1:])
+    return _Function(True, phase, f"{Path(file).stem}.{name}", bool(_BATCH.search(where)))
+
+
+def read(file: int) -> dict[str, int]:
+    """How far a rank was, by the number of its heartbeat's open file; empty: in no step yet."""
+    counts = struct.unpack(FIELDS, os.pread(file, struct.calcsize(FIELDS), 0))
+    return dict(zip(PROGRESS, counts, strict=True)) if min(counts) >= 0 else {}
 
 
 class RankHeartbeat:
-    """Counts what a rank does. Its main thread writes, and the watchdog's thread reads. So does the
-    monitor (`file`), which then knows it to the moment at which the rank was killed.
-
-    `enter(action)` is called at the beginning of each action, about 40 times per step, and mostly
-    with cold caches: what it touches is what it costs.
-    """
+    """What a rank is doing. Its main thread counts steps; the watchdog's thread looks."""
 
     def __init__(self) -> None:
-        self.beats = 0  # actions so far
-        self.timing = False  # whether steps are added to `steps` now
+        self.phase, self.action, self.in_step = SET_UP, "start", False
+        self.count = 0  # training steps begun
         self.steps: deque[StepTimes] = deque(maxlen=KEPT)
         self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        self.file.write(struct.pack(FIELDS, 0, -1, -1, -1).ljust(NUMBERS))
-        self._shared = memoryview(mmap.mmap(self.file.fileno(), NUMBERS)).cast("q")
-        self._names, self._phases = ["start"], [SET_UP]  # of each action, by its number
-        # Action -> number; 0: it belongs to the one before; negative: progress is shared there.
-        self._known: dict[str, int] = {}
-        self._shares = 0  # of progress, twice per step
+        self.file.write(struct.pack(FIELDS, -1, -1, -1))
+        self._shared = memoryview(mmap.mmap(self.file.fileno(), struct.calcsize(FIELDS))).cast("q")
         self._marks: deque[tuple[int, int]] = deque(maxlen=MARKS)
-        self._marked = 0  # the steps before `_marks`
+        self._marked = 0  # the steps begun before `_marks`
+        self._timing = False
         self._trainer: Any = None
-        self._progress: tuple[Any, ...] = ()  # optimizer steps, epochs, and the epoch's batches
-        self.enter = self._entering(None)
 
     def watch(self, trainer: Any) -> None:
-        """Follows a Trainer, whatever its profiler is."""
-        self._trainer, profiler = trainer, trainer.profiler
-        if idle := getattr(profiler, "idle", None):  # what a profiler that does nothing returns
-            profiler.profile = profiler.start = self._entering(idle)
-        else:
-            profiler.profile = self._announcing(profiler.profile)
-            profiler.start = self._announcing(profiler.start)
-        with suppress(AttributeError):  # of another version of Lightning
-            loop = trainer.fit_loop.epoch_loop
-            steps = loop.automatic_optimization.optim_progress.optimizer.step.total
-            other = loop.manual_optimization.optim_step_progress.total
-            epochs, batches = trainer.fit_loop.epoch_progress.current, loop.batch_progress.current
-            self._progress = (steps, other, epochs, batches)
+        """Follows a Trainer, whatever its strategy and profiler are."""
+        self._trainer, training_step = trainer, trainer.strategy.training_step
 
-    def _announcing(self, method: Callable[[str], Any]) -> Callable[[str], Any]:
-        def announced(action: str) -> Any:
-            self.enter(action)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            self._share()
+            return training_step(*args, **kwargs)
+
+        trainer.strategy.training_step = counted
+
+    def _share(self) -> None:
+        with suppress(AttributeError):  # of another version of Lightning
+            fit = self._trainer.fit_loop
+            self._shared[0] = fit.epoch_loop.global_step
+            self._shared[1] = fit.epoch_progress.current.completed
+            self._shared[2] = fit.epoch_loop.batch_progress.current.ready
+
+    def look(self, stack: Iterable[Frame]) -> None:
+        """Called by the watchdog's thread with the stack of the main thread."""
+        phase, self.action, self.in_step = seen_in(stack)
+        if phase is None:
+            phase = END if self.count and self._trainer.state.fn == "fit" else SET_UP
+        self.phase = phase
+
+    @property
+    def progress(self) -> tuple[Any, ...]:
+        """Differs from before if anything was done."""
+        done: list[Any] = [self.phase, self.action]
+        with suppress(AttributeError):
+            trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+            evaluations = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+            done += [loop.global_step, loop.batch_progress.total.ready]
+            done += [e.batch_progress.total.ready for e in (loop.val_loop, *evaluations)]
+        return tuple(done)
+
+    def time_steps(self, wanted: bool) -> None:
+        """Begins or ends to add to `steps`."""
+        if self._trainer is None or wanted == self._timing:
+            return
+        profiler, self._timing = self._trainer.profiler, wanted
+        for name in ("profile", "start"):
+            if wanted:
+                setattr(profiler, name, self._timed(getattr(profiler, name)))
+            else:
+                vars(profiler).pop(name)
+
+    def _timed(self, method: Callable[[str], Any]) -> Callable[[str], Any]:
+        def timed(action: str) -> Any:
+            self.mark(action)
             return method(action)
 
-        return announced
+        return timed
 
-    def _entering(self, result: Any) -> Callable[[str], Any]:
-        """`enter`, which returns `result`. A closure takes half the time of a method."""
-        known, shared = self._known, self._shared
-
-        def enter(action: str) -> Any:
-            number = known.get(action)
-            if number is None:
-                number = self._learn(action)
-            if number:
-                self.beats += 1
-                if number < 0:
-                    number = -number
-                    self._share_progress(number)
-                shared[0] = number
-                if self.timing:
-                    self._mark(number)
-            return result
-
-        return enter
-
-    def _learn(self, action: str) -> int:
-        phase, number = phase_of(action), 0
-        if phase is not None:
-            number = -len(self._names) if MOMENTS.search(action) else len(self._names)
-            self._names.append(action)
-            self._phases.append(phase)
-            with suppress(OSError):  # a full disk: the monitor then knows no name
-                self.file.write(f"{action}\n".encode())
-        self._known[action] = number
-        return number
-
-    def _share_progress(self, number: int) -> None:
-        if number == self._shared[0]:  # a profiler's `profile` may call its `start`
-            return
-        self._shares += 1
-        if self._progress:  # read directly: Trainer.global_step takes ten times as long
-            automatic, manual, epoch, batch = self._progress
-            self._shared[1] = automatic.completed + manual.completed
-            self._shared[2], self._shared[3] = epoch.completed, batch.ready
-
-    def _mark(self, number: int) -> None:
-        phase, marks = self._phases[number], self._marks
-        if marks and marks[-1][0] == phase:
+    def mark(self, action: str) -> None:
+        """Called at the beginning of each action while steps are timed."""
+        phase, marks = begins(action), self._marks
+        if phase is None or (marks and marks[-1][0] == phase):
             return
         mark = (phase, time.time_ns())
         if phase == DATA:
@@ -177,25 +193,6 @@ class RankHeartbeat:
             marks.clear()
             self._marked = self.count
         marks.append(mark)
-
-    @property
-    def count(self) -> int:
-        """Training steps so far."""
-        return self._shares // 2
-
-    @property
-    def action(self) -> str:
-        return self._names[self._shared[0]]
-
-    @property
-    def phase(self) -> int:
-        """An index of PHASES."""
-        return self._phases[self._shared[0]]
-
-    @property
-    def in_step(self) -> bool:
-        """Whether this is a part of a training step, or of a batch of an evaluation."""
-        return DATA <= self.phase <= OPTIMIZER or self.action.endswith(IN_STEP)
 
     def facts(self) -> dict[str, Any]:
         """Where this rank is, for a report: step, epoch, batch, samples, phase and action."""

@@ -90,11 +90,15 @@ class Monitor:
         from distdl.health import flight, heartbeat, sights
 
         stacks_file, heartbeat_file = self.hello["files"]
-        now = {**self.pulse, **heartbeat.read(heartbeat_file)}
-        if now != self.pulse:  # it did more since its last pulse
-            self.pulse = {**now, "where": "", "samples": None}
+        last = heartbeat.read(heartbeat_file)
+        if last.get("step", -1) > self.pulse.get("step", -1):  # it did more since its last pulse
+            unknown = {"where": "", "phase": "", "action": "", "samples": None}
+            self.pulse = {**self.pulse, **last, **unknown}
         stacks = os.pread(stacks_file, 1 << 20, 0).decode(errors="replace")
-        main = main_thread(stacks)
+        if main := main_thread(stacks):
+            phase, self.pulse["action"], _ = heartbeat.seen_in(main)
+            outside = heartbeat.END if last else heartbeat.SET_UP
+            self.pulse["phase"] = heartbeat.PHASES[outside if phase is None else phase]
         self.pulse["where"] = where = innermost(main) or self.pulse.get("where", "")
         # Where ranks make different calls, gloo aborts one of them.
         aborted = "Fatal Python error: Aborted" in stacks

@@ -102,11 +102,11 @@ class Peers:
         passed = time.monotonic() - self._exchanged
         # Timing costs time: no more steps than are kept are timed, the last ones.
         rate = (heartbeat.count - self._count) / passed
-        heartbeat.timing = (EXCHANGE_S - passed) * rate < KEPT
+        heartbeat.time_steps((EXCHANGE_S - passed) * rate < KEPT)
         if passed < EXCHANGE_S or len(steps) < straggler.STEPS:
             return
         self._exchanged, self._count = time.monotonic(), heartbeat.count
-        heartbeat.timing = False
+        heartbeat.time_steps(False)
         heartbeat.steps.clear()
         # On a GPU nobody waits where a collective is started.
         times = [each.created for each in flight.collectives(flight.GLOO)]

@@ -1,6 +1,6 @@
 """Ends a rank that makes no progress, and says what it was doing.
 
-A thread of each rank looks twice a second whether the main thread has begun anything new
+A thread of each rank looks twice a second whether the main thread has done anything new
 (`RankHeartbeat`), and tells the rank's monitor, a process of its own, and the other ranks by their
 common store. When one rank has made no progress for too long, all of them write what they were
 doing, and end with exit code 70.
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +35,7 @@ import psutil
 
 from distdl.config.own_code import innermost, main_thread
 from distdl.health import flight, machine, sights
-from distdl.health.heartbeat import OPTIMIZER, PREPARE, RankHeartbeat
+from distdl.health.heartbeat import OPTIMIZER, PREPARE, Frame, RankHeartbeat
 from distdl.health.peers import Peers
 from distdl.health.straggler import Slowdown
 from distdl.job import EXIT_HUNG
@@ -77,7 +78,7 @@ class Watchdog:
         self._host = socket.gethostname()
         self._pids = [os.getpid()] if environment.world_size == 1 else []  # unknown yet
         self._stop, self._kills = threading.Event(), machine.oom_kills(os.getpid())
-        self._beats = self._number = 0
+        self._number, self._done = 0, self.heartbeat.progress
         self._longest = 0.0  # seconds without progress in a step that then went on
         self._progress = self._looked = time.monotonic()
         self._used = time.process_time()
@@ -133,10 +134,10 @@ class Watchdog:
         faulthandler.disable()
         self._stacks.close()
 
-    def failed(self) -> dict[str, Any]:
-        """Writes what this rank was doing when it failed by an exception; returns facts for the
-        record of the failure."""
-        sight = self._sight("failed")
+    def failed(self, error: BaseException) -> dict[str, Any]:
+        """Writes what this rank was doing when an exception ended it; returns facts for the record
+        of the failure."""
+        sight = self._sight("failed", _frames(traceback.walk_tb(error.__traceback__))[::-1])
         sights.write(self.attempt.path, sight)
         return {key: sight[key] for key in ("step", "enqueued") if sight.get(key) is not None}
 
@@ -149,12 +150,13 @@ class Watchdog:
             now, used = time.monotonic(), time.process_time()
             if now - self._looked > AWAY:
                 self._progress += now - self._looked
-            patient = not self.heartbeat.in_step
-            works = patient and used - self._used > BUSY * (now - self._looked)
-            if self.heartbeat.beats != self._beats or works:
-                if self.peers.pulse["in_step"] and self.peers.pulse["limit"]:
+            before = self.peers.pulse
+            works = not before["in_step"] and used - self._used > BUSY * (now - self._looked)
+            self.heartbeat.look(self._stack())
+            if (done := self.heartbeat.progress) != self._done or works:
+                if before["in_step"] and before["limit"]:
                     self._longest = max(self._longest, now - self._progress)
-                self._beats, self._progress = self.heartbeat.beats, now
+                self._done, self._progress = done, now
             self._looked, self._used = now, used
             pulse = self._announce()
             limit = pulse["limit"]
@@ -168,13 +170,13 @@ class Watchdog:
         self._tell(pulse)
         return pulse
 
-    def _pulse(self) -> dict[str, Any]:
-        """What this rank is doing."""
+    def _pulse(self, stack: Sequence[Frame] = ()) -> dict[str, Any]:
+        """What this rank is doing, or was doing in an earlier stack of its main thread."""
         self._number += 1
-        environment, frames = self.environment, [*self._frames()]
-        stack = ((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
+        environment, stack = self.environment, stack or self._stack()
+        self.heartbeat.look(stack)
         age = round(time.monotonic() - self._progress, 1)
-        files = [frame.f_code.co_filename for frame in frames]
+        files = [file for file, _, _ in stack]
         in_step = self.heartbeat.in_step and not any(map(COMPILERS.search, files))
         return {
             "rank": environment.rank,
@@ -188,23 +190,20 @@ class Watchdog:
             "pids": self._pids,
             "in_step": in_step,
             "limit": self._limit(in_step, files),
-            "waits": age > SOON and bool(self._waits_for(frames[:1])),
+            "waits": age > SOON and bool(self._waits_for(stack)),
             "where": innermost(stack),
             **self.heartbeat.facts(),
         }
 
-    def _waits_for(self, innermost: Iterable[FrameType]) -> list[flight.StartedCollective]:
+    def _waits_for(self, stack: Sequence[Frame]) -> list[flight.StartedCollective]:
         """The collectives that this rank waits in, the oldest first."""
-        if not any(flight.waits_in(f.f_code.co_filename, f.f_lineno) for f in innermost):
+        if not any(flight.waits_in(file, int(line)) for file, line, _ in stack[:1]):
             return []  # those that it has started are under way while it does something else
         return [each for each in flight.collectives() if not each.completed]
 
-    def _frames(self) -> Iterator[FrameType]:
-        """Those of the main thread, the innermost one first."""
-        frame = sys._current_frames().get(self._main)
-        while frame is not None:
-            yield frame
-            frame = frame.f_back
+    def _stack(self) -> list[Frame]:
+        """That of the main thread, the innermost frame first."""
+        return _frames(traceback.walk_stack(sys._current_frames()[self._main]))
 
     def _limit(self, in_step: bool, files: Sequence[str]) -> float | None:
         """Seconds without progress until this rank hangs; None: none. `files` are those of the main
@@ -246,12 +245,12 @@ class Watchdog:
                 child.kill()
         os._exit(EXIT_HUNG)
 
-    def _sight(self, how: str) -> dict[str, Any]:
-        """All that is known of this rank now."""
+    def _sight(self, how: str, stack: Sequence[Frame] = ()) -> dict[str, Any]:
+        """All that is known of this rank now, or in an earlier stack of its main thread."""
         started = flight.collectives()
-        waits = self._waits_for([*self._frames()][:1])
+        waits = self._waits_for(stack or self._stack())
         return {
-            **self._pulse(),
+            **self._pulse(stack),
             "how": how,
             "peers": self.peers.pulses,
             **machine.facts(os.getpid(), self.attempt.path, self._kills),
@@ -274,6 +273,10 @@ class Watchdog:
                     break
             text = os.pread(self._stacks.fileno(), size - begin, begin).decode(errors="replace")
             yield {"pid": child.pid, "where": innermost(main_thread(text))}
+
+
+def _frames(stack: Iterable[tuple[FrameType, int]]) -> list[Frame]:
+    return [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack]
 
 
 def _handles(pid: int, number: int) -> bool:

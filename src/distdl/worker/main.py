@@ -273,7 +273,7 @@ def record_failure(
     more: dict[str, Any] = {"lost_peer": True} if failures.is_consequence(error) else {}
     more |= {"where": where} if (where := last_user_line(text)) else {}
     if watchdog and code != EXIT_REFUSED:
-        more |= watchdog.failed()
+        more |= watchdog.failed(error)
     message = redact(str(error))
     if not attempt.record_error(rank, type(error).__name__, message, text, code, **more):
         return code
