@@ -129,14 +129,17 @@ class RankHeartbeat:
 
     def watch(self, trainer: Any) -> None:
         """Follows a Trainer, whatever its strategy and profiler are."""
-        self._trainer, training_step = trainer, trainer.strategy.training_step
+        self._trainer, strategy, fit = trainer, trainer.strategy, trainer.fit_loop
+        strategy.training_step = self._sharing(strategy.training_step, 1)
+        fit.on_advance_end = self._sharing(fit.on_advance_end, 0)  # at the end of an epoch
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
+    def _sharing(self, method: Callable[..., Any], steps: int) -> Callable[..., Any]:
+        def sharing(*args: Any, **kwargs: Any) -> Any:
+            self.count += steps
             self._share()
-            return training_step(*args, **kwargs)
+            return method(*args, **kwargs)
 
-        trainer.strategy.training_step = counted
+        return sharing
 
     def _share(self) -> None:
         with suppress(AttributeError):  # of another version of Lightning
