@@ -155,7 +155,7 @@ def test_the_monitor_reads_how_far_the_rank_is(followed) -> None:
 def test_steps_are_timed_only_while_they_are_compared() -> None:
     rank, profiler = RankHeartbeat(), Unprofiled()
     strategy = SimpleNamespace(training_step=lambda: "loss")
-    fit = SimpleNamespace(on_advance_end=None)
+    fit = SimpleNamespace(advance=None)
     rank.watch(SimpleNamespace(profiler=profiler, strategy=strategy, fit_loop=fit))
     for wanted in (False, True, True, False, True, True):
         rank.time_steps(wanted)
@@ -177,7 +177,7 @@ def test_progress_is_any_step_batch_or_other_phase() -> None:
     train, val, validate, test, predict = counts
     train.global_step, train.val_loop = 0, val
     trainer = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=train, on_advance_end=None),
+        fit_loop=SimpleNamespace(epoch_loop=train, advance=None),
         validate_loop=validate,
         test_loop=test,
         predict_loop=predict,

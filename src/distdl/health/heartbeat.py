@@ -129,17 +129,19 @@ class RankHeartbeat:
 
     def watch(self, trainer: Any) -> None:
         """Follows a Trainer, whatever its strategy and profiler are."""
-        self._trainer, strategy, fit = trainer, trainer.strategy, trainer.fit_loop
-        strategy.training_step = self._sharing(strategy.training_step, 1)
-        fit.on_advance_end = self._sharing(fit.on_advance_end, 0)  # at the end of an epoch
+        self._trainer = trainer
+        training_step, epoch = trainer.strategy.training_step, trainer.fit_loop.advance
 
-    def _sharing(self, method: Callable[..., Any], steps: int) -> Callable[..., Any]:
-        def sharing(*args: Any, **kwargs: Any) -> Any:
-            self.count += steps
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
             self._share()
-            return method(*args, **kwargs)
+            return training_step(*args, **kwargs)
 
-        return sharing
+        def shared(*args: Any) -> None:
+            epoch(*args)
+            self._share()
+
+        trainer.strategy.training_step, trainer.fit_loop.advance = counted, shared
 
     def _share(self) -> None:
         with suppress(AttributeError):  # of another version of Lightning
