@@ -20,18 +20,22 @@ class RecordSamples(Callback):
         self.attempt = 0
         self._file: IO[str] | None = None
 
+    def ids(self, trainer: Trainer, batch: Any) -> list[Any]:
+        """The samples of a batch."""
+        if not isinstance(batch, dict) or "index" not in batch:
+            raise TypeError("callbacks.record_samples needs batches that are dicts with an 'index'")
+        return list(batch["index"].tolist())
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not isinstance(batch, dict) or "index" not in batch:
-            raise TypeError("callbacks.record_samples needs batches that are dicts with an 'index'")
+        ids = " ".join(map(str, self.ids(trainer, batch)))
         if self._file is None:
             assert self.run_dir is not None
             path = self.run_dir / "logs" / f"samples-rank{trainer.global_rank}.csv"
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", buffering=1)
         step = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        ids = " ".join(map(str, batch["index"].tolist()))
         self._file.write(f"{self.attempt},{trainer.current_epoch},{step},{ids}\n")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

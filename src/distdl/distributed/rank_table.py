@@ -14,6 +14,7 @@ from distdl.config.resources import VISIBLE, listed
 from distdl.distributed import process_group
 from distdl.ranks.environment import Environment
 from distdl.util.errors import UserError
+from distdl.util.processes import start_time, this_process
 from distdl.util.redact import redact
 
 log = logging.getLogger("distdl.distributed.rank_table")
@@ -99,8 +100,8 @@ def facts(environment: Environment, accelerator: str) -> dict[str, Any]:
         "rank": environment.rank,
         "node": environment.node_rank,
         "local": environment.local_rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
+        **this_process(),
+        "parent": {"pid": os.getppid(), "birth": start_time(os.getppid())},
         "device": device,
         "interconnect": adapters,
         "main": f"{environment.main_address}:{environment.main_port}",

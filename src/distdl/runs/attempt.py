@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from distdl.runs import failures, files
 from distdl.runs.files import Damaged, write_json
 from distdl.util.processes import is_alive, this_process
 
-LAUNCH, STATUS = "launch.yaml", "status.json"
+LAUNCH, STATUS, RANKS = "launch.yaml", "status.json", "ranks.json"
+# Of each rank in RANKS: which process it is, and which one started it.
+RANK_KEYS = ("rank", "host", "pid", "birth", "parent", "launcher")
 NUMBER = (int, float)
 STATUS_SHAPE: files.Shape = {
     **dict.fromkeys(("state", "host", "birth", "error"), str),
@@ -200,6 +203,16 @@ class Attempt:
             fields["exit_code"] = code
         self.update(**fields, concluded=True)
         return state
+
+    def record_ranks(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Records the processes of the ranks, once these are connected."""
+        rows = [{key: each[key] for key in RANK_KEYS} for each in ranks]
+        write_json(self.path / RANKS, {"ranks": rows})
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """What `record_ranks` has recorded; empty if nothing, or if the file cannot be read."""
+        rows = files.read_json(self.path / RANKS).get("ranks")
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
     def record_error(
         self, rank: int, kind: str, message: str, trace: str, exit_code: int = 1, **more: Any

@@ -1,0 +1,29 @@
+"""The last weights of two runs, compared bit by bit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from distdl.runs.checkpoints import CheckpointStore
+
+
+def largest_difference(run: Path, twin: Path) -> float:
+    """0.0 if all bits are equal; infinity if the two have other tensors, or a value is not finite."""
+    import torch
+
+    from distdl.checkpoint import formats
+
+    paths = [CheckpointStore(each / "checkpoints").newest() for each in (run, twin)]
+    one, other = (formats.load(path)["state_dict"] if path else {} for path in paths)
+    if not one or {k: v.shape for k, v in one.items()} != {k: v.shape for k, v in other.items()}:
+        return math.inf
+    largest = 0.0
+    for name, values in one.items():
+        first, second = values.flatten().contiguous(), other[name].flatten().contiguous()
+        if first.dtype != second.dtype:
+            return math.inf
+        if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
+            gap = float((first.double() - second.double()).abs().max())
+            largest = max(largest, gap if math.isfinite(gap) else math.inf)
+    return largest
