@@ -41,7 +41,9 @@ def main(argv: Sequence[str]) -> int:
 
     names = [*FAULTS] if options.faults == "all" else options.faults.split(",")
     problems = [
-        Problem("--faults", f"there is no {name!r}", did_you_mean(name, FAULTS) or ", ".join(FAULTS))
+        Problem(
+            "--faults", f"there is no {name!r}", did_you_mean(name, FAULTS) or ", ".join(FAULTS)
+        )
         for name in names
         if name not in FAULTS
     ]
@@ -52,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         raise UserError(*problems)
     config = config_of(options.run)
-    return drill.drill(config, [*dict.fromkeys(names)], options.seed, options.steps, options.tolerance)
+    return drill.drill(
+        config, [*dict.fromkeys(names)], options.seed, options.steps, options.tolerance
+    )
 
 
 def config_of(words: Sequence[str]) -> DictConfig:
@@ -61,6 +65,6 @@ def config_of(words: Sequence[str]) -> DictConfig:
     from distdl.launch import resuming
     from distdl.runs.directory import RunDirectory
 
-    if "=" in words[0] and not Path(words[0]).is_dir():
+    if ("=" in words[0] or words[0][0] in "+~") and not Path(words[0]).is_dir():
         return compose.compose(words)
     return resuming.plan(RunDirectory.open(words[0]), words[1:]).config

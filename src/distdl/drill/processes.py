@@ -45,7 +45,9 @@ def of_attempt(attempt: Attempt) -> tuple[list[RunProcess], list[RunProcess]]:
     return ranks, agents
 
 
-def act(action: str, processes: Iterable[RunProcess], launcher: Mapping[str, Any], code: str) -> None:
+def act(
+    action: str, processes: Iterable[RunProcess], launcher: Mapping[str, Any], code: str
+) -> None:
     """Does the same to several processes.
 
     Args:
@@ -80,7 +82,9 @@ def main(argv: list[str]) -> None:
             if action.isdigit():
                 target.rlimit(psutil.RLIMIT_FSIZE, (int(action), int(action)))
             else:
-                target.send_signal(signal.SIGKILL if action == KILL_TREE else signal.Signals[action])
+                target.send_signal(
+                    signal.SIGKILL if action == KILL_TREE else signal.Signals[action]
+                )
 
 
 if __name__ == "__main__":

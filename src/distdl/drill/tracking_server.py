@@ -27,7 +27,12 @@ class TrackingServer:
             port = free.getsockname()[1]
         self.folder, self.uri = folder, f"http://127.0.0.1:{port}"
         self.command = [sys.executable, *"-m mlflow server --workers 1 --host 127.0.0.1".split()]
-        self.command += ["--port", str(port), "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+        self.command += [
+            "--port",
+            str(port),
+            "--backend-store-uri",
+            f"sqlite:///{folder}/mlflow.db",
+        ]
         self.command += ["--artifacts-destination", str(folder / "artifacts")]
         self.start()
         deadline = time.monotonic() + START_S

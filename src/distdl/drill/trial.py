@@ -46,7 +46,9 @@ class Row:
     difference: float | None = None
 
 
-def inject(row: Row, run: DrilledRun, fault: Fault, moment: int, random: Random, limit: float) -> None:
+def inject(
+    row: Row, run: DrilledRun, fault: Fault, moment: int, random: Random, limit: float
+) -> None:
     """Does the fault after `moment` batches, and follows the run to its end, within `limit` seconds
     for each part of it."""
     due: Callable[[], bool] = lambda: run.step() >= moment and len(run.checkpoints) >= SAVED  # noqa: E731
