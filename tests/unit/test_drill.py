@@ -28,21 +28,24 @@ def recorded(run: Path, *ranks: str) -> Path:
     return run
 
 
-# attempt,epoch,step,ids; the twin: 1,0,1,0 1;1,0,2,2 3;1,0,3,4 5 and 1,0,1,6 7;1,0,2,8 9;1,0,3,10 11
+# The lines of two ranks: attempt,epoch,step,ids.
 TWIN = ("1,0,1,0 1;1,0,2,2 3;1,0,3,4 5", "1,0,1,6 7;1,0,2,8 9;1,0,3,10 11")
 HISTORIES = {
     "from the checkpoint of step 1": (
         ("1,0,1,0 1;1,0,2,2 3;2,0,2,2 3;2,0,3,4 5", "1,0,1,6 7;2,0,2,8 9;2,0,3,10 11"),
         (0, 0),
     ),
-    "from the start": ((f"1,0,1,0 1;{TWIN[0].replace('1,0,', '2,0,')}", TWIN[1]), (0, 0)),
+    "from the start": (
+        [f"1,0,1,0 1;{lines.replace('1,0,', '2,0,')}" for lines in TWIN],
+        (0, 0),
+    ),
     "a step too far": (("1,0,1,0 1;2,0,3,4 5", "1,0,1,6 7;2,0,3,10 11"), (4, 0)),
     "from the first sample again": (
         ("1,0,1,0 1;2,0,2,0 1;2,0,3,2 3", "1,0,1,6 7;2,0,2,6 7;2,0,3,8 9"),
         (4, 4),
     ),
     "a line that a kill has cut": (
-        ("1,0,1,0 1;1,0,2,2 3;1,0;2,0,2,2 3;2,0,3,4 5", TWIN[1]),
+        ("1,0,1,0 1;1,0,2,2 3;1,0;2,0,2,2 3;2,0,3,4 5", "1,0,1,6 7;2,0,2,8 9;2,0,3,10 11"),
         (0, 0),
     ),
 }

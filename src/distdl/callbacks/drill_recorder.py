@@ -1,4 +1,4 @@
-"""What `distdl drill` adds to a run: the record of its samples, and time for a fault in each step."""
+"""What `distdl drill` adds to a run: a record of its samples, and time for a fault."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DrillRecorder(RecordSamples):
     def ids(self, trainer: Trainer, batch: Any) -> list[Any]:
         if isinstance(batch, dict) and "index" in batch:
             return super().ids(trainer, batch)
-        sampler = getattr(trainer.train_dataloader, "batch_sampler", None)
-        return sampler.current() if hasattr(sampler, "current") else []
+        sampler: Any = getattr(trainer.train_dataloader, "batch_sampler", None)
+        return list(sampler.current()) if hasattr(sampler, "current") else []
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

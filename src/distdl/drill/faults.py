@@ -14,7 +14,6 @@ import psutil
 
 from distdl.drill import processes
 from distdl.drill.drilled_run import DrilledRun
-from distdl.drill.tracking_server import TrackingServer
 from distdl.launch.planning import Plan, is_local
 from distdl.runs.checkpoints import parts_of
 

@@ -26,14 +26,9 @@ class TrackingServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.folder, self.uri = folder, f"http://127.0.0.1:{port}"
-        self.command = [sys.executable, *"-m mlflow server --workers 1 --host 127.0.0.1".split()]
-        self.command += [
-            "--port",
-            str(port),
-            "--backend-store-uri",
-            f"sqlite:///{folder}/mlflow.db",
-        ]
-        self.command += ["--artifacts-destination", str(folder / "artifacts")]
+        store = f"--backend-store-uri sqlite:///mlflow.db --artifacts-destination"
+        words = f"-m mlflow server --workers 1 --host 127.0.0.1 --port {port} {store}"
+        self.command = [sys.executable, *words.split(), str(folder / "artifacts")]
         self.start()
         deadline = time.monotonic() + START_S
         while not self.answers():

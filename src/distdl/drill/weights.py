@@ -9,7 +9,7 @@ from distdl.runs.checkpoints import CheckpointStore
 
 
 def largest_difference(run: Path, twin: Path) -> float:
-    """0.0 if all bits are equal; infinity if the two have other tensors, or a value is not finite."""
+    """0.0 if all bits are equal; infinity for other tensors, and values that are not finite."""
     import torch
 
     from distdl.checkpoint import formats
