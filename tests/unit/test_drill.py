@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from distdl.drill import processes, samples, table, weights
-from distdl.drill.processes import RunProcess
 from distdl.drill.trial import Row
 from distdl.runs.checkpoints import CheckpointStore
-from distdl.util.processes import start_time, this_process
+from distdl.util.processes import start_time
 
 
 def recorded(run: Path, *ranks: str) -> Path:
@@ -84,14 +83,13 @@ def test_weights_are_compared_bit_by_bit(values, expected, tmp_path) -> None:
 
 def test_only_the_process_that_was_recorded_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        host, birth = this_process()["host"], start_time(child.pid)
-        processes.act("SIGKILL", [RunProcess(0, host, child.pid, f"{birth}0")], {}, "")
-        processes.act("SIGKILL", [RunProcess(0, host, child.pid, "")], {}, "")
+        host, birth = socket.gethostname(), start_time(child.pid)
+        processes.act("SIGKILL", [(host, f"{child.pid}:{birth}0")], {}, "")
+        processes.act("SIGKILL", [(host, f"{child.pid}:")], {}, "")
         assert child.poll() is None
-        processes.act("SIGKILL", [RunProcess(0, host, child.pid, birth)], {}, "")
+        processes.act("SIGKILL", [(host, f"{child.pid}:{birth}")], {}, "")
         assert child.wait() == -signal.SIGKILL
-        processes.act("SIGKILL", [RunProcess(0, host, child.pid, birth)], {}, "")  # gone already
-    assert start_time(os.getpid())
+        processes.act("SIGKILL", [(host, f"{child.pid}:{birth}")], {}, "")  # gone already
 
 
 def test_a_row_says_what_went_wrong() -> None:
@@ -116,7 +114,7 @@ def test_a_row_says_what_went_wrong() -> None:
         (("seed=1", "--tolerance=-1"), "--tolerance: must be 0 or more"),
         (("task=benchmark",), "task: only a training can be drilled"),
         (("launcher=slurm",), "launcher: its hosts cannot be reached"),
-        (("dry_run=true",), "dry_run: a drill trains"),
+        (("dry_run=true",), "there is no dry run of it"),
         (("outputs/none",), "there is no such folder"),
     ],
 )

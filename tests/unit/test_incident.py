@@ -520,8 +520,8 @@ def test_a_restart_keeps_the_report_of_the_start_before(attempt) -> None:
 @pytest.mark.parametrize("pid", [0, os.getpid()])
 def test_a_host_of_which_nothing_is_left_is_named(attempt: Attempt, pid: int) -> None:
     """All processes of the run have ended at once; nobody could write why."""
-    row = {"birth": "boot/1", "parent": {}, "launcher": "local"}
-    attempt.record_ranks([{**row, "rank": rank, "host": "node7", "pid": 7} for rank in (0, 1)])
+    row = {"host": "node7", "process": "7:boot/1", "agent": "6:boot/1"}
+    attempt.record_ranks([{**row, "rank": rank} for rank in (0, 1)])
     attempt.begin()
     if pid == 0:
         attempt.update(birth="boot/1")  # of a process that is gone

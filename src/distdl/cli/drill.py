@@ -1,4 +1,11 @@
-"""`python -m distdl drill RUN | overrides`: prove that a run survives faults."""
+"""`python -m distdl drill RUN | overrides`: prove that a run survives faults (docs/drill.md).
+
+It trains a short copy of the run undisturbed, and one for each fault, which strikes at a random
+moment; then it compares the samples and the weights. Your run is not touched.
+
+  python -m distdl drill +experiment=resnet50_ddp trainer.devices=2
+  python -m distdl drill outputs/default/r --faults kill_rank,sigstop --seed 1
+"""
 
 from __future__ import annotations
 
@@ -11,22 +18,12 @@ from omegaconf import DictConfig
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import did_you_mean
 
-EPILOG = """\
-It trains a short copy of the run undisturbed, and one for each fault, which strikes at a random
-moment; then it compares the samples and the weights (docs/drill.md). Your run is not touched.
-
-  python -m distdl drill +experiment=resnet50_ddp trainer.devices=2
-  python -m distdl drill outputs/default/r --faults kill_rank,sigstop --seed 1
-"""
-
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0 if the run survived every fault that can be done here."""
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        "python -m distdl drill",
-        description="Injects faults into copies of a run, and compares the results.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "python -m distdl drill", description=__doc__, formatter_class=raw
     )
     add = parser.add_argument
     add("run", nargs="+", metavar="RUN|OVERRIDES", help="a run's folder, or as for a run")
@@ -41,9 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
     names = [*FAULTS] if options.faults == "all" else options.faults.split(",")
     problems = [
-        Problem(
-            "--faults", f"there is no {name!r}", did_you_mean(name, FAULTS) or ", ".join(FAULTS)
-        )
+        Problem("--faults", f"no {name!r}", did_you_mean(name, FAULTS) or ", ".join(FAULTS))
         for name in names
         if name not in FAULTS
     ]
@@ -53,10 +48,8 @@ def main(argv: Sequence[str]) -> int:
         problems.append(Problem("--tolerance", f"must be 0 or more, not {options.tolerance}"))
     if problems:
         raise UserError(*problems)
-    config = config_of(options.run)
-    return drill.drill(
-        config, [*dict.fromkeys(names)], options.seed, options.steps, options.tolerance
-    )
+    options.faults = [*dict.fromkeys(names)]
+    return drill.drill(config_of(options.run), options)
 
 
 def config_of(words: Sequence[str]) -> DictConfig:

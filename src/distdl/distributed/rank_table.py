@@ -14,7 +14,7 @@ from distdl.config.resources import VISIBLE, listed
 from distdl.distributed import process_group
 from distdl.ranks.environment import Environment
 from distdl.util.errors import UserError
-from distdl.util.processes import start_time, this_process
+from distdl.util.processes import start_time
 from distdl.util.redact import redact
 
 log = logging.getLogger("distdl.distributed.rank_table")
@@ -91,6 +91,8 @@ def announce(environment: Environment, accelerator: str) -> list[dict[str, Any]]
 
 def facts(environment: Environment, accelerator: str) -> dict[str, Any]:
     device, adapters = "cpu", ""
+    # A single rank runs in the process that was started.
+    agent = os.getpid() if environment.launcher == "single" else os.getppid()
     prefixes = GPU_PREFIXES if accelerator == "gpu" else PREFIXES
     if accelerator == "gpu":
         adapters = ", ".join(interconnect()) or "no InfiniBand"
@@ -100,8 +102,10 @@ def facts(environment: Environment, accelerator: str) -> dict[str, Any]:
         "rank": environment.rank,
         "node": environment.node_rank,
         "local": environment.local_rank,
-        **this_process(),
-        "parent": {"pid": os.getppid(), "birth": start_time(os.getppid())},
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process": f"{os.getpid()}:{start_time(os.getpid())}",
+        "agent": f"{agent}:{start_time(agent)}",
         "device": device,
         "interconnect": adapters,
         "main": f"{environment.main_address}:{environment.main_port}",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import shutil
+import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -56,76 +58,70 @@ def refuse(config: DictConfig) -> None:
     if not start.runs_in_turn(config):
         what = "its hosts cannot be reached from here, to kill processes on them"
         raise UserError.at("launcher", what, "launcher=local, or launcher=mpi")
-    if config.dry_run:
-        raise UserError.at("dry_run", "a drill trains", "leave it out")
+    if config.dry_run or sys.platform != "linux":
+        raise UserError("a drill trains, on Linux: there is no dry run of it")
 
 
-def drill(config: DictConfig, names: Sequence[str], seed: int, steps: int, tolerance: float) -> int:
-    """Trains the twin, does each fault, prints the table. Returns 0 if the run survived all."""
+def drill(config: DictConfig, options: Namespace) -> int:
+    """Trains the twin, does each fault, prints the table. Returns 0 if the run survived all.
+
+    Args:
+        options: `faults` (names), `seed`, `steps` (of the optimizer), and `tolerance` (the largest
+            difference of weights that counts as none).
+    """
     refuse(config)
-    short = shortened(config, steps)
-    folder = f"drill-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    planned = planning.plan(short, name=f"{folder}/{TWIN}")
+    short, began = shortened(config, options.steps), time.monotonic()
+    planned = planning.plan(short, name=f"drill-{time.strftime('%Y-%m-%d_%H-%M-%S')}/{TWIN}")
     planning.check_classes(planned, apart=True)
-    print(f"{TWIN}: {steps} steps without a fault", flush=True)
-    began, twin = time.monotonic(), DrilledRun(planned)
-    try:
-        twin.wait(lambda: False, TWIN_LIMIT_S)
-    finally:
-        twin.stop()
+    print(f"{TWIN}: {options.steps} steps without a fault", flush=True)
+    with running(DrilledRun(planned, TWIN_LIMIT_S)) as twin:
+        twin.wait(lambda: False)
     seconds, batches = time.monotonic() - began, twin.step()
-    last = twin.run.last_attempt()
-    if not last or last.state() is not JobState.SUCCEEDED or not batches:
+    if not twin.succeeded or not batches:
         print(f"the run fails without a fault; see {shown(twin.log)}")
         return 1
     print(f"  {seconds:.1f} s, {batches} batches", flush=True)
     if short.watchdog.timeout is None:
         short.watchdog.timeout = round(max(TIMEOUT_S, TIMEOUT_STEPS * seconds / batches))
     limit, above = max(LIMIT_S, LIMIT_TWINS * seconds), twin.run.path.parent
-    rows: list[Row] = []
-    for number, name in enumerate(names, 1):
-        print(f"[{number}/{len(names)}] {name}", flush=True)
-        row, random = Row(name), Random(f"{seed} {name}")
-        rows.append(row)
-        row.note = FAULTS[name].lacking(planned)
+    rows = [Row(name, FAULTS[name].lacking(planned)) for name in options.faults]
+    for number, row in enumerate(rows, 1):
+        print(f"[{number}/{len(rows)}] {row.fault}", flush=True)
         if not row.note:
+            random = Random(f"{options.seed} {row.fault}")
             moment = random.randint(batches // 3, 3 * batches // 4)
-            disturb(row, short, twin.run.path, moment, random, limit, tolerance)
+            with started(copy.deepcopy(short), row.fault, above, limit) as run:
+                trial.inject(row, run, moment, random)
+            trial.compare(row, run, twin.run.path, options.tolerance)
+            if row.survived:  # its checkpoints may be large
+                shutil.rmtree(run.run.checkpoints)
         print("  " + "  ".join(filter(None, table.cells(row)[1:])), flush=True)
-        table.write(above, rows, run=str(above), seed=seed, steps=steps, twin_seconds=seconds)
+        table.write(above, rows[:number], seed=options.seed, steps=options.steps)
     print(f"\n{table.text(rows)}\ntable   {shown(above / 'drill.md')}")
     done = [row for row in rows if row.survived is not None]
-    failed = [row.fault for row in done if not row.survived]
-    if failed:
+    if failed := [row.fault for row in done if not row.survived]:
         print(f"next    python -m distdl jobs status {shown(above / failed[0])}")
     return 0 if done and not failed else 1
 
 
-def disturb(
-    row: Row,
-    short: DictConfig,
-    twin: Path,
-    moment: int,
-    random: Random,
-    limit: float,
-    tolerance: float,
-) -> None:
-    """A copy of the twin with a fault, compared with the twin."""
-    above, config, server = twin.parent, copy.deepcopy(short), None
+@contextmanager
+def started(config: DictConfig, fault: str, above: Path, limit: float) -> Iterator[DrilledRun]:
+    """A copy of the twin, as the fault needs it."""
+    server = TrackingServer(above / "server") if fault == "tracking_down" else None
     try:
-        if row.fault == "tracking_down":
-            server = TrackingServer(above / "server")
+        if server:
             config.tracking = {"mlflow": MLFLOW | {"tracking_uri": server.uri}}
-        planned = planning.plan(config, name=f"{above.name}/{row.fault}")
-        run = DrilledRun(planned, own_network=row.fault == "cut_link", server=server)
-        try:
-            trial.inject(row, run, FAULTS[row.fault], moment, random, limit)
-        finally:
-            run.stop()
-        trial.compare(row, run, twin, tolerance)
-        if row.survived:  # its checkpoints may be large
-            with suppress(OSError):
-                shutil.rmtree(run.run.checkpoints)
+        planned = planning.plan(config, name=f"{above.name}/{fault}")
+        with running(DrilledRun(planned, limit, fault == "cut_link", server)) as run:
+            yield run
     finally:
         if server:
             server.stop()
+
+
+@contextmanager
+def running(run: DrilledRun) -> Iterator[DrilledRun]:
+    try:
+        yield run
+    finally:
+        run.stop()

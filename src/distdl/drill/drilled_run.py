@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from distdl.drill import processes, samples
-from distdl.drill.processes import RunProcess
 from distdl.drill.tracking_server import TrackingServer
+from distdl.job import JobState
 from distdl.launch import resuming, sweeps
-from distdl.launch.planning import LOCAL, Plan
+from distdl.launch.planning import Plan, is_local
+from distdl.runs.attempt import RankProcess
 from distdl.runs.checkpoints import CheckpointStore
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.util.orphans import die_with_parent
@@ -31,17 +32,23 @@ class DrilledRun:
 
     Args:
         planned: How it starts.
+        limit: Seconds that each part of it may take: until the fault is noticed, and so on.
         own_network: Whether its processes get a network of their own, in which they can reach only
             each other. Needs root.
         server: To which it sends its metrics; None: to nobody.
     """
 
     def __init__(
-        self, planned: Plan, own_network: bool = False, server: TrackingServer | None = None
+        self,
+        planned: Plan,
+        limit: float,
+        own_network: bool = False,
+        server: TrackingServer | None = None,
     ) -> None:
-        self.run, self.own_network, self.server = planned.run, own_network, server
-        self.launcher = dict(planned.config.launcher)
+        self.planned, self.run, self.limit = planned, planned.run, limit
+        self.own_network, self.server = own_network, server
         self.log = planned.run.path.with_suffix(".log")
+        self.first = Attempt(planned.run.path / "attempts" / "001")
         self.start(planned)
 
     def start(self, what: Plan | RunDirectory) -> None:
@@ -54,52 +61,48 @@ class DrilledRun:
 
     def stop(self) -> None:
         """Ends what still runs."""
-        if self.process.is_alive() and self.launcher["_target_"] != LOCAL:
+        if self.process.is_alive() and not is_local(self.planned.config):
             self.process.terminate()  # cancels the job
             self.process.join(END_S)
-        pid = self.process.pid
-        left = [RunProcess(0, socket.gethostname(), pid, start_time(pid))]
-        for attempt in self.run.attempts():
-            left += [each for some in processes.of_attempt(attempt) for each in some]
+        pid, last = self.process.pid, self.run.last_attempt() or self.first
+        left = [(socket.gethostname(), f"{pid}:{start_time(pid)}")]
+        left += [(each.host, name) for each in last.ranks() for name in each[2:]]
         self.act(processes.KILL_TREE, left)
 
-    def wait(self, condition: Callable[[], Any], seconds: float) -> bool:
+    def wait(self, condition: Callable[[], bool]) -> bool:
         """Waits until something is the case; False if the command ends first, or time is over."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + self.limit
         while not condition():
             if not self.process.is_alive() or time.monotonic() > deadline:
-                return bool(condition())
+                return condition()
             time.sleep(TICK)
         return True
 
     @property
-    def first(self) -> Attempt:
-        return Attempt(self.run.path / "attempts" / "001")
-
-    @property
-    def ranks(self) -> list[RunProcess]:
-        return processes.of_attempt(self.first)[0]
-
-    @property
-    def agents(self) -> list[RunProcess]:
-        return processes.of_attempt(self.first)[1]
+    def ranks(self) -> list[RankProcess]:
+        return self.first.ranks()
 
     @property
     def checkpoints(self) -> list[Path]:
         return CheckpointStore(self.run.checkpoints).all()
+
+    @property
+    def succeeded(self) -> bool:
+        last = self.run.last_attempt()
+        return last is not None and last.state() is JobState.SUCCEEDED
 
     def step(self, attempt: int = 1) -> int:
         """The last batch that an attempt has trained on; 0 before the first."""
         batches = samples.read(self.run.path)
         return max((each.step for each in batches if each.attempt == attempt), default=0)
 
-    def said(self, text: str) -> bool:
-        """Whether rank 0 has logged a text."""
+    def has_logged(self, text: str) -> bool:
         log = self.first.logs / "rank_0.log"
         return log.exists() and text in log.read_text(errors="replace")
 
-    def act(self, action: str, on: list[RunProcess]) -> None:
-        processes.act(action, on, self.launcher, str(self.first.path / "bundle" / "code"))
+    def act(self, action: str, on: list[tuple[str, str]]) -> None:
+        code = str(self.first.path / "bundle" / "code")
+        processes.act(action, on, dict(self.planned.config.launcher), code)
 
 
 def _command(what: Plan | RunDirectory, log: Path, own_network: bool, parent: int) -> None:
@@ -113,5 +116,4 @@ def _command(what: Plan | RunDirectory, log: Path, own_network: bool, parent: in
         LIBC.unshare(NEW_NETWORK)
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     planned = what if isinstance(what, Plan) else resuming.plan(what, [])
-    command = ["python", "-m", "distdl", "resume", shown(planned.run.path)]
-    sweeps._child(planned, command, parent)
+    sweeps.start_here(planned, ["python", "-m", "distdl", "resume", shown(planned.run.path)], parent)

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from distdl.util.errors import Unfinished
 
-START_S = 120.0
-
 
 class TrackingServer:
     """Its database and files are in `folder`; it listens on this machine only."""
@@ -25,28 +23,21 @@ class TrackingServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.folder, self.uri = folder, f"http://127.0.0.1:{port}"
-        store = f"--backend-store-uri sqlite:///mlflow.db --artifacts-destination"
+        store = "--backend-store-uri sqlite:///mlflow.db --artifacts-destination artifacts"
         words = f"-m mlflow server --workers 1 --host 127.0.0.1 --port {port} {store}"
-        self.command = [sys.executable, *words.split(), str(folder / "artifacts")]
+        self.folder, self.uri = folder, f"http://127.0.0.1:{port}"
+        self.command = [sys.executable, *words.split()]
         self.start()
-        deadline = time.monotonic() + START_S
         while not self.answers():
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                self.stop()
+            if self.process.poll() is not None:
                 raise Unfinished.at("tracking_down", f"mlflow does not start: {folder}/server.log")
             time.sleep(0.2)
 
     def start(self) -> None:
+        env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
-                self.command,
-                cwd=self.folder,
-                env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                self.command, cwd=self.folder, env=env, stdout=log, stderr=log, process_group=0
             )
 
     def answers(self) -> bool:

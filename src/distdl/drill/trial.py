@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from distdl.drill import faults, samples, weights
+from distdl.drill import samples, weights
 from distdl.drill.drilled_run import DrilledRun
-from distdl.drill.faults import Fault
+from distdl.drill.faults import BACK, FAILS, FAULTS
 from distdl.health import incident
 from distdl.job import JobState
 from distdl.runs.directory import shown
@@ -24,7 +23,6 @@ class Row:
     """What a fault did.
 
     Args:
-        hit: What was done, for the screen.
         note: Why it was not done, or why the run did not survive it.
         survived: None: it was not done.
         detected_s, resumed_s: From the fault until the run reported it, and until the first step
@@ -46,59 +44,51 @@ class Row:
     difference: float | None = None
 
 
-def inject(
-    row: Row, run: DrilledRun, fault: Fault, moment: int, random: Random, limit: float
-) -> None:
-    """Does the fault after `moment` batches, and follows the run to its end, within `limit` seconds
-    for each part of it."""
-    due: Callable[[], bool] = lambda: run.step() >= moment and len(run.checkpoints) >= SAVED  # noqa: E731
-    if not run.wait(due, limit):
+def inject(row: Row, run: DrilledRun, moment: int, random: Random) -> None:
+    """Does the fault after `moment` batches, and follows the run to its end. `row.note` says why
+    the run did not come to that."""
+    if not run.wait(lambda: run.step() >= moment and len(run.checkpoints) >= SAVED):
         row.note = "the run ended before the fault"
         return
     time.sleep(random.uniform(0, STEP_S))
-    start, hit = time.monotonic(), fault.inject(run, random)
-    ranks = f" of rank {', '.join(map(str, sorted(hit)))}" if hit else ""
-    print(f"  done after batch {run.step()}{ranks}", flush=True)
+    fault, start = FAULTS[row.fault], time.monotonic()
+    hit = [each.rank for each in fault.inject(run, random)]
+    print(f"  done after batch {run.step()}" + (f" to {hit}" if hit else ""), flush=True)
 
     def noticed() -> bool:
-        if run.server:
-            return run.said(faults.FAILS)
-        return JobState(run.first.status().get("state") or JobState.UNKNOWN).ended
+        state = JobState(run.first.status().get("state") or JobState.UNKNOWN)
+        return run.has_logged(FAILS) if run.server else state.ended
 
     def back() -> bool:
-        return run.said(faults.BACK) if run.server else run.step(attempt=2) > 0
+        return run.has_logged(BACK) if run.server else run.step(attempt=2) > 0
 
-    if not run.wait(noticed, limit) and run.process.is_alive():
-        row.note = f"not noticed within {limit:.0f} s"
+    if not run.wait(noticed) and run.process.is_alive():
+        row.note = f"not noticed within {run.limit:.0f} s"
         return
     row.detected_s = time.monotonic() - start
     fault.repair(run)
-    resumed = run.wait(back, limit)
-    if not resumed and not run.process.is_alive() and not run.server:
+    resumed = run.wait(back)
+    if not (resumed or run.server or run.process.is_alive()):
         run.start(run.run)
-        resumed = run.wait(back, limit)
+        resumed = run.wait(back)
     row.resumed_s = time.monotonic() - start if resumed else None
-    run.wait(lambda: False, limit)
-    report = incident.read(run.first)
-    state = str(run.first.status().get("state")).lower()
-    row.named = report.cause if report else faults.SERVER_GONE if run.server else state
+    run.wait(lambda: False)
+    if report := incident.read(run.first):
+        row.named = report.cause
+    else:
+        row.named = "server fails" if run.server else str(run.first.status().get("state")).lower()
     row.rightly = row.named in fault.causes and (not report or report.rank in hit)
+    if not resumed or not run.succeeded:
+        row.note = "it did not come to its end" if resumed else "it did not resume"
 
 
 def compare(row: Row, run: DrilledRun, twin: Path, tolerance: float) -> None:
     """Whether the run has come to the same end as the twin."""
-    last = run.run.last_attempt()
-    state = last.state() if last else JobState.UNKNOWN
-    if not row.note and row.resumed_s is None:
-        row.note = "it did not resume"
-    if not row.note and state is not JobState.SUCCEEDED:
-        row.note = f"it is {state.lower()}"
+    row.survived = False
     if not row.note:
         counts = samples.lost_and_repeated(run.run.path, twin)
         row.lost, row.repeated = counts or (None, None)
         row.difference = weights.largest_difference(run.run.path, twin)
         row.survived = not any(counts or ()) and row.difference <= tolerance
-    else:
-        row.survived = False
     if not row.survived:
         row.note = ": ".join(filter(None, (row.note, f"see {shown(run.log)}")))

@@ -67,12 +67,8 @@ def find(ranks: Sequence[Rank]) -> Cause | None:
 def vanished(ranks: Sequence[Rank]) -> Cause | None:
     """If the processes of a run are gone, and nobody was left to say why."""
     host = ranks[0].sight.host
-    why = f"all processes on {host} ended at once and left nothing: it restarted, or lost its power"
-    return (
-        Cause(ranks[0], "lost host", why, "resume, without that host if it is gone")
-        if host
-        else None
-    )
+    why = f"all processes on {host} ended at once and left nothing: it restarted, or was switched off"
+    return Cause(ranks[0], "lost host", why, "resume the run") if host else None
 
 
 def _failed(ranks: Sequence[Rank], first: Rank) -> Cause:

@@ -160,7 +160,7 @@ def ranks_of(attempt: Attempt) -> list[Rank]:
     """What is known of each rank. Damaged files, links and pipes are left out."""
     errors = {e["rank"]: e for e in failures.recorded(attempt.errors) if 0 <= e["rank"] < MOST}
     sights = dict[int, Sight]()
-    heard = {str(row.get("rank")): sight_of(row) for row in attempt.ranks()}
+    heard = {str(row.rank): sight_of(row._asdict()) for row in attempt.ranks()}
     for path in attempt.path.glob("health/rank_*.json"):
         if path.is_file() and not path.is_symlink() and path.stat().st_size <= LARGEST:
             sight = sight_of(read_json(path))
