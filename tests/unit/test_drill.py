@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from distdl.drill import processes, samples, table, weights
-from distdl.drill.trial import Row
+from distdl.drill.trial import FaultRow
 from distdl.runs.checkpoints import CheckpointStore
 from distdl.util.processes import start_time
 
@@ -94,9 +94,9 @@ def test_only_the_process_that_was_recorded_is_killed() -> None:
 
 def test_a_row_says_what_went_wrong() -> None:
     rows = [
-        Row("cut_link", "needs root"),
-        Row("kill_rank", "see x.log", False, 0.41, "stopped", False, 5.0, 0, 8, 0.25),
-        Row("sigstop", "", True, 5.0, "stopped", True, 9.0, None, None, 0.0),
+        FaultRow("cut_link", "needs root"),
+        FaultRow("kill_rank", "see x.log", False, 0.41, "stopped", False, 5.0, 0, 8, 0.25),
+        FaultRow("sigstop", "", True, 5.0, "stopped", True, 9.0, None, None, 0.0),
     ]
     _, _, first, second, third = table.text(rows).splitlines()
     assert first.split("|")[-2].strip() == "not run here: needs root"

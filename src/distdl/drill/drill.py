@@ -19,8 +19,7 @@ from distdl.drill import table, trial
 from distdl.drill.drilled_run import DrilledRun
 from distdl.drill.faults import FAULTS
 from distdl.drill.tracking_server import TrackingServer
-from distdl.drill.trial import Row
-from distdl.job import JobState
+from distdl.drill.trial import FaultRow
 from distdl.launch import planning, start
 from distdl.runs.directory import shown
 from distdl.util.errors import UserError
@@ -35,12 +34,12 @@ MLFLOW = {"_target_": "distdl.tracking.mlflow.MLflowLogger", "interval": 0.5}
 def shortened(config: DictConfig, steps: int) -> DictConfig:
     """The config of a run of so many optimizer steps, with checkpoints, that reports to nobody."""
     short = copy.deepcopy(config)
-    recorder = {"_target_": "distdl.callbacks.drill_recorder.DrillRecorder"}
+    recorder = {"_target_": "distdl.callbacks.RecordSamples", "unknown": True}
     settings = {
         "trainer.max_steps": steps,
         "checkpoint.every_n_steps": max(1, steps // 10),
         "checkpoint.every_minutes": None,
-        "callbacks.drill_recorder": recorder | {"step_seconds": trial.STEP_S},
+        "callbacks.record_samples": recorder | {"step_seconds": trial.STEP_S},
         "tracking": {},
         "launcher.max_attempts": max(1, config.launcher.max_attempts),
         "follow": True,
@@ -84,7 +83,7 @@ def drill(config: DictConfig, options: Namespace) -> int:
     if short.watchdog.timeout is None:
         short.watchdog.timeout = round(max(TIMEOUT_S, TIMEOUT_STEPS * seconds / batches))
     limit, above = max(LIMIT_S, LIMIT_TWINS * seconds), twin.run.path.parent
-    rows = [Row(name, FAULTS[name].lacking(planned)) for name in options.faults]
+    rows = [FaultRow(name, FAULTS[name].lacking(planned)) for name in options.faults]
     for number, row in enumerate(rows, 1):
         print(f"[{number}/{len(rows)}] {row.fault}", flush=True)
         if not row.note:

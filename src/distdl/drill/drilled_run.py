@@ -16,7 +16,6 @@ from distdl.drill.tracking_server import TrackingServer
 from distdl.job import JobState
 from distdl.launch import resuming, sweeps
 from distdl.launch.planning import Plan, is_local
-from distdl.runs.attempt import RankProcess
 from distdl.runs.checkpoints import CheckpointStore
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.util.orphans import die_with_parent
@@ -79,10 +78,6 @@ class DrilledRun:
         return True
 
     @property
-    def ranks(self) -> list[RankProcess]:
-        return self.first.ranks()
-
-    @property
     def checkpoints(self) -> list[Path]:
         return CheckpointStore(self.run.checkpoints).all()
 
@@ -116,4 +111,6 @@ def _command(what: Plan | RunDirectory, log: Path, own_network: bool, parent: in
         LIBC.unshare(NEW_NETWORK)
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     planned = what if isinstance(what, Plan) else resuming.plan(what, [])
-    sweeps.start_here(planned, ["python", "-m", "distdl", "resume", shown(planned.run.path)], parent)
+    sweeps.start_here(
+        planned, ["python", "-m", "distdl", "resume", shown(planned.run.path)], parent
+    )

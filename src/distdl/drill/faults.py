@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +39,7 @@ def send(signal: str) -> Callable[[DrilledRun, Random], list[RankProcess]]:
     """A signal to one rank."""
 
     def inject(run: DrilledRun, random: Random) -> list[RankProcess]:
-        rank = random.choice(run.ranks)
+        rank = random.choice(run.first.ranks())
         run.act(signal, [(rank.host, rank.process)])
         return [rank]
 
@@ -49,15 +48,15 @@ def send(signal: str) -> Callable[[DrilledRun, Random], list[RankProcess]]:
 
 def kill_agent(run: DrilledRun, random: Random) -> list[RankProcess]:
     """SIGKILL to the process that started a rank."""
-    rank = random.choice(run.ranks)
+    rank = random.choice(run.first.ranks())
     run.act("SIGKILL", [(rank.host, rank.agent)])
-    return [each for each in run.ranks if each.agent == rank.agent]
+    return [each for each in run.first.ranks() if each.agent == rank.agent]
 
 
 def kill_host(run: DrilledRun, random: Random) -> list[RankProcess]:
     """SIGKILL to all processes of the run on a host."""
-    host = random.choice(run.ranks).host
-    lost = [each for each in run.ranks if each.host == host]
+    host = random.choice(run.first.ranks()).host
+    lost = [each for each in run.first.ranks() if each.host == host]
     run.act(KILL_TREE, [(host, name) for each in lost for name in (each.agent, each.process)])
     return lost
 
@@ -65,14 +64,14 @@ def kill_host(run: DrilledRun, random: Random) -> list[RankProcess]:
 def disk_full(run: DrilledRun, random: Random) -> list[RankProcess]:
     """No rank can write a file as large as a checkpoint any more (RLIMIT_FSIZE)."""
     size = largest_file(run.checkpoints[0]).stat().st_size
-    run.act(str(size // 2), [(each.host, each.process) for each in run.ranks])
-    return run.ranks
+    run.act(str(size // 2), [(each.host, each.process) for each in run.first.ranks()])
+    return run.first.ranks()
 
 
 def corrupt_checkpoint(run: DrilledRun, random: Random) -> list[RankProcess]:
     """Flips bytes in the newest checkpoint, and kills all ranks. They are stopped before, so that
     none writes a newer one meanwhile."""
-    ranks = [(each.host, each.process) for each in run.ranks]
+    ranks = [(each.host, each.process) for each in run.first.ranks()]
     run.act("SIGSTOP", ranks)
     path = largest_file(run.checkpoints[0])
     with path.open("r+b") as file:
@@ -81,7 +80,7 @@ def corrupt_checkpoint(run: DrilledRun, random: Random) -> list[RankProcess]:
         file.seek(-1, os.SEEK_CUR)
         file.write(flipped)
     run.act("SIGKILL", ranks)
-    return run.ranks
+    return run.first.ranks()
 
 
 def largest_file(checkpoint: Path) -> Path:
@@ -96,7 +95,7 @@ def set_link(run: DrilledRun, state: str) -> None:
 
 def cut_link(run: DrilledRun, random: Random) -> list[RankProcess]:
     set_link(run, "down")
-    return run.ranks
+    return run.first.ranks()
 
 
 def tracking_down(run: DrilledRun, random: Random) -> list[RankProcess]:
@@ -121,11 +120,9 @@ def no_namespace(planned: Plan) -> str:
         return "only for ranks on the CPUs of this machine, which talk through its network"
     if os.geteuid():
         return "needs root"
-    if tools := [tool for tool in ("ip", "nsenter", "unshare") if not shutil.which(tool)]:
-        return f"needs {', '.join(tools)}"
-    probe = ["unshare", "--net", "ip", "link", "set", "lo", "up"]
+    probe = ["sh", "-c", "unshare --net ip link set lo up && nsenter --version"]
     allowed = subprocess.run(probe, capture_output=True).returncode == 0
-    return one_rank(planned) if allowed else "network namespaces are not allowed"
+    return one_rank(planned) if allowed else "needs network namespaces, iproute2 and util-linux"
 
 
 FAULTS = {

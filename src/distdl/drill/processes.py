@@ -47,7 +47,9 @@ def main(argv: list[str]) -> None:
     action, *names = argv
     with suppress(psutil.NoSuchProcess):
         pairs = (name.split(":", 1) for name in names)
-        targets = [psutil.Process(int(pid)) for pid, birth in pairs if birth and is_alive(int(pid), birth)]
+        targets = [
+            psutil.Process(int(pid)) for pid, birth in pairs if birth and is_alive(int(pid), birth)
+        ]
         below = [t.children(recursive=True) for t in targets] if action == KILL_TREE else []
         for target in dict.fromkeys([*targets, *(each for some in below for each in some)]):
             with suppress(psutil.NoSuchProcess):

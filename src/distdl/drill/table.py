@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distdl.drill.trial import Row
+from distdl.drill.trial import FaultRow
 from distdl.runs.files import write_json, write_text
 
 COLUMNS = (
@@ -16,7 +16,7 @@ COLUMNS = (
 )
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: FaultRow) -> tuple[str, ...]:
     if row.survived is None:
         return (row.fault, "", "", "", "", "", f"not run here: {row.note}")
     weights = "" if row.difference is None else f"differ by {row.difference:.2g}"
@@ -36,7 +36,7 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f} s"
 
 
-def text(rows: Sequence[Row]) -> str:
+def text(rows: Sequence[FaultRow]) -> str:
     """A table in Markdown, whose columns are aligned."""
     lines = [COLUMNS, *map(cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -45,7 +45,7 @@ def text(rows: Sequence[Row]) -> str:
     return "".join(f"| {line} |\n" for line in joined)
 
 
-def write(folder: Path, rows: Sequence[Row], **facts: Any) -> None:
+def write(folder: Path, rows: Sequence[FaultRow], **facts: Any) -> None:
     """Writes drill.json and drill.md."""
     write_json(folder / "drill.json", {**facts, "rows": [asdict(row) for row in rows]})
     settings = "".join(f"- {name}: {value}\n" for name, value in facts.items())

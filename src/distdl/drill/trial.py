@@ -19,7 +19,7 @@ SAVED = 2  # checkpoints before the fault
 
 
 @dataclass
-class Row:
+class FaultRow:
     """What a fault did.
 
     Args:
@@ -44,7 +44,7 @@ class Row:
     difference: float | None = None
 
 
-def inject(row: Row, run: DrilledRun, moment: int, random: Random) -> None:
+def inject(row: FaultRow, run: DrilledRun, moment: int, random: Random) -> None:
     """Does the fault after `moment` batches, and follows the run to its end. `row.note` says why
     the run did not come to that."""
     if not run.wait(lambda: run.step() >= moment and len(run.checkpoints) >= SAVED):
@@ -82,7 +82,7 @@ def inject(row: Row, run: DrilledRun, moment: int, random: Random) -> None:
         row.note = "it did not come to its end" if resumed else "it did not resume"
 
 
-def compare(row: Row, run: DrilledRun, twin: Path, tolerance: float) -> None:
+def compare(row: FaultRow, run: DrilledRun, twin: Path, tolerance: float) -> None:
     """Whether the run has come to the same end as the twin."""
     row.survived = False
     if not row.note:

@@ -16,13 +16,12 @@ def largest_difference(run: Path, twin: Path) -> float:
 
     paths = [CheckpointStore(each / "checkpoints").newest() for each in (run, twin)]
     one, other = (formats.load(path)["state_dict"] if path else {} for path in paths)
-    if not one or {k: v.shape for k, v in one.items()} != {k: v.shape for k, v in other.items()}:
+    kinds = [{k: (v.shape, v.dtype) for k, v in each.items()} for each in (one, other)]
+    if not one or kinds[0] != kinds[1]:
         return math.inf
     largest = 0.0
     for name, values in one.items():
         first, second = values.flatten().contiguous(), other[name].flatten().contiguous()
-        if first.dtype != second.dtype:
-            return math.inf
         if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
             gap = float((first.double() - second.double()).abs().max())
             largest = max(largest, gap if math.isfinite(gap) else math.inf)

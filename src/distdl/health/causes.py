@@ -67,7 +67,9 @@ def find(ranks: Sequence[Rank]) -> Cause | None:
 def vanished(ranks: Sequence[Rank]) -> Cause | None:
     """If the processes of a run are gone, and nobody was left to say why."""
     host = ranks[0].sight.host
-    why = f"all processes on {host} ended at once and left nothing: it restarted, or was switched off"
+    why = (
+        f"all processes on {host} ended at once and left nothing: it restarted, or was switched off"
+    )
     return Cause(ranks[0], "lost host", why, "resume the run") if host else None
 
 
