@@ -26,7 +26,7 @@ WITH_TORCH = (
     *("distributed", "optim", "checkpoint", "tracking", "models", "data", "strategies"),
     *("callbacks", "worker", "benchmark", "serving", "tasks"),
 )
-HIGHEST = ("launchers", "launch", "planner", "data_check", "report", "scaling", "cli")
+HIGHEST = ("launchers", "launch", "planner", "data_check", "report", "scaling", "drill", "cli")
 LAYERS = (*LOWEST, *WITH_TORCH, *HIGHEST)
 LONGEST_CHAIN = 12
 # Names that stay: `python -m distdl`, `python -m distdl.agent`, and what users' own code imports.

@@ -519,3 +519,17 @@ def test_a_restart_keeps_the_report_of_the_start_before(attempt) -> None:
     names = {path.name for path in attempt.path.iterdir()}
     assert {"errors-001", "health-001", "incident-001.json", "incident-001.md"} <= names
     assert not {"errors", "health", "incident.json", "incident.md"} & names
+
+
+@pytest.mark.parametrize("pid", [0, os.getpid()])
+def test_a_host_of_which_nothing_is_left_is_named(attempt: Attempt, pid: int) -> None:
+    """All processes of the run have ended at once; nobody could write why."""
+    row = {"host": "node7", "process": "7:boot/1", "agent": "6:boot/1"}
+    attempt.record_ranks([{**row, "rank": rank} for rank in (0, 1)])
+    attempt.begin()
+    if pid == 0:
+        attempt.update(birth="boot/1")  # of a process that is gone
+    report = incident.read(attempt)
+    assert (report is None) == bool(pid)
+    if report:
+        assert (report.cause, report.host, len(report.ranks)) == ("lost host", "node7", 2)

@@ -14,6 +14,7 @@ from distdl.config.resources import VISIBLE, listed
 from distdl.distributed import process_group
 from distdl.ranks.environment import Environment
 from distdl.util.errors import UserError
+from distdl.util.processes import start_time
 from distdl.util.redact import redact
 
 log = logging.getLogger("distdl.distributed.rank_table")
@@ -90,6 +91,8 @@ def announce(environment: Environment, accelerator: str) -> list[dict[str, Any]]
 
 def facts(environment: Environment, accelerator: str) -> dict[str, Any]:
     device, adapters = "cpu", ""
+    # A single rank runs in the process that was started.
+    agent = os.getpid() if environment.launcher == "single" else os.getppid()
     prefixes = GPU_PREFIXES if accelerator == "gpu" else PREFIXES
     if accelerator == "gpu":
         adapters = ", ".join(interconnect()) or "no InfiniBand"
@@ -101,6 +104,8 @@ def facts(environment: Environment, accelerator: str) -> dict[str, Any]:
         "local": environment.local_rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "process": f"{os.getpid()}:{start_time(os.getpid())}",
+        "agent": f"{agent}:{start_time(agent)}",
         "device": device,
         "interconnect": adapters,
         "main": f"{environment.main_address}:{environment.main_port}",

@@ -65,6 +65,15 @@ def find(ranks: Sequence[Rank]) -> Cause | None:
     return _differs(ranks) or (_waited(_earliest(ranks, left)) if left else None)
 
 
+def vanished(ranks: Sequence[Rank]) -> Cause | None:
+    """If the processes of a run are gone, and nobody was left to say why."""
+    host = ranks[0].sight.host
+    why = (
+        f"all processes on {host} ended at once and left nothing: it restarted, or was switched off"
+    )
+    return Cause(ranks[0], "lost host", why, "resume the run") if host else None
+
+
 def _failed(ranks: Sequence[Rank], first: Rank) -> Cause:
     """A rank with an exception of its own, or that was killed."""
     memory, lines = _little_memory(ranks, first), first.text.splitlines()

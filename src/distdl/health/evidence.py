@@ -159,14 +159,15 @@ class Rank:
 def ranks_of(attempt: Attempt) -> list[Rank]:
     """What is known of each rank. Damaged files, links and pipes are left out."""
     errors = {e["rank"]: e for e in failures.recorded(attempt.errors) if 0 <= e["rank"] < MOST}
-    sights, heard = dict[int, Sight](), dict[str, Sight]()
+    sights, rows = dict[int, Sight](), attempt.ranks()[:MOST]
+    heard = {str(row.rank): sight_of(row._asdict()) for row in rows}
     for path in attempt.path.glob("health/rank_*.json"):
         if path.is_file() and not path.is_symlink() and path.stat().st_size <= LARGEST:
             sight = sight_of(read_json(path))
             if path.stem == f"rank_{sight.rank}" and 0 <= sight.rank < MOST:
                 sights[sight.rank] = sight
                 heard |= sight.peers
-    sizes = [sight.world_size for sight in sights.values()]
+    sizes = [len(rows), *(sight.world_size for sight in sights.values())]
     ranks = []
     for rank in range(max([1, *sizes, *(number + 1 for number in (*errors, *sights))])):
         error, sight = errors.get(rank, {}), sights.get(rank) or heard.get(str(rank)) or Sight()

@@ -90,6 +90,9 @@ def read(attempt: Attempt) -> Incident | None:
         return None
     ranks = ranks_of(attempt)
     cause = causes.find(ranks)
+    if cause is None and status.get("state") == JobState.RUNNING:
+        with suppress(UserError):  # a damaged file
+            cause = causes.vanished(ranks) if attempt.state() is JobState.FAILED else None
     if cause is None:
         return None
     first = cause.rank

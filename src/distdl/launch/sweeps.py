@@ -179,7 +179,7 @@ def run_one(planned: Plan, runner: MemberRunner | None = None) -> JobState:
         with MemberRunner() as alone:
             return run_one(planned, alone)
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_child, args=(planned, sys.argv, os.getpid()))
+    process = context.Process(target=start_here, args=(planned, sys.argv, os.getpid()))
     if runner.state is None:  # a signal may have come since the caller looked
         process.start()
         runner.process = process
@@ -191,7 +191,8 @@ def run_one(planned: Plan, runner: MemberRunner | None = None) -> JobState:
     return last.state() if last else runner.state or JobState.FAILED
 
 
-def _child(planned: Plan, command: list[str], parent: int) -> None:
+def start_here(planned: Plan, command: list[str], parent: int) -> None:
+    """Starts a run in this process, which was made for it."""
     die_with_parent(parent)
     try:
         with stopping.raise_on_signal():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -16,7 +18,7 @@ from distdl.runs import failures, files
 from distdl.runs.files import Damaged, write_json
 from distdl.util.processes import is_alive, this_process
 
-LAUNCH, STATUS = "launch.yaml", "status.json"
+LAUNCH, STATUS, RANKS = "launch.yaml", "status.json", "ranks.json"
 NUMBER = (int, float)
 STATUS_SHAPE: files.Shape = {
     **dict.fromkeys(("state", "host", "birth", "error"), str),
@@ -25,6 +27,15 @@ STATUS_SHAPE: files.Shape = {
     **dict.fromkeys(("metrics", "parameters"), dict),
 }
 LAUNCH_SHAPE: files.Shape = {"run_id": str, "where": dict}
+
+
+class RankProcess(NamedTuple):
+    """A rank, its process, and the one that started it: each as `pid:start time`."""
+
+    rank: int
+    host: str
+    process: str
+    agent: str
 
 
 @dataclass(frozen=True)
@@ -200,6 +211,18 @@ class Attempt:
             fields["exit_code"] = code
         self.update(**fields, concluded=True)
         return state
+
+    def record_ranks(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Records the processes of the ranks, once these are connected."""
+        rows = [{key: each[key] for key in RankProcess._fields} for each in ranks]
+        write_json(self.path / RANKS, {"ranks": rows})
+
+    def ranks(self) -> list[RankProcess]:
+        """What `record_ranks` has recorded; empty if nothing, or if it cannot be read."""
+        with suppress(TypeError):
+            rows = files.read_json(self.path / RANKS).get("ranks") or []
+            return [RankProcess(**row) for row in rows]
+        return []
 
     def record_error(
         self, rank: int, kind: str, message: str, trace: str, exit_code: int = 1, **more: Any

@@ -153,6 +153,8 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
     attempt, resources, environment = context.attempt, context.resources, context.environment
     run, rank, watchdog = context.run, environment.rank, context.watchdog
     ranks = rank_table.announce(environment, resources.accelerator)
+    if rank == 0:
+        attempt.record_ranks(ranks)
     if watchdog:
         watchdog.join(ranks)
     rank_table.warn_without_bf16(resources.accelerator, config.trainer.get("precision"))
