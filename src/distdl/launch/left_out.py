@@ -40,7 +40,7 @@ def fit(planned: Plan, slow: set[str], *, retry: bool = False) -> Plan:
     if hasattr(launcher, "unreachable"):  # those that answer again are used again
         doubted = retry or lost or last.launch().get("left_out")
         asks = doubted and not planned.config.dry_run
-        lost = set(launcher.unreachable(planned.resources)) if asks else set()
+        lost = set(launcher.unreachable(planned.resources)) if asks else set[str]()
     names = sorted({name for name in lost | slow if HOST.fullmatch(name)})
     for settings in launcher.without(names, planned.resources) if names else ():
         with suppress(UserError):  # so many hosts do not divide the batch
@@ -50,7 +50,7 @@ def fit(planned: Plan, slow: set[str], *, retry: bool = False) -> Plan:
 
 def lost_hosts(attempt: Attempt) -> set[str]:
     report = incident.read(attempt)
-    return {report.host} if report and report.cause == "lost host" else set()
+    return {short(report.host)} if report and report.cause == "lost host" else set()
 
 
 def slow_hosts(attempt: Attempt, launcher: Any, nodes: int) -> set[str]:
@@ -61,7 +61,12 @@ def slow_hosts(attempt: Attempt, launcher: Any, nodes: int) -> set[str]:
     if not isinstance(host, str) or not isinstance(share, int | float):
         return set()
     worth = share > 1 / nodes if hasattr(launcher, "unreachable") else True
-    return {host, host.partition(".")[0]} if worth else set()
+    return {short(host)} if worth else set()
+
+
+def short(host: str) -> str:
+    """A host's name without its domain, as lists of hosts have it."""
+    return host.partition(".")[0]
 
 
 def without(planned: Plan, settings: dict[str, Any], names: Iterable[str]) -> Plan:
