@@ -24,8 +24,8 @@ class AzureMLLauncher(AzureSettings):
     """Sends runs to Azure ML."""
 
     instead: ClassVar = {
-        "max_attempts": "Azure ML restarts its jobs itself: launcher.tier=spot, and after a failure "
-        "distdl jobs resubmit RUN"
+        "max_attempts": "Azure ML restarts its jobs itself: launcher.tier=spot; "
+        "after a failure: distdl jobs resubmit RUN"
     }
     _connections: dict[Workspace, Connection] = PrivateAttr(default_factory=dict)
 

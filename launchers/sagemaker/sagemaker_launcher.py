@@ -23,8 +23,8 @@ class SageMakerLauncher(SageMakerSettings):
     """Trains on instances that SageMaker starts for the job and removes afterwards."""
 
     instead: ClassVar = {
-        "max_attempts": "SageMaker restarts its jobs itself: launcher.spot=true, launcher.retries=N, "
-        "and after a failure distdl jobs resubmit RUN"
+        "max_attempts": "SageMaker restarts its jobs itself: launcher.spot=true, "
+        "launcher.retries=N; after a failure: distdl jobs resubmit RUN"
     }
 
     @functools.cached_property

@@ -37,8 +37,8 @@ class SlurmLauncher(SlurmSettings):
     """Submits a run as a batch job, and a sweep as a job array."""
 
     instead: ClassVar = {
-        "max_attempts": "Slurm restarts its jobs itself: launcher.requeue=true, and after a failure "
-        "distdl jobs resubmit RUN"
+        "max_attempts": "Slurm restarts its jobs itself: launcher.requeue=true; "
+        "after a failure: distdl jobs resubmit RUN"
     }
 
     def without(self, hosts: Sequence[str], resources: Resources) -> Iterator[dict[str, Any]]:

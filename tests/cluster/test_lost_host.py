@@ -1,4 +1,4 @@
-"""A host that vanishes from a training under launcher=mpi: the run goes on with the other one, at the
+"""A host vanishes from a training under launcher=mpi: the run goes on with the other one, at the
 same global batch, and uses both again once they answer."""
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ pytestmark = [
     pytest.mark.xdist_group("mpi"),
     pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix"),
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"),
-    pytest.mark.skipif(shutil.which("mpirun.openmpi") is None, reason="apt-get install openmpi-bin"),
+    pytest.mark.skipif(
+        shutil.which("mpirun.openmpi") is None, reason="apt-get install openmpi-bin"
+    ),
 ]
 # Ranks of the first attempt wait at step 4 until their host is cut off.
 MODEL = """

@@ -1,5 +1,5 @@
-"""A lost or slow host is left out of the next attempt, at the same global batch, and used again once
-it answers."""
+"""A lost or slow host is left out of the next attempt, at the same global batch, and used again
+once it answers."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def fit(planned: Plan, slow: set[str], *, retry: bool = False) -> Plan:
     last = planned.last_attempt
     if last is None or not hasattr(planning.launcher_class(planned.config), "without"):
         return planned
-    launcher = jobs.instantiate(planned.config.launcher)
+    launcher: Any = jobs.instantiate(planned.config.launcher)
     lost = lost_hosts(last)
     slow |= slow_hosts(last, launcher, planned.resources.num_nodes)
     if hasattr(launcher, "unreachable"):  # those that answer again are used again

@@ -1,4 +1,4 @@
-"""Whether and when a run that failed is started again: its budget, a pause, the same failure twice."""
+"""Whether and when a run that failed is started again: its budget, pauses, the same failure."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ class Retries:
         return backoff(self._without_progress)
 
     def _newest_step(self) -> float:
-        return max((age(path)[0] for path in CheckpointStore(self.run.checkpoints).all()), default=-1)
+        return max(
+            (age(path)[0] for path in CheckpointStore(self.run.checkpoints).all()), default=-1
+        )
 
 
 def backoff(failures: int) -> float:
