@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
 
@@ -23,6 +23,10 @@ from distdl.util.errors import UserError
 class AzureMLLauncher(AzureSettings):
     """Sends runs to Azure ML."""
 
+    instead: ClassVar = {
+        "max_attempts": "Azure ML restarts its jobs itself: launcher.tier=spot; "
+        "after a failure: distdl jobs resubmit RUN"
+    }
     _connections: dict[Workspace, Connection] = PrivateAttr(default_factory=dict)
 
     @staticmethod

@@ -104,12 +104,17 @@ class Setup:
 
     def prepare(self, hosts: Sequence[Host]) -> None:
         others = [host.name for host in hosts if not is_local(host.name)]
-        with ThreadPoolExecutor(AT_A_TIME) as pool:
-            problems = [problem for problem in pool.map(self.problem, others) if problem]
+        problems = [*self.problems(others).values()]
         if len(others) < len(hosts) and shutil.which(self.python) is None:
             problems.append(Problem("launcher.python", f"this machine has no {self.python}"))
         if problems:
             raise UserError(*problems)
+
+    def problems(self, hosts: Sequence[str]) -> dict[str, Problem]:
+        """The hosts that cannot be used, and why."""
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            each = zip(hosts, pool.map(self.problem, hosts), strict=True)
+            return {host: problem for host, problem in each if problem}
 
     def problem(self, host: str) -> Problem | None:
         """Why a host cannot be used, or None. With `copy` the bundle is copied to it first."""

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from distdl.job import JobSpec, JobState, variables
+from distdl.job import JobSpec, JobState, Resources, variables
 from distdl.launchers.common import Count, LauncherSettings, ListOf, Values, forwarded, relative
 from distdl.launchers.mpi import flavours, supervisor
 from distdl.launchers.mpi import hosts as machines
@@ -136,6 +136,25 @@ class MpiLauncher(LauncherSettings):
         if self.hostfile:
             return machines.read_hostfile(self.hostfile, devices)
         return machines.parse_hosts(self.hosts, devices) or (Host(LOCALHOST, devices),)
+
+    def unreachable(self, resources: Resources) -> list[str]:
+        """The hosts that a job of this size cannot use now."""
+        hosts = [host.name for host in self.chosen_hosts(resources.devices)]
+        others = [name for name in hosts if not machines.is_local(name)]
+        ssh, python = f"{self.ssh} {machines.OPTIONS}", self.python or sys.executable
+        return [*machines.Setup(ssh, "", python, copy=False).problems(others)]
+
+    def without(self, hosts: Sequence[str], resources: Resources) -> Iterator[dict[str, Any]]:
+        """Settings for a job without some hosts, those with the most hosts first."""
+        chosen = self.chosen_hosts(resources.devices)
+        names = [h.name for h in chosen if not {h.name, h.name.partition(".")[0]} & {*hosts}]
+        for count in range(len(names), 0, -1) if len(names) < len(chosen) else ():
+            one_each = [f"{name}:{resources.devices}" for name in names[:count]]
+            yield {
+                "launcher.hosts": one_each,
+                "launcher.hostfile": None,
+                "trainer.num_nodes": count,
+            }
 
     def request(self, spec: JobSpec) -> MpiRequest:
         spec.refuse(r"\s:", "mpirun splits it there")

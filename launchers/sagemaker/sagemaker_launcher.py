@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from distdl.job import JobSpec
 from distdl.launchers.sagemaker.aws import Aws, aws_errors
@@ -21,6 +21,11 @@ LONGEST_VALUE = 512  # characters of a variable's value
 
 class SageMakerLauncher(SageMakerSettings):
     """Trains on instances that SageMaker starts for the job and removes afterwards."""
+
+    instead: ClassVar = {
+        "max_attempts": "SageMaker restarts its jobs itself: launcher.spot=true, "
+        "launcher.retries=N; after a failure: distdl jobs resubmit RUN"
+    }
 
     @functools.cached_property
     def aws(self) -> Aws:

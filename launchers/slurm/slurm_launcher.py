@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
-from distdl.job import JobSpec
+from distdl.job import JobSpec, Resources
 from distdl.launchers.common import refuse
 from distdl.launchers.slurm import commands, script
 from distdl.launchers.slurm.slurm_job import SlurmJob
@@ -34,6 +35,16 @@ class SlurmRequest:
 
 class SlurmLauncher(SlurmSettings):
     """Submits a run as a batch job, and a sweep as a job array."""
+
+    instead: ClassVar = {
+        "max_attempts": "Slurm restarts its jobs itself: launcher.requeue=true; "
+        "after a failure: distdl jobs resubmit RUN"
+    }
+
+    def without(self, hosts: Sequence[str], resources: Resources) -> Iterator[dict[str, Any]]:
+        """The setting that keeps a job off some nodes; a list of the user's own stays."""
+        if not any(re.match(r"-x|--exclude\b", option) for option in self.sbatch):
+            yield {"launcher.sbatch": [*self.sbatch, f"--exclude={','.join(hosts)}"]}
 
     def request(self, spec: JobSpec) -> SlurmRequest:
         return self._request([spec], array=False)

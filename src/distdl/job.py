@@ -252,6 +252,10 @@ class Launcher(Protocol):
       accepts the user. Changes nothing there; raises UserError.
     - a setting `files`, and `files()` of its requests (name -> text): a dry run writes these files
       and the bundle into the folder of that setting, for the platform's own command line.
+    - `instead`: what to write instead of a key that it does not have, by key.
+    - `without(hosts, resources)`: yields settings by path (`trainer.num_nodes`) with which a job of
+      this size does without these hosts, those with the most hosts first; and `unreachable(
+      resources)`: the job's hosts that do not answer now, if the job must name its hosts.
     - `request_sweep(specs)`: one request for all members of `-m` (an array), for which `submit`
       returns a list of jobs, one per spec; or None to send one job per member.
     """

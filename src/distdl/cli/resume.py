@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distdl.config import compose
-from distdl.launch import dry_run, external, jobs, resuming
+from distdl.launch import dry_run, external, jobs, left_out, resuming
 from distdl.launch import start as launch
 from distdl.ranks import environment
 from distdl.runs.directory import RunDirectory, shown
@@ -37,5 +37,5 @@ def start(run: RunDirectory, overrides: Sequence[str]) -> int:
     planned = resuming.plan(run, overrides)
     if not planned.config.dry_run:
         return launch.start(planned, sys.argv)
-    print(dry_run.render(planned))
+    print(dry_run.render(left_out.fit(planned, set())))
     return 0

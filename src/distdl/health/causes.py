@@ -30,6 +30,7 @@ MESSAGES = (
     ("data worker killed", r"DataLoader worker \(pid", f"{LESS}; dmesg on that host"),
     ("out of memory (killed)", r"^Killed: .*(SIGKILL|gone).*; ", f"{LESS}; or more memory"),
     ("out of memory (host)", r"MemoryError|n't allocate memory|cannot allocate memory", LESS),
+    ("lost host", r"^HostLost: ", "resume without that host"),
     ("killed", r"^Killed: ", "dmesg on that host; the platform's log"),
     ("not a number", r"\bnans?\b|non-?finite|not finite", "trainer.detect_anomaly=true"),
     ("CUDA error", r"CUDA error:|device-side assert|CU\w+_STATUS", "CUDA_LAUNCH_BLOCKING=1"),

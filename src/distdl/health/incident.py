@@ -41,6 +41,7 @@ class Incident(Place, frozen=True):
         log_tail: The last lines of the rank's log, and of what it printed.
         ranks: What is known of each rank.
         straggler: Which rank was slow before, and in what; "" if none was.
+        not_restarted: Why distdl did not start the run again; "" if it did, or was not to.
         report, log: Paths, of files that may not exist.
     """
 
@@ -53,6 +54,7 @@ class Incident(Place, frozen=True):
     log_tail: list[str]
     ranks: list[dict[str, Any]]
     straggler: Text
+    not_restarted: Text
     report: str
     log: str
 
@@ -110,6 +112,7 @@ def read(attempt: Attempt) -> Incident | None:
         log_tail=_log_tail(attempt, log, first.sight.rank),
         ranks=[{**rank.sight.model_dump(include=ROW), "state": _state(rank)} for rank in ranks],
         straggler=str(status.get("straggler") or ""),
+        not_restarted=str(status.get("not_restarted") or ""),
         report=shown(attempt.path / MARKDOWN),
         log=shown(log),
     )
@@ -143,6 +146,7 @@ def markdown(incident: Incident) -> str:
     blocks = {
         f"Rank {incident.rank}: {incident.cause}": head(incident).splitlines(),
         "What it was doing": [doing, samples, memory, kills, incident.straggler],
+        "Restarts": [incident.not_restarted] if incident.not_restarted else [],
         "All ranks": [" | ".join("" if v is None else str(v) for v in row) for row in rows],
         f"The last lines of rank {incident.rank}": incident.log_tail,
     }

@@ -53,6 +53,7 @@ class Slowdown(NamedTuple):
         excess_ms: By how many milliseconds a step is longer than it need be.
         step_ms: A step, in milliseconds.
         sentence: For the user.
+        host: Of the rank; "" if it is the link.
     """
 
     rank: int | None
@@ -60,6 +61,7 @@ class Slowdown(NamedTuple):
     excess_ms: float
     step_ms: float
     sentence: str
+    host: str = ""
 
 
 class _Record(BaseModel):
@@ -152,7 +154,7 @@ def verdict(records: Iterable[Any]) -> Slowdown | None:
         f"rank {rank} ({ranks[rank].host}) is slow: {WORDS[phase]} takes {slow_ms:.0f} ms longer "
         f"than on the other ranks, in a step of {step_ms:.0f} ms"
     )
-    return Slowdown(rank, phase, slow_ms, step_ms, sentence)
+    return Slowdown(rank, phase, slow_ms, step_ms, sentence, ranks[rank].host)
 
 
 def _read(value: Any) -> _Record | None:

@@ -143,7 +143,8 @@ class Watchdog:
 
     def _report_straggler(self, verdict: Slowdown) -> None:
         log.warning("%s", verdict.sentence)
-        self.attempt.update(straggler=verdict.sentence)
+        slow = {"host": verdict.host, "share": verdict.excess_ms / verdict.step_ms}
+        self.attempt.update(straggler=verdict.sentence, slow=slow if verdict.host else {})
 
     def _watch(self) -> None:
         while not self._stop.wait(TICK):

@@ -37,6 +37,10 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         # The number of started ranks overrides a preset's size (debug=cpu: one device).
         typed = {override.key_or_group for override in compose.parse_overrides(overrides)}
         requested = config.trainer.get("devices") if "trainer.devices" in typed else None
+        if "launcher.max_attempts" in typed:
+            what = "the tool that has started these ranks starts them again"
+            remedy = "leave it out; for torchrun: --max-restarts=N"
+            raise UserError.at("launcher.max_attempts", what, remedy)
         adopt_ranks(config, ranks, requested)
         planned = planning.plan(config)
         planning.check_classes(planned)

@@ -53,6 +53,8 @@ class Plan:
         notes: Notes for the user, to read before it starts.
         old_run: The new path of an old run of this name that failed before its first checkpoint.
         overrides, swept: `key=value` of a new run; those that vary in its sweep.
+        left_out: If the attempt does without some hosts of the run: these `hosts`, and `where` the
+            run uses all of them.
     """
 
     config: DictConfig
@@ -65,6 +67,7 @@ class Plan:
     old_run: Path | None = None
     overrides: Sequence[str] = ()
     swept: Sequence[str] = ()
+    left_out: dict[str, Any] = field(default_factory=dict)
 
     @property
     def last_attempt(self) -> Attempt | None:

@@ -72,7 +72,9 @@ def where_by_default(run: RunDirectory, before: dict[str, Any]) -> DictConfig:
         "checkpoint": {"trust_pickle": False},  # the run's own files cannot consent to it
     }
     newer_keys = {"project": {"max_snapshot_mb": 300}}  # which an older run lacks
-    where = OmegaConf.merge(newer_keys, before["where"], fresh)
+    # Hosts that the last attempt left out are used again if they answer (`left_out.fit`).
+    whole = (before.get("left_out") or {}).get("where") or before["where"]
+    where = OmegaConf.merge(newer_keys, whole, fresh)
     assert isinstance(where, DictConfig)
     return where
 

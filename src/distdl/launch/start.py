@@ -18,8 +18,9 @@ from distdl.config import recipe as configs
 from distdl.config.own_code import python_path
 from distdl.health import incident
 from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher
-from distdl.launch import following, jobs
+from distdl.launch import following, jobs, left_out
 from distdl.launch.planning import Plan, launcher_class, never_trained, root_of
+from distdl.launch.retrying import Retries
 from distdl.ranks import stopping
 from distdl.runs import provenance, snapshot
 from distdl.runs.bundle import Bundle
@@ -39,20 +40,20 @@ def start(planned: Plan, command: Sequence[str]) -> int:
         print(how_to_train_longer(planned))
         return 0
     move_failed_run(planned)
-    attempts_left = int(planned.config.launcher.get("max_attempts") or 0)
+    retries = Retries(planned.run, int(planned.config.launcher.get("max_attempts") or 0))
+    slow, retry = set[str](), False
     while True:
-        with interruption_recorded(planned):
-            attempt, job = submit(planned, command)
-            state = wait_or_follow(job, attempt, planned)
+        fitted = left_out.fit(planned, slow, retry=retry)
+        with interruption_recorded(fitted):
+            attempt, job = submit(fitted, command)
+            state = wait_or_follow(job, attempt, fitted)
         if state is None or state is JobState.UNKNOWN:  # left running, or platform unreachable
             return 0 if state is None else state.exit_code
         report_failure(attempt)
         code = int(attempt.status().get("exit_code", state.exit_code))
-        again = state in (JobState.FAILED, JobState.PREEMPTED) and code != EXIT_REFUSED
-        if not again or attempts_left <= 0:
+        retry = state in (JobState.FAILED, JobState.PREEMPTED) and code != EXIT_REFUSED
+        if not retry or not retries.again(attempt, state):
             break
-        attempts_left -= 1
-        print(f"{state.lower()}: starting again ({attempts_left} more)", file=sys.stderr)
     if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # a refusal has its own remedy
         print_next_command(planned, attempt, state, command)
     return code
@@ -290,6 +291,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
         "changes": planned.changes,
         "global_batch_size": batches.global_batch_size(planned.config, size),
         "notes": planned.notes,
+        **({"left_out": planned.left_out} if planned.left_out else {}),
     }
 
 

@@ -21,10 +21,10 @@ from distdl.util.processes import is_alive, this_process
 LAUNCH, STATUS, RANKS = "launch.yaml", "status.json", "ranks.json"
 NUMBER = (int, float)
 STATUS_SHAPE: files.Shape = {
-    **dict.fromkeys(("state", "host", "birth", "error"), str),
+    **dict.fromkeys(("state", "host", "birth", "error", "not_restarted"), str),
     **dict.fromkeys(("pid", "exit_code", "restarts"), int),
     **dict.fromkeys(("started", "ended"), NUMBER),
-    **dict.fromkeys(("metrics", "parameters"), dict),
+    **dict.fromkeys(("metrics", "parameters", "slow"), dict),
 }
 LAUNCH_SHAPE: files.Shape = {"run_id": str, "where": dict}
 

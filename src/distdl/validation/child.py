@@ -236,6 +236,7 @@ class Binding:
             remedy = remedy.replace("{}", f"{text}.")
             if what == "unknown argument":
                 what = f"{target} {UNKNOWN} {name!r}"
+                remedy = getattr(called, "instead", {}).get(name, remedy)
                 if name == "class_path":
                     remedy = f"this key is LightningCLI's: write {text}._target_={node[name]}"
             elif what == "missing argument":

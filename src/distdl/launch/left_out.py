@@ -1,0 +1,94 @@
+"""The next attempt without the hosts that are lost or slow, at the same global batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from distdl.config import batches
+from distdl.config import recipe as configs
+from distdl.health import incident
+from distdl.launch import jobs, planning
+from distdl.launch.planning import Plan
+from distdl.runs.directory import Attempt
+from distdl.util.errors import UserError
+
+HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+
+
+def fit(planned: Plan, slow: set[str], *, retry: bool = False) -> Plan:
+    """The plan of the next attempt: `planned`, or without some of its hosts.
+
+    Args:
+        planned: With all hosts of the run.
+        slow: Hosts that were slow in an earlier attempt of this command; gets those of the last.
+        retry: Whether this command has started the run before. Then each host that does not answer
+            is left out; otherwise only if the last attempt had lost one, or ran without it.
+    """
+    last = planned.last_attempt
+    if last is None or not hasattr(planning.launcher_class(planned.config), "without"):
+        return planned
+    launcher: Any = jobs.instantiate(planned.config.launcher)
+    lost = lost_hosts(last)
+    slow |= slow_hosts(last, launcher, planned.resources.num_nodes)
+    if hasattr(launcher, "unreachable"):  # those that answer again are used again
+        doubted = retry or lost or last.launch().get("left_out")
+        asks = doubted and not planned.config.dry_run
+        lost = set(launcher.unreachable(planned.resources)) if asks else set[str]()
+    names = sorted({name for name in lost | slow if HOST.fullmatch(name)})
+    for settings in launcher.without(names, planned.resources) if names else ():
+        with suppress(UserError):  # so many hosts do not divide the batch
+            return without(planned, settings, names)
+    return planned
+
+
+def lost_hosts(attempt: Attempt) -> set[str]:
+    report = incident.read(attempt)
+    return {short(report.host)} if report and report.cause == "lost host" else set()
+
+
+def slow_hosts(attempt: Attempt, launcher: Any, nodes: int) -> set[str]:
+    """The host of the straggler, if the job is faster without it: always if the platform has
+    another one, else if a step gets shorter by more than the host's part of the work."""
+    slow = attempt.status().get("slow") or {}
+    host, share = slow.get("host"), slow.get("share")
+    if not isinstance(host, str) or not isinstance(share, int | float):
+        return set()
+    worth = share > 1 / nodes if hasattr(launcher, "unreachable") else True
+    return {short(host)} if worth else set()
+
+
+def short(host: str) -> str:
+    """A host's name without its domain, as lists of hosts have it."""
+    return host.partition(".")[0]
+
+
+def without(planned: Plan, settings: dict[str, Any], names: Iterable[str]) -> Plan:
+    """The plan with other settings of where it runs. Raises a UserError if they do not fit it."""
+    config = deepcopy(planned.config)
+    for path, value in settings.items():
+        OmegaConf.update(config, path, value, force_add=True, merge=False)
+    size = planning.size_of(config)
+    kept = batches.Kept()
+    if not configs.evaluates(config):
+        kept = batches.keep_global_batch(
+            config,
+            size,
+            batches.global_batch_size(planned.config, planned.resources),
+            (),
+            batches.recorded(attempt.status() for attempt in reversed(planned.run.attempts())),
+        )
+    changes = {**planned.changes, **kept.changes}
+    config = configs.merge(planned.recipe, configs.where_of(config), changes)
+    notes = [*planned.notes, f"left out: {', '.join(names)} (lost or slow)", *kept.notes]
+    where = OmegaConf.to_container(configs.where_of(planned.config), resolve=False)
+    left_out = {"hosts": list(names), "where": where}
+    return replace(
+        planned, config=config, resources=size, changes=changes, notes=notes, left_out=left_out
+    )

@@ -1,0 +1,97 @@
+"""Whether and when a run that failed is started again: its budget, pauses, the same failure."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import NamedTuple
+
+from distdl.health import incident
+from distdl.job import JobState
+from distdl.runs.checkpoints import CheckpointStore, age
+from distdl.runs.directory import Attempt, RunDirectory
+from distdl.util.tail import plain
+
+FIRST_S, LONGEST_S = 2.0, 60.0  # pauses; the first start after progress has none
+# Causes that lie outside of the program: they may come twice at the same step by chance.
+BY_CHANCE = ("killed", "lost host", "connection", "stopped")
+
+
+class Failure(NamedTuple):
+    """What is the same if an attempt fails as the one before did."""
+
+    step: int | None
+    kind: str
+    where: str
+
+    def __str__(self) -> str:
+        step = "before the first step" if self.step is None else f"at step {self.step}"
+        where = f" ({self.where})" if self.where else ""
+        return f"{step} with the same error: {self.kind}{where}"
+
+
+def failure_of(attempt: Attempt) -> Failure | None:
+    """How an attempt failed; None if it did not, or by chance."""
+    report, first = incident.read(attempt), attempt.first_error()
+    if report is None or first is None or report.cause in BY_CHANCE:
+        return None
+    step = first.get("step")
+    where = plain(first.get("where") or report.where)
+    return Failure(step if isinstance(step, int) else report.step, plain(first["type"]), where)
+
+
+class Retries:
+    """The further starts of a run.
+
+    Args:
+        run: Its newest checkpoint shows whether an attempt made progress, which gives back all
+            starts and ends the pauses.
+        budget: How many starts without progress are allowed (`launcher.max_attempts`).
+    """
+
+    def __init__(self, run: RunDirectory, budget: int) -> None:
+        self.run, self.budget, self.left = run, budget, budget
+        self._step = self._newest_step()
+        self._last: Failure | None = None
+        self._without_progress = 0
+
+    def again(self, attempt: Attempt, state: JobState) -> bool:
+        """Called after an attempt that did not succeed. If it should be started again, waits for
+        the time of the pause."""
+        pause = self.pause(attempt, state)
+        if pause is None:
+            return False
+        after = f" in {pause:.0f} s" if pause else ""
+        print(f"{state.lower()}: starting again{after} ({self.left} more)", file=sys.stderr)
+        time.sleep(pause)
+        return True
+
+    def pause(self, attempt: Attempt, state: JobState) -> float | None:
+        """Seconds to wait before the next start; None if there must be none."""
+        failure, before, step = failure_of(attempt), self._last, self._newest_step()
+        if step > self._step:
+            self.left, self._without_progress = self.budget, 0
+        self._step, self._last = max(step, self._step), failure
+        if failure is not None and failure == before:
+            why = f"not started again: it failed twice {failure}"
+            attempt.update(not_restarted=why)
+            incident.write(attempt)
+            print(why, file=sys.stderr)
+            return None
+        if self.left <= 0:
+            return None
+        self.left -= 1
+        if state is JobState.PREEMPTED:
+            return 0.0
+        self._without_progress += 1
+        return backoff(self._without_progress)
+
+    def _newest_step(self) -> float:
+        return max(
+            (age(path)[0] for path in CheckpointStore(self.run.checkpoints).all()), default=-1
+        )
+
+
+def backoff(failures: int) -> float:
+    """Seconds before the next start after so many failures without progress: 0, 2, 4, ... 60."""
+    return 0.0 if failures < 2 else min(LONGEST_S, FIRST_S * 2.0 ** min(failures - 2, 30))

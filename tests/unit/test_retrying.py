@@ -1,0 +1,117 @@
+"""Whether a run that failed is started again, and when: budget, pauses, the same failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distdl.health import incident
+from distdl.job import JobState
+from distdl.launch import retrying
+from distdl.launch.retrying import Retries
+from distdl.runs import files
+from distdl.runs.directory import RunDirectory
+
+FAILED, PREEMPTED = JobState.FAILED, JobState.PREEMPTED
+BUG = {"step": 3, "type": "ValueError", "where": "mine.py, line 9, in forward"}
+KILLED = {"step": 3, "type": "Killed", "message": "killed by SIGKILL on node1"}
+EARLY = {"type": "KeyError"}  # before the first step
+
+
+def bugs(steps: int = 99) -> Iterator[dict[str, Any]]:
+    """Failures that all differ."""
+    return ({**BUG, "step": step} for step in range(steps))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "outputs/e/r")
+    run.create("seed: 1\n", {"command": ["python", "-m", "distdl"]})
+    return run
+
+
+def attempted(run: RunDirectory, error: dict[str, Any], state: JobState, reached: int) -> Any:
+    """An attempt that ended so, with a checkpoint of the step `reached` (0: none)."""
+    size = {"num_nodes": 1, "devices": 1, "accelerator": "cpu", "device_ids": None}
+    attempt = run.begin_attempt({"run_id": "e/r", "where": {}, "resources": size})
+    fields = {"message": "bad weather", **error}
+    if state is FAILED:
+        attempt.record_error(0, fields.pop("type"), fields.pop("message"), "", **fields)
+    attempt.end(state)
+    if reached:
+        path = run.checkpoints / f"step_{reached}.ckpt.manifest.json"
+        entries = {f"step_{reached}.ckpt": {"size": 1, "sha256": ""}}
+        files.write_json(path, {"files": entries, "step": reached, "created": float(reached)})
+    return attempt
+
+
+def pauses(run: RunDirectory, budget: int, *ends: tuple[dict[str, Any], JobState, int]) -> list:
+    retries = Retries(run, budget)
+    return [retries.pause(attempted(run, *end), end[1]) for end in ends]
+
+
+DIFFERENT = [*bugs()]
+CASES = {
+    "no budget": (0, [(BUG, FAILED, 0)], [None]),
+    "the pauses grow": (
+        9,
+        [(bug, FAILED, 0) for bug in DIFFERENT[:9]],
+        [0, 2, 4, 8, 16, 32, 60, 60, 60],
+    ),
+    "the budget ends": (2, [(bug, FAILED, 0) for bug in DIFFERENT[:3]], [0, 2, None]),
+    "progress gives it back": (
+        1,
+        [(bug, FAILED, step) for step, bug in enumerate(DIFFERENT[:5])],
+        [0, 0, 0, 0, 0],
+    ),
+    "the same checkpoint is none": (
+        1,
+        [(DIFFERENT[0], FAILED, 5), (DIFFERENT[1], FAILED, 5)],
+        [0, None],
+    ),
+    "no pause after a preemption": (3, [({}, PREEMPTED, 0)] * 4, [0, 0, 0, None]),
+    "the same failure twice": (9, [(BUG, FAILED, 0), (BUG, FAILED, 0)], [0, None]),
+    "also with progress": (9, [(BUG, FAILED, 1), (BUG, FAILED, 2)], [0, None]),
+    "also before the first step": (9, [(EARLY, FAILED, 0), (EARLY, FAILED, 0)], [0, None]),
+    "at another line": (
+        9,
+        [(BUG, FAILED, 0), ({**BUG, "where": "mine.py, line 12, in f"}, FAILED, 0)],
+        [0, 2],
+    ),
+    "another error": (9, [(BUG, FAILED, 0), ({**BUG, "type": "OSError"}, FAILED, 0)], [0, 2]),
+    "one between them": (
+        9,
+        [(BUG, FAILED, 0), (DIFFERENT[7], FAILED, 0), (BUG, FAILED, 0)],
+        [0, 2, 4],
+    ),
+    "kills are chance": (9, [(KILLED, FAILED, 0)] * 3, [0, 2, 4]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_when_it_is_started_again(case: str, run: RunDirectory) -> None:
+    budget, ends, expected = CASES[case]
+    assert pauses(run, budget, *ends) == expected
+
+
+def test_it_says_why_it_is_not(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pauses(run, 9, (BUG, FAILED, 0), (BUG, FAILED, 0)) == [0, None]
+    why = "not started again: it failed twice at step 3 with the same error: ValueError"
+    why += " (mine.py, line 9, in forward)"
+    last = run.last_attempt()
+    assert last is not None and capsys.readouterr().err == f"{why}\n"
+    assert why in (last.path / incident.MARKDOWN).read_text()
+    assert files.read_json(last.path / incident.JSON)["not_restarted"] == why
+    first = incident.read(run.attempts()[0])
+    assert first is not None and "Restarts" not in incident.markdown(first)
+
+
+def test_it_waits(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(retrying.time, "sleep", waited.append)
+    retries = Retries(run, 2)
+    again = [retries.again(attempted(run, bug, FAILED, 0), FAILED) for bug in DIFFERENT[:3]]
+    assert again == [True, True, False] and waited == [0, 2]
