@@ -1,0 +1,187 @@
+"""How much of the time a training keeps if a rank of two is killed again and again.
+
+`launcher.max_attempts` against `torchrun --max-restarts` with Lightning's `ckpt_path="last"`: the
+same network, data, checkpoints and kills. Goodput is the time that the steps would take at the rate
+before the first kill, divided by the time that they took, from the first step to the last. A second
+run, without kills and pauses, has the weights and the samples that are expected.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.killed import SAVE_EVERY
+from benchmarks.table import Goal, Result, row
+
+RANKS, BATCH, WAIT_S = 2, 4, 0.05
+EVERY_S, MINUTES = 60.0, 10.0
+ROOT = Path(__file__).resolve().parents[1]
+NODES = {
+    "model/net": "_target_: benchmarks.killed.Net\nfolder: ???\nwait: 0.0\n",
+    "data/rows": f"_target_: benchmarks.killed.Rows\nrows: ???\nbatch_size: {BATCH}\n",
+}
+
+
+@dataclass
+class Training:
+    """A training, and what its ranks have noted."""
+
+    folder: Path
+    steps: int
+    kills: list[float] = field(default_factory=list)  # times
+    done: list[tuple[float, int]] = field(default_factory=list)  # time and step of rank 0
+    samples: dict[int, dict[int, str]] = field(default_factory=dict)  # step -> rank -> ids
+
+    def read(self) -> None:
+        """Reads the notes: what a later attempt did in a step replaces what an earlier one did."""
+        rows = []
+        for path in self.folder.glob("[0-9]*-*.txt"):
+            for line in path.read_text().splitlines():
+                moment, step, world, ids = line.split(" ", 3)
+                rows.append((float(moment), int(step), int(world), int(path.name[0]), ids))
+        for moment, step, world, rank, ids in sorted(rows):
+            self.samples[step] = {r: i for r, i in self.samples.get(step, {}).items() if r < world}
+            self.samples[step][rank] = ids
+            if rank == 0:
+                self.done.append((moment, step))
+
+    @property
+    def goodput(self) -> float:
+        start, end = self.done[0][0], self.done[-1][0]
+        before = [step for moment, step in self.done if moment < self.kills[0]]
+        rate = (before[-1] - before[0]) / (self.done[len(before) - 1][0] - start)
+        return (self.steps - 1) / rate / (end - start)
+
+    @property
+    def healing(self) -> list[float]:
+        """Seconds from each kill to the next step that had not been done before."""
+        best, seconds, kills = 0, [], [*self.kills]
+        for moment, step in self.done:
+            if step > best:
+                best = step
+                while kills and moment > kills[0]:
+                    seconds.append(moment - kills.pop(0))
+        return seconds
+
+    @property
+    def wrong_samples(self) -> int:
+        """How many samples of the epoch were lost or are counted more than once."""
+        ids = Counter(i for ranks in self.samples.values() for i in " ".join(ranks.values()).split())
+        return sum(ids[str(number)] != 1 for number in range(self.steps * RANKS * BATCH))
+
+
+def ours(folder: Path, steps: int, wait: float) -> list[str]:
+    for path, text in NODES.items():
+        (folder / "conf" / path).parent.mkdir(parents=True)
+        (folder / "conf" / f"{path}.yaml").write_text(text)
+    return [
+        *(sys.executable, "-m", "distdl", "model=net", f"model.folder={folder}", "data=rows"),
+        *(f"model.wait={wait}", f"data.rows={steps * RANKS * BATCH}", "~optimizer", "~schedule"),
+        *("trainer.accelerator=cpu", f"trainer.devices={RANKS}", "trainer.max_epochs=1"),
+        *("strategy=ddp", "tracking=none", "checkpoint.monitor=null", "name=run"),
+        *(f"checkpoint.every_n_steps={SAVE_EVERY}", "launcher.max_attempts=1000"),
+        *("experiment_name=goodput", f"output_dir={folder}"),
+    ]
+
+
+def theirs(folder: Path, steps: int, wait: float) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1000"),
+        *(f"--nproc-per-node={RANKS}", str(ROOT / "benchmarks/killed.py"), str(folder), str(wait)),
+        *(str(steps * RANKS * BATCH), str(BATCH)),
+    ]
+
+
+def trained(command: Any, folder: Path, steps: int, wait: float, every: float = 0.0) -> Training:
+    """Trains to the end, and kills a random rank after each `every` seconds of training."""
+    folder.mkdir()
+    training = Training(folder, steps)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    chosen, start = random.Random(0), 0.0
+    with open(folder / "output.log", "w") as log:
+        options: dict[str, Any] = {"cwd": folder, "env": env, "stdout": log, "stderr": log}
+        process = subprocess.Popen(command(folder, steps, wait), **options)
+        try:
+            while process.poll() is None:
+                time.sleep(0.05)
+                files = [*folder.glob(f"{chosen.randrange(RANKS)}-*.txt")]
+                start = start or (time.monotonic() if files else 0.0)
+                due = start + every * (len(training.kills) + 1)
+                if files and every and time.monotonic() > due:
+                    pid = int(max(files, key=lambda f: f.stat().st_mtime).stem.partition("-")[2])
+                    with suppress(ProcessLookupError):  # it starts again: the kill comes later
+                        os.kill(pid, signal.SIGKILL)
+                        training.kills.append(time.time())
+        finally:
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        text = (folder / "output.log").read_text()
+        raise RuntimeError(f"the training ended with {process.returncode}: {text[-2000:]}")
+    training.read()
+    return training
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint."""
+    files = [*folder.glob("checkpoints/*.ckpt"), *folder.glob("goodput/run/checkpoints/*.ckpt")]
+    newest = max(files, key=lambda file: file.stat().st_mtime)
+    values: dict[str, torch.Tensor] = torch.load(newest, weights_only=False)["state_dict"]
+    return values
+
+
+def same_weights(one: Training, other: Training) -> bool:
+    first, second = weights(one.folder), weights(other.folder)
+    return all(torch.equal(first[name], value) for name, value in second.items())
+
+
+def main(minutes: float = MINUTES, every: float = EVERY_S) -> Result:
+    steps = int(60 * minutes / (WAIT_S + 0.01))
+    rows, found = [], {}
+    with tempfile.TemporaryDirectory() as name:
+        for arm, command in (("distdl", ours), ("torchrun, Lightning", theirs)):
+            folder = Path(name, command.__name__)
+            folder.mkdir()
+            killed = found[arm] = trained(command, folder / "killed", steps, WAIT_S, every)
+            whole = trained(command, folder / "whole", steps, 0.0)
+            equal = "equal" if same_weights(killed, whole) else "not equal"
+            rows.append(row(f"{arm}: kill to the next new step", killed.healing, "s"))
+            rows.append(
+                f"| {arm}: {len(killed.kills)} kills, goodput {killed.goodput:.3f}, samples lost "
+                f"or repeated {killed.wrong_samples} (without kills {whole.wrong_samples}), final "
+                f"weights {equal} | | | | | 1 |"
+            )
+            print("\n".join(rows[-2:]), flush=True)
+            if command is ours:
+                exact = float(equal == "equal")
+    our, their = found.values()
+    return Result(
+        title=f"A rank killed every {every:.0f} s for {minutes:g} minutes: steps that count",
+        what="goodput with a rank of two killed every minute",
+        competitor=f"torchrun --max-restarts, ckpt_path='last': {their.goodput:.3f}",
+        goal="at least 0.90",
+        ratio=our.goodput,
+        more=[
+            Goal("samples lost or repeated", "at most 0", float(our.wrong_samples)),
+            Goal("final weights bit-equal to those without kills", "at least 1", exact),
+            Goal("kill to next new step (s)", "at most 5", statistics.median(our.healing)),
+        ],
+        rows=rows,
+        notes=f"A step waits {1000 * WAIT_S:.0f} ms, as if for a device; a checkpoint every "
+        f"{SAVE_EVERY} steps. Both trainings have the same kills.",
+        command="python -m benchmarks.run goodput",
+    )
