@@ -74,6 +74,8 @@ def report(connection: socket.socket, **fields: Any) -> None:
 
 def become(request: dict[str, Any], files: list[int], parent: int) -> NoReturn:
     """Runs the worker as `python -m distdl.worker` would."""
+    from torch.cuda import _is_in_bad_fork
+
     try:
         os.setsid()
         for number, file in enumerate(files, 1):  # stdout and stderr
@@ -83,6 +85,8 @@ def become(request: dict[str, Any], files: list[int], parent: int) -> NoReturn:
         os.environ.update(request["env"], **{PARENT: str(parent)})
         os.chdir(request["cwd"])
         sys.argv[1:] = request["arguments"]
+        if _is_in_bad_fork():  # an import has asked the driver for GPUs: begin anew
+            os.execv(sys.executable, [sys.executable, "-m", "distdl.worker", *sys.argv[1:]])
         runpy.run_module("distdl.worker", run_name="__main__", alter_sys=True)
     except BaseException:
         traceback.print_exc()
