@@ -8,6 +8,7 @@ run, without kills and pauses, has the weights and the samples that are expected
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -44,6 +45,7 @@ class Training:
 
     folder: Path
     steps: int
+    ended: float = 0.0  # when its time was over; 0: it trained to the end
     kills: list[float] = field(default_factory=list)  # times
     done: list[tuple[float, int]] = field(default_factory=list)  # time and step of rank 0
     samples: dict[int, dict[int, str]] = field(default_factory=dict)  # step -> rank -> ids
@@ -63,10 +65,10 @@ class Training:
 
     @property
     def goodput(self) -> float:
-        start, end = self.done[0][0], self.done[-1][0]
+        start, end = self.done[0][0], self.ended or self.done[-1][0]
         before = [step for moment, step in self.done if moment < self.kills[0]]
         rate = (before[-1] - before[0]) / (self.done[len(before) - 1][0] - start)
-        return (self.steps - 1) / rate / (end - start)
+        return (len(self.samples) - 1) / rate / (end - start)
 
     @property
     def healing(self) -> list[float]:
@@ -112,11 +114,13 @@ def theirs(folder: Path, steps: int, wait: float) -> list[str]:
 
 
 def trained(command: Any, folder: Path, steps: int, wait: float, every: float = 0.0) -> Training:
-    """Trains to the end, and kills a random rank after each `every` seconds of training."""
+    """Trains, and kills a random rank every `every` seconds. Ends after three times the time that
+    the steps would take without kills: some restarts never come to train."""
     folder.mkdir()
     training = Training(folder, steps)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    chosen, start = random.Random(0), 0.0
+    chosen, due = random.Random(0), math.inf
+    limit = time.time() + 3 * steps * WAIT_S + 60
     with open(folder / "output.log", "w") as log:
         options: dict[str, Any] = {"cwd": folder, "env": env, "stdout": log, "stderr": log}
         process = subprocess.Popen(command(folder, steps, wait), **options)
@@ -124,17 +128,21 @@ def trained(command: Any, folder: Path, steps: int, wait: float, every: float = 
             while process.poll() is None:
                 time.sleep(0.05)
                 files = [*folder.glob(f"{chosen.randrange(RANKS)}-*.txt")]
-                start = start or (time.monotonic() if files else 0.0)
-                due = start + every * (len(training.kills) + 1)
-                if files and every and time.monotonic() > due:
+                if files and every:
+                    due = min(due, time.time() + every)
+                if time.time() > limit:
+                    training.ended = time.time()
+                    break
+                if files and time.time() > due:
                     pid = int(max(files, key=lambda f: f.stat().st_mtime).stem.partition("-")[2])
                     with suppress(ProcessLookupError):  # it starts again: the kill comes later
                         os.kill(pid, signal.SIGKILL)
                         training.kills.append(time.time())
+                        due += every
         finally:
             process.terminate()
             process.wait()
-    if process.returncode:
+    if process.returncode and not training.ended:
         text = (folder / "output.log").read_text()
         raise RuntimeError(f"the training ended with {process.returncode}: {text[-2000:]}")
     training.read()

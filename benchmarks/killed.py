@@ -41,9 +41,8 @@ class Net(LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.file is None:
-            self.file = open(
-                self.folder / f"{self.global_rank}-{os.getpid()}.txt", "a", buffering=1
-            )
+            path = self.folder / f"{self.global_rank}-{os.getpid()}.txt"
+            self.file = path.open("a", buffering=1)
         ids = " ".join(map(str, batch[2].tolist()))
         self.file.write(f"{time.time()} {self.global_step} {self.trainer.world_size} {ids}\n")
 

@@ -1,5 +1,5 @@
-"""What test_self_healing trains; copied into a project's folder as mine.py. Rank 1 is killed with -9
-in step AT of the first attempt. Each rank notes which process started it."""
+"""What test_self_healing trains; copied into a project's folder as mine.py. Rank 1 is killed with
+-9 in step AT of the first attempt. Each rank notes which process started it."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A rank that is killed: the run goes on by itself, with ranks from a standby process (killed.py)."""
+"""A rank that is killed: the run goes on by itself, with forks of a standby process (killed.py)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -100,10 +99,10 @@ def _run(
         options = {"rdzv_backend": rendezvous.register(), **options, "logs_specs": output.specs}
         options["signals_to_handle"] = signals
         config = LaunchConfig(**{k: v for k, v in options.items() if k in fields})
-        kept = standby_ranks.used(attempt.path / "status.json") if standby else nullcontext()
+        if standby:
+            standby_ranks.use(attempt.path / "status.json")
         try:
-            with kept:
-                elastic_launch(config, sys.executable)(*command)
+            elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             return record_kills(attempt, error.failures)
         except SignalException as error:

@@ -1,7 +1,7 @@
 """`python -m distdl.worker.standby FD STATUS`: has imported torch and Lightning, and forks ranks.
 
-A restarted attempt's ranks then start without the seconds of these imports, which are paid once, not
-again for each rank and attempt. `distdl.worker.standby_ranks` starts this process and asks it over
+A restarted attempt's ranks then start without the seconds of these imports, which are paid once,
+not for each rank and attempt. `distdl.worker.standby_ranks` starts this process and asks it over
 the socket FD. Only the forks, which are the ranks, touch a device or start threads.
 """
 
@@ -19,57 +19,53 @@ from typing import Any, NoReturn
 
 from distdl.util.orphans import PARENT, die_with_parent
 
-# The imports must not slow down the start of the first attempt: they begin when it trains, when a
-# rank is asked for, or after this time in seconds.
-POLL_S, PATIENCE_S = 0.5, 60
-SIZE = 1 << 20  # bytes of the longest message: the variables of a rank
-TRAINS = '"parameters"'  # rank 0 writes this into status.json when it begins to train
+# The imports must not slow down the start of the first attempt: they begin when rank 0 has written
+# this into status.json (it trains then), or when a rank is asked for.
+TRAINS, POLL_S = '"parameters"', 0.5
+SIZE = 1 << 20  # bytes of the longest message, with the variables of a rank
 
 
 def main() -> None:
     die_with_parent()
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    for _ in range(int(PATIENCE_S / POLL_S)):
-        if select.select([connection], [], [], POLL_S)[0]:  # a request, or the agent has ended
+    connection, status = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
+    while not select.select([connection], [], [], POLL_S)[0]:
+        if status.exists() and TRAINS in status.read_text():
             break
-        if TRAINS in (Path(sys.argv[2]).read_text() if Path(sys.argv[2]).exists() else ""):
-            break
-    # This Lightning asks NVML for devices: asking CUDA would keep it from working in a fork.
+    # Lightning then asks NVML for devices: CUDA would not work in a fork of a process that asked it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     from distdl.worker.main import import_torch
 
     import_torch()
-    if len(os.listdir("/proc/self/task")) > 1:  # a fork would lack the other threads
-        return
-    serve(connection)
+    if len(os.listdir("/proc/self/task")) == 1:  # a fork would lack the other threads
+        serve(connection)
 
 
 def serve(connection: socket.socket) -> None:
     """Forks a rank for each request, and reports how ranks end, until the agent has ended."""
     ranks: dict[int, int] = {}  # pidfd -> process number
+
+    def report(**fields: Any) -> None:
+        connection.send(json.dumps(fields).encode())
+
     while True:
-        for ready in select.select([connection, *ranks], [], [])[0]:
-            if ready is not connection:
+        for ready in select.select([connection.fileno(), *ranks], [], [])[0]:
+            if ready in ranks:
                 _, status = os.waitpid(pid := ranks.pop(ready), 0)
                 os.close(ready)
-                report(connection, pid=pid, code=os.waitstatus_to_exitcode(status))
+                report(pid=pid, code=os.waitstatus_to_exitcode(status))
                 continue
             message, files, _, _ = socket.recv_fds(connection, SIZE, 2)
             if not message:
                 return
             standby = os.getpid()
             if not (pid := os.fork()):
-                for number in (connection.fileno(), *ranks):
+                for number in (ready, *ranks):
                     os.close(number)
                 become(json.loads(message), files, standby)
             for number in files:
                 os.close(number)
             ranks[os.pidfd_open(pid)] = pid
-            report(connection, pid=pid, started=True)
-
-
-def report(connection: socket.socket, **fields: Any) -> None:
-    connection.send(json.dumps(fields).encode())
+            report(pid=pid, started=True)
 
 
 def become(request: dict[str, Any], files: list[int], parent: int) -> NoReturn:
@@ -80,18 +76,15 @@ def become(request: dict[str, Any], files: list[int], parent: int) -> NoReturn:
         os.setsid()
         for number, file in enumerate(files, 1):  # stdout and stderr
             os.dup2(file, number)
-            os.close(file)
         os.environ.clear()
         os.environ.update(request["env"], **{PARENT: str(parent)})
-        os.chdir(request["cwd"])
         sys.argv[1:] = request["arguments"]
-        if _is_in_bad_fork():  # an import has asked the driver for GPUs: begin anew
+        if _is_in_bad_fork():  # an import has asked CUDA for devices: begin anew
             os.execv(sys.executable, [sys.executable, "-m", "distdl.worker", *sys.argv[1:]])
         runpy.run_module("distdl.worker", run_name="__main__", alter_sys=True)
     except BaseException:
         traceback.print_exc()
     finally:  # never back into `serve`
-        sys.stderr.flush()
         os._exit(1)
 
 
