@@ -114,13 +114,13 @@ def theirs(folder: Path, steps: int, wait: float) -> list[str]:
 
 
 def trained(command: Any, folder: Path, steps: int, wait: float, every: float = 0.0) -> Training:
-    """Trains, and kills a random rank every `every` seconds. Ends after three times the time that
+    """Trains, and kills a random rank every `every` seconds. Ends after twice the time that
     the steps would take without kills: some restarts never come to train."""
     folder.mkdir()
     training = Training(folder, steps)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     chosen, due = random.Random(0), math.inf
-    limit = time.time() + 3 * steps * WAIT_S + 60
+    limit = time.time() + 2 * steps * WAIT_S + 60
     with open(folder / "output.log", "w") as log:
         options: dict[str, Any] = {"cwd": folder, "env": env, "stdout": log, "stderr": log}
         process = subprocess.Popen(command(folder, steps, wait), **options)

@@ -31,7 +31,7 @@ def main() -> None:
     while not select.select([connection], [], [], POLL_S)[0]:
         if status.exists() and TRAINS in status.read_text():
             break
-    # Lightning then asks NVML for devices: CUDA would not work in a fork of a process that asked it.
+    # Lightning then asks NVML for devices: in a fork of a process that asked CUDA, CUDA fails.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     from distdl.worker.main import import_torch
 
@@ -41,18 +41,15 @@ def main() -> None:
 
 
 def serve(connection: socket.socket) -> None:
-    """Forks a rank for each request, and reports how ranks end, until the agent has ended."""
+    """Forks a rank for each request, until the agent has ended. Reports the process number of each
+    rank that has started, and again with the exit code of one that has ended."""
     ranks: dict[int, int] = {}  # pidfd -> process number
-
-    def report(**fields: Any) -> None:
-        connection.send(json.dumps(fields).encode())
-
     while True:
         for ready in select.select([connection.fileno(), *ranks], [], [])[0]:
             if ready in ranks:
                 _, status = os.waitpid(pid := ranks.pop(ready), 0)
                 os.close(ready)
-                report(pid=pid, code=os.waitstatus_to_exitcode(status))
+                connection.send(json.dumps((pid, os.waitstatus_to_exitcode(status))).encode())
                 continue
             message, files, _, _ = socket.recv_fds(connection, SIZE, 2)
             if not message:
@@ -65,7 +62,7 @@ def serve(connection: socket.socket) -> None:
             for number in files:
                 os.close(number)
             ranks[os.pidfd_open(pid)] = pid
-            report(pid=pid, started=True)
+            connection.send(json.dumps((pid, None)).encode())
 
 
 def become(request: dict[str, Any], files: list[int], parent: int) -> NoReturn:

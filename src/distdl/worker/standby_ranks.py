@@ -50,34 +50,34 @@ class Standby:
     def __init__(self, env: Mapping[str, str], status: Path) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.status, self.ended = status, False
-        self.codes: dict[int, int] = {}  # by process number
+        self.codes: dict[int, int | None] = {}  # by process number; None: it runs
         command = [sys.executable, "-m", "distdl.worker.standby", str(theirs.fileno()), str(status)]
         with theirs:
             self._process = subprocess.Popen(
                 command, env=env, pass_fds=[theirs.fileno()], start_new_session=True
             )
 
-    def fork(self, arguments: list[str], env: Mapping[str, str], files: list[int]) -> Rank:
+    def fork(self, arguments: list[str], env: Mapping[str, str], files: list[int]) -> ForkedRank:
         """Raises OSError if the process has ended, or does not answer."""
         request = json.dumps({"arguments": arguments, "env": dict(env)})
         socket.send_fds(self._connection, [request.encode()], files)
         while report := self.report(ANSWER_S):
-            if "started" in report:
-                return Rank(self, report["pid"])
+            if report[1] is None:
+                return ForkedRank(self, report[0])
         self.end()
         raise TimeoutError
 
-    def report(self, seconds: float = 0.0) -> dict[str, Any]:
-        """The next report; empty if there is none within this time."""
+    def report(self, seconds: float = 0.0) -> list[Any]:
+        """The next report: a rank that has started, or ended; empty if there is none in time."""
         if self.ended or not select.select([self._connection], [], [], seconds)[0]:
-            return {}
-        report: dict[str, Any] = {}
+            return []
+        report: list[Any] = []
         with contextlib.suppress(ConnectionError):
-            report = json.loads(self._connection.recv(SIZE) or b"{}")
-        if not report:
+            report = json.loads(self._connection.recv(SIZE) or b"[]")
+        if report:
+            self.codes[report[0]] = report[1]
+        else:
             self.end()
-        if "code" in report:
-            self.codes[report["pid"]] = report["code"]
         return report
 
     def end(self) -> None:
@@ -88,8 +88,8 @@ class Standby:
         self._process.wait()
 
 
-class Rank:
-    """A forked rank, with what torch's agent uses of a Popen."""
+class ForkedRank:
+    """A forked rank, with what torch's agent uses of a Popen. It ends with the standby process."""
 
     def __init__(self, standby: Standby, pid: int) -> None:
         self.standby, self.pid = standby, pid
@@ -97,8 +97,8 @@ class Rank:
     def poll(self) -> int | None:
         while self.standby.report():
             pass
-        lost = -signal.SIGKILL if self.standby.ended else None  # it ends with the standby process
-        return self.standby.codes.get(self.pid, lost)
+        code = self.standby.codes[self.pid]
+        return -signal.SIGKILL if code is None and self.standby.ended else code
 
     def wait(self, timeout: float = math.inf) -> int:
         deadline = time.monotonic() + timeout
