@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -16,12 +17,13 @@ from tests.conftest import UNCHECKED, distdl, status
 from tests.multiprocess import killed
 from tests.waiting import until
 
+MATRIX = bool(os.environ.get("DISTDL_MATRIX"))
 COMMON = (
     *("model=net", "data=rows", "~optimizer", "~schedule", "trainer.accelerator=cpu"),
     *("trainer.max_epochs=1", "trainer.devices=2", "strategy=ddp", "tracking=none"),
     *("checkpoint.monitor=null", "checkpoint.every_n_steps=1", "experiment_name=e"),
 )
-NODES = {"model/net": "_target_: mine.Net\nkill: true", "data/rows": "_target_: mine.Data"}
+NODES = {"model/net": "_target_: mine.Net\nkill: rank", "data/rows": "_target_: mine.Data"}
 
 
 @pytest.fixture
@@ -46,9 +48,10 @@ def standbys(folder: Path) -> list[psutil.Process]:
     return [p for p in processes if all(w in " ".join(p.info["cmdline"] or ()) for w in words)]
 
 
-def test_a_killed_rank_costs_an_attempt_and_no_more(project: Path) -> None:
-    whole = distdl(*COMMON, "model.kill=false", "name=whole", cwd=project, module=UNCHECKED)
-    more = ("launcher.max_attempts=1", "name=healed")
+@pytest.mark.parametrize("kill", ["rank", *(["both"] if MATRIX else [])])
+def test_a_killed_rank_costs_an_attempt_and_no_more(project: Path, kill: str) -> None:
+    whole = distdl(*COMMON, "model.kill=''", "name=whole", cwd=project, module=UNCHECKED)
+    more = ("launcher.max_attempts=1", f"model.kill={kill}", "name=healed")
     healed = distdl(*COMMON, *more, cwd=project, module=UNCHECKED)
     assert (whole.returncode, healed.returncode) == (0, 0), healed.stdout + healed.stderr
     runs = [project / "outputs/e" / name for name in ("whole", "healed")]
@@ -61,8 +64,9 @@ def test_a_killed_rank_costs_an_attempt_and_no_more(project: Path) -> None:
     later = {*project.glob("started-*")} - {*first}
     assert len(first) == len(later) == killed.RANKS
     assert not any("standby" in path.read_text() for path in first)
-    assert all("distdl.worker.standby" in path.read_text() for path in later)
-    assert {path.read_text() for path in project.glob("threads-[!0]*")} == {"1"}
+    assert all(("standby" in path.read_text()) == (kill == "rank") for path in later)
+    if kill == "rank":
+        assert {path.read_text() for path in project.glob("threads-[!0]*")} == {"1"}
 
 
 def test_the_standby_process_ends_with_its_command(project: Path, background) -> None:
