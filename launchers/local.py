@@ -21,6 +21,7 @@ class LocalRequest:
 
     spec: JobSpec
     grace_seconds: int
+    standby: bool = False
 
     @property
     def in_process(self) -> bool:
@@ -50,7 +51,7 @@ class LocalLauncher(LauncherSettings):
     grace_seconds: Count = 30
 
     def request(self, spec: JobSpec) -> LocalRequest:
-        return LocalRequest(spec, self.grace_seconds)
+        return LocalRequest(spec, self.grace_seconds, standby=self.max_attempts > 0)
 
     def submit(self, request: LocalRequest) -> LocalJob:
         return LocalJob(request.spec.folder, request)
@@ -116,6 +117,7 @@ class LocalJob:
             attempt=self._attempt,
             grace_seconds=request.grace_seconds,
             env=request.env,
+            standby=request.standby,
         )
 
     def _conclude(self, code: int) -> JobState:

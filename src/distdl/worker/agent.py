@@ -38,6 +38,7 @@ def run(
     main: str = "127.0.0.1:0",
     grace_seconds: int = 30,
     env: Mapping[str, str] | None = None,
+    standby: bool = False,
 ) -> int:
     """Starts `devices` ranks on this machine and waits for them. With one node, the ranks listen
     only on this machine's loopback interface.
@@ -48,6 +49,7 @@ def run(
             record of each rank that was killed.
         main: With several nodes, `host:port` of the ranks' store on node 0.
         grace_seconds: Time from a signal until the ranks are killed.
+        standby: Keep a process ready that starts the ranks of this process's next attempt sooner.
 
     Returns:
         0, or the exit code of the rank that failed first; -N if signal N ended that rank or asked
@@ -70,7 +72,7 @@ def run(
     folder = attempt.logs / (f"agent-{node_rank}" if nodes > 1 else "agent")
     try:
         with stopping.raise_on_signal():
-            return _run(command, folder, attempt, options)
+            return _run(command, folder, attempt, options, standby)
     except KeyboardInterrupt as interrupt:  # before torch's agent handled signals
         return -stopping.signal_number(interrupt)
     finally:
@@ -78,14 +80,16 @@ def run(
         stopping.set_handlers({n: old for n, old in handlers.items() if old is not None})
 
 
-def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[str, Any]) -> int:
+def _run(
+    command: Sequence[str], folder: Path, attempt: Attempt, options: dict[str, Any], standby: bool
+) -> int:
     """The part of `run` that needs torch. The ranks write their output into `folder`; `options` are
     arguments of torch's LaunchConfig."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from distdl.worker import rendezvous
+    from distdl.worker import rendezvous, standby_ranks
     from distdl.worker.rank_output import RankOutput
 
     signals = ",".join(n.name for n in (*stopping.signals(), signal.SIGQUIT))
@@ -95,12 +99,15 @@ def _run(command: Sequence[str], folder: Path, attempt: Attempt, options: dict[s
         options = {"rdzv_backend": rendezvous.register(), **options, "logs_specs": output.specs}
         options["signals_to_handle"] = signals
         config = LaunchConfig(**{k: v for k, v in options.items() if k in fields})
+        if standby:
+            standby_ranks.use(attempt.path / "status.json")
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             return record_kills(attempt, error.failures)
         except SignalException as error:
             return -int(error.sigval)
+    standby_ranks.end()
     return 0
 
 

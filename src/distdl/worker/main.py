@@ -100,13 +100,20 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         stop.uninstall()
 
 
-def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
-    """Joins the process group, builds the run and performs the task. Returns the task's metrics."""
-    with uncollected():  # do the slow imports before ranks wait for each other
+def import_torch() -> None:
+    """Imports what takes seconds: torch, Lightning and the worker's parts that use them."""
+    with uncollected():
         from distdl import tracking  # noqa: F401
         from distdl.checkpoint import fetching  # noqa: F401
-        from distdl.distributed import process_group, rank_table
+        from distdl.distributed import process_group, rank_table  # noqa: F401
         from distdl.worker import allocator, build, registration, summary  # noqa: F401
+
+
+def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
+    """Joins the process group, builds the run and performs the task. Returns the task's metrics."""
+    import_torch()  # do the slow imports before ranks wait for each other
+    from distdl.distributed import process_group, rank_table
+    from distdl.worker import allocator, registration
 
     adopt_lightnings_loggers()
     config = effective_config(bundle, context.launch)
