@@ -74,6 +74,7 @@ class LocalJob:
 
         self._request = request
         self._attempt = Attempt(folder)
+        self.preempted_here = False  # whether a signal asked this process to end, not only a rank
 
     @property
     def handle(self) -> str:
@@ -88,7 +89,9 @@ class LocalJob:
             return wait_until_ended(self, 0.5)
         try:
             run = _in_this_process if self._request.in_process else self._under_agent
-            return self._conclude(run(self._request))
+            code = run(self._request)
+            self.preempted_here = self._request.in_process or code < 0
+            return self._conclude(code)
         except KeyboardInterrupt as interrupt:  # before the job has installed its own handlers
             from distdl.ranks import stopping
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,14 @@ def test_kills_do_not_use_up_the_budget_while_it_gets_on(project: Path) -> None:
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
     steps = {step: ids for attempt in (1, 2, 3) for step, ids in samples(run)[attempt].items()}
     assert sorted(each for ids in steps.values() for each in ids) == list(range(48))
+
+
+@pytest.mark.parametrize("devices", [1, 2] if MATRIX else [2])
+def test_a_command_that_is_asked_to_end_starts_nothing(project, background, devices: int) -> None:
+    more = (f"trainer.devices={devices}", "data.train_samples=100000")
+    job = background(*RUN, *more, cwd=project, env={"AT": ""}, module=UNCHECKED)
+    run = project / "outputs/default/r"
+    job.until(lambda: (run / "logs/metrics.jsonl").exists() and len(losses(run)) > 2)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 75 and attempts(project) == 1, job.output()
+    assert status(run)["state"] == "PREEMPTED"

@@ -52,6 +52,9 @@ def start(planned: Plan, command: Sequence[str]) -> int:
         report_failure(attempt)
         code = int(attempt.status().get("exit_code", state.exit_code))
         retry = state in (JobState.FAILED, JobState.PREEMPTED) and code != EXIT_REFUSED
+        # A command that is asked to end starts nothing more.
+        if state is JobState.PREEMPTED and getattr(job, "preempted_here", False):
+            break
         if not retry or not retries.again(attempt, state):
             break
     if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # a refusal has its own remedy
