@@ -248,6 +248,20 @@ def test_what_no_job_takes_along_is_noted(project, tmp_path, monkeypatch) -> Non
     assert check() == noted
 
 
+@pytest.mark.parametrize(
+    ("launcher", "instead"),
+    [
+        ("slurm.SlurmLauncher", "launcher.requeue=true"),
+        ("azureml.launcher.AzureMLLauncher", "launcher.tier=spot"),
+        ("sagemaker.SageMakerLauncher", "launcher.retries=N"),
+    ],
+)
+def test_who_starts_a_job_again_where_distdl_does_not(launcher, instead, project) -> None:
+    changes = {"launcher": {"_target_": f"distdl.launchers.{launcher}", "max_attempts": 2}}
+    (problem,) = (p for p in remote(changes, project)[0] if p.path == "launcher.max_attempts")
+    assert "restarts its jobs itself" in problem.remedy and instead in problem.remedy
+
+
 def test_refused_targets_are_never_imported(project) -> None:
     changes = {"callbacks.x": node("failing.f"), "model": node("os.system")}
     assert check_bindings(sample(changes), None, in_process=True)[0] == []

@@ -19,7 +19,7 @@ SLOW = {"host": "node2.cluster", "share": 0.6}  # of a step
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_stage_2: None) -> Path:
     """A file with the names of those that do not answer."""
     monkeypatch.chdir(tmp_path)
     down, ssh = tmp_path / "down", tmp_path / "ssh"
