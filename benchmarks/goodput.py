@@ -1,9 +1,9 @@
 """How much of the time a training keeps if a rank of two is killed again and again.
 
 `launcher.max_attempts` against `torchrun --max-restarts` with Lightning's `ckpt_path="last"`: the
-same network, data, checkpoints and kills. Goodput is the number of steps that count, times the median time of a step,
-divided by the time from the first step to the last. A second run, without kills and pauses, has the
-weights that are expected.
+same network, data, checkpoints and kills. Goodput is the number of steps that count, times the
+median time of a step, divided by the time from the first step to the last. A second run, without
+kills and pauses, has the weights that are expected.
 """
 
 from __future__ import annotations
