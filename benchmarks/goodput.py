@@ -1,9 +1,9 @@
 """How much of the time a training keeps if a rank of two is killed again and again.
 
 `launcher.max_attempts` against `torchrun --max-restarts` with Lightning's `ckpt_path="last"`: the
-same network, data, checkpoints and kills. Goodput is the time that the steps would take at the rate
-before the first kill, divided by the time that they took, from the first step to the last. A second
-run, without kills and pauses, has the weights and the samples that are expected.
+same network, data, checkpoints and kills. Goodput is the number of steps that count, times the
+median time of a step, divided by the time from the first step to the last. A second run, without
+kills and pauses, has the weights that are expected.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +68,9 @@ class Training:
     @property
     def goodput(self) -> float:
         start, end = self.done[0][0], self.ended or self.done[-1][0]
-        before = [step for moment, step in self.done if moment < self.kills[0]]
-        rate = (before[-1] - before[0]) / (self.done[len(before) - 1][0] - start)
-        return (len(self.samples) - 1) / rate / (end - start)
+        steps = pairwise(moment for moment, _ in self.done)
+        usual = statistics.median(after - before for before, after in steps)
+        return len(self.samples) * usual / (end - start)
 
     @property
     def healing(self) -> list[float]:
