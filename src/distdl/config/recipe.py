@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 # Keys that say where a run runs, not what it is.
 WHERE = (
-    *("task", "launcher", "output_dir", "dry_run", "follow", "watchdog"),
+    *("task", "launcher", "output_dir", "dry_run", "follow", "watchdog", "preflight"),
     *("project.root", "project.allow"),
     *("project.max_snapshot_mb", "checkpoint.trust_pickle", "trainer.devices", "trainer.num_nodes"),
 )

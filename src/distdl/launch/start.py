@@ -282,6 +282,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
     assert isinstance(where, dict)
     where.setdefault("project", {})["root"] = str(root)
     size = planned.resources
+    network = getattr(launcher_class(planned.config), "network_gbps", None)
     return {
         "run_id": planned.run_id,
         "python_path": python_path(root),
@@ -290,6 +291,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
         "changes": planned.changes,
         "global_batch_size": batches.global_batch_size(planned.config, size),
         "notes": planned.notes,
+        "network_gbps": network and network(where["launcher"]),
     }
 
 

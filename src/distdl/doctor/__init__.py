@@ -1,0 +1,4 @@
+"""Examines the ranks, hosts and links of a job before it trains (docs/doctor.md)."""
+
+FILE = "doctor.json"
+TASK = "distdl.tasks.doctor"

@@ -1,0 +1,206 @@
+"""From measured facts to rows: what is right, what is not, and what to do about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from distdl.doctor.links import Exchange, Speed
+from distdl.doctor.rows import FAIL, PASS, SKIP, WARN, Limit, Row, slow
+
+GB, MB = 1e9, 1e6
+Facts = Mapping[str, Any]
+
+EXPECTED_SHARE = 0.5  # of what was promised: protocols and encryption take their part
+SLOW_LINK, SLOW_DEVICE = 0.4, 0.7  # of the median of the others
+LINK = Limit("GB/s", 0.0, 0.1, "a gigabit Ethernet is faster: look at cables, limits of the VM "
+             "size, and which interface is used (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)")
+LATENCY = Limit("ms", 200.0, 10.0, "are all hosts in one region and zone?", most=True)
+DISK = Limit("GiB free", 0.5, 2.0, "checkpoints need it: make room, or output_dir=FOLDER elsewhere")
+WRITE = Limit("MB/s", 0.5, 5.0, "checkpoints wait for it: output_dir=FOLDER on a faster disk")
+READ = Limit("MB/s", 1.0, 20.0, "copy the data to a disk of the host, or move it to the job's region "
+             "(docs/data.md)")
+CLOCK = Limit("s", 60.0, 0.1, "start chrony or ntpd: certificates, signatures and the order of logs "
+              "depend on the clock", most=True)
+LIMITS = {
+    "nofile": Limit("open files", 256, 1000, "ulimit -n 65536, or LimitNOFILE of the service"),
+    "nproc": Limit("processes", 256, 2000, "ulimit -u 65536, or LimitNPROC of the service"),
+}
+MEMLOCK = Limit("GiB locked memory", 0.1, 1.0, "InfiniBand needs it: ulimit -l unlimited")
+SHM_REMEDY = "start the container with --shm-size=8g, or lower data.num_workers"
+SHM_PER_RANK = 32 << 20  # bytes: NCCL's and gloo's own buffers
+MUST_AGREE = ("python", "torch", "lightning", "distdl", "CUDA", "NCCL")
+CLOCK_FAULTS = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+
+
+def slow_links(found: Mapping[tuple[int, int], Exchange], names: Sequence[str]) -> set[str]:
+    """The places whose links are all slow, and the single pairs that are, each as a text."""
+    rates = {pair: each.rate for pair, each in found.items()}
+    best = {i: max((r for p, r in rates.items() if i in p), default=0) for p in rates for i in p}
+    places = slow(best, SLOW_LINK)
+    slow_pairs = {p for p in slow(rates, SLOW_LINK) if not places & {*p}}
+    return {f"every link of {names[i]}" for i in places} | {_pair(p, names) for p in slow_pairs}
+
+
+def links(
+    found: Mapping[tuple[int, int], Exchange],
+    names: Sequence[str],
+    expected: float | None,
+    still_slow: set[str],
+) -> Iterator[Row]:
+    """The links between hosts (or ranks of one), each against what was promised in bytes per
+    second, and those that were slower than the others in every pass."""
+    most = len(names) * (len(names) - 1) // 2
+    if not found:
+        yield Row("link", names[0], SKIP, None, "there is one rank")
+    for pair, each in found.items():
+        where, gigabytes = _pair(pair, names), each.rate / GB
+        if expected and each.rate < EXPECTED_SHARE * expected:
+            promised = f"GB/s of {expected / GB:.4g}"
+            yield Row("link", where, FAIL, gigabytes, promised, LINK.remedy)
+        else:
+            yield LINK.row("link", where, gigabytes)
+        yield LATENCY.row("latency", where, 1000 * each.latency)
+    if found and len(found) < most:
+        yield Row("link", f"{most - len(found)} further pairs", SKIP, None, "no time left")
+    for where in sorted(still_slow):
+        what = f"below {100 * SLOW_LINK:.0f} % of the median of the others"
+        yield Row("link", where, FAIL, None, what, LINK.remedy)
+
+
+def _pair(pair: tuple[int, int], names: Sequence[str]) -> str:
+    return " - ".join(names[i] for i in pair)
+
+
+def devices(speeds: Mapping[str, Speed], still_slow: set[str]) -> Iterator[Row]:
+    """The matrix products of each rank's device."""
+    for where, each in speeds.items():
+        gflops, share = each.flops / 1e9, each.cpu_share
+        if where not in still_slow:
+            yield Row("matrix product", where, PASS, gflops, "GFLOP/s")
+            continue
+        remedy = "leave the host out, or look for other programs, heat and a power limit on it"
+        if share is not None and share < 0.9:
+            remedy = (f"the process had {100 * share:.0f} % of a core: end other programs there, "
+                      "or raise the container's limit of CPU")
+        less = f"GFLOP/s, below {100 * SLOW_DEVICE:.0f} % of the others"
+        yield Row("matrix product", where, FAIL, gflops, less, remedy)
+
+
+def hosts(facts: Mapping[str, Facts], shm_needed: int) -> Iterator[Row]:
+    """Shared memory, disk and store of each host."""
+    for name, each in facts.items():
+        if "shm" in each:
+            unit = Limit("MiB free", shm_needed / 2**20, 0.0, SHM_REMEDY)
+            more = f" of {shm_needed / 2**20:.0f} needed"
+            yield unit.row("/dev/shm", name, each["shm"] / 2**20, more)
+    for name, each in facts.items():
+        yield DISK.row("disk of the run", name, each["free"] / 2**30)
+    for name, each in facts.items():
+        if "write_error" in each:
+            yield Row("writing", name, FAIL, None, each["write_error"], WRITE.remedy)
+        else:
+            yield WRITE.row("writing", name, each["write"] / MB)
+    for name, each in facts.items():
+        if "read_error" in each:
+            yield Row("store", name, FAIL, None, each["read_error"], "see above")
+        elif "read" in each and each["read"] is None:
+            yield Row("store", name, WARN, None, "holds no file", "is data.root right?")
+        elif "read" in each:
+            yield READ.row("store", name, each["read"] / MB)
+        else:
+            yield Row("store", name, SKIP, None, "the data lies in none")
+
+
+def clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Row]:
+    """The clocks against that of rank 0's host; what the round trip leaves open is no offset."""
+    if not offsets:
+        yield Row("clock", "all", SKIP, None, "there is one host")
+    for name, (ahead, uncertain) in offsets.items():
+        yield CLOCK.row("clock", name, max(abs(ahead) - uncertain, 0.0), " beside rank 0's")
+
+
+def processes(ranks: Sequence[Facts], infiniband: bool) -> Iterator[Row]:
+    """The limits and versions of each rank."""
+    for key, limit in LIMITS.items():
+        for each in ranks:
+            yield _limit(f"ulimit {key}", limit, each, each["limits"][key], 1)
+    for each in ranks if infiniband else ():
+        yield _limit("ulimit memlock", MEMLOCK, each, each["limits"]["memlock"], 2**30)
+    for name in dict.fromkeys(key for each in ranks for key in each["versions"]):
+        has = {who(each): each["versions"].get(name, "none") for each in ranks}
+        usual = Counter(has.values()).most_common(1)[0][0]
+        if len({*has.values()}) == 1:
+            yield Row("versions", who(ranks[0]), PASS, None, f"{name} {usual}")
+        for where, version in has.items():
+            if version != usual:
+                state = FAIL if name in MUST_AGREE else WARN
+                what = f"{name} {version}, elsewhere {usual}"
+                yield Row("versions", where, state, None, what, "install the same everywhere")
+
+
+def _limit(check: str, limit: Limit, rank: Facts, value: int, size: int) -> Row:
+    if value < 0 or value >= 2**60:
+        return Row(check, who(rank), PASS, None, "unlimited")
+    return limit.row(check, who(rank), value / size)
+
+
+def who(rank: Facts) -> str:
+    return f"rank {rank['rank']} ({rank['host']})"
+
+
+def gpus(ranks: Sequence[Facts]) -> Iterator[Row]:
+    """What the driver tells of each GPU."""
+    for each in ranks:
+        where, gpu = who(each), each.get("gpu")
+        if gpu is None:
+            yield Row("GPU", where, SKIP, None, "no GPU")
+            continue
+        if "error" in gpu:
+            yield Row("GPU", where, WARN, None, gpu["error"], "nvidia-smi on that host tells more")
+            continue
+        bits = gpu.get("clocks", 0)
+        problems = {
+            f"{gpu.get('ecc', 0)} uncorrected memory errors": gpu.get("ecc", 0),
+            "rows that wait to be remapped, or cannot be": any(gpu.get("remapped", ())),
+            f"Xid {', '.join(gpu.get('xid', ()))}": gpu.get("xid"),
+        }
+        for what, there in problems.items():
+            if there:
+                remedy = "reset the GPU or replace the host: docs.nvidia.com/deploy/xid-errors"
+                yield Row("GPU", where, FAIL, None, what, remedy)
+        if lowered := sorted({text for bit, text in CLOCK_FAULTS.items() if bits & bit}):
+            what = f"clocks are lowered: {', '.join(lowered)}"
+            yield Row("GPU", where, WARN, None, what, "cooling or power of that host")
+        if gpu.get("driver_cuda") and gpu["cuda"]:
+            newest = gpu["driver_cuda"] // 1000, gpu["driver_cuda"] % 1000 // 10
+            needed = tuple(map(int, gpu["cuda"].split(".")[:2]))
+            state = FAIL if newest[0] < needed[0] else WARN if newest < needed else PASS
+            what = f"{gpu['driver']} runs CUDA {newest[0]}.{newest[1]}, torch has {gpu['cuda']}"
+            remedy = "" if state == PASS else "update NVIDIA's driver"
+            yield Row("driver", where, state, None, what, remedy)
+        unread = [name for name in ("ecc", "remapped", "clocks", "xid") if name not in gpu]
+        note = f"; not readable: {', '.join(unread)}" if unread else ""
+        if not any(problems.values()) and not lowered:
+            yield Row("GPU", where, PASS, None, f"{gpu.get('name', 'a GPU')}{note}")
+
+
+def transports(ranks: Sequence[Facts], nodes: int) -> Iterator[Row]:
+    """By what the gradients go."""
+    for each in ranks if len(ranks) > 1 else ():
+        where, way = who(each), each["transport"]
+        if "nccl" in way:
+            names = ", ".join(way["nccl"]) or "not named by NCCL"
+            socket = nodes > 1 and way["adapters"] and not any("NET/IB" in w for w in way["nccl"])
+            if socket and way["nccl"]:
+                remedy = "NCCL leaves InfiniBand aside: NCCL_IB_DISABLE, drivers, /dev/infiniband"
+                yield Row("transport", where, FAIL, None, f"NCCL: {names}", remedy)
+            else:
+                yield Row("transport", where, PASS, None, f"NCCL: {names}")
+        elif nodes > 1 and way["interface"] == "lo":
+            remedy = "export GLOO_SOCKET_IFNAME=<interface between the hosts>"
+            yield Row("transport", where, FAIL, None, "gloo: lo, among several hosts", remedy)
+        else:
+            rate = f", {way['gbits']:g} Gb/s" if way["gbits"] > 0 else ""
+            yield Row("transport", where, PASS, None, f"gloo: {way['interface']}{rate}")
