@@ -34,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("overrides", nargs="*", help="as for a run")
     parser.add_argument("--expect", type=float, metavar="GB/s", help="of a link between two hosts")
-    parser.add_argument("--json", action="store_true", help="print doctor.json instead of the table")
+    parser.add_argument(
+        "--json", action="store_true", help="print doctor.json instead of the table"
+    )
     options = parser.parse_intermixed_args(list(argv))
     if options.expect is not None and not 0 < options.expect < math.inf:
         raise UserError.at("--expect", f"must be more than 0, not {options.expect}")
@@ -47,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     from distdl.runs.directory import read_json
 
     if environment.detect():
-        return external.train(overrides)
+        return int(external.train(overrides) != 0)
     planned = planning.plan(compose.compose(overrides))
     if planned.config.dry_run:
         print(dry_run.render(planned))
@@ -58,7 +60,10 @@ def main(argv: Sequence[str]) -> int:
         if options.json and last:
             report = read_json(last.path / FILE)
             first = last.first_error() or {}
-            report = report or {"checks": [], "error": first.get("message", last.status().get("error"))}
+            report = report or {
+                "checks": [],
+                "error": first.get("message", last.status().get("error")),
+            }
             print(json.dumps(report, indent=1), file=output, flush=True)
     return int(code != 0)
 

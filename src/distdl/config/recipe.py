@@ -24,6 +24,7 @@ WHERE = (
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
 # Values of `task._target_`.
 TRAIN, BENCHMARK = "distdl.tasks.train", "distdl.tasks.benchmark"
+DOCTOR = "distdl.tasks.doctor"  # it builds nothing
 EVALUATE = tuple(f"distdl.tasks.{name}" for name in ("validate", "test", "predict"))
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (

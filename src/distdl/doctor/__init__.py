@@ -1,4 +1,3 @@
 """Examines the ranks, hosts and links of a job before it trains (docs/doctor.md)."""
 
 FILE = "doctor.json"
-TASK = "distdl.tasks.doctor"

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from omegaconf import DictConfig
 
+from distdl.config.recipe import DOCTOR
 from distdl.distributed import process_group, rank_table
-from distdl.doctor import FILE, TASK, findings, links, node, rows
+from distdl.doctor import FILE, findings, links, node, rows
 from distdl.ranks.environment import Environment
 from distdl.runs.directory import write_json
 from distdl.util.errors import Problem, UserError
@@ -34,7 +35,7 @@ class Unfit(UserError):
 
 def wanted(config: DictConfig) -> bool:
     """Whether this job is examined at its start."""
-    return bool(config.get("preflight")) or config.task.get("_target_") == TASK
+    return bool(config.get("preflight")) or config.task.get("_target_") == DOCTOR
 
 
 def record_transport(context: RankContext) -> None:
@@ -66,14 +67,16 @@ def examine(config: DictConfig, context: RankContext, expect: float | None) -> d
         device = torch.device("cuda", process_group.device_index(environment))
     promised = expect * 1e9 if expect else (context.launch.get("network_gbps") or 0) * 1e9 / 8
     judged = _measured(config, context, device, promised or None)
-    counts = {state: sum(r.state == state for r in judged) for state in (rows.PASS, rows.WARN, rows.FAIL)}
+    counts = {
+        state: sum(r.state == state for r in judged) for state in (rows.PASS, rows.WARN, rows.FAIL)
+    }
     if environment.rank == 0:
         seconds = round(time.monotonic() - started, 2)
         report = {"seconds": seconds, "checks": [row._asdict() for row in judged]}
         write_json(context.attempt.path / FILE, report)
-        if config.task.get("_target_") == TASK:
+        if config.task.get("_target_") == DOCTOR:
             print(rows.table(judged), end="", flush=True)
-        for row in judged if config.task.get("_target_") != TASK else ():
+        for row in judged if config.task.get("_target_") != DOCTOR else ():
             if row.state == rows.WARN:
                 log.warning("preflight: %s", row)
     failed = [row for row in judged if row.state == rows.FAIL]
@@ -126,7 +129,7 @@ def _measured(
 
 
 def _repeated(measure: Callable[[], T], slow: Callable[[T], set[str]]) -> tuple[T, set[str]]:
-    """What is measured, and what was slow in each of several passes; one is enough if nothing is."""
+    """What is measured, and what was slow in each of several passes, or in one if nothing is."""
     measured = measure()
     still = slow(measured)
     for _ in range(PASSES - 1):

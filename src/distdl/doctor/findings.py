@@ -14,15 +14,29 @@ Facts = Mapping[str, Any]
 
 EXPECTED_SHARE = 0.5  # of what was promised: protocols and encryption take their part
 SLOW_LINK, SLOW_DEVICE = 0.4, 0.7  # of the median of the others
-LINK = Limit("GB/s", 0.0, 0.1, "a gigabit Ethernet is faster: look at cables, limits of the VM "
-             "size, and which interface is used (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)")
+LINK = Limit(
+    "GB/s",
+    0.0,
+    0.1,
+    "a gigabit Ethernet is faster: look at cables, limits of the VM "
+    "size, and which interface is used (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
+)
 LATENCY = Limit("ms", 200.0, 10.0, "are all hosts in one region and zone?", most=True)
 DISK = Limit("GiB free", 0.5, 2.0, "checkpoints need it: make room, or output_dir=FOLDER elsewhere")
 WRITE = Limit("MB/s", 0.5, 5.0, "checkpoints wait for it: output_dir=FOLDER on a faster disk")
-READ = Limit("MB/s", 1.0, 20.0, "copy the data to a disk of the host, or move it to the job's region "
-             "(docs/data.md)")
-CLOCK = Limit("s", 60.0, 0.1, "start chrony or ntpd: certificates, signatures and the order of logs "
-              "depend on the clock", most=True)
+READ = Limit(
+    "MB/s",
+    1.0,
+    20.0,
+    "copy the data to a disk of the host, or move it to the job's region (docs/data.md)",
+)
+CLOCK = Limit(
+    "s",
+    60.0,
+    0.1,
+    "start chrony or ntpd: certificates, signatures and the order of logs depend on the clock",
+    most=True,
+)
 LIMITS = {
     "nofile": Limit("open files", 256, 1000, "ulimit -n 65536, or LimitNOFILE of the service"),
     "nproc": Limit("processes", 256, 2000, "ulimit -u 65536, or LimitNPROC of the service"),
@@ -82,8 +96,10 @@ def devices(speeds: Mapping[str, Speed], still_slow: set[str]) -> Iterator[Row]:
             continue
         remedy = "leave the host out, or look for other programs, heat and a power limit on it"
         if share is not None and share < 0.9:
-            remedy = (f"the process had {100 * share:.0f} % of a core: end other programs there, "
-                      "or raise the container's limit of CPU")
+            remedy = (
+                f"the process had {100 * share:.0f} % of a core: end other programs there, "
+                "or raise the container's limit of CPU"
+            )
         less = f"GFLOP/s, below {100 * SLOW_DEVICE:.0f} % of the others"
         yield Row("matrix product", where, FAIL, gflops, less, remedy)
 
@@ -132,7 +148,7 @@ def processes(ranks: Sequence[Facts], infiniband: bool) -> Iterator[Row]:
         has = {who(each): each["versions"].get(name, "none") for each in ranks}
         usual = Counter(has.values()).most_common(1)[0][0]
         if len({*has.values()}) == 1:
-            yield Row("versions", who(ranks[0]), PASS, None, f"{name} {usual}")
+            yield Row("versions", f"all {len(ranks)}", PASS, None, f"{name} {usual}")
         for where, version in has.items():
             if version != usual:
                 state = FAIL if name in MUST_AGREE else WARN

@@ -119,7 +119,9 @@ def gpu(index: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"cuda": torch.version.cuda}
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+        handle = pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        )
     except pynvml.NVMLError as error:
         return facts | {"error": str(error)}
     bus = pynvml.nvmlDeviceGetPciInfo(handle).busId
@@ -174,15 +176,17 @@ def transport(environment: Environment, accelerator: str, logs: Path) -> dict[st
 def nccl_transports(text: str) -> list[str]:
     """The ways between the ranks that NCCL's debug output (NCCL_DEBUG=INFO) names, such as
     `via NET/IB/0/GDRDMA`, `via P2P/CUMEM` and `via SHM/direct/direct`."""
-    return sorted({m.split("/CUMEM")[0] for m in re.findall(r" via ((?:NET/[A-Za-z]+|P2P|SHM)\S*)", text)})
+    return sorted(
+        {m.split("/CUMEM")[0] for m in re.findall(r" via ((?:NET/[A-Za-z]+|P2P|SHM)\S*)", text)}
+    )
 
 
 def local_address(environment: Environment) -> str:
     """The address by which this host reaches rank 0's; nothing is sent."""
-    infos = socket.getaddrinfo(environment.main_address, environment.main_port, type=socket.SOCK_DGRAM)
+    infos = socket.getaddrinfo(
+        environment.main_address, environment.main_port, type=socket.SOCK_DGRAM
+    )
     family, kind, protocol, _, address = infos[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-

@@ -99,7 +99,9 @@ def _name_problems(host: str) -> list[str]:
     with suppress(OSError):
         address = socket.gethostbyname(host)
         if ipaddress.ip_address(address).is_loopback:
-            return [f"{host} takes its own name for {address}, where other hosts cannot reach it: "
-                    "correct /etc/hosts, or export GLOO_SOCKET_IFNAME=<interface>"]
+            return [
+                f"{host} takes its own name for {address}, where other hosts cannot reach it: "
+                "correct /etc/hosts, or export GLOO_SOCKET_IFNAME=<interface>"
+            ]
         return []
     return [f"{host} cannot resolve its own name: {NAMES}, or export GLOO_SOCKET_IFNAME"]

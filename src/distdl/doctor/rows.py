@@ -29,7 +29,10 @@ class Row(NamedTuple):
 
     @property
     def measured(self) -> str:
-        return self.unit if self.value is None else f"{self.value:.4g} {self.unit}"
+        if self.value is None:
+            return self.unit
+        digits = 0 if abs(self.value) >= 1000 else 4
+        return f"{self.value:,.{digits}{'g' if digits else 'f'}} {self.unit}"
 
     def __str__(self) -> str:
         text = f"{self.check} of {self.where}: {self.measured}"
@@ -84,4 +87,8 @@ def _short(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
             yield from ((check, row.where, state, row.measured) for row in same)
             continue
         ends = dict.fromkeys((same[0].measured, same[-1].measured))
-        yield check, f"all {len(same)}", state, " to ".join(ends)
+        text = " to ".join(ends)
+        if same[0].value is None:
+            text = ", ".join(dict.fromkeys(row.measured for row in same))
+        where = f"all {len({row.where for row in same})}"
+        yield check, same[0].where if where == "all 1" else where, state, text

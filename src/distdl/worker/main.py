@@ -124,12 +124,13 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     if accelerator == "cpu":
         allocator.keep_freed_memory()
     log.debug("imports are done; joining the other ranks")  # each may take minutes
-    failed, store = False, None
+    store = None
+    if examination.wanted(config) and environment.world_size > 1:
+        store = reach.rendezvous(environment)
+        examination.record_transport(context)
+    process_group.connect(environment, accelerator, store)
+    failed = False
     try:
-        if examination.wanted(config) and environment.world_size > 1:
-            store = reach.rendezvous(environment)
-            examination.record_transport(context)
-        process_group.connect(environment, accelerator, store)
         metrics = build_and_run(config, context)
     except Stopped:
         raise
