@@ -1,4 +1,4 @@
-"""What the doctor makes of measured facts; tests/multiprocess/test_doctor.py measures."""
+"""What the doctor makes of measured facts; tests/multiprocess/test_examination.py measures."""
 
 from itertools import combinations
 

@@ -1,4 +1,4 @@
-"""Examines the ranks of a job: all of them measure, rank 0 judges, prints and writes doctor.json."""
+"""Examines the ranks of a job: all measure, rank 0 judges, prints and writes doctor.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distdl doctor` finds what is wrong with hosts, links and devices, and nothing where all is well."""
+"""`distdl doctor` finds faults of hosts, links and devices, and none where all is well."""
 
 from __future__ import annotations
 
