@@ -128,8 +128,8 @@ node1:99:120 [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so
 
 
 def test_the_table_has_one_line_for_what_passes_everywhere():
-    passed = [rows.Row("writing", f"n{i}", PASS, float(i), "MB/s") for i in (3, 1, 2)]
-    failed = rows.Row("clock", "n1", FAIL, 70.0, "s", "start chrony")
+    passed = [rows.Finding("writing", f"n{i}", PASS, float(i), "MB/s") for i in (3, 1, 2)]
+    failed = rows.Finding("clock", "n1", FAIL, 70.0, "s", "start chrony")
     lines = rows.table([*passed, failed]).splitlines()
     assert lines[1].split(maxsplit=4) == ["writing", "all", "3", "pass", "1 MB/s to 3 MB/s"]
     assert lines[-1] == "fail: clock of n1: 70 s; start chrony" and len(lines) == 4

@@ -87,7 +87,7 @@ def examine(config: DictConfig, context: RankContext, expect: float | None) -> d
 
 def _measured(
     config: DictConfig, context: RankContext, device: torch.device, promised: float | None
-) -> list[rows.Row]:
+) -> list[rows.Finding]:
     environment, accelerator = context.environment, context.resources.accelerator
     facts = node.process(environment, accelerator)
     facts["transport"] = node.transport(environment, accelerator, context.attempt.logs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from distdl.doctor.links import Exchange, Speed
-from distdl.doctor.rows import FAIL, PASS, SKIP, WARN, Limit, Row, slow
+from distdl.doctor.rows import FAIL, PASS, SKIP, WARN, Limit, Finding, slow
 
 GB, MB = 1e9, 1e6
 Facts = Mapping[str, Any]
@@ -62,37 +62,37 @@ def links(
     names: Sequence[str],
     expected: float | None,
     still_slow: set[str],
-) -> Iterator[Row]:
+) -> Iterator[Finding]:
     """The links between hosts (or ranks of one), each against what was promised in bytes per
     second, and those that were slower than the others in every pass."""
     most = len(names) * (len(names) - 1) // 2
     if not found:
-        yield Row("link", names[0], SKIP, None, "there is one rank")
+        yield Finding("link", names[0], SKIP, None, "there is one rank")
     for pair, each in found.items():
         where, gigabytes = _pair(pair, names), each.rate / GB
         if expected and each.rate < EXPECTED_SHARE * expected:
             promised = f"GB/s of {expected / GB:.4g}"
-            yield Row("link", where, FAIL, gigabytes, promised, LINK.remedy)
+            yield Finding("link", where, FAIL, gigabytes, promised, LINK.remedy)
         else:
             yield LINK.row("link", where, gigabytes)
         yield LATENCY.row("latency", where, 1000 * each.latency)
     if found and len(found) < most:
-        yield Row("link", f"{most - len(found)} further pairs", SKIP, None, "no time left")
+        yield Finding("link", f"{most - len(found)} further pairs", SKIP, None, "no time left")
     for where in sorted(still_slow):
         what = f"below {100 * SLOW_LINK:.0f} % of the median of the others"
-        yield Row("link", where, FAIL, None, what, LINK.remedy)
+        yield Finding("link", where, FAIL, None, what, LINK.remedy)
 
 
 def _pair(pair: tuple[int, int], names: Sequence[str]) -> str:
     return " - ".join(names[i] for i in pair)
 
 
-def devices(speeds: Mapping[str, Speed], still_slow: set[str]) -> Iterator[Row]:
+def devices(speeds: Mapping[str, Speed], still_slow: set[str]) -> Iterator[Finding]:
     """The matrix products of each rank's device."""
     for where, each in speeds.items():
         gflops, share = each.flops / 1e9, each.cpu_share
         if where not in still_slow:
-            yield Row("matrix product", where, PASS, gflops, "GFLOP/s")
+            yield Finding("matrix product", where, PASS, gflops, "GFLOP/s")
             continue
         remedy = "leave the host out, or look for other programs, heat and a power limit on it"
         if share is not None and share < 0.9:
@@ -101,10 +101,10 @@ def devices(speeds: Mapping[str, Speed], still_slow: set[str]) -> Iterator[Row]:
                 "or raise the container's limit of CPU"
             )
         less = f"GFLOP/s, below {100 * SLOW_DEVICE:.0f} % of the others"
-        yield Row("matrix product", where, FAIL, gflops, less, remedy)
+        yield Finding("matrix product", where, FAIL, gflops, less, remedy)
 
 
-def hosts(facts: Mapping[str, Facts], shm_needed: int) -> Iterator[Row]:
+def hosts(facts: Mapping[str, Facts], shm_needed: int) -> Iterator[Finding]:
     """Shared memory, disk and store of each host."""
     for name, each in facts.items():
         if "shm" in each:
@@ -115,29 +115,29 @@ def hosts(facts: Mapping[str, Facts], shm_needed: int) -> Iterator[Row]:
         yield DISK.row("disk of the run", name, each["free"] / 2**30)
     for name, each in facts.items():
         if "write_error" in each:
-            yield Row("writing", name, FAIL, None, each["write_error"], WRITE.remedy)
+            yield Finding("writing", name, FAIL, None, each["write_error"], WRITE.remedy)
         else:
             yield WRITE.row("writing", name, each["write"] / MB)
     for name, each in facts.items():
         if "read_error" in each:
-            yield Row("store", name, FAIL, None, each["read_error"], "see above")
+            yield Finding("store", name, FAIL, None, each["read_error"], "see above")
         elif "read" in each and each["read"] is None:
-            yield Row("store", name, WARN, None, "holds no file", "is data.root right?")
+            yield Finding("store", name, WARN, None, "holds no file", "is data.root right?")
         elif "read" in each:
             yield READ.row("store", name, each["read"] / MB)
         else:
-            yield Row("store", name, SKIP, None, "the data lies in none")
+            yield Finding("store", name, SKIP, None, "the data lies in none")
 
 
-def clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Row]:
+def clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
     """The clocks against that of rank 0's host; what the round trip leaves open is no offset."""
     if not offsets:
-        yield Row("clock", "all", SKIP, None, "there is one host")
+        yield Finding("clock", "all", SKIP, None, "there is one host")
     for name, (ahead, uncertain) in offsets.items():
         yield CLOCK.row("clock", name, max(abs(ahead) - uncertain, 0.0), " beside rank 0's")
 
 
-def processes(ranks: Sequence[Facts], infiniband: bool) -> Iterator[Row]:
+def processes(ranks: Sequence[Facts], infiniband: bool) -> Iterator[Finding]:
     """The limits and versions of each rank."""
     for key, limit in LIMITS.items():
         for each in ranks:
@@ -148,17 +148,17 @@ def processes(ranks: Sequence[Facts], infiniband: bool) -> Iterator[Row]:
         has = {who(each): each["versions"].get(name, "none") for each in ranks}
         usual = Counter(has.values()).most_common(1)[0][0]
         if len({*has.values()}) == 1:
-            yield Row("versions", f"all {len(ranks)}", PASS, None, f"{name} {usual}")
+            yield Finding("versions", f"all {len(ranks)}", PASS, None, f"{name} {usual}")
         for where, version in has.items():
             if version != usual:
                 state = FAIL if name in MUST_AGREE else WARN
                 what = f"{name} {version}, elsewhere {usual}"
-                yield Row("versions", where, state, None, what, "install the same everywhere")
+                yield Finding("versions", where, state, None, what, "install the same everywhere")
 
 
-def _limit(check: str, limit: Limit, rank: Facts, value: int, size: int) -> Row:
+def _limit(check: str, limit: Limit, rank: Facts, value: int, size: int) -> Finding:
     if value < 0 or value >= 2**60:
-        return Row(check, who(rank), PASS, None, "unlimited")
+        return Finding(check, who(rank), PASS, None, "unlimited")
     return limit.row(check, who(rank), value / size)
 
 
@@ -166,15 +166,15 @@ def who(rank: Facts) -> str:
     return f"rank {rank['rank']} ({rank['host']})"
 
 
-def gpus(ranks: Sequence[Facts]) -> Iterator[Row]:
+def gpus(ranks: Sequence[Facts]) -> Iterator[Finding]:
     """What the driver tells of each GPU."""
     for each in ranks:
         where, gpu = who(each), each.get("gpu")
         if gpu is None:
-            yield Row("GPU", where, SKIP, None, "no GPU")
+            yield Finding("GPU", where, SKIP, None, "no GPU")
             continue
         if "error" in gpu:
-            yield Row("GPU", where, WARN, None, gpu["error"], "nvidia-smi on that host tells more")
+            yield Finding("GPU", where, WARN, None, gpu["error"], "nvidia-smi on that host tells more")
             continue
         bits = gpu.get("clocks", 0)
         problems = {
@@ -185,24 +185,24 @@ def gpus(ranks: Sequence[Facts]) -> Iterator[Row]:
         for what, there in problems.items():
             if there:
                 remedy = "reset the GPU or replace the host: docs.nvidia.com/deploy/xid-errors"
-                yield Row("GPU", where, FAIL, None, what, remedy)
+                yield Finding("GPU", where, FAIL, None, what, remedy)
         if lowered := sorted({text for bit, text in CLOCK_FAULTS.items() if bits & bit}):
             what = f"clocks are lowered: {', '.join(lowered)}"
-            yield Row("GPU", where, WARN, None, what, "cooling or power of that host")
+            yield Finding("GPU", where, WARN, None, what, "cooling or power of that host")
         if gpu.get("driver_cuda") and gpu["cuda"]:
             newest = gpu["driver_cuda"] // 1000, gpu["driver_cuda"] % 1000 // 10
             needed = tuple(map(int, gpu["cuda"].split(".")[:2]))
             state = FAIL if newest[0] < needed[0] else WARN if newest < needed else PASS
             what = f"{gpu['driver']} runs CUDA {newest[0]}.{newest[1]}, torch has {gpu['cuda']}"
             remedy = "" if state == PASS else "update NVIDIA's driver"
-            yield Row("driver", where, state, None, what, remedy)
+            yield Finding("driver", where, state, None, what, remedy)
         unread = [name for name in ("ecc", "remapped", "clocks", "xid") if name not in gpu]
         note = f"; not readable: {', '.join(unread)}" if unread else ""
         if not any(problems.values()) and not lowered:
-            yield Row("GPU", where, PASS, None, f"{gpu.get('name', 'a GPU')}{note}")
+            yield Finding("GPU", where, PASS, None, f"{gpu.get('name', 'a GPU')}{note}")
 
 
-def transports(ranks: Sequence[Facts], nodes: int) -> Iterator[Row]:
+def transports(ranks: Sequence[Facts], nodes: int) -> Iterator[Finding]:
     """By what the gradients go."""
     for each in ranks if len(ranks) > 1 else ():
         where, way = who(each), each["transport"]
@@ -211,12 +211,12 @@ def transports(ranks: Sequence[Facts], nodes: int) -> Iterator[Row]:
             socket = nodes > 1 and way["adapters"] and not any("NET/IB" in w for w in way["nccl"])
             if socket and way["nccl"]:
                 remedy = "NCCL leaves InfiniBand aside: NCCL_IB_DISABLE, drivers, /dev/infiniband"
-                yield Row("transport", where, FAIL, None, f"NCCL: {names}", remedy)
+                yield Finding("transport", where, FAIL, None, f"NCCL: {names}", remedy)
             else:
-                yield Row("transport", where, PASS, None, f"NCCL: {names}")
+                yield Finding("transport", where, PASS, None, f"NCCL: {names}")
         elif nodes > 1 and way["interface"] == "lo":
             remedy = "export GLOO_SOCKET_IFNAME=<interface between the hosts>"
-            yield Row("transport", where, FAIL, None, "gloo: lo, among several hosts", remedy)
+            yield Finding("transport", where, FAIL, None, "gloo: lo, among several hosts", remedy)
         else:
             rate = f", {way['gbits']:g} Gb/s" if way["gbits"] > 0 else ""
-            yield Row("transport", where, PASS, None, f"gloo: {way['interface']}{rate}")
+            yield Finding("transport", where, PASS, None, f"gloo: {way['interface']}{rate}")

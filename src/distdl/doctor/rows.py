@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "not checked"
 
 
-class Row(NamedTuple):
+class Finding(NamedTuple):
     """One thing that was checked in one place.
 
     Args:
@@ -49,13 +49,13 @@ class Limit(NamedTuple):
     remedy: str
     most: bool = False
 
-    def row(self, check: str, where: str, value: float, more: str = "") -> Row:
+    def row(self, check: str, where: str, value: float, more: str = "") -> Finding:
         """The value judged; `more` is added to the unit."""
         sign = -1 if self.most else 1
         state = FAIL if sign * value < sign * self.fail else PASS
         state = WARN if state == PASS and sign * value < sign * self.warn else state
         bad = state != PASS
-        return Row(check, where, state, value, self.unit + more, self.remedy if bad else "")
+        return Finding(check, where, state, value, self.unit + more, self.remedy if bad else "")
 
 
 def slow(rates: Mapping[Any, float], share: float) -> set[Any]:
@@ -68,7 +68,7 @@ def slow(rates: Mapping[Any, float], share: float) -> set[Any]:
     }
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Finding]) -> str:
     """The table for the screen: one line per problem, and one per check for all that passes."""
     lines = [("check", "where", "state", "measured"), *_short(rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
@@ -80,7 +80,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(text) + "\n"
 
 
-def _short(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
+def _short(rows: Sequence[Finding]) -> Iterator[tuple[str, str, str, str]]:
     for (check, state), equal in groupby(rows, lambda row: (row.check, row.state)):
         same = sorted(equal, key=lambda row: row.value or 0)
         if state in (WARN, FAIL) or len(same) == 1:
