@@ -62,7 +62,7 @@ def test_a_training_does_not_begin_where_something_fails(tmp_path: Path) -> None
     assert not [*tmp_path.glob("outputs/*/r/checkpoints/*")]
     assert ("ulimit nofile", "fail") in wrong(checks(tmp_path))
     done = distdl(*DOCTOR, cwd=tmp_path, module=FEW)
-    assert done.returncode == 1 and "fail: ulimit nofile" in done.stdout, done.stderr
+    assert done.returncode == 1 and message in done.stderr, done.stdout + done.stderr
 
 
 class Throttle:
@@ -138,6 +138,7 @@ class Fault(NamedTuple):
     prefix: tuple[str, ...] = ()
     files: dict[str, str] = {}
     arguments: tuple[str, ...] = ()
+    seconds: float = SLOWEST_S
 
 
 def limit_link(hosts: Hosts, folder: Path) -> None:
@@ -147,7 +148,8 @@ def limit_link(hosts: Hosts, folder: Path) -> None:
 
 def keep_core_busy(hosts: Hosts, folder: Path) -> None:
     loop = ["taskset", "-c", "0", "sh", "-c", "while :; do :; done"]
-    hosts.popen("node2", loop)
+    for _ in range(3):  # the other core may be busy as well
+        hosts.popen("node2", loop)
 
 
 def fill_shared_memory(hosts: Hosts, folder: Path) -> None:
@@ -158,7 +160,10 @@ def fill_shared_memory(hosts: Hosts, folder: Path) -> None:
 METADATA = "Metadata-Version: 2.1\nName: lightning\nVersion: 9.9.9\n"
 FAULTS = {
     "link": Fault("link", "node1 - node2", limit_link, arguments=("--expect", "0.3")),
-    "slow node": Fault("matrix product", prepare=keep_core_busy, prefix=("taskset", "-c", "0")),
+    "slow node": Fault(
+        *("matrix product", "node2", keep_core_busy, ("taskset", "-c", "0")),
+        seconds=60,  # its imports are slow, too
+    ),
     "shared memory": Fault("/dev/shm", prepare=fill_shared_memory),
     "clock": Fault("clock", files={"sitecustomize.py": CLOCK}),
     "version": Fault("versions", files={"lightning-9.9.9.dist-info/METADATA": METADATA}),
@@ -215,7 +220,7 @@ def test_a_fault_of_one_of_two_hosts_is_found(name: str, tmp_path: Path) -> None
     places = [r["where"] for r in rows if r["state"] in ("warn", "fail")]
     assert all(fault.where in place for place in places), text
     failed = any(row["state"] == "fail" for row in rows)
-    assert codes == [int(failed)] * 2 and seconds < SLOWEST_S, text
+    assert codes == [int(failed)] * 2 and seconds < fault.seconds, text
 
 
 @pytest.mark.skipif(not MATRIX, reason="make matrix")

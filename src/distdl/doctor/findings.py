@@ -14,29 +14,14 @@ Facts = Mapping[str, Any]
 
 EXPECTED_SHARE = 0.5  # of what was promised: protocols and encryption take their part
 SLOW_LINK, SLOW_DEVICE = 0.4, 0.7  # of the median of the others
-LINK = Limit(
-    "GB/s",
-    0.0,
-    0.1,
-    "a gigabit Ethernet is faster: look at cables, limits of the VM "
-    "size, and which interface is used (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
-)
+CABLES = "a gigabit Ethernet is faster: which interface is used? cables? the VM's limit?"
+TIME = "start chrony or ntpd: signatures, certificates and the order of logs need it"
+LINK = Limit("GB/s", 0.0, 0.1, CABLES)
 LATENCY = Limit("ms", 200.0, 10.0, "are all hosts in one region and zone?", most=True)
-DISK = Limit("GiB free", 0.5, 2.0, "checkpoints need it: make room, or output_dir=FOLDER elsewhere")
+DISK = Limit("GiB free", 0.5, 2.0, "checkpoints need it: make room, or output_dir=FOLDER")
 WRITE = Limit("MB/s", 0.5, 5.0, "checkpoints wait for it: output_dir=FOLDER on a faster disk")
-READ = Limit(
-    "MB/s",
-    1.0,
-    20.0,
-    "copy the data to a disk of the host, or move it to the job's region (docs/data.md)",
-)
-CLOCK = Limit(
-    "s",
-    60.0,
-    0.1,
-    "start chrony or ntpd: certificates, signatures and the order of logs depend on the clock",
-    most=True,
-)
+READ = Limit("MB/s", 1.0, 20.0, "move the data to the job's region, or to a disk of the host")
+CLOCK = Limit("s", 60.0, 0.1, TIME, most=True)
 LIMITS = {
     "nofile": Limit("open files", 256, 1000, "ulimit -n 65536, or LimitNOFILE of the service"),
     "nproc": Limit("processes", 256, 2000, "ulimit -u 65536, or LimitNPROC of the service"),
@@ -45,7 +30,10 @@ MEMLOCK = Limit("GiB locked memory", 0.1, 1.0, "InfiniBand needs it: ulimit -l u
 SHM_REMEDY = "start the container with --shm-size=8g, or lower data.num_workers"
 SHM_PER_RANK = 32 << 20  # bytes: NCCL's and gloo's own buffers
 MUST_AGREE = ("python", "torch", "lightning", "distdl", "CUDA", "NCCL")
+# Bits of NVML that name a fault; others are power limits, or a GPU that has nothing to do.
+# https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
 CLOCK_FAULTS = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+REPLACE = "reset the GPU or replace the host: docs.nvidia.com/deploy/xid-errors"
 
 
 def slow_links(found: Mapping[tuple[int, int], Exchange], names: Sequence[str]) -> set[str]:
@@ -106,27 +94,19 @@ def devices(speeds: Mapping[str, Speed], still_slow: set[str]) -> Iterator[Findi
 
 def hosts(facts: Mapping[str, Facts], shm_needed: int) -> Iterator[Finding]:
     """Shared memory, disk and store of each host."""
-    for name, each in facts.items():
-        if "shm" in each:
-            unit = Limit("MiB free", shm_needed / 2**20, 0.0, SHM_REMEDY)
-            more = f" of {shm_needed / 2**20:.0f} needed"
-            yield unit.row("/dev/shm", name, each["shm"] / 2**20, more)
-    for name, each in facts.items():
-        yield DISK.row("disk of the run", name, each["free"] / 2**30)
-    for name, each in facts.items():
-        if "write_error" in each:
-            yield Finding("writing", name, FAIL, None, each["write_error"], WRITE.remedy)
-        else:
-            yield WRITE.row("writing", name, each["write"] / MB)
-    for name, each in facts.items():
-        if "read_error" in each:
-            yield Finding("store", name, FAIL, None, each["read_error"], "see above")
-        elif "read" in each and each["read"] is None:
-            yield Finding("store", name, WARN, None, "holds no file", "is data.root right?")
-        elif "read" in each:
-            yield READ.row("store", name, each["read"] / MB)
-        else:
-            yield Finding("store", name, SKIP, None, "the data lies in none")
+    shm = Limit("MiB free", shm_needed / 2**20, 0.0, SHM_REMEDY)
+    needed = f" of {shm_needed / 2**20:.0f} needed"
+    yield from (shm.row("/dev/shm", n, f["shm"] / 2**20, needed) for n, f in facts.items())
+    yield from (DISK.row("disk of the run", n, f["free"] / 2**30) for n, f in facts.items())
+    for check, key, limit in (("writing", "write", WRITE), ("store", "read", READ)):
+        for name, each in facts.items():
+            rate = each.get(key)
+            if isinstance(rate, float):
+                yield limit.row(check, name, rate / MB)
+            elif rate is None:
+                yield Finding(check, name, SKIP, None, "no data in a store")
+            else:  # an error
+                yield Finding(check, name, FAIL, None, rate, "the training would fail, too")
 
 
 def clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
@@ -140,26 +120,26 @@ def clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
 def processes(ranks: Sequence[Facts], infiniband: bool) -> Iterator[Finding]:
     """The limits and versions of each rank."""
     for key, limit in LIMITS.items():
-        for each in ranks:
-            yield _limit(f"ulimit {key}", limit, each, each["limits"][key], 1)
-    for each in ranks if infiniband else ():
-        yield _limit("ulimit memlock", MEMLOCK, each, each["limits"]["memlock"], 2**30)
+        yield from (_limit(key, limit, each, 1) for each in ranks)
+    if infiniband:
+        yield from (_limit("memlock", MEMLOCK, each, 2**30) for each in ranks)
     for name in dict.fromkeys(key for each in ranks for key in each["versions"]):
         has = {who(each): each["versions"].get(name, "none") for each in ranks}
         usual = Counter(has.values()).most_common(1)[0][0]
-        if len({*has.values()}) == 1:
+        others = {where: version for where, version in has.items() if version != usual}
+        if not others:
             yield Finding("versions", f"all {len(ranks)}", PASS, None, f"{name} {usual}")
-        for where, version in has.items():
-            if version != usual:
-                state = FAIL if name in MUST_AGREE else WARN
-                what = f"{name} {version}, elsewhere {usual}"
-                yield Finding("versions", where, state, None, what, "install the same everywhere")
+        for where, version in others.items():
+            state = FAIL if name in MUST_AGREE else WARN
+            what = f"{name} {version}, elsewhere {usual}"
+            yield Finding("versions", where, state, None, what, "install the same everywhere")
 
 
-def _limit(check: str, limit: Limit, rank: Facts, value: int, size: int) -> Finding:
+def _limit(key: str, limit: Limit, rank: Facts, size: int) -> Finding:
+    value = rank["limits"][key]
     if value < 0 or value >= 2**60:
-        return Finding(check, who(rank), PASS, None, "unlimited")
-    return limit.row(check, who(rank), value / size)
+        return Finding(f"ulimit {key}", who(rank), PASS, None, "unlimited")
+    return limit.row(f"ulimit {key}", who(rank), value / size)
 
 
 def who(rank: Facts) -> str:
@@ -170,53 +150,42 @@ def gpus(ranks: Sequence[Facts]) -> Iterator[Finding]:
     """What the driver tells of each GPU."""
     for each in ranks:
         where, gpu = who(each), each.get("gpu")
-        if gpu is None:
-            yield Finding("GPU", where, SKIP, None, "no GPU")
+        if not gpu or "error" in gpu:
+            what = gpu["error"] if gpu else "no GPU"
+            yield Finding("GPU", where, SKIP, None, what)
             continue
-        if "error" in gpu:
-            yield Finding("GPU", where, WARN, None, gpu["error"], "nvidia-smi on that host tells more")
-            continue
-        bits = gpu.get("clocks", 0)
+        reasons = {text for bit, text in CLOCK_FAULTS.items() if gpu.get("clocks", 0) & bit}
         problems = {
-            f"{gpu.get('ecc', 0)} uncorrected memory errors": gpu.get("ecc", 0),
+            f"{gpu.get('ecc')} uncorrected memory errors": gpu.get("ecc"),
             "rows that wait to be remapped, or cannot be": any(gpu.get("remapped", ())),
             f"Xid {', '.join(gpu.get('xid', ()))}": gpu.get("xid"),
+            f"lower clocks: {', '.join(sorted(reasons))}": reasons,
         }
-        for what, there in problems.items():
-            if there:
-                remedy = "reset the GPU or replace the host: docs.nvidia.com/deploy/xid-errors"
-                yield Finding("GPU", where, FAIL, None, what, remedy)
-        if lowered := sorted({text for bit, text in CLOCK_FAULTS.items() if bits & bit}):
-            what = f"clocks are lowered: {', '.join(lowered)}"
-            yield Finding("GPU", where, WARN, None, what, "cooling or power of that host")
+        bad = [what for what, present in problems.items() if present]
+        yield from (Finding("GPU", where, FAIL, None, what, REPLACE) for what in bad)
+        if not bad:
+            unread = [name for name in ("ecc", "remapped", "clocks", "xid") if name not in gpu]
+            note = f"; not readable: {', '.join(unread)}" if unread else ""
+            yield Finding("GPU", where, PASS, None, f"{gpu.get('name')}{note}")
         if gpu.get("driver_cuda") and gpu["cuda"]:
-            newest = gpu["driver_cuda"] // 1000, gpu["driver_cuda"] % 1000 // 10
-            needed = tuple(map(int, gpu["cuda"].split(".")[:2]))
+            newest = [gpu["driver_cuda"] // 1000, gpu["driver_cuda"] % 1000 // 10]
+            needed = [*map(int, gpu["cuda"].split(".")[:2])]
             state = FAIL if newest[0] < needed[0] else WARN if newest < needed else PASS
             what = f"{gpu['driver']} runs CUDA {newest[0]}.{newest[1]}, torch has {gpu['cuda']}"
             remedy = "" if state == PASS else "update NVIDIA's driver"
             yield Finding("driver", where, state, None, what, remedy)
-        unread = [name for name in ("ecc", "remapped", "clocks", "xid") if name not in gpu]
-        note = f"; not readable: {', '.join(unread)}" if unread else ""
-        if not any(problems.values()) and not lowered:
-            yield Finding("GPU", where, PASS, None, f"{gpu.get('name', 'a GPU')}{note}")
 
 
 def transports(ranks: Sequence[Facts], nodes: int) -> Iterator[Finding]:
     """By what the gradients go."""
     for each in ranks if len(ranks) > 1 else ():
-        where, way = who(each), each["transport"]
-        if "nccl" in way:
-            names = ", ".join(way["nccl"]) or "not named by NCCL"
-            socket = nodes > 1 and way["adapters"] and not any("NET/IB" in w for w in way["nccl"])
-            if socket and way["nccl"]:
-                remedy = "NCCL leaves InfiniBand aside: NCCL_IB_DISABLE, drivers, /dev/infiniband"
-                yield Finding("transport", where, FAIL, None, f"NCCL: {names}", remedy)
-            else:
-                yield Finding("transport", where, PASS, None, f"NCCL: {names}")
-        elif nodes > 1 and way["interface"] == "lo":
-            remedy = "export GLOO_SOCKET_IFNAME=<interface between the hosts>"
-            yield Finding("transport", where, FAIL, None, "gloo: lo, among several hosts", remedy)
-        else:
-            rate = f", {way['gbits']:g} Gb/s" if way["gbits"] > 0 else ""
-            yield Finding("transport", where, PASS, None, f"gloo: {way['interface']}{rate}")
+        way, remedy = each["transport"], ""
+        what = f"NCCL: {', '.join(way['nccl']) or 'not known'}" if "nccl" in way else ""
+        if "NET/Socket" in what and way["adapters"]:
+            remedy = "NCCL leaves InfiniBand aside: NCCL_IB_DISABLE? /dev/infiniband? drivers?"
+        if not what:
+            what = f"gloo: {way['interface']}"
+            what += f", {way['gbits']:g} Gb/s" if way["gbits"] > 0 else ""
+            if nodes > 1 and way["interface"] == "lo":
+                remedy = "export GLOO_SOCKET_IFNAME=<interface between the hosts>"
+        yield Finding("transport", who(each), FAIL if remedy else PASS, None, what, remedy)

@@ -8,6 +8,7 @@ import re
 import resource
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -25,11 +26,8 @@ from distdl.util.errors import UserError
 PACKAGES = ("torch", "lightning", "distdl", "numpy", "torchvision")
 CHUNK, DISK_S = 4 << 20, 0.7  # bytes; seconds of writing
 STORE_S = 1.5  # seconds of reading
-SHARED = Path("/dev/shm")
+SHARED = "/dev/shm"
 LIMITS = {"nofile": "RLIMIT_NOFILE", "nproc": "RLIMIT_NPROC", "memlock": "RLIMIT_MEMLOCK"}
-# Reasons of a lower clock that are a fault: power brake, heat, and hardware slowdown.
-# https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
-SLOWDOWNS = {"hardware slowdown": 0x8, "software: heat": 0x20, "heat": 0x40, "power brake": 0x80}
 
 
 def process(environment: Environment, accelerator: str) -> dict[str, Any]:
@@ -57,19 +55,17 @@ def versions(accelerator: str) -> dict[str, str]:
 def host(run: Path, data: Any, rank: int) -> dict[str, Any]:
     """The facts of a host, found out by one of its ranks: `run` is the run's folder, `data` the
     config's section."""
-    facts: dict[str, Any] = {"free": psutil.disk_usage(str(run)).free}
-    if SHARED.is_dir():
-        facts["shm"] = psutil.disk_usage(str(SHARED)).free
-    try:
-        facts["write"] = write_rate(run / f".doctor-{rank}.part")
-    except OSError as error:
-        facts["write_error"] = str(error.strerror)
+    disks = psutil.disk_usage
+    facts: dict[str, Any] = {"free": disks(str(run)).free, "shm": disks(SHARED).free}
     root = str((data or {}).get("root") or "")
+    reads: dict[str, Callable[[], float]] = {"write": lambda: write_rate(run / f".doctor-{rank}.part")}
     if is_remote(root):
+        reads["read"] = lambda: read_rate(open_store(root, patience=5))
+    for name, read in reads.items():
         try:
-            facts["read"] = read_rate(open_store(root, patience=5))
-        except (StoreError, UserError) as error:
-            facts["read_error"] = str(error)
+            facts[name] = read()
+        except (OSError, StoreError, UserError) as error:
+            facts[name] = str(error)
     return facts
 
 
@@ -88,14 +84,14 @@ def write_rate(file: Path) -> float:
     return best
 
 
-def read_rate(store: Store) -> float | None:
-    """Bytes per second of the largest of a few files, with parallel requests; None: no files."""
+def read_rate(store: Store) -> float:
+    """Bytes per second of the largest of a few files, with parallel requests."""
     assert isinstance(store, RemoteStore)
     names = [name for name in store.names() if name.endswith(".tar")] or [*store.names()]
     sizes = {name: store.size(name) or 0 for name in names[:8]}
     name = max(sizes, key=lambda name: sizes[name], default="")
     if not name or not sizes[name]:
-        return None
+        raise StoreError(f"{store.uri} holds no data")
     part, read = min(PART, sizes[name]), []
     started = time.perf_counter()
 

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from distdl.util.errors import UserError
 ANSWER_S = 8.0  # a host that is up answers, if only that nobody listens at the port
 LISTEN_S = 60.0  # until rank 0 listens, since hosts do not start at the same time
 PORT_S = 3.0  # for one connection to another host
+MOST = 3  # problems that a host reports
+OR_EXPORT = "or export GLOO_SOCKET_IFNAME=<interface>"
 NAMES = "give the hosts names by DNS or /etc/hosts, or use addresses"
 OPEN = "let the job's hosts reach each other at all TCP ports (firewall, network security group)"
 
@@ -47,7 +49,8 @@ def rendezvous(environment: Environment) -> Any:
         what = f"not all ranks came to {main} within {LISTEN_S:.0f} s: {str(error).splitlines()[0]}"
         raise UserError.at("MASTER_PORT", f"{who}: {what}", OPEN) from error
     if environment.world_size > environment.local_world_size:
-        _reach_all(environment, dist.PrefixStore("distdl/doctor/reach", store), address)
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        _reach_all(environment, dist.PrefixStore(f"distdl/reach/{restart}", store), address)
     return store
 
 
@@ -69,39 +72,31 @@ def _await_rank_0(environment: Environment, who: str, main: str) -> None:
 
 def _reach_all(environment: Environment, store: Any, address: str) -> None:
     """One rank of each host listens at a free port, as gloo and NCCL do, and the others connect."""
-    nodes = environment.world_size // environment.local_world_size
-    if environment.local_rank == 0:
-        host, family = socket.gethostname(), socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.create_server((address, 0), family=family, backlog=nodes) as server:
+    nodes = range(environment.world_size // environment.local_world_size)
+    host, family = socket.gethostname(), socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=len(nodes)) as server:
+        if environment.local_rank == 0:
             where = [address, server.getsockname()[1], host]
             store.set(f"at/{environment.node_rank}", json.dumps(where))
             problems = [*_name_problems(host)]
-            for number in range(nodes):
-                to, port, name = json.loads(store.get(f"at/{number}"))
+            for to, port, name in (json.loads(store.get(f"at/{number}")) for number in nodes):
                 try:
                     socket.create_connection((to, port), PORT_S).close()
                 except OSError as error:
                     problems.append(f"{host} cannot reach {name} at {to}:{port}: {error}")
-                    if len(problems) > 2:
-                        break
-            store.set(f"problems/{environment.node_rank}", json.dumps(problems))
-            every = [json.loads(store.get(f"problems/{number}")) for number in range(nodes)]
-    else:
-        every = [json.loads(store.get(f"problems/{number}")) for number in range(nodes)]
-    if problems := [problem for each in every for problem in each]:
-        raise UserError.at("", "; ".join(problems), OPEN)
+            store.set(f"problems/{environment.node_rank}", json.dumps(problems[:MOST]))
+        every = [each for n in nodes for each in json.loads(store.get(f"problems/{n}"))]
+    if every:
+        raise UserError.at("", "; ".join(every), OPEN)
 
 
-def _name_problems(host: str) -> list[str]:
+def _name_problems(host: str) -> Iterator[str]:
     """What would make gloo listen where no other host can reach it."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return []
-    with suppress(OSError):
+        return
+    try:
         address = socket.gethostbyname(host)
         if ipaddress.ip_address(address).is_loopback:
-            return [
-                f"{host} takes its own name for {address}, where other hosts cannot reach it: "
-                "correct /etc/hosts, or export GLOO_SOCKET_IFNAME=<interface>"
-            ]
-        return []
-    return [f"{host} cannot resolve its own name: {NAMES}, or export GLOO_SOCKET_IFNAME"]
+            yield f"{host} takes its own name for {address}: correct /etc/hosts, {OR_EXPORT}"
+    except OSError:
+        yield f"{host} cannot resolve its own name: {NAMES}, {OR_EXPORT}"

@@ -69,14 +69,16 @@ def slow(rates: Mapping[Any, float], share: float) -> set[Any]:
 
 
 def table(rows: Sequence[Finding]) -> str:
-    """The table for the screen: one line per problem, and one per check for all that passes."""
+    """The table for the screen: one line per problem, and one per check for all that passes.
+
+    The remedies of what fails are in the error that follows."""
     lines = [("check", "where", "state", "measured"), *_short(rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     text = [
         "  ".join([c.ljust(w) for c, w in zip(line, widths, strict=False)] + [line[3]])
         for line in lines
     ]
-    text += [f"{r.state}: {r}" for r in rows if r.state in (WARN, FAIL)]
+    text += [f"{r.state}: {r}" for r in rows if r.state == WARN]
     return "\n".join(text) + "\n"
 
 
