@@ -13,6 +13,7 @@ from distdl.doctor import FILE
 from distdl.ranks import environment
 from distdl.util.errors import UserError
 
+
 def main(argv: Sequence[str]) -> int:
     """Returns 0 if nothing fails, 1 if something does."""
     parser = argparse.ArgumentParser("python -m distdl doctor", description=__doc__)

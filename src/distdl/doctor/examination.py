@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from distdl.config.recipe import DOCTOR
-from distdl.distributed import process_group, rank_table
+from distdl.distributed import process_group
 from distdl.doctor import FILE, findings, links, node, rows
 from distdl.ranks.environment import Environment
 from distdl.runs.directory import write_json
@@ -35,7 +36,11 @@ class Unfit(UserError):
 
 def wanted(config: DictConfig) -> bool:
     """Whether this job is examined at its start."""
-    return bool(config.get("preflight")) or config.task.get("_target_") == DOCTOR
+    return bool(config.get("preflight")) or _is_doctor(config)
+
+
+def _is_doctor(config: DictConfig) -> bool:
+    return bool(config.task.get("_target_") == DOCTOR)
 
 
 def record_transport(context: RankContext) -> None:
@@ -55,103 +60,79 @@ def examine(config: DictConfig, context: RankContext, expect: float | None) -> d
             knows of its VM size, if anything.
 
     Returns:
-        The numbers of checks that pass, warn and fail, as `doctor/...`.
+        The numbers of checks that pass and warn, as `doctor/...`.
 
     Raises:
         Unfit: A check fails.
     """
-    started, environment = time.monotonic(), context.environment
-    accelerator = context.resources.accelerator
-    device = torch.device("cpu")
-    if accelerator == "gpu":
-        device = torch.device("cuda", process_group.device_index(environment))
+    started, rank, alone = time.monotonic(), context.environment.rank, _is_doctor(config)
     promised = expect * 1e9 if expect else (context.launch.get("network_gbps") or 0) * 1e9 / 8
-    judged = _measured(config, context, device, promised or None)
-    counts = {
-        state: sum(r.state == state for r in judged) for state in (rows.PASS, rows.WARN, rows.FAIL)
-    }
-    if environment.rank == 0:
-        seconds = round(time.monotonic() - started, 2)
-        report = {"seconds": seconds, "checks": [row._asdict() for row in judged]}
+    judged = _measured(config, context, promised or None)
+    report = {"seconds": time.monotonic() - started, "checks": [row._asdict() for row in judged]}
+    if rank == 0:
         write_json(context.attempt.path / FILE, report)
-        if config.task.get("_target_") == DOCTOR:
-            print(rows.table(judged), end="", flush=True)
-        for row in judged if config.task.get("_target_") != DOCTOR else ():
-            if row.state == rows.WARN:
-                log.warning("preflight: %s", row)
-    failed = [row for row in judged if row.state == rows.FAIL]
-    if failed:
+    if rank == 0 and alone:
+        print(rows.table(judged), end="", flush=True)
+    for row in judged:
+        if rank == 0 and row.state == rows.WARN and not alone:
+            log.warning("preflight: %s", row)
+    if failed := [row for row in judged if row.state == rows.FAIL]:
         raise Unfit(*(Problem(r.check, f"{r.where}: {r.measured}", r.remedy) for r in failed))
-    return {f"doctor/{state}": float(count) for state, count in counts.items()}
+    states = Counter(row.state for row in judged)
+    return {f"doctor/{state}": float(states[state]) for state in (rows.PASS, rows.WARN)}
 
 
 def _measured(
-    config: DictConfig, context: RankContext, device: torch.device, promised: float | None
+    config: DictConfig, context: RankContext, promised: float | None
 ) -> list[rows.Finding]:
     environment, accelerator = context.environment, context.resources.accelerator
+    device, data, leaders = torch.device("cpu"), config.get("data") or {}, dict[str, int]()
+    if accelerator == "gpu":
+        device = torch.device("cuda", process_group.device_index(environment))
     facts = node.process(environment, accelerator)
     facts["transport"] = node.transport(environment, accelerator, context.attempt.logs)
-    facts["infiniband"] = bool(rank_table.interconnect())
-    leader = environment.local_rank == 0
-    data = config.get("data") or {}
     ranks = process_group.gather(facts)
-    names = [findings.who(each) for each in ranks]
-    nodes = _nodes(ranks)
-    leaders = {each[0]["host"]: each[0]["rank"] for each in nodes}
-    places, place_names = [[r["rank"]] for r in ranks], names
-    if len(nodes) > 1:
-        places, place_names = [[r["rank"] for r in each] for each in nodes], [*leaders]
-
-    def slow_devices(speeds: dict[str, links.Speed]) -> set[str]:
-        return rows.slow({k: v.flops for k, v in speeds.items()}, findings.SLOW_DEVICE)
-
-    speeds, slow_ones = _repeated(
+    names, places = [findings.who(each) for each in ranks], dict[str, list[int]]()
+    for each in ranks:
+        leaders.setdefault(each["host"], each["rank"])
+        places.setdefault(each["host"], []).append(each["rank"])
+    several = len(leaders) > 1
+    if not several:
+        places = {name: [rank] for rank, name in enumerate(names)}
+    speeds, slow_devices = _repeated(
         lambda: dict(zip(names, process_group.gather(links.speed(device)), strict=True)),
-        slow_devices,
+        lambda speeds: rows.slow({k: v.flops for k, v in speeds.items()}, findings.SLOW_DEVICE),
     )
-    found, slow_pairs = _repeated(
-        lambda: links.measure(places, device) if len(ranks) > 1 else {},
-        lambda pairs: findings.slow_links(pairs, place_names),
-    )
-    offsets = links.offsets([*leaders.values()][1:]) if len(nodes) > 1 else {}
-    at_hosts = {rank: name for name, rank in leaders.items()}
-    mine = node.host(context.attempt.path, data, environment.rank) if leader else None
-    of_hosts = {r["host"]: h for r, h in zip(ranks, process_group.gather(mine), strict=True) if h}
+    between, slow_links = _repeated(lambda: links.measure(places, device), findings.slow_links)
+    offsets = links.offsets([*leaders.values()][1:]) if several else {}
+    leads = leaders[facts["host"]] == environment.rank
+    of_host = node.host(context.attempt.path, data, environment.rank) if leads else None
+    every = process_group.gather(of_host)
+    needed = _shm_needed(data, environment)
     return [
-        *findings.links(found, place_names, promised if len(nodes) > 1 else None, slow_pairs),
-        *findings.transports(ranks, len(nodes)),
-        *findings.devices(speeds, slow_ones),
+        *findings.links(between, len(places), promised if several else None, slow_links),
+        *findings.transports(ranks, len(leaders)),
+        *findings.devices(speeds, slow_devices),
         *findings.gpus(ranks),
-        *findings.hosts(of_hosts, _shm_needed(data, environment)),
-        *findings.clocks({at_hosts[rank]: each for rank, each in offsets.items()}),
-        *findings.processes(ranks, any(each["infiniband"] for each in ranks)),
+        *findings.hosts({host: every[rank] for host, rank in leaders.items()}, needed),
+        *findings.clocks({ranks[rank]["host"]: each for rank, each in offsets.items()}),
+        *findings.processes(ranks, any(each["transport"].get("adapters") for each in ranks)),
     ]
 
 
 def _repeated(measure: Callable[[], T], slow: Callable[[T], set[str]]) -> tuple[T, set[str]]:
     """What is measured, and what was slow in each of several passes, or in one if nothing is."""
-    measured = measure()
-    still = slow(measured)
+    still, measured = slow(first := measure()), first
     for _ in range(PASSES - 1):
-        if not still:
-            break
-        measured = measure()
-        still &= slow(measured)
+        if still:
+            measured = measure()
+            still &= slow(measured)
     return measured, still
-
-
-def _nodes(ranks: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The ranks of each node."""
-    nodes: dict[int, list[dict[str, Any]]] = {}
-    for each in ranks:
-        nodes.setdefault(each["node"], []).append(each)
-    return [*nodes.values()]
 
 
 def _shm_needed(data: Any, environment: Environment) -> int:
     """Bytes of /dev/shm for a host's ranks: batches in the loaders' queues, and own buffers."""
-    workers, size = data.get("num_workers"), data.get("image_size")
-    batch = 0
+    workers, size, batch = data.get("num_workers"), data.get("image_size"), 0
     if isinstance(size, int) and isinstance(workers, int) and workers:
         batch = (2 * workers + 1) * int(data.get("batch_size") or 1) * 3 * size**2
     return environment.local_world_size * (findings.SHM_PER_RANK + batch)

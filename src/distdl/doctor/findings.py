@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from distdl.doctor.links import Exchange, Speed
+from distdl.doctor.links import Exchange, Pair, Speed
 from distdl.doctor.rows import FAIL, PASS, SKIP, WARN, Limit, Finding, slow
 
 GB, MB = 1e9, 1e6
@@ -36,60 +36,46 @@ CLOCK_FAULTS = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "pow
 REPLACE = "reset the GPU or replace the host: docs.nvidia.com/deploy/xid-errors"
 
 
-def slow_links(found: Mapping[tuple[int, int], Exchange], names: Sequence[str]) -> set[str]:
-    """The places whose links are all slow, and the single pairs that are, each as a text."""
+def slow_links(found: Mapping[Pair, Exchange]) -> set[str]:
+    """The places whose links are all slow, and the single pairs that are, in words."""
     rates = {pair: each.rate for pair, each in found.items()}
-    best = {i: max((r for p, r in rates.items() if i in p), default=0) for p in rates for i in p}
+    best = {p: max(r for pair, r in rates.items() if p in pair) for pair in rates for p in pair}
     places = slow(best, SLOW_LINK)
-    slow_pairs = {p for p in slow(rates, SLOW_LINK) if not places & {*p}}
-    return {f"every link of {names[i]}" for i in places} | {_pair(p, names) for p in slow_pairs}
+    pairs = {" - ".join(pair) for pair in slow(rates, SLOW_LINK) if not places & {*pair}}
+    return {f"every link of {place}" for place in places} | pairs
 
 
 def links(
-    found: Mapping[tuple[int, int], Exchange],
-    names: Sequence[str],
-    expected: float | None,
-    still_slow: set[str],
+    found: Mapping[Pair, Exchange], places: int, expected: float | None, still_slow: set[str]
 ) -> Iterator[Finding]:
-    """The links between hosts (or ranks of one), each against what was promised in bytes per
-    second, and those that were slower than the others in every pass."""
-    most = len(names) * (len(names) - 1) // 2
-    if not found:
-        yield Finding("link", names[0], SKIP, None, "there is one rank")
+    """The links, each against what was promised in bytes per second, and those that were slower
+    than the others in every pass."""
     for pair, each in found.items():
-        where, gigabytes = _pair(pair, names), each.rate / GB
+        where, gigabytes = " - ".join(pair), each.rate / GB
         if expected and each.rate < EXPECTED_SHARE * expected:
             promised = f"GB/s of {expected / GB:.4g}"
-            yield Finding("link", where, FAIL, gigabytes, promised, LINK.remedy)
+            yield Finding("link", where, FAIL, gigabytes, promised, CABLES)
         else:
             yield LINK.row("link", where, gigabytes)
-        yield LATENCY.row("latency", where, 1000 * each.latency)
-    if found and len(found) < most:
-        yield Finding("link", f"{most - len(found)} further pairs", SKIP, None, "no time left")
+    if left := places * (places - 1) // 2 - len(found):
+        yield Finding("link", f"{left} further pairs", SKIP, None, "no time left")
     for where in sorted(still_slow):
         what = f"below {100 * SLOW_LINK:.0f} % of the median of the others"
-        yield Finding("link", where, FAIL, None, what, LINK.remedy)
-
-
-def _pair(pair: tuple[int, int], names: Sequence[str]) -> str:
-    return " - ".join(names[i] for i in pair)
+        yield Finding("link", where, FAIL, None, what, CABLES)
+    for pair, each in found.items():
+        yield LATENCY.row("latency", " - ".join(pair), 1000 * each.latency)
 
 
 def devices(speeds: Mapping[str, Speed], still_slow: set[str]) -> Iterator[Finding]:
     """The matrix products of each rank's device."""
     for where, each in speeds.items():
-        gflops, share = each.flops / 1e9, each.cpu_share
-        if where not in still_slow:
-            yield Finding("matrix product", where, PASS, gflops, "GFLOP/s")
-            continue
-        remedy = "leave the host out, or look for other programs, heat and a power limit on it"
-        if share is not None and share < 0.9:
-            remedy = (
-                f"the process had {100 * share:.0f} % of a core: end other programs there, "
-                "or raise the container's limit of CPU"
-            )
-        less = f"GFLOP/s, below {100 * SLOW_DEVICE:.0f} % of the others"
-        yield Finding("matrix product", where, FAIL, gflops, less, remedy)
+        state, less, remedy = PASS, "", ""
+        if where in still_slow:
+            state, less = FAIL, f", below {100 * SLOW_DEVICE:.0f} % of the others"
+            remedy = "leave the host out, or look for other programs, heat and limits on it"
+            if each.cpu_share is not None:
+                remedy += f" (the process had {100 * each.cpu_share:.0f} % of a core)"
+        yield Finding("matrix product", where, state, each.flops / 1e9, f"GFLOP/s{less}", remedy)
 
 
 def hosts(facts: Mapping[str, Facts], shm_needed: int) -> Iterator[Finding]:

@@ -6,8 +6,8 @@ Each function is called by every rank at the same time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}  # of a large message
 ROUNDS = 5  # of each measurement: a disturbance only makes it slower
 BUDGET_S = 5.0  # for all pairs; those that are left are not measured
 WORK_S = 0.15  # longer than a control group's period, in which its share of the CPU is spent
+
+T = TypeVar("T")
+Pair = tuple[str, str]
 
 
 class Exchange(NamedTuple):
@@ -33,37 +36,36 @@ class Exchange(NamedTuple):
     latency: float
 
 
-def rounds(places: int) -> Iterator[list[tuple[int, int]]]:
-    """All pairs of `places`, in rounds in which each place has at most one partner."""
-    size = places + places % 2
-    ring = list(range(size))
-    for _ in range(size - 1):
-        pairs = [(ring[i], ring[-1 - i]) for i in range(size // 2)]
-        yield [(min(p), max(p)) for p in pairs if max(p) < places]
+def rounds(places: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
+    """All pairs of places, in rounds in which each place has at most one partner."""
+    ring = [*range(len(places) + len(places) % 2)]
+    for _ in ring[1:]:
+        pairs = [sorted((ring[i], ring[-1 - i])) for i in range(len(ring) // 2)]
+        yield [(places[a], places[b]) for a, b in pairs if b < len(places)]
         ring = [ring[0], ring[-1], *ring[1:-1]]
 
 
-def measure(places: list[list[int]], device: torch.device) -> dict[tuple[int, int], Exchange]:
-    """Every pair of places, as far as the time allows: the ranks of one exchange with those of the
-    other, all at once. The rates of a pair's ranks are added."""
-    rank, started = dist.get_rank(), time.monotonic()
-    mine: dict[tuple[int, int], Exchange] = {}
-    done: list[tuple[int, int]] = []
-    for pairs in rounds(len(places)):
+def measure(places: Mapping[str, list[int]], device: torch.device) -> dict[Pair, Exchange]:
+    """Every pair of places (name -> ranks), as far as the time allows. All ranks of one exchange
+    with those of the other at once, and their rates are added."""
+    rank, started, mine = dist.get_rank(), time.monotonic(), dict[Pair, Exchange]()
+    for pairs in rounds([*places]) if len(places) > 1 else ():
         dist.barrier()
-        for pair in pairs:
-            for a, b in zip(*(places[i] for i in pair), strict=False):
+        for one, other in pairs:
+            for a, b in zip(places[one], places[other], strict=False):
                 if rank in (a, b):
-                    mine[pair] = exchange(b if rank == a else a, device)
-        done += pairs
+                    mine[one, other] = exchange(a + b - rank, device)
         if process_group.broadcast(time.monotonic() - started > BUDGET_S):
             break
-    every = process_group.gather(mine)
-    results = {}
-    for pair in done:
-        lanes = [every[rank][pair] for rank in places[pair[0]] if pair in every[rank]]
-        results[pair] = Exchange(sum(e.rate for e in lanes), max(e.latency for e in lanes))
-    return results
+    lanes: dict[Pair, list[Exchange]] = {}
+    for of_rank, each in enumerate(process_group.gather(mine)):
+        for pair, measured in each.items():
+            if of_rank in places[pair[0]]:
+                lanes.setdefault(pair, []).append(measured)
+    return {
+        pair: Exchange(sum(e.rate for e in each), max(e.latency for e in each))
+        for pair, each in lanes.items()
+    }
 
 
 def exchange(other: int, device: torch.device) -> Exchange:

@@ -58,7 +58,9 @@ def host(run: Path, data: Any, rank: int) -> dict[str, Any]:
     disks = psutil.disk_usage
     facts: dict[str, Any] = {"free": disks(str(run)).free, "shm": disks(SHARED).free}
     root = str((data or {}).get("root") or "")
-    reads: dict[str, Callable[[], float]] = {"write": lambda: write_rate(run / f".doctor-{rank}.part")}
+    reads: dict[str, Callable[[], float]] = {
+        "write": lambda: write_rate(run / f".doctor-{rank}.part")
+    }
     if is_remote(root):
         reads["read"] = lambda: read_rate(open_store(root, patience=5))
     for name, read in reads.items():

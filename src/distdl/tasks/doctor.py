@@ -18,7 +18,7 @@ def doctor(
         expect: GB/s of a link between two hosts; None: by the VM size, where that is known.
 
     Returns:
-        How many checks pass, warn and fail, as `doctor/...`.
+        How many checks pass and warn, as `doctor/...`.
 
     Raises:
         Unfit: A check fails.
