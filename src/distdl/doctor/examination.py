@@ -90,7 +90,6 @@ def _measured(
     if accelerator == "gpu":
         device = torch.device("cuda", process_group.device_index(environment))
     facts = node.process(environment, accelerator)
-    facts["transport"] = node.transport(environment, accelerator, context.attempt.logs)
     ranks = process_group.gather(facts)
     names, places = [findings.who(each) for each in ranks], dict[str, list[int]]()
     for each in ranks:
@@ -104,6 +103,8 @@ def _measured(
         lambda speeds: rows.slow({k: v.flops for k, v in speeds.items()}, findings.SLOW_DEVICE),
     )
     between, slow_links = _repeated(lambda: links.measure(places, device), findings.slow_links)
+    # NCCL has chosen by now.
+    ways = process_group.gather(node.transport(environment, accelerator, context.attempt.logs))
     offsets = links.offsets([*leaders.values()][1:]) if several else {}
     leads = leaders[facts["host"]] == environment.rank
     of_host = node.host(context.attempt.path, data, environment.rank) if leads else None
@@ -111,12 +112,12 @@ def _measured(
     needed = _shm_needed(data, environment)
     return [
         *findings.links(between, len(places), promised if several else None, slow_links),
-        *findings.transports(ranks, len(leaders)),
+        *findings.transports(dict(zip(names, ways, strict=True)), len(leaders)),
         *findings.devices(speeds, slow_devices),
         *findings.gpus(ranks),
         *findings.hosts({host: every[rank] for host, rank in leaders.items()}, needed),
         *findings.clocks({ranks[rank]["host"]: each for rank, each in offsets.items()}),
-        *findings.processes(ranks, any(each["transport"].get("adapters") for each in ranks)),
+        *findings.processes(ranks, any(way.get("adapters") for way in ways)),
     ]
 
 

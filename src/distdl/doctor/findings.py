@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from distdl.doctor.links import Exchange, Pair, Speed
-from distdl.doctor.rows import FAIL, PASS, SKIP, WARN, Limit, Finding, slow
+from distdl.doctor.rows import FAIL, PASS, SKIP, WARN, Finding, Limit, slow
 
 GB, MB = 1e9, 1e6
 Facts = Mapping[str, Any]
@@ -82,7 +82,7 @@ def hosts(facts: Mapping[str, Facts], shm_needed: int) -> Iterator[Finding]:
     """Shared memory, disk and store of each host."""
     shm = Limit("MiB free", shm_needed / 2**20, 0.0, SHM_REMEDY)
     needed = f" of {shm_needed / 2**20:.0f} needed"
-    yield from (shm.row("/dev/shm", n, f["shm"] / 2**20, needed) for n, f in facts.items())
+    yield from (shm.row("/dev/shm", n, f["shm"] / 2**20, needed) for n, f in facts.items() if "shm" in f)
     yield from (DISK.row("disk of the run", n, f["free"] / 2**30) for n, f in facts.items())
     for check, key, limit in (("writing", "write", WRITE), ("store", "read", READ)):
         for name, each in facts.items():
@@ -162,10 +162,10 @@ def gpus(ranks: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding("driver", where, state, None, what, remedy)
 
 
-def transports(ranks: Sequence[Facts], nodes: int) -> Iterator[Finding]:
+def transports(ways: Mapping[str, Facts], nodes: int) -> Iterator[Finding]:
     """By what the gradients go."""
-    for each in ranks if len(ranks) > 1 else ():
-        way, remedy = each["transport"], ""
+    for where, way in ways.items() if len(ways) > 1 else ():
+        remedy = ""
         what = f"NCCL: {', '.join(way['nccl']) or 'not known'}" if "nccl" in way else ""
         if "NET/Socket" in what and way["adapters"]:
             remedy = "NCCL leaves InfiniBand aside: NCCL_IB_DISABLE? /dev/infiniband? drivers?"
@@ -174,4 +174,4 @@ def transports(ranks: Sequence[Facts], nodes: int) -> Iterator[Finding]:
             what += f", {way['gbits']:g} Gb/s" if way["gbits"] > 0 else ""
             if nodes > 1 and way["interface"] == "lo":
                 remedy = "export GLOO_SOCKET_IFNAME=<interface between the hosts>"
-        yield Finding("transport", who(each), FAIL if remedy else PASS, None, what, remedy)
+        yield Finding("transport", where, FAIL if remedy else PASS, None, what, remedy)

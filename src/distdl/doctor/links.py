@@ -99,7 +99,7 @@ def offsets(leaders: list[int]) -> dict[int, tuple[float, float]]:
     rank, results = dist.get_rank(), {}
     for other in leaders:
         trips = []
-        for _ in range(8 if rank in (0, other) and other else 0):
+        for _ in range(8 if rank in (0, other) else 0):
             times = torch.zeros(2, dtype=torch.float64)
             if rank == 0:
                 sent = time.time()

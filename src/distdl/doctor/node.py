@@ -26,7 +26,7 @@ from distdl.util.errors import UserError
 PACKAGES = ("torch", "lightning", "distdl", "numpy", "torchvision")
 CHUNK, DISK_S = 4 << 20, 0.7  # bytes; seconds of writing
 STORE_S = 1.5  # seconds of reading
-SHARED = "/dev/shm"
+SHARED = Path("/dev/shm")
 LIMITS = {"nofile": "RLIMIT_NOFILE", "nproc": "RLIMIT_NPROC", "memlock": "RLIMIT_MEMLOCK"}
 
 
@@ -55,8 +55,9 @@ def versions(accelerator: str) -> dict[str, str]:
 def host(run: Path, data: Any, rank: int) -> dict[str, Any]:
     """The facts of a host, found out by one of its ranks: `run` is the run's folder, `data` the
     config's section."""
-    disks = psutil.disk_usage
-    facts: dict[str, Any] = {"free": disks(str(run)).free, "shm": disks(SHARED).free}
+    facts: dict[str, Any] = {"free": psutil.disk_usage(str(run)).free}
+    if SHARED.is_dir():
+        facts["shm"] = psutil.disk_usage(str(SHARED)).free
     root = str((data or {}).get("root") or "")
     reads: dict[str, Callable[[], float]] = {
         "write": lambda: write_rate(run / f".doctor-{rank}.part")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distdl.distributed import process_group
 from distdl.doctor import node
 from distdl.ranks.environment import Environment
 from distdl.util.errors import UserError
@@ -49,8 +50,8 @@ def rendezvous(environment: Environment) -> Any:
         what = f"not all ranks came to {main} within {LISTEN_S:.0f} s: {str(error).splitlines()[0]}"
         raise UserError.at("MASTER_PORT", f"{who}: {what}", OPEN) from error
     if environment.world_size > environment.local_world_size:
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        _reach_all(environment, dist.PrefixStore(f"distdl/reach/{restart}", store), address)
+        _reach_all(environment, dist.PrefixStore("distdl/reach", store), address)
+    store.set_timeout(process_group.TIMEOUT)
     return store
 
 
