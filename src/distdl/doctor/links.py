@@ -48,8 +48,10 @@ def rounds(places: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
 def measure(places: Mapping[str, list[int]], device: torch.device) -> dict[Pair, Exchange]:
     """Every pair of places (name -> ranks), as far as the time allows. All ranks of one exchange
     with those of the other at once, and their rates are added."""
+    if len(places) == 1:
+        return {}
     rank, started, mine = dist.get_rank(), time.monotonic(), dict[Pair, Exchange]()
-    for pairs in rounds([*places]) if len(places) > 1 else ():
+    for pairs in rounds([*places]):
         dist.barrier()
         for one, other in pairs:
             for a, b in zip(places[one], places[other], strict=False):
