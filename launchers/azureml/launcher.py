@@ -36,6 +36,12 @@ class AzureMLLauncher(AzureSettings):
         return vm and ((vm.gpus, "gpu") if vm.gpus else (1, "cpu"))
 
     @staticmethod
+    def network_gbps(node: Mapping[str, Any]) -> int | None:
+        """Gbit/s of one node's InfiniBand; None: it has none, or the VM size is unknown."""
+        vm = vm_sizes.find(str(node.get("vm_size")))
+        return (vm and vm.infiniband_gbps) or None
+
+    @staticmethod
     def notes(node: Mapping[str, Any]) -> Iterator[str]:
         """Notes on values that cannot be checked and are sent as they are."""
         if note := vm_sizes.unknown_note(str(node.get("vm_size"))):

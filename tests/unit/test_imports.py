@@ -24,7 +24,7 @@ SOURCE = ROOT / "src" / "distdl"
 LOWEST = ("util", "job", "stores", "ranks", "config", "datasets", "runs", "health", "validation")
 WITH_TORCH = (
     *("distributed", "optim", "checkpoint", "tracking", "models", "data", "strategies"),
-    *("callbacks", "worker", "benchmark", "serving", "tasks"),
+    *("callbacks", "doctor", "worker", "benchmark", "serving", "tasks"),
 )
 HIGHEST = ("launchers", "launch", "planner", "data_check", "report", "scaling", "drill", "cli")
 LAYERS = (*LOWEST, *WITH_TORCH, *HIGHEST)
@@ -54,7 +54,8 @@ distdl.optim.constant distdl.optim.warmup_cosine distdl.optim.warmup_step
 distdl.strategies.DDPStrategy distdl.strategies.DeepSpeedStrategy distdl.strategies.FSDPStrategy
 distdl.strategies.LocalSGDStrategy distdl.strategies.PipelineStrategy
 distdl.strategies.auto distdl.strategies.single
-distdl.tasks.benchmark distdl.tasks.predict distdl.tasks.test distdl.tasks.train
+distdl.tasks.benchmark distdl.tasks.doctor distdl.tasks.predict distdl.tasks.test
+distdl.tasks.train
 distdl.tasks.validate
 distdl.tracking.clearml.ClearMLLogger distdl.tracking.mlflow.MLflowLogger
 """.split()  # noqa: SIM905

@@ -29,6 +29,7 @@ COMMANDS = {
     "prepare": ("distdl.cli.prepare", "write an image data set as shards, from tars or folders"),
     "data": ("distdl.cli.data", "check a data set: what it holds, how fast it can be read"),
     "plan": ("distdl.cli.plan", "recommend a strategy by its memory and traffic; needs no GPU"),
+    "doctor": ("distdl.cli.doctor", "examine the hosts, links and devices of a job"),
     "scale": ("distdl.cli.scale", "run the same benchmark on 1, 2, 4 ... devices"),
     "drill": ("distdl.cli.drill", "kill, stop and damage copies of a run: does it survive?"),
     "serve": ("distdl.cli.serve", "answer over HTTP with the model of a run"),
@@ -40,7 +41,7 @@ COMMANDS = {
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),
 }
 # Verbs that start runs: a signal that asks them to end is recorded in the run.
-STARTING = ("resume", "scale", "export", "drill")
+STARTING = ("resume", "scale", "export", "doctor", "drill")
 # Flags that Hydra itself handles.
 HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 

@@ -17,13 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 
 # Keys that say where a run runs, not what it is.
 WHERE = (
-    *("task", "launcher", "output_dir", "dry_run", "follow", "watchdog"),
+    *("task", "launcher", "output_dir", "dry_run", "follow", "watchdog", "preflight"),
     *("project.root", "project.allow"),
     *("project.max_snapshot_mb", "checkpoint.trust_pickle", "trainer.devices", "trainer.num_nodes"),
 )
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
 # Values of `task._target_`.
 TRAIN, BENCHMARK = "distdl.tasks.train", "distdl.tasks.benchmark"
+DOCTOR = "distdl.tasks.doctor"  # it builds nothing
 EVALUATE = tuple(f"distdl.tasks.{name}" for name in ("validate", "test", "predict"))
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (

@@ -168,6 +168,7 @@ class Config(_Fixed):
     follow: bool
     project: Project
     checkpoint: Checkpoint
+    preflight: bool = False
     watchdog: WatchdogSettings = WatchdogSettings()
     trainer: TrainerArguments
     task: Component

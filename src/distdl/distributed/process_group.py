@@ -20,10 +20,13 @@ from distdl.util.errors import UserError
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def connect(environment: Environment, accelerator: str) -> None:
+def connect(environment: Environment, accelerator: str, store: Any = None) -> None:
     """Joins the ranks of a run, for Lightning to find; does nothing for a single rank.
 
     Both backends are used, so that small agreements use gloo and never wait for the GPU's stream.
+
+    Args:
+        store: By which the ranks have found each other already; None: they do so here.
 
     Raises:
         UserError: NCCL finds two ranks on one GPU.
@@ -37,6 +40,7 @@ def connect(environment: Environment, accelerator: str) -> None:
     try:
         dist.init_process_group(
             backend(accelerator),
+            store=store,
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=TIMEOUT,

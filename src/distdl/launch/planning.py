@@ -225,7 +225,8 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     """Runs the second stage of validation, unless the run has finished, and adds notes to the plan.
     `apart` says that the run will have a process of its own, as a sweep's members do."""
     config, size, local = planned.config, planned.resources, is_local(planned.config)
-    if planned.finished and not config.dry_run:
+    builds = config.task.get("_target_") != configs.DOCTOR
+    if not builds or (planned.finished and not config.dry_run):
         return
     if planned.changes:  # otherwise the first stage has checked this config already
         validate.refuse(config, size, project_root=str(root_of(config)))

@@ -286,6 +286,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
     assert isinstance(where, dict)
     where.setdefault("project", {})["root"] = str(root)
     size = planned.resources
+    network = getattr(launcher_class(planned.config), "network_gbps", None)
     return {
         "run_id": planned.run_id,
         "python_path": python_path(root),
@@ -295,6 +296,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
         "global_batch_size": batches.global_batch_size(planned.config, size),
         "notes": planned.notes,
         **({"left_out": planned.left_out} if planned.left_out else {}),
+        "network_gbps": network and network(where["launcher"]),
     }
 
 

@@ -111,6 +111,10 @@ class RemoteStore(ABC):
         size = self._present(name)
         return self.retried(name, lambda: self._complete_range(name, 0, size)) if size else b""
 
+    def read_part(self, name: str, start: int, count: int) -> bytes:
+        """`count` bytes of a file from `start` on, in one request."""
+        return self.retried(name, lambda: self._complete_range(name, start, count))
+
     def download(self, name: str, to: Path, progress: Progress | None = None) -> None:
         size = self._present(name, progress)
         with reserved(to, size) as file:

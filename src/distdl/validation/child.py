@@ -50,7 +50,7 @@ SUPPLIED: dict[str, dict[str, tuple[str, ...]]] = {
         "consumed": ("interval",),
         "offered": ("steps_per_epoch", "max_epochs", "total_steps"),
     },
-    "task": {"supplied": ("context",)},
+    "task": {"supplied": ("context",), "offered": ("config",)},
 }
 
 

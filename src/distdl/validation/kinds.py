@@ -48,7 +48,7 @@ PARTS = (
 _SCHEDULES = ("constant", "warmup_cosine", "warmup_step")
 SCHEDULES = tuple(f"distdl.optim.schedules.{name}" for name in _SCHEDULES)
 STRATEGIES = ("distdl.strategies.auto", "distdl.strategies.single")
-_TASKS = ("benchmark", "predict", "test", "train", "validate")
+_TASKS = ("benchmark", "doctor", "predict", "test", "train", "validate")
 TASKS = tuple(f"distdl.tasks.{name}" for name in _TASKS)
 TRACKERS = ("distdl.tracking.mlflow.MLflowLogger",)
 # Arguments of timm's models that name a file to load, or describe where weights come from.

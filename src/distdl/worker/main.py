@@ -106,6 +106,7 @@ def import_torch() -> None:
         from distdl import tracking  # noqa: F401
         from distdl.checkpoint import fetching  # noqa: F401
         from distdl.distributed import process_group, rank_table  # noqa: F401
+        from distdl.doctor import examination, reach  # noqa: F401
         from distdl.worker import allocator, build, registration, summary  # noqa: F401
 
 
@@ -113,6 +114,7 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     """Joins the process group, builds the run and performs the task. Returns the task's metrics."""
     import_torch()  # do the slow imports before ranks wait for each other
     from distdl.distributed import process_group, rank_table
+    from distdl.doctor import examination, reach
     from distdl.worker import allocator, registration
 
     adopt_lightnings_loggers()
@@ -130,7 +132,11 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     if accelerator == "cpu":
         allocator.keep_freed_memory()
     log.debug("imports are done; joining the other ranks")  # each may take minutes
-    process_group.connect(environment, accelerator)
+    store = None
+    if examination.wanted(config) and environment.world_size > 1:
+        store = reach.rendezvous(environment)
+        examination.record_transport(context)
+    process_group.connect(environment, accelerator, store)
     failed = False
     try:
         metrics = build_and_run(config, context)
@@ -154,6 +160,7 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
     from distdl import tracking
     from distdl.checkpoint import fetching
     from distdl.distributed import process_group, rank_table
+    from distdl.doctor import examination
     from distdl.worker import summary
     from distdl.worker.build import build, make
 
@@ -164,6 +171,14 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
         attempt.record_ranks(ranks)
     if watchdog:
         watchdog.join(ranks)
+    arguments = configs.plain(config.task)
+    # Not through Hydra's `instantiate`, which would wrap the task's exceptions.
+    task = get_method(str(arguments.pop("_target_")))
+    if getattr(task, "before_build", False):
+        metrics: dict[str, float] = task(context, config=config, **arguments)
+        return metrics
+    if examination.wanted(config):
+        examination.examine(config, context, None)
     rank_table.warn_without_bf16(resources.accelerator, config.trainer.get("precision"))
     newest = newest_checkpoint(config, run) if rank == 0 else None
     checkpoint = fetching.provide(newest, run.path, environment)
@@ -204,9 +219,7 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
                     tracker.describe({f"parameters.{k}": v for k, v in counted.items()})
 
                 built.metrics.on_start = on_start
-            arguments = configs.plain(config.task)
-            # Not through Hydra's `instantiate`, which would wrap the task's exceptions.
-            metrics = get_method(str(arguments.pop("_target_")))(built, **arguments) or {}
+            metrics = task(built, **arguments) or {}
         state = JobState.SUCCEEDED
         if rank == 0:
             started = attempt.status().get("started", 0)

@@ -1,0 +1,52 @@
+"""`python -m distdl doctor [overrides]`: are the hosts, links and devices of a job all right?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+
+from distdl.doctor import FILE
+from distdl.ranks import environment
+from distdl.util.errors import UserError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 if nothing fails, 1 if something does."""
+    parser = argparse.ArgumentParser("python -m distdl doctor", description=__doc__)
+    parser.add_argument("overrides", nargs="*", help="as for a run")
+    parser.add_argument("--expect", type=float, metavar="GB/s", help="of a link between two hosts")
+    parser.add_argument(
+        "--json", action="store_true", help="print doctor.json instead of the table"
+    )
+    options = parser.parse_intermixed_args(list(argv))
+    if options.expect is not None and not 0 < options.expect < math.inf:
+        raise UserError.at("--expect", f"must be more than 0, not {options.expect}")
+    overrides = ["experiment_name=doctor", *options.overrides, "task=doctor", "tracking=none"]
+    if options.expect is not None:
+        overrides.append(f"task.expect={options.expect}")
+
+    from distdl.config import compose
+    from distdl.launch import dry_run, external, planning, start
+    from distdl.runs.directory import read_json
+
+    if environment.detect():
+        return int(external.train(overrides) != 0)
+    planned = planning.plan(compose.compose(overrides))
+    if planned.config.dry_run:
+        print(dry_run.render(planned))
+        return 0
+    output = sys.stdout
+    if options.json:  # whatever else this process and its ranks print goes to stderr
+        output = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+    code = start.start(planned, [*sys.argv])
+    last = planned.run.last_attempt()
+    if options.json and last:
+        report = read_json(last.path / FILE)
+        report = report or {"checks": [], "error": (last.first_error() or {}).get("message")}
+        print(json.dumps(report, indent=1), file=output, flush=True)
+    return int(code != 0)

@@ -1,0 +1,3 @@
+"""Examines the ranks, hosts and links of a job before it trains (docs/doctor.md)."""
+
+FILE = "doctor.json"
