@@ -49,6 +49,7 @@ def test_a_killed_rank_is_survived(project) -> None:
     assert "| kill_rank | " in printed and " | bit-equal | yes" in printed
 
 
+@pytest.mark.skipif(not MATRIX, reason="make matrix")
 def test_a_checkpoint_without_the_generators_is_found(project) -> None:
     arguments = (*TWO, FORGETFUL, "--faults", "kill_rank", "--steps", "20")
     code, printed, rows = drill(project, *arguments)

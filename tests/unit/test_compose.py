@@ -217,7 +217,7 @@ def test_the_recipe_does_not_depend_on_where_it_runs() -> None:
     assert where.task._target_ == "distdl.tasks.validate"
     assert (where.output_dir, where.dry_run) == ("elsewhere", True)
     assert where.launcher.max_attempts == 3
-    keys = "checkpoint trainer project task output_dir dry_run follow launcher watchdog"
+    keys = "checkpoint trainer project task output_dir dry_run follow launcher watchdog preflight"
     assert set(where) == set(keys.split())
 
 
