@@ -43,9 +43,8 @@ def attempts(project: Path) -> int:
 
 @pytest.mark.parametrize("devices", [1, 2] if MATRIX else [1])
 def test_a_bug_is_not_started_a_third_time(project: Path, devices: int) -> None:
-    done = distdl(
-        *RUN, f"trainer.devices={devices}", cwd=project, env={"AT": "3 3 3"}, module=UNCHECKED
-    )
+    size = f"trainer.devices={devices}"
+    done = distdl(*RUN, size, cwd=project, env={"AT": "3 3 3"}, module=UNCHECKED)
     assert done.returncode == 1 and attempts(project) == 2, done.stdout + done.stderr
     line = MODEL.splitlines().index('        raise ValueError("step 3 is bad")  # the line') + 1
     why = "not started again: it failed twice at step 3 with the same error: ValueError"
