@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import goodput
 
-# rank and process -> (time, step, ranks): step 2 is done, lost and done again; then one rank is left
+# rank and process -> (time, step, ranks): step 2 is done, lost and done again by the rank left over
 NOTES = {
     "0-11": [(10.0, 1, 2), (11.0, 2, 2)],
     "1-12": [(10.0, 1, 2), (11.0, 2, 2)],
