@@ -18,9 +18,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib.util
 import inspect
+import itertools
 import json
 import multiprocessing.util
 import os
@@ -43,6 +45,7 @@ ROOM = 1 << 16  # bytes: of the command line and of the environment that `ps` sh
 CLONE_PARENT = 0x8000  # linux/sched.h
 CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)  # its number as a system call
 SET_PARENT_DEATH_SIGNAL = 1  # linux/prctl.h
+FLAGS = ("-P", "-B")  # of Python; a spawned process gets those of the one that starts it
 # Read when Python or a library starts: with other values a fork would not be the same.
 AT_START = ("PYTHON", "LD_", "OMP_", "MKL_")
 PATH = "PYTHONPATH"  # but these folders are added, unless something in them would be imported first
@@ -146,8 +149,7 @@ def is_ours(command: Sequence[Any]) -> bool:
     words = [str(word) for word in command]
     if words[0] != sys.executable:
         return False
-    if words[1] == "-P":
-        words.pop(1)
+    words[1:] = itertools.dropwhile(FLAGS.__contains__, words[1:])
     spawned = words[1] == "-c" and words[2].startswith("from multiprocessing.spawn")
     return spawned or (words[1] == "-m" and words[2].partition(".")[0] == "distdl")
 
@@ -279,7 +281,10 @@ def own_server(files: Sequence[int]) -> Server:
             os._exit(0)
         serve(theirs)
     theirs.close()
-    return Server(ours, os.devnull)
+    # Out of the way as well, of the files that a spawned process gets.
+    with ours:
+        number = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 400)
+    return Server(socket.socket(fileno=number), os.devnull)
 
 
 def show(request: Mapping[str, Any]) -> None:
@@ -315,9 +320,9 @@ def exit_code(words: list[str]) -> int:
     if any(Path(folder, "distdl").is_dir() for folder in added(os.environ)):  # the copy of a job
         for name in [name for name in sys.modules if name.partition(".")[0] == "distdl"]:
             del sys.modules[name]
-    if words[0] == "-P":
-        words.pop(0)
-    else:
+    flags = [*itertools.takewhile(FLAGS.__contains__, words)]
+    words = words[len(flags) :]
+    if "-P" not in flags:
         sys.path.insert(0, os.getcwd() if words[0] == "-m" else "")
     if words[0] not in ("-c", "-m"):
         words.insert(0, "script")
