@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 PUBLISH_S = 0.5  # seconds between two pulses
 STALE_S = 3.0  # a rank that was silent for so long is not excused
+DEAF_S = 10.0  # nor is any, if this one has heard nothing for so long
 EXCHANGE_S = 10.0  # seconds between two records of how long steps take
 ANSWER_S = datetime.timedelta(seconds=5)
 PREFIX = "distdl/health"
@@ -44,6 +45,7 @@ class Peers:
         self.environment, self.heartbeat = environment, heartbeat
         self.on_straggler = on_straggler
         self.pulses: dict[int, dict[str, Any]] = {}
+        self._listened = time.monotonic()
         self.hang = False  # of any rank
         self.pulse: Mapping[str, Any] = {}  # of this rank, to publish
         self._heard: dict[int, tuple[int, float]] = {}
@@ -65,6 +67,8 @@ class Peers:
 
     def excuse(self, limit: float) -> bool:
         """Whether another rank may take longer than `limit` seconds in what it does now."""
+        if time.monotonic() - self._listened > DEAF_S:  # the store does not answer
+            return False
         for other in self.pulses.values():
             longer = other["limit"] is None or (other["limit"] > limit > 0)
             late = other["limit"] is not None and other["age"] > other["limit"]
@@ -94,7 +98,7 @@ class Peers:
             since = since if number == pulse["number"] else now
             self._heard[rank] = (pulse["number"], since)
             pulse["fresh"] = now - since < STALE_S
-        self.pulses = pulses
+        self.pulses, self._listened = pulses, now
 
     def _exchange(self, store: Any) -> None:
         """Publishes how long this rank's steps take; rank 0 compares them."""

@@ -179,6 +179,10 @@ class Watchdog:
         age = round(time.monotonic() - self._progress, 1)
         files = [file for file, _, _ in stack]
         in_step = self.heartbeat.in_step and not any(map(COMPILERS.search, files))
+        waits = age > SOON and bool(self._waits_for(stack))
+        # Once it trains, a rank that waits needs no longer limit: those that it waits for excuse
+        # it, unless they cannot be reached any more.
+        short = in_step or (waits and self.heartbeat.count > 0)
         return {
             "rank": environment.rank,
             "host": self._host,
@@ -190,8 +194,8 @@ class Watchdog:
             "number": self._number,
             "pids": self._pids,
             "in_step": in_step,
-            "limit": self._limit(in_step, files),
-            "waits": age > SOON and bool(self._waits_for(stack)),
+            "limit": self._limit(short, files),
+            "waits": waits,
             "where": innermost(stack),
             **self.heartbeat.facts(),
         }
@@ -206,13 +210,13 @@ class Watchdog:
         """That of the main thread, the innermost frame first."""
         return _frames(traceback.walk_stack(sys._current_frames()[self._main]))
 
-    def _limit(self, in_step: bool, files: Sequence[str]) -> float | None:
-        """Seconds without progress until this rank hangs; None: none. `files` are those of the main
-        thread's frames."""
+    def _limit(self, short: bool, files: Sequence[str]) -> float | None:
+        """Seconds without progress until this rank hangs; None: none. `short`: the limit of a step.
+        `files` are those of the main thread's frames."""
         heartbeat = self.heartbeat
         if heartbeat.phase == PREPARE or any(map(DEBUGGERS.search, files[:INNERMOST])):
             return None
-        if not in_step:
+        if not short:
             return max(LONG_S, self.timeout or 0)
         if self.timeout or heartbeat.count < STEPS or heartbeat.phase > OPTIMIZER:
             return self.timeout or STEP_S
