@@ -29,9 +29,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def drill(project: Path, *arguments: str, timeout: float = 240):
+def drill(project: Path, *arguments: str, **more):
     """The exit code, what was printed, and the rows of drill.json by their fault."""
-    done = distdl("drill", *arguments, cwd=project, module=UNCHECKED, timeout=timeout)
+    done = distdl("drill", *arguments, cwd=project, module=UNCHECKED, timeout=600, **more)
     printed = done.stdout + done.stderr
     newest = max(project.glob("outputs/default/drill-*/drill.json"), default=None)
     assert newest is not None, printed
@@ -60,13 +60,16 @@ def test_a_checkpoint_without_the_generators_is_found(project) -> None:
 
 
 @pytest.mark.skipif(not MATRIX, reason="make matrix")
+@pytest.mark.timeout(900)
 def test_all_faults_are_survived(project) -> None:
-    code, printed, rows = drill(project, *TWO, timeout=900)
+    """Of the faults, `cut_link` needs real processes: forks would be in another network."""
+    code, printed, rows = drill(project, *TWO, "--faults", ",".join({*FAULTS} - {"cut_link"}))
     print(printed)
-    assert [*rows] == [*FAULTS]
-    for name, row in rows.items():
-        if row["survived"] is None:
-            assert name == "cut_link" and "namespace" in row["note"] + "namespace", row
-        else:
-            assert row["survived"] and row["rightly"], printed
-    assert code == 0, printed
+    assert {*rows} == {*FAULTS} - {"cut_link"} and code == 0, printed
+    assert all(row["survived"] and row["rightly"] for row in rows.values()), printed
+    run = next(project.glob("outputs/default/drill-*/twin"))
+    code, printed, rows = drill(project, str(run), "--faults", "cut_link", fresh=True)
+    print(printed)
+    (row,) = rows.values()
+    assert row["survived"] if os.geteuid() == 0 else "needs root" in row["note"], printed
+    assert code == (not row["survived"]), printed

@@ -45,6 +45,13 @@ class TrackingServer:
             return bool(urllib.request.urlopen(f"{self.uri}/health", timeout=2).status == 200)
         return False
 
+    def lacks(self, run: Path) -> bool:
+        """Whether anything that a run has logged has not arrived."""
+        from distdl.tracking.delivery import Delivery
+        from distdl.tracking.outbox import Outbox
+
+        return Delivery(Outbox(run), self.uri).is_behind()
+
     def stop(self) -> None:
         """SIGKILL, also to its workers."""
         with suppress(ProcessLookupError):

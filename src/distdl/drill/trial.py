@@ -80,6 +80,8 @@ def inject(row: FaultRow, run: DrilledRun, moment: int, random: Random) -> None:
     row.rightly = row.named in fault.causes and (not report or report.rank in hit)
     if not resumed or not run.succeeded:
         row.note = "it did not come to its end" if resumed else "it did not resume"
+    elif run.server and run.server.lacks(run.run.path):
+        row.note = "metrics were not delivered"
 
 
 def compare(row: FaultRow, run: DrilledRun, twin: Path, tolerance: float) -> None:
