@@ -31,7 +31,8 @@ def counted(owner, name, key, note):
     setattr(owner, name, call)
 counted(LocalLauncher, "request", "request", lambda *_: [1])
 counted(run_files, "load_yaml", "launch.yaml", lambda path, *_: [1] * (path.name == "launch.yaml"))
-counted(attempt, "write_json", "status.json", lambda path, value: [value["state"]])
+states = lambda path, value: [value.get("state")] * (path.name == "status.json")
+counted(attempt, "write_json", "status.json", states)
 sys.argv[0] = command_line.__file__
 code = command_line.main()
 calls["packages"] = provenance.packages.cache_info().misses

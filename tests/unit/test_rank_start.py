@@ -166,7 +166,11 @@ def test_ddp_is_built_on_the_stream_of_the_step(monkeypatch: pytest.MonkeyPatch)
 
 def perform(monkeypatch: pytest.MonkeyPatch, world: int, accelerator: str) -> None:
     """What a worker does up to the table of ranks."""
-    monkeypatch.setattr(main, "effective_config", lambda *_: OmegaConf.create())
+    monkeypatch.setattr(
+        main,
+        "effective_config",
+        lambda *_: OmegaConf.create({"task": {"_target_": "distdl.tasks.train"}}),
+    )
     bundle: Any = SimpleNamespace(python_path=lambda _: [])
     attempt: Any = SimpleNamespace(record_error=lambda *_, **__: None, path=Path("r/attempts/1"))
     size = Resources(accelerator=accelerator)
