@@ -1,57 +1,54 @@
-"""The journal and the sampler. A disk that is full for it is in test_mlflow.py."""
-
-from __future__ import annotations
+"""The journal, and who may write to it. A disk that is full for it is in test_mlflow.py."""
 
 import json
 import math
 import os
 import threading
 import time
-from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from mlflow.tracking import MlflowClient
 
 from distdl.runs.records import journal_path, read
 from distdl.tracking.journal import Journal
-from distdl.tracking.system import SystemMetrics
-from tests.tracking.conftest import Tracked, until
+from tests.tracking.conftest import Tracked, logger
+from tests.waiting import until
 
 
 @pytest.fixture
-def path(tmp_path) -> Path:
+def path(tmp_path):
     return journal_path(tmp_path)
 
 
-def test_every_value_is_kept_with_its_step_and_attempt(tmp_path, path) -> None:
+def test_every_value_is_kept_with_its_step_and_attempt(tmp_path, path):
     journal = Journal(path, tmp_path, attempt=3)
     before, tensor = time.time(), torch.tensor(0.1)
     journal.log_metrics({"train/loss": tensor, "größe": 2}, 7)
     tensor += 1  # it is read when it is logged
-    journal.log_metrics({"a": math.nan, "b": math.inf, "c": -math.inf}, 8)
+    odd = {"a": math.nan, "b": math.inf, "c": -math.inf}
+    journal.log_metrics(odd, 8)
     until(lambda: path.is_file() and len([*read(path)]) == 2, 5)  # within a second
     journal.log_metrics({"text": "no number"}, 9)
     journal.log_metrics({("odd", "key"): 1.0}, np.int64(10))  # a user's module may do so
     journal.close()
-    first, second, odd = read(path)
-    assert (odd.step, odd.metrics) == (10, {"('odd', 'key')": 1.0})
+    first, second, third = read(path)
     assert (first.step, first.attempt) == (7, 3) and before - 0.001 <= first.time <= time.time()
     assert first.metrics == {"train/loss": pytest.approx(0.1), "größe": 2.0}
-    assert second.metrics == pytest.approx(
-        {"a": math.nan, "b": math.inf, "c": -math.inf}, nan_ok=True
-    )
+    assert second.metrics == pytest.approx(odd, nan_ok=True)
+    assert (third.step, third.metrics) == (10, {"('odd', 'key')": 1.0})
     for line in path.read_text().splitlines():  # valid JSON for other readers, too
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_each_record_is_read_once_whatever_a_kill_left(tmp_path, path) -> None:
+def test_each_record_is_read_once_whatever_a_kill_left(tmp_path, path):
     torn = (lambda f: f.write(b'{"t": 1.0, "step": 99, "att'), lambda f: f.truncate(f.tell() - 1))
     steps, offset = [], 0
-    for attempt in range(1, 5):
+    for attempt in (1, 2, 3):
         journal = Journal(path, tmp_path, attempt)
-        for step in range(5):
+        for step in (0, 1):
             journal.log_metrics({"x": 1.0}, 10 * attempt + step)
         journal.close()
         with path.open("r+b") as file:
@@ -60,18 +57,15 @@ def test_each_record_is_read_once_whatever_a_kill_left(tmp_path, path) -> None:
         for record in read(path, offset):
             steps.append(record.step)
             offset = record.end
-    assert steps == [10 * a + s for a in range(1, 5) for s in range(5)]
-    assert [record.step for record in read(path)] == steps
+    assert steps == [record.step for record in read(path)] == [10, 11, 20, 21, 30, 31]
 
 
 @pytest.mark.parametrize("blocked", ["disk", "server"])
-def test_a_step_does_not_wait(outputs, monkeypatch, blocked: str) -> None:
-    from mlflow.tracking import MlflowClient
-
+def test_a_step_does_not_wait(outputs, monkeypatch, blocked):
     owner, name = (os, "write") if blocked == "disk" else (MlflowClient, "log_batch")
     real, asked, answers = getattr(owner, name), threading.Event(), threading.Event()
 
-    def waits(*args: Any, **kw: Any) -> Any:
+    def waits(*args, **kw):
         asked.set()
         answers.wait()
         return real(*args, **kw)
@@ -88,35 +82,31 @@ def test_a_step_does_not_wait(outputs, monkeypatch, blocked: str) -> None:
     assert blocked == "disk" or tracked.delivered == tracked.owed
 
 
-def test_only_rank_0_writes_but_every_rank_has_the_same_loggers(tmp_path) -> None:
+def test_every_rank_may_write_to_every_logger_and_rank_0_records(tmp_path, monkeypatch):
+    """Four ranks on two nodes, while MLflow's server is away and a source of the sampler fails."""
+    monkeypatch.setattr("psutil.net_io_counters", Mock(side_effect=RuntimeError))
     for rank in range(4):
         node, local = divmod(rank, 2)
         position = {"rank": rank, "local_rank": local, "node_rank": node, "world_size": 4}
-        tracked = Tracked(tmp_path, components={}, **position)
-        assert len(tracked.loggers) == 1
-        tracked.loggers[0].log_metrics({"train/loss": float(rank)}, 1)
+        options = {"flush_timeout": 0, "system_metrics_interval": 15}
+        away = logger(tracking_uri="http://127.0.0.1:9", **options)
+        tracked = Tracked(tmp_path, components={"mlflow": away}, **position)
+        ours, journal = tracked.loggers
+        for each in (ours, journal) if rank else [journal]:
+            each.experiment.add_image("x", 1)
+            each.experiment.log_text(each.run_id, "x", os.path.join(each.experiment_id or "", "x"))
+        journal.log_image(key="x", images=[])
+        journal.watch(None)
+        assert journal.log_dir == journal.root_dir == str(tracked.folder)
+        for each in tracked.loggers:
+            each.log_hyperparams({"x": 1})
+            each.log_metrics({"train/loss": float(rank)}, 1)
+        assert rank == 0 or (ours.run_id, ours.name) == (None, None)
         tracked.finish()
     first, second = ([r.metrics for r in tracked.records(node)] for node in (0, 1))
     assert [m["train/loss"] for m in first if "train/loss" in m] == [0.0]
-    assert any("system/cpu_percent" in metrics for metrics in first)
+    sampled = [metrics for metrics in first if "system/cpu_percent" in metrics]
+    assert sampled and all(0 <= metrics["system/cpu_percent"] <= 100 for metrics in sampled)
+    assert all(0 < metrics["system/memory_gib"] < 1e5 for metrics in sampled)
     assert second and all(k.startswith("system/node1/") for metrics in second for k in metrics)
     assert len([*(tracked.folder / "logs").iterdir()]) == 2
-
-
-def test_the_sampler_survives_a_source_that_fails(tmp_path, path) -> None:
-    journal, calls = Journal(path, tmp_path), []
-    sampler = SystemMetrics(journal, 0.01, 0, tmp_path)
-
-    def broken() -> dict[str, float]:
-        calls.append(1)
-        raise RuntimeError("driver is gone")
-
-    sampler.sources.insert(0, broken)
-    sampler.start()
-    until(lambda: len(calls) > 5, 10)
-    sampler.stop()
-    journal.close()
-    samples = [record.metrics for record in read(path)]
-    assert len(samples) >= 4
-    assert all(0 <= sample["system/cpu_percent"] <= 100 for sample in samples)
-    assert all(0 < sample["system/memory_gib"] < 1e5 for sample in samples)

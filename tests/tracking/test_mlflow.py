@@ -1,7 +1,5 @@
 """What MLflow receives of a run, in real databases, live or by `track sync`."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -12,9 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -25,13 +21,14 @@ from distdl.tracking.client import set_aside
 from distdl.tracking.mlflow import how_to_open
 from distdl.tracking.outbox import Outbox, redact
 from distdl.util.errors import UserError
-from tests.tracking.conftest import Tracked, client, database, delivered, logger, runs_of, until
+from tests.tracking.conftest import Tracked, database, delivered, logger, runs_of
+from tests.waiting import until
 
 # Names that MLflow would refuse.
 ODD = ("acc@1", "a//b", "/c", "../d", "a/../e", "x" * 300, "loss[0]", "@")
 
 
-def test_one_mlflow_run_across_attempts(outputs, caplog) -> None:
+def test_one_mlflow_run_across_attempts(outputs, caplog):
     tags = {"team": "vision", "git.commit": "abc123"}
     ends = ({}, "PREEMPTED", "KILLED"), ({"optimizer.lr": 0.2}, "SUCCEEDED", "FINISHED")
     for attempt, (changed, ended, shown) in enumerate(ends, 1):
@@ -41,20 +38,16 @@ def test_one_mlflow_run_across_attempts(outputs, caplog) -> None:
             tracked.log({"train/loss": 1.0 / (step + 1)}, step + 2 * attempt)
         tracked.log(dict.fromkeys(ODD, 1.0), 9)
         tracked.connected()
-        run = tracked.finish(ended)
+        run = tracked.finish(ended).run
         assert run.info.status == shown
     assert run.info.run_name == "r"
     assert run.data.params == {"lr": "0.1", "model": "x" * 500, "new1": "1", "new2": "1"}
     assert "refuses" not in caplog.text
     assert json.loads(run.data.tags["distdl.runs.attempt.2.changed"]) == {"optimizer.lr": 0.2}
-    assert run.data.tags.items() >= {
-        ("distdl.run_id", "a/r"),
-        ("distdl.attempts", "2"),
-        ("distdl.runs.attempt.1.state", "PREEMPTED"),
-        ("distdl.runs.attempt.2.state", "SUCCEEDED"),
-        ("mlflow.source.git.commit", "abc123"),
-        ("team", "vision"),
-    }
+    expected = {"team": "vision", "mlflow.source.git.commit": "abc123", "distdl.attempts": "2"}
+    for attempt, state in (("1", "PREEMPTED"), ("2", "SUCCEEDED")):
+        expected[f"distdl.runs.attempt.{attempt}.state"] = state
+    assert run.data.tags.items() >= (expected | {"distdl.run_id": "a/r"}).items()
     assert tracked.delivered == tracked.owed
     assert tracked.artifacts() == ["attempts", "config.yaml", "packages.txt"]
     sent, own = (folder / "config.yaml" for folder in (tracked.stored, tracked.folder))
@@ -63,22 +56,22 @@ def test_one_mlflow_run_across_attempts(outputs, caplog) -> None:
     assert not any(Path.cwd().iterdir()), "MLflow wrote into the current folder"
 
 
-def test_a_lost_state_file_finds_the_run_again(outputs) -> None:
+def test_a_lost_state_file_finds_the_run_again(outputs):
     for attempt in (1, 2):
         tracked = Tracked(outputs, "lost/r", attempt)
         tracked.log({"x": 1.0}, attempt)
-        run = tracked.finish("FAILED")
+        run = tracked.finish("FAILED").run
         (tracked.folder / "tracking/mlflow.json").unlink()
     assert tracked.delivered == tracked.owed and run.info.status == "FAILED"
-    Tracked(outputs, "lost/r").tracking.finish("SUCCEEDED")
+    Tracked(outputs, "lost/r").finish()
     assert len(runs_of(database(outputs), "lost")) == 2, "a new run of the same name is another one"
 
 
-def test_a_server_that_refuses_some_data_gets_the_rest(outputs, monkeypatch, caplog) -> None:
+def test_a_server_that_refuses_some_data_gets_the_rest(outputs, monkeypatch, caplog):
     """Azure ML refuses a request that would make too many parameters of a run."""
     log_batch, asked = MlflowClient.log_batch, []
 
-    def limited(self: Any, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> Any:
+    def limited(self, run_id, metrics=(), params=(), tags=()):
         known = len(self.get_run(run_id).data.params) if params else 0
         asked.extend(params and [len(params)])
         if known + len(params) > 130 or any(point.key == "bad" for point in metrics):
@@ -92,7 +85,7 @@ def test_a_server_that_refuses_some_data_gets_the_rest(outputs, monkeypatch, cap
     tracked.tracking.describe({"parameters.total": 5, "api_token": "canary"})
     for step in range(20):
         tracked.log({"good": 1.0, **({"bad": 1.0} if step in (7, 8) else {})}, step)
-    run = tracked.finish()
+    run = tracked.finish().run
     assert {f"p.{i}" for i in range(130)} == {*run.data.params}
     assert (run.info.run_name, run.info.status) == ("lr=0.1", "FINISHED")
     assert [step for _, _, step in tracked.delivered] == [*range(20)] and len(asked) < 60
@@ -101,11 +94,11 @@ def test_a_server_that_refuses_some_data_gets_the_rest(outputs, monkeypatch, cap
     assert sum("(p.130, p.131, p.132, ...)" in message for message in refused) == 1
     assert len(refused) <= 3, "parameters that come later are refused later"
     command, page = tracked.tracking.how_to_open()
-    assert command == f"mlflow ui --backend-store-uri {tracked.uri}"
+    assert command == f"mlflow ui --backend-store-uri {database(outputs)}"
     assert page.endswith(f":5000/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}")
 
 
-def test_an_incomplete_database_is_renamed_and_created_again(tmp_path, caplog) -> None:
+def test_an_incomplete_database_is_renamed_and_created_again(tmp_path, caplog):
     path = tmp_path / "mlflow.db"
     for runs in (["somebody's"], []):
         path.unlink(missing_ok=True)
@@ -117,28 +110,14 @@ def test_an_incomplete_database_is_renamed_and_created_again(tmp_path, caplog) -
         os.utime(path, (0, 0))
         if runs:
             assert not set_aside(database(tmp_path), 0) and path.is_file()
-    assert Tracked(tmp_path).finish().info.status == "FINISHED"
+    assert Tracked(tmp_path).finish().run.info.status == "FINISHED"
     (kept,) = tmp_path.glob("mlflow.db.incomplete-*")
     assert f"it is renamed to {kept.name}" in caplog.text
 
 
-def test_an_azure_job_names_its_page_in_the_studio(tmp_path, monkeypatch) -> None:
-    outbox = Outbox(tmp_path)
-    outbox.state.run_id, outbox.state.experiment_id = "brave_cup", "1"
-    assert how_to_open("azureml://x", outbox) == ["azureml://x"]
-    for name in ("SUBSCRIPTION", "RESOURCEGROUP", "WORKSPACE_NAME"):
-        monkeypatch.setenv(f"AZUREML_ARM_{name}", name.lower())
-    assert how_to_open("azureml://x", outbox) == [
-        "https://ml.azure.com/runs/brave_cup?wsid=/subscriptions/subscription"
-        "/resourcegroups/resourcegroup/workspaces/workspace_name"
-    ]
-
-
-def test_the_jobs_own_run_wins(outputs, monkeypatch) -> None:
-    uri = database(outputs)
-    Tracked(outputs, "other/r").finish()
-    mlflow = client(uri)
-    experiment = mlflow.get_experiment_by_name("other").experiment_id
+def test_an_azure_job_has_its_own_run_and_page(outputs, monkeypatch):
+    uri, mlflow = database(outputs), MlflowClient(database(outputs))
+    experiment = mlflow.create_experiment("other")
     jobs = [mlflow.create_run(experiment).info.run_id for _ in range(2)]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     for attempt, job in enumerate(jobs, 1):
@@ -147,37 +126,40 @@ def test_the_jobs_own_run_wins(outputs, monkeypatch) -> None:
         monkeypatch.delenv("MLFLOW_RUN_ID")  # as mlflow.start_run() does
         tracked = Tracked(outputs, "job/r", attempt, {"mlflow": component})
         tracked.log({"x": 1.0}, attempt)
-        tracked.tracking.finish("SUCCEEDED")
+        tracked.finish()
         run = mlflow.get_run(job)
         assert run.data.tags["distdl.run_id"] == "job/r"
         assert len(delivered(uri, job)) == attempt, "a later job shows the complete history"
         assert run.info.status == "RUNNING", "the platform ends it"
     assert run.data.tags["distdl.previous_job"] == jobs[0]
     assert mlflow.get_experiment_by_name("job") is None
+    assert how_to_open("azureml://x", Outbox(tracked.folder)) == ["azureml://x"]
+    for name in ("SUBSCRIPTION", "RESOURCEGROUP", "WORKSPACE_NAME"):
+        monkeypatch.setenv(f"AZUREML_ARM_{name}", name.lower())
+    assert how_to_open("azureml://x", Outbox(tracked.folder)) == [
+        f"https://ml.azure.com/runs/{jobs[1]}?wsid=/subscriptions/subscription"
+        "/resourcegroups/resourcegroup/workspaces/workspace_name"
+    ]
 
 
-def test_a_password_in_the_address_is_never_written(tmp_path, caplog) -> None:
+def test_a_password_in_the_address_is_never_written(tmp_path, caplog):
     canary = "s3cr3t-canary"
     uri = f"http://me:{canary}@127.0.0.1:9/x?token={canary}"
     tracked = Tracked(tmp_path, components={"mlflow": logger(tracking_uri=uri, flush_timeout=0.5)})
     until(lambda: "fails; training" in caplog.text)
-    tracked.tracking.finish("SUCCEEDED")
+    tracked.finish()
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or canary not in path.read_text(), path
     assert canary not in "".join(tracked.tracking.how_to_open())
     token = "gh" + "p_" + "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7cF0hJ3kL6"
-    for address, hidden in (
-        (database(tmp_path), ""),
-        (f"https://{token}@host/x", "https://***@host/x"),
-        ("postgresql://me@host/db", ""),
-    ):
-        assert redact(address) == (hidden or address)
+    assert redact(f"https://{token}@host/x") == "https://***@host/x"
+    assert redact("postgresql://me@host/db") == "postgresql://me@host/db"
 
 
-def test_what_is_logged_again_while_it_is_being_sent_is_sent_again(outputs, monkeypatch) -> None:
+def test_what_is_logged_again_while_it_is_being_sent_is_sent_again(outputs, monkeypatch):
     real, texts = MlflowClient.log_artifact, ["newer", "newest"]
 
-    def slow(self: MlflowClient, run_id: str, path: str, *args: Any) -> None:
+    def slow(self, run_id, path, *args):
         real(self, run_id, path, *args)
         if path.endswith("latest.txt") and texts:
             mlflow.log_text(None, texts.pop(0), "latest.txt")
@@ -192,7 +174,7 @@ def test_what_is_logged_again_while_it_is_being_sent_is_sent_again(outputs, monk
 
 
 @contextlib.contextmanager
-def full_disk() -> Iterator[None]:
+def full_disk():
     """It takes no file above 4 KiB."""
     before, answer = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -204,7 +186,7 @@ def full_disk() -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, answer)
 
 
-def test_a_full_disk_costs_a_file_but_no_metric_and_not_the_training(outputs, caplog) -> None:
+def test_a_full_disk_costs_a_file_but_no_metric_and_not_the_training(outputs, caplog):
     Path("large.bin").write_bytes(os.urandom(10_000))
     tracked = Tracked(outputs, "full/r")
     ours = tracked.loggers[0]
@@ -216,105 +198,80 @@ def test_a_full_disk_costs_a_file_but_no_metric_and_not_the_training(outputs, ca
             tracked.log({"x": float(step)}, step)
             tracked.journal.flush()
     ours.experiment.log_artifact(None, "large.bin", "later")
-    run = tracked.finish()
+    assert len(tracked.finish().run.data.params) == 20
     assert tracked.artifacts() == ["config.yaml", "later", "packages.txt"]
-    assert (
-        f"large.bin cannot be copied for MLflow and is not sent: [Errno {errno.EFBIG}]"
-        in caplog.text
-    )
-    assert len(run.data.params) == 20
+    not_sent = f"large.bin cannot be copied for MLflow and is not sent: [Errno {errno.EFBIG}]"
+    assert not_sent in caplog.text
     assert [record.step for record in tracked.records()] == [*range(100)]
     assert tracked.delivered == tracked.owed
     for fragment in ("metrics.jsonl cannot be written", "metrics.jsonl can be written again"):
         assert caplog.text.count(fragment) == 1
 
 
-# Senders in processes of their own (their imports, forks and kills), and `track sync`
-
-IN_A_PROCESS = """
-import os, sys, time
+# Senders in processes of their own (their imports, forks and kills), and `track sync`.
+SENDER = """
+import os, signal, sys, time
 from pathlib import Path
 from distdl.tracking import RunInfo
 from distdl.tracking.mlflow import MLflowLogger
 from distdl.runs.records import encode, journal_path
 outputs, run_id = Path(sys.argv[1]), sys.argv[2]
 run = outputs / run_id
-info = RunInfo(run, run_id, 1, 0, 0, 0, 1, outputs, run_id.split("/")[0])
 component = MLflowLogger(interval=0.1)
-component.start(info)
+component.start(RunInfo(run, run_id, 1, 0, 0, 0, 1, outputs, run_id.split("/")[0]))
 journal = journal_path(run)
 journal.parent.mkdir(parents=True, exist_ok=True)
-"""  # without Lightning, whose import would take most of the time
+"""
 
 
-def in_processes(code: str, outputs: Path, *run_ids: str, exit_code: int = 0) -> str:
+def in_processes(code, outputs, *run_ids, exit_code=0):
     """Runs senders at the same time; returns their stderr."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", IN_A_PROCESS + code, str(outputs)]
-    started = [subprocess.Popen([*command, name], stderr=pipe, text=True) for name in run_ids]
+    command = [sys.executable, "-c", SENDER + code, str(outputs)]
+    pipe = {"stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([*command, name], **pipe) for name in run_ids]
     errors = "".join(process.communicate()[1] for process in started)
     assert {process.returncode for process in started} == {exit_code}, errors
     return errors
 
 
-def test_two_runs_may_start_at_the_same_time_in_a_new_project(tmp_path) -> None:
-    code = "journal.write_bytes(encode(1.0, 1, 1, {'x': 1.0}))\ncomponent.finish('SUCCEEDED')"
-    out = tmp_path / "outputs"
-    assert "fails" not in in_processes(code, out, "race/0", "race/1")
-    runs = runs_of(database(out), "race")
-    assert sorted((r.info.run_name, r.data.metrics["x"]) for r in runs) == [("0", 1.0), ("1", 1.0)]
-
-
-def test_a_step_does_not_wait_for_an_import(tmp_path) -> None:
-    """While it loads a library, the sender's thread holds the interpreter."""
+def test_two_runs_start_at_the_same_time_and_no_step_waits_for_an_import(tmp_path):
+    """In a new project. While it loads a library, the sender's thread holds the interpreter."""
     code = """
+import distdl.cli.track, distdl.cli.report
 component.settle()
 before = set(sys.modules)
-assert "mlflow" in before
+assert "mlflow" in before and not before & {"torch", "lightning"}
 journal.write_bytes(encode(1.0, 1, 1, {"x": 1.0}))
 component.finish("SUCCEEDED")
 late = [name for name in sys.modules if name not in before]
 late = [name for name in late if not name.startswith("mlflow.store.db.")]  # scripts of Alembic's
 sys.exit(f"imported while steps ran: {late}" if late else 0)
 """
-    in_processes(code, tmp_path / "outputs", "late/r")
-    (run,) = runs_of(database(tmp_path / "outputs"), "late")
-    assert run.data.metrics == {"x": 1.0}
+    out = tmp_path / "outputs"
+    assert "fails" not in in_processes(code, out, "race/0", "race/1")
+    runs = runs_of(database(out), "race")
+    assert sorted((r.info.run_name, r.data.metrics["x"]) for r in runs) == [("0", 1.0), ("1", 1.0)]
 
 
-def test_a_data_loader_may_fork_while_mlflow_is_being_imported(tmp_path) -> None:
+def test_a_data_loader_may_fork_while_mlflow_is_being_imported(tmp_path):
     """Else its worker waits for ever on the import lock of what mlflow was importing."""
     code = """
 while "mlflow" not in sys.modules:
     time.sleep(0.001)
 child = os.fork()
-if child == 0:
+if not child:
+    signal.alarm(200)
     import mlflow
     os._exit(0)
-end = time.time() + 200
-while os.waitpid(child, os.WNOHANG) == (0, 0):
-    if time.time() > end:
-        os.kill(child, 9)
-        sys.exit("the child hangs")
-    time.sleep(0.05)
+sys.exit("the child hangs" if os.waitpid(child, 0)[1] else 0)
 """
     in_processes(code, tmp_path / "outputs", "fork/r")
 
 
-def test_reading_and_syncing_need_no_torch() -> None:
-    code = (
-        "import sys; import distdl.cli.track, distdl.cli.report, distdl.runs.records;"
-        "import distdl.tracking.delivery, distdl.tracking.mlflow;"
-        "sys.exit(str({'torch', 'lightning', 'mlflow', 'matplotlib'} & sys.modules.keys() or ''))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stderr.strip() == ""
-
-
-def test_refusals_of_sync(tmp_path) -> None:
+def test_refusals_of_sync(tmp_path):
     Tracked(tmp_path, "e/untracked", components={}).finish()
     away = logger(tracking_uri="http://me:pw@127.0.0.1:9", flush_timeout=0)
-    Tracked(tmp_path, "e/secret", components={"mlflow": away}).tracking.finish("FAILED")
+    Tracked(tmp_path, "e/secret", components={"mlflow": away}).finish("FAILED")
     for folder, path, fragment in (
         ("nothing", "", "there is no such folder"),
         ("", "", r"is not a run(.|\n)*e/untracked"),
@@ -326,19 +283,7 @@ def test_refusals_of_sync(tmp_path) -> None:
         assert error.value.problems[0].path == f"{tmp_path / folder}{path}"
 
 
-def test_sync_of_a_running_run_leaves_it_alone(outputs, capsys) -> None:
-    tracked = Tracked(outputs, "active/r")
-    tracked.connected()  # under the lock, which another process respects
-    code = "import sys; from distdl.cli.track import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "sync", str(tracked.folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, "still active" in done.stdout) == (0, True), done
-    tracked.finish()
-    assert tracked.sync() == 0
-    assert "Nothing was left to send" in capsys.readouterr().out
-
-
-def test_sync_ends_a_run_that_was_killed(outputs) -> None:
+def test_sync_ends_a_run_that_was_killed(outputs):
     code = """
 while not component.delivery.run_id:
     time.sleep(0.05)
@@ -363,9 +308,14 @@ os.kill(os.getpid(), 9)
     assert [f.read_text() for f in stored.iterdir()] == ["new"] and run.data.params["lr"] == "0.1"
 
 
-def test_sync_of_a_foreign_run_sends_no_file_from_elsewhere(outputs) -> None:
+def test_sync_leaves_a_running_run_alone_and_sends_no_file_from_elsewhere(outputs, capsys):
     tracked = Tracked(outputs, "foreign/r")
-    tracked.finish()
+    tracked.connected()  # under the lock, which another process respects
+    code = "import sys; from distdl.cli.track import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "sync", str(tracked.folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, "still active" in done.stdout) == (0, True), done
+    assert tracked.finish().sync() == 0 and "Nothing was left to send" in capsys.readouterr().out
     mine, kept = outputs / "mine", tracked.folder / "tracking/artifacts"
     mine.mkdir()
     (mine / "private.txt").write_text("a private file")

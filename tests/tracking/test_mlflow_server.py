@@ -1,7 +1,5 @@
 """The follower and `track sync`, against a real MLflow server."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -10,44 +8,41 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from mlflow.entities import Metric
+from mlflow.tracking import MlflowClient
 
 from tests.conftest import free_port
-from tests.tracking.conftest import Tracked, client, draw, logger, until
+from tests.tracking.conftest import Tracked, draw, logger
+from tests.waiting import until
 
 
 class Server:
     """`mlflow server` on one port and one database, which can be killed and started again."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, free_port()
+    def __init__(self, folder):
+        self.folder, self.port, self.process = folder, free_port(), None
         self.uri = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, wait: bool = True) -> None:
+    def start(self, wait=True):
         command = f"-m mlflow server --host 127.0.0.1 --workers 1 --port {self.port}".split()
         database, artifacts = f"sqlite:///{self.folder}/s.db", self.folder / "artifacts"
         command += ["--backend-store-uri", database, "--artifacts-destination", str(artifacts)]
-        quiet: Any = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
         env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        self.process = subprocess.Popen(
-            [sys.executable, *command], cwd=self.folder, env=env, start_new_session=True, **quiet
-        )
+        options = {"cwd": self.folder, "env": env, "start_new_session": True}
+        options |= dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+        self.process = subprocess.Popen([sys.executable, *command], **options)
         if wait:
-            until(self.answers, 120)
+            until(self.answers)
 
-    def answers(self) -> bool:
+    def answers(self):
         with contextlib.suppress(OSError):
             return urllib.request.urlopen(self.uri + "/health", timeout=2).status == 200
-        return False
 
-    def kill(self) -> None:
+    def kill(self):
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -55,13 +50,13 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
+def server(tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("server"))
     yield server
     server.kill()
 
 
-def test_a_server_that_is_down_comes_up_fails_and_comes_back(server, tmp_path, caplog) -> None:
+def test_a_server_that_is_down_comes_up_fails_and_comes_back(server, tmp_path, caplog):
     """One story, because a server takes long to start: a run that outlives two outages."""
     missed = run_without_its_server(server, tmp_path, caplog)
     caplog.clear()
@@ -69,12 +64,12 @@ def test_a_server_that_is_down_comes_up_fails_and_comes_back(server, tmp_path, c
     options = {"params": {"lr": 0.1}, "world_size": 2}
     tracked = Tracked(tmp_path, "server/r", components={"mlflow": component}, **options)
 
-    def log(first: int) -> None:
+    def log(first):
         for step in range(first, first + 600):
             tracked.log({"a": math.inf, "b": math.nan}, step)
         tracked.journal.flush()
 
-    def messages(fragment: str) -> int:  # those of the first run's follower may come after its end
+    def messages(fragment):  # those of the first run's follower may come after its end
         others = [r.message for r in caplog.records if "experiment_name=later" not in r.message]
         return sum(fragment in message for message in others)
 
@@ -87,7 +82,7 @@ def test_a_server_that_is_down_comes_up_fails_and_comes_back(server, tmp_path, c
     assert "self.logger.run_id is None for now" in caplog.text
     server.start()
     sync_what_was_missed(missed)
-    until(lambda: component.delivery.delivered >= 1200 and messages("is back: sending") == 1, 60)
+    until(lambda: component.delivery.delivered >= 1200 and messages("is back: sending") == 1)
     params = {"lr": "0.1", "twice": "old", "p0": "0"}
     assert ours.experiment.get_run(None).data.params == params
     server.kill()
@@ -96,10 +91,9 @@ def test_a_server_that_is_down_comes_up_fails_and_comes_back(server, tmp_path, c
     draw(ours, picture, 1)
     server.start(wait=False)  # the run ends before it is up
     log(1200)
-    run = tracked.finish()
+    run = tracked.finish().run
     assert len(tracked.owed) == 3605 and tracked.delivered == tracked.owed
-    assert run.info.status == "FINISHED"
-    assert run.data.params == params | {"p1": "1"}
+    assert (run.info.status, run.data.params) == ("FINISHED", params | {"p1": "1"})
     assert (run.data.tags["seen"], run.data.tags["twice"]) == ("1", "new")
     drawn = {"0.json", "1.json", "figures", "images", "notes", "samples"}
     assert {*tracked.artifacts()} == {"config.yaml", "packages.txt", "changing.txt", "many", *drawn}
@@ -117,7 +111,7 @@ def test_a_server_that_is_down_comes_up_fails_and_comes_back(server, tmp_path, c
     assert component.how_to_open() == [f"{server.uri}/{page}"]
 
 
-def log_changing_values(mlflow: Any, state: Path) -> None:
+def log_changing_values(mlflow, state):
     """Files are sent as they are now; of a parameter the first value stays, of a tag the last."""
     changing = Path("changing.txt")
     changing.write_text("then")
@@ -133,9 +127,7 @@ def log_changing_values(mlflow: Any, state: Path) -> None:
     assert state.stat().st_mtime_ns == noted, "each call writes down all those before it"
 
 
-def run_without_its_server(
-    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> Tracked:
+def run_without_its_server(server, tmp_path, caplog):
     """A complete run while the server is down: it ends soon, and prints what to type."""
     component = logger(tracking_uri=server.uri, flush_timeout=1)
     tracked = Tracked(tmp_path, "later/r", components={"mlflow": component}, params={"lr": 0.1})
@@ -143,13 +135,13 @@ def run_without_its_server(
         tracked.log({"a": float(step), "b": 1.0}, step)
     tracked.loggers[0].experiment.log_text(None, "lost?", "note.txt")
     until((tracked.folder / "tracking/artifacts/packages.txt").is_file)
-    tracked.tracking.finish("FAILED")
+    tracked.finish("FAILED")
     assert f"distdl track sync {tracked.folder}" in caplog.text
     assert "1400 points and 3 files left" in caplog.text
     return tracked
 
 
-def sync_what_was_missed(tracked: Tracked) -> None:
+def sync_what_was_missed(tracked):
     """`track sync`, twice: again as after a kill between the delivery and its note."""
     for _ in range(2):
         assert tracked.sync() == 0
@@ -161,22 +153,21 @@ def sync_what_was_missed(tracked: Tracked) -> None:
         (tracked.folder / "tracking/mlflow-node0.json").unlink()
 
 
-def test_another_node_finds_the_run_and_sends_its_system_metrics(server, tmp_path) -> None:
+def test_another_node_finds_the_run_and_sends_its_system_metrics(server, tmp_path):
     if server.process is None:
         server.start()
-    client(server.uri).create_experiment("nodes")
+    MlflowClient(server.uri).create_experiment("nodes")
 
-    def node(rank: int) -> Tracked:
+    def node(rank):
         component = logger(tracking_uri=server.uri, system_metrics_interval=0.2)
         position = {"rank": rank, "node_rank": rank, "world_size": 2}
-        return Tracked(
-            tmp_path / f"{rank}", "nodes/r", components={"mlflow": component}, **position
-        )
+        own_disk = tmp_path / str(rank)
+        return Tracked(own_disk, "nodes/r", components={"mlflow": component}, **position)
 
     second = node(1)
     until(lambda: len(second.component.delivery.names) > 2)  # it has looked for it
     first = node(0)
     for tracked in (first, second):
-        until(lambda t=tracked: t.component.delivery.delivered > 20, 60)
-        tracked.tracking.finish("SUCCEEDED")
+        until(lambda t=tracked: t.component.delivery.delivered > 20)
+        tracked.finish()
     assert {"system/cpu_percent", "system/node1/cpu_percent"} <= {*first.run.data.metrics}

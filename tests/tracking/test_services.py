@@ -1,11 +1,8 @@
 """Other services' loggers: what they receive, on which rank, and what is reported without one."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra.utils import instantiate
@@ -13,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
-from distdl.config import compose, words
+from distdl.config import compose
 from distdl.launch import sweeps
 from distdl.runs import provenance
 from distdl.tasks.evaluate import _log_as
@@ -28,53 +25,48 @@ PRESETS = {"wandb": "wandb", "comet": "comet_ml", "clearml": "clearml"}
 class WandbLogger(DummyLogger):
     """Known by its name; accepts what Lightning's accepts."""
 
-    made: list[WandbLogger] = []
+    made = []
     experiment = property(lambda self: self)
 
-    def __init__(self, save_dir: str, id: str, name: str, project: str) -> None:
+    def __init__(self, save_dir, id, name, project):
         super().__init__()
         assert Path(save_dir).is_dir()
-        self.names, self.params, self.ended = (id, name, project), {}, None
+        self.names, self.params, self.ended, self.offline = (id, name, project), {}, None, True
         self.made.append(self)
 
-    def log_hyperparams(self, params: Any, *_: Any) -> None:
+    def log_hyperparams(self, params, *_):
         if "broken" in params:
             raise RuntimeError("No API key configured")
         self.params |= params
 
-    def finish(self, exit_code: int = 0) -> None:
+    def finish(self, exit_code=0):
         self.ended = exit_code
 
 
-PRESET = {"wandb": functools.partial(WandbLogger, project="p")}
-
-
-def test_a_service_has_the_run_once_and_continues_it(tmp_path) -> None:
-    WandbLogger.made.clear()
+def test_a_service_has_the_run_once_and_continues_it(tmp_path):
+    preset = {"wandb": functools.partial(WandbLogger, project="p")}
     (tmp_path / "e/r/logs/wandb").mkdir(parents=True)
     run = {"name": "lr=0.1", "key": "k" * 32, "params": {"optimizer.lr": 0.1, "api_token": "x"}}
     for attempt, status in ((1, "FAILED"), (2, "SUCCEEDED")):
         for rank in (0, 1):
-            tracked = Tracked(tmp_path, "e/r", attempt, PRESET, rank=rank, node_rank=rank, **run)
+            tracked = Tracked(tmp_path, "e/r", attempt, preset, rank=rank, node_rank=rank, **run)
             assert len(tracked.loggers) == 2
             assert [*tracked.tracking.services] == ([] if rank else ["wandb"])
             if rank == 0:
                 tracked.tracking.describe({"parameters.total": 7})
+                assert tracked.tracking.how_to_open()[0].startswith("wandb sync ")
             tracked.finish(status)
     first, other, again, last = WandbLogger.made
     assert first.names == again.names == ("k" * 32, "lr=0.1", "p")
     assert first.params == {"optimizer.lr": "0.1", "api_token": "***", "parameters.total": 7}
     assert (first.ended, again.ended) == (1, 0)
     assert (other.params, other.ended, last.params, last.ended) == ({}, None, {}, None)
-
-
-def test_one_that_cannot_start_is_one_problem(tmp_path) -> None:
     with pytest.raises(UserError, match="RuntimeError: No API key configured") as error:
-        Tracked(tmp_path, components=PRESET, params={"broken": 1})
+        Tracked(tmp_path, components=preset, params={"broken": 1})
     assert [problem.path for problem in error.value.problems] == ["tracking.wandb"]
 
 
-def test_a_preset_names_the_extra_that_it_lacks(monkeypatch) -> None:
+def test_a_preset_names_the_extra_that_it_lacks(monkeypatch):
     find, missing = importlib.util.find_spec, {*PRESETS.values()}
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in missing else find(n))
     for preset, package in PRESETS.items():
@@ -83,40 +75,11 @@ def test_a_preset_names_the_extra_that_it_lacks(monkeypatch) -> None:
         assert problem.path == f"tracking.{preset}" and package in problem.what
         assert f"pip install 'distdl[{preset}]'" in problem.remedy
         assert not validate.problems_of(config, local=False)  # a job has its own environment
-
-
-def test_neptune_is_refused_with_what_became_of_it() -> None:
     with pytest.raises(UserError, match=r"'neptune'\n? .*(.|\n)*Neptune was shut down"):
         compose.compose(["tracking=neptune"])
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("logger", "wandb", "tracking=wandb"),
-        ("logger.comet.project", "x", "tracking=comet tracking.comet.project=..."),
-        ("logger", "many_loggers", "tracking=NAME (--help lists them)"),
-        ("loggers", "csv", "tracking=csv"),
-    ],
-)
-def test_what_users_of_templates_type_is_answered(key: str, value: str, expected: str) -> None:
-    assert words.for_key(key, value).startswith(expected)
-
-
-def test_wandb_itself_continues_the_same_run_offline(tmp_path, monkeypatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    preset = {"wandb": instantiate(compose.compose(["tracking=wandb"]).tracking.wandb)}
-    for attempt in (1, 2):
-        tracked = Tracked(tmp_path, "e/r", attempt, preset, key="k" * 32, name="r")
-        tracked.loggers[0].log_metrics({"x": 1.0}, attempt)
-        assert tracked.tracking.how_to_open()[0].startswith("wandb sync ")
-        tracked.finish()
-    written = [*(tracked.folder / "logs/wandb/wandb").glob("offline-run-*/run-*.wandb")]
-    assert [path.stem for path in written] == ["run-" + "k" * 32] * 2
-
-
-def test_hyperparameters_that_hydra_made_are_plain_data(tmp_path) -> None:
+def test_hyperparameters_that_hydra_made_are_plain_data(tmp_path):
     csv = CSVLogger(tmp_path, name="", version="")
     tracked = Tracked(tmp_path, components={"csv": csv})
     partial = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1}
@@ -129,16 +92,14 @@ def test_hyperparameters_that_hydra_made_are_plain_data(tmp_path) -> None:
     assert all(part in text for part in ("lr: 0.1", "width: 3", "SGD"))
 
 
-def test_an_evaluation_draws_no_curve_of_a_placeholder() -> None:
-    rows: list[Any] = []
+def test_an_evaluation_draws_no_curve_of_a_placeholder():
+    rows = []
     metrics = {"hp_metric": -1.0, "val/loss": 1.0, "epoch": 2}
     _log_as("validate", lambda values, step: rows.append((values, step)), metrics, 4)
     assert rows == [({"hp_metric": -1.0, "validate/val/loss": 1.0, "epoch": 2}, 4)]
 
 
-def test_swept_values_come_first_and_the_environment_is_not_sent(
-    monkeypatch,
-) -> None:
+def test_swept_values_come_first_and_the_environment_is_not_sent(monkeypatch):
     monkeypatch.setenv("MY_DATA", "/secret/folder")
     member = (
         "model=resnet18 model.norm=group tracking=none trainer.accelerator=cpu name=rates "
@@ -161,7 +122,7 @@ def test_swept_values_come_first_and_the_environment_is_not_sent(
     assert summary.member_name(["a.lr=1", "b.lr=2"]) == "a.lr=1 b.lr=2"
 
 
-def test_parameters_are_counted_where_their_shape_is_known() -> None:
+def test_parameters_are_counted_where_their_shape_is_known():
     module = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(4), nn.Linear(2, 5, bias=False))
     module[2].weight.requires_grad = False
     assert summary.parameters_of(module) == {"total": 18, "trainable": 8}

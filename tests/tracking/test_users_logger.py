@@ -1,11 +1,7 @@
 """`self.logger` in a module, under TensorBoard, CSV and MLflow, with a real Trainer."""
 
-from __future__ import annotations
-
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -15,40 +11,41 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
-from mlflow import get_tracking_uri
+from mlflow import MlflowClient, get_tracking_uri
 from mlflow.exceptions import MlflowException
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from distdl.tracking.journal import Journal
-from distdl.tracking.mlflow import MLflowLogger
-from tests.tracking.conftest import Tracked, client, database, draw, figure, logger
+from tests.prepared import quiet_trainer
+from tests.tracking.conftest import Tracked, database, draw, figure, logger
 
 
 class Autoencoder(pl.LightningModule):
     """Writes what a VAE's author writes: losses, samples, histograms, text, a figure, a file."""
 
-    def __init__(self, latent: int = 2, api_token: str = "abc-not-for-all", **more: Any) -> None:
+    def __init__(self, latent=2, api_token="abc-not-for-all", **more):
         super().__init__()
         self.save_hyperparameters()
         self.net = torch.nn.Sequential(torch.nn.Linear(4, latent), torch.nn.Linear(latent, 4))
 
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self):
         return DataLoader(torch.arange(64.0).reshape(16, 4) / 64, batch_size=4)
 
     val_dataloader = train_dataloader
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = torch.nn.functional.mse_loss(self.net(batch), batch)
         self.log("loss", loss)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val/own", torch.tensor(float(batch_idx)))
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         epoch, step = self.current_epoch, self.global_step
         picture = torch.full((3, 4, 4), epoch / 10)
         if isinstance(self.logger, MLFlowLogger):
@@ -62,21 +59,11 @@ class Autoencoder(pl.LightningModule):
                 each.experiment.add_figure("figure", figure(), step)
 
 
-def train(loggers: Any, folder: Path, epochs: int) -> Any:
+def train(loggers, folder, epochs):
     """A plain Trainer, which resumes from `folder/last.ckpt` if that exists."""
     pl.seed_everything(1, verbose=False)
-    quiet = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = pl.Trainer(
-        **dict.fromkeys(quiet, False),
-        max_epochs=epochs,
-        log_every_n_steps=1,
-        num_sanity_val_steps=0,
-        accelerator="cpu",
-        devices=1,
-        logger=loggers,
-        callbacks=[LearningRateMonitor()],
-        default_root_dir=folder / "elsewhere",
-    )
+    options = {"max_epochs": epochs, "log_every_n_steps": 1, "callbacks": [LearningRateMonitor()]}
+    trainer = quiet_trainer(folder / "elsewhere", logger=loggers, **options)
     last = folder / "last.ckpt"
     module = Autoencoder(nested={"width": 3, "names": ["a"]})
     trainer.fit(module, ckpt_path=str(last) if last.exists() else None, weights_only=True)
@@ -85,63 +72,33 @@ def train(loggers: Any, folder: Path, epochs: int) -> Any:
     return trainer
 
 
-def built(*options: str) -> dict[str, Any]:
+def built(*options):
     """The `tracking` part of a config with these options, composed and built by Hydra."""
     with initialize_config_module("distdl.conf", version_base="1.3"):
         config = compose(overrides=[f"+tracking=[{','.join(options)}]"])
     return dict(instantiate(config).get("tracking") or {})
 
 
-def test_the_options_can_be_chosen_together_and_none_is_nothing() -> None:
+def test_tensorboard_is_lightnings_own_and_continues_its_curves(tmp_path):
     assert built("none") == {}
-    both = built("mlflow", "csv")
-    assert [*both] == ["mlflow", "csv"] and isinstance(both["mlflow"], MLflowLogger)
-
-
-def events(folder: Path) -> dict[str, list[Any]]:
-    """Tag -> (step, value) of all event files of a folder, and the hyperparameters' names."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    files = EventAccumulator(str(folder), {"tensors": 0, "images": 0, "histograms": 0})
-    tags = files.Reload().Tags()
-    kinds: dict[str, tuple[Any, Any]] = {
-        "scalars": (files.Scalars, lambda e: e.value),
-        "images": (files.Images, lambda e: (e.width, e.height)),
-        "histograms": (files.Histograms, lambda e: e.histogram_value.sum),
-        "tensors": (files.Tensors, lambda e: e.tensor_proto.string_val[0]),
-    }
-    return {
-        tag: [(event.step, value(event)) for event in read(tag)]
-        for kind, (read, value) in kinds.items()
-        for tag in tags[kind]
-    }
-
-
-def test_tensorboard_is_lightnings_own_and_continues_its_curves(tmp_path) -> None:
-    plain = TensorBoardLogger(tmp_path / "plain/tensorboard", name="", version="")
-    (tmp_path / "plain").mkdir()
-    train(plain, tmp_path / "plain", 3)
     for attempt, epochs in ((1, 2), (2, 3)):
         tracked = Tracked(tmp_path, "e/r", attempt, built("tensorboard", "csv"))
         ours = train(tracked.loggers, tracked.folder, epochs).logger
         tracked.finish()
     logs = tracked.folder / "logs"
     assert type(ours) is TensorBoardLogger and isinstance(tracked.loggers[-1], Journal)
-    assert ours.save_dir == str(logs / "tensorboard")
-    for name in ("log_dir", "root_dir", "save_dir"):
-        relative = Path(getattr(plain, name)).relative_to(plain.save_dir)
-        assert Path(getattr(ours, name)).relative_to(ours.save_dir) == relative
-    assert (ours.name, ours.version, ours.sub_dir) == (plain.name, plain.version, plain.sub_dir)
+    assert {*map(Path, (ours.save_dir, ours.log_dir, ours.root_dir))} == {logs / "tensorboard"}
+    assert (ours.name, ours.version) == ("", "")
     assert any(x.startswith("tensorboard --logdir") for x in tracked.tracking.how_to_open())
-    shown, expected = events(Path(ours.log_dir)), events(Path(plain.log_dir))
-    hparams = {tag: shown.pop(tag) for tag in [*shown] if "hparams" in tag or tag == "hp_metric"}
-    assert shown == {tag: value for tag, value in expected.items() if tag not in hparams}
-    assert {"samples", "figure", "weights", "mine", "epoch"} <= {*shown}
-    assert [step for step, _ in shown["loss"]] == [*range(12)]
-    assert "latent: 2" in (Path(ours.log_dir) / "hparams.yaml").read_text() and hparams
+    events = EventAccumulator(ours.log_dir).Reload()
+    tags, losses = events.Tags(), [(e.step, e.value) for e in events.Scalars("loss")]
+    assert {"mine", "epoch", "val/own", "lr-SGD"} <= {*tags["scalars"]}
+    assert {"samples", "figure"} <= {*tags["images"]} and tags["histograms"] == ["weights"]
+    assert [step for step, _ in losses] == [*range(12)]
+    assert "latent: 2" in (logs / "tensorboard/hparams.yaml").read_text()
     records = tracked.records()
-    losses = [(r.step, r.metrics["loss"]) for r in records if "loss" in r.metrics]
-    assert losses == pytest.approx(shown["loss"])
+    recorded = [(r.step, r.metrics["loss"]) for r in records if "loss" in r.metrics]
+    assert recorded == pytest.approx(losses)
     names = {name for record in records for name in record.metrics}
     assert {"val/own", "lr-SGD", "epoch", "system/cpu_percent"} <= names - {"hp_metric"} == names
     tables = sorted((logs / "csv").rglob("metrics.csv"))
@@ -149,21 +106,19 @@ def test_tensorboard_is_lightnings_own_and_continues_its_curves(tmp_path) -> Non
     assert "val/own" in tables[0].read_text()
 
 
-def test_mlflow_has_what_a_module_logs_through_its_logger(outputs) -> None:
+def test_mlflow_has_what_a_module_logs_through_its_logger(outputs):
     for attempt, epochs in ((1, 2), (2, 3)):
         components = {"mlflow": logger(), **built("tensorboard")}
         tracked = Tracked(outputs, "paint/r", attempt, components)
-        assert isinstance(tracked.loggers[1], TensorBoardLogger)
         trainer = train(tracked.loggers, tracked.folder, epochs)
         ours, mlflow = trainer.logger, trainer.logger.experiment
-        assert isinstance(ours, MLFlowLogger)
-        assert isinstance(mlflow, type(client(database(outputs))))
+        assert isinstance(ours, MLFlowLogger) and isinstance(mlflow, MlflowClient)
         mlflow.log_table(ours.run_id, {"epoch": [attempt]}, "table.json")
         mlflow.log_table(ours.run_id, {"epoch": [attempt + 10]}, "table.json")
         mlflow.log_metric(None, "read", attempt, step=attempt)
         assert mlflow.get_metric_history(ours.run_id, "read")[-1].value == attempt
         assert mlflow.get_run(None).data.tags["seen"] == str(epochs - 1)
-        run = tracked.finish()
+        run = tracked.finish().run
     assert (ours.run_id, ours.version) == (run.info.run_id, run.info.run_id)
     assert (ours.experiment_id, ours.name) == (run.info.experiment_id, run.info.experiment_id)
     assert ours.save_dir == trainer.log_dir == str(tracked.folder)
@@ -187,9 +142,9 @@ def test_mlflow_has_what_a_module_logs_through_its_logger(outputs) -> None:
     assert not tracked.is_behind()
 
 
-def test_metrics_are_recorded_once_and_before_a_logger_raises(tmp_path) -> None:
+def test_metrics_are_recorded_once_and_before_a_logger_raises(tmp_path):
     class Full(DummyLogger):
-        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        def log_metrics(self, metrics, step=None):
             raise OSError(28, "No space left on device")
 
     tracked = Tracked(tmp_path, components={"full": Full(), "a": DummyLogger()})
@@ -205,29 +160,7 @@ def test_metrics_are_recorded_once_and_before_a_logger_raises(tmp_path) -> None:
     assert rows[:3] == [(1, "x", "y"), (1, "x", "y"), (2, "mine")] and len(rows) == 4
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_every_logger_on_every_rank_can_be_written_to(tmp_path, rank: int) -> None:
-    for components in ({}, {"mlflow": logger(tracking_uri="http://127.0.0.1:9", flush_timeout=0)}):
-        position = {"rank": rank, "node_rank": rank, "world_size": 2}
-        tracked = Tracked(tmp_path, components=components, **position)
-        journal = tracked.loggers[-1]
-        for each in tracked.loggers if rank else [journal]:
-            each.experiment.add_image("x", 1)
-            each.experiment.log_text(each.run_id, "x", os.path.join(each.experiment_id or "", "x"))
-        journal.log_image(key="x", images=[])
-        journal.watch(None)
-        assert journal.log_dir == journal.root_dir == str(tracked.folder)
-        for each in tracked.loggers:
-            each.log_hyperparams({"x": 1})
-            each.log_metrics({"x": 1.0}, 1)
-        if rank and components:
-            ours = tracked.loggers[0]
-            assert isinstance(ours, MLFlowLogger) and (ours.run_id, ours.name) == (None, None)
-        tracked.tracking.finish("SUCCEEDED")
-    assert (tracked.folder / "tracking/mlflow.json").exists() == (rank == 0)
-
-
-def test_no_name_and_no_value_leads_out_or_delays_the_others(outputs, monkeypatch) -> None:
+def test_no_name_and_no_value_leads_out_or_delays_the_others(outputs, monkeypatch):
     monkeypatch.setenv("MY_SECRET", "hunter2-canary")
     tracked = Tracked(outputs, "odd/r")
     ours, mlflow = tracked.loggers[0], tracked.loggers[0].experiment
@@ -248,7 +181,7 @@ def test_no_name_and_no_value_leads_out_or_delays_the_others(outputs, monkeypatc
     ours.log_hyperparams(params | {f"many{i}": i for i in range(150)})
     mlflow.set_tag(None, "t@g", "hunter2-canary")
     mlflow.log_metric(None, "m@", "no number")
-    run = tracked.finish()
+    run = tracked.finish().run
     params = run.data.params
     assert (params["acc_1"], len(params["long"]), len(params)) == ("1", 500, 154)
     assert (params["key"], params["a/password"]) == ("is ***MY_SECRET***", "***")
