@@ -26,36 +26,30 @@ from pathlib import Path
 
 from tests.waiting import until
 
-SWITCH = "switch"
 NUMBERS = itertools.count(1)
-SSHD_OPTIONS = ("AcceptEnv=*", "UsePAM=no", "StrictModes=no", "PidFile=none", "UseDNS=no")
-SSHD_OPTIONS += ("MaxStartups=100", "Port=22")
+SSHD_OPTIONS = "AcceptEnv=* UsePAM=no StrictModes=no PidFile=none UseDNS=no MaxStartups=100 Port=22"
 SSH_CONFIG = """\
-Host *
-  User root
-  IdentityFile {folder}/key
-  IdentitiesOnly yes
-  BatchMode yes
-  StrictHostKeyChecking no
-  UserKnownHostsFile /dev/null
-  LogLevel ERROR
+User root
+IdentityFile {folder}/key
+IdentitiesOnly yes
+BatchMode yes
+StrictHostKeyChecking no
+UserKnownHostsFile /dev/null
+LogLevel ERROR
 """
 # $1: /etc/hosts, $2: the host's name; the rest is what then runs there.
 ENTER = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; exec "$@"'
+PATH = os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin:/sbin"
 
 
 def why_not() -> str:
     """Why there can be no hosts here; empty if there can."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "network namespaces need root on Linux"
-    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    packages = {"ip": "iproute2", "nsenter": "util-linux", "sshd": "openssh-server"}
-    missing = [package for tool, package in packages.items() if not shutil.which(tool, path=path)]
+    missing = [tool for tool in ("ip", "nsenter", "sshd") if not shutil.which(tool, path=PATH)]
     if missing:
-        return f"not installed: apt-get install {' '.join(missing)}"
-    probe = ["unshare", "--net", "--uts", "--mount", "ip", "link", "add", "type", "veth"]
-    done = subprocess.run(probe, capture_output=True, text=True)
-    return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
+        return f"{' and '.join(missing)} not found: make servers"
+    probe = "unshare --net --uts --mount ip link add type veth"
+    done = subprocess.run(probe.split(), capture_output=True, text=True)
+    return f"network namespaces need root: {done.stderr.strip()}" if done.returncode else ""
 
 
 class Hosts:
@@ -64,7 +58,7 @@ class Hosts:
     def __init__(self, *names: str) -> None:
         self.names = names
         self.id = f"distdl-test-{os.getpid()}-{next(NUMBERS)}"
-        self.switch = f"{self.id}-{SWITCH}"
+        self.switch = f"{self.id}-switch"
         self.sshd: dict[str, subprocess.Popen] = {}
         self.created: list[Path] = []
 
@@ -73,9 +67,8 @@ class Hosts:
         self.ssh = f"ssh -F {self.folder / 'ssh_config'}"
         # Before there is anything to remove, so that whatever fails from here on is removed.
         reaper = [sys.executable, "-m", "tests.cluster.hosts", self.id, str(self.folder)]
-        self.reaper = subprocess.Popen(
-            reaper, stdin=subprocess.PIPE, start_new_session=True, cwd=Path(__file__).parents[2]
-        )
+        where = {"start_new_session": True, "cwd": Path(__file__).parents[2]}
+        self.reaper = subprocess.Popen(reaper, stdin=subprocess.PIPE, **where)
         try:
             self.connect()
             self.start()
@@ -129,8 +122,8 @@ class Hosts:
 
     def bind(self, name: str, source: str | Path, target: str | Path) -> None:
         """A target that is missing is created, on this machine, and removed at the end."""
-        missing = [f for f in (Path(target), *Path(target).parents) if not f.exists()]
-        self.created += reversed(missing)
+        folders = (*reversed(Path(target).parents), Path(target))
+        self.created += [folder for folder in folders if not folder.exists()]
         Path(target).mkdir(parents=True, exist_ok=True)
         self.run(name, ["mount", "--bind", str(source), str(target)], check=True)
 
@@ -160,10 +153,9 @@ class Hosts:
         addresses = "".join(f"{self.address(name)} {name}\n" for name in self.names)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd's separation of privileges needs it
-        sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin") or "sshd"
         keys = (f"HostKey={folder}/host_key", f"AuthorizedKeysFile={folder}/key.pub")
-        options = [f"-o{option}" for option in (*SSHD_OPTIONS, *keys)]
-        daemon = [sshd, "-D", "-e", "-f", "/dev/null", *options]
+        options = [f"-o{option}" for option in (*SSHD_OPTIONS.split(), *keys)]
+        daemon = [shutil.which("sshd", path=PATH), "-D", "-e", "-f", "/dev/null", *options]
         for name in self.names:
             # nsenter and not `ip netns exec`, which hides /sys/fs/cgroup: slurmd would exit.
             enter = ["nsenter", f"--net=/run/netns/{self.id}-{name}", "unshare", "--uts", "--mount"]
@@ -181,7 +173,7 @@ def remove(identity: str) -> None:
     """Kills what runs in the namespaces of this name, and deletes them."""
     namespaces = [path.name for path in Path("/run/netns").glob(f"{identity}-*")]
     for _ in range(20):  # what is forked meanwhile is found in the next round
-        running = [pid for name in namespaces for pid in pids(name) if pid != os.getpid()]
+        running = [pid for name in namespaces for pid in pids(name)]
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -199,10 +191,9 @@ def pids(namespace: str) -> list[int]:
 
 
 def is_zombie(pid: int) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    return True
 
 
 def ip(*arguments: str) -> None:
