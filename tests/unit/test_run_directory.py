@@ -1,80 +1,71 @@
-"""A run's directory: what is written when, and what the recorded state is worth."""
+"""A run's directory: what is written when, what it is worth, and which failure is the cause."""
 
 from __future__ import annotations
 
-import json
+import bdb
+import logging
 import multiprocessing
 import os
 import signal
 import subprocess
+import sys
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from distdl.config import own_code
 from distdl.job import JobState, Resources
 from distdl.launch import start
-from distdl.ranks.stopping import Ended
-from distdl.runs import attempt as attempts
-from distdl.runs import provenance
-from distdl.runs.directory import RunDirectory, read_json, write_json
+from distdl.runs import failures, provenance
+from distdl.runs.directory import Attempt, RunDirectory, read_json, write_json
 from distdl.runs.files import Damaged
 from distdl.util.errors import UserError
-from distdl.util.processes import is_alive, start_time
+from distdl.util.processes import start_time
+from distdl.worker import agent, main
 
 SIZE = {"num_nodes": 1, "devices": 2, "accelerator": "cpu", "device_ids": None}
 LAUNCH = {"run_id": "e/r", "where": {}, "resources": SIZE}
-CANARY = "canary-0d9f61e2"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(tmp_path) -> RunDirectory:
     run = RunDirectory(tmp_path / "outputs/e/r")
     run.create("seed: 1\n", {"command": ["distdl"]})
     return run
 
 
-def test_config_comes_last_and_an_attempt_appears_complete(tmp_path, monkeypatch) -> None:
+def test_config_comes_last_and_an_attempt_appears_complete(tmp_path, monkeypatch):
     """With config.yaml the run exists, so everything else must be there by then."""
     order, replace = [], os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append(Path(b).name), replace(a, b)))
     run = RunDirectory(tmp_path / "outputs/e/r")
-    assert not run.exists
     run.create("seed: 1\n", {})
-    assert run.exists and order == (created := ["provenance.json", "config.yaml"])
+    assert order == (created := ["provenance.json", "config.yaml"])
     attempt = run.begin_attempt(LAUNCH)
     files = {str(p.relative_to(run.path)) for p in run.path.rglob("*") if p.is_file()}
     assert files == {*created, "attempts/001/launch.yaml", "attempts/001/status.json"}
     assert (run.recipe().seed, attempt.resources()) == (1, Resources(1, 2, "cpu"))
-    assert attempt.status()["state"] == "PENDING"
     monkeypatch.chdir(tmp_path)
     assert RunDirectory.open("outputs/e/r").path == run.path
     with pytest.raises(UserError, match="nowhere"):
         RunDirectory.open("nowhere")
 
 
-def test_attempts_are_counted_and_keep_their_task_and_state(run) -> None:
-    tasks = ({}, {"task": {"checkpoint": "best"}}, {"task": {"_target_": "a.B"}})
-    states = (JobState.FAILED, JobState.SUCCEEDED, JobState.PREEMPTED)
-    for number, (state, where) in enumerate(3 * [*zip(states, tasks, strict=True)], 1):
-        expected = run.next_attempt()
-        attempt = run.begin_attempt({**LAUNCH, "where": where})
-        assert attempt == expected and attempt.number == number
-        assert attempt.task == ("a.B" if number % 3 == 0 else "")
+def test_an_attempt_keeps_its_state_and_any_folder_its_number(run):
+    for number, state in enumerate(3 * [JobState.FAILED, JobState.SUCCEEDED, JobState.PREEMPTED]):
+        attempt = run.begin_attempt(LAUNCH)
         attempt.begin()
-        assert attempt.state() is JobState.RUNNING
-        attempt.end(state, metrics={"a": 1.0})
-        status = attempt.status()
-        assert attempt.state() is state and status["exit_code"] == state.exit_code
-        assert status["ended"] >= status["started"] and status["pid"] == os.getpid()
-    (run.path / "attempts/010").mkdir()  # any folder keeps its number
-    assert [a.number for a in run.attempts()] == list(range(1, 10))
+        assert attempt.number == number + 1 and attempt.state() is JobState.RUNNING
+        attempt.end(state)
+        assert attempt.state() is state and attempt.status()["exit_code"] == state.exit_code
+    (run.path / "attempts/010").mkdir()
     assert run.begin_attempt(LAUNCH).number == run.last_attempt().number == 11
 
 
-def test_an_update_keeps_the_rest_and_no_change_writes_nothing(run, monkeypatch) -> None:
+def test_a_crash_in_an_update_keeps_what_was_recorded(run, monkeypatch):
     attempt = run.begin_attempt(LAUNCH)
     attempt.update(a=1)
     with monkeypatch.context() as crash, pytest.raises(ZeroDivisionError):
@@ -83,49 +74,39 @@ def test_an_update_keeps_the_rest_and_no_change_writes_nothing(run, monkeypatch)
     attempt.update(b=2)
     stored = read_json(attempt.path / "status.json")
     assert (stored["a"], stored["b"], stored["state"]) == (1, 2, "PENDING")
-    written: list[Any] = []
-    monkeypatch.setattr(attempts, "write_json", lambda *_: written.append(1))
-    attempt.update(a=1, b=2)
-    assert not written
-    for code in (None, 7):  # however much is recorded at an end
-        attempt.record_error(0, "ValueError", "the cause", "", exit_code=7)
-        attempt.conclude(JobState.FAILED, code)
-    attempt.fail("the cause", 7)
-    assert len(written) == 3
 
 
 @pytest.mark.parametrize(
     ("begun", "changes", "blocks"),
     [
-        (False, {"pid": "ended"}, False),
-        (True, {"pid": "ended"}, False),
+        (False, {"pid": "zombie"}, False),
+        (True, {"pid": "zombie"}, False),
+        (True, {"pid": 2**40}, False),
         # A process that lives, and has not begun yet; an older record has no start time.
         (False, {"pid": 1, "birth": None}, True),
         (True, {}, True),
         # Nobody can tell from here.
-        (False, {"host": "elsewhere", "pid": 3}, True),
-        (True, {"host": "elsewhere", "pid": "ended"}, True),
+        (True, {"host": "elsewhere", "pid": "zombie"}, True),
         # The number belongs to another process by now, also after a reboot.
         (True, {"birth": "0-another-boot/17"}, False),
         (True, {"birth": start_time(1)}, False),
-        (True, {"birth": start_time(os.getpid())}, True),
     ],
 )
-def test_a_run_is_not_started_again_while_it_runs(run, begun, changes, blocks) -> None:
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
+def test_a_run_is_not_started_again_while_it_runs(run, begun, changes, blocks):
     attempt = run.begin_attempt(LAUNCH)
-    if begun:
-        attempt.begin()
-    attempt.update(**{k: ended.pid if v == "ended" else v for k, v in changes.items()})
-    if blocks:
-        with pytest.raises(UserError, match="attempt 1 is running") as error:
-            run.begin_attempt(LAUNCH)
-        assert ("; if it is gone: rm " in error.value.problems[0].remedy) == ("host" in changes)
-        (attempt.path / "status.json").unlink()
-    else:
-        assert attempt.state() is JobState.FAILED
-    assert run.begin_attempt(LAUNCH).number == 2
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # and is not yet waited for
+        if begun:
+            attempt.begin()
+        attempt.update(**{k: ended.pid if v == "zombie" else v for k, v in changes.items()})
+        if blocks:
+            with pytest.raises(UserError, match="attempt 1 is running") as error:
+                run.begin_attempt(LAUNCH)
+            assert ("; if it is gone: rm " in error.value.problems[0].remedy) == ("host" in changes)
+            (attempt.path / "status.json").unlink()
+        else:
+            assert attempt.state() is JobState.FAILED
+        assert run.begin_attempt(LAUNCH).number == 2
 
 
 PAIRS = 40
@@ -142,7 +123,7 @@ def begin_all(folder: str, barrier, answers) -> None:
         barrier.wait()  # both live until both have tried
 
 
-def test_of_two_starts_at_once_one_begins(tmp_path) -> None:
+def test_of_two_starts_at_once_one_begins(tmp_path):
     for number in range(PAIRS):
         RunDirectory(tmp_path / str(number)).create("seed: 1\n", {})
     context = multiprocessing.get_context("fork")
@@ -157,22 +138,6 @@ def test_of_two_starts_at_once_one_begins(tmp_path) -> None:
     assert not list(tmp_path.glob("*/attempts/.*")), "what was prepared in vain is gone"
 
 
-def test_a_signal_at_the_moment_of_the_start_is_recorded(run, monkeypatch) -> None:
-    """The attempt has appeared, and no process belongs to it yet."""
-    rename = os.rename
-
-    def signalled(source, target) -> None:
-        rename(source, target)
-        raise Ended(signal.SIGUSR1)
-
-    monkeypatch.setattr(os, "rename", signalled)
-    planned: Any = SimpleNamespace(run=run)
-    with pytest.raises(Ended), start.interruption_recorded(planned):
-        run.begin_attempt(LAUNCH)
-    (attempt,) = run.attempts()
-    assert (attempt.state(), attempt.status()["exit_code"]) == (JobState.PREEMPTED, 75)
-
-
 DAMAGE = {
     "": "it is empty",
     '{"state": "RUN': "it is not JSON",
@@ -184,11 +149,11 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("text", DAMAGE)
-def test_a_damaged_status_is_reported_and_never_believed(run, text) -> None:
+def test_a_damaged_status_is_reported_and_never_believed(run, text):
     attempt = run.begin_attempt(LAUNCH)
     path = attempt.path / "status.json"
     path.write_text(text)
-    for ask in (attempt.state, attempt.status, lambda: run.begin_attempt(LAUNCH)):
+    for ask in (attempt.state, lambda: run.begin_attempt(LAUNCH)):
         with pytest.raises(Damaged, match=DAMAGE[text]) as error:
             ask()
         (problem,) = error.value.problems
@@ -198,11 +163,10 @@ def test_a_damaged_status_is_reported_and_never_believed(run, text) -> None:
     assert (attempt.path / "status.json.damaged").read_text() == text
 
 
-def test_half_of_a_frozen_file_is_not_a_file(run) -> None:
+def test_half_of_a_frozen_file_is_not_a_file(run):
     """Half of a YAML file is mostly YAML as well."""
     attempt = run.begin_attempt({**LAUNCH, "changes": {"trainer.max_epochs": 9}})
     launch, config = attempt.path / "launch.yaml", run.path / "config.yaml"
-    config.write_text("a: 1\nb: 2\n")
     for path, ask in ((launch, attempt.launch), (config, run.recipe)):
         text = path.read_text()
         for cut in range(len(text)):
@@ -214,84 +178,163 @@ def test_half_of_a_frozen_file_is_not_a_file(run) -> None:
         launch.write_text(text)
         with pytest.raises(Damaged, match=what):
             attempt.launch()
-
-
-def test_files_from_before_the_checksums_are_read(run) -> None:
+    # A run from before the checksums.
     write_json(run.path / "provenance.json", {"command": ["distdl"]})
-    old = "seed: 1\nmodel: {a: 1e-3}\ntrainer: {}\ntracking: {}\ncallbacks: null\n"
-    (run.path / "config.yaml").write_text(old)
-    assert run.recipe().model.a == 0.001
-    (run.path / "config.yaml").write_text(old[: old.index("trainer")])
+    config.write_text("seed: 1\nmodel: {a: 1e-3}\n")
     with pytest.raises(Damaged, match="it lacks trainer, callbacks"):
         run.recipe()
-    attempt = run.begin_attempt(LAUNCH)
-    path = attempt.path / "launch.yaml"
-    path.write_text(path.read_text().partition("\n")[2])
-    assert attempt.launch() == LAUNCH
 
 
-def test_a_zombie_has_ended() -> None:
-    process = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, and not yet waited for
-    assert not is_alive(process.pid)
-    process.wait()
-    assert is_alive(os.getpid()) and is_alive(1) and not is_alive(2**40)
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """One commit, and then one changed and one new file."""
-
+def test_provenance_has_the_state_of_git(tmp_path, monkeypatch):
     def git(*arguments: str) -> None:
         who = ("-c", "user.name=me", "-c", "user.email=me@example.org")
         subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
 
+    (tmp_path / "experiments").mkdir()
+    monkeypatch.chdir(tmp_path / "experiments")
+    assert provenance.git_state(tmp_path) == {} and provenance.project_root(None) == Path.cwd()
     git("init", "-b", "trunk")
     assert provenance.git_state(tmp_path) == {}, "there is no commit yet"
     (tmp_path / "train.py").write_text("lr = 0.1\n")
     git("add", "train.py")
     git("commit", "-m", "first")
-    (tmp_path / "train.py").write_text(f'lr = 0.2\napi_key = "{CANARY}"\n')
+    (tmp_path / "train.py").write_bytes("# Größe\nlr = 0.2\n".encode("latin-1"))
     (tmp_path / "new.py").write_text("")
-    return tmp_path
-
-
-def test_provenance_has_the_state_of_git_and_no_secret(repository, monkeypatch) -> None:
-    monkeypatch.setenv("SAMPLE_TOKEN", CANARY)
-    monkeypatch.setenv("HARMLESS_LOOKING", "value-of-the-environment")
-    command = ["distdl", "data=imagenet", f"+model.api_token={CANARY}", f"name=x{CANARY}"]
-    record = provenance.collect(command, repository)
-    text = json.dumps(record)
-    assert CANARY not in text and "value-of-the-environment" not in text
-    assert record["command"][1] == "data=imagenet"
+    record = provenance.collect(["distdl", "data=imagenet"], tmp_path)
+    assert record["command"] == ["distdl", "data=imagenet"]
     assert any(package.startswith("torch==") for package in record["packages"])
-    assert {"created", "distdl", "python", "platform"} <= set(record)
     state = record["git"]
     assert len(state["commit"]) == 40 and state["branch"] == "trunk"
-    assert state["dirty"] and set(state["changed"]) == {" M train.py", "?? new.py"}
-    assert "-lr = 0.1\n+lr = 0.2" in state["diff"] and "api_key" in state["diff"]
-    (repository / "train.py").write_bytes("# Größe\nlr = 0.3\n".encode("latin-1"))  # not UTF-8
-    state = provenance.git_state(repository)
-    assert "+lr = 0.3" in state["diff"] and "# Gr\ufffd\ufffde" in state["diff"]
-    json.dumps(state).encode("ascii")
+    assert state["dirty"] and state["changed"] == [" M train.py", "?? new.py"]
+    assert "-lr = 0.1\n+# Gr\ufffd\ufffde\n+lr = 0.2" in state["diff"]
     monkeypatch.setattr(provenance, "DIFF_LIMIT", 100)
-    diff = provenance.git_state(repository)["diff"]
+    diff = provenance.git_state(tmp_path)["diff"]
     assert diff.endswith("[cut here]\n") and len(diff) < 130
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_without_git(tmp_path, monkeypatch, installed: bool) -> None:
-    if not installed:
-        monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert provenance.git_state(tmp_path) == {} and provenance.project_root(None) == tmp_path
-
-
-def test_the_users_code(repository, monkeypatch) -> None:
-    inner = repository / "experiments"
-    inner.mkdir()
-    monkeypatch.chdir(inner)
-    for chosen, root in ((None, repository), (str(inner), inner), ("..", repository)):
+    for chosen, root in ((None, tmp_path), (".", Path.cwd()), ("..", tmp_path)):
         assert provenance.project_root(chosen) == root
     # The folder that a command is typed in comes first, if it is part of the project.
-    assert own_code.python_path(repository) == ["experiments", "."]
+    assert own_code.python_path(tmp_path) == ["experiments", "."]
+    monkeypatch.setenv("PATH", "")  # without git
+    assert provenance.git_state(tmp_path) == {}
+
+
+GLOO = "[/pytorch/third_party/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+# What happens to an attempt, as functions that record it.
+
+
+def failed(rank, time, message="bad weather", **more):
+    return lambda attempt: attempt.record_error(rank, "Error", message, "", time=time, **more)
+
+
+def lost(rank, time):
+    return failed(rank, time, GLOO, lost_peer=True)
+
+
+def hung(rank, time, **more):
+    return lambda attempt: attempt.record_error(rank, "Hang", "late", "", 70, time=time, **more)
+
+
+def exits(codes):
+    """What torch's agent knows: rank -> exit code and time, in complete seconds."""
+    ends = {k: SimpleNamespace(exitcode=code, timestamp=at) for k, (code, at) in codes.items()}
+    return lambda attempt: agent.record_kills(attempt, ends)
+
+
+def platform_saw(rank, number, host):
+    return lambda a: failures.record_first_end(a.errors, rank, -number, host)
+
+
+def torn(attempt):
+    """Records of another shape, of ranks that died while they wrote."""
+    for number, text in enumerate(("{", "[1]", "{}", '{"rank": 1, "time": "x"}'), 3):
+        (attempt.errors / f"rank_{number}.json").write_text(text)
+
+
+KILL, SEGV, ABRT, TERM = signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM
+CASES = [
+    ([lost(0, 5.0)], 0, "closed by peer"),
+    ([lost(0, 5.0), failed(1, 9.0), failed(2, 7.0), torn], 2, "bad weather"),
+    # One that only waited is not the cause; then the fewest collectives, then the clocks.
+    ([hung(0, 1.0, waiting=True, enqueued=3), hung(1, 9.0, enqueued=4)], 1, "late"),
+    ([hung(0, 1.0, enqueued=4), hung(1, 9.0, enqueued=3)], 1, "late"),
+    ([hung(0, 1.0), failed(1, 9.0)], 1, "bad weather"),
+    ([lost(0, 1.0), hung(1, 9.0, waiting=True)], 1, "late"),
+    ([failed(0, 2.0, enqueued=9), failed(1, 5.0, enqueued="few")], 0, "bad weather"),
+    # Under srun: what rank 0 recorded before anybody looked follows from the kill.
+    ([failed(0, 100.0), platform_saw(1, TERM, "n2")], 0, "bad weather"),
+    ([failed(0, 100.0), platform_saw(1, KILL, "n2")], 1, "killed by SIGKILL on n2"),
+    # A crash may be a consequence.
+    ([failed(0, 1.0), platform_saw(1, KILL, "n2"), platform_saw(2, SEGV, "n3")], 1, "KILL"),
+    ([failed(1, 100.7), exits({1: (1, 100), 0: (-SEGV, 100)})], 1, "bad weather"),
+    ([failed(1, 100.7), exits({1: (1, 100), 0: (-ABRT, 100)})], 1, "bad weather"),
+    ([failed(1, 100.7), exits({2: (3, 90)})], 2, "exit code 3 on"),
+]
+
+
+@pytest.fixture
+def attempt(tmp_path) -> Attempt:
+    return Attempt(tmp_path / "attempts/001")
+
+
+@pytest.mark.parametrize(("events", "rank", "fragment"), CASES)
+def test_the_cause(attempt, events, rank, fragment):
+    for event in events:
+        event(attempt)
+    first = attempt.first_error()
+    assert first["rank"] == rank and fragment.lower() in failures.describe(first).lower()
+
+
+def test_what_came_first_in_a_chain_decides(attempt):
+    def chained(first, second):
+        second.__context__ = first
+        return second
+
+    mine = ValueError("bad weather")
+    main.record_failure(attempt, 0, chained(RuntimeError(GLOO), RuntimeError("step 5 failed")))
+    assert attempt.first_error()["lost_peer"]
+    assert not failures.is_consequence(chained(mine, RuntimeError(GLOO)))
+    # Hydra wraps what a constructor raises, and whoever unwraps it closes a ring.
+    wrapped = chained(mine, RuntimeError("Error in call to target"))
+    wrapped.__cause__, mine.__context__ = mine, wrapped
+    assert not failures.is_consequence(mine)
+
+
+OWN_CODE = "import ast\ndef training_step():\n    ast.literal_eval('1 +')\n"
+
+
+def test_the_log_ends_with_the_line_of_the_users_code(attempt, tmp_path, monkeypatch, caplog):
+    """Below it are frames of what they call; a loader's worker sends its traceback as text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text(OWN_CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bad", raising=False)
+    import bad
+
+    with pytest.raises(SyntaxError) as raised:
+        bad.training_step()
+    sent = "".join(traceback.format_exception(raised.value))
+    of_worker = RuntimeError(f"Caught SyntaxError in DataLoader worker process 0.\n{sent}")
+    where = "at bad.py, line 3, in training_step"
+    for rank, error in enumerate((raised.value, of_worker)):
+        assert main.record_failure(attempt, rank, error) == 1
+        assert caplog.messages[-1].rstrip().endswith(where)
+    shown = [failures.describe(error) for error in failures.recorded(attempt.errors)]
+    assert len(shown) == 2 and all(text.endswith(f"({where})") for text in shown)
+
+
+def test_the_command_to_type_after_a_failure(run, tmp_path, monkeypatch, capsys, caplog):
+    """A resume only where there is a checkpoint, and none after a `q` in a debugger."""
+    monkeypatch.chdir(tmp_path)
+    newest = run.begin_attempt({**LAUNCH, "where": {"launcher": {}}, "changes": {}})
+    newest.end(JobState.FAILED)
+    config = OmegaConf.create({"task": {"_target_": "distdl.tasks.train"}})
+    failure = SimpleNamespace(run=run, config=config), newest, JobState.FAILED
+    for command in ("seed=1 name=r", "resume outputs/e/r"):
+        start.print_next_command(*failure, ["distdl", "seed=1", "name=r"])
+        assert capsys.readouterr().out.endswith(f":\n  python -m distdl {command}\n")
+        (run.checkpoints / "epoch_000.manifest.json").mkdir(parents=True, exist_ok=True)
+    assert main.record_failure(newest, 0, bdb.BdbQuit()) == 1
+    shown = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+    assert shown == ["ended in the debugger"] == [failures.describe(newest.first_error())]
+    start.print_next_command(*failure, [])
+    assert not capsys.readouterr().out
