@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from distdl.callbacks import Checkpointer
@@ -19,16 +19,16 @@ from distdl.runs.checkpoints import CheckpointStore
 
 
 class OneWeight(LightningModule):
-    """Its weight becomes lower by 0.1 with each step."""
+    """Its weight, of any size, becomes lower by 0.1 with each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.zeros(size))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return self.weight.sum()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -43,12 +43,7 @@ def numbers(count: int) -> Any:
 
 
 def fit(
-    module: LightningModule,
-    callbacks: Sequence[Callback],
-    *data: Any,
-    resume: Path | None = None,
-    trust: bool = False,
-    **arguments: Any,
+    module, callbacks: Sequence[Callback], *data: Any, resume=None, trust=False, **arguments: Any
 ) -> Trainer:
     """Trains on one CPU without output; `trust`: the checkpoint may run code while it is read."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")

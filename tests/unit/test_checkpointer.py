@@ -1,26 +1,28 @@
-"""When a checkpoint is written, and which of them is the best."""
+"""When a checkpoint is written, which is the best, and that each is of one step."""
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import math
-from collections import defaultdict
-from collections.abc import Callable
+import resource
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 
-from distdl.callbacks import Checkpointer
-from distdl.checkpoint.saving import Saver
-from distdl.distributed import agreement, process_group
+from distdl.checkpoint import host_copy
+from distdl.checkpoint.host_copy import HostCopy
+from distdl.checkpoint.saving import SaveError, Saver
+from distdl.distributed import agreement
 from distdl.runs.checkpoints import CheckpointStore, damage_of, manifest_at, manifest_of
 from distdl.runs.records import journal_path, read
 from distdl.tracking.journal import Journal
@@ -31,93 +33,60 @@ from tests.unit.checkpointing import numbers
 INF, NAN = math.inf, math.nan
 
 
-NO = dict.fromkeys(
-    ("_should_accumulate", "_num_ready_batches_reached", "_should_check_val_fx", "on_advance_end"),
-    lambda *_: False,
-)
-Loop = type("Loop", (), {"_skip_next_val": False, **NO})  # Lightning's, inside an epoch
-
-
 @pytest.mark.parametrize("every_n_steps", [None, 10, 11, 12])
-def test_what_is_due_by_time_is_saved_once_on_both_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_n_steps: int | None
-) -> None:
-    """Of 30 steps, a second each. The ranks take turns in this thread: each waits for an all-reduce
-    a step later, when the other has sent its flags too."""
-    now, rank, sent = [0.0], [0], defaultdict[int, list[Tensor]](list)
-    counts, saved = (itertools.count(), itertools.count()), ([], [])  # type: ignore[var-annotated]
+def test_what_is_due_by_time_is_saved_once(tmp_path, monkeypatch, every_n_steps):
+    """Of 30 steps, a second each. Two ranks agree a step later; the other one never asks."""
 
-    def all_reduce(flags: Tensor, **_: Any) -> Any:
-        both = sent[number := next(counts[rank[0]])]
-        both.append(flags.clone())
+    def sent(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(wait=lambda: None)
 
-        def wait() -> None:
-            assert number == 0 or len(both) == 2, "a rank waits for what the other has not sent"
-            flags.copy_(torch.stack(both).amax(0))
-
-        return SimpleNamespace(wait=wait)
-
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(process_group, "gather", lambda value: [value])
-    monkeypatch.setattr("distdl.callbacks.checkpointer.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(Saver, "save", lambda *_, step, **__: saved[rank[0]].append(step))
-    facts = {"world_size": 2, "current_epoch": 0, "num_training_batches": 30, "fast_dev_run": False}
-    trainers: list[Any] = []
-    for rank[0] in range(2):
-        trainer = SimpleNamespace(
-            **{"callback_metrics": {}, "loggers": [], "optimizers": [], **facts},
-            global_rank=rank[0],
-            global_step=0,
-            lightning_module=SimpleNamespace(automatic_optimization=True),
-            fit_loop=SimpleNamespace(epoch_loop=Loop()),
-        )
-        more: Any = {"every_n_steps": every_n_steps, "trust_pickle": True}
-        ours = checkpointing.checkpointer(tmp_path, every_minutes=10 / 60, **more)
-        ours.on_train_start(trainer, None)  # type: ignore[arg-type]
-        trainers.append(trainer)
-    for step in range(1, 31):
-        now[0] = float(step)
-        for rank[0], trainer in enumerate(trainers):
-            trainer.global_step = step
-            trainer.fit_loop.epoch_loop.on_advance_end(None)
-    first, second = saved
-    assert first == second and min(b - a for a, b in itertools.pairwise([0, *first])) > 1
+    ranks = SimpleNamespace(world_size=lambda: 2, gather=lambda value: [value])
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(agreement, "process_group", ranks)
+    monkeypatch.setattr(agreement.dist, "all_reduce", sent)
+    monkeypatch.setattr("distdl.callbacks.checkpointer.time", clock)
+    tick = after_batch(lambda trainer: setattr(clock, "now", float(trainer.global_step)))
+    often = {"every_minutes": 10 / 60, "every_n_steps": every_n_steps}
+    ours = checkpointing.checkpointer(tmp_path, **often)
+    checkpointing.fit(checkpointing.OneWeight(), [tick, ours], numbers(40), max_steps=30)
+    found = [manifest_at(path) for path in reversed(CheckpointStore(tmp_path).all())]
+    steps = [each["step"] for each in found if each["reason"] != "cut"]
+    assert min(b - a for a, b in itertools.pairwise([0, *steps])) > 1
     if every_n_steps is None:
-        assert first == [11, 22], "requested at 10 and 21, agreed on a step later"
+        assert steps == [11, 22], "requested at 10 and 21, agreed on a step later"
 
 
 class Scripted(checkpointing.OneWeight):
-    """Logs, in each validation, the next of some values."""
+    """Logs, in each validation, the next of some values; notes epoch, number and a random number of
+    each batch."""
 
-    drawn: ClassVar[list[float]] = []
+    seen: ClassVar[list[tuple[int, int, float]]] = []
 
-    def __init__(self, name: str, values: list[float]) -> None:
+    def __init__(self, name: str = "x", values: Iterable[float] = ()) -> None:
         super().__init__()
-        self.name, self.values = name, values
+        self.name, self.values = name, itertools.chain(values, itertools.repeat(0.0))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.drawn.append(float(torch.rand(())))
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.current_epoch, batch_idx, float(torch.rand(()))))
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log(self.name, 0.0 if self.trainer.sanity_checking else self.values.pop(0))
+    def validation_step(self, batch, batch_idx):
+        self.log(self.name, 0.0 if self.trainer.sanity_checking else next(self.values))
 
 
-def fit(folder: Path, values: list[float], *callbacks: Callback, **more: Any) -> Checkpointer:
+def fit(folder: Path, values: list[float], *callbacks, name="val/acc1", epochs=0, **more: Any):
     """Four batches an epoch; each validation logs the next value under `name`."""
     chosen = {key: more.pop(key) for key in ("monitor", "mode") if key in more}
     ours = checkpointing.checkpointer(folder / "checkpoints", **{"monitor": "val/acc1", **chosen})
-    module = Scripted(more.pop("name", "val/acc1"), [*values])
     options = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "default_root_dir": folder}
     options["enable_checkpointing"] = any(isinstance(c, ModelCheckpoint) for c in callbacks)
-    options["max_epochs"] = more.pop("epochs", len(values))
-    checkpointing.fit(module, [*callbacks, ours], numbers(4), numbers(4), **{**options, **more})
+    options |= {"max_epochs": epochs or len(values), **more}
+    module = Scripted(name, values)
+    checkpointing.fit(module, [*callbacks, ours], numbers(4), numbers(4), **options)
     return ours
 
 
-def after_batch(do: Callable[[Trainer], Any]) -> Callback:
+def after_batch(do) -> LambdaCallback:
     return LambdaCallback(on_train_batch_end=lambda trainer, *_: do(trainer))
 
 
@@ -132,58 +101,41 @@ def best(folder: Path) -> str | None:
     return json.loads(manifest.read_text())["alias_of"] if manifest.exists() else None
 
 
-def test_a_resume_of_a_cut_epoch_draws_the_same_numbers(tmp_path: Path) -> None:
+def test_a_resume_of_a_cut_epoch_draws_the_same_numbers(tmp_path):
     """Lightning validates where a time limit ends it, and so advances the generators."""
-    Scripted.drawn.clear()
-    torch.manual_seed(0)
-    fit(tmp_path / "uncut", [0.1])
-    expected = Scripted.drawn.copy()
-    Scripted.drawn.clear()
-    torch.manual_seed(0)
     # As a Timer does, `trainer.max_time`'s too.
-    fit(
-        tmp_path / "cut",
-        [0.1],
-        after_batch(lambda t: setattr(t, "should_stop", t.global_step == 2)),
-    )
-    assert Scripted.drawn == expected[:2]
+    ends = after_batch(lambda trainer: setattr(trainer, "should_stop", trainer.global_step == 2))
+    seen = []
+    for folder, callbacks in (("uncut", []), ("cut", [ends])):
+        Scripted.seen.clear()
+        torch.manual_seed(0)
+        fit(tmp_path / folder, [0.1], *callbacks)
+        seen.append(Scripted.seen.copy())
+    assert seen[1] == seen[0][:2]
     fit(tmp_path / "cut", [0.1], resume=newest(tmp_path / "cut"))
-    assert Scripted.drawn == expected and len(expected) == 4
-
-
-class Seen(checkpointing.OneWeight):
-    """Notes epoch and number of each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches: list[tuple[int, int]] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.batches.append((self.current_epoch, batch_idx))
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+    assert Scripted.seen == seen[0] and len(seen[0]) == 4
 
 
 @pytest.mark.parametrize("validates", [False, True])
-def test_a_resume_with_max_steps_continues_from_any_step(tmp_path: Path, validates: bool) -> None:
+def test_a_resume_with_max_steps_continues_from_any_step(tmp_path, validates):
     """Also from the end of an epoch (of 4 steps)."""
-    data = [checkpointing.numbers(4)] * (1 + validates)
-    limits: Any = {"max_steps": 11, "max_epochs": 9, "num_sanity_val_steps": 0}
-    whole = Seen()
-    saves = checkpointing.checkpointer(tmp_path, every_n_steps=1)
-    checkpointing.fit(whole, [saves], *data, **limits)
-    assert whole.batches == [divmod(step, 4) for step in range(11)]
+
+    def batches(folder: Path, **more: Any) -> list[tuple[int, int]]:
+        Scripted.seen.clear()
+        data = [numbers(4)] * (1 + validates)
+        limits = {"max_steps": 11, "max_epochs": 9, "num_sanity_val_steps": 0}
+        ours = checkpointing.checkpointer(folder, every_n_steps=1)
+        checkpointing.fit(Scripted(), [ours], *data, **limits, **more)
+        return [(epoch, batch) for epoch, batch, _ in Scripted.seen]
+
+    whole = batches(tmp_path)
+    assert whole == [divmod(step, 4) for step in range(11)]
     for path in CheckpointStore(tmp_path).all():
-        step, resumed = manifest_at(path)["step"], Seen()
-        callbacks = [checkpointing.checkpointer(tmp_path / f"from-{path.name}")]
-        checkpointing.fit(resumed, callbacks, *data, resume=path, **limits)
-        assert resumed.batches == whole.batches[step:], path.name
+        resumed = batches(tmp_path / f"from-{path.name}", resume=path)
+        assert resumed == whole[manifest_at(path)["step"] :], path.name
 
 
-def test_the_journal_holds_what_a_checkpoint_covers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_journal_holds_what_a_checkpoint_covers(tmp_path, monkeypatch):
     """After kill -9 a run resumes behind the checkpoint, and logs no step before it again."""
     monkeypatch.setattr("distdl.tracking.journal.FLUSH_SECONDS", 3600)  # its thread writes nothing
     save, written = Saver.save, []
@@ -193,9 +145,7 @@ def test_the_journal_holds_what_a_checkpoint_covers(
         save(*args, **more)
 
     monkeypatch.setattr(Saver, "save", record)
-    logs = after_batch(
-        lambda trainer: trainer.loggers[0].log_metrics({"x": 1.0}, trainer.global_step)
-    )
+    logs = after_batch(lambda t: t.loggers[0].log_metrics({"x": 1.0}, t.global_step))
     fit(tmp_path, [0.1, 0.2], logs, logger=Journal(journal_path(tmp_path), tmp_path))
     assert written == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8]]
 
@@ -206,16 +156,15 @@ def test_the_journal_holds_what_a_checkpoint_covers(
         ([NAN, 0.5, NAN, 0.7], "max", 3),
         ([NAN, 2.0, 1.0], "min", 2),
         ([-INF, 0.5], "max", 1),
-        ([INF, 0.5], "min", 1),
         ([NAN], "max", None),
     ],
 )
-def test_nan_is_never_the_best(tmp_path, values, mode, chosen) -> None:
+def test_nan_is_never_the_best(tmp_path, values, mode, chosen):
     fit(tmp_path, values, mode=mode)
     assert best(tmp_path) == (None if chosen is None else f"epoch_{chosen:03d}.ckpt")
 
 
-def test_a_resume_ignores_a_best_of_nan_or_of_another_metric(tmp_path: Path) -> None:
+def test_a_resume_ignores_a_best_of_nan_or_of_another_metric(tmp_path):
     fit(tmp_path / "a", [0.9])
     file = newest(tmp_path / "a")
     fit(tmp_path / "b", [0.3], monitor="val/f1", name="val/f1", resume=file, epochs=2)
@@ -236,7 +185,7 @@ def test_a_resume_ignores_a_best_of_nan_or_of_another_metric(tmp_path: Path) -> 
         ({"epochs": 1}, "epoch_000.ckpt"),
     ],
 )
-def test_a_metric_that_is_never_logged_ends_the_training(tmp_path, more, saved) -> None:
+def test_a_metric_that_is_never_logged_ends_the_training(tmp_path, more, saved):
     """After the first validation, when all is saved."""
     with pytest.raises(UserError, match=r"did you mean val/acc1\?.*checkpoint\.monitor=") as error:
         fit(tmp_path, [0.1] * 6, **{"monitor": "val/accuracy", "epochs": 6, **more})
@@ -246,7 +195,7 @@ def test_a_metric_that_is_never_logged_ends_the_training(tmp_path, more, saved) 
         assert best(tmp_path) == "epoch_003.ckpt" and done.best.score == pytest.approx(0.2)
 
 
-def test_the_default_metric_only_warns(tmp_path: Path, caplog) -> None:
+def test_the_default_metric_only_warns(tmp_path, caplog):
     fit(tmp_path / "default", [0.1, 0.2], name="val/loss")
     assert caplog.text.count("checkpoint.monitor: val/acc1 is not logged") == 1
     caplog.clear()
@@ -263,47 +212,203 @@ def of_hydra_template(folder: Path, **more: Any) -> ModelCheckpoint:
 
 
 class ChoosesLate(ModelCheckpoint):
-    def setup(self, trainer: Trainer, *arguments: Any, **options: Any) -> None:
+    def setup(self, trainer, *arguments: Any, **options: Any) -> None:
         super().setup(trainer, *arguments, **options)
         self.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
 
 
-def test_a_users_own_checkpoints_are_apart_and_resume_their_state(tmp_path: Path) -> None:
+def test_a_users_own_checkpoints_are_apart_and_resume_their_state(tmp_path):
     """Also one in a folder of ours, one without a folder, and one that chooses it late."""
     top = {"monitor": "val/acc1", "mode": "max", "save_top_k": 2}
     inner = of_hydra_template(tmp_path, dirpath=tmp_path / "checkpoints/inner")
     nowhere = ModelCheckpoint(filename="n", monitor="val/acc1", mode="min")
     others = [inner, nowhere, ChoosesLate(filename="late")]
     fit(tmp_path, [0.5, 0.9, 0.1], of_hydra_template(tmp_path, **top), *others)
-    store = CheckpointStore(tmp_path / "checkpoints")
+    store, theirs = CheckpointStore(tmp_path / "checkpoints"), tmp_path / "model_checkpoints"
     assert sorted(path.name for path in store.all()) == [f"epoch_00{i}.ckpt" for i in range(3)]
     assert all(damage_of(path) is None for path in [*store.all(), store.folder / "last.ckpt"])
     assert len(list(store.folder.iterdir())) == 2 * 5, "ours, last.ckpt, best.ckpt, manifests"
-    theirs = tmp_path / "model_checkpoints"
-    kept = {str(path.relative_to(theirs)) for path in theirs.rglob("*.ckpt")}
+
+    def kept() -> set[str]:
+        return {str(path.relative_to(theirs)) for path in theirs.rglob("*.ckpt")}
+
     of_others = {"n.ckpt", "late.ckpt", "inner/epoch_002.ckpt", "inner/last.ckpt"}
-    assert kept == {"epoch_000.ckpt", "epoch_001.ckpt", "last.ckpt"} | of_others
+    assert kept() == {"epoch_000.ckpt", "epoch_001.ckpt", "last.ckpt"} | of_others
     # It knows what it has saved, keeps the best of both attempts and deletes the others.
-    own = of_hydra_template(tmp_path, **top)
-    fit(tmp_path, [0.7], own, resume=newest(tmp_path), epochs=4)
-    kept = {str(path.relative_to(theirs)) for path in theirs.rglob("*.ckpt")}
-    assert kept == {"epoch_001.ckpt", "epoch_003.ckpt", "last.ckpt"} | of_others
-    assert own.best_model_path == str(theirs / "epoch_001.ckpt")
+    fit(tmp_path, [0.7], of_hydra_template(tmp_path, **top), resume=newest(tmp_path), epochs=4)
+    assert kept() == {"epoch_001.ckpt", "epoch_003.ckpt", "last.ckpt"} | of_others
 
 
 @pytest.mark.parametrize("way", ["callback", "filename"])
-def test_nobody_else_writes_into_our_folder(tmp_path: Path, way: str) -> None:
+def test_nobody_else_writes_into_our_folder(tmp_path, way):
     saves = after_batch(lambda trainer: trainer.save_checkpoint(tmp_path / "checkpoints/last.ckpt"))
     leads_in = of_hydra_template(tmp_path, dirpath=tmp_path, filename="checkpoints/epoch_000")
-    with pytest.raises(
-        UserError, match=r"where only distdl writes.*\n.*save into .*model_checkpoints"
-    ):
+    refusal = r"where only distdl writes.*\n.*save into .*model_checkpoints"
+    with pytest.raises(UserError, match=refusal):
         fit(tmp_path, [0.1], saves if way == "callback" else leads_in)
 
 
-@pytest.mark.parametrize(
-    "counts, least", [([5.0, 3.0], 3), ([5.0, INF], 0), ([INF, INF], 0), ([INF], INF)]
-)
-def test_ranks_of_unknown_length_exchange_in_no_validation_batch(monkeypatch, counts, least):
-    monkeypatch.setattr(process_group, "gather", lambda value: counts)
-    assert agreement.least_of_all(counts[0]) == least
+class Own(Tensor):
+    """As quantised weights are."""
+
+
+def copied(state: dict[str, Any], path: Path, change: Any = lambda: None) -> Any:
+    """The file of a copy of `state`, written after a change."""
+    copy = HostCopy()
+    copy.take(state)
+    change()
+    copy.write(path)
+    return torch.load(path, weights_only=False)
+
+
+def test_the_file_is_the_one_that_torch_writes(tmp_path):
+    """Also of what is not a plain tensor."""
+    network = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
+    network[2].weight = network[0].weight  # tied
+    base, learned = torch.arange(24.0), nn.Parameter(torch.ones(2))
+    learned.note = ["a user's"]
+    state = {
+        "state_dict": network.state_dict(),  # an OrderedDict with an attribute
+        "views": [base[:6], base[6:].view(3, 6).t(), base],
+        "types": (torch.ones(3, dtype=torch.bfloat16), torch.tensor(True), torch.empty(0, 4)),
+        "graph": [learned, learned * 2, torch.ones(2, requires_grad=True)],
+        "not plain": torch.eye(3).to_sparse(),
+        "others": [collections.Counter(a=2), torch.device("cpu"), base, base, None],
+    }
+    copied(state, tmp_path / "copied")
+    with (tmp_path / "direct").open("wb") as file:
+        torch.save(state, file)
+    assert (tmp_path / "copied").read_bytes() == (tmp_path / "direct").read_bytes()
+
+
+def test_it_is_of_its_moment(tmp_path):
+    weights, steps = torch.zeros(1000), [1, {"a": 1}]
+    complex_ = torch.tensor([1 + 2j, 3 - 1j])
+    state = {"weights": weights, "half": weights[:500], "steps": steps, "named": {"x": weights}}
+    views = {"conjugated": complex_.conj(), "other": complex_.as_subclass(Own)}
+
+    def change() -> None:
+        weights.add_(1)
+        complex_.zero_()
+        steps[1]["a"] = 2
+        steps.append(3)
+
+    kept = copied({**state, **views}, tmp_path / "copied", change)
+    assert kept["steps"] == [1, {"a": 1}] and not kept["weights"].any()
+    assert kept["half"].data_ptr() == kept["weights"].data_ptr() == kept["named"]["x"].data_ptr()
+    assert kept["conjugated"].tolist() == [1 - 2j, 3 + 1j]
+    assert type(kept["other"]) is Own and kept["other"].tolist() == [1 + 2j, 3 - 1j]
+
+
+def test_its_memory_is_used_again(monkeypatch):
+    made, new = [], host_copy.host_memory
+    monkeypatch.setattr(
+        host_copy, "host_memory", lambda size, **how: made.append(size) or new(size, **how)
+    )
+    copy = HostCopy()
+    for _ in range(3):
+        copy.take({"a": torch.ones(1000), "b": torch.ones(1000)})
+    assert made == [4000, 4000]
+
+
+LARGE = 3_000_000  # weights of 12 MB: written in more time than a step takes
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Trains for some steps and saves after each `every`; whatever happens, no thread is left, nor
+    half of a file. Before each step it calls `do` with the trainer."""
+
+    def run(steps, do, *callbacks: Callback, every=1, **more):
+        often = {"every_n_steps": every, "every_n_epochs": 1000, **more}
+        ours = checkpointing.checkpointer(tmp_path / "checkpoints", **often)
+        before = LambdaCallback(on_train_batch_start=lambda trainer, *_: do(trainer))
+        data, module = checkpointing.numbers(1000), checkpointing.OneWeight(LARGE)
+        checkpointing.fit(module, [before, *callbacks, ours], data, max_steps=steps)
+
+    before, limits = threading.active_count(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield run
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert threading.active_count() == before
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.endswith(".ckpt")]
+
+
+def saved(folder: Path) -> dict[int, Path]:
+    """step -> the checkpoint of that step; all are intact, last.ckpt too."""
+    paths = CheckpointStore(folder / "checkpoints").all()
+    assert all(damage_of(path) is None for path in [*paths, paths[0].with_name("last.ckpt")])
+    return {json.loads(manifest_of(path).read_text())["step"]: path for path in reversed(paths)}
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_no_checkpoint_mixes_two_steps(train, tmp_path, monkeypatch, caplog, background):
+    """In the background it is written while the training continues; a wait is reported once. A
+    user's own is there at once."""
+    monkeypatch.setattr("distdl.checkpoint.saving.PATIENCE", 0.0)
+    writing: list[bool] = []
+
+    def look(trainer) -> None:
+        writing.append(bool(writers()))
+        trainer.save_checkpoint(tmp_path / "own.ckpt")
+        step = torch.load(tmp_path / "own.ckpt", weights_only=False)["global_step"]
+        assert step == trainer.global_step
+
+    train(3, look, background=background)
+    assert writing == [False, background, background]
+    assert caplog.text.count("save less often (checkpoint.every_n_steps") == background
+    files = saved(tmp_path)
+    assert list(files) == [1, 2, 3]
+    for step, path in files.items():
+        checkpoint = torch.load(path, weights_only=True)
+        assert checkpoint["global_step"] == step
+        assert torch.allclose(checkpoint["state_dict"]["weight"], torch.tensor(-step / 10))
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_what_was_begun_is_published_whatever_ends_the_training(train, tmp_path, kind):
+    def end(trainer) -> None:
+        if trainer.global_step == 3:
+            raise kind("in the middle")
+
+    with pytest.raises((kind, SystemExit)):
+        train(6, end, every=3)
+    assert list(saved(tmp_path)) == [3]
+
+
+@pytest.mark.parametrize("steps", [1000, 40])
+def test_a_failed_write_ends_the_training(train, tmp_path, caplog, steps):
+    """At the latest when the next one is due (step 60), or the training ends. From step 35 on no
+    file may be larger than 1 MB, as on a full disk."""
+    reached = [0]
+
+    def fill(trainer) -> None:
+        reached.append(trainer.global_step)
+        if trainer.global_step == 35:
+            for thread in writers():
+                thread.join()
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+
+    with pytest.raises(SaveError, match=r"step_00000040.ckpt could not be saved: OSError: .*large"):
+        train(steps, fill, every=20)
+    assert 39 <= reached[-1] <= 60
+    assert "earlier checkpoints are unchanged" in caplog.text
+    assert list(saved(tmp_path)) == [20]
+
+
+class Stubborn:
+    def __deepcopy__(self, memo):
+        raise TypeError("only by pickle")
+
+
+def test_what_cannot_be_copied_is_written_at_once(train, tmp_path, caplog):
+    keeps = LambdaCallback()
+    keeps.state_dict = lambda: {"seen": Stubborn()}
+    with torch.serialization.safe_globals([Stubborn]):
+        train(2, lambda trainer: None, keeps)
+    assert list(saved(tmp_path)) == [1, 2]
+    assert caplog.text.count("no copy could be made: TypeError: only by pickle") == 1
