@@ -1,23 +1,30 @@
-"""ImageClassifier: exact validation, mixing, normalisation layers."""
+"""Image classification: exact validation, mixing, normalisation layers; and damaged images."""
 
 from __future__ import annotations
 
-import warnings
+import csv
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.loggers import CSVLogger
 from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision.models import resnet18
 
+from distdl.callbacks import Progress, StepMetrics
+from distdl.callbacks.progress import remedy
+from distdl.config.recipe import CHANGEABLE
+from distdl.data.images import ImageData
+from distdl.data.loading import KeyedDataset
+from distdl.data.sampling import SampleKey
 from distdl.models import ImageClassifier
 from distdl.models.classifier import with_group_norm
 from distdl.models.mixing import mix
-from distdl.util.errors import UserError
-from tests.prepared import quiet_trainer
-from tests.unit.sample_data import classifier, share, synthetic
+from tests.prepared import quiet_trainer, refusal
+from tests.unit.sample_data import BROKEN, GREY, PLAIN, Listed, classifier, share, synthetic
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -38,7 +45,8 @@ def plain_loop(module, source, samples):
         logits = module.eval().network(images)
     ranks = (logits > logits.gather(1, labels[:, None])).sum(1)
     loss = F.cross_entropy(logits, labels)
-    return [loss.item(), (ranks < 1).float().mean().item(), (ranks < 5).float().mean().item()]
+    means = [loss.item(), (ranks < 1).float().mean().item(), (ranks < 5).float().mean().item()]
+    return pytest.approx(means, abs=1e-6)
 
 
 def means(metrics, stage="val"):
@@ -48,7 +56,7 @@ def means(metrics, stage="val"):
 @pytest.mark.parametrize("samples, classes", [(1, 7), (4, 3), (11, 7)])
 def test_validation_equals_a_plain_loop(tmp_path, samples, classes):
     module, source = classifier(classes), data(samples, classes)
-    expected = pytest.approx(plain_loop(module, source, samples), abs=1e-6)
+    expected = plain_loop(module, source, samples)
     (metrics,) = quiet_trainer(tmp_path).validate(module, source, verbose=False)
     assert metrics["val/samples"] == samples and means(metrics) == expected
     index = torch.arange(samples)  # ready images as pairs: data of another's
@@ -58,31 +66,8 @@ def test_validation_equals_a_plain_loop(tmp_path, samples, classes):
     loader = DataLoader(pairs, batch_size=2)
     (metrics,) = quiet_trainer(tmp_path).test(module, dataloaders=loader, verbose=False)
     assert metrics.pop("test/samples") == samples and means(metrics, "test") == expected
-    assert len(metrics) == 3
     logits = torch.cat(quiet_trainer(tmp_path).predict(module, loader))
     assert logits.shape == (samples, classes) and (classes > 3 or metrics["test/acc5"] == 1)
-
-
-@pytest.mark.parametrize("samples, world_size", [(1, 2), (2, 3), (7, 2), (10, 3)])
-def test_the_ranks_sums_are_reduced_once_and_count_each_sample_once(
-    tmp_path, monkeypatch, samples, world_size
-):
-    module, total, operations = classifier(), 0, []
-    for rank in range(world_size):
-        trainer = quiet_trainer(tmp_path)
-
-        def reduce(tensor, group=None, reduce_op="mean"):
-            nonlocal total
-            if tensor.dim():  # Lightning counts batches
-                operations.append(reduce_op)
-                total = tensor = tensor + total
-            return tensor
-
-        monkeypatch.setattr(trainer.strategy, "reduce", reduce)
-        source = data(samples, rank=rank, world_size=world_size)
-        (metrics,) = trainer.validate(module, source, verbose=False)
-    assert operations == ["sum"] * world_size and metrics["val/samples"] == samples
-    assert means(metrics) == pytest.approx(plain_loop(module, source, samples), abs=1e-6)
 
 
 def test_a_fillers_infinite_loss_does_not_count(tmp_path):
@@ -92,17 +77,6 @@ def test_a_fillers_infinite_loss_does_not_count(tmp_path):
     module, loader = ImageClassifier(nn.Flatten(), num_classes=7), DataLoader([batch], None)
     (metrics,) = quiet_trainer(tmp_path).validate(module, loader, verbose=False)
     assert metrics["val/samples"] == 1 and torch.tensor(means(metrics)).isfinite().all()
-
-
-def test_training_learns_and_logs_nothing(tmp_path, monkeypatch):
-    module, losses, logged = classifier(classes=4), [], []
-    module.configure_optimizers = lambda: torch.optim.Adam(module.parameters(), 0.03)
-    module.log = lambda name, *args, **kwargs: logged.append(name)
-    step = module.training_step
-    module.training_step = lambda batch, batch_idx: losses.append(step(batch, 0)) or losses[-1]
-    trainer = quiet_trainer(tmp_path, max_epochs=8, limit_val_batches=0)
-    trainer.fit(module, data(16, classes=4))
-    assert losses[-1]["loss"] < losses[0]["loss"] / 2 and logged == []
 
 
 def test_label_smoothing_counts_in_training_only(tmp_path):
@@ -127,16 +101,6 @@ def test_half_precision_runs_throughout(tmp_path):
     assert trainer.callback_metrics["val/samples"] == 5
 
 
-def test_lightnings_advice_on_sync_dist_is_suppressed(tmp_path, monkeypatch):
-    from lightning.pytorch.trainer.connectors.logger_connector import result
-
-    monkeypatch.setattr(result, "_distributed_is_initialized", lambda: True)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        quiet_trainer(tmp_path).validate(classifier(), data(4), verbose=False)
-    assert not [w for w in seen if "sync_dist" in str(w.message)]
-
-
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_memory_layout(channels_last):
     module, seen = classifier(channels_last=channels_last), []
@@ -154,13 +118,6 @@ def test_compiling_keeps_the_names_of_weights():
     module.configure_model(), plain.configure_model()
     assert module.network._compiled_call_impl and not plain.network._compiled_call_impl
     assert list(module.state_dict()) == list(plain.state_dict())
-
-
-def test_a_run_that_was_frozen_with_fused_bn_is_still_built(caplog):
-    classifier(fused_bn=False)
-    assert not caplog.text
-    classifier(fused_bn=True)
-    assert "model.fused_bn=true has no effect" in caplog.text
 
 
 def test_group_norm_replaces_every_batch_norm():
@@ -183,9 +140,7 @@ def test_group_norm_replaces_every_batch_norm():
 )
 def test_arguments_out_of_range(name, value):
     assert [p.path for p in ImageClassifier.check({name: value})] == [name]
-    with pytest.raises(UserError) as error:
-        classifier(**{name: value})
-    assert error.value.problems[0].path == f"model.{name}"
+    assert refusal(classifier, **{name: value}).path == f"model.{name}"
 
 
 def mixed(seed, mixup=0.0, cutmix=0.0, size=6):
@@ -209,16 +164,107 @@ def test_targets_are_the_shares_of_the_images(way, most):
     assert torch.equal(result, images) and targets.tolist() == [[1.0]]
 
 
-def test_mixing_repeats_by_seed_and_with_both_each_comes_up():
-    first, again, other = (mixed(seed, mixup=0.5, cutmix=0.5)[1] for seed in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.equal(first, other)
+def test_a_resumed_step_mixes_as_before_and_with_both_ways_each_comes_up():
+    def loss(batch_idx):
+        module, source = classifier(mixup=0.2, cutmix=1.0, seed=4).eval(), data()
+        batch = first_batch(source.train_dataloader(), source)
+        return module.training_step(batch, batch_idx)["loss"]
+
+    assert loss(3) == loss(3) != loss(4)
     boxes = [len(mixed(seed, 1.0, 1.0)[1][0].unique()) > 1 for seed in range(40)]
     assert 10 < sum(boxes) < 30
 
 
-def test_a_resumed_step_mixes_as_before(tmp_path):
-    def loss(batch_idx):
-        module, source = classifier(mixup=0.2, cutmix=1.0, seed=4).eval(), data()
-        return module.training_step(first_batch(source.train_dataloader(), source), batch_idx)
+@pytest.mark.parametrize(
+    ("files", "repaired", "index", "label", "weight", "damaged"),
+    [
+        ([PLAIN, BROKEN, BROKEN, GREY], None, 1, 3, 0, "file 1: "),
+        ([PLAIN, BROKEN], None, 1, 0, 0, "file 1: "),  # past the end is the beginning
+        ([BROKEN, GREY], PLAIN, 0, 0, 1, ""),
+        ([BROKEN, GREY], BROKEN, 0, 1, 0, "file 0: "),
+    ],
+    ids=["next", "wraps", "repaired", "unrepaired"],
+)
+def test_the_next_intact_image_replaces_a_damaged_one(
+    files, repaired, index, label, weight, damaged
+):
+    sample = Listed(files, repaired=repaired)[index]
+    assert (sample["label"], sample["weight"]) == (label, weight)
+    assert sample["damaged"][:8] == damaged
+    shown = repaired if repaired and label == index else files[label]
+    assert torch.equal(sample["image"], Listed([shown])[0]["image"])
+    many = refusal(Listed([BROKEN] * 50).__getitem__, 0)
+    assert "20 images in a row cannot be decoded, from file 0" in many.what
 
-    assert loss(3)["loss"] == loss(3)["loss"] != loss(4)["loss"]
+
+def test_a_filler_stays_one():
+    dataset = KeyedDataset(Listed([PLAIN, BROKEN]), 0, with_weight=True)
+    samples = [dataset[SampleKey(*key)] for key in ((0, 0, 1.0), (1, 0, 1.0), (0, 0, 0.0))]
+    assert [(s["weight"], s["index"]) for s in samples] == [(1, 0), (0, 1), (0, 0)]
+
+
+def test_the_list_of_damaged_images_holds_each_once(tmp_path, caplog):
+    file = tmp_path / "logs/damaged-rank0.txt"
+    for _ in range(2):  # two attempts
+        damaged = ["", "a.jpg: cut\noff", "a.jpg: cut\noff", "b.jpg: no image"]
+        ImageData(2, 0).damage.note(damaged, file)
+    assert file.read_text() == "a.jpg: cut off\nb.jpg: no image\n"
+    ImageData(2, 0).damage.note(["c.jpg: cut off"], file / "not a folder" / "file")
+    assert "not a folder" in caplog.text, "a list that cannot be written ends nothing"
+
+
+def test_damage_can_end_the_run():
+    data, dataset = ImageData(2, 0, on_damaged="error"), Listed([PLAIN, BROKEN])
+    data.on_before_batch_transfer(dataset.collate([dataset[0]]), 0)
+    for batch, advice in (
+        (dataset.collate([dataset[0], dataset[1]]), "replace or remove it"),
+        ({"damaged": ["/data/val-00000.tar:a.jpg: cut off"]}, "copy or prepare its shard again"),
+    ):
+        problem = refusal(data.on_before_batch_transfer, batch, 0)
+        assert problem.path == "data.root" and "cannot decode " in problem.what
+        assert problem.remedy.startswith(advice) and problem.remedy.endswith("on_damaged=skip")
+    assert "data.on_damaged" in CHANGEABLE  # so a resume can
+
+
+class Theirs(LightningDataModule):
+    def __init__(self, num_workers=1):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_waiting_for_data_names_the_numbers(monkeypatch):
+    monkeypatch.setattr("distdl.callbacks.progress.default_workers", lambda: 8)
+    assert remedy(ImageData(2, 3)).startswith("data.num_workers=8 uses")
+    assert "--short-side 256" in remedy(ImageData(2, 8)) and "nvjpeg" in remedy(ImageData(2, 8))
+    assert remedy(object()).startswith("num_workers=8 of its DataLoader uses")
+    assert remedy(Theirs()).startswith("data.num_workers=8 uses this process's CPU cores (now 1)")
+
+
+class Images(ImageData):
+    def train_dataloader(self):
+        return self.loader(Listed([PLAIN, BROKEN, PLAIN, PLAIN, BROKEN, PLAIN]), shuffle=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("hint_after, limit, hints", [(0, 0, 1), (600, 0, 0), (0, 1, 0)])
+def test_a_training_counts_damage_and_advises_once(
+    tmp_path, caplog, monkeypatch, hint_after, limit, hints
+):
+    """Not in its first seconds, in which workers start."""
+    monkeypatch.setattr("distdl.callbacks.progress.HINT_AFTER", hint_after)
+    monkeypatch.setattr("distdl.callbacks.progress.DATA_WAIT_LIMIT", limit)
+    logger = CSVLogger(tmp_path)
+    watched = {"logger": logger, "callbacks": [StepMetrics(2), Progress(bar=False)]}
+    trainer = quiet_trainer(tmp_path, max_epochs=3, log_every_n_steps=1, **watched)
+    module = classifier()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)
+    trainer.fit(module, datamodule=share(Images(2, 0)))
+    with open(f"{logger.log_dir}/metrics.csv", encoding="utf-8") as file:
+        logged = [row["data/damaged"] for row in csv.DictReader(file) if row["data/damaged"]]
+    assert logged == ["2.0"] * 3
+    names = sorted((tmp_path / "logs/damaged-rank0.txt").read_text().splitlines())
+    assert [name.split(":")[0] for name in names] == ["file 1", "file 4"]
+    assert caplog.text.count("file 1: ") == 1 == caplog.text.count("file 4: ")
+    assert caplog.text.count("2 damaged images were left out") == 3
+    advice = "of the time is spent waiting for data: data.num_workers="
+    assert caplog.text.count(advice) == hints
