@@ -19,7 +19,7 @@ from distdl.runs.directory import RunDirectory
 from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
 from distdl.util.redact import hide_shapes
-from distdl.util.secret_shapes import SHAPES, find
+from distdl.util.secret_shapes import find
 
 
 def written(root: Path, **files: str | bytes) -> Path:
@@ -30,8 +30,8 @@ def written(root: Path, **files: str | bytes) -> Path:
     return root
 
 
-def take(root: Path, **options: Any) -> Snapshot:
-    return snapshot.take(root, [root / "outputs"], **{"limit_mb": 300, **options})
+def take(root: Path, limit_mb: float = 300, **options: Any) -> Snapshot:
+    return snapshot.take(root, [root / "outputs"], limit_mb, **options)
 
 
 def sent(root: Path, **options: Any) -> set[str]:
@@ -44,76 +44,60 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path) -> Path:
     """As files; not a repository."""
     names = ("train.py", "package/model.py", "notes.txt", "big.bin", "outputs/run/config.yaml")
+    names += ("elsewhere/e/run/config.yaml", "elsewhere/e/run/attempts/001/launch.yaml")
     files = {name: f"this is {name}" for name in names}
     return written(tmp_path / "project", **files, **{".gitignore": "*.bin\n"})
 
 
 @pytest.fixture
-def repository(project: Path) -> Path:
+def repository(project) -> Path:
     git(project, "init", "-q")
     git(project, "add", "train.py", ".gitignore")
     return project
 
 
-def test_of_a_repository_what_git_would_keep(repository: Path) -> None:
+def test_of_a_repository_what_git_would_keep(repository, tmp_path):
+    """Runs, wherever they are, are no code, and a link to elsewhere is not the project."""
     assert sent(repository) == {"train.py", ".gitignore", "package/model.py", "notes.txt"}
     inner = written(repository / "vendored", **{"layers.py": ""})
     git(inner, "init", "-q")  # a submodule
-    assert "vendored/layers.py" in sent(repository)
+    (repository / "linked.py").symlink_to(written(tmp_path, elsewhere="") / "elsewhere")
+    (repository / "alias.txt").symlink_to("notes.txt")
     (repository / "train.py").unlink()  # still tracked
     written(repository, **{".env.example": "TOKEN="})
-    assert "train.py" not in sent(repository) and ".env.example" in sent(repository)
-    written(repository, **{".amlignore": "notes.*\npackage/\nvendored/\n.env*\n"})
-    assert sent(repository) == {".gitignore", ".amlignore"}
     taken = take(repository)
+    assert [name for name, _ in taken.left_out] == ["linked.py"]
     assert taken.size == sum(path.stat().st_size for path, _ in taken.files)
+    expected = {".gitignore", "package/model.py", "notes.txt", "vendored/layers.py", "alias.txt"}
+    assert sent(repository) == {*expected, ".env.example"}
+    written(repository, **{".amlignore": "*.txt\npackage/\nvendored/\n.env*\n"})
+    assert sent(repository) == {".gitignore", ".amlignore"}
 
 
-def test_outside_git_what_is_neither_hidden_nor_ignored(project: Path) -> None:
+def test_outside_git_what_is_neither_hidden_nor_ignored(project):
     written(project, **{".cache/w.pt": "", "venv/pyvenv.cfg": "", "venv/activate.py": ""})
     assert sent(project) == {"train.py", "package/model.py", "notes.txt"}
+    written(project, **{"data/images.tar": bytes(2_000_000)})
+    with pytest.raises(UserError, match="data 2 MB"):
+        sent(project, limit_mb=1)
+    written(project, **{".amlignore": "data/\n"})
+    assert "data/images.tar" not in sent(project, limit_mb=1)
 
 
-@pytest.mark.parametrize("in_git", [True, False])
-def test_runs_are_not_code_wherever_they_are(project: Path, in_git: bool) -> None:
-    if in_git:
-        git(project, "init", "-q")
-    for name in ("config.yaml", "attempts/001/launch.yaml", "checkpoints/last.ckpt"):
-        written(project, **{f"elsewhere/e/run/{name}": ""})
-    assert not any(name.startswith("elsewhere") for name in sent(project))
+def test_files_made_for_secrets_stay_and_are_reported(repository):
+    names = ".env .env.local prod.env id_rsa server.pem credentials.json hf_token.txt"
+    names += " " + " ".join(f"{number}.pem" for number in range(5))
+    taken = take(written(repository, **dict.fromkeys(names.split(), "whatever")))
+    why = "is a file for secrets, by its name"
+    assert {*taken.left_out} == {(name, why) for name in names.split()}
+    lines = taken.lines_left_out()
+    assert why in lines[0] and lines[10] == "and 2 more"
 
 
-def test_a_link_to_elsewhere_is_not_the_project(repository: Path, tmp_path: Path) -> None:
-    (repository / "linked.py").symlink_to(
-        written(tmp_path, **{"elsewhere.py": ""}) / "elsewhere.py"
-    )
-    (repository / "alias.py").symlink_to("train.py")
-    assert [name for name, _ in take(repository).left_out] == ["linked.py"]
-    assert "alias.py" in sent(repository)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [".env", ".env.local", "prod.env", "id_rsa", "server.pem", "credentials.json", "hf_token.txt"],
-)
-def test_files_made_for_secrets_stay_and_are_reported(repository: Path, name: str) -> None:
-    taken = take(written(repository, **{name: "whatever"}))
-    assert name not in sent(repository)
-    assert taken.left_out == ((name, "is a file for secrets, by its name"),)
-    assert name in taken.lines_left_out()[0]
-
-
-def test_many_files_left_out_are_counted(tmp_path: Path) -> None:
-    taken = take(written(tmp_path, **{f"{number}.pem": "" for number in range(12)}))
-    assert taken.lines_left_out()[10] == "and 2 more"
-
-
-def test_a_secret_of_this_shell_stays_and_a_module_with_one_is_refused(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_of_this_shell_stays_and_a_module_with_one_is_refused(repository, monkeypatch):
     monkeypatch.setenv("MY_SERVICE_TOKEN", "c4nary-c4nary")
     monkeypatch.setenv("PLAIN", "plain-but-forwarded")
     written(repository, **{"notes.txt": "\nplain-but-forwarded"})
@@ -124,14 +108,6 @@ def test_a_secret_of_this_shell_stays_and_a_module_with_one_is_refused(
         sent(repository, secret_names=["PLAIN"])
     assert [p.path for p in error.value.problems] == ["package/client.py"]
     assert "c4nary" not in str(error.value)
-
-
-def test_too_much_is_refused_and_the_largest_is_named(repository: Path) -> None:
-    written(repository, **{"data/images.tar": bytes(2_000_000)})
-    with pytest.raises(UserError, match="data 2 MB"):
-        sent(repository, limit_mb=1)
-    written(repository, **{".amlignore": "data/\n"})
-    assert "data/images.tar" not in sent(repository, limit_mb=1)
 
 
 def made(length: int, alphabet: str = string.ascii_letters + string.digits) -> str:
@@ -192,22 +168,23 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize("kind", SECRETS)
-def test_a_secret_is_left_out_and_named_by_line_and_kind(tmp_path: Path, kind: str) -> None:
+def test_a_secret_is_left_out_and_named_by_line_and_kind(tmp_path):
     """And it is hidden in a log as well."""
-    for label, content in SECRETS[kind].items():
+    labels = [(kind, *item) for kind, files in SECRETS.items() for item in files.items()]
+    written(tmp_path, **{label.rpartition(":")[2]: content for _, label, content in labels})
+    taken = take(written(tmp_path, **{"train.py": "import torch\n"}))
+    reasons, shown = dict(taken.left_out), str(taken.left_out)
+    for kind, label, content in labels:
         line, _, name = label.rpartition(":")
-        taken = take(written(tmp_path, **{name: content, "train.py": "import torch\n"}))
-        assert f"line {line or 1} holds {kind}" in dict(taken.left_out)[name]
+        assert f"line {line or 1} holds {kind}" in reasons[name]
         longest = max(content.replace("\\n", " ").split(), key=len)
-        assert longest[:30] not in "\n".join(taken.lines_left_out())
+        assert longest[:30] not in shown
         if kind != "a secret by its name":  # by name logs hide more, see test_redact
             assert not [*find(hide_shapes(content).encode())]
     assert sent(tmp_path) == {"train.py"}
-    assert len({shape.pattern.pattern for shape in SHAPES}) == len(SHAPES)
 
 
-def test_what_only_looks_like_one_is_sent(tmp_path: Path, monkeypatch) -> None:
+def test_what_only_looks_like_one_is_sent(tmp_path, monkeypatch):
     monkeypatch.setenv("DB_PASSWORD", "password")  # no file of distdl is taken for a secret either
     taken = take(written(tmp_path, **{k: v for k, v in HARMLESS.items() if "password" not in v}))
     assert taken.left_out == ()
@@ -215,7 +192,7 @@ def test_what_only_looks_like_one_is_sent(tmp_path: Path, monkeypatch) -> None:
     assert sent(written(tmp_path, **HARMLESS)) == {*HARMLESS}
 
 
-def test_a_module_is_refused_and_its_test_is_left_out(tmp_path: Path) -> None:
+def test_a_module_is_refused_and_its_test_is_left_out(tmp_path):
     module = f"import os\nTOKEN = '{HUB}'\n"
     written(tmp_path, **{"tests/keys.py": module, "test_hub.py": module})
     assert {name for name, _ in take(tmp_path).left_out} == {"tests/keys.py", "test_hub.py"}
@@ -226,7 +203,7 @@ def test_a_module_is_refused_and_its_test_is_left_out(tmp_path: Path) -> None:
     assert HUB not in str(error.value)
 
 
-def test_a_file_named_in_amlignore_is_sent_and_a_pattern_names_none(tmp_path: Path) -> None:
+def test_a_file_named_in_amlignore_is_sent_and_a_pattern_names_none(tmp_path):
     written(tmp_path, **{"docs/a.pem": pem("PRIVATE KEY"), "b": pem("PRIVATE KEY"), "c.pem": ""})
     written(tmp_path, **{".amlignore": "*\n!*.pem\n!b*\n!docs/\n!/docs/a.pem\n!c.pem\n"})
     taken = take(tmp_path)
@@ -238,21 +215,24 @@ def test_a_file_named_in_amlignore_is_sent_and_a_pattern_names_none(tmp_path: Pa
         assert take(written(tmp_path, **{".amlignore": lines})).left_out == ()
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "latin-1"])
-def test_another_encoding_hides_nothing(tmp_path: Path, encoding: str) -> None:
-    written(tmp_path, note=f"é\n{HUB}".encode(encoding))
-    assert take(tmp_path).left_out == (("note", "line 2 holds a Hugging Face token"),)
-
-
 @pytest.mark.parametrize("before", [980, 3000, 3961])
-def test_a_large_file_is_searched_across_its_pieces(tmp_path, monkeypatch, before: int) -> None:
+def test_a_large_file_is_searched_across_its_pieces(tmp_path, monkeypatch, before):
     monkeypatch.setattr(snapshot, "PIECE", 1000)
     monkeypatch.setattr(snapshot, "OVERLAP", 100)
     written(tmp_path, log="x" * (before - 2) + "\n " + HUB + "\n" * 999)
     assert take(tmp_path).left_out == (("log", "line 2 holds a Hugging Face token"),)
 
 
-def test_what_changed_after_the_search_is_not_sent(tmp_path: Path) -> None:
+def test_no_encoding_hides_a_secret_and_any_name_is_printed_on_one_line(tmp_path):
+    names = {encoding: f"é\n{HUB}".encode(encoding) for encoding in ("utf-16-be", "latin-1")}
+    written(tmp_path, **names, **{"odd\nname": f"é\n{HUB}".encode("utf-16")})
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
+    why = "line 2 holds a Hugging Face token"
+    assert {*take(tmp_path).left_out} == {(name, why) for name in (*names, r"'odd\nname'")}
+    assert sent(tmp_path) == {os.fsdecode(b"caf\xe9.txt")}
+
+
+def test_what_changed_after_the_search_is_not_sent(tmp_path):
     project = written(tmp_path / "project", **{"train.py": "import torch\n"})
     run = RunDirectory(tmp_path / "outputs/e/run")
     run.create("seed: 1\n", {})
@@ -261,10 +241,3 @@ def test_what_changed_after_the_search_is_not_sent(tmp_path: Path) -> None:
     written(project, **{"train.py": f"TOKEN = '{HUB}'\n"})
     with pytest.raises(UserError, match=r"train\.py: was changed"):
         Bundle.write(run, attempt, taken)
-
-
-def test_names_of_any_bytes_are_sent_and_printed_on_one_line(tmp_path: Path) -> None:
-    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
-    written(tmp_path, **{"odd\nname": HUB})
-    assert sent(tmp_path) == {os.fsdecode(b"caf\xe9.txt")}
-    assert [name for name, _ in take(tmp_path).left_out] == [r"'odd\nname'"]
