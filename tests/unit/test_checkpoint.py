@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,17 +13,15 @@ import torch
 
 from distdl.runs import checkpoints
 from distdl.runs.checkpoints import CheckpointStore, damage_of, find, manifest_of
-from distdl.util.errors import UserError
+from tests.prepared import flip, refusal
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
+def store(tmp_path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "run/checkpoints")
 
 
-def save(
-    store: CheckpointStore, step: int, content: bytes = b"weights", folder: bool = False
-) -> Path:
+def save(store, step: int, content: bytes = b"weights", folder: bool = False) -> Path:
     temporary = store.temporary(f"step_{step}.ckpt")
     for part in ("0.distcp", "inner/1.distcp") if folder else ("",):
         (temporary / part).parent.mkdir(parents=True, exist_ok=True)
@@ -32,22 +29,18 @@ def save(
     return store.publish(f"step_{step}.ckpt", step=step, epoch=0, reason="step")
 
 
-def names(store: CheckpointStore) -> list[str]:
-    return [path.name for path in store.all()]
-
-
 def refused(*_: Any, **__: Any) -> None:
     raise OSError("not supported")
 
 
-def test_the_manifest_describes_the_file_and_the_newest_has_most_steps(store) -> None:
+def test_the_manifest_describes_the_file_and_the_newest_has_most_steps(store):
     assert store.newest() is None
     for step in (30, 4, 200):
         path = save(store, step)
     manifest = json.loads(manifest_of(path).read_text())
     assert manifest["files"][path.name]["size"] == path.stat().st_size
     assert (manifest["step"], manifest["reason"]) == (200, "step") and damage_of(path) is None
-    assert names(store) == ["step_200.ckpt", "step_30.ckpt", "step_4.ckpt"]
+    assert [p.name for p in store.all()] == ["step_200.ckpt", "step_30.ckpt", "step_4.ckpt"]
     store.temporary("step_7.ckpt").write_bytes(b"half")  # what a kill left
     store.temporary("step_8.ckpt").mkdir()
     (store.folder / "step_9.ckpt.tmp").write_bytes(b"a user's")
@@ -60,47 +53,34 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[0] ^= 1
-    path.write_bytes(content)
-
-
+UNREADABLE = ("{", "[1]", '{"files": {}}', '{"files": {"a": 1}}')
 DAMAGE = [
     (cut, "bytes, and 8 were written"),
-    (flip, "sha256 differs"),
+    (lambda path: flip(path, 0), "sha256 differs"),
     (Path.unlink, "is missing"),
-    *(
-        (lambda path, text=text: manifest_of(path).write_text(text), "no readable manifest")
-        for text in ("{", "[1]", '{"files": {}}', '{"files": {"a": 1}}')
-    ),
     (lambda path: manifest_of(path).unlink(), "it has no manifest"),
+    *((lambda p, t=t: manifest_of(p).write_text(t), "no readable manifest") for t in UNREADABLE),
 ]
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
 def test_a_damaged_one_is_skipped_and_if_all_are_the_run_does_not_start_again(
     store, caplog, damage, message
-) -> None:
+):
     old, new = save(store, 1), save(store, 2)
     damage(new)
-    assert message in damage_of(new)
-    with caplog.at_level(logging.WARNING):
-        assert store.newest() == old
-    assert f"skipped a damaged checkpoint: {new}: " in caplog.text
+    assert store.newest() == old
+    assert f"skipped a damaged checkpoint: {new}: " in caplog.text and message in caplog.text
     store.alias("best.ckpt", old)
     old.unlink()
     assert store.newest() == store.folder / "best.ckpt", "what is left of it"
-    flip(store.folder / "best.ckpt")
-    with pytest.raises(UserError) as error:
-        store.newest()
-    (problem,) = error.value.problems
-    assert error.value.exit_code == 2 and problem.path == str(store.folder)
+    flip(store.folder / "best.ckpt", 0)
+    problem = refusal(store.newest)
+    assert problem.path == str(store.folder)
     assert f"mv {store.folder} {store.folder}.damaged" in problem.remedy
-    lines = {"step_2.ckpt": message, "step_1.ckpt": "is missing", "best.ckpt": "sha256 differs"}
-    for line, (name, what) in zip(
-        sorted(problem.what.split("\n")[1:]), sorted(lines.items()), strict=True
-    ):
+    lines = {"best.ckpt": "sha256 differs", "step_1.ckpt": "is missing", "step_2.ckpt": message}
+    shown = sorted(problem.what.split("\n")[1:])
+    for line, (name, what) in zip(shown, lines.items(), strict=True):
         assert line.strip().startswith(name) and what in line
 
 
@@ -110,14 +90,13 @@ def no_manifest(source: Path, target: Path, rename: Any = os.rename) -> None:
     rename(source, target)
 
 
+WRITES = ("distdl.runs.checkpoints.write_json", "os.fsync", "os.replace")
+
+
 @pytest.mark.parametrize(
-    ("at", "crashes"),
-    [
-        *((at, refused) for at in ("distdl.runs.checkpoints.write_json", "os.fsync", "os.replace")),
-        ("os.replace", no_manifest),
-    ],
+    ("at", "crashes"), [*((at, refused) for at in WRITES), ("os.replace", no_manifest)]
 )
-def test_a_crash_while_publishing_leaves_the_one_before(store, monkeypatch, at, crashes) -> None:
+def test_a_crash_while_publishing_leaves_the_one_before(store, monkeypatch, at, crashes):
     old = save(store, 1)
     for step in (2, 1):  # also where the same step is reached again
         with monkeypatch.context() as crash:
@@ -130,99 +109,77 @@ def test_a_crash_while_publishing_leaves_the_one_before(store, monkeypatch, at, 
     assert not manifest_of(old).exists() or damage_of(old) is None
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_aliases(store, monkeypatch, links) -> None:
-    if not links:  # as on blobfuse
-        monkeypatch.setattr(os, "link", refused)
-    first, second = save(store, 1), save(store, 2)
-    store.alias("last.ckpt", first)
-    store.alias("last.ckpt", second)
-    store.alias("best.ckpt", first)
-    last, best = store.folder / "last.ckpt", store.folder / "best.ckpt"
-    assert last.read_bytes() == second.read_bytes() and damage_of(last) is None
-    assert json.loads(manifest_of(last).read_text())["alias_of"] == second.name
-    assert (last.stat().st_ino == second.stat().st_ino) is links
-    # An alias is not a checkpoint of its own, and what it refers to outlives the pruning.
-    store.prune(1)
-    assert names(store) == [second.name] and not first.exists()
-    assert damage_of(best) is None and find(best) == best
-
-
-def test_a_folder_of_slices(store) -> None:
-    for step in (1, 2):
-        path = save(store, step, folder=True)
-        store.alias("last.ckpt", path)
-    last = store.folder / "last.ckpt"
-    assert store.newest() == path and find(last).is_dir()
-    store.prune(keep=1)
-    assert store.all() == [path] and not (store.folder / "step_1.ckpt").exists()
-    (path / "inner/1.distcp").unlink()  # a hard link: last.ckpt keeps its own
-    assert damage_of(path) == "step_2.ckpt/inner/1.distcp is missing" and damage_of(last) is None
-
-
-def test_a_checkpoint_as_a_user_names_it(store, tmp_path) -> None:
-    path = save(store, 1)
-    assert find(tmp_path / "run") == path and find(str(path)) == path
-    foreign = tmp_path / "foreign.ckpt"
-    for zipped in (True, False):
-        torch.save({}, foreign, _use_new_zipfile_serialization=zipped)
-        assert find(foreign) == foreign  # it has no manifest, and that is not damage
-    cases = [(tmp_path / "nowhere.ckpt", "no such checkpoint")]
-    for number, content in enumerate((b"", b"from elsewhere", b"PK\3\4 and cut off")):
-        (tmp_path / f"{number}.ckpt").write_bytes(content)
-        cases.append((tmp_path / f"{number}.ckpt", "is not a checkpoint, or an incomplete one"))
-    cut(path)
-    (tmp_path / "empty/checkpoints").mkdir(parents=True)
-    cases += [(path, "is damaged"), (tmp_path / "empty", "this run has no checkpoint")]
-    for named, message in cases:
-        with pytest.raises(UserError, match=message) as error:
-            find(named, "checkpoint.resume_from")
-        assert error.value.problems[0].path == f"checkpoint.resume_from={named}"
-
-
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("folder", [True, False])
-def test_nothing_is_deleted_before_what_replaces_it_is_on_the_disk(
-    store, monkeypatch, folder: bool, links: bool
-) -> None:
-    """At each removal of a name, all that the newest checkpoint needs has been synced."""
+@pytest.fixture
+def order(monkeypatch) -> list[str]:
+    """The names in the order in which files get them, and "removed" for the first checkpoint; what
+    gets a name is on the disk by then, and before the removal so are the names."""
     synced: set[Path] = set()
-    named: dict[Path, bool] = {}  # what was renamed -> whether its folder was synced since
+    unsettled: set[Path] = set()  # what was renamed, and whose folder was not synced since
     events: list[str] = []
     fsync, replace, remove = os.fsync, os.replace, checkpoints.remove
 
     def on_fsync(handle: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))
         synced.add(path)
-        named.update({p: True for p in named if p.parent == path})
+        unsettled.difference_update([p for p in unsettled if p.parent == path])
         fsync(handle)
 
     def on_replace(source: Path, target: Path) -> None:
-        unsynced = {source, *source.rglob("*")} - synced
-        assert not unsynced, f"{unsynced} have their name before their bytes are on the disk"
-        named[target] = False
+        assert {source, *source.rglob("*")} <= synced
+        unsettled.add(target)
         synced.add(target)
         events.append(target.name)
         replace(source, target)
 
     def on_remove(path: Path) -> None:
         if path.name == "step_1.ckpt":
-            assert all(named.values()), [p.name for p, done in named.items() if not done]
+            assert not unsettled
             events.append("removed")
         remove(path)
 
-    def write(step: int) -> None:
-        store.alias("last.ckpt", save(store, step, folder=folder))
-        store.prune(1)
-
-    write(1)
     monkeypatch.setattr(os, "fsync", on_fsync)
     monkeypatch.setattr(os, "replace", lambda a, b: on_replace(Path(a), Path(b)))
     monkeypatch.setattr(checkpoints, "remove", on_remove)
-    if not links:
+    return events
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("folder", [True, False])
+def test_aliases_of_files_and_of_folders(store, order, monkeypatch, folder, links):
+    """And nothing is deleted before what replaces it is on the disk."""
+    if not links:  # as on blobfuse
         monkeypatch.setattr(os, "link", refused)
-    write(2)
+    first, last, best = (store.folder / f"{name}.ckpt" for name in ("step_1", "last", "best"))
+    save(store, 1, folder=folder)
+    store.alias(last.name, first)
+    store.alias(best.name, first)
+    order.clear()
+    second = save(store, 2, folder=folder)
+    store.alias(last.name, second)
+    store.prune(1)
     pairs = [(name, f"{name}.manifest.json") for name in ("step_2.ckpt", "last.ckpt")]
-    kept = [name for name in events if not name.startswith(".")]
-    assert kept == [*pairs[0], *pairs[1], "removed"]
-    assert not manifest_of(store.folder / "step_1.ckpt").exists()
+    assert [name for name in order if name[0] != "."] == [*pairs[0], *pairs[1], "removed"]
+    assert json.loads(manifest_of(last).read_text())["alias_of"] == second.name
+    part = "inner/1.distcp" if folder else ""
+    assert (last / part).read_bytes() == (second / part).read_bytes() and damage_of(last) is None
+    assert ((last / part).stat().st_ino == (second / part).stat().st_ino) is links
+    # An alias is not a checkpoint of its own, and what it refers to outlives the pruning.
+    assert store.all() == [second] and not first.exists()
+    assert damage_of(best) is None and find(best) == best
+    (second / part).unlink()
+    missing = f"step_2.ckpt/{part}".rstrip("/")
+    assert damage_of(second) == f"{missing} is missing" and damage_of(last) is None
+
+
+def test_a_checkpoint_as_a_user_names_it(store, tmp_path):
+    path = save(store, 1)
+    assert find(tmp_path / "run") == path and find(str(path)) == path
+    foreign = tmp_path / "foreign.ckpt"
+    for zipped in (True, False):
+        torch.save({}, foreign, _use_new_zipfile_serialization=zipped)
+        assert find(foreign) == foreign  # it has no manifest, and that is not damage
+    cut(path)
+    (tmp_path / "empty/checkpoints").mkdir(parents=True)
+    for named, what in ((path, "is damaged"), (tmp_path / "empty", "this run has no checkpoint")):
+        problem = refusal(find, named, "checkpoint.resume_from")
+        assert problem.path == f"checkpoint.resume_from={named}" and what in problem.what
