@@ -16,22 +16,16 @@ from tests.conftest import TINY, filled
 from tests.unit.sample_config import node
 
 EVIL = node("evil.Launcher")
+CREATED = "${{oc.create:{{_target_: evil.Launcher}}}}"
 MPI = "distdl.launchers.mpi.MpiLauncher"
 SLURM = "distdl.launchers.slurm.SlurmLauncher"
 # Launchers that would run something, and handles that would lead somewhere.
 LAUNCHERS = {
     "a class of theirs": (EVIL, "evil://1"),
-    "a class that they allow": (EVIL, "evil://1"),
     "a function": (node("distdl.launchers.slurm.commands.run", "touch", "{ran}"), "slurm://1"),
     "nested": (node(SLURM, env=EVIL), "slurm://1"),
-    "interpolated": (
-        node(SLURM, env="${{oc.create:{{_target_: evil.Launcher}}}}"),
-        "slurm://1",
-    ),
-    "interpolated twice": (
-        node(SLURM, partition=r"\${{oc.create:{{_target_: evil.Launcher}}}}"),
-        "slurm://1",
-    ),
+    "interpolated": (node(SLURM, env=CREATED), "slurm://1"),
+    "interpolated twice": (node(SLURM, partition=rf"\{CREATED}"), "slurm://1"),
     "a secret": (node(SLURM, partition="${{oc.env:MY_TOKEN}}"), "slurm://1"),
     "a program": (node(MPI, mpirun="{program}", ssh="{program}"), "mpi://{host}{run}"),
     "another's process": (node(MPI), "mpi://{host}{run}/attempts/001"),
@@ -45,7 +39,7 @@ SECRET = "hunter2"
 class Foreign:
     """A run with one of the launchers; whatever of its code runs makes a file `ran`."""
 
-    def __init__(self, folder, name, *overrides) -> None:
+    def __init__(self, folder, name, *overrides):
         sys.modules.pop("evil", None)  # of the case before: it would not run again
         self.ran, self.run = folder / "ran", folder / "theirs/default/r"
         attempt = self.run / "attempts/001"
@@ -68,14 +62,9 @@ class Foreign:
         where = OmegaConf.to_container(recipe.where_of(composed), resolve=False)
         where["launcher"] = launcher
         where["project"] = {"root": str(self.run), "allow": ["evil", "os"], "max_snapshot_mb": 300}
-        launch = {
-            "run_id": "default/r",
-            "python_path": [".", "../.."],
-            "where": where,
-            "resources": {"num_nodes": 1, "devices": 1, "accelerator": "cpu", "device_ids": None},
-            "changes": {},
-            "global_batch_size": 8,
-        }
+        launch = {"run_id": "default/r", "python_path": [".", "../.."], "where": where}
+        size = {"num_nodes": 1, "devices": 1, "accelerator": "cpu", "device_ids": None}
+        launch |= {"resources": size, "changes": {}, "global_batch_size": 8}
         OmegaConf.save(OmegaConf.create(launch), attempt / "launch.yaml")
         state = {"state": "RUNNING", "host": host, "pid": -1, "error": "\x1b]0;title\x07"}
         state |= {"metrics": {"[/b]val": 1.0}, "started": 1.0}
@@ -106,7 +95,7 @@ def foreign(tmp_path, command, without_stage_2, monkeypatch):
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_nothing_of_it_runs(name, foreign, command) -> None:
+def test_nothing_of_it_runs(name, foreign, command):
     its = foreign(name)
     path, imported = str(its.run), {*sys.modules}
     before = (its.run / "attempts/001/launch.yaml").read_text()
@@ -127,7 +116,7 @@ def test_nothing_of_it_runs(name, foreign, command) -> None:
     assert outputs["report"].code == 0 and outputs["jobs logs"].code == 2
 
 
-def test_what_was_not_asked_is_reported_and_how_to(foreign, command, tmp_path) -> None:
+def test_what_was_not_asked_is_reported_and_how_to(foreign, command, tmp_path):
     its = foreign("a class of theirs")
     path = str(its.run)
     output = command("jobs", "status", path)
@@ -147,8 +136,8 @@ def test_what_was_not_asked_is_reported_and_how_to(foreign, command, tmp_path) -
     assert output.code == 2 and "evil.Launcher is not a launcher" in output.err
 
 
-def test_the_run_folder_is_not_a_project(foreign, command, monkeypatch) -> None:
-    its = foreign("a class that they allow")
+def test_the_run_folder_is_not_a_project(foreign, command, monkeypatch):
+    its = foreign("a class of theirs")
     monkeypatch.chdir(its.run)
     monkeypatch.setattr(sys, "path", [str(its.run), *sys.path])  # as `python -m` has it
     assert command("jobs", "status", ".").code == 1
@@ -156,7 +145,7 @@ def test_the_run_folder_is_not_a_project(foreign, command, monkeypatch) -> None:
     assert str(its.run) not in sys.path and not its.ran.exists()
 
 
-def test_its_mpirun_is_started_only_if_typed(foreign, command) -> None:
+def test_its_mpirun_is_started_only_if_typed(foreign, command):
     its = foreign("a program")
     typed = ("resume", str(its.run), "dry_run=true")
     output = command(*typed)
@@ -166,7 +155,7 @@ def test_its_mpirun_is_started_only_if_typed(foreign, command) -> None:
     assert output.code == 0 and its.ran.exists(), output
 
 
-def test_its_model_is_not_imported_to_be_checked(tmp_path, command) -> None:
+def test_its_model_is_not_imported_to_be_checked(tmp_path, command):
     """With the real child, which imports what a config names."""
     its = Foreign(tmp_path, "local", "model._target_=evil.Model")
     (tmp_path / "mine").mkdir()

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.conftest import TINY, distdl, status
-from tests.unit.sample_config import rows
+from tests.unit.sample_config import check_parts, rows
 
 VARIABLES = {
     "SAMPLE_API_KEY": "canary-used+and/forwarded-81c5",
@@ -44,10 +44,8 @@ class Leaky(Callback):
         except KeyError as error:
             raise RuntimeError(f"refused: {self.token}") from error
 """
-CALLBACK = (
-    "+callbacks.leaky._target_=leaky.Leaky",
-    "+callbacks.leaky.token=${oc.env:SAMPLE_API_KEY}",
-)
+TOKEN = "+callbacks.leaky.token=${oc.env:SAMPLE_API_KEY}"
+CALLBACK = ("+callbacks.leaky._target_=leaky.Leaky", TOKEN)
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +58,8 @@ def project(tmp_path_factory):
     identity = ("-c", "user.name=me", "-c", "user.email=me@example.org")
     for command in (["init"], ["add", "."], ["commit", "-m", "first"]):
         subprocess.run(["git", *identity, *command], cwd=folder, check=True, capture_output=True)
-    diff = CANARIES["diff"]
-    (folder / "upload.py").write_text(
-        f'import leaky\npassword = "{diff}"\nurl = "https://{diff}@h"\n'
-    )
+    leak = 'import leaky\npassword = "{diff}"\nurl = "https://{diff}@h"\n'
+    (folder / "upload.py").write_text(leak.format(**CANARIES))
     (folder / "credentials.txt").write_text(CANARIES["untracked"])
     return folder
 
@@ -77,8 +73,8 @@ def failed(project):
     return distdl(*TINY, *limits, *where, *CALLBACK, forward, cwd=project, env=VARIABLES)
 
 
-def test_the_leaks_were_real(failed, project) -> None:
-    """Else the other tests here would find nothing because nothing happened."""
+def test_the_leaks_were_real(failed, project):
+    """Else the next test would find nothing because nothing happened."""
     assert failed.returncode == 1, failed.stdout + failed.stderr
     run = project / "outputs/default/x"
     for rank in (0, 1):
@@ -100,7 +96,7 @@ def test_the_leaks_were_real(failed, project) -> None:
 
 
 @pytest.mark.parametrize("name", CANARIES)
-def test_no_file_holds_it_and_no_screen_shows_it(failed, project, name) -> None:
+def test_no_file_holds_it_and_no_screen_shows_it(failed, project, name):
     spellings = {CANARIES[name].encode(), quote(CANARIES[name], safe="").encode()}
     texts = {"stdout": failed.stdout.encode(), "stderr": failed.stderr.encode()}
     files = [path for path in (project / "outputs").rglob("*") if path.is_file()]
@@ -110,7 +106,7 @@ def test_no_file_holds_it_and_no_screen_shows_it(failed, project, name) -> None:
     assert not any(CANARIES[name] in path for path in texts)
 
 
-def test_no_rendered_request_holds_it(command, without_stage_2, monkeypatch, tmp_path) -> None:
+def test_no_rendered_request_holds_it(command, without_stage_2, monkeypatch, tmp_path):
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "leaky.py").write_text(LEAKY)
@@ -121,16 +117,24 @@ def test_no_rendered_request_holds_it(command, without_stage_2, monkeypatch, tmp
         assert output.code == 0, output
         assert "canary" not in output.out + output.err
     # --cfg shows what is written, and not what it leads to.
-    output = command("--cfg", "job", CALLBACK[1])
+    output = command("--cfg", "job", TOKEN)
     assert "token: ${oc.env:SAMPLE_API_KEY}" in output.out and "canary" not in output.out
 
 
+# A variable is never one that a shell has, which would be lost: $PATH for a key called path.
 LITERALS = """
 +callbacks.leaky.token=canary-literal-31 | export LEAKY_TOKEN
++callbacks.leaky.token=${oc.env:SAMPLE_API_KEY,canary-literal-31} | export LEAKY_TOKEN
 +data.sas=canary-literal-31 | ${oc.env:DATA_SAS}
++data.path="https://h/c?sv=1&sig=canary-literal-31" | export DATA_PATH
++data.note=AKIACANARYKLMNOPQRST | export DATA_NOTE
++data.keys=[fine,{secret:canary-literal-31}] | data.keys[1].secret: | export KEYS_SECRET
++data.x=canary-literal-31 +data.api_token=${data.x} | data.api_token: refers to a secret that is pl
 tracking.mlflow.tracking_uri=https://me:canary-literal-31@example.org | ${oc.env:
 tags=[canary-only-in-the-environment-77] | export OTHER_TOKEN
-+data.url="https://h/c?sv=1&sig=canary-literal-31" | ${oc.env:
++model.note="before_canary-only-in-the-environment-77_after" | export OTHER_TOKEN
++launcher.inputs.x.path="https://h/c?sv=1&sig=canary-literal-31" | azureml://datastores/NAME/paths/
+password=canary-literal-31 | password:
 +data.url=https://h/c?sv=1&sig=canary-literal-31 | is not an override
 +model.password=canary-literal-31[ | model.password
 -m +model.password=canary-literal-31,canary-literal-32 | export MODEL_PASSWORD
@@ -146,19 +150,19 @@ launcher=sagemaker launcher.instance_type=ml.g5.xlarge
 @pytest.mark.parametrize(("typed", "parts"), rows(LITERALS))
 def test_a_literal_on_the_command_line_is_refused_unread(
     typed, parts, command, no_child, monkeypatch, tmp_path
-) -> None:
+):
     monkeypatch.setenv("OTHER_TOKEN", VARIABLES["OTHER_TOKEN"])
     output = command(*typed.split(" "))
-    assert output.code == 2 and parts[0] in output.err
-    assert "canary" not in output.out + output.err
-    assert os.listdir(tmp_path) == []
+    assert output.code == 2 and os.listdir(tmp_path) == []
+    check_parts(output.err, parts)
+    assert "canary" not in (output.out + output.err).lower()
 
 
 @pytest.mark.parametrize(("launcher", "_"), rows(CLUSTERS))
 @pytest.mark.parametrize("name", ["MY_TOKEN", "PLAIN"])
 def test_a_secret_among_a_launchers_settings_is_refused(
     launcher, _, name, command, without_stage_2, monkeypatch, tmp_path
-) -> None:
+):
     """They are resolved before the job is sent, and stand in its request."""
     monkeypatch.setenv("MY_TOKEN", "canary-of-the-launcher-7")
     monkeypatch.setenv("PLAIN", "hf_canaryOfTheLauncher0123456789abcdef")
@@ -166,11 +170,8 @@ def test_a_secret_among_a_launchers_settings_is_refused(
     typed = (*launcher.split(), "trainer.devices=1", "dry_run=true", setting)
     output = command(*typed)
     assert output.code == 2, output
-    assert (
-        "would be readable in the request" in output.err and "launcher.forward_env=[" in output.err
-    )
-    assert "canary" not in output.out + output.err
-    assert os.listdir(tmp_path) == []
+    check_parts(output.err, ["would be readable in the request", "launcher.forward_env=["])
+    assert "canary" not in output.out + output.err and os.listdir(tmp_path) == []
     monkeypatch.setenv(name, "eth0")
     if (launcher, name) == ("launcher=slurm", "PLAIN"):
         assert command(*typed).code == 0, "any other setting may be read from the shell"

@@ -1,5 +1,5 @@
-"""What a `_target_` may lead to: gadgets of allowed packages by which a config would run a command,
-and what must stay possible."""
+"""What a `_target_` may lead to: whose code, gadgets of allowed packages by which a config would
+run a command, and what must stay possible."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from distdl.util.errors import UserError
 from distdl.validation import kinds
 from distdl.validation.resolve import resolve
 from distdl.validation.targets import Trust, problem_of
+from distdl.validation.validate import problems_of
 from tests.conftest import filled
 
 RUN = "torch.utils.collect_env.run"
@@ -26,18 +27,15 @@ SHELL = node(RUN, command="{command}")
 LATER = {**SHELL, "_partial_": True}
 CREATED = "{{_target_: " + RUN + ", command: '{command}'}}"
 TOUCH = node(CONTROLLER, "touch", "{file}")
-TIMM, FABRIC = "timm.create_model", "lightning.fabric"
-IO = f"{FABRIC}.plugins.TorchCheckpointIO.load_checkpoint"
-FROM_FILE = node("lightning.pytorch.LightningModule.load_from_checkpoint", **PICKLED)
+TIMM = "timm.create_model"
+IO = "lightning.fabric.plugins.TorchCheckpointIO.load_checkpoint"
 GADGETS = [
     ("callbacks.x", node(f"{RUN}_and_read_all", run_lambda=LATER, command="{command}")),
     ("callbacks.x", node("torch.distributed.run.main", args=["--no-python", "touch", "{file}"])),
     ("callbacks.x", node(LAMBDA, on_fit_start=LATER)),
     ("tracking.x", TOUCH),
     ("task", node("distdl.worker.agent.run", ["-c", "{command}"])),
-    ("model.x", node("timm.models.helpers.load_state_dict", **PICKLED)),
     ("model.x", node("timm.models._helpers.load_state_dict", **PICKLED)),
-    ("model.x", node(f"{FABRIC}.utilities.cloud_io._load", "{pickle}", weights_only=False)),
     ("strategy.x", node(IO, None, "{pickle}", weights_only=False)),
     # What a function may be reached by, whatever the section.
     *((key, SHELL) for key in ("model.x", "optimizer", "schedule", "strategy", "data")),
@@ -49,7 +47,7 @@ GADGETS = [
     ("model.x", node("torch.hub.os.system", "{command}")),
     ("model.x", node("own_kinds.os.system", "x")),
     ("model.x", node("own_kinds.run", command="{command}")),
-    ("model", FROM_FILE),
+    ("model", node("lightning.pytorch.LightningModule.load_from_checkpoint", **PICKLED)),
     ("model.x", node("torch.nn.Identity", _recursive_=False, inner=[1, {"deep": SHELL}])),
     ("model.x", node("hydra.utils.get_method", path="os.system")),
     ("model.x", "${{oc.create:" + CREATED + "}}"),
@@ -63,7 +61,7 @@ GADGETS = [
 
 
 class Gadget:
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file):
         self.file = file
 
     def __reduce__(self):
@@ -71,7 +69,7 @@ class Gadget:
 
 
 @pytest.fixture
-def traps(tmp_path, monkeypatch) -> dict[str, str]:
+def traps(tmp_path, monkeypatch):
     """What the gadgets use, in a project whose own module imports much."""
     names = {"file": "it_ran", "pickle": "weights.pth", "hub": "hub"}
     traps = {key: str(tmp_path / name) for key, name in names.items()}
@@ -89,12 +87,12 @@ def traps(tmp_path, monkeypatch) -> dict[str, str]:
     return {**traps, "command": f"touch {file}"}
 
 
-def name_of(value) -> str:
+def name_of(value):
     return str(value)[:70]
 
 
 @pytest.mark.parametrize(("path", "value"), GADGETS, ids=name_of)
-def test_no_gadget_runs(path, value, traps) -> None:
+def test_no_gadget_runs(path, value, traps):
     changes = {path: filled(value, traps)}
     assert any(p.path.startswith(path.partition(".")[0]) for p in problems(changes))
     if not path.startswith("launcher"):  # no worker builds that
@@ -103,7 +101,7 @@ def test_no_gadget_runs(path, value, traps) -> None:
     assert not Path(traps["file"]).exists()
 
 
-def test_the_gadgets_are_real(traps) -> None:
+def test_the_gadgets_are_real(traps):
     kinds.locate(RUN)(traps["command"])
     assert Path(traps["file"]).exists()
     Path(traps["file"]).unlink()
@@ -112,38 +110,30 @@ def test_the_gadgets_are_real(traps) -> None:
     assert Path(traps["file"]).exists()
 
 
-PLAIN = """
-model.x=timm.models.resnet18 model.x=timm.layers.SelectAdaptivePool2d data.x=timm.data.Mixup
-data.x=torchvision.transforms.v2.RandomHorizontalFlip data.x=torchvision.datasets.FakeData
-strategy.x=lightning.pytorch.plugins.precision.MixedPrecision optimizer=timm.optim.Lars
-strategy.x=torch.distributed.fsdp.CPUOffload schedule=distdl.optim.warmup_cosine
-trainer.profiler=lightning.pytorch.profilers.PyTorchProfiler strategy=distdl.strategies.single
-callbacks.x=lightning.pytorch.callbacks.ModelCheckpoint callbacks.x=own_kinds.Thing.make
-callbacks.x=own_kinds.Thing tracking.x=distdl.tracking.mlflow.MLflowLogger
+# Beside what distdl's own options name.
+GOOD = """
+model.x=timm.layers.SelectAdaptivePool2d data.x=timm.data.Mixup data.x=torchvision.datasets.FakeData
+data.x=torchvision.transforms.v2.RandomHorizontalFlip optimizer=timm.optim.Lars
+strategy.x=lightning.pytorch.plugins.precision.MixedPrecision strategy.x=datetime.timedelta
+strategy.x=torch.distributed.fsdp.CPUOffload callbacks.x=own_kinds.Thing.make
+trainer.profiler=lightning.pytorch.profilers.PyTorchProfiler model.x=own_kinds.Linear
+model.x=torch.optim.lr_scheduler.ReduceLROnPlateau model.x=torchvision.models.get_model
+model.x=torchvision.models.detection.ssd300_vgg16 model.x=torch.ones
 launcher=distdl.launchers.azureml.launcher.AzureMLLauncher
-data.x=torchvision.transforms.Compose strategy.x=datetime.timedelta model.x=own_kinds.Linear
-"""
-PARTIAL = """
-torch.optim.Adam torch.optim.lr_scheduler.ReduceLROnPlateau torchvision.models.get_model
-torchvision.models.detection.ssd300_vgg16
-"""
-GOOD = [
-    ("model.x", node("torch.nn.CrossEntropyLoss", weight=node("torch.ones"))),
-    *(("model.x", node(target, _partial_=True)) for target in PARTIAL.split()),
-    *((path, node(target)) for path, _, target in (row.partition("=") for row in PLAIN.split())),
-]
+""".split()  # noqa: SIM905
 
 
-@pytest.mark.parametrize(("path", "value"), GOOD, ids=name_of)
-def test_what_stays_possible(path, value, traps) -> None:
+@pytest.mark.parametrize("typed", GOOD)
+def test_what_stays_possible(typed, traps):
+    path, _, target = typed.partition("=")
     section, trust = path.split(".")[0], Trust((str(Path.cwd()),))
     config = OmegaConf.create({})
-    OmegaConf.update(config, path, value, force_add=True)
+    OmegaConf.update(config, path, node(target), force_add=True)
     kinds.refuse({section: OmegaConf.to_container(config[section])}, trust)
-    assert problem_of(value["_target_"], trust, tuple(path.split("."))) is None
+    assert problem_of(target, trust, tuple(path.split("."))) is None
 
 
-def test_a_refusal_says_what_to_write_and_what_is_allowed_may_be_anything(traps) -> None:
+def test_a_refusal_says_what_to_write_and_what_is_allowed_may_be_anything(traps):
     (problem,) = problems({"callbacks.x": node(RUN, command="x")})
     assert problem.path == "callbacks.x._target_"
     assert f"{RUN} is not a Callback of Lightning's, and callbacks takes nothing" in problem.what
@@ -157,3 +147,29 @@ def test_a_refusal_says_what_to_write_and_what_is_allowed_may_be_anything(traps)
     kinds.refuse(values, Trust(allow=("torch",)))
     with pytest.raises(UserError, match="model"):
         kinds.refuse(values, Trust(allow=("torch.nn",)))
+
+
+OUTSIDE = "builtins.eval subprocess.Popen distdl_evil.Thing resnet50 torch.nn. a/b.c foobar.Baz"
+
+
+@pytest.mark.parametrize("target", [*OUTSIDE.split(), "torch.nn.Module.__subclasses__", "a b", 7])
+def test_names_outside_the_allowed_packages(target):
+    bad = node(target)
+    nested = {"model.a": bad, "model.b": [1, {"deep": [bad]}], "trainer.profiler": bad}
+    found = problems_of(sample({**nested, "project.allow": ["foo"]}))
+    paths = ["model.a", "model.b[1].deep[0]", "trainer.profiler"]
+    assert [p.path for p in found] == [f"{path}._target_" for path in paths]
+
+
+def test_allowed_by_name_or_in_the_users_project(tmp_path, monkeypatch):
+    def refused(target, root=None, **changes):
+        return problems_of(sample({"model._target_": target, **changes}), project_root=root)
+
+    assert not refused("foo.bar.Baz", **{"project.allow": ["foo"]})
+    (tmp_path / "package").mkdir()
+    for name in ("mine.py", "package/net.py", "subprocess.py"):
+        (tmp_path / name).touch()
+    for target in ("mine.Model", "package.net.Model"):
+        assert refused(target) and not refused(target, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert not refused("mine.Model") and refused("subprocess.Popen")

@@ -1,21 +1,23 @@
-"""`pytorch_lightning` and `lightning_fabric` are lightning's own modules, in whatever way they are
-imported, and what only Lightning 1 had is reported before a start."""
+"""Names of Lightning's: `pytorch_lightning` and `lightning_fabric` are lightning's own modules, in
+whatever way they are imported; what only Lightning 1 had is reported before a start; and its names
+of strategies are known."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import multiprocessing
-import subprocess
+import re
 import sys
 
 import lightning
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.demos import boring_classes, mnist_datamodule
+from lightning.pytorch.strategies import StrategyRegistry
 from sample_config import check_parts, node, problems, rows
 
-from distdl import callbacks, models
+from distdl.config import compose
+from distdl.config.words import strategy_for
 from distdl.util import lightning_names
 from distdl.validation import lightning_1
 from distdl.validation.kinds import locate
@@ -26,30 +28,18 @@ import pytorch_lightning as pl
 import pytorch_lightning.loggers.tensorboard
 import lightning_fabric
 from lightning_fabric.utilities.seed import seed_everything
-from pytorch_lightning import LightningDataModule, Trainer
+from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.utilities import rank_zero as zero
-from torch import nn
-class Net(pl.LightningModule):
-    def __init__(self, loss=None): super().__init__()
-    def training_step(self, batch, batch_idx): ...
-    def configure_optimizers(self): ...
-class Loss(nn.Module): ...
-class Data(LightningDataModule):
-    def train_dataloader(self): ...
-class Stop(pl.callbacks.EarlyStopping):
-    def __init__(self):
-        super().__init__(monitor="x")
+class Net(pl.LightningModule): ...
 """
 OLD = """
 import pytorch_lightning as pl
 class Net(pl.LightningModule):
     def training_step(self, batch, batch_idx, optimizer_idx): ...
     def training_epoch_end(self, outputs): ...
-    def validation_step_end(self, outputs): ...
     def on_epoch_end(self): ...
     def on_train_epoch_end(self): self.on_epoch_end()
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_idx, closure=None): ...
     def on_train_epoch_start(self, *outputs, unused=None): ...
 class Watch(pl.Callback):
     def on_batch_end(self, trainer, pl_module): ...
@@ -90,60 +80,42 @@ def library(tmp_path, tmp_path_factory, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_every_way_to_import_it_leads_to_lightnings_own(caplog) -> None:
+def test_every_way_to_import_it_leads_to_lightnings_own(caplog):
     spec = pl.__spec__
     with caplog.at_level(logging.INFO, logger="distdl"):
         library = importlib.import_module("some_library")
-    (first, *_) = [r.message for r in caplog.records if "import pytorch_lightning: " in r.message]
-    assert first.startswith("import pytorch_lightning: served by lightning.pytorch 2.") and not _
+    (first,) = [r.message for r in caplog.records if "import pytorch_lightning: " in r.message]
+    assert first.startswith("import pytorch_lightning: served by lightning.pytorch 2.")
     assert library.pl is pl and library.lightning_fabric is lightning.fabric
     assert library.pytorch_lightning.loggers.tensorboard is pl.loggers.tensorboard
     assert library.EarlyStopping is pl.callbacks.EarlyStopping and library.Trainer is pl.Trainer
     assert library.zero is pl.utilities.rank_zero
-    assert issubclass(library.Net, pl.LightningModule)
     # The modules themselves are as they were: reload, pickle and relative imports go by these.
     assert pl.__spec__ is spec and pl.__name__ == spec.name == "lightning.pytorch"
-    assert pl.loggers.tensorboard.__spec__.name == "lightning.pytorch.loggers.tensorboard"
     assert importlib.reload(importlib.import_module("pytorch_lightning.callbacks.timer"))
 
 
-def test_nothing_is_imported_before_somebody_asks() -> None:
-    code = (
-        "import sys, importlib.util, distdl.__main__\n"
-        "print(importlib.util.find_spec('pytorch_lightning') is not None, end=' ')\n"
-        "print({'torch', 'lightning', 'pytorch_lightning'} & {*sys.modules})"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "True set()"
-
-
-def test_what_is_missing_is_reported_by_the_name_that_was_written() -> None:
+def test_what_is_missing_is_reported_by_the_name_that_was_written():
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'pytorch_lightning\.metrics'"):
         importlib.import_module("pytorch_lightning.metrics")
     assert importlib.util.find_spec("pytorch_lightning.metrics") is None
-    assert importlib.util.find_spec("pytorch_lightning.tuner") is not None
     with pytest.raises(ImportError, match="nosuch"):
         exec("from pytorch_lightning import nosuch")
     with pytest.raises(ModuleNotFoundError, match="is not a package"):
         importlib.import_module("pytorch_lightning.callbacks.timer.x")
 
 
-def test_a_second_copy_that_was_there_before_is_replaced_with_a_warning(
-    monkeypatch, caplog
-) -> None:
+def test_a_second_copy_that_was_there_before_is_replaced_with_a_warning(monkeypatch, caplog):
     for name in ("pytorch_lightning", "pytorch_lightning.callbacks"):
         monkeypatch.setitem(sys.modules, name, type(sys)(name))
-    lightning_names.serve()
+    for _ in range(2):
+        lightning_names.serve()
     assert importlib.import_module("pytorch_lightning.callbacks") is pl.callbacks
     (message,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert "pytorch_lightning was imported before distdl" in message
-    caplog.clear()
-    lightning_names.serve()
-    assert not caplog.records
-    assert sum(isinstance(f, lightning_names.Names) for f in sys.meta_path) == 1
 
 
-def test_a_spawned_process_has_it_before_the_data_set_that_it_is_sent() -> None:
+def test_a_spawned_process_has_it_before_the_data_set_that_it_is_sent():
     data = importlib.import_module("some_data").Data()
     child = multiprocessing.get_context("spawn").Process(target=data)
     child.start()
@@ -151,33 +123,16 @@ def test_a_spawned_process_has_it_before_the_data_set_that_it_is_sent() -> None:
     assert child.exitcode == 0
 
 
-def test_a_librarys_classes_are_components_once_it_is_allowed(tmp_path, monkeypatch) -> None:
-    (tmp_path / "project").mkdir()
-    monkeypatch.chdir(tmp_path / "project")
-    stop = node("pytorch_lightning.callbacks.EarlyStopping", monitor="loss")
-    changes = {
-        "model": node("some_library.Net", loss=node("some_library.Loss")),
-        "data": node("some_library.Data"),
-        "callbacks": {"early_stopping": stop, "stop": node("some_library.Stop")},
-        "checkpoint.monitor": None,
-    }
-    refused = problems(changes, tmp_path / "project")
-    assert [p.remedy for p in refused] == 4 * ["if you trust it: project.allow=[some_library]"]
-    assert problems({**changes, "project.allow": ["some_library"]}, tmp_path / "project") == []
-
-
 REMOVED = """
-callbacks.watch | Watch.on_batch_end is a hook of Lightning 1, and nobody calls it | on_train_batch_end
-callbacks.watch | Watch.on_train_batch_end takes dataloader_idx, which Lightning 2 does | leave it out
+callbacks.watch | Watch.on_batch_end is a hook of Lightning 1, and nobody calls | on_train_batch_end
+callbacks.watch | Watch.on_train_batch_end takes dataloader_idx, which Lightning 2 | leave it out
 data | Data.on_train_dataloader is a hook of | it is now setup
-model | Net.optimizer_step takes optimizer_idx | step each of self.optimizers()
 model | Net.training_epoch_end is a hook | on_train_epoch_end; keep the outputs of the steps
 model | Net.training_step takes optimizer_idx | self.automatic_optimization = False
-model | Net.validation_step_end is a hook of | the end of the step itself
-"""  # noqa: E501
+"""
 
 
-def test_what_lightning_2_calls_no_more_is_refused_with_what_replaced_it(tmp_path) -> None:
+def test_what_lightning_2_calls_no_more_is_refused_with_what_replaced_it(tmp_path):
     names = {"model": "Net", "data": "Data", "callbacks.watch": "Watch"}
     changes = {path: node(f"of_lightning_1.{name}") for path, name in names.items()}
     refused = problems(changes, tmp_path)
@@ -186,18 +141,8 @@ def test_what_lightning_2_calls_no_more_is_refused_with_what_replaced_it(tmp_pat
         check_parts(str(problem), parts)
     # What nobody calls may stand in a library for older versions, and the user cannot change it.
     allowed = problems({**changes, "project.allow": ["of_lightning_1"]}, tmp_path / "nothing")
-    assert len(allowed) == 4
+    assert len(allowed) == 3
     assert not any("nobody calls" in p.what for p in allowed if "epoch" not in p.what)
-
-
-def test_lightnings_own_classes_and_ours_have_nothing_of_lightning_1() -> None:
-    modules = (pl.callbacks, boring_classes, mnist_datamodule, callbacks, models)
-    bases = (pl.LightningModule, pl.LightningDataModule, pl.Callback)
-    classes = [c for m in modules for c in vars(m).values() if isinstance(c, type)]
-    pairs = [(c, base) for c in classes for base in bases if issubclass(c, base)]
-    assert len(pairs) > 30
-    assert [p for c, base in pairs for p in lightning_1.problems(c, base, lambda name: True)] == []
-    assert all(locate(n) for n in lightning_1.IMPORTS.values() if n not in ("list", "torchmetrics"))
 
 
 IMPORTS = """
@@ -209,10 +154,24 @@ from pytorch_lightning.core.nothing import x | see
 
 
 @pytest.mark.parametrize(("line", "parts"), rows(IMPORTS))
-def test_an_import_that_only_lightning_1_has_is_reported_with_what_it_is_now(
-    line, parts, tmp_path
-) -> None:
+def test_an_import_that_only_lightning_1_has_is_reported(line, parts, tmp_path):
     (tmp_path / "of_lightning_1.py").write_text(f"{line}\n")
     (problem,) = problems({"model": node("of_lightning_1.Net")}, tmp_path)
     assert "of_lightning_1.Net cannot be imported: " in problem.what
     assert problem.remedy == f"{parts[0]} {tmp_path / 'of_lightning_1.py'}, line 1"
+    assert all(locate(n) for n in lightning_1.IMPORTS.values() if n not in ("list", "torchmetrics"))
+
+
+def test_names_of_strategies_lead_to_options_of_ours():
+    for name in sorted(StrategyRegistry.available_strategies()):
+        ours = strategy_for(name)
+        assert bool(ours) != bool(re.search("xla|tpu|nvme", name))
+        first, *rest = [word for word in ours.split() if "=" in word] or ["strategy=ddp"]
+        section = compose.compose([first, *rest]).strategy  # an unknown option would be refused
+        keys = {word.partition("=")[0].removeprefix("strategy.") for word in rest}
+        assert "ddp" in ours or keys <= {*compose.compose([first]).strategy} <= {*section}
+    assert strategy_for("ddp_notebook") == strategy_for("dp") == "strategy=ddp"
+    assert strategy_for("fsdp_cpu_offload") == "strategy=fsdp strategy.offload=true"
+    offload = "strategy=deepspeed_offload strategy.stage=3"
+    assert strategy_for("deepspeed_stage_3_offload").startswith(offload)
+    assert strategy_for("nobodys") == ""
