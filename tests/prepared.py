@@ -1,47 +1,41 @@
 """A small prepared data set of known content, and stores that fail on purpose."""
 
-from __future__ import annotations
-
-import io
 import os
-import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from distdl.datasets.cache import Cache
-from distdl.datasets.format import MANIFEST, Manifest, Shard, ShardFile, write_index
+from distdl.datasets.format import MANIFEST, Manifest, ShardFile, write_index
 from distdl.stores.files import FileStore
 from distdl.stores.remote import RemoteStore
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import UserError
+from tests import limits
+from tests.miniature import encoded
 
 PER_SHARD = 8  # samples
 
 
-def refusal(action: Callable[..., Any], *arguments: Any, **options: Any) -> Problem:
+def refusal(action, *arguments, **options):
     """The problem of the UserError that a call raises."""
     with pytest.raises(UserError) as error:
         action(*arguments, **options)
     return error.value.problems[0]
 
 
-def jpeg(number: int, side: int = 24) -> bytes:
+def jpeg(number, side=24):
     """An image that shows its number: smooth, so that a pixel's brightness survives."""
     rng = np.random.default_rng(number)
     pixels = np.full((side, side + 8, 3), number % 200 + 20, np.uint8)
     pixels[::4] += rng.integers(0, 20, 3, dtype=np.uint8)
-    memory = io.BytesIO()
-    Image.fromarray(pixels).save(memory, "JPEG", quality=95)
-    return memory.getvalue()
+    return encoded(Image.fromarray(pixels), quality=95)
 
 
-def quiet_trainer(path: Path, **options: Any) -> Any:
+def quiet_trainer(path, **options):
     """Lightning's Trainer on one CPU, which shows and writes nothing."""
     from lightning.pytorch import Trainer
 
@@ -51,18 +45,15 @@ def quiet_trainer(path: Path, **options: Any) -> Any:
     return Trainer(accelerator="cpu", devices=1, default_root_dir=path, **options)
 
 
-def prepare(
-    folder: Path, train: int = 40, val: int = 7, per_shard: int = PER_SHARD, padding: int = 0
-) -> Manifest:
+def prepare(folder, train=40, val=7, per_shard=PER_SHARD, padding=0):
     """Writes `train` and `val` samples; sample i of a split is jpeg(i), with label i % 10.
 
-    `padding` bytes follow each JPEG in its file, to make shards large.
+    `padding` bytes follow each JPEG in its file, to make shards large. Returns the manifest.
     """
     folder.mkdir(parents=True, exist_ok=True)
     splits = {}
     for split, count in (("train", train), ("val", val)):
-        shards: list[Shard] = []
-        rows = []
+        shards, rows = [], []
         for number, start in enumerate(range(0, count, per_shard)):
             name = f"{split}-{number:05d}.tar"
             with (folder / name).open("wb") as file:
@@ -79,7 +70,7 @@ def prepare(
     return manifest
 
 
-def flip(path: Path, position: int, keep_times: bool = False) -> None:
+def flip(path, position, keep_times=False):
     """Changes one byte of a file."""
     before, data = path.stat(), bytearray(path.read_bytes())
     data[position] ^= 0xFF
@@ -99,8 +90,7 @@ class Faulty(FileStore):
     def download(self, name, to, progress=None):
         with self.log.open("a") as log:
             log.write(f"{name}\n")
-        count = len(self.downloads)
-        fault = self.faults[count - 1] if count <= len(self.faults) else ""
+        fault = dict(enumerate(self.faults, 1)).get(len(self.downloads))
         super().download(name, to, progress)
         if fault == "cut":
             os.truncate(to, to.stat().st_size // 2)
@@ -110,14 +100,14 @@ class Faulty(FileStore):
             time.sleep(60)
 
     @property
-    def downloads(self) -> list[str]:
+    def downloads(self):
         return self.log.read_text().split() if self.log.exists() else []
 
 
 class Unreliable(RemoteStore):
     """A network store over a folder; `answer` is called before each request, and may raise."""
 
-    def __init__(self, folder: Path, answer: Callable[[], None], patience: float = 120) -> None:
+    def __init__(self, folder, answer, patience=120):
         super().__init__("box://data", "", patience=patience)
         self.folder, self.answer = folder, answer
 
@@ -144,36 +134,22 @@ class Unreliable(RemoteStore):
         return isinstance(error, ConnectionError)
 
 
-def open_cache(
-    tmp_path: Path, *faults: str, limit: int | None = None, root: str = "cache"
-) -> Cache:
+def open_cache(tmp_path, *faults, limit=None, root="cache"):
     store = Faulty(tmp_path / "far", tmp_path / "log", faults)
     return Cache(store, tmp_path / root, "0123456789abcdef0123", limit)
 
 
-def files(cache: Cache) -> list[str]:
+def files(cache):
     return sorted(path.name for path in cache.folder.iterdir() if path.is_file())
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.fixture
-def made(tmp_path) -> Manifest:
+def made(tmp_path):
     return prepare(tmp_path / "far")
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 600 kB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no right to mount a tmpfs: run as root")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    """A disk of 2 MiB."""
+    with limits.small_disk(tmp_path / "disk"):
+        yield tmp_path / "disk"

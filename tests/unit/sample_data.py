@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import random
 from pathlib import Path
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -19,18 +17,7 @@ from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
 from distdl.data.views import EvalView
 from distdl.models import ImageClassifier
-
-
-def picture(width=125, height=90, seed=0) -> Image.Image:
-    """Smooth colours, as photographs have them."""
-    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def encoded(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
+from tests.miniature import encoded, photograph
 
 
 def write_photographs(root: Path, classes, **counts) -> None:
@@ -39,11 +26,12 @@ def write_photographs(root: Path, classes, **counts) -> None:
         for number, name in enumerate(classes):
             (root / split / name).mkdir(parents=True)
             for index in range(count):
-                image = picture(40 + index, 36, seed=100 * number + index)
+                image = photograph(100 * number + index, 40 + index, 36)
                 (root / split / name / f"{index}.jpg").write_bytes(encoded(image))
 
 
-PLAIN, GREY = encoded(picture()), encoded(picture().convert("L"))
+PICTURE = photograph(0, 125, 90)
+PLAIN, GREY = encoded(PICTURE), encoded(PICTURE.convert("L"))
 BROKEN = PLAIN[:500]
 
 

@@ -1,100 +1,186 @@
-"""Samplers, batch samplers and loaders of a user's own, by themselves."""
+"""`distribute`: the loaders of any data module, samplers of a user's own, and their datasets."""
 
-from __future__ import annotations
-
+import pickle
 import random
+import traceback
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SubsetRandomSampler
 
 from distdl.data.drawing import Drawn
-from distdl.data.sampling import TrainPosition
-from distdl.util.errors import UserError
-from tests.unit.sample_data import Augmented, Loaders, draw_all, share
+from distdl.data.loading import KeyedDataset
+from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
+from distdl.util.errors import Problem, Unfinished, UserError
+from tests.unit.sample_data import Augmented, Loaders, draw_all, seed_all, share
 
 
-class Generated(Sampler[Any]):
-    """Draws from a generator of its own, or from one that everybody shares."""
+class Fixed(Augmented):
+    is_deterministic = True
 
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
 
-    def __len__(self) -> int:
+def draw(dataset, index, epoch=0):
+    return dataset[SampleKey(index, epoch, 1.0)].tolist()
+
+
+def loader(size=2, samples=24, **options):
+    return lambda: DataLoader(Augmented(samples), size, **options)
+
+
+def test_a_sample_depends_on_seed_epoch_and_index_alone():
+    dataset = KeyedDataset(Augmented(), seed=3)
+    once = draw(dataset, 4)
+    draw(dataset, 5), draw_all()
+    assert draw(pickle.loads(pickle.dumps(dataset)), 4) == draw(dataset, 4) == once
+    for other in (draw(dataset, 4, epoch=1), draw(KeyedDataset(Augmented(), 4), 4)):
+        assert all(a != b for a, b in zip(other[1:], once[1:], strict=True))
+    assert dataset.classes == ("cat", "dog") and len(dataset) == 10 and dataset[3][0] == 3
+    assert not hasattr(dataset, "nothing")
+    # The generators of this process keep their states, and what draws nothing is not seeded.
+    seed_all(1)
+    expected = draw_all()
+    seed_all(1)
+    assert draw(dataset, 2) and draw_all() == expected
+    seed_all(1)
+    assert draw(KeyedDataset(Fixed(), 0), 1)[1:] == pytest.approx(expected)
+
+
+def test_workers_make_no_difference():
+    def batches(workers):
+        source = share(Loaders(loader(3, 12, shuffle=True, num_workers=workers)))
+        return [batch.tolist() for batch in source.train_dataloader()]
+
+    assert batches(0) == batches(2)
+
+
+def test_loaders_keep_their_settings():
+    settings = {"num_workers": 1, "collate_fn": list, "pin_memory": False, "timeout": 9}
+    settings |= {"worker_init_fn": print, "generator": torch.Generator(), "in_order": False}
+    settings |= {"prefetch_factor": 5, "persistent_workers": True}
+    settings |= {"multiprocessing_context": "spawn"}
+    made = DataLoader(Augmented(), 3, shuffle=True, **settings)
+    rebuilt = share(Loaders(lambda: made)).train_dataloader()
+    assert isinstance(rebuilt.batch_sampler, TrainBatches) and rebuilt.batch_sampler.shuffle
+    for name in settings:
+        assert getattr(rebuilt, name) == getattr(made, name), name
+    unshuffled = share(Loaders(loader(5, shuffle=True)), shuffle=False).train_dataloader()
+    assert next(iter(unshuffled))[:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+class Refusing(Augmented):
+    def __getitem__(self, index):
+        problem = Problem("data.root", "cannot be reached", "resume later")
+        raise Unfinished(problem) from OSError("no answer")
+
+
+def test_workers_pass_on_refusals():
+    with pytest.raises(Unfinished) as error:
+        next(iter(DataLoader(Refusing(), num_workers=1)))
+    assert str(error.value) == "data.root: cannot be reached\n    resume later"
+    text = "".join(traceback.format_exception(error.value))  # for the rank's file
+    assert "OSError: no answer" in text
+
+
+def test_collections_of_loaders():
+    def make():
+        return {"a": loader()(), "b": [loader(3)()], "c": None}
+
+    position = TrainPosition()
+    loaders = share(Loaders(make), 1, 2, position).train_dataloader()
+    assert isinstance(loaders["a"].batch_sampler, TrainBatches) and loaders["c"] is None
+    assert isinstance(loaders["b"][0].batch_sampler, TrainBatches)
+    assert position.samples == position.per_batch == 10
+    pair = share(Loaders(lambda: tuple(make()["b"])), 1, 2).val_dataloader()
+    assert isinstance(pair, tuple) and isinstance(pair[0].batch_sampler, EvalBatches)
+    combined = share(Loaders(lambda: CombinedLoader(make()["b"], "sequential")), 1, 2)
+    assert isinstance(combined.val_dataloader().iterables[0].batch_sampler, EvalBatches)
+    source = share(Loaders(make), position=TrainPosition(0, 4))
+    with pytest.warns(UserWarning, match="start the epoch again"):
+        assert len(list(source.train_dataloader()["a"])) == 12
+
+
+class ValidatesOnly(LightningDataModule):
+    def val_dataloader(self):
+        return []
+
+
+def test_uneven_evaluation_reports_how_many_count_twice():
+    made = loader()()
+    assert share(Loaders(lambda: made)).val_dataloader() is made, "one rank: as it is"
+    with pytest.warns(UserWarning, match="10 samples over 3 ranks: 2 of them are counted twice"):
+        uneven = share(Loaders(loader(2, 10)), 0, 3).val_dataloader()
+    assert [len(batch) for batch in uneven] == [2, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        share(Loaders(loader(2, 9)), 0, 3).val_dataloader()
+        share(Loaders(loader(2, 10)), 1, 3).val_dataloader()
+    source = share(ValidatesOnly())  # Lightning calls no other hook
+    assert is_overridden("val_dataloader", source)
+    assert not is_overridden("test_dataloader", source)
+
+
+class Own(Sampler):
+    """Draws from a generator of its own, or from one that everybody shares, or counts epochs."""
+
+    def __init__(self, generator=None):
+        self.generator, self.count = generator, 0
+
+    def __len__(self):
         return 24
 
-    def __iter__(self) -> Any:
-        return (np.int64(round(self.generator.random() * 23)) for _ in range(24))
-
-
-class ByCount(Sampler[int]):
-    count = 0
-
-    def __len__(self) -> int:
-        return 24
-
-    def __iter__(self) -> Any:
+    def __iter__(self):
+        if self.generator is not None:
+            return (np.int64(round(self.generator.random() * 23)) for _ in range(24))
         self.count += 1
         generator = torch.Generator().manual_seed(self.count)
         return iter(torch.randperm(24, generator=generator).tolist())
 
 
-class ByEpoch(ByCount):
-    def set_epoch(self, epoch: int) -> None:
+class ByEpoch(Own):
+    def set_epoch(self, epoch):
         self.count = epoch
 
 
-class Batches(Sampler[list[int]]):
+class Batches(Own):
     """Of 1, 2, 3 samples in turn, in another order in each epoch."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 12
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         starts = torch.randperm(12).tolist()
         return iter([[2 * s + k % 2 for k in range(1 + s % 3)] for s in starts])
 
 
-class Irreplaceable(DataLoader[Any]):
-    def __init__(self) -> None:
-        super().__init__(Augmented(24), 2, sampler=SubsetRandomSampler(range(24)))
+class Irreplaceable(DataLoader):
+    def __init__(self):
+        super().__init__(Augmented(24), 2, sampler=Own())
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
+class Stream(IterableDataset):
+    def __iter__(self):
         return iter(range(9))
 
 
-class ShardsItself(Sampler[int]):
+class ShardsItself(Own):
     num_replicas, rank = 2, 0
-
-    def __iter__(self) -> Any:
-        return iter(range(12))
 
 
 SAMPLERS = {
-    "weighted": lambda: WeightedRandomSampler([1.0] * 24, 24),
-    "replacement": lambda: RandomSampler(range(24), replacement=True, num_samples=24),
+    "weighted": lambda: torch.utils.data.WeightedRandomSampler([1.0] * 24, 24),
     "own generator": lambda: SubsetRandomSampler(range(24), generator=torch.Generator()),
-    "random": lambda: Generated(random),
-    "Random": lambda: Generated(random.Random()),
-    "numpy": lambda: Generated(np.random.default_rng()),
-    "RandomState": lambda: Generated(np.random.RandomState()),
-    "count": ByCount,
+    "random": lambda: Own(random),
+    "Random": lambda: Own(random.Random()),
+    "numpy": lambda: Own(np.random.default_rng()),
+    "RandomState": lambda: Own(np.random.RandomState()),
+    "count": Own,
     "set_epoch": ByEpoch,
-    "in batches": lambda: BatchSampler(ByCount(), 4, False),
+    "in batches": lambda: BatchSampler(Own(), 4, False),
 }
 
 
@@ -107,29 +193,21 @@ def test_an_order_depends_on_seed_and_epoch_alone(make):
     assert later.order(7, 3).tolist() == orders[3], "asked for twice, as Lightning does"
 
 
-def loader(size=2, **options):
-    return lambda: DataLoader(Augmented(24), size, **options)
-
-
-def train(make, rank, world, position=None):
-    """The batches of a rank in an epoch, and the position that counts them."""
-    position = position or TrainPosition()
-    batches = share(Loaders(make), rank, world, position).train_dataloader()
-    return [[int(i) for i in batch[:, 0]] for batch in batches], position
-
-
-def interleaved(make, world, *position):
-    """The batches of all ranks, step by step."""
-    ranks = [train(make, rank, world, TrainPosition(*position)) for rank in range(world)]
-    return [batch for step in zip(*(r for r, _ in ranks), strict=True) for batch in step], ranks[0]
+def train(make, world, *where):
+    """The batches of all ranks, step by step, and the position that counts them."""
+    ranks = []
+    for rank in range(world):
+        position = TrainPosition(*where)
+        batches = share(Loaders(make), rank, world, position).train_dataloader()
+        ranks.append([[int(i) for i in batch[:, 0]] for batch in batches])
+    return [batch for step in zip(*ranks, strict=True) for batch in step], position
 
 
 def test_a_run_resumes_at_another_world_size():
     """Two ranks, then one with the double batch, then four with half of it."""
 
     def samples(size, *where):
-        make = lambda: loader(size, sampler=ByCount())()  # noqa: E731
-        batches, (_, position) = interleaved(make, *where)
+        batches, position = train(lambda: loader(size, sampler=Own())(), *where)
         return [i for batch in batches for i in batch], position
 
     order, _ = samples(2, 2, 2)
@@ -139,31 +217,17 @@ def test_a_run_resumes_at_another_world_size():
     assert samples(1, 4, 2, 16)[0] == order[16:]
     # Custom batches are dealt out as they are.
     make = lambda: DataLoader(Augmented(24), batch_sampler=Batches())  # noqa: E731
-    batches, _ = train(make, 0, 1)
+    batches, _ = train(make, 1)
     assert len(batches) == 12 and {len(batch) for batch in batches} == {1, 2, 3}
-    two, (_, position) = interleaved(make, 2, 0, 4)
+    two, position = train(make, 2, 0, 4)
     assert two == batches[4:] and (position.per_batch, position.samples) == (2, None)
-
-
-def test_torchs_batch_sampler_determines_the_size_and_the_order():
-    data = Augmented(24)
-    batches = BatchSampler(RandomSampler(data), 4, drop_last=True)
-    result, position = train(lambda: DataLoader(data, batch_sampler=batches), 0, 2)
-    assert {len(batch) for batch in result} == {4} and position.samples == position.per_batch == 8
-    assert result != sorted(result)
-
-    # Several loaders count together.
-    position = TrainPosition()
-    make = lambda: {"a": loader(2)(), "b": loader(3)()}  # noqa: E731
-    share(Loaders(make), 0, 2, position).train_dataloader()
-    assert position.samples == position.per_batch == 10
 
 
 @pytest.mark.parametrize(
     ("make", "fragment"),
     [
         (Irreplaceable, "Irreplaceable cannot be given one rank's share"),
-        (lambda: DataLoader(Augmented(), sampler=iter(range(8))), "its sampler has no length"),  # type: ignore[arg-type]
+        (lambda: DataLoader(Augmented(), sampler=iter(range(8))), "its sampler has no length"),
         (lambda: DataLoader(Stream()), "Stream, an iterable dataset"),
     ],
 )
@@ -181,7 +245,7 @@ def test_ranks_never_train_silently_on_the_same_samples(make, fragment):
 @pytest.mark.parametrize(
     "make",
     [
-        loader(sampler=DistributedSampler(range(24), num_replicas=2, rank=0)),
+        loader(sampler=torch.utils.data.DistributedSampler(range(24), num_replicas=2, rank=0)),
         loader(sampler=ShardsItself()),
         lambda: DataLoader(Augmented(24), batch_sampler=BatchSampler(ShardsItself(), 2, False)),
     ],
@@ -205,7 +269,7 @@ def test_another_kind_of_loader_is_unchanged_with_one_warning():
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -228,3 +292,7 @@ def test_exact_evaluation_counts_what_a_sampler_chose(world, options, expected):
         lengths.add(len(batches))
         counted += [i for b in batches for i in b["index"][b["weight"] > 0].tolist()]
     assert sorted(counted) == expected and len(lengths) == 1
+    assert (batches[0]["weight"].dtype, batches[0]["index"].dtype) == (torch.float32, torch.int64)
+    make = lambda: DataLoader(Augmented(24), **options)  # noqa: E731
+    with pytest.raises(UserError, match="exact_evaluation = True needs samples that are dicts"):
+        list(share(Loaders(make, exact=True)).val_dataloader())

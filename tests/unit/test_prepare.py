@@ -1,45 +1,40 @@
-"""`python -m distdl prepare`: from ImageNet's tars and from folders to shards."""
-
-from __future__ import annotations
+"""`python -m distdl prepare`: ImageNet's tars and folders to shards, and what it does to an image:
+nothing, unless it must or is asked to."""
 
 import io
 import json
 import shlex
 import shutil
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from distdl.cli.prepare import main
 from distdl.config.compose import compose
 from distdl.datasets.format import Manifest
+from distdl.datasets.image_files import load_image
 from distdl.datasets.imagenet import ImageNet, val_labels
+from distdl.datasets.images import Treatment
 from distdl.datasets.next_steps import override
 from distdl.datasets.shard_plan import Keys
-from tests.miniature import (
-    CLASSES,
-    SUBSET,
-    encoded,
-    everything,
-    imagenet,
-    images,
-    photograph,
-    prepare,
-    stored,
-    tar,
-    unpack,
-    val_images,
-)
+from tests import miniature
+from tests.miniature import CLASSES, SUBSET, encoded, everything, photograph, prepare, stored, tar
 from tests.prepared import refusal
+from tests.unit.sample_data import write_photographs
 
 ONE = ("--workers", "1")
 
 
-def as_jpg(found: dict[str, bytes]) -> dict[str, bytes]:
+def as_jpg(found):
     return {name.replace(".JPEG", ".jpg"): data for name, data in found.items()}
+
+
+def train_images():
+    """By class and name, as they should be stored."""
+    return {wnid: as_jpg(members) for wnid, members in miniature.images(12).items()}
 
 
 def test_each_image_is_stored_with_its_label(prepared):
@@ -47,10 +42,10 @@ def test_each_image_is_stored_with_its_label(prepared):
 
     shards = sorted(str(path) for path in prepared.glob("train-*.tar"))
     data = webdataset.WebDataset(shards, shardshuffle=False).decode("pil")
-    labels = Counter(label for _, label in data.to_tuple("jpg", "cls"))
-    assert labels == {0: 12, 1: 12, 2: 12}
+    labels = [label for _, label in data.to_tuple("jpg", "cls")]
+    assert Counter(labels) == {0: 12, 1: 12, 2: 12} and labels != sorted(labels)
     train, val = stored(prepared, "train"), stored(prepared, "val")
-    wanted = as_jpg({n: data for of_class in images(12).values() for n, data in of_class.items()})
+    wanted = {name: data for members in train_images().values() for name, data in members.items()}
     assert train.keys() == wanted.keys()
     changed = {name for name, (data, _) in train.items() if wanted[name] != data}
     assert changed == {"n01440764_1.jpg", "n01440764_2.jpg"}
@@ -58,14 +53,9 @@ def test_each_image_is_stored_with_its_label(prepared):
         image = Image.open(io.BytesIO(data))
         assert name.startswith(list(CLASSES)[label]) and image.format == "JPEG"
         assert image.mode in ("RGB", "L")
-    assert {name: data for name, (data, _) in val.items()} == as_jpg(val_images())
+    images = as_jpg(miniature.val_images())
     truth = {f"ILSVRC2012_val_{n:08}.jpg": i for i, c in enumerate(CLASSES.values()) for n in c}
-    assert {name: label for name, (_, label) in val.items()} == truth
-
-
-def test_shards_are_shuffled_and_equal_and_the_manifest_describes_them(prepared):
-    labels = [label for _, label in stored(prepared, "train").values()]
-    assert labels != sorted(labels)
+    assert val == {name: (images[name], label) for name, label in truth.items()}
     manifest = Manifest.from_json((prepared / "dataset.json").read_bytes(), "it")
     sizes = [shard.bytes for shard in manifest.splits["train"].shards]
     assert len(sizes) > 3 and max(sizes) < 1.5 * min(sizes)
@@ -74,25 +64,23 @@ def test_shards_are_shuffled_and_equal_and_the_manifest_describes_them(prepared)
         "CMYK as RGB": {"images": 1, "names": ["n01440764_2.JPEG"]},
         "PNG named JPEG": {"images": 1, "names": ["n01440764_1.JPEG"]},
     }
-    assert manifest.made["settings"]["source"]["kind"] == "imagenet"
     assert not (prepared / ".preparing").exists()
 
 
 @pytest.mark.parametrize(("train", "val"), [("tars", "flat"), ("folders", "sorted")])
 def test_an_unpacked_imagenet_gives_the_same(train, val, prepared, tmp_path):
-    source = unpack(tmp_path / "in", 12)
+    source = miniature.unpack(tmp_path / "in", 12)
     if train == "tars":
-        for wnid, members in images(12).items():
+        for wnid, members in miniature.images(12).items():
             (source / "train" / f"{wnid}.tar").write_bytes(tar(members))
             shutil.rmtree(source / "train" / wnid)
-    for name, data in val_images().items():
+    for name, data in miniature.val_images().items():
         inner = val_labels()[int(name[-13:-5])] if val == "sorted" else ""
         (source / "val" / inner).mkdir(parents=True, exist_ok=True)
         (source / "val" / inner / name).write_bytes(data)
     prepare("imagenet", source, tmp_path / "out", *SUBSET)
     for split in ("train", "val"):  # in the same order, too
-        of_tars = stored(prepared, split)
-        assert [*stored(tmp_path / "out", split).items()] == [*of_tars.items()]
+        assert [*stored(tmp_path / "out", split).items()] == [*stored(prepared, split).items()]
 
 
 def test_incomplete_and_damaged_tars_are_refused(tars, tmp_path, capsys):
@@ -100,73 +88,40 @@ def test_incomplete_and_damaged_tars_are_refused(tars, tmp_path, capsys):
     assert problem.path == "--source" and "36 training images instead of 1,281,167" in problem.what
     assert prepare("imagenet", tars, tmp_path / "out", *SUBSET, "--dry-run") == 0
     assert "36 images" in capsys.readouterr().out
-    train = imagenet(tmp_path / "in") / "ILSVRC2012_img_train.tar"
-    train.write_bytes(train.read_bytes()[:20_000])
+    train = miniature.imagenet(tmp_path / "in") / "ILSVRC2012_img_train.tar"
+    intact = train.read_bytes()
+    train.write_bytes(intact[:20_000])
     problem = refusal(prepare, "imagenet", tmp_path / "in", tmp_path / "out", *SUBSET)
     assert problem.path == "--source" and "1d675b47d978889d74fa0da5fadfb00e" in problem.remedy
     assert not (tmp_path / "out").exists()
-
-
-def test_a_subset_leaves_out_validation_images_of_other_classes(tmp_path):
-    inner = {"n02102040.tar": tar(images(3)["n02102040"])}
-    (imagenet(tmp_path) / "ILSVRC2012_img_train.tar").write_bytes(tar(inner))
-    samples = ImageNet(tmp_path, subset=True).scan(lambda done, total: None)
+    # A subset leaves out validation images of other classes.
+    train.write_bytes(tar({"n02102040.tar": tar(miniature.images(3)["n02102040"])}))
+    samples = ImageNet(tmp_path / "in", subset=True).scan(lambda done, total: None)
     val = {(int(s.name[-13:-5]), s.label) for s in samples if s.split == "val"}
     assert val == {(number, 0) for number in CLASSES["n02102040"]}
 
 
-def test_the_table_of_validation_labels():
-    labels = val_labels()
-    assert sorted(labels) == list(range(1, 50_001))
-    assert set(Counter(labels.values()).values()) == {50}
-    classes = sorted(set(labels.values()))
-    # As published with many a network: ILSVRC2012_val_00000001.JPEG is a sea snake.
-    assert [classes.index(labels[n]) for n in range(1, 8)] == [65, 970, 230, 809, 516, 57, 334]
-    timm = find_spec("timm")  # imported, it would load torch
-    assert timm is not None and timm.origin is not None
-    names = Path(timm.origin).parent / "data/_info/imagenet_synsets.txt"
-    assert classes == names.read_text().split()
-
-
 @pytest.fixture
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     return tmp_path_factory.mktemp("prepared") / "out"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Three classes; images of each are numbered from 1, and one is a PNG."""
-    for split, first in (("train", 0), ("val", 500)):
-        for label, name in enumerate(("cat", "a dog", "emu")):
-            (tmp_path / split / name).mkdir(parents=True)
-            for n in (1, 2, 3):
-                data = encoded(photograph(first + 10 * label + n))
-                (tmp_path / split / name / f"{n}.jpg").write_bytes(data)
-    (tmp_path / "train" / "emu" / "4.png").write_bytes(encoded(photograph(4), "PNG"))
-    (tmp_path / "train" / "emu" / "._4.png").write_bytes(b"macOS")
+def folder(tmp_path):
+    """Three classes; images of each are numbered from 0, and one is a PNG."""
+    write_photographs(tmp_path, ("cat", "a dog", "emu"), train=3, val=3)
+    (tmp_path / "train/emu/4.png").write_bytes(encoded(photograph(4), "PNG"))
+    (tmp_path / "train/emu/._4.png").write_bytes(b"macOS")
     return tmp_path
 
 
-def test_a_damaged_image_is_reported_and_left_out_on_request(folder, out):
-    bad = folder / "train" / "cat" / "2.jpg"
-    bad.write_bytes(bad.read_bytes()[:-300])
-    link = folder / "train" / "emu" / "lost.jpg"
-    link.symlink_to("/nowhere/lost.jpg")
-    problem = refusal(prepare, "folder", folder, out, *ONE)
-    assert problem.path == "--source" and "2 images are damaged" in problem.what
-    assert "train: emu_lost.jpg (No such file or directory)" in problem.what
-    assert not (out / "dataset.json").exists()
-    prepare("folder", folder, out, *ONE, "--skip-damaged")
-    assert len(stored(out, "train")) == 9
-    damaged = json.loads((out / "dataset.json").read_text())["made"]["damaged"]
-    assert sorted(name for name, _ in damaged) == ["train: cat_2.jpg", "train: emu_lost.jpg"]
-
-
-def test_a_folder_as_shards_and_an_image_that_can_be_read_again(folder, out):
-    image = folder / "train" / "cat" / "2.jpg"
+def test_damaged_images_are_read_again_or_left_out_on_request(folder, out):
+    image = folder / "train/cat/2.jpg"
     intact = image.read_bytes()
     image.write_bytes(bytes(len(intact)))
-    assert "the same command" in refusal(prepare, "folder", folder, out, *ONE).remedy
+    problem = refusal(prepare, "folder", folder, out, *ONE)
+    assert problem.path == "--source" and "1 image is damaged: train: cat_2.jpg" in problem.what
+    assert "the same command" in problem.remedy and not (out / "dataset.json").exists()
     image.write_bytes(intact + b"x")  # another image is another source
     problem = refusal(prepare, "folder", folder, out, *ONE)
     assert problem.path == "--to" and f"rm -r {out}" in problem.remedy
@@ -176,6 +131,13 @@ def test_a_folder_as_shards_and_an_image_that_can_be_read_again(folder, out):
     assert len(train) == 10 and train["cat_2.jpg"] == (intact, 1)
     assert train["emu_4.png"] == ((folder / "train/emu/4.png").read_bytes(), 2)
     assert train["a_dog_2.jpg"] == ((folder / "train/a dog/2.jpg").read_bytes(), 0)
+    image.write_bytes(intact[:-300])
+    (folder / "train/emu/lost.jpg").symlink_to("/nowhere/lost.jpg")
+    some = out.parent / "some"
+    prepare("folder", folder, some, *ONE, "--skip-damaged")
+    damaged = dict(json.loads((some / "dataset.json").read_text())["made"]["damaged"])
+    assert len(stored(some, "train")) == 9 and damaged.keys() >= {"train: cat_2.jpg"}
+    assert len(damaged) == 2 and damaged["train: emu_lost.jpg"] == "No such file or directory"
 
 
 @pytest.mark.parametrize("form", ["shards", "folder"])
@@ -193,9 +155,8 @@ def test_tars_as_a_folder(tars, out):
     prepare("imagenet", tars, out, *options)
     contents = everything(out)
     del contents["prepared.json"]
-    train = images(12).items()
-    wanted = {f"train/{wnid}/{n}": data for wnid, c in train for n, data in as_jpg(c).items()}
-    for name, data in as_jpg(val_images()).items():
+    wanted = {f"train/{w}/{n}": data for w, c in train_images().items() for n, data in c.items()}
+    for name, data in as_jpg(miniature.val_images()).items():
         wanted[f"val/{val_labels()[int(name[-12:-4])]}/{name}"] = data
     assert contents.keys() == wanted.keys()
     changed = {name for name in contents if contents[name] != wanted[name]}
@@ -207,38 +168,29 @@ def test_tars_as_a_folder(tars, out):
 @pytest.mark.parametrize(
     ("words", "path", "text"),
     [
-        ([], "prepare", "python -m distdl prepare imagenet"),
-        (["imagnet"], "imagnet", "did you mean: python -m distdl prepare imagenet"),
-        (["imagenet"], "prepare imagenet", "required: --source, --to"),
-        (["imagenet", "--shard-md", "3"], "prepare imagenet", "required"),
-        (["imagenet", "--source", "/nowhere", "--to", "x"], "--source", "no such folder"),
-        (["folder", "--source", ".", "--to", "../x"], "--source", "must hold train/<class>/"),
-        (
-            ["folder", "--source", ".", "--to", "x", "--shard-md", "3"],
-            "prepare folder",
-            "--shard-mb",
-        ),
-        (["folder", "--source", ".", "--to", "x", "--workers", "0"], "--workers", "less than 1"),
-        (
-            ["folder", "--source", ".", "--to", "x", "--max-side", "0"],
-            "--max-side",
-            "not a number of pixels",
-        ),
-        (["folder", "--source", ".", "--to", "x", "--quality", "101"], "--quality", "1 to 100"),
-        (["folder", "--source", "", "--to", "x"], "prepare folder", "--source: is empty"),
-        (["folder", "--source", ".", "--to", "azure://a/b"], "--to", "--upload azure://a/b"),
-        (["folder", "--source", ".", "--to", "x", "--upload", "ftp://b"], "ftp://b", "form"),
+        ("", "prepare", "python -m distdl prepare imagenet"),
+        ("imagnet", "imagnet", "did you mean: python -m distdl prepare imagenet"),
+        ("imagenet", "prepare imagenet", "required: --source, --to"),
+        ("imagenet --source /nowhere --to x", "--source", "no such folder"),
+        ("folder --source . --to ../x", "--source", "must hold train/<class>/"),
+        ("folder --source . --to x --shard-md 3", "prepare folder", "--shard-mb"),
+        ("folder --source . --to x --workers 0", "--workers", "less than 1"),
+        ("folder --source . --to x --max-side 0", "--max-side", "not a number of pixels"),
+        ("folder --source . --to x --quality 101", "--quality", "1 to 100"),
+        ("folder --source '' --to x", "prepare folder", "--source: is empty"),
+        ("folder --source . --to azure://a/b", "--to", "--upload azure://a/b"),
+        ("folder --source . --to x --upload ftp://b", "ftp://b", "form"),
     ],
 )
 def test_wrong_options_are_explained(words, path, text):
-    problem = refusal(main, words)
+    problem = refusal(main, shlex.split(words))
     assert problem.path == path and text in str(problem)
 
 
 def test_unsuitable_folders_are_refused_before_anything_is_written(folder, out):
-    image = str(folder / "train" / "emu" / "4.png")
+    image = str(folder / "train/emu/4.png")
     (folder / "mine").mkdir()
-    (folder / "mine" / "thesis.tex").write_text("years of work")
+    (folder / "mine/thesis.tex").write_text("years of work")
     for path, kind, source, to, *options in (
         ("--upload", "folder", folder, out, "--upload", str(folder / "mine")),
         ("--upload", "folder", folder, out, "--upload", image, "--dry-run"),
@@ -266,3 +218,103 @@ def test_keys_are_safe_and_differ():
     assert result[:5] == ["a_b_c", "a_b_c_2", "a_b_c_3", "_ber", "image"]
     assert len(set(result)) == len(names)
     assert all(len(key) < 90 and "." not in key for key in result)
+
+
+AS_IT_IS, PHOTO = Treatment(), photograph(1)
+
+
+def opened(data):
+    image = Image.open(io.BytesIO(data))
+    image.load()
+    return image
+
+
+def difference(a, b):
+    """Mean, of 255."""
+    both = [np.asarray(image.convert("RGB"), dtype=float) for image in (a, b)]
+    return float(np.abs(both[0] - both[1]).mean())
+
+
+CMYK, SMALL = PHOTO.convert("CMYK"), Treatment(short_side=24)
+# Black and white at random: what a JPEG needs most bytes for.
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 2, (150, 200, 3), np.uint8) * 255)
+
+
+@pytest.mark.parametrize(
+    ("image", "form", "name", "treatment", "result", "most"),
+    [
+        # Most keep every byte.
+        (PHOTO.convert("L"), "JPEG", "a.JPEG", AS_IT_IS, ("JPEG", "L", ".jpg", ""), None),
+        (PHOTO, "WEBP", "a.webp", AS_IT_IS, ("WEBP", "RGB", ".webp", ""), None),
+        (PHOTO.convert("P"), "PNG", "no name", AS_IT_IS, ("PNG", "P", ".png", ""), None),
+        (PHOTO, "JPEG", "wrong.png", AS_IT_IS, ("JPEG", "RGB", ".jpg", ""), None),
+        (PHOTO, "PNG", "n0_2933.JPEG", AS_IT_IS, ("JPEG", "RGB", ".jpg", "PNG named JPEG"), 1),
+        (CMYK, "JPEG", "a.JPEG", AS_IT_IS, ("JPEG", "RGB", ".jpg", "CMYK as RGB"), 1),
+        (PHOTO, "BMP", "a.bmp", AS_IT_IS, ("PNG", "RGB", ".png", "BMP as PNG"), 0),
+        (CMYK, "TIFF", "a.tif", AS_IT_IS, ("PNG", "RGB", ".png", "TIFF as PNG"), 1),
+        (NOISE, "PNG", "a.JPEG", AS_IT_IS, ("JPEG", "RGB", ".jpg", "PNG named JPEG"), 1),
+        # What is scaled becomes a JPEG.
+        (PHOTO, "TIFF", "a.tif", SMALL, ("JPEG", "RGB", ".jpg", "TIFF as JPEG"), 3),
+        (PHOTO, "PNG", "a.png", SMALL, ("JPEG", "RGB", ".jpg", ""), 3),
+        (PHOTO, "PNG", "a.png", Treatment(short_side=48), ("PNG", "RGB", ".png", ""), None),
+    ],
+)
+def test_what_becomes_of_an_image(image, form, name, treatment, result, most):
+    before = encoded(image, form, **({"quality": 100} if form == "JPEG" else {}))
+    data, extension, oddity = treatment.apply(before, name)
+    after = opened(data)
+    assert (after.format, after.mode, extension, oddity) == result
+    original = opened(before).convert("RGB").resize(after.size, Image.Resampling.LANCZOS)
+    assert data == before if most is None else difference(after, original) <= most
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16B"])
+def test_16_bits_are_scaled_to_8_and_not_clipped(mode):
+    values = np.tile(np.arange(256, dtype=">u2" if mode == "I;16B" else "<u2"), (16, 1))
+    image = Image.frombytes(mode, (256, 16), (values * 257).astype(values.dtype).tobytes())
+    data = encoded(image, "TIFF")
+    same, extension, _ = AS_IT_IS.apply(data, "a.tif")  # without loss
+    assert extension == ".png" and np.array_equal(np.asarray(opened(same)), values * 257)
+    jpeg, *_ = AS_IT_IS.apply(same, "a.JPEG")
+    smaller, *_ = Treatment(short_side=8, quality=100).apply(data, "a.tif")
+    for result, expected in (
+        (opened(jpeg), values),
+        (opened(smaller), values[:8, ::2]),
+        (load_image(same, "RGB"), values),
+    ):
+        assert np.abs(np.asarray(result.convert("L")).astype(int) - expected).max() < 3
+
+
+def test_an_image_that_cannot_be_written_is_not_damaged(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / "photos" / split / "cat").mkdir(parents=True)
+        wide = Image.new("L", (70_000, 1))  # a JPEG has at most 65,535 pixels
+        (tmp_path / "photos" / split / "cat/a.JPEG").write_bytes(encoded(wide, "PNG"))
+    options = (*ONE, "--skip-damaged")
+    problem = refusal(prepare, "folder", tmp_path / "photos", tmp_path / "out", *options)
+    assert problem.path.endswith("a.JPEG") and "cannot be written as JPEG" in problem.what
+
+
+def test_images_are_scaled_down_and_never_up():
+    sizes = {(100, 30): (50, 15), (80, 100): (24, 30), (400, 2): (50, 1), (30, 20): (30, 20)}
+    treatment = Treatment(max_side=50, short_side=24)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees: pixels stay, and so does the mark
+    for before, after in sizes.items():
+        image = photograph(1, *before)
+        original = encoded(image, quality=95, exif=exif)
+        data, _, oddity = treatment.apply(original, "a.jpg")
+        assert opened(data).size == after and opened(data).getexif().get(0x0112) == 6
+        assert not oddity  # it was asked for
+        assert difference(opened(data), image.resize(after, Image.Resampling.LANCZOS)) < 5
+        assert (data == original) == (before == after)
+
+
+def test_quality_alone_changes_only_what_gets_much_smaller():
+    detailed = Image.effect_noise((200, 150), 40)
+    fine, coarse = (encoded(detailed, quality=q) for q in (98, 80))
+    treatment = Treatment(quality=80)
+    again = treatment.apply(fine, "a.jpg")[0]
+    assert len(again) < 0.9 * len(fine) and treatment.apply(again, "a.jpg")[0] == again
+    assert treatment.apply(coarse, "a.jpg")[0] == coarse
+    assert "scaled images as JPEG at quality 90 (lossy)" in str(SMALL)

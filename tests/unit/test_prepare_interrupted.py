@@ -1,51 +1,39 @@
 """`prepare` killed, refused, out of space: nothing is lost; unfinished files do not count."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from filelock import FileLock
 
-from distdl.datasets import work
 from distdl.datasets.shard_plan import ShardPlan
-from distdl.datasets.writers import Writer
 from distdl.util.errors import Unfinished, UserError
 from tests import prepared as fixtures
 from tests.conftest import ROOT, environment
 from tests.miniature import SUBSET, everything, imagenet, prepare, stored, unpack
-from tests.prepared import refusal, wait_until
+from tests.prepared import refusal
+from tests.waiting import until
 
 small_disk = fixtures.small_disk
 QUICK = ("--subset", "--shard-mb", "0.005", "--workers")
 
 
-def start(source: Path, to: Path) -> subprocess.Popen[str]:
+def start(source, to):
     """Starts it as a process group of its own: the processes that it leaves can be counted."""
-    command = ("prepare", "imagenet", "--source", str(source), "--to", str(to))
-    return subprocess.Popen(
-        [sys.executable, "-m", "distdl", *command, *QUICK, "2"],
-        cwd=ROOT,
-        env=environment(),
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    command = ("prepare", "imagenet", "--source", str(source), "--to", str(to), *QUICK, "2")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    words = [sys.executable, "-m", "distdl", *command]
+    return subprocess.Popen(words, cwd=ROOT, env=environment(), text=True, **streams)
 
 
-def is_gone(group: int) -> bool:
+def is_gone(group):
     """Whether no process of a group runs; a container's init may be slow to collect them."""
     for process in psutil.process_iter(["pid", "status"]):
         with suppress(ProcessLookupError):
@@ -56,83 +44,55 @@ def is_gone(group: int) -> bool:
 
 
 @pytest.fixture(scope="module", params=[1000])
-def many(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def many(request, tmp_path_factory):
     """More images than two idle cores prepare in a second or two."""
     return imagenet(tmp_path_factory.mktemp("many"), request.param)
 
 
 @pytest.mark.parametrize("many", [100], indirect=True)
 def test_killed_twice_it_resumes_and_ends_the_same(many, tmp_path):
-    out = tmp_path / "out"
-    parts: list[Path] = []
+    out, parts = tmp_path / "out", []
 
-    def written() -> list[Path]:
+    def written():
         return list((out / ".preparing").glob("*.json"))
 
     for _ in range(2):
         process = start(many, out)
-        wait_until(lambda: len(written()) >= len(parts) + 3)  # noqa: B023
+        until(lambda: len(written()) >= len(parts) + 3)  # noqa: B023
         process.kill()
         assert process.wait() == -9
         # Its workers end by themselves, and do not wait for work for ever.
-        wait_until(lambda: is_gone(process.pid))  # noqa: B023
+        until(lambda: is_gone(process.pid))  # noqa: B023
         parts = written()
         assert not (out / "dataset.json").exists()
+        # Only the same command may continue it.
+        problem = refusal(prepare, "imagenet", many, out, *QUICK, "1", "--seed", "7")
+        assert problem.path == "--to" and problem.what.endswith("seed was 0, is 7")
+        with FileLock(out / ".preparing/lock"):
+            what = refusal(prepare, "imagenet", many, out, *QUICK, "1").what
+            assert "another command is preparing" in what
+    other = imagenet(tmp_path / "other", 13)
+    what = refusal(prepare, "imagenet", other, out, *QUICK, "1").what
+    assert "source.files.ILSVRC2012_img_train.tar was " in what
     tars = {out / f"{part.stem}.tar" for part in parts}
+    tars.pop().write_bytes(b"short")  # it is written again
     times = {path: path.stat().st_mtime_ns for path in tars}
     process = start(many, out)
 
-    def workers() -> list[psutil.Process]:
+    def workers():
         children = psutil.Process(process.pid).children()
         return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
     # Ctrl-C reaches a terminal's whole group, but not the workers, not even while they start.
-    wait_until(lambda: len(workers()) == 2)
+    until(lambda: len(workers()) == 2)
     for worker in workers():
         worker.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "Traceback" not in text, text
-    assert f": {len(parts)} of " in text
+    assert f": {len(tars)} of " in text
     assert {path: path.stat().st_mtime_ns for path in tars} == times
     prepare("imagenet", many, tmp_path / "in_one_go", *QUICK, "1")
     assert everything(out) == everything(tmp_path / "in_one_go")
-
-
-@pytest.fixture
-def half(tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A preparation that was interrupted after the second shard."""
-    real, parts = Writer.write, []
-
-    def write(self: Writer, part: Any, advance: Any) -> None:
-        if len(parts) == 2:
-            raise KeyboardInterrupt
-        parts.append(part)
-        real(self, part, advance)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Writer, "write", write)
-        with pytest.raises(KeyboardInterrupt):
-            prepare("imagenet", tars, tmp_path / "out", *SUBSET)
-    return tmp_path / "out"
-
-
-def test_an_interrupted_preparation_accepts_only_the_same_command(tars, half, tmp_path):
-    before = everything(half)
-    changed = (*SUBSET, "--seed", "7", "--max-side", "9")
-    problem = refusal(prepare, "imagenet", tars, half, *changed)
-    assert problem.path == "--to"
-    assert problem.what.endswith("images.max_side was null, is 9; seed was 0, is 7")
-    other = imagenet(tmp_path / "other", 13)
-    what = refusal(prepare, "imagenet", other, half, *SUBSET).what
-    assert "source.files.ILSVRC2012_img_train.tar was " in what
-    with FileLock(half / ".preparing/lock"):
-        problem = refusal(prepare, "imagenet", tars, half, *SUBSET)
-        assert "another command is preparing" in problem.what
-    assert everything(half).keys() - before.keys() <= {".preparing/lock"}
-    # A tar that is missing or short is written again.
-    (half / "train-00000.tar").write_bytes(b"short")
-    prepare("imagenet", tars, half, *SUBSET)
-    assert len(stored(half, "train")) == 36
 
 
 def test_a_complete_data_set_and_other_files_are_not_touched(tars, prepared, capsys, tmp_path):
@@ -140,7 +100,7 @@ def test_a_complete_data_set_and_other_files_are_not_touched(tars, prepared, cap
         prepare("imagenet", tars, Path("/proc/out"), *SUBSET)
     assert error.value.problems[0].path == "--to" and type(error.value) is UserError
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    (tmp_path / "mine/thesis.tex").write_text("years of work")
     problem = refusal(prepare, "imagenet", tars, tmp_path / "mine", *SUBSET)
     assert "not empty: thesis.tex" in problem.what
     assert everything(tmp_path / "mine") == {"thesis.tex": b"years of work"}
@@ -171,7 +131,7 @@ def test_a_change_after_the_plan_ends_it(kind, name, more, workers, tmp_path, mo
     file, save = source / name, ShardPlan.save
     intact, stat = file.read_bytes(), file.stat()
 
-    def save_and_change(plan: ShardPlan, path: Path) -> None:
+    def save_and_change(plan, path):
         save(plan, path)
         file.write_bytes(intact[:-200] + bytes(200 + more))
 
@@ -190,7 +150,7 @@ def test_a_change_after_the_plan_ends_it(kind, name, more, workers, tmp_path, mo
 
 
 def test_a_full_disk_is_reported_and_the_work_resumes(tars, small_disk):
-    def resize(size: str) -> None:
+    def resize(size):
         subprocess.run(["mount", "-o", f"remount,size={size}", str(small_disk)], check=True)
 
     out, options = small_disk / "out", (*SUBSET, "--max-side", "60")  # lossy: its size is unknown
@@ -206,36 +166,17 @@ def test_a_full_disk_is_reported_and_the_work_resumes(tars, small_disk):
 
 
 @pytest.mark.parametrize(
-    "send", [lambda pid: os.killpg(pid, signal.SIGINT), lambda pid: os.kill(pid, signal.SIGTERM)]
+    ("send", "number", "sign"),
+    [(os.killpg, signal.SIGINT, "plan.jsonl"), (os.kill, signal.SIGTERM, "*.json")],
+    ids=["Ctrl-C while its workers start", "SIGTERM while they work"],
 )
-@pytest.mark.parametrize("sign", ["plan.jsonl", "*.json"])  # its workers start; they work
-def test_ctrl_c_and_sigterm_end_it_with_a_sentence(
-    send: Callable[[int], None], sign, many, tmp_path
-):
+def test_ctrl_c_and_sigterm_end_it_with_a_sentence(send, number, sign, many, tmp_path):
     process = start(many, tmp_path / "out")
-    wait_until(lambda: list((tmp_path / "out" / ".preparing").glob(sign)))
-    send(process.pid)
+    until(lambda: list((tmp_path / "out/.preparing").glob(sign)))
+    send(process.pid, number)
     text, _ = process.communicate(timeout=60)
     # Python ends by the signal itself if it came while a class was being created from text, as
     # dataclasses are: a shell shows both as 130.
     assert process.returncode in (130, -signal.SIGINT), text
     assert text.endswith("interrupted: the same command resumes where it stopped\n"), text
-    wait_until(lambda: is_gone(process.pid))
-
-
-@pytest.mark.parametrize("moment", ["wait", "ProcessPoolExecutor"])
-def test_ctrl_c_interrupts_no_wait_for_a_lock_and_no_new_pool(moment, tars, tmp_path, monkeypatch):
-    """Sometimes the last line was `release unlocked lock`, or of a leaked semaphore."""
-    real, passed = getattr(work, moment), []
-
-    def interrupted(*args: Any, **options: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)  # the handler runs in here
-        passed.append(True)
-        return real(*args, **options)
-
-    monkeypatch.setattr(work, moment, interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match="the same command resumes"):
-        prepare("imagenet", tars, tmp_path / "out", *QUICK, "2")
-    assert passed == [True] and signal.getsignal(signal.SIGINT) == before
+    until(lambda: is_gone(process.pid))

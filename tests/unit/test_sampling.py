@@ -1,18 +1,13 @@
 """The samplers' promises, over many sizes, ranks and points of a kill."""
 
-from __future__ import annotations
-
-import sys
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distdl.data.sampling import EvalBatches, TrainBatches, TrainPosition
 from distdl.datasets.order import Windows, by_first_use
-from distdl.util.errors import UserError
 from distdl.util.seeds import stable_seed
+from tests.prepared import refusal
 
 SEEDS, SIZES = st.integers(0, 2**40), st.sampled_from((1, 2, 3, 4, 6, 12, 16))
 
@@ -40,75 +35,15 @@ def test_what_an_order_depends_on():
     assert restarted == global_batches(64, 4, 1, TrainPosition(2))
     unshuffled = global_batches(7, 2, 1, TrainPosition(epoch=5), shuffle=False)
     assert unshuffled == [[0, 1], [2, 3], [4, 5]]
-    # A literal: a change would break the resume of every run under way.
+    # Literals: a change would break the resume of every run under way.
     assert stable_seed(0, 0, 0) == 9169699564768075551
-    assert stable_seed(1, 2, 3) == stable_seed(1, 2, 3) != stable_seed(1, 3, 2)
-
-
-def test_the_position_counts_when_iter_is_called():
-    position = TrainPosition()
-    sampler = train_batches(64, 4, 1, position)[0]
-    first = iter(sampler)
-    position.epoch, position.consumed = 1, 32
-    second = iter(sampler)
-    position.consumed = 60
-    assert (len(list(first)), len(list(second)), len(list(sampler))) == (16, 8, 1)
-    assert all(key.epoch == 1 for keys in sampler for key in keys)
-
-
-class Batches:
-    """A user's batch sampler, whose batches have several sizes."""
-
-    def order(self, seed, epoch):
-        order = np.empty(10, object)
-        order[:] = [(number, number + 20)[: 1 + number % 2] for number in range(10)]
-        return order
-
-    def reached(self, *_):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("size", "batch", "options"),
-    [(40, 4, {}), (40, 4, {"shuffle": False}), (10, 1, {"dataset": Batches(), "batched": True})],
-)
-def test_the_samples_of_the_batch_that_is_trained_on(size, batch, options):
-    """Loaders fetch batches early; what counts is the position of the training."""
-    for sampler in train_batches(size, batch, 2, position := TrainPosition(1), **options):
-        assert sampler.current() == []
-        position.consumed = 2 * batch
-        batches = [[key.index for key in keys] for keys in sampler]
-        for each in batches:
-            assert sampler.current() == each
-            position.consumed += 2 * batch
-        assert len(batches) == 4 and sampler.current() == []
+    assert Windows((3, 2, 4), 2).order(5, 0).tolist() == [3, 4, 1, 0, 2, 6, 7, 8, 5]
 
 
 def test_too_few_samples_for_one_global_batch():
-    with pytest.raises(UserError, match=r"10 training samples.*4 x 3 = 12") as error:
-        train_batches(10, 4, 3)
-    (problem,) = error.value.problems
+    problem = refusal(train_batches, 10, 4, 3)
     assert problem.path == "data.batch_size" and "data.batch_size=3" in problem.remedy
-
-
-def test_resume_costs_no_more_than_a_start():
-    def lines_of_first_batch(consumed):
-        sampler, lines = train_batches(100_000, 4, 1, TrainPosition(0, consumed))[0], 0
-
-        def trace(frame, event, argument):
-            nonlocal lines
-            lines += event == "line"
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            next(iter(sampler))
-        finally:
-            sys.settrace(before)
-        return lines
-
-    assert lines_of_first_batch(99_000) < lines_of_first_batch(0) + 20  # none is passed over
+    assert "10 training samples" in problem.what and "4 x 3 = 12" in problem.what
 
 
 def evaluation(samples, batch, world, **kwargs):
@@ -162,36 +97,28 @@ class Remote:
 
 SHARDS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 REMOTE = st.builds(Remote, SHARDS, st.integers(1, 8), st.booleans())
-
-
-@st.composite
-def data(draw):
-    """Number of samples, and their dataset if it has an order."""
-    dataset = draw(st.one_of(st.none(), REMOTE))
-    return len(dataset) if dataset else draw(st.integers(1, 200)), dataset
-
-
 # Global batch (None: that of the last attempt), world size, steps before the kill.
-ATTEMPTS = st.lists(
-    st.tuples(st.none() | SIZES, st.sampled_from((1, 2, 3, 4)), st.integers(0, 9)), max_size=4
-)
+ATTEMPT = st.tuples(st.none() | SIZES, st.sampled_from((1, 2, 3, 4)), st.integers(0, 9))
 
 
 @settings(max_examples=250, deadline=None)
-@given(data(), SEEDS, ATTEMPTS, SIZES)
+@given(st.integers(1, 200) | REMOTE, SEEDS, st.lists(ATTEMPT, max_size=4), SIZES)
 def test_killed_anywhere_and_resumed_at_any_size_the_order_is_the_same(data, seed, attempts, last):
     """Nothing is lost or repeated, but for the tail that fills no global batch."""
-    (samples, dataset), epoch = data, seed % 4
-    options = {"seed": seed, "dataset": dataset}
-    steps = global_batches(samples, 1, 1, TrainPosition(epoch), **options)
-    order = [index for step in steps for index in step]
+    dataset = data if isinstance(data, Remote) else None
+    samples, epoch = len(dataset) if dataset else data, seed % 4
+    options, reported = {"seed": seed, "dataset": dataset}, dataset.positions if dataset else []
+    order = [index for (index,) in global_batches(samples, 1, 1, TrainPosition(epoch), **options)]
     assert sorted(order) == list(range(samples))
     position, seen, last, tail = TrainPosition(epoch), [], min(last, samples), 1
     for batch, world, steps in [*attempts, (last, 1, samples)]:
         batch = batch or last
         if batch <= samples and batch % world == 0:
-            rest = global_batches(samples, batch // world, world, position, **options)[:steps]
-            seen += [index for step in rest for index in step]
+            reported.clear()
+            rest = global_batches(samples, batch // world, world, position, **options)
+            places = [position.consumed + batch * number for number in range(len(rest))]
+            assert reported == places * (world if dataset else 0)
+            seen += [index for step in rest[:steps] for index in step]
             position.consumed = len(seen)
             tail = 2 if batch != last else tail
     assert seen == order[: len(seen)] and len(order) - len(seen) < tail * last
@@ -220,10 +147,11 @@ def test_windows_need_few_shards_at_a_time_and_mix_what_they_have(dataset, seed,
         assert (windows.order(seed, 0) != windows.order(seed, 1)).any()
 
 
-@settings(max_examples=50, deadline=None)
-@given(REMOTE, SEEDS, st.integers(0, 9))
-def test_each_batch_is_reported_to_the_dataset(dataset, seed, steps):
-    batch = min(4, len(dataset))
-    position = TrainPosition(0, min(steps, len(dataset) // batch) * batch)
-    rest = global_batches(len(dataset), batch, 1, position, seed=seed, dataset=dataset)
-    assert dataset.positions == [position.consumed + batch * step for step in range(len(rest))]
+def test_the_first_windows_are_small_and_the_last_one_counts_as_in_use():
+    windows = Windows((*[8] * 19, 3), 4).shards(1, 0)
+    assert [len(window) for window in windows] == [2, 4, 4, 4, 4, 2]
+    windows = Windows((10,) * 12, 3)
+    starts = {s: 30 * i for i, window in enumerate(windows.shards(0, 3)) for s in window}
+    later = {s: 120 + 30 * i for i, window in enumerate(windows.shards(0, 4)) for s in window}
+    uses = windows.next_uses(0, 3, position=65)  # in the third window; workers lag behind
+    assert uses.tolist() == [starts[s] if starts[s] >= 30 else later[s] for s in range(12)]

@@ -1,27 +1,25 @@
-"""Stores: addresses, a folder, S3 (moto's server). Azure: tests/cluster/test_azurite.py."""
-
-from __future__ import annotations
+"""Stores: addresses, a folder, S3 (moto's server); uploads of prepared data sets: complete,
+resumed, never over anything else. Azure: tests/cluster/test_azurite.py."""
 
 import logging
 import os
 import pickle
-import threading
-from typing import Any
 
 import pytest
-from azure.core.exceptions import ServiceRequestError
+from azure.core.exceptions import HttpResponseError
 
 from distdl.datasets.format import MANIFEST
 from distdl.datasets.reading import open_data_set
-from distdl.stores import Store, StoreError, is_remote, open_store
+from distdl.datasets.upload import check_target, upload
+from distdl.stores import StoreError, is_remote, open_store
 from distdl.stores import remote as remote_module
 from distdl.stores.files import FileStore
-from tests.prepared import Unreliable, prepare, refusal
+from tests.miniature import everything
+from tests.prepared import Unreliable, flip, prepare, refusal
 
 STRING, ACCOUNT, KEY, SAS = (
     f"AZURE_STORAGE_{name}" for name in ("CONNECTION_STRING", "ACCOUNT", "KEY", "SAS_TOKEN")
 )
-NOWHERE = "http://127.0.0.1:1"
 
 
 @pytest.fixture(autouse=True)
@@ -31,33 +29,24 @@ def no_account(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def test_addresses_of_folders(tmp_path):
-    assert open_store(str(tmp_path)) == open_store(f"file://{tmp_path}") == FileStore(tmp_path)
-    assert open_store("file:///a%20b").uri == "/a b"
-    assert open_store("~/x").uri == os.path.expanduser("~/x")
-    assert not any(map(is_remote, ("images", "/a/b", "C:/images", "file:///a/b")))
-    assert all(map(is_remote, ("azure://c/p", "abfss://c@a.dfs.core.windows.net/p", "s3://b")))
-
-
 @pytest.mark.parametrize(
-    ("uri", "blob"),
+    ("uri", "server"),
     [
-        ("azure://box/a/b", "https://mine.blob.core.windows.net/box/a/b"),
-        ("az://box", "https://mine.blob.core.windows.net/box"),
-        ("abfss://box@me.dfs.core.windows.net/a/b/", "https://me.blob.core.windows.net/box/a/b"),
-        ("https://me.blob.core.usgovcloudapi.net/box/a?sig=x", ""),
-        ("http://127.0.0.1:10000/devstoreaccount1/box/a?sig=x", ""),
+        ("/images", "/images"),
+        ("C:/images", "C:/images"),
+        ("file:///a%20b", "/a b"),
+        ("~/x", os.path.expanduser("~/x")),
+        ("az://box/a/b", "https://mine.blob.core.windows.net/box"),
+        ("abfss://box@me.dfs.core.windows.net/a", "https://me.blob.core.windows.net/box"),
+        ("https://me.blob.core.cloudapi.de/box/a", "https://me.blob.core.cloudapi.de/box"),
+        ("http://127.0.0.1:10000/mine/box/a", "http://127.0.0.1:10000/mine/box"),
     ],
 )
-def test_addresses_of_azure(uri, blob, monkeypatch):
-    def get(self: Any, key: str) -> None:
-        raise LookupError(f"{self.url.partition('?')[0]}/{key}")
-
-    monkeypatch.setattr("azure.storage.blob.ContainerClient.get_blob_client", get)
+def test_addresses(uri, server, monkeypatch):
     monkeypatch.setenv(ACCOUNT, "mine")
     monkeypatch.setenv(KEY, "a2V5")
-    with pytest.raises(LookupError, match=f"^{blob or uri[:-6]}/file$"):
-        open_store(uri).size("file")
+    assert is_remote(uri) == server.startswith("http")
+    assert open_store(uri).address == (f"{server} {uri}" if is_remote(uri) else server)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +88,9 @@ def s3():
 
 
 @pytest.fixture(params=["folder", "s3"])
-def store(request, tmp_path, monkeypatch) -> Store:
+def store(request, tmp_path, monkeypatch):
     if request.param == "folder":
-        return open_store(str(tmp_path / "kept" / "images"))
+        return open_store(str(tmp_path / "kept/images"))
     monkeypatch.delenv("NO_PROXY")
     request.getfixturevalue("s3")
     return open_store(f"s3://box/{tmp_path.name}/images", patience=2)
@@ -111,8 +100,7 @@ def test_files_are_stored_once_and_read_back(store, tmp_path, monkeypatch):
     monkeypatch.setattr(remote_module, "PART", 100_000)
     source, back, data = tmp_path / "source", tmp_path / "back", os.urandom(1_234_567)
     source.write_bytes(data)
-    sent: list[int] = []
-    received: list[int] = []
+    sent, received = [], []
     for action in (store.read, lambda name: store.download(name, back)):
         with pytest.raises(StoreError, match=r"a/b.tar") as error:
             action("a/b.tar")
@@ -131,81 +119,75 @@ def test_files_are_stored_once_and_read_back(store, tmp_path, monkeypatch):
     assert store.read("a/b.tar") == data and store.read("nothing") == b""
 
 
-def test_an_interrupted_upload_leaves_nothing(store, tmp_path):
-    def interrupt(count: int) -> None:
+@pytest.mark.parametrize("size", [1000, 9 << 20])  # as one object, and in parts
+def test_an_upload_replaces_nothing_and_leaves_nothing_unfinished(store, tmp_path, size):
+    for number in "12":
+        (tmp_path / number).write_bytes(number.encode() * size)
+
+    def interrupt(count):
         if count:
             raise KeyboardInterrupt
 
-    (tmp_path / "source").write_bytes(bytes(9 << 20))
-    with pytest.raises(KeyboardInterrupt):
-        store.upload(tmp_path / "source", "file", interrupt)
-    assert list(store.names()) == [] and not any(tmp_path.glob("kept/images/*"))
+    if size > 1000:  # a small object is complete at once
+        with pytest.raises(KeyboardInterrupt):
+            store.upload(tmp_path / "1", "file", interrupt)
+        assert list(store.names()) == [] and not any(tmp_path.glob("kept/images/*"))
+
+    def overtaken(count):  # the other has looked, and found nothing of that name
+        if store.size("file") is None:
+            store.upload(tmp_path / "2", "file")
+
+    with pytest.raises(StoreError, match=f"{store.uri}/file exists already"):
+        store.upload(tmp_path / "1", "file", overtaken)
+    assert store.read("file") == b"2" * size and list(store.names()) == ["file"]
 
 
-@pytest.mark.parametrize("size", [1000, 9 << 20])  # as one object, and in parts
-def test_of_two_uploads_at_once_one_is_kept(store, tmp_path, size):
-    """Both have looked, and found nothing of that name."""
-    both, first, results = threading.Barrier(2, timeout=200), threading.Event(), dict[str, str]()
-
-    def send(name: str) -> None:
-        met: list[int] = []
-
-        def meet(count: int = 0) -> None:
-            if not met:
-                met.append(both.wait())
-                if name == "2":  # moto looks and stores in two steps
-                    first.wait()
-
-        (tmp_path / name).write_bytes(name.encode() * size)
-        try:
-            store.upload(tmp_path / name, "file", meet)
-        except StoreError as error:
-            results[name] = str(error)
-        first.set()
-
-    threads = [threading.Thread(target=send, args=(name,)) for name in "12"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {"2": f"{store.uri}/file exists already"}
-    assert store.read("file") == b"1" * size and list(store.names()) == ["file"]
-
-
-@pytest.mark.parametrize("size", [1000, 9 << 20])
-def test_a_response_that_is_lost_does_not_fail_an_upload(s3, tmp_path, size, monkeypatch):
+@pytest.mark.parametrize(
+    ("size", "call"), [(1000, "put_object"), (9 << 20, "complete_multipart_upload")]
+)
+def test_a_response_that_is_lost_does_not_fail_an_upload(s3, tmp_path, size, call, monkeypatch):
     from botocore.exceptions import ReadTimeoutError
 
     store = open_store(f"s3://box/{tmp_path.name}", patience=20)
     (tmp_path / "one").write_bytes(bytes(size))
-    calls = ["put_object", "complete_multipart_upload"]
+    real, lost = getattr(store.client, call), []
 
-    def losing(real: Any) -> Any:
-        def call(**options: Any) -> Any:
-            response = real(**options)
-            if calls:
-                calls.clear()
-                raise ReadTimeoutError(endpoint_url="x")
-            return response
+    def losing(**options):
+        response = real(**options)
+        if not lost:
+            lost.append(call)
+            raise ReadTimeoutError(endpoint_url="x")
+        return response
 
-        return call
-
-    for name in calls:
-        monkeypatch.setattr(store.client, name, losing(getattr(store.client, name)))
+    monkeypatch.setattr(store.client, call, losing)
     store.upload(tmp_path / "one", "file")
-    assert not calls and store.size("file") == size
+    assert lost and store.size("file") == size
 
 
-def test_an_address_tells_accounts_apart(monkeypatch):
-    monkeypatch.setenv(KEY, "a2V5")
-    addresses = []
-    for account in ("one", "two"):
-        monkeypatch.setenv(ACCOUNT, account)
-        addresses.append(open_store("azure://box/a").address)
-    monkeypatch.setenv(SAS, "sv=1&sig=secret")
-    monkeypatch.delenv(KEY)
-    assert open_store("azure://box/a").address == addresses[1] != addresses[0]
-    assert addresses[0] == "https://one.blob.core.windows.net/box azure://box/a"
+@pytest.mark.parametrize(
+    ("status", "code", "remedy"),
+    [
+        (404, "ContainerNotFound", "az storage container create --name box"),
+        (403, "AuthorizationPermissionMismatch", "Storage Blob Data Reader"),
+        (403, "AuthenticationFailed", "docs/data/reading.md"),
+        (400, "InvalidVersion", ""),  # nothing that a user could do
+        (503, "ServerBusy", ""),
+    ],
+)
+def test_what_azure_refuses_comes_with_a_remedy_and_no_signature(status, code, remedy):
+    store = open_store("https://me.blob.core.windows.net/box?sig=verysecret", patience=0)
+
+    def fails():
+        error = HttpResponseError("the server's words: /box/file?sv=1&sig=verysecret&se=2")
+        error.status_code, error.error_code = status, code
+        raise error
+
+    with pytest.raises(StoreError, match="the server's words") as raised:
+        store.retried("file", fails)
+    error = raised.value
+    assert remedy in error.remedy and bool(error.remedy) == bool(remedy)
+    assert error.transient == (status == 503)
+    assert "secret" not in str(error) + store.uri + repr(store) + store.address
 
 
 def test_a_kept_manifest_is_of_one_server(s3, tmp_path, monkeypatch):
@@ -214,7 +196,7 @@ def test_a_kept_manifest_is_of_one_server(s3, tmp_path, monkeypatch):
     open_store(uri, patience=2).upload(tmp_path / "far" / MANIFEST, MANIFEST)
     open_data_set(uri, cache_root=cache).keep(cache)
     (kept,) = (cache / "manifests").iterdir()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", NOWHERE)  # another one, with the same bucket
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # another, with the same bucket
     with pytest.raises(StoreError, match=f"{uri}/{MANIFEST}") as error:
         open_store(uri, patience=0.5).read(MANIFEST)
     assert error.value.transient
@@ -227,7 +209,7 @@ def test_each_outage_is_logged_once(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("content")
     answers = iter("--ok--ok")
 
-    def answer() -> None:
+    def answer():
         if next(answers) == "-":
             raise ConnectionError("reset")
 
@@ -236,6 +218,10 @@ def test_each_outage_is_logged_once(tmp_path, monkeypatch, caplog):
         assert store.read("file") == b"content"
     lines = [record.getMessage() for record in caplog.records]
     assert lines == ["box://data does not answer, trying again for 120 s: reset"] * 2
+    parts = iter((b"cut", b"content"))
+    monkeypatch.setattr(store, "_range", lambda *_: next(parts))
+    monkeypatch.setattr(store, "answer", lambda: None)
+    assert store.read("file") == b"content"
 
 
 def test_connection_strings_are_checked_and_requests_not_logged(monkeypatch):
@@ -243,11 +229,10 @@ def test_connection_strings_are_checked_and_requests_not_logged(monkeypatch):
         monkeypatch.setenv(STRING, text)
         problem = refusal(open_store("azure://box/a").read, "file")
         assert STRING in problem.what and problem.remedy and "secret" not in str(problem)
-    sdk = logging.getLogger("azure")
-    monkeypatch.setattr(sdk, "level", logging.NOTSET)
     monkeypatch.setenv(STRING, "AccountName=me;AccountKey=a2V5")
-    assert open_store("azure://box").client and sdk.level == logging.WARNING
-    assert not logging.getLogger("azure.identity").isEnabledFor(logging.WARNING)
+    assert open_store("azure://box").client
+    for name in ("azure", "azure.identity"):
+        assert not logging.getLogger(name).isEnabledFor(logging.INFO)
 
 
 @pytest.mark.parametrize(
@@ -267,28 +252,87 @@ def test_refused_requests_come_with_a_remedy(uri, variables, remedy, s3, monkeyp
     assert remedy in refusal(open_data_set, uri, patience=0).remedy
 
 
-def test_a_waiting_download_can_be_given_up(tmp_path, monkeypatch):
-    store = Unreliable(tmp_path, lambda: None)
-    (tmp_path / "file").write_bytes(bytes(10))
-    monkeypatch.setattr(store, "_range", lambda *_: b"short")  # truncated each time
-    calls: list[int] = []
-
-    def give_up(count: int) -> None:
-        calls.append(count)
-        if len(calls) > 2:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        store.download("file", tmp_path / "to", give_up)
-    assert calls == [0, 0, 0]  # no byte of it was taken for the file's
+@pytest.fixture
+def out(tmp_path):
+    prepare(tmp_path / "out")
+    return tmp_path / "out"
 
 
-def test_a_signature_is_never_shown():
-    store = open_store("https://me.blob.core.windows.net/box?sig=verysecret", patience=0)
+def send(out, to):
+    """Uploads, and returns the progress."""
+    progress = []
+    upload(out, str(to), lambda *now: progress.append(now))
+    return progress
 
-    def fails() -> None:
-        raise ServiceRequestError("no answer from /box/file?sv=1&sig=verysecret&se=2")
 
-    with pytest.raises(StoreError, match="no answer") as error:
-        store.retried("file", fails)
-    assert "secret" not in str(error.value) + store.uri + repr(store) + store.address
+def refused(out, to):
+    problem = refusal(send, out, to)
+    assert problem.path == "--upload" and problem.remedy
+    return problem.what
+
+
+def test_an_upload_resumes_and_the_manifest_comes_last(out, tmp_path, monkeypatch):
+    there, sent, real, limit = tmp_path / "there", [], FileStore.upload, 4
+
+    def limited(self, path, name, progress=None):
+        if len(sent) == limit:
+            raise StoreError(f"{name}: the server is gone", transient=True)
+        real(self, path, name, progress)
+        sent.append(name)
+
+    monkeypatch.setattr(FileStore, "upload", limited)
+    monkeypatch.setattr("distdl.datasets.upload.PARALLEL", 1)
+    problem = refusal(send, out, there)
+    assert "the server is gone" in problem.what and "the same command" in problem.remedy
+    assert sent[:2] == ["train.index.npy", "val.index.npy"]
+    assert everything(there).keys() == set(sent)
+    done, total = (
+        sum(len(data) for name, data in everything(folder).items() if name != MANIFEST)
+        for folder in (there, out)
+    )
+    limit = 99
+    progress = send(out, there)
+    assert progress[0] == (done, total) and progress[-1] == (total, total)
+    assert progress == sorted(progress)
+    assert sent[-1] == MANIFEST and len(sent) == len(set(sent))
+    assert everything(there) == everything(out)
+    monkeypatch.setattr(FileStore, "upload", None)  # a second time nothing is sent
+    send(out, there)
+    check_target(str(there), out)
+    assert "a prepared data set already" in refusal(check_target, str(there), None).what
+
+
+def test_other_files_are_never_replaced_or_mixed_with(out, tmp_path):
+    there, other, mine = (tmp_path / name for name in ("there", "other", "mine"))
+    prepare(other, train=30)
+    send(other, there)
+    before = everything(there)
+    assert "holds another prepared data set" in refused(out, there)
+    (there / MANIFEST).unlink()  # as if that upload was interrupted
+    assert "holds another train-00003.tar" in refused(out, there)
+    assert everything(there) == {k: v for k, v in before.items() if k != MANIFEST}
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    assert "holds something else: thesis.tex" in refused(out, mine)
+    assert [*everything(mine)] == ["thesis.tex"]
+
+
+def test_a_damaged_data_set_is_not_published(out, tmp_path, monkeypatch):
+    there = tmp_path / "there"
+    assert "is not a prepared data set" in refused(tmp_path / "none", there)
+    intact = (out / "train-00002.tar").read_bytes()
+    flip(out / "train-00002.tar", 700)
+    assert "train-00002.tar is damaged" in refused(out, there)
+    (out / "train-00002.tar").unlink()
+    assert "train-00002.tar is missing" in refused(out, there)
+    (out / "train-00002.tar").write_bytes(intact)
+    real = FileStore.upload
+
+    def cut(self, path, name, progress=None):
+        real(self, path, name, progress)
+        if name == "train-00002.tar":
+            (self.folder / name).write_bytes(path.read_bytes()[:1000])
+
+    monkeypatch.setattr(FileStore, "upload", cut)
+    assert "train-00002.tar has 1000 bytes at" in refused(out, there)
+    assert MANIFEST not in everything(there)
