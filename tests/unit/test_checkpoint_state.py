@@ -155,6 +155,8 @@ def test_what_only_pickle_keeps_is_refused_before_the_first_step(tmp_path, caplo
     assert "Settings), kept as a pickle: a resume needs" in caplog.text
     torch.load(resume, weights_only=True)  # all the rest is read by everybody
     assert formats.read(resume)["state_dict"].keys() == {"weight"}
+    keeps, _ = fit(tmp_path / "b", Module(), Settings(2, Colour.RED), resume=resume, trust=True)
+    assert keeps.seen == state
     with pytest.raises(UserError, match=r"Keeps\.state is a pickled .*Settings.*\n.*trust_pickle"):
         fit(tmp_path / "c", Module(), resume=resume)
 
