@@ -5,13 +5,9 @@ group and its parent, whatever a body points to must exist, tokens and API versi
 And as odd: it answers with defaults of its own, in other capitals, other units, and later.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import uuid
-from collections.abc import Iterator
-from typing import Any
 
 from tests.cluster.https import Answer, error
 
@@ -25,27 +21,25 @@ QUICK = ("containers", "subnets", "roleAssignments", "datastores")
 class ArmStore:
     """What it holds, what it was asked, and what it refuses: end of a path -> error."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.subscriptions, self.url = [SUBSCRIPTION], ""
-        self.resources: dict[str, dict[str, Any]] = {}
-        self.requests: list[tuple[str, str, str]] = []
-        self.failures: dict[str, tuple[int, str, str]] = {}
+        self.resources, self.requests, self.failures = {}, [], {}
 
-    def find(self, end: str) -> dict[str, Any]:
+    def find(self, end):
         """The one resource whose id ends so."""
         (resource,) = [r for key, r in self.resources.items() if key.endswith(end.lower())]
         return resource
 
-    def sent(self) -> list[tuple[str, str, Any]]:
-        """Requests other than GET, since the last call."""
+    def sent(self):
+        """Method, path and body of the requests other than GET, since the last call."""
         sent = [(m, path, json.loads(body)) for m, path, body in self.requests if m != "GET"]
         self.requests.clear()
         return sent
 
-    def short(self, path: str) -> str:
+    def short(self, path):
         return path
 
-    def answer(self, method: str, path: str, body: Any, header: Any, query: str) -> None:
+    def answer(self, method, path, body, header, query):
         """Raises the Answer."""
         if not str(header.get("Authorization", "")).startswith("Bearer "):
             raise error(401, "AuthenticationFailed", "no token")
@@ -56,15 +50,13 @@ class ArmStore:
         for end, failure in self.failures.items():
             if path.endswith(end):
                 raise error(*failure)
-        if method in ("PUT", "PATCH"):
-            self.put(method, path, body)
-        raise error(405, "MethodNotAllowed", method)
+        self.put(method, path, body)
 
-    def get(self, path: str) -> Any:
+    def get(self, path):
         key = path.lower()
         if key == "/subscriptions":
             return {"value": [{"subscriptionId": s} for s in self.subscriptions]}
-        if key.count("/") == 2 and key.rpartition("/")[2] in self.subscriptions:
+        if key.rpartition("/")[2] in self.subscriptions:
             return {"id": path, "tenantId": TENANT, "subscriptionId": path.split("/")[2]}
         if key.endswith(("/resources", "/page2")):  # as if there were many
             group, _, page = key.rpartition("/")
@@ -79,27 +71,22 @@ class ArmStore:
         self.resources[key]["properties"]["provisioningState"] = "Succeeded"
         return answer
 
-    def put(self, method: str, path: str, body: dict[str, Any]) -> None:
+    def put(self, method, path, body):
         key, kind = path.lower(), path.split("/")[-2]
-        missing = [need for need in needs(path, body) if need.lower() not in self.resources]
-        if missing:
+        if missing := [need for need in needs(path, body) if need.lower() not in self.resources]:
             raise error(404, "ParentResourceNotFound", f"{missing[0]} does not exist")
-        new = key not in self.resources
-        if method == "PATCH" and new:
-            raise error(404, "ResourceNotFound", path)
-        made = combine({} if method == "PUT" else self.resources[key], body)
+        before = self.resources.get(key)
+        made = combine(before if method == "PATCH" else {}, body)
         properties = made.setdefault("properties", {})
         properties["provisioningState"] = "Succeeded" if kind in QUICK else "Creating"
         as_azure_does(kind, made, properties)
-        names = {
-            "name": path.rpartition("/")[2],
-            "type": f"{'/'.join(path.split('/')[6:7])}/{kind}",
-        }
-        self.resources[key] = {**made, "id": path, **names}
-        raise Answer(201 if new else 200, self.resources[key])
+        provider = "/".join(path.split("/")[6:7])
+        made |= {"id": path, "name": path.rpartition("/")[2], "type": f"{provider}/{kind}"}
+        self.resources[key] = made
+        raise Answer(200 if before else 201, made)
 
 
-def needs(path: str, body: Any) -> Iterator[str]:
+def needs(path, body):
     """What must exist before: the group, the parent, and what the body points to."""
     group = IN_GROUP.match(path)
     if group and group.group(0) != path:
@@ -109,10 +96,10 @@ def needs(path: str, body: Any) -> Iterator[str]:
         yield parent
     elif path.count("/") > 8:
         yield "/".join(path.split("/")[: -4 if "/blobServices/" in path else -2])
-    yield from filter(IN_GROUP.match, strings(body))
+    yield from filter(IN_GROUP.match, re.findall('"([^"]*)"', json.dumps(body)))
 
 
-def as_azure_does(kind: str, made: dict[str, Any], properties: dict[str, Any]) -> None:
+def as_azure_does(kind, made, properties):
     """Defaults and spellings of the server."""
     made["systemData"] = {"createdAt": "2026-11-21"}
     if kind == "userAssignedIdentities":
@@ -130,17 +117,7 @@ def as_azure_does(kind: str, made: dict[str, Any], properties: dict[str, Any]) -
         made["location"] = "East US"
 
 
-def combine(before: Any, after: Any) -> Any:
+def combine(before, after):
     if isinstance(before, dict) and isinstance(after, dict):
         return {**before, **{k: combine(before.get(k), v) for k, v in after.items()}}
     return after
-
-
-def strings(value: Any) -> Iterator[str]:
-    """Every string in it, and every key."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        items = [*value, *value.values()] if isinstance(value, dict) else value
-        for item in items:
-            yield from strings(item)

@@ -1,26 +1,22 @@
 """An https server on loopback whose answers are exceptions: `raise Answer(404, {...})`."""
 
-from __future__ import annotations
-
 import json
 import threading
-from pathlib import Path
-from typing import Any
 
 
 class Answer(Exception):
     """Ends the handling of a request: a status, a body, headers."""
 
-    def __init__(self, status: int, body: Any = None, **headers: str) -> None:
+    def __init__(self, status, body=None, **headers):
         self.status, self.body, self.headers = status, body, headers
 
 
-def error(status: int, code: str, message: str, **headers: str) -> Answer:
+def error(status, code, message, **headers):
     """An error as Azure words it."""
     return Answer(status, {"error": {"code": code, "message": message}}, **headers)
 
 
-def serve(service: Any, certificate: Path, key: Path) -> Any:
+def serve(service, certificate, key):
     """Starts a server on a free port. `service.answer` raises the Answer, and `service.requests`
     gets the method, `service.short(path)` and body of each request."""
     from werkzeug import Request, Response  # moto brings it
@@ -30,11 +26,11 @@ def serve(service: Any, certificate: Path, key: Path) -> Any:
         protocol_version = "HTTP/1.1"  # a connection serves many requests
         wbufsize = -1  # head and body in one packet, else each answer waits 40 ms for an ACK
 
-        def log(self, *_: Any) -> None:
+        def log(self, *_):
             pass
 
     @Request.application
-    def application(request: Request) -> Response:
+    def application(request):
         body = request.get_data(as_text=True)
         service.requests.append((request.method, service.short(request.path), body))
         given = json.loads(body) if body.strip() else None
@@ -43,11 +39,10 @@ def serve(service: Any, certificate: Path, key: Path) -> Any:
             service.answer(request.method, request.path, given, request.headers, query)
         except Exception as raised:  # of the stand-in: seen in the SDK's message
             answer = raised if isinstance(raised, Answer) else error(500, "StandIn", repr(raised))
-        raw = isinstance(answer.body, bytes)
-        content = answer.body if raw else json.dumps(answer.body)
+        content = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body)
         return Response(content, answer.status, answer.headers, content_type="application/json")
 
-    tls: dict[str, Any] = {"ssl_context": (str(certificate), str(key)), "threaded": True}
+    tls = {"ssl_context": (str(certificate), str(key)), "threaded": True}
     server = make_server("127.0.0.1", 0, application, request_handler=Handler, **tls)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server

@@ -1,61 +1,39 @@
-"""launcher=azureml with the real SDK: what it sends arrives in a stand-in for Azure with a real
-Azurite behind it, and from what arrived there the job's own command trains, in empty folders.
-
-Not seen here: Azure itself, its images, mounts and GPUs.
+"""launcher=azureml and `distdl deploy azureml` with the real SDK: what it sends arrives in a
+stand-in for Azure with a real Azurite behind it. From what arrived a job's own command trains, in
+empty folders. Not seen here: Azure itself, its images, mounts, GPUs and load balancer.
 """
 
-from __future__ import annotations
-
-import hashlib
+import importlib.util
 import json
+import os
 import re
+import shlex
 import shutil
+import socket
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from distdl.launchers.azureml import entry
 from distdl.launchers.azureml.client import Connection, Workspace
-from tests.cluster.arm import Azure, Job, azure, why_not, work_with
-from tests.cluster.azurite import CONTAINER
-from tests.cluster.nodes import HELD
+from distdl.serving.scorer import Scorer
+from tests.cluster import witness
+from tests.cluster.arm import NAMES, Azure, new_job
+from tests.cluster.azurite import CONTAINER, needs_azurite
+from tests.cluster.nodes import EVICTED
 from tests.conftest import ROOT, TINY, losses, status
+from tests.miniature import everything
+from tests.served import model_folder, run_folder
 
-__all__ = ["azure"]
+SDK = all(importlib.util.find_spec(name) for name in ("azure", "azure.ai", "azure.ai.ml"))
 pytestmark = [
+    needs_azurite,
     pytest.mark.xdist_group("azureml"),
     pytest.mark.filterwarnings("ignore"),  # the SDK's own, hundreds of them
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.skipif(not SDK, reason="not installed: pip install 'distdl[azure]'"),
 ]
-
-CANARY = "canary-forwarded-by-name-3f1c"
-# The user's own code: writes what it was given, and takes its time, so that a node can be lost.
-WITNESS = """
-import hashlib, json, os, time
-from pathlib import Path
-import distdl
-from lightning.pytorch import Callback
-
-class Witness(Callback):
-    def __init__(self, data: str, pause: float = 0.0) -> None:
-        self.data, self.pause = data, pause
-
-    def on_train_start(self, trainer, module):
-        secret = os.environ.get("WITNESS_TOKEN", "")
-        seen = {"distdl": distdl.__file__, "code": __file__, "data": self.data}
-        seen["secret"] = hashlib.sha256(secret.encode()).hexdigest()
-        Path(f"witness-{trainer.global_rank}.json").write_text(json.dumps(seen))
-
-    def on_train_batch_end(self, trainer, *_):
-        time.sleep(self.pause)
-"""
-WORKSPACE = {
-    "subscription_id": "11111111-2222-3333-4444-555555555555",
-    "resource_group": "group",
-    "workspace_name": "space",
-}
+SECRET = "canary-forwarded-by-name-3f1c"
 SMALL = (
     *(*TINY, "data.train_samples=64", "data.val_samples=8"),
     *("launcher=azureml", "launcher.env={OMP_NUM_THREADS: 1}"),
@@ -67,10 +45,33 @@ TWO_NODES = ("launcher.compute=gpu", "trainer.num_nodes=2", "trainer.devices=1")
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_azure(tmp_path_factory):
+    azure = Azure(tmp_path_factory.mktemp("azure"))
+    yield azure
+    azure.close()
+
+
+@pytest.fixture
+def azure(shared_azure, monkeypatch):
+    """It, with the test's process as that of somebody who works with it."""
+    drop = ("azure", "arm_", "msi_", "identity_", "obo_", "az_", "http_p", "https_p", "all_p")
+    for name in [name for name in os.environ if name.lower().startswith(drop)]:
+        monkeypatch.delenv(name)
+    cloud = {"ARM_CLOUD_METADATA_URL": f"{shared_azure.url}/metadata/endpoints"}
+    cloud |= {"AZUREML_CURRENT_CLOUD": "StandIn"}
+    cloud |= {"AZURE_TOKEN_CREDENTIALS": "ManagedIdentityCredential"}
+    for name, value in {**cloud, **shared_azure.identity()}.items():
+        monkeypatch.setenv(name, value)
+    find = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **rest: find("127.0.0.1", *more))
+    return shared_azure
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
-    (folder / "witness.py").write_text(WITNESS)
-    (folder / "config.json").write_text(json.dumps(WORKSPACE))
+    shutil.copy(witness.__file__, folder)
+    (folder / "config.json").write_text(json.dumps(NAMES))
     (folder / ".env").write_text("not for you")
     (folder / ".gitignore").write_text("outputs/\n")
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
@@ -78,14 +79,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def distdl(
-    azure: Azure, project: Path, without_stage_2, command, monkeypatch
-) -> Callable[..., Any]:
+def distdl(azure, project, without_stage_2, command, monkeypatch):
     """The command line in this process, which has the slow SDK in memory after the first time."""
-    work_with(azure, monkeypatch)
     monkeypatch.chdir(project)
+    monkeypatch.setattr("distdl.launchers.azureml.azure_job.SHORTEST", 0.1)
+    monkeypatch.setattr("distdl.launchers.azureml.azure_job.LONGEST", 0.5)
+    monkeypatch.setattr("distdl.launchers.common.QueriedJob.poll_seconds", 0.2)
 
-    def run(*arguments: str, code: int = 0) -> Any:
+    def run(*arguments, code=0):
         output = command(*arguments)
         assert output.code == code, output
         return output
@@ -93,57 +94,39 @@ def distdl(
     return run
 
 
-@pytest.fixture(scope="module")
-def trained(azure: Azure, project: Path) -> str:
-    """A run on two low-priority nodes that are taken away in the middle; the command's output."""
-    process = azure.popen(
-        *(*SMALL, *TWO_NODES, "launcher.tier=low_priority", "name=x"),
-        *("launcher.forward_env=[WITNESS_TOKEN]", f"launcher.key_vault={azure.vault_url}"),
-        "+callbacks.witness.pause=0.2",
-        cwd=project,
-        WITNESS_TOKEN=CANARY,
-    )
-    assert process.stdout is not None
-    output = ""
-    while "epoch 2  step 5 " not in output:
-        line = process.stdout.readline()
-        assert line, output
-        output += line
-    (job,) = azure.jobs.values()
-    job.nodes.evicted.set()
-    # Not communicate(): it reads past what this stream has read ahead of the last line.
-    output += process.stdout.read()
-    assert process.wait(60) == 0, output
-    return output
+@pytest.fixture
+def trained(azure, distdl, monkeypatch):
+    """A run on two low-priority nodes that are taken away in the middle, once for all tests; what
+    its command printed."""
+    if "x" not in azure.printed:
+        monkeypatch.setenv("CANARY", SECRET)
+        azure.printed["x"] = distdl(
+            *(*SMALL, *TWO_NODES, "launcher.tier=low_priority", "name=x"),
+            *("launcher.forward_env=[CANARY]", f"launcher.key_vault={azure.url}"),
+            *("+callbacks.witness.pause=0.1", f"launcher.tags={{{EVICTED}: 'epoch 2  step 5 '}}"),
+        )
+    return azure.printed["x"]
 
 
-def job_of(azure: Azure, output: str) -> Job:
-    return azure.jobs[re.findall(r"submitted  azureml://\S+/jobs/(\S+)", output)[0]]
+def job_of(azure, text):
+    return azure.jobs[re.findall(r"submitted  azureml://\S+/jobs/(\S+)", text)[0]]
 
 
-def uploaded(azure: Azure, address: str) -> dict[str, bytes]:
-    """The files in a folder of a blob store: name -> content."""
-    folder = address.partition(f"{azure.azurite.port}/")[2].rstrip("/") + "/"
-    return {k.removeprefix(folder): v for k, v in azure.azurite.contents(folder).items()}
-
-
-def snapshot_of(azure: Azure, job: dict[str, Any]) -> dict[str, bytes]:
+def snapshot_of(azure, job):
     """What was uploaded as a job's code."""
-    return uploaded(azure, azure.resources[job["codeId"]]["properties"]["codeUri"])
+    address = azure.find(job["codeId"])["codeUri"]
+    return azure.azurite.contents(urlsplit(address).path)
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def test_a_run_whose_nodes_are_taken_away_resumes(azure, project, trained: str, distdl) -> None:
-    for text in ("azureml: preparing", "azureml: running", "azureml: completed", "preempted:"):
-        assert text in trained
-    assert re.search(r"^0 +0 +0 .*\n1 +1 +0 ", trained, re.MULTILINE), "the table of the ranks"
-    assert re.search(r"https://ml.azure.com/runs/default-x-001-\w+\?wsid=", trained)
-    steps = [int(n) for n in re.findall(r"^epoch \d+  step (\d+) ", trained, re.MULTILINE)]
+def test_a_run_whose_nodes_are_taken_away_resumes(azure, project, trained, distdl):
+    for text in ("azureml: running", "azureml: completed", "preempted:"):
+        assert text in trained.out
+    assert re.search(r"^0 +0 +0 .*\n1 +1 +0 ", trained.out, re.M), "the table of the ranks"
+    assert re.search(r"https://ml.azure.com/runs/default-x-001-\w+\?wsid=", trained.out)
+    steps = [int(n) for n in re.findall(r"^epoch \d+  step (\d+) ", trained.out, re.M)]
     run = project / "outputs/default/x"
+    mark = {"hdi_isfolder": "true"}  # how a mount marks a folder
+    azure.azurite.client(CONTAINER).upload_blob("distdl/default/x/logs", b"", metadata=mark)
     distdl("jobs", "fetch", "outputs/default/x")
     assert status(run)["restarts"] == 1 and status(run)["state"] == "SUCCEEDED"
     assert set(steps) == set(losses(run)) == set(range(1, 13)), "every step, over both starts"
@@ -151,7 +134,7 @@ def test_a_run_whose_nodes_are_taken_away_resumes(azure, project, trained: str, 
     assert "state   SUCCEEDED, restarted 1 times" in distdl("jobs", "status", str(run)).out
 
 
-def test_what_is_created(azure: Azure, project: Path, trained: str) -> None:
+def test_what_is_created(azure, project, trained):
     """The cluster; the environment, from its folder alone; the snapshot, which is the run."""
     (body,) = map(json.loads, azure.asked("PUT", "^/computes/gpu$"))
     settings = body["properties"]["properties"]
@@ -161,118 +144,241 @@ def test_what_is_created(azure: Azure, project: Path, trained: str) -> None:
     assert settings["scaleSettings"] == scale
 
     (body,) = map(json.loads, azure.asked("PUT", "^/environments/distdl/versions/"))
-    image = uploaded(azure, body["properties"]["build"]["contextUri"])
-    assert image == files_of(ROOT / "launchers/azureml/image")
+    image = azure.azurite.contents(urlsplit(body["properties"]["build"]["contextUri"]).path)
+    assert image == everything(ROOT / "launchers/azureml/image")
 
-    run, job = project / "outputs/default/x", job_of(azure, trained).body["properties"]
+    run, job = project / "outputs/default/x", job_of(azure, trained.out).body["properties"]
+    distribution = {"distributionType": "PyTorch", "processCountPerInstance": 1}
+    assert job["distribution"] == distribution
     snapshot = snapshot_of(azure, job)
-    assert snapshot == files_of(run / "attempts/001/bundle")
+    assert snapshot == everything(run / "attempts/001/bundle")
     assert snapshot["config.yaml"] == (run / "config.yaml").read_bytes()
     assert "code/project/witness.py" in snapshot and "code/project/.env" not in snapshot
 
 
-def test_a_rank_gets_code_input_and_secret_which_is_nowhere_else(azure, project, trained) -> None:
-    job = job_of(azure, trained)
-    distribution = {"distributionType": "PyTorch", "processCountPerInstance": 1}
-    assert job.body["properties"]["distribution"] == distribution
+def test_a_rank_gets_code_input_and_secret_which_is_nowhere_else(azure, project, trained):
+    nodes = azure.folder / "nodes" / job_of(azure, trained.out).name
     for rank in (0, 1):
-        node = azure.folder / "nodes" / job.name / f"node{rank}"
-        assert json.loads((node / f"witness-{rank}.json").read_text()) == {
-            "distdl": str(node / "code/distdl/__init__.py"),
-            "code": str(node / "code/project/witness.py"),
-            "data": "https://data.example.org/pictures",
-            "secret": hashlib.sha256(CANARY.encode()).hexdigest(),
-        }
-    assert list(azure.vault.values()) == [CANARY] and CANARY not in trained
-    receivers = [path for _, path, body in azure.requests if CANARY in body]
+        shown = witness.seen((nodes / f"rank_{rank}.txt").read_text())[rank]
+        assert shown["distdl"] == str(nodes / f"node{rank}/code/distdl/__init__.py")
+        assert shown["code"] == str(nodes / f"node{rank}/code/project/witness.py")
+        assert shown["data"] == "https://data.example.org/pictures"
+        assert shown["secret"] == witness.digest(SECRET)
+    assert list(azure.vault.values()) == [SECRET] and SECRET not in trained.out + trained.err
+    receivers = [path for _, path, body in azure.requests if SECRET in body]
     assert receivers == [f"/secrets/{name}" for name in azure.vault], "only the Key Vault"
     # The run, the nodes' folders, and in Azurite's the snapshot and the store.
-    files = [p for folder in (project, azure.folder) for p in folder.rglob("*") if p.is_file()]
-    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
-    stored = [p for p in (azure.folder / "azurite").rglob("*") if p.is_file()]
-    assert any(b"class Witness" in p.read_bytes() for p in stored), "it would be seen"
+    files = [*everything(project).values(), *everything(azure.folder).values()]
+    assert not [content for content in files if SECRET.encode() in content]
+    stored = everything(azure.folder / "azurite").values()
+    assert any(b"class Witness" in content for content in stored), "it would be seen"
 
 
-def test_a_job_in_the_queue(azure: Azure, project: Path, trained: str, distdl) -> None:
+def test_a_job_in_the_queue(azure, project, trained, distdl):
     """The same cluster and environment are used as they are; the job is listed, and cancelled. A
     run with a checkpoint from elsewhere takes it along, with its manifest after it.
     """
     name, run = "outputs/default/queued", project / "outputs/default/queued"
-    queued = (*SMALL, *TWO_NODES, "name=queued", "follow=false", f"launcher.tags={{{HELD}: 1}}")
+    distdl(*SMALL, *TWO_NODES, "follow=false", "name=other")
+    queued = (*SMALL, *TWO_NODES, "follow=false", "name=queued")
     sent = distdl(*queued)
     assert "note: cluster gpu stays as it is: launcher.tier is low_priority there" in sent.err
     for path in ("^/computes/gpu$", "^/environments/distdl/versions/"):
         assert len(azure.asked("PUT", path)) == 1, "nothing was created again"
-    job = job_of(azure, sent.out)
-    assert "state   PENDING" in distdl("jobs", "status", name).out
     assert "attempt 1 is pending" in distdl(*queued, code=2).err
-    azure.jobs["ended"] = Job("ended", job.body, status="Canceled")
-    copy = shutil.copytree(run, run.with_name("ended"))
-    handle = copy / "attempts/001/job.json"
-    handle.write_text(handle.read_text().replace(f"jobs/{job.name}", "jobs/ended"))
+    assert "there are no files in azureml://" in distdl("jobs", "fetch", name, code=2).err
     asked = len(azure.asked("GET", "/details$"))
-    listed = {line.split("\t")[0]: line for line in distdl("jobs", "list").out.splitlines()}
-    assert "PENDING" in listed[name] and "CANCELLED" in listed["outputs/default/ended"]
+    assert distdl("jobs", "list").out.count("\tPENDING\t") == 2
     assert len(azure.asked("GET", "^/jobs$")) == 1 and len(azure.asked("GET", "/details$")) == asked
-    shutil.rmtree(copy)
-    del azure.jobs["ended"]
     distdl("jobs", "cancel", name)
-    assert job.cancelled
-    text = re.search(r"azureml://\S+", sent.out)[0]
-    assert distdl("jobs", "wait", text, code=130).out == f"CANCELLED  {text}\n"
+    handle = re.search(r"azureml://\S+", sent.out)[0]
+    assert distdl("jobs", "wait", handle, code=130).out == f"CANCELLED  {handle}\n"
 
     distdl("jobs", "fetch", "outputs/default/x")
     shutil.copytree(project / "outputs/default/x/checkpoints", run / "checkpoints")
     again = distdl("jobs", "resubmit", name, "follow=false")
     assert "uploaded the checkpoint epoch_002.ckpt" in again.err
-    folder = f"{CONTAINER}/distdl/default/queued/checkpoints/"
-    names = [name.removeprefix(folder) for name in azure.azurite.contents(folder)]
+    names = [*azure.azurite.contents(f"{CONTAINER}/distdl/default/queued/checkpoints")]
     assert names == ["epoch_002.ckpt", "epoch_002.ckpt.manifest.json"]
 
 
-def test_a_sweep_job_trains_each_frozen_member(azure: Azure, project: Path, distdl) -> None:
-    short = ("trainer.limit_train_batches=1", "trainer.limit_val_batches=1", "trainer.max_epochs=1")
-    sweep = ("launcher.sweep=azureml", "trainer.devices=1", "seed=3,4", "name=s")
-    handles = re.findall(r"submitted  (azureml://\S+)", distdl("-m", *SMALL, *short, *sweep).out)
+def test_a_sweep_is_one_job(azure, project, distdl, tmp_path, monkeypatch):
+    sweep = ("launcher.sweep=azureml", "trainer.devices=1", "seed=3,4", "name=s", "follow=false")
+    handles = re.findall(r"submitted  (azureml://\S+)", distdl("-m", *SMALL, *sweep).out)
+    members = [handle.rpartition("/")[2] for handle in handles]
+    (job,) = [job for name, job in azure.jobs.items() if name.startswith("default-s-")]
+    # The trials end; as with Azure, their numbers mean nothing.
+    for number, member in enumerate(reversed(members)):
+        name, folder = f"{job.name}_{number}", tmp_path / f"stored/{member}/attempts/001"
+        azure.jobs[name] = new_job(name, {"properties": {}}, "Completed")
+        job.trials[name] = member
+        folder.mkdir(parents=True)
+        (folder / "status.json").write_text(f'{{"state": "SUCCEEDED", "trial": {number}}}')
+    azure.azurite.upload(f"{CONTAINER}/distdl/default/s", tmp_path / "stored")
     for handle in handles:
-        waited = distdl("jobs", "wait", handle)
-        assert waited.out == f"SUCCEEDED  {handle}\n", distdl("jobs", "logs", handle).out
-    assert len(azure.asked("PUT", "^/jobs/default-s-")) == 1
-    assert distdl("jobs", "status", "outputs/default/s").out.count("state   SUCCEEDED") == 2
+        assert distdl("jobs", "wait", handle).out == f"SUCCEEDED  {handle}\n"
     distdl("jobs", "fetch", "outputs/default/s")
-    runs = [project / "outputs/default/s" / handle.rpartition("/")[2] for handle in handles]
-    assert [status(run)["state"] for run in runs] == ["SUCCEEDED"] * 2
-    seeds = [re.findall(r"^seed: (\d+)", (r / "config.yaml").read_text(), re.M) for r in runs]
-    assert sorted(seeds) == [["3"], ["4"]]
+    runs = [project / "outputs/default/s" / member for member in members]
+    assert [status(run)["trial"] for run in runs] == [1, 0]
+
+    # What a trial starts: the worker, with the files of its member.
+    trial, node, started = job.body["properties"]["trial"], tmp_path / "node", []
+    azure.azurite.download(urlsplit(azure.find(trial["codeId"])["codeUri"]).path, node)
+    configs = [(node / f"members/{member}/config.yaml").read_text() for member in members]
+    assert sorted(re.findall(r"^seed: (\d+)", "".join(configs), re.M)) == ["3", "4"]
+    for name in ("PYTHONPATH", "DISTDL_INPUT_PICTURES"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.chdir(node)
+    monkeypatch.setattr("os.execv", lambda program, words: started.extend(words))
+    command = trial["command"].replace("${{search_space.member}}", members[0])
+    entry.main(shlex.split(command.replace("${{outputs.store}}", "/store"))[3:])
+    worker = ["distdl.worker", f"members/{members[0]}", f"/store/{members[0]}", "--attempt", "1"]
+    assert started[1:] == ["-m", *worker]
+    assert (node / f"members/{members[0]}/code").resolve() == node / "code"
 
 
-def test_the_files_of_a_dry_run_are_a_job(azure: Azure, project: Path, distdl) -> None:
-    """Submitted by the SDK alone, as `az ml ... create --file` does; it is held in the queue."""
+def test_the_files_of_a_dry_run_are_a_job(azure, project, distdl):
+    """Submitted by the SDK alone, as `az ml ... create --file` does."""
     from azure.ai.ml import load_compute, load_environment, load_job
 
     settings = ("launcher.compute=gpu", "launcher.tier=spot", "trainer.devices=1", "name=by_az")
-    files = (*SMALL, *settings, "launcher.files=outputs/files", f"launcher.tags={{{HELD}: 1}}")
+    files = (*SMALL, *settings, "launcher.files=outputs/files")
     shown = distdl(*files, "dry_run=true").out
     folder = project / "outputs/files/default/by_az"
     names = ["environment.yml", "compute.yml", "job.yml"]
     assert re.findall(r"^file +\S+/(\S+)$", shown, re.M) == names
     assert {path.name for path in folder.iterdir()} == {*names, "bundle"}
     assert not (project / "outputs/default/by_az").exists()
-    client = Connection(Workspace(*WORKSPACE.values()), None).client
     load_environment(folder / "environment.yml")
     assert load_compute(folder / "compute.yml").tier == "low_priority"
-    job = client.jobs.create_or_update(load_job(folder / "job.yml"))
-    sent = azure.jobs[job.name].body["properties"]
+    client = Connection(Workspace(*NAMES.values()), None).client
+    name = client.jobs.create_or_update(load_job(folder / "job.yml")).name
+    sent = azure.jobs[name].body["properties"]
     assert sent["command"] in shown and sent["computeId"].endswith("/computes/gpu")
     snapshot = snapshot_of(azure, sent)
-    assert snapshot == files_of(folder / "bundle")
-    assert {"code/project/witness.py", "code/distdl/worker/main.py"} <= set(snapshot)
+    assert snapshot == everything(folder / "bundle") and "code/project/witness.py" in snapshot
     assert str(project).encode() not in snapshot["config.yaml"]
     assert "exists already" in distdl(*files, "dry_run=true", code=2).err
     assert "launcher.files: is only for a dry run" in distdl(*files, code=2).err
 
 
-def test_without_a_credential_there_is_one_sentence(distdl, monkeypatch) -> None:
+def test_without_a_credential_there_is_one_sentence(distdl, monkeypatch):
     monkeypatch.setenv("MSI_SECRET", "wrong")
     sent = distdl(*SMALL, *TWO_NODES, "name=nobody", code=2)
     assert "Traceback" not in sent.err and "az login" in sent.err
+
+
+# Deploying
+
+BATCH = ("--batch", "launcher.compute=cpu")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Three models: of a run, and two folders."""
+    run = run_folder(tmp_path_factory.mktemp("run") / "r")
+    folder = tmp_path_factory.mktemp("models")
+    return [run, *(model_folder(folder / card, card) for card in ("second", "third"))]
+
+
+@pytest.fixture
+def deploy(azure, models, distdl):
+    azure.resources.clear()
+    azure.broken, azure.scorer = "", Scorer(models[1])
+
+    def run(*words, code=0):
+        azure.requests.clear()
+        words = ("deploy", "azureml", *map(str, words), "--name", "flowers")
+        return distdl(*words, code=code)
+
+    return run
+
+
+def traffic(azure):
+    shares = azure.find("/onlineEndpoints/flowers")["traffic"]
+    return {name: share for name, share in shares.items() if share}
+
+
+def test_the_order_of_models(azure, models, deploy):
+    names = []
+    for model in models:
+        output = deploy(model)
+        names += {*azure.named("deployments")} - {*names}
+        assert output.out == f"{names[-1]} answers\n" and traffic(azure) == {names[-1]: 100}
+        order = [path for method, path, _ in azure.requests if method in ("PUT", "POST")]
+        (asked,) = [n for n, path in enumerate(order) if path.startswith("/score/")]
+        moved = [n for n, path in enumerate(order) if path.endswith("/onlineEndpoints/flowers")]
+        assert moved[-1] > asked > order.index(next(p for p in order if names[-1] in p))
+    second, third = names[1:]
+    assert {*azure.named("deployments")} == {second, third}
+    body = azure.named("deployments")[third]
+    assert body["sku"] == {"name": "Default", "capacity": 1}
+    assert body["properties"]["codeConfiguration"]["scoringScript"] == "score.py"
+    environments = [str(body) for key, body in azure.resources.items() if "/environments/" in key]
+    assert "azureml-inference-server-http" in environments[0] and "pydantic" not in environments[0]
+    assert deploy(models[2]).out == f"{third} answers\n"
+    assert not [method for method, _, _ in azure.requests if method in ("PUT", "POST", "DELETE")]
+    assert deploy("--rollback").out == f"{second} answers\n"
+    assert traffic(azure) == {second: 100}
+    # A deployment that somebody else has made is left alone.
+    theirs = "/onlineEndpoints/flowers/deployments/theirs"
+    azure.resources[theirs] = {**body, "name": "theirs"}
+    for words in ([models[0]], ["--delete"], ["--rollback"]):
+        assert "theirs, which distdl did not create" in deploy(*words, code=2).err
+        assert not [method for method, _, _ in azure.requests if method in ("PUT", "DELETE")]
+    del azure.resources[theirs]
+    assert deploy("--delete").out == "flowers was deleted\n"
+    assert not azure.named("onlineEndpoints") and not azure.named("deployments")
+    assert "flowers has no other models" in deploy("--rollback", code=2).err
+
+
+BROKEN = {"upload": "no right to write models", "creation": "the container has crashed"}
+BROKEN["answers"] = 'the answer was {"predictions"'
+
+
+def test_no_traffic_moves_to_a_model_that_fails(azure, models, deploy, monkeypatch):
+    deploy(models[0])
+    (name,) = azure.named("deployments")
+    for azure.broken, expected in BROKEN.items():
+        failed = deploy(models[1], code=1)
+        assert expected in failed.err and "1 problem, traffic stays where it was" in failed.err
+        assert traffic(azure) == {name: 100} and [*azure.named("deployments")] == [name]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("distdl.launchers.deploying.check", interrupt)
+    assert "interrupted" in deploy(models[1], code=130).err
+    assert [*azure.named("deployments")] == [name]
+
+
+def test_a_batch_endpoint_has_the_new_model_as_its_default(azure, models, deploy):
+    names = []
+    for model in models:
+        deploy(model, *BATCH)
+        names += {*azure.named("deployments")} - {*names}
+        (endpoint,) = azure.named("batchEndpoints").values()
+        assert endpoint["properties"]["defaults"] == {"deploymentName": names[-1]}
+    assert {*azure.named("deployments")} == {*names[1:]}
+    body = azure.named("deployments")[names[-1]]["properties"]
+    assert body["codeConfiguration"]["scoringScript"] == "batch_score.py"
+    assert body["compute"].endswith("/computes/cpu") and body["outputFileName"].endswith("jsonl")
+    assert deploy("--rollback", "--batch").out == f"{names[1]} answers\n"
+    deploy("--delete", "--batch")
+    assert not azure.named("batchEndpoints")
+
+
+PRICES = {
+    (): "0.29 USD (1 x Standard_DS3_v2; list price, East US",
+    ("--instance-type", "Standard_D99_v9"): "not known to distdl",
+    BATCH: "nothing while no job runs",
+}
+
+
+def test_a_dry_run_contacts_nothing(azure, models, deploy):
+    size = next(models[0].glob("exports/*/model.pt2")).stat().st_size
+    for words, price in PRICES.items():
+        shown = deploy(models[0], "dry_run=true", *words).out
+        assert azure.requests == [] and f"price per hour: {price}" in shown
+        for part in ("endpoint_name: flowers\n", f"{size:,}  model.pt2\n", "nothing was sent"):
+            assert part in shown
