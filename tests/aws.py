@@ -3,11 +3,7 @@
 from tests.aws import REGION, aws, moto     # fixtures
 """
 
-from __future__ import annotations
-
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,8 +13,7 @@ REGION = "eu-west-1"
 
 
 @pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    """AWS on this machine."""
+def moto():
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     yield "http://{}:{}".format(*server.get_host_and_port())
@@ -26,7 +21,7 @@ def moto() -> Iterator[str]:
 
 
 @pytest.fixture
-def aws(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Aws:
+def aws(moto, monkeypatch, tmp_path):
     """Clients of an account with nothing but our bucket in it."""
     urllib.request.urlopen(urllib.request.Request(f"{moto}/moto-api/reset", method="POST"))
     variables = {"ENDPOINT_URL": moto, "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test"}
