@@ -1,42 +1,43 @@
-"""Shared by launchers: settings as validation sees them, walltime, polling, remote files."""
+"""What launchers share: settings and walltime, waiting, a run's remote files. And what a user
+writes goes into scripts, commands and YAML byte for byte, or is refused."""
 
 import os
+import subprocess
 
 import pytest
+import yaml
 
-from distdl.job import JobState
-from distdl.launchers import common
+from distdl.job import JobSpec, JobState, Resources, variables
+from distdl.launchers.azureml.client import Workspace
 from distdl.launchers.azureml.launcher import AzureMLLauncher
-from distdl.launchers.common import Forgotten, QueriedJob, RemoteFile, fetch_files, from_pages
+from distdl.launchers.azureml.request import to_yaml
+from distdl.launchers.common import Forgotten, QueriedJob, RemoteFile, fetch_files
+from distdl.launchers.local import LocalLauncher
+from distdl.launchers.mpi import MpiLauncher
 from distdl.launchers.sagemaker import SageMakerLauncher
 from distdl.launchers.slurm import SlurmLauncher
 from distdl.util import walltime
-from distdl.util.errors import Problem, UserError
-from distdl.validation.child import Binding
+from distdl.util.errors import UserError
+from distdl.validation import rules
+from distdl.validation.resolve import resolve
 
-CONTEXT = {"local": False, "num_nodes": 1, "devices": 1, "accelerator": "cpu"}
-
-
-def test_validation_reports_keys_types_ranges_and_misfits_at_once():
-    node = {"_target_": "distdl.launchers.slurm.SlurmLauncher", "requeue": False, "gpuss": 1}
-    node |= {"mem": 4, "grace_seconds": 0, "walltime": "1:30", "requeue_at_time_limit": True}
-    request = {"config": {"launcher": node}, "context": CONTEXT, "trust": [[], []]}
-    binding = Binding({**request, "supplied": {}, "expressions": []})
-    binding.run()
-    problems = {problem.path.removeprefix("launcher."): problem for problem in binding.problems}
-    assert set(problems) == node.keys() - {"_target_", "requeue"}
-    assert "did you mean launcher.gpus?" in str(problems["gpuss"])
+CONTEXT = {"num_nodes": 1, "devices": 1, "accelerator": "cpu"}
 
 
-HOURS = {12: 12, 0.5: 0.5, "90": 90, " 0.5 ": 0.5, "1:30:00": 1.5, "0:00:01": 1 / 3600, "2-12": 60}
-HOURS |= {"1-00": 24, "1-00:30": 24.5, "1-00:00:30": 24 + 1 / 120}
+def test_settings_that_are_wrong_alone_and_together_are_named_at_once():
+    node = {"mem": 4, "grace_seconds": 0, "walltime": "1:30", "requeue_at_time_limit": True}
+    problems = SlurmLauncher.check({**node, "requeue": False}, CONTEXT)
+    assert {problem.path for problem in problems} == set(node)
+
+
+HOURS = {12: 12, " 0.5 ": 0.5, "1:30:00": 1.5, "0:00:01": 1 / 3600, "2-12": 60, "1-00:30": 24.5}
 NO_TIMES = {
     "is not a time above 0": [0, "0:00:00", "0-00", -1],
     "minutes and seconds go from 00 to 59": ["1:90:00", "1:00:60", "1:3:00"],
     "hours go from 0 to 23": ["1-24"],
     "is minutes and seconds for Slurm, and hours and minutes for others": ["1:30"],
     "5400 would be 5400 hours; did YAML read 1:30:00": [5400],
-    "is not a time": ["a day", "", "-1", "1_0", float("nan"), float("inf"), True, [12]],
+    "is not a time": ["a day", "", "1_0", float("nan"), float("inf"), True, [12]],
 }
 
 
@@ -45,65 +46,35 @@ def test_walltime_is_the_same_for_all_launchers(message):
     for text, hours in HOURS.items():
         assert walltime.seconds(text) == round(3600 * hours)
     for value in NO_TIMES[message]:
-        with pytest.raises(ValueError, match=message) as error:
-            walltime.seconds(value)
-        assert str(error.value).startswith(repr(value))
         for launcher in (SlurmLauncher, AzureMLLauncher, SageMakerLauncher):
             problems = launcher.check({"walltime": value}, CONTEXT)
-            texts = [(p.what, p.remedy) for p in problems if p.path == "walltime"]
-            assert texts == [(str(error.value), walltime.FORMS)]
+            (problem,) = [p for p in problems if p.path == "walltime"]
+            assert message in problem.what and problem.what.startswith(repr(value))
+            assert problem.remedy == walltime.FORMS
 
 
 class Asked(QueriedJob):
     """A job that answers with the given states and errors, in turn."""
 
-    poll_seconds, handle = 0.0, "x://1"
+    poll_seconds, _query_all, _state_from = 0.0, None, staticmethod(JobState)
 
     def __init__(self, *answers):
         self.answers = list(answers)
 
     def _query(self):
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
+        if isinstance(answer := self.answers.pop(0), Exception):
             raise answer
         return answer
 
-    @classmethod
-    def _query_all(cls, jobs):
-        yield from zip(jobs, [JobState.RUNNING, UserError("gone")], strict=False)
-
-    def _state_from(self, answer):
-        return JobState(answer)
-
-
-def test_one_answer_to_ask_is_used_once():
-    jobs = [Asked("FAILED"), Asked("FAILED"), Asked("PENDING")]
-    Asked.ask(jobs)
-    assert [job.state() for job in jobs] == ["RUNNING", "UNKNOWN", "PENDING"]
-    assert [job.why for job in jobs] == ["", "gone", ""]
-    assert [job.state() for job in jobs[:2]] == ["FAILED", "FAILED"] and jobs[1].why == ""
-
 
 def test_waiting_outlives_an_outage_and_not_an_unknown_job(monkeypatch):
-    down = UserError(Problem("launcher", "out of reach"))
+    down = UserError("out of reach")
     assert Asked("RUNNING", down, down, "SUCCEEDED").wait() is JobState.SUCCEEDED
     with pytest.raises(Forgotten):
         Asked(Forgotten("never was")).wait()
     monkeypatch.setattr(Asked, "patience", -1.0)
     with pytest.raises(UserError, match="out of reach"):
         Asked(down).wait()
-    pauses = []
-    monkeypatch.setattr(common.time, "sleep", pauses.append)
-    for _, _ in zip(range(6), common.pace(1.0, 2.0), strict=False):
-        pass
-    assert pauses[:2] == [1.0, 1.3] and pauses[-1] == 2.0
-
-
-def test_no_more_pages_are_read_than_there_are_jobs():
-    read = []
-    rows = [("a", "PENDING"), ("other", "RUNNING")]
-    pages = (read.append(number) or rows for number in range(9))
-    assert list(from_pages({"a": 1, "b": 2}, pages)) == [(1, "PENDING")] and read == [0, 1]
 
 
 def test_files_are_fetched_manifests_last_and_newer_ones_stay(tmp_path):
@@ -121,3 +92,129 @@ def test_files_are_fetched_manifests_last_and_newer_ones_stay(tmp_path):
     assert fetch_files(tmp_path, files, download) == 0
     os.utime(tmp_path / "a.ckpt", (999, 999))
     assert fetch_files(tmp_path, files, download) == 1
+
+
+# What a user writes
+
+NASTY = [
+    *("a\n\n\n\nb\n", "\n#SBATCH --array=0-9\n"),
+    "$(touch /tmp/x) `id` \"'\\ \\n \\x0a %s %% !! ~ * @env@ ${HOME}",
+    *("\r\n\t\x01\x1b[2J\x7f\x85\u2028\u2029\ufeff", "\x85", "Grüße 日本語 🎉"),
+    *("", " ", "=", "yes", "1e3", "null", "- a: b # c"),
+]
+# What a script of Slurm calls on a node; here it only records what it was given.
+NODE = {
+    "srun": 'env -0 > "$SEEN/env"; printf "%s\\0" "$@" > "$SEEN/arguments"',
+    "scontrol": "echo localhost",
+    "getent": "true",
+}
+
+
+def spec(store="/shared/runs/e/first", **fields):
+    chosen = {"name": "e/first", "bundle": f"{store}/attempts/001/bundle", "attempt": 1, **fields}
+    return JobSpec(store=store, resources=Resources(1, 2, "cpu"), **chosen)
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_bash_gets_every_value_and_path_byte_for_byte(array, tmp_path):
+    """Also through an array's cases, where lines are indented."""
+    for name, text in NODE.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {f"N{number}": text for number, text in enumerate([*NASTY, "\udce9"])}
+    launcher = SlurmLauncher(env={"OF_LAUNCHER": "\n".join(NASTY)}, requeue=False)
+    one, other = spec("/runs/a b'$(id)`id` 日本%@env@", env=env), spec("/runs/x", env={"N0": "x"})
+    request = launcher.request_sweep([one, other]) if array else launcher.request(one)
+    head, _, body = request.text.partition("\n\n")
+    assert "\n#SBATCH" in head and "\n#SBATCH" not in body
+    (tmp_path / "job.sh").write_text(request.text)
+    shell = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SEEN": str(tmp_path)}
+    shell |= {"SLURM_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0"}
+    subprocess.run(["bash", tmp_path / "job.sh"], env=shell, check=True, capture_output=True)
+    texts = (os.fsdecode((tmp_path / name).read_bytes()) for name in ("env", "arguments"))
+    seen, arguments = (text.split("\0")[:-1] for text in texts)
+    expected = {**env, "OF_LAUNCHER": "\n".join(NASTY), "PYTHONPATH": f"{one.bundle}/code"}
+    assert {f"{name}={value}" for name, value in expected.items()} <= set(seen)
+    assert arguments[-len(one.worker()) :] == list(one.worker())
+
+
+@pytest.mark.parametrize("value", [*NASTY, "".join(NASTY)])
+def test_yaml_for_azure_reads_back_the_same(value):
+    content = {"environment_variables": {"A": value}}
+    assert yaml.safe_load(to_yaml(content)) == content
+
+
+def test_a_dry_run_can_be_copied_into_a_shell():
+    assert "A='b c; id'" in LocalLauncher().request(spec(env={"A": "b c; id"})).render()
+
+
+@pytest.mark.parametrize("name", ["", "1A", "A-B", "A=B", "A\nB", "É", "$(id)"])
+def test_a_name_of_a_variable_is_checked_for_every_launcher(name):
+    for section in ({"env": {name: "1"}}, {"forward_env": [name]}):
+        (problem,) = rules.names(resolve({"launcher": section, "output_dir": "outputs"}))
+        assert problem.path.startswith(("launcher.env.", "launcher.forward_env"))
+        assert problem.path.isprintable() and problem.what.isprintable()
+    for build in (
+        lambda: spec(env={name: "1"}),
+        lambda: spec(forward_env=(name,)),
+        lambda: MpiLauncher(env={name: "1"}, flavour="openmpi4").request(spec()),
+        lambda: SlurmLauncher(env={name: "1"}).request(spec()),
+    ):
+        with pytest.raises(UserError, match="is not a valid variable name"):
+            build()
+
+
+@pytest.mark.parametrize("value", [None, [1], {"a": 1}, "a\0b", "\ud800"])
+def test_a_value_of_a_variable_is_checked(value):
+    with pytest.raises(UserError, match=r"launcher\.env\.A: .* is not a valid variable value"):
+        variables({"A": value})
+
+
+@pytest.mark.parametrize("odd", ["\n", "\r", "\t", "\x1b", "\x85", "\u2028", "\udcff", "\0"])
+def test_a_folder_or_a_name_of_several_lines_is_refused(odd):
+    problems = [*rules.names(resolve({"output_dir": f"runs{odd}x"}))]
+    for fields in ({"store": f"/runs/a{odd}b"}, {"name": f"e/a{odd}b"}):
+        with pytest.raises(UserError) as error:
+            spec(**fields)
+        problems += error.value.problems
+    assert {problem.path for problem in problems[:-1]} == {"output_dir"}
+    assert problems[-1].path == "name"
+
+
+MISREAD = [
+    *((SlurmLauncher(), store) for store in ('/runs/"a"', "/runs/a\\b", "/runs/a:b")),
+    (SlurmLauncher(container="a.sif"), "/runs/a,b"),
+    (MpiLauncher(flavour="openmpi4"), "/runs/a b"),
+    (MpiLauncher(flavour="mpich"), "/runs/a:b"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "store"), MISREAD)
+def test_a_folder_that_a_platform_would_misread_is_refused(launcher, store):
+    with pytest.raises(UserError, match="choose another output_dir"):
+        launcher.request(spec(store))
+
+
+WORKSPACE = "azureml://subscriptions/s/resourceGroups/g/workspaces/w"
+HANDLES = [f"sagemaker://eu-west-1{rest}" for rest in ("/a/../b", "@evil.example/a", "/a?b#c")]
+HANDLES += [f"{WORKSPACE}{rest}" for rest in ("/jobs/..", "/jobs/a?x=1", "#/jobs/a")]
+HANDLES += ["azureml://subscriptions/s/resourceGroups/../workspaces/w/jobs/a", "local://12"]
+HANDLES += [f"slurm://{rest}" for rest in ("", "x", "1;ls")]
+
+
+@pytest.mark.parametrize("handle", HANDLES)
+def test_a_handle_does_not_lead_to_another_address(handle):
+    for launcher in (AzureMLLauncher(), SageMakerLauncher(), SlurmLauncher()):
+        with pytest.raises(UserError) as error:
+            launcher.attach(handle)
+        assert [problem.path for problem in error.value.problems] == [handle]
+
+
+def test_names_of_a_platforms_own_objects_are_checked():
+    with pytest.raises(UserError) as error:
+        Workspace.find("s/../t", "a group", "w?x")
+    keys = ["launcher.subscription", "launcher.resource_group", "launcher.workspace"]
+    assert [problem.path for problem in error.value.problems] == keys
+    for prefix in ("../x", "a//b", "a b", "a\nb", "é"):
+        problems = SageMakerLauncher.check({"prefix": prefix}, CONTEXT)
+        assert "prefix" in [problem.path for problem in problems], prefix
