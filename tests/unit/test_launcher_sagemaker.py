@@ -3,43 +3,37 @@
 What happens in the containers for real: tests/cluster/test_sagemaker.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import re
 import socket
 import sys
-import tarfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from distdl.job import JobSpec, JobState, Resources
 from distdl.launch import jobs
-from distdl.launchers.sagemaker import SageMakerLauncher, heartbeat, sagemaker_job, uploads
-from distdl.launchers.sagemaker.aws import Aws
+from distdl.launchers.sagemaker import SageMakerLauncher, sagemaker_job, uploads
 from distdl.launchers.sagemaker.entry import Hosts
-from distdl.launchers.sagemaker.heartbeat import VANISHED, Heartbeat, HostEnd
+from distdl.launchers.sagemaker.heartbeat import Heartbeat, HostEnd
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.launchers.sagemaker.sagemaker_settings import instances
 from distdl.util.errors import UserError
 from tests.aws import REGION, aws, moto
 from tests.conftest import ROOT, check_golden
+from tests.waiting import until
 
 botocore = pytest.importorskip("botocore.session")
 __all__ = ["aws", "moto"]
-NODE: dict[str, Any] = yaml.safe_load("""
+NODE = yaml.safe_load("""
 {role: "arn:aws:iam::123456789012:role/train", bucket: my-bucket, region: eu-west-1,
  image: "123456789012.dkr.ecr.eu-west-1.amazonaws.com/distdl:1", instance_type: ml.g5.12xlarge}
 """)
-EVERYTHING: dict[str, Any] = NODE | yaml.safe_load("""
+EVERYTHING = NODE | yaml.safe_load("""
 {instance_type: ml.p4d.24xlarge, prefix: team/vision, volume_gb: 500, walltime: "2-00:00:00",
  spot: true, max_wait: "4-00:00:00", retries: 3, subnets: [subnet-0123, subnet-4567],
  security_groups: [sg-0123], encrypt_traffic: true,
@@ -52,14 +46,14 @@ EVERYTHING: dict[str, Any] = NODE | yaml.safe_load("""
 STORE = "distdl/resnet50_ddp/x/store"
 
 
-def spec(run: Path | str = "RUN", *size: Any, **fields: Any) -> JobSpec:
+def spec(run="RUN", *size, **fields):
     values = {"name": "resnet50_ddp/x", "bundle": f"{run}/attempts/001/bundle", "store": str(run)}
     size = size or (2, 4, "gpu")
     return JobSpec(**{**values, "attempt": 1, "resources": Resources(*size), **fields})
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A run's folder with the bundle of its first attempt."""
     bundle = tmp_path / "run/attempts/001/bundle"
     (bundle / "code/distdl").mkdir(parents=True)
@@ -68,31 +62,31 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def launcher_with(aws: Aws, **changes: Any) -> SageMakerLauncher:
-    launcher = SageMakerLauncher(**{**NODE, **changes})
-    vars(launcher)["aws"] = aws
-    return launcher
-
-
 @pytest.fixture
-def launcher(aws: Aws) -> SageMakerLauncher:
-    return launcher_with(aws, forward_env=["SAMPLE_KEY"])
+def submit(aws, run):
+    """Submits the run, and returns the job."""
+
+    def submit(attempt=1, names=(), **changes):
+        launcher = SageMakerLauncher(**{**NODE, **changes})
+        vars(launcher)["aws"] = aws
+        return launcher.submit(launcher.request(spec(run, attempt=attempt, forward_env=names)))
+
+    return submit
 
 
-@pytest.fixture
-def submitted(launcher: SageMakerLauncher, run: Path) -> SageMakerJob:
-    return launcher.submit(launcher.request(spec(run)))
-
-
-def keys(aws: Aws) -> set[str]:
+def keys(aws):
     return {key for key, _ in uploads.objects(aws("s3"), "my-bucket", "")}
 
 
-def put(aws: Aws, key: str, body: bytes) -> None:
+def put(aws, key, body):
     aws("s3").put_object(Bucket="my-bucket", Key=key, Body=body)
 
 
-def service() -> Any:
+def stored(aws, key):
+    return aws("s3").get_object(Bucket="my-bucket", Key=key)["Body"].read()
+
+
+def service():
     return botocore.Session().get_service_model("sagemaker")
 
 
@@ -101,23 +95,20 @@ def service() -> Any:
 
 @pytest.mark.parametrize("name", ["sagemaker", "sagemaker_everything"])
 def test_the_request_as_printed_and_as_the_services_own_model_takes_it(
-    name: str, run, aws, monkeypatch, pytestconfig: pytest.Config
-) -> None:
+    name, submit, monkeypatch, pytestconfig
+):
     """boto3 checks names and types of all members before it sends; patterns are checked here."""
     node = EVERYTHING if name.endswith("everything") else NODE
     names = tuple(node.get("forward_env", ()))
     monkeypatch.setenv("WANDB_API_KEY", "canary-7c1")
-    launcher = launcher_with(aws, **node)
-    text = launcher.request(spec(forward_env=names)).render() + "\n"
-    check_golden(pytestconfig, ROOT / f"tests/golden/launchers/{name}.txt", text)
-    assert text == launcher.request(spec(forward_env=names)).render() + "\n"
-
-    submitted = launcher.submit(request := launcher.request(spec(run, forward_env=names)))
+    request = SageMakerLauncher(**node).request(spec(forward_env=names))
+    check_golden(pytestconfig, ROOT / f"tests/golden/launchers/{name}.txt", request.render() + "\n")
+    submitted = submit(names=names, **node)
     assert submitted.handle == f"sagemaker://{REGION}/{request.name}"
     assert submitted.url.endswith(f"?region={REGION}#/jobs/{request.name}")
     assert "canary" not in json.dumps(request.body()) + request.render()
-    shape = service().operation_model("CreateTrainingJob").input_shape
     patterns = 0
+    shape = service().operation_model("CreateTrainingJob").input_shape
     for kind, text in strings(shape, request.body()):
         limit, pattern = kind.metadata.get("max"), kind.metadata.get("pattern") or ""
         assert (limit is None or len(text) <= limit) and text in (kind.enum or [text]), (kind, text)
@@ -127,7 +118,7 @@ def test_the_request_as_printed_and_as_the_services_own_model_takes_it(
     assert patterns > 10
 
 
-def strings(shape: Any, value: Any) -> Iterator[tuple[Any, str]]:
+def strings(shape, value):
     """Every string of a request, with its shape in the service's model."""
     if shape.type_name == "string":
         yield shape, value
@@ -140,7 +131,7 @@ def strings(shape: Any, value: Any) -> Iterator[tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("run_id", ["x" * 80 + "/" + "y" * 80, "default/2026-11-21_1--2.3"])
-def test_job_names_obey_the_rules_and_differ(run_id: str) -> None:
+def test_job_names_obey_the_rules_and_differ(run_id):
     launcher, other = SageMakerLauncher(**NODE), SageMakerLauncher(**{**NODE, "bucket": "other"})
     tries = [(launcher, 1, 0), (launcher, 2, 0), (launcher, 1, 1), (other, 1, 0)]
     names = [SageMakerRequest(spec(name=run_id, attempt=n), it, m).name for it, n, m in tries]
@@ -148,196 +139,156 @@ def test_job_names_obey_the_rules_and_differ(run_id: str) -> None:
     assert len(set(names)) == 4
 
 
-def test_devices_are_counted_by_the_type_and_waste_is_noted() -> None:
+def test_devices_are_counted_by_the_type_and_slow_networks_noted():
     known = {"p4d.24xlarge": (8, "gpu"), "m5.large": (1, "cpu"), "trn1.32xlarge": None}
     for name, devices in known.items():
         assert SageMakerLauncher.devices({"instance_type": f"ml.{name}"}) == devices
-
-    def notes(*size: Any, **changes: Any) -> list[str]:
-        return [*SageMakerLauncher(**{**NODE, **changes}).request(spec("", *size)).notes()]
-
-    assert notes(1, 2, "gpu") == ["ml.g5.12xlarge has 4 GPUs, but only 2 are used"]
-    (note,) = notes(4, 1, "gpu", instance_type="ml.g5.xlarge")
+    small = SageMakerLauncher(**{**NODE, "instance_type": "ml.g5.xlarge"})
+    (note,) = small.request(spec("", 4, 1, "gpu")).notes()
     assert "no EFA" in note and "one host is enough: ml.g5.12xlarge (4 GPUs)" in note
-    assert notes(2, 4, "gpu") == []
 
 
 # What is refused
 
 
-def refusals(**changes: Any) -> dict[str, str]:
-    context = {"num_nodes": 1, "devices": 1, "accelerator": "gpu", **changes.pop("context", {})}
+def refusals(devices=1, accelerator="gpu", **changes):
+    context = {"num_nodes": 1, "devices": devices, "accelerator": accelerator}
     problems = SageMakerLauncher.check({**NODE, **changes}, context)
     return {problem.path: f"{problem.what} | {problem.remedy}" for problem in problems}
 
 
-def test_valid_settings_are_accepted() -> None:
+def test_valid_settings_are_accepted():
     assert refusals() == refusals(**EVERYTHING) == {}
-    assert refusals(instance_type="ml.m5.large", context={"accelerator": "cpu"}) == {}
+    assert refusals(instance_type="ml.m5.large", accelerator="cpu") == {}
     assert "ml.trn1.32xlarge" not in instances()
     assert refusals(instance_type="ml.trn1.32xlarge") == {}, "boto3 knows it"
+    assert set(instances()) <= set(service().shape_for("TrainingInstanceType").enum)
 
 
-@pytest.mark.parametrize(
-    ("changes", "path", "text"),
-    [
-        *(({k: None}, k, "missing | launcher.") for k in ("image", "instance_type", "role")),
-        ({"bucket": None}, "bucket", "missing | launcher."),
-        ({"role": "train"}, "role", "not the ARN"),
-        ({"bucket": "s3://my-bucket/x"}, "bucket", "launcher.bucket=my-bucket"),
-        ({"instance_type": "ml.g5.12xlarg"}, "instance_type", "did you mean ml.g5.12xlarge?"),
-        ({"instance_type": "ml.m5.large"}, "instance_type", "has no GPU"),
-        ({"context": {"devices": 8}}, "instance_type", "has 4 A10G, but trainer.devices=8 | trai"),
-        ({"context": {"devices": 8}}, "instance_type", "launcher.instance_type=ml.g5.48xlarge"),
-        ({"walltime": 700}, "walltime", "28 days"),
-        ({"max_wait": 48}, "max_wait", "applies only to spot jobs"),
-        ({"spot": True, "walltime": 24, "max_wait": 2}, "max_wait", "walltime alone is 86400 s"),
-        ({"spot": True, "max_wait": 24 * 31}, "max_wait", "more than 30 days"),
-        ({"spot": True, "keep_alive": 600}, "keep_alive", "cannot be kept warm"),
-        ({"keep_alive": 30000}, "keep_alive", "less than or equal to 21600"),
-        ({"subnets": ["subnet-1"]}, "security_groups", "launcher.subnets is set"),
-        ({"security_groups": ["sg-1"]}, "subnets", "launcher.security_groups is set"),
-        ({"inputs": {"a": "/data/x"}}, "inputs.a", "aws s3 sync /data/x s3://"),
-        ({"inputs": {"a": {"mode": "File"}}}, "inputs.a", "cannot read an empty path"),
-        ({"inputs": {"bundle": "s3://b/x"}}, "inputs.bundle", "reserved for the code"),
-        ({"inputs": {"a-b": "s3://b/x"}}, "inputs.a-b", "not a valid input name"),
-        ({"inputs": {"a": "efs://x/y"}}, "inputs.a", "names no file system"),
-        ({"inputs": {"a": "efs://fs-01234567/y"}}, "inputs.a", "launcher.subnets=[subnet-...]"),
-        ({"inputs": {"a": {"path": "s3://b/x", "mode": "FastFil"}}}, "inputs.a.mode", "FastFile?"),
-        ({"inputs": {"a": {"path": "s3://b", "mod": 1}}}, "inputs.a.mod", "did you mean mode?"),
-        ({"inputs": {f"i{n}": "s3://b/x" for n in range(20)}}, "inputs", "allows 19"),
-    ],
-)
-def test_refusals(changes, path, text) -> None:
+REFUSED = [
+    *(({k: None}, k, "missing | launcher.") for k in ("image", "instance_type", "role", "bucket")),
+    ({"role": "train"}, "role", "not the ARN"),
+    ({"bucket": "s3://my-bucket/x"}, "bucket", "launcher.bucket=my-bucket"),
+    ({"instance_type": "ml.g5.12xlarg"}, "instance_type", "did you mean ml.g5.12xlarge?"),
+    ({"instance_type": "ml.m5.large"}, "instance_type", "has no GPU"),
+    ({"devices": 8}, "instance_type", "but trainer.devices=8 | trainer.devices=4 "),
+    ({"walltime": 700}, "walltime", "28 days"),
+    ({"max_wait": 48}, "max_wait", "applies only to spot jobs"),
+    ({"spot": True, "walltime": 24, "max_wait": 2}, "max_wait", "walltime alone is 86400 s"),
+    ({"spot": True, "keep_alive": 600}, "keep_alive", "cannot be kept warm"),
+    ({"subnets": ["subnet-1"]}, "security_groups", "launcher.subnets is set"),
+    ({"inputs": {"a": "/data/x"}}, "inputs.a", "aws s3 sync /data/x s3://"),
+    ({"inputs": {"a": {"mode": "File"}}}, "inputs.a", "cannot read an empty path"),
+    ({"inputs": {"bundle": "s3://b/x"}}, "inputs.bundle", "reserved for the code"),
+    ({"inputs": {"a-b": "s3://b/x"}}, "inputs.a-b", "not a valid input name"),
+    ({"inputs": {"a": "efs://x/y"}}, "inputs.a", "names no file system"),
+    ({"inputs": {"a": "efs://fs-01234567/y"}}, "inputs.a", "launcher.subnets=[subnet-...]"),
+    ({"inputs": {"a": {"path": "s3://b/x", "mode": "FastFil"}}}, "inputs.a.mode", "FastFile?"),
+    ({"inputs": {"a": {"path": "s3://b", "mod": 1}}}, "inputs.a.mod", "did you mean mode?"),
+    ({"inputs": {f"i{n}": "s3://b/x" for n in range(20)}}, "inputs", "allows 19"),
+]
+
+
+@pytest.mark.parametrize(("changes", "path", "text"), REFUSED)
+def test_refusals(changes, path, text):
     problems = refusals(**changes)
     assert list(problems) == [path] and text in problems[path]
-
-
-def test_the_file_of_instance_types_holds_names_that_exist() -> None:
-    types = set(service().shape_for("TrainingInstanceType").enum)
-    assert set(instances()) <= types
-    families = ("ml.p3.", "ml.p4d.", "ml.p5.", "ml.g4dn.", "ml.g5.", "ml.g6.")
-    assert {name for name in types if name.startswith(families)} <= set(instances())
 
 
 # What fails, and the Problem's path
 
 
-def submit_anything(**changes: Any) -> Any:
-    launcher = SageMakerLauncher(**{**NODE, **changes})
-    return launcher.submit(launcher.request(spec()))
+AWAY = [
+    ({}, "launcher", r"no AWS credentials: .*\n.*AWS_PROFILE"),
+    ({"region": None}, "launcher.region", "specify a region"),
+    ({"profile": "nobody"}, "launcher.profile", "nobody"),
+    ({"env": {"LONG": "x" * 513}}, "LONG", "513 characters"),
+]
 
 
-@pytest.mark.parametrize(
-    ("do", "path", "text"),
-    [
-        (submit_anything, "launcher", r"no AWS credentials: .*\n.*AWS_PROFILE"),
-        (lambda: submit_anything(region=None), "launcher.region", "specify a region"),
-        (lambda: submit_anything(profile="nobody"), "launcher.profile", "nobody"),
-        (lambda: submit_anything(env={"LONG": "x" * 513}), "LONG", "513 characters"),
-        (lambda: SageMakerLauncher().attach("slurm://1"), "slurm://1", "is not a SageMaker job"),
-    ],
-)
-def test_without_credentials(do, path, text, monkeypatch, tmp_path) -> None:
+def test_without_credentials_and_without_boto3(monkeypatch, tmp_path):
+    def refused(**changes):
+        launcher = SageMakerLauncher(**{**NODE, **changes})
+        with pytest.raises(UserError) as error:
+            launcher.submit(launcher.request(spec()))
+        return error.value.problems[0].path, str(error.value)
+
     for name in [n for n in os.environ if n.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(UserError, match=text) as error:
-        do()
-    assert error.value.problems[0].path == path
-
-
-def test_without_boto3(monkeypatch) -> None:
+    for changes, path, text in AWAY:
+        at, message = refused(**changes)
+        assert at == path and re.search(text, message)
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(UserError, match=r"pip install 'distdl\[sagemaker\]'"):
-        submit_anything()
+    assert "pip install 'distdl[sagemaker]'" in refused()[1]
 
 
-def test_a_bucket_that_does_not_exist_and_a_run_of_another_config(aws, launcher, run) -> None:
+def test_a_bucket_that_does_not_exist_and_a_run_of_another_config(aws, submit):
     with pytest.raises(UserError, match="NoSuchBucket"):
-        other = launcher_with(aws, bucket="other-bucket")
-        other.submit(other.request(spec(run)))
+        submit(bucket="other-bucket")
     put(aws, f"{STORE}/config.yaml", b"seed: 1\n")
     with pytest.raises(UserError, match="has a run of the same name with another config"):
-        launcher.submit(launcher.request(spec(run)))
+        submit()
     put(aws, f"{STORE}/config.yaml", b"seed: 0\n")
-    launcher.submit(launcher.request(spec(run)))
+    submit()
 
 
 # A job
 
 
-def test_the_archive_depends_on_nothing_but_the_files(run, tmp_path) -> None:
-    bundle, archives = run / "attempts/001/bundle", (tmp_path / "one", tmp_path / "two")
-    for archive in archives:
-        uploads.pack(bundle, archive)
-        os.utime(bundle / "config.yaml", (1, 1))
-    assert archives[0].read_bytes() == archives[1].read_bytes()
-    with tarfile.open(archives[0]) as tar:
-        assert tar.getnames() == ["code/distdl/__init__.py", "config.yaml"]
-
-
-def test_submit_uploads_the_bundle_and_hides_secrets(launcher, aws, run, monkeypatch) -> None:
+def test_submit_uploads_the_bundle_and_hides_secrets(submit, aws, run, monkeypatch):
     """The next attempt is a job of its own with the same store and the newest value."""
     handles, stores = set(), set()
+    uploads.pack(run / "attempts/001/bundle", run / "packed")
     for attempt in (1, 2):
         monkeypatch.setenv("SAMPLE_KEY", f"canary-{attempt}")
-        request = launcher.request(spec(run, attempt=attempt, forward_env=("SAMPLE_KEY",)))
-        submitted = launcher.submit(request)
-        key = f"distdl/resnet50_ddp/x/bundles/{request.name}/bundle.tar.gz"
-        aws("s3").download_file("my-bucket", key, f"{run}/uploaded")
-        uploads.pack(run / "attempts/001/bundle", run / "packed")
-        assert (run / "uploaded").read_bytes() == (run / "packed").read_bytes()
+        job = submit(attempt, ("SAMPLE_KEY",))
+        bundle = stored(aws, f"distdl/resnet50_ddp/x/bundles/{job.name}/bundle.tar.gz")
+        assert bundle == (run / "packed").read_bytes()
         secret = aws("secretsmanager").get_secret_value(SecretId="distdl/resnet50_ddp/x/SAMPLE_KEY")
         assert secret["SecretString"] == f"canary-{attempt}"
-        described = submitted.describe()
+        described = job.describe()
         assert "canary" not in json.dumps(described, default=str)
-        handles.add(submitted.handle)
+        handles.add(job.handle)
         stores.add(described["CheckpointConfig"]["S3Uri"])
     assert len(keys(aws)) == len(handles) == 2 and stores == {f"s3://my-bucket/{STORE}"}
 
 
-def test_a_run_that_began_elsewhere_uploads_its_history(launcher, aws, run) -> None:
+def test_a_run_that_began_elsewhere_uploads_its_history(submit, aws, run):
     names = {"checkpoints/a.ckpt", "checkpoints/a.ckpt.manifest.json", "logs/metrics.jsonl"}
     for name in names:
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text("old")
     (run / "checkpoints/last.ckpt").symlink_to("a.ckpt")
-    launcher.submit(launcher.request(spec(run)))
+    submit()
     assert {k.removeprefix(f"{STORE}/") for k in keys(aws) if k.startswith(STORE)} == names
     # What is there already is the job's own and newer: left alone.
     (run / "logs/metrics.jsonl").write_text("older")
-    launcher.submit(launcher.request(spec(run, attempt=2)))
-    stored = aws("s3").get_object(Bucket="my-bucket", Key=f"{STORE}/logs/metrics.jsonl")
-    assert stored["Body"].read() == b"old"
-
-
-def test_every_status_of_the_service_has_a_state() -> None:
-    members = service().shape_for("DescribeTrainingJobResponse").members
-    secondary, statuses = (set(members[f"{k}Status"].enum) for k in ("Secondary", "TrainingJob"))
-    assert {*sagemaker_job.SECONDARY_STATES, "Completed", "Failed", "Stopping"} == secondary
-    assert statuses == {*sagemaker_job.STATES, "InProgress", "Stopped", "Deleting"}
+    submit(2)
+    assert stored(aws, f"{STORE}/logs/metrics.jsonl") == b"old"
 
 
 STATES = """
 InProgress Interrupted PENDING; InProgress Training RUNNING; Stopping Stopping RUNNING;
 Completed Completed SUCCEEDED; Failed Failed FAILED; Stopped Stopped CANCELLED;
-Stopped MaxRuntimeExceeded PREEMPTED; Stopped MaxWaitTimeExceeded PREEMPTED;
-Deleting Completed UNKNOWN; InProgress SomethingNew UNKNOWN
+Stopped MaxRuntimeExceeded PREEMPTED; Deleting Completed UNKNOWN; InProgress SomethingNew UNKNOWN
 """
 
 
-@pytest.mark.parametrize("words", STATES.split(";"))
-def test_states(words: str) -> None:
-    status, further, state = words.split()
-    described = {"TrainingJobStatus": status, "SecondaryStatus": further}
-    assert sagemaker_job.state_of(described) is JobState(state)
+def test_every_status_of_the_service_has_a_state():
+    members = service().shape_for("DescribeTrainingJobResponse").members
+    secondary, statuses = (set(members[f"{k}Status"].enum) for k in ("Secondary", "TrainingJob"))
+    assert {*sagemaker_job.SECONDARY_STATES, "Completed", "Failed", "Stopping"} == secondary
+    assert statuses == {*sagemaker_job.STATES, "InProgress", "Stopped", "Deleting"}
+    for status, further, state in map(str.split, STATES.split(";")):
+        described = {"TrainingJobStatus": status, "SecondaryStatus": further}
+        assert sagemaker_job.state_of(described) is JobState(state), (status, further)
 
 
-def test_states_from_a_later_shell_one_by_one_and_at_once(launcher, run, monkeypatch) -> None:
-    submitted = [launcher.submit(launcher.request(spec(run))) for _ in range(3)]
+def test_states_from_a_later_shell_one_by_one_and_at_once(submit, monkeypatch):
+    submitted = [submit() for _ in range(3)]
     assert submitted[1].name == f"{submitted[0].name}-1", "a name is never taken twice"
     later = SageMakerLauncher()
     handles = [*(job.handle for job in submitted), f"sagemaker://{REGION}/never-was"]
@@ -348,8 +299,7 @@ def test_states_from_a_later_shell_one_by_one_and_at_once(launcher, run, monkeyp
     monkeypatch.setattr(SageMakerJob, "describe", recorded)
     jobs.query_all(attached)
     assert [job.state() for job in attached] == [*[JobState.SUCCEEDED] * 3, JobState.UNKNOWN]
-    assert described == ["never-was"] and len({id(job.aws) for job in attached}) == 1
-    assert "unknown to SageMaker" in attached[3].why
+    assert described == ["never-was"], "the others are in the list"
     with pytest.raises(UserError, match="unknown to SageMaker"):
         attached[3].wait()
     # AWS cannot be reached.
@@ -358,7 +308,7 @@ def test_states_from_a_later_shell_one_by_one_and_at_once(launcher, run, monkeyp
     assert SageMakerLauncher().attach(handles[0]).state() is JobState.UNKNOWN
 
 
-def put_log(aws: Aws, name: str, host: str, *lines: str) -> None:
+def put_log(aws, name, host, *lines):
     client, group = aws("logs"), {"logGroupName": sagemaker_job.LOG_GROUP}
     stream = {**group, "logStreamName": f"{name}/{host}-1700"}
     for create, names in ((client.create_log_group, group), (client.create_log_stream, stream)):
@@ -368,7 +318,8 @@ def put_log(aws: Aws, name: str, host: str, *lines: str) -> None:
     client.put_log_events(**stream, logEvents=[{"timestamp": now, "message": m} for m in lines])
 
 
-def test_logs_of_all_hosts_and_until_the_end(submitted, aws, monkeypatch) -> None:
+def test_logs_of_all_hosts_and_until_the_end(submit, aws, monkeypatch):
+    submitted = submit()
     assert list(submitted.logs()) == []
     put_log(aws, submitted.name, "algo-1", "one", "two")
     put_log(aws, submitted.name, "algo-2", "three")
@@ -377,7 +328,7 @@ def test_logs_of_all_hosts_and_until_the_end(submitted, aws, monkeypatch) -> Non
 
     states = iter([JobState.PENDING, JobState.RUNNING, JobState.FAILED])
 
-    def state(_: Any) -> JobState:
+    def state(_):
         state = next(states)
         if state is not JobState.PENDING:
             put_log(aws, submitted.name, "algo-1", f"while {state}")
@@ -390,91 +341,58 @@ def test_logs_of_all_hosts_and_until_the_end(submitted, aws, monkeypatch) -> Non
     assert lines[3:] == ["while RUNNING", "while FAILED", "SageMaker: rank 1: ValueError"]
 
 
-def test_cancel_asks_the_service(aws) -> None:
+def test_cancel_asks_the_service(aws, monkeypatch):
     from botocore.stub import Stubber
 
     job, stop = SageMakerJob("a-job", aws), "stop_training_job"
-    ended = yaml.safe_load("""
-    {TrainingJobName: a-job, ModelArtifacts: {S3ModelArtifacts: "s3://b/x"}, CreationTime: 0,
-     TrainingJobArn: "arn:aws:sagemaker:eu-west-1:123456789012:training-job/a-job",
-     AlgorithmSpecification: {TrainingInputMode: File}, StoppingCondition: {},
-     TrainingJobStatus: Stopped, SecondaryStatus: Stopped}
-    """)
     with Stubber(aws("sagemaker")) as stub:
         stub.add_response(stop, {}, {"TrainingJobName": "a-job"})
-        job.cancel()
-        # Twice, or too late: no error.
-        stub.add_client_error(stop, "ValidationException", "is not InProgress")
-        stub.add_response("describe_training_job", ended)
         job.cancel()
         stub.assert_no_pending_responses()
         stub.add_client_error(stop, "AccessDeniedException", "no")
         with pytest.raises(UserError, match="AccessDeniedException"):
             job.cancel()
+        stub.add_client_error(stop, "ValidationException", "is not InProgress")
+        monkeypatch.setattr(SageMakerJob, "state", lambda _: JobState.CANCELLED)
+        job.cancel()  # twice, or too late
 
 
-def test_fetch_copies_the_store(submitted, aws, tmp_path) -> None:
-    good, to = {"config.yaml", "attempts/001/status.json"}, tmp_path / "to"
-    for key in (*good, "../outside"):
-        put(aws, f"{STORE}/{key}", key.encode())
-    put(aws, f"{STORE}-of-another/x", b"x")
-    submitted.fetch(to)
+def test_fetch_copies_the_store(submit, aws, tmp_path):
+    job, good, to = submit(), {"config.yaml", "attempts/001/status.json"}, tmp_path / "to"
+    for key in (*(f"{STORE}/{name}" for name in (*good, "../outside")), f"{STORE}-of-another/x"):
+        put(aws, key, b"x")
+    job.fetch(to)
     assert {p.relative_to(to).as_posix() for p in to.rglob("*") if p.is_file()} == good
-    put(aws, f"{STORE}/attempts/001/status.json", b"{}")
-    submitted.fetch(to)
-    assert (to / "attempts/001/status.json").read_text() == "{}"
 
 
 # The hosts of a job, in their containers
 
 
-def test_hosts_are_counted_the_same_everywhere(tmp_path: Path) -> None:
+def test_hosts_are_counted_the_same_everywhere(tmp_path):
+    file = tmp_path / "input/config/resourceconfig.json"
+    file.parent.mkdir(parents=True)
     config = {"current_host": "algo-2", "hosts": ["algo-10", "algo-2", "algo-1"]}
-    (tmp_path / "input/config").mkdir(parents=True)
-    for more, variables in (
-        ({"network_interface_name": "eth0"}, ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"]),
-        ({"current_instance_type": "ml.p4d.24xlarge"}, ["FI_PROVIDER"]),
-    ):
-        file = tmp_path / "input/config/resourceconfig.json"
-        file.write_text(json.dumps({**config, **more}))
-        hosts = Hosts.read(tmp_path)
-        assert (hosts.names, hosts.number) == (("algo-1", "algo-2", "algo-10"), 1)
-        values = {"FI_PROVIDER": "efa"}
-        assert hosts.environment() == {name: values.get(name, "eth0") for name in variables}
+    config |= {"current_instance_type": "ml.p4d.24xlarge", "network_interface_name": "eth0"}
+    file.write_text(json.dumps(config))
+    hosts = Hosts.read(tmp_path)
+    assert (hosts.names, hosts.number) == (("algo-1", "algo-2", "algo-10"), 1)
+    interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "eth0")
+    assert hosts.environment() == {**interfaces, "FI_PROVIDER": "efa"}
 
 
-def until(condition: Callable[[], Any], timeout: float = 240) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_hosts_report_how_they_end_and_notice_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(heartbeat, "PATIENCE_SECONDS", 0.5)
-
-    def connected() -> tuple[Heartbeat, Heartbeat]:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        second = Heartbeat(("localhost", "other"), "other", port)  # before the primary host's
-        first = Heartbeat(("localhost", "other"), "localhost", port)
-        until(lambda: first.links and second.links)
-        return first, second
-
-    first, second = connected()
-    with socket.create_connection(("localhost", first.port)) as stranger:
+def test_hosts_report_how_they_end_and_strangers_are_left_out():
+    """Silence: tests/cluster/test_sagemaker.py."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    second = Heartbeat(("localhost", "other"), "other", port)  # before the primary host's
+    first = Heartbeat(("localhost", "other"), "localhost", port)
+    until(lambda: first.links and second.links, 60)
+    with socket.create_connection(("localhost", port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert stranger.recv(10) == b""
-    time.sleep(0.7)  # longer than the patience: the heartbeat keeps the link
     assert first.ends() == second.ends() == {}
     second.report_end(HostEnd(0))
-    until(lambda: first.ends() == {"other": HostEnd(0)})
+    until(lambda: first.ends() == {"other": HostEnd(0)}, 60)
     failed = HostEnd(1, "rank 0: it's \u00e4rgerlich\nvery", 1.5)
     first.report_end(failed)
-    until(lambda: second.ends() == {"localhost": failed})
-
-    first, second = connected()
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 600)
-    until(lambda: second.ends() == {"localhost": HostEnd(VANISHED, "localhost vanished")})
-    until(lambda: first.ends() == {"other": HostEnd(VANISHED, "other vanished")})
+    until(lambda: second.ends() == {"localhost": failed}, 60)
