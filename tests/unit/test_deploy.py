@@ -1,54 +1,58 @@
-"""`distdl deploy`: every input that is refused before anything is created."""
+"""`distdl deploy`: what is refused before anything is created; SageMaker with the real boto3, over
+http to moto, where the uploaded model answers (Azure: tests/cluster/test_deploy_azureml.py).
 
-from __future__ import annotations
+Not seen here: AWS itself, its images and its load balancer.
+"""
 
+import io
 import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from distdl.launchers.deploying import NotDeployed, check
+from tests.aws import REGION, aws, moto
 from tests.served import model_folder
 
+__all__ = ["aws", "moto"]
 MODEL = "MODEL --name flowers"
 ROLE, BUCKET = "launcher.role=arn:aws:iam::123456789012:role/serve", "launcher.bucket=my-bucket"
-AWS = f"sagemaker {MODEL} {ROLE} {BUCKET} --image 123456789012.dkr.ecr.eu-west-1.amazonaws.com/s:1"
+IMAGE = "--image 123456789012.dkr.ecr.eu-west-1.amazonaws.com/s:1"
+AWS = f"sagemaker {MODEL} {ROLE} {BUCKET} {IMAGE}"
+IS_NO_SETTING = "is not a setting of deploy"
 
 # Words behind `deploy`, and a part of the message. MODEL is a model folder.
-REFUSED = {
-    "platform": (f"aws {MODEL}", "invalid choice: 'aws'"),
-    "no name": ("azureml MODEL", "required: --name"),
-    "name": ("azureml MODEL --name a_b", "--name: a_b is not a name for an endpoint"),
-    "long name": (f"azureml MODEL --name {'a' * 24}", "is not a name for an endpoint"),
-    "instances": (f"azureml {MODEL} --instances 0", "--instances: 0 is less than 1"),
-    "no model": ("azureml --name flowers", "RUN: missing"),
-    "not a model": ("azureml empty --name flowers", "empty: is not a run"),
-    "of a sweep": ("azureml lr=1 --name flowers", "lr=1: is not a run"),
-    "weights": ("azureml weights --name flowers", "weights: holds weights"),
-    "damaged": ("azureml damaged --name flowers", "model.pt2 is missing or damaged"),
-    "key": (f"azureml {MODEL} dryrun=true", "did you mean dry_run?"),
-    "section": (f"azureml {MODEL} laucher.compute=x", "did you mean launcher.compute?"),
-    "task": (f"azureml {MODEL} task=train", "task=train: is not a setting of deploy"),
-    "launcher key": (f"azureml {MODEL} launcher.worspace=x", "launcher.worspace"),
-    "rollback and dry": ("azureml --name flowers --rollback dry_run=true", "is not a setting"),
-    "delete a model": (f"azureml {MODEL} --delete", "MODEL: is not a setting of deploy"),
-    "delete and rollback": ("azureml --name flowers --delete --rollback", "not allowed with"),
-    "size": (f"azureml {MODEL} --instance-type big", "--instance-type: big is not a VM size"),
-    "cluster": (f"azureml {MODEL} --batch", "launcher.compute=NAME"),
-    "no workspace": (f"azureml {MODEL}", "launcher.workspace: missing"),
-    "role": (f"sagemaker {MODEL} {BUCKET} --image x", "launcher.role=arn:aws:iam::<account>"),
-    "bucket": (f"sagemaker {MODEL} {ROLE} --image x", "launcher.bucket=<name>"),
-    "image": (f"sagemaker {MODEL} {ROLE} {BUCKET}", "endpoint/Dockerfile builds one"),
-    "type": (f"{AWS} --instance-type ml.m5.larg", "did you mean ml.m5.large?"),
-    "input": (f"{AWS} --batch --output s3://b/o", "--input, --output: must be in S3"),
-    "output": (f"{AWS} --batch --input s3://b/i --output x", "--input, --output: must be in S3"),
-    "transform": (f"{AWS} --batch --delete".replace("MODEL ", ""), "ends by itself"),
-}
+REFUSED = [
+    (f"aws {MODEL}", "invalid choice: 'aws'"),
+    ("azureml MODEL", "required: --name"),
+    (f"azureml MODEL --name {'a' * 24}", "is not a name for an endpoint"),
+    (f"azureml {MODEL} --instances 0", "--instances: 0 is less than 1"),
+    ("azureml --name flowers", "RUN: missing"),
+    ("azureml empty --name flowers", "empty: is not a run"),
+    ("azureml lr=1 --name flowers", "lr=1: is not a run"),  # of a sweep
+    ("azureml weights --name flowers", "weights: holds weights"),
+    ("azureml damaged --name flowers", "model.pt2 is missing or damaged"),
+    (f"azureml {MODEL} dryrun=true", "did you mean dry_run?"),
+    (f"azureml {MODEL} task=train", f"task=train: {IS_NO_SETTING}"),
+    (f"azureml {MODEL} launcher.worspace=x", "launcher.worspace"),
+    ("azureml --name flowers --rollback dry_run=true", IS_NO_SETTING),
+    ("azureml --name flowers --delete --rollback", "not allowed with"),
+    (f"azureml {MODEL} --instance-type big", "--instance-type: big is not a VM size"),
+    (f"azureml {MODEL} --batch", "launcher.compute=NAME"),
+    (f"azureml {MODEL}", "launcher.workspace: missing"),
+    (f"sagemaker {MODEL} {BUCKET} --image x", "launcher.role=arn:aws:iam::<account>"),
+    (f"sagemaker {MODEL} {ROLE} --image x", "launcher.bucket=<name>"),
+    (f"sagemaker {MODEL} {ROLE} {BUCKET}", "endpoint/Dockerfile builds one"),
+    (f"{AWS} --instance-type ml.m5.larg", "did you mean ml.m5.large?"),
+    (f"{AWS} --batch --output s3://b/o", "--input, --output: must be in S3"),
+    (f"{AWS} --batch --delete".replace("MODEL ", ""), "ends by itself"),
+]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("folders")
     for name in ("empty", "lr=1", "weights"):
         (root / name).mkdir()
@@ -58,30 +62,163 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_anything_is_created(case: str, folders, command, monkeypatch) -> None:
-    words, expected = REFUSED[case]
+@pytest.mark.parametrize(("words", "expected"), REFUSED)
+def test_refused_before_anything_is_created(words, expected, folders, command, monkeypatch):
     monkeypatch.chdir(folders)
     output = command("deploy", *words.split())
     assert output.code == 2 and expected in output.err and "Traceback" not in output.err, output
 
 
-GOOD = {"class": "red", "probability": 0.9}
-ANSWERS = {
-    "equal": ({"predictions": [GOOD]}, True),
-    "nearly": ({"predictions": [{**GOOD, "probability": 0.9005}]}, True),
-    "different": ({"predictions": [{**GOOD, "probability": 0.902}]}, False),
-    "nan": ({"predictions": [{**GOOD, "probability": float("nan")}]}, False),
-    "class": ({"predictions": [{**GOOD, "class": "green"}]}, False),
-    "none": ({"predictions": []}, False),
-    "error": ({"error": "no"}, False),
-}
+def test_an_answer_is_compared():
+    good = {"class": "red", "probability": 0.9}
+    check(json.dumps({"predictions": [{**good, "probability": 0.9005}]}), good)
+    for other in ({"probability": 0.902}, {"probability": float("nan")}, {"class": "green"}, None):
+        predictions = [] if other is None else [{**good, **other}]
+        with pytest.raises(NotDeployed):
+            check(json.dumps({"predictions": predictions}), good)
 
 
-@pytest.mark.parametrize("case", ANSWERS)
-def test_an_answer_is_compared(case: str) -> None:
-    answer, right = ANSWERS[case]
-    if right:
-        return check(json.dumps(answer), GOOD)
-    with pytest.raises(NotDeployed):
-        check(json.dumps(answer), GOOD)
+# On AWS
+
+SETTINGS = (*IMAGE.split(), ROLE, BUCKET)
+TRANSFORM = ("--batch", "--input", "s3://my-bucket/images", "--output", "s3://my-bucket/answers")
+
+
+class Service:
+    """What moto lacks: UpdateEndpoint, and endpoints that answer by their model in S3."""
+
+    def __init__(self, folder):
+        self.folder, self.starts = folder, True  # whether new instances start
+        self.asked = []  # the endpoint, and whose traffic was where then
+
+    def update_endpoint(self, response):
+        from moto.core.responses import ActionResult
+
+        endpoint = response.sagemaker_backend.endpoints[response._get_param("EndpointName")]
+        if self.starts:
+            endpoint.endpoint_config_name = response._get_param("EndpointConfigName")
+        else:  # SageMaker goes back to the former config
+            endpoint.failure_reason = "did not pass the ping health check"
+        return ActionResult({"EndpointArn": endpoint.arn})
+
+    def invoke(self, response):
+        from moto.s3.models import s3_backends
+        from moto.sagemaker.models import sagemaker_backends
+
+        from distdl.serving.requests import parse
+        from distdl.serving.scorer import Scorer
+
+        name = response.path.split("/")[2]
+        backend = sagemaker_backends[response.current_account][REGION]
+        serving = backend.endpoints.get("flowers")
+        self.asked.append((name, serving.endpoint_config_name if serving else ""))
+        model = backend._models[backend.endpoints[name].endpoint_config_name]
+        bucket, _, key = model.primary_container["ModelDataUrl"][5:].partition("/")
+        stored = s3_backends[response.current_account]["aws"].get_object(bucket, key).value
+        with tarfile.open(fileobj=io.BytesIO(stored)) as tar:
+            tar.extractall(self.folder / name, filter="data")
+        body = response.body if isinstance(response.body, bytes) else response.body.encode()
+        answers = Scorer(self.folder / name).score(*parse(body, "application/json"))
+        return 200, {"Content-Type": "application/json"}, json.dumps({"predictions": answers})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return [model_folder(folder / card, card) for card in ("first", "second", "third")]
+
+
+@pytest.fixture
+def service(monkeypatch, tmp_path):
+    from moto.sagemaker.responses import SageMakerResponse
+    from moto.sagemakerruntime.responses import SageMakerRuntimeResponse
+
+    service = Service(tmp_path / "opt")
+    update = lambda response: service.update_endpoint(response)  # noqa: E731
+    invoke = lambda response: service.invoke(response)  # noqa: E731
+    monkeypatch.setattr(SageMakerResponse, "update_endpoint", update, raising=False)
+    monkeypatch.setattr(SageMakerRuntimeResponse, "invoke_endpoint", invoke)
+    return service
+
+
+@pytest.fixture
+def deploy(command, service, aws):
+    def run(*words, code=0):
+        settings = (*(SETTINGS if isinstance(words[0], Path) else ()), f"launcher.region={REGION}")
+        output = command("deploy", "sagemaker", *map(str, words), "--name", "flowers", *settings)
+        assert output.code == code, output
+        return output
+
+    return run
+
+
+def serving(aws):
+    return aws("sagemaker").describe_endpoint(EndpointName="flowers")["EndpointConfigName"]
+
+
+def left(aws):
+    """How many endpoints, configs and models there are."""
+    client = aws("sagemaker")
+    configs = client.list_endpoint_configs()["EndpointConfigs"]
+    listed = client.list_endpoints()["Endpoints"], configs, client.list_models()["Models"]
+    return [*map(len, listed)]
+
+
+def test_the_order_of_models(aws, models, service, deploy):
+    names = [""]
+    for model in models:
+        output = deploy(model)
+        assert service.asked[-1] == (f"{serving(aws)}-test", names[-1]), "tested without traffic"
+        names.append(serving(aws))
+        assert output.out == f"{names[-1]} answers\n"
+    assert left(aws) == [1, 2, 2] and len(service.asked) == 3
+    assert deploy(models[2]).out == f"{names[3]} answers\n" and len(service.asked) == 3
+    assert deploy("--rollback").out == f"{names[2]} answers\n" and serving(aws) == names[2]
+    assert deploy("--delete").out == "flowers was deleted\n" and left(aws) == [0, 0, 0]
+    assert "flowers has no other models" in deploy("--rollback", code=2).err
+
+
+def test_what_is_left_alone(aws, models, service, deploy):
+    """The traffic if new instances fail; what others have, also by a similar name."""
+    deploy(models[0])
+    before, service.starts = serving(aws), False
+    failed = deploy(models[1], code=1).err
+    assert "did not pass the ping" in failed and "1 problem, traffic stays where it was" in failed
+    assert serving(aws) == before and left(aws) == [1, 2, 2]
+    service.starts, client = True, aws("sagemaker")
+    variants = client.describe_endpoint_config(EndpointConfigName=before)["ProductionVariants"]
+    for name in ("flowers-v2", "theirs"):
+        client.create_endpoint_config(EndpointConfigName=name, ProductionVariants=variants)
+    deploy(models[1])  # and flowers-v2 is not in the way
+    client.update_endpoint(EndpointName="flowers", EndpointConfigName="theirs")
+    for words in ([models[1]], ["--delete"], ["--rollback"]):
+        assert "theirs, which distdl did not create" in deploy(*words, code=2).err
+    assert serving(aws) == "theirs"
+
+
+def test_a_transform_job_and_one_that_is_refused(aws, models, deploy, monkeypatch):
+    from moto.sagemaker.exceptions import ValidationError
+    from moto.sagemaker.responses import SageMakerResponse
+
+    def refuse(_):
+        raise ValidationError("the quota is used up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SageMakerResponse, "create_transform_job", refuse)
+        assert "the quota is used up" in deploy(models[0], *TRANSFORM, code=1).err
+    assert left(aws) == [0, 0, 0]
+    assert "has started, and writes to --output" in deploy(models[0], *TRANSFORM).out
+    deploy(models[0], *TRANSFORM)  # SageMaker never frees the name of a job
+    one, _ = aws("sagemaker").list_transform_jobs()["TransformJobSummaries"]
+    job = aws("sagemaker").describe_transform_job(TransformJobName=one["TransformJobName"])
+    source = job["TransformInput"]["DataSource"]["S3DataSource"]["S3Uri"]
+    assert source == "s3://my-bucket/images"
+
+
+@pytest.mark.parametrize("words", [(), TRANSFORM])
+def test_a_dry_run_contacts_nothing(words, models, command):
+    words = ("--name", "flowers", "dry_run=true", *SETTINGS, *words)
+    shown = command("deploy", "sagemaker", str(models[0]), *words)
+    assert shown.code == 0, shown
+    for part in ("# create_model\n", "  model.pt2\n", "not known to distdl", "nothing was sent"):
+        assert part in shown.out
