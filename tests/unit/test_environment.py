@@ -1,17 +1,21 @@
 """Each platform's variables -> one record, whatever else a shell or an image left behind."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy as LightningDDP
 
+from distdl.distributed import process_group
 from distdl.job import Resources
 from distdl.ranks.environment import Environment, detect, resolve
+from distdl.strategies.ddp import DDPStrategy
+from distdl.strategies.fsdp import FSDPStrategy
+from distdl.strategies.local_sgd import LocalSGDStrategy
 from distdl.util.errors import UserError
 
 
-def variables(text: str) -> dict[str, str]:
+def variables(text):
     """`NAME=value` each."""
     return dict(pair.split("=", 1) for pair in text.split())
 
@@ -44,39 +48,32 @@ AZUREML_MPI = OMPI | variables(
     "NODE_RANK=3 AZ_BATCH_MASTER_NODE=10.0.0.4:6000 AZ_BATCH_HOST_LIST=10.0.0.4:6000,10.0.0.5:6000"
 )
 SAGEMAKER_MPI = {**OMPI, "SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}
-STALE = variables(
-    "RANK=7 WORLD_SIZE=9 LOCAL_RANK=7 LOCAL_WORLD_SIZE=9 GROUP_RANK=5 NODE_RANK=5 "
-    "TORCHELASTIC_RUN_ID=old OMPI_COMM_WORLD_RANK=7 OMPI_COMM_WORLD_SIZE=9 "
-    "OMPI_COMM_WORLD_LOCAL_RANK=7 OMPI_COMM_WORLD_LOCAL_SIZE=9 PMI_RANK=6 PMI_SIZE=8 "
-    "MPI_LOCALRANKID=6 MPI_LOCALNRANKS=8 SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=6 "
-    "SLURM_NTASKS=8 SLURM_LOCALID=6 SLURM_NODEID=3 SLURM_STEP_TASKS_PER_NODE=4(x2) "
-    "SLURM_NODELIST=stale[1-2] AZ_BATCH_MASTER_NODE=stale:1"
-) | {"SM_HOSTS": '["stale"]'}
+EVERY = (TORCHRUN, OMPI, MPICH, SLURM, AZUREML_PYTORCH, AZUREML_MPI, SAGEMAKER_MPI)
+STALE = dict.fromkeys(set().union(*EVERY) - {"MASTER_ADDR", "MASTER_PORT"}, "9")
 
 
-def by(launcher: str, env: dict[str, str], size: Resources | None = None) -> Environment:
+def by(launcher, env, size=None):
     return resolve({"DISTDL_LAUNCHER": launcher, **env}, size)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "env", "address", "port", "own"),
-    [
-        ("external", TORCHRUN, "node1", 29400, None),
-        ("sagemaker", TORCHRUN, "node1", 29400, "RANK WORLD LOCAL GROUP SM"),
-        ("local", TORCHRUN, "node1", 29400, "RANK WORLD LOCAL GROUP"),
-        ("mpi", OPENMPI, "node1", 29500, "OMPI"),
-        ("mpi", MPICH, "node1", 29500, None),
-        ("external", OPENMPI, "node1", 29500, None),
-        ("external", MPICH, "node1", 29500, None),
-        ("slurm", SLURM, "node1", None, "SLURM"),
-        ("external", SLURM, "node1", None, None),
-        ("azureml", AZUREML_PYTORCH, "10.0.0.4", 6105, "RANK WORLD LOCAL NODE OMPI PMI MPI AZ"),
-        ("azureml", AZUREML_MPI, "10.0.0.4", 29500, "OMPI PMI MPI AZ"),
-        ("azureml", {**MPICH, "MASTER_ADDR": "10.0.0.4"}, "10.0.0.4", 29500, None),
-        ("sagemaker", SAGEMAKER_MPI, "algo-1", 29500, "OMPI SM RANK"),
-    ],
-)
-def test_each_platform_gives_the_same_record(launcher, env, address, port, own) -> None:
+# The launcher and its variables; address and port of rank 0; the prefixes of its own variables.
+RECORDS = [
+    ("external", TORCHRUN, "node1", 29400, None),
+    ("local", TORCHRUN, "node1", 29400, "RANK WORLD LOCAL GROUP"),
+    ("mpi", OPENMPI, "node1", 29500, "OMPI"),
+    ("mpi", MPICH, "node1", 29500, None),
+    ("slurm", SLURM, "node1", None, "SLURM"),
+    ("external", SLURM, "node1", None, None),
+    ("azureml", AZUREML_PYTORCH, "10.0.0.4", 6105, "RANK WORLD LOCAL NODE OMPI PMI MPI AZ"),
+    ("azureml", AZUREML_MPI, "10.0.0.4", 29500, "OMPI PMI MPI AZ"),
+    ("azureml", {**MPICH, "MASTER_ADDR": "10.0.0.4"}, "10.0.0.4", 29500, None),
+    ("sagemaker", TORCHRUN, "node1", 29400, "RANK WORLD LOCAL GROUP SM"),
+    ("sagemaker", SAGEMAKER_MPI, "algo-1", 29500, "OMPI SM RANK"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "env", "address", "port", "own"), RECORDS)
+def test_each_platform_gives_the_same_record(launcher, env, address, port, own):
     """Also beside variables that other platforms left (all but `own`)."""
     size = Resources(2, 2, "gpu")
     alone = by(launcher, env, size)
@@ -91,14 +88,17 @@ def test_each_platform_gives_the_same_record(launcher, env, address, port, own) 
         assert replace(beside, main_port=0, sources={}) == replace(alone, main_port=0, sources={})
 
 
-def test_the_sources_are_named() -> None:
+def test_the_sources_are_named_and_the_standard_names_exported():
     text = by("mpi", OPENMPI).describe()
     assert text.startswith("launcher=mpi: rank=3 (OMPI_COMM_WORLD_RANK), world_size=4 (")
-    assert ", node_rank=1 (OMPI_COMM_WORLD_RANK // local_world_size), " in text
     assert text.endswith(", main_address=node1 (MASTER_ADDR), main_port=29500 (default)")
+    env = {"RANK": "7", "NODE_RANK": "7"}
+    by("slurm", {**SLURM, "MASTER_PORT": "29400"}).export(env)
+    names = {k: v for k, v in TORCHRUN.items() if not k.startswith(("GROUP", "TORCHELASTIC"))}
+    assert env == {**names, "NODE_RANK": "1"}
 
 
-def test_a_single_process_ignores_all_variables() -> None:
+def test_a_single_process_ignores_all_variables():
     for chosen in ({}, {"DISTDL_LAUNCHER": "single"}):
         record = resolve({**STALE, **chosen, "MASTER_ADDR": "stale"})
         assert replace(record, main_port=29500, sources={}) == Environment("single")
@@ -106,118 +106,107 @@ def test_a_single_process_ignores_all_variables() -> None:
     assert len({resolve({}).main_port for _ in range(3)}) > 1
 
 
-def test_exported_again_under_the_standard_names() -> None:
-    env = {"RANK": "7", "NODE_RANK": "7"}
-    by("slurm", {**SLURM, "MASTER_PORT": "1234"}).export(env)
-    assert env == variables(
-        "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 NODE_RANK=1 MASTER_ADDR=node1 "
-        "MASTER_PORT=1234"
-    )
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_a_library_that_sets_no_local_rank(rank: int) -> None:
-    env = {"PMI_RANK": f"{rank}", "PMI_SIZE": "4", "MASTER_ADDR": "node1"}
-    record = by("mpi", env, Resources(2, 2))
-    assert (record.node_rank, record.local_rank) == divmod(rank, 2)
-    assert record.sources["local_world_size"] == "trainer.devices"
+def test_a_library_that_sets_no_local_rank():
+    env = {"PMI_SIZE": "4", "MASTER_ADDR": "node1"}
+    for rank in range(4):
+        record = by("mpi", {**env, "PMI_RANK": f"{rank}"}, Resources(2, 2))
+        assert (record.node_rank, record.local_rank) == divmod(rank, 2)
 
 
 TASKS = "SLURM_STEP_TASKS_PER_NODE"
 NINES = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "9")
+REFUSED = [
+    ("nowhere", {}, "DISTDL_LAUNCHER", "'nowhere' is not a launcher"),
+    ("mpi", {}, "DISTDL_LAUNCHER", "without setting OMPI_COMM_WORLD_RANK and OMPI"),
+    ("slurm", {**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID", "'x' is not a number"),
+    ("slurm", {**SLURM, "SLURM_PROCID": "4"}, "SLURM_PROCID", "rank 4 does not exist in a world"),
+    ("slurm", SLURM | NINES, " ".join(NINES), "local rank 9 does not"),
+    ("slurm", {**SLURM, "SLURM_NODEID": "2"}, "SLURM_NODEID", "node rank 2 does not exist on 2"),
+    ("slurm", {**SLURM, TASKS: "8"}, f"SLURM_NODEID {TASKS}", "8 processes per"),
+    ("slurm", {**SLURM, TASKS: "3,1"}, TASKS, "different numbers of"),
+    ("mpi", {**OPENMPI, "MASTER_ADDR": ""}, "MASTER_ADDR", "several nodes, but no address"),
+    ("external", {**TORCHRUN, **OPENMPI, "RANK": "2"}, "RANK", "contradicts OMPI_COMM_WORLD_R"),
+    ("external", {**OPENMPI, **MPICH, "PMI_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE=8"),
+    ("slurm 2 x 4", SLURM, "trainer.devices", "4 processes were started by slurm.*2 x 4 = 8"),
+]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "env", "paths", "message"),
-    [
-        ("nowhere", {}, "DISTDL_LAUNCHER", "'nowhere' is not a launcher"),
-        ("mpi", {}, "DISTDL_LAUNCHER", "without setting OMPI_COMM_WORLD_RANK and OMPI"),
-        ("slurm", SLURM | {"SLURM_PROCID": "x"}, "SLURM_PROCID", "'x' is not a number"),
-        (
-            "slurm",
-            SLURM | {"SLURM_PROCID": "4"},
-            "SLURM_PROCID",
-            "rank 4 does not exist in a world of 4",
-        ),
-        (
-            "slurm",
-            SLURM | NINES,
-            "SLURM_PROCID SLURM_LOCALID SLURM_NODEID",
-            "local rank 9 does not",
-        ),
-        ("slurm", SLURM | {"SLURM_NODEID": "2"}, "SLURM_NODEID", "node rank 2 does not exist on 2"),
-        ("slurm", SLURM | {TASKS: "8"}, f"SLURM_NODEID {TASKS}", "8 processes per"),
-        ("slurm", SLURM | {TASKS: "3,1"}, TASKS, "different numbers of"),
-        ("mpi", {**OPENMPI, "MASTER_ADDR": ""}, "MASTER_ADDR", "several nodes, but no address"),
-        ("mpi", {**OPENMPI, "MASTER_PORT": "many"}, "MASTER_PORT", "'many' is not"),
-        ("external", {**TORCHRUN, **OPENMPI, "RANK": "2"}, "RANK", "contradicts OMPI_COMM_WORLD_R"),
-        ("external", {**OPENMPI, **MPICH, "PMI_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE=8"),
-        ("external", {**TORCHRUN, **SLURM, "RANK": "1"}, "RANK", "contradicts SLURM_PROCID=3"),
-        ("slurm 2 x 4", SLURM, "trainer.devices", "4 processes were started by slurm.*2 x 4 = 8"),
-    ],
-)
-def test_contradictions_are_refused(launcher, env, paths, message) -> None:
+@pytest.mark.parametrize(("launcher", "env", "paths", "message"), REFUSED)
+def test_contradictions_are_refused(launcher, env, paths, message):
     size = Resources(2, 4) if "2 x 4" in launcher else None
     with pytest.raises(UserError, match=message) as error:
         by(launcher.split()[0], env, size)
     assert [problem.path for problem in error.value.problems] == paths.split(), "all in one go"
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        (TORCHRUN, "torchrun"),
-        (MPICH, "mpich"),
-        (SLURM, "slurm"),
-        ({}, None),
-        # Somebody's own RANK, without a launch by torchrun.
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, None),
-        # Slurm's own steps and shells: `sbatch` scripts, salloc, `srun --pty bash`.
-        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, None),
-        ({**SLURM, "SLURM_STEP_ID": "4294967290"}, None),
-        ({**SLURM, "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "bash"}, None),
-        ({**SLURM, "SLURM_NTASKS": "1", "SLURM_PTY_PORT": "40001"}, None),
-        # srun -n 4 bash -c "python -m distdl ...": four ranks, though the job is called bash.
-        ({**SLURM, "SLURM_JOB_NAME": "bash"}, "slurm"),
-        # A worker of ours, or a process that it starts, is never one that somebody else started.
-        ({**TORCHRUN, "DISTDL_LAUNCHER": "local"}, None),
-    ],
-)
-def test_who_started_this_process(env, expected) -> None:
+STARTED_BY = [
+    (TORCHRUN, "torchrun"),
+    (SLURM, "slurm"),
+    ({}, None),
+    # Somebody's own RANK, without a launch by torchrun.
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, None),
+    # Slurm's own steps and shells: `sbatch` scripts, salloc, `srun --pty bash`.
+    ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, None),
+    ({**SLURM, "SLURM_STEP_ID": "4294967290"}, None),
+    ({**SLURM, "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "bash"}, None),
+    ({**SLURM, "SLURM_NTASKS": "1", "SLURM_PTY_PORT": "40001"}, None),
+    # srun -n 4 bash -c "python -m distdl ...": four ranks, though the job is called bash.
+    ({**SLURM, "SLURM_JOB_NAME": "bash"}, "slurm"),
+    # A worker of ours, or a process that it starts, is never one that somebody else started.
+    ({**TORCHRUN, "DISTDL_LAUNCHER": "local"}, None),
+]
+
+
+@pytest.mark.parametrize(("env", "expected"), STARTED_BY)
+def test_who_started_this_process(env, expected):
     assert detect(env) == expected
 
 
-@pytest.mark.parametrize(
-    ("env", "source"),
-    [
-        # srun --ntasks-per-node=1 torchrun: the order of torchrun's nodes is not Slurm's.
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_PROCID": "2", **TORCHRUN}, "RANK"),
-        ({**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": "0", **TORCHRUN}, "RANK"),
-        # srun --mpi=pmi2 sets these two, and nothing about the node.
-        ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, "SLURM_PROCID"),
-    ],
-)
-def test_of_two_launchers_the_inner_one_numbers_the_ranks(env, source) -> None:
+INNER = [
+    # srun --ntasks-per-node=1 torchrun: the order of torchrun's nodes is not Slurm's.
+    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_PROCID": "2", **TORCHRUN}, "RANK"),
+    ({**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": "0", **TORCHRUN}, "RANK"),
+    # srun --mpi=pmi2 sets these two, and nothing about the node.
+    ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, "SLURM_PROCID"),
+]
+
+
+@pytest.mark.parametrize(("env", "source"), INNER)
+def test_of_two_launchers_the_inner_one_numbers_the_ranks(env, source):
     record = by("external", env)
     assert (record.rank, record.local_rank, record.node_rank) == (3, 1, 1)
     assert record.sources["rank"] == source
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "address"),
-    [
-        ("SLURM_NODELIST", "gpu[003-005,9],login", "gpu003"),
-        ("SLURM_NODELIST", "a,b[1-2]", "a"),
-        ("SLURM_NODELIST", "rack[1-2]node[04-06]-ib,x", "rack1node04-ib"),
-        ("MASTER_ADDR", "fd00::1", "fd00::1"),
-    ],
-)
-def test_the_first_host(name, value, address) -> None:
+HOSTS = {"gpu[003-005,9],login": "gpu003", "a,b[1-2]": "a"}
+HOSTS |= {"rack[1-2]node[04-06]-ib,x": "rack1node04-ib"}
+
+
+def test_address_and_port_of_rank_0():
     env = {k: v for k, v in SLURM.items() if not k.endswith("_NODELIST")}
-    record = by("slurm", {**env, name: value})
-    assert (record.main_address, record.sources["main_address"]) == (address, name)
-
-
-def test_jobs_on_one_machine_have_different_ports() -> None:
+    for value, address in HOSTS.items():
+        assert by("slurm", {**env, "SLURM_NODELIST": value}).main_address == address
+    assert by("slurm", {**env, "MASTER_ADDR": "fd00::1"}).main_address == "fd00::1"
+    # Two jobs on one machine do not meet.
     ports = [by("slurm", {**SLURM, "SLURM_JOB_ID": f"{n}"}).main_port for n in range(12, 112)]
     assert len(set(ports)) > 95 and all(1024 < port < 32768 for port in ports)
+
+
+# The process group that the ranks then form
+
+
+def test_the_process_group_of_one_rank():
+    """It agrees with itself, as with Lightning's own group, which knows the device alone. It has
+    both backends, unless the user has chosen."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert process_group.broadcast({"value": 1}) == {"value": 1}
+        assert process_group.gather("mine") == ["mine"]
+    finally:
+        dist.destroy_process_group()
+    strategies = {LightningDDP(process_group_backend="nccl"): "nccl"}
+    for cls in (DDPStrategy, LocalSGDStrategy, FSDPStrategy, LightningDDP):
+        strategies[cls()] = "cpu:gloo,cuda:nccl"
+    for strategy, expected in strategies.items():
+        process_group.give_backends(strategy, "gpu")
+        assert strategy._get_process_group_backend() == expected
