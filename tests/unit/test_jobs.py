@@ -4,10 +4,8 @@ import math
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,35 +13,34 @@ from distdl.cli import resume
 from distdl.cli.jobs import list_runs, status
 from distdl.config import compose
 from distdl.config import recipe as configs
-from distdl.job import JobSpec, JobState, Resources
+from distdl.job import JobState
 from distdl.launch import following, jobs, planning, resuming, start
 from distdl.ranks import process_exit
 from distdl.runs.directory import RunDirectory
 from distdl.runs.files import Damaged
 from distdl.util.errors import UserError
-from distdl.util.tail import tail
 
 TINY = ["model=resnet18", "data=synthetic", "trainer.accelerator=cpu"]
 LAUNCH = {"run_id": "e/r", "where": {"launcher": {}}, "resources": {}}
 
 
 class Platform:
-    """A job whose platform reports a given state."""
+    """A job whose platform reports a given state. Who follows it types Ctrl-C until it ends."""
 
     handle, url, cancelled = "platform://1", None, 0
 
-    def __init__(self, state, interrupts=0):
-        self.current, self.interrupts = JobState(state), interrupts
+    def __init__(self, state):
+        self.current = JobState(state)
 
     def state(self):
         return self.current
 
     wait = state
 
-    def logs(self, follow=False):
-        if self.interrupts > self.cancelled:
+    def logs(self, follow):
+        if not self.cancelled:
             raise KeyboardInterrupt
-        yield "a line"
+        return []
 
     def cancel(self):
         self.cancelled += 1
@@ -54,9 +51,9 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def new_run(name="e/r", text="seed: 1\n", provenance=None):
+def new_run(name="e/r", text="seed: 1\n", **provenance):
     run = RunDirectory(Path.cwd() / "outputs" / name)
-    run.create(text, provenance or {})
+    run.create(text, provenance)
     return run
 
 
@@ -71,7 +68,6 @@ STATES = [  # of the run, of the platform, of both
     ("PENDING", "PENDING", "PENDING"),
     ("PENDING", "RUNNING", "RUNNING"),
     ("PENDING", "SUCCEEDED", "SUCCEEDED"),  # the store is on another machine
-    ("PENDING", "CANCELLED", "CANCELLED"),
     ("RUNNING", "PENDING", "PENDING"),  # requeued
     ("RUNNING", "SUCCEEDED", "FAILED"),  # ended without recording it
     ("RUNNING", "UNKNOWN", "UNKNOWN"),
@@ -90,26 +86,6 @@ def test_the_state_of_run_and_platform(attempt, recorded, platform, both):
         assert attempt.status()["state"] == both  # and on record
 
 
-def test_errors_restarts_and_second_attempts(attempt, monkeypatch):
-    attempt.update(state="RUNNING")
-    attempt.record_error(1, "ValueError", "the cause", "", exit_code=7)
-    assert jobs.state(attempt, Platform("SUCCEEDED")) is JobState.FAILED
-    facts = attempt.status()
-    assert (facts["error"], facts["exit_code"]) == ("rank 1: ValueError: the cause", 7)
-    attempt.begin()
-    attempt.record_error(0, "OSError", "the first node", "")
-    attempt.begin()  # its scheduler restarts it: the same attempt
-    assert attempt.status()["restarts"] == 1 and attempt.first_error() is None
-    assert list((attempt.path / "errors-001").iterdir())
-    run = RunDirectory(attempt.path.parents[1])
-    monkeypatch.setattr(jobs, "job_of", lambda _: Platform("PENDING"))
-    with pytest.raises(UserError, match="attempt 1 is pending"):
-        jobs.refuse_second(run)
-    monkeypatch.setattr(jobs, "job_of", lambda _: Platform("CANCELLED"))
-    jobs.refuse_second(run)
-    assert run.begin_attempt(LAUNCH).number == 2
-
-
 @pytest.mark.parametrize("terminal, answer", [(True, "c"), (True, "d"), (True, ""), (False, None)])
 def test_ctrl_c_asks_on_a_terminal_and_else_leaves_the_job(
     attempt, monkeypatch, capsys, terminal, answer
@@ -117,34 +93,19 @@ def test_ctrl_c_asks_on_a_terminal_and_else_leaves_the_job(
     for stream in ("stdin", "stdout"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: terminal)
     monkeypatch.setattr("builtins.input", lambda _: answer)
-    job = Platform("CANCELLED", interrupts=1)
+    job = Platform("CANCELLED")
     ended = following.follow(job, attempt)
     assert (ended, job.cancelled) == ((JobState.CANCELLED, 1) if answer == "c" else (None, 0))
     assert job.cancelled or "jobs logs --follow" in capsys.readouterr().out
 
 
-def test_a_growing_file_is_read_to_its_end(tmp_path):
-    path, ended = tmp_path / "late.log", threading.Event()
-
-    def write():
-        time.sleep(0.1)
-        with path.open("w", buffering=1) as file:
-            file.write("one\ntw")
-            time.sleep(0.1)
-            file.write("o\nthree")
-        ended.set()
-
-    threading.Thread(target=write).start()
-    assert list(tail(path, lambda: not ended.is_set(), 0.01)) == ["one", "two", "three"]
-
+# How a rank exits
 
 EXITS = [
     (75, "slurm", 0),  # srun would kill the others, who may still write
     (130, "mpi", 0),
     (75, "local", 75),
     (7, "mpi", 7),  # launchers/mpi/rank.py tells hydra to end the others
-    (1, "slurm", 1),
-    (75, "azureml", 75),
 ]
 
 
@@ -165,9 +126,6 @@ def test_a_reader_that_has_ended_does_not_end_the_training(monkeypatch):
     with os.fdopen(writing, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         process_exit.survive_closed_pipes()
-        once = sys.stdout
-        process_exit.survive_closed_pipes()
-        assert sys.stdout is once
         print("seen", flush=True)
         assert os.read(reading, 100) == b"seen\n"
         os.close(reading)
@@ -188,10 +146,19 @@ def test_a_thread_that_keeps_the_process_is_named():
     assert done.returncode == 0 and "waits for threads of your code: my-pump (" in done.stderr
 
 
-def rows(capsys, folder="outputs"):
+# `jobs list` and `jobs status`
+
+
+def rows(capsys):
     capsys.readouterr()
-    assert list_runs(Path(folder).absolute()) == 0
+    assert list_runs(Path("outputs").absolute()) == 0
     return {line.split("\t")[0]: line for line in capsys.readouterr().out.splitlines()}
+
+
+def shown(name, capsys, code=0):
+    capsys.readouterr()
+    assert status(jobs.targets(f"outputs/{name}", None)) == code
+    return capsys.readouterr().out
 
 
 def test_a_test_that_failed_is_no_failed_training(capsys):
@@ -208,65 +175,55 @@ DAMAGE = {"status.json": "", "launch.yaml": "- 1", "job.json": "{}"}
 FROZEN = {"config.yaml": "seed: ", "provenance.json": '{"command'}
 
 
-def test_a_damaged_run_hides_no_other_in_the_list(capsys):
-    for name, text in ({"intact": ""} | DAMAGE | FROZEN).items():
+def test_a_damaged_run_and_a_platform_out_of_reach_hide_no_other_run(attempt, monkeypatch, capsys):
+    for name, text in ({"intact": "", "bare": ""} | DAMAGE | FROZEN).items():
         run = new_run(f"e/{name}")
-        attempt = run.begin_attempt(LAUNCH)
-        attempt.end(JobState.SUCCEEDED)
-        if name != "intact":
-            (run.path if name in FROZEN else attempt.path).joinpath(name).write_text(text)
-    table = rows(capsys)
+        other = run.begin_attempt(LAUNCH)
+        other.end(JobState.SUCCEEDED)
+        if text or name in DAMAGE:
+            (run.path if name in FROZEN else other.path).joinpath(name).write_text(text)
+    (run.path.with_name("bare") / "attempts/001/status.json").unlink()
+
+    def out_of_reach(*_):
+        raise ConnectionError("no route to the controller")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs.Platforms, "job", out_of_reach)
+        table = rows(capsys)
     assert "SUCCEEDED" in table["outputs/e/intact"]
+    assert "UNKNOWN (ConnectionError)" in table["outputs/e/r"]
+    assert "no route to the" in table["outputs/e/r"]
+    assert "status.json is missing" in table["outputs/e/bare"]
+    output = shown("e/bare", capsys, code=1)
+    assert "status.json is missing" in output and "UNKNOWN" in output
+    assert "1970" not in output and "?" not in output
     for name in DAMAGE | FROZEN:
         path = f"{name}/{name}" if name in FROZEN else f"{name}/attempts/001/{name}"
         assert "DAMAGED" in table[f"outputs/e/{name}"], table
         assert f"outputs/e/{path} is damaged" in table[f"outputs/e/{name}"]
         with pytest.raises(UserError, match=rf"{name}: is damaged"):
-            status(jobs.targets(f"outputs/e/{name}", None))
+            shown(f"e/{name}", capsys)
         if name in FROZEN:
             assert "SUCCEEDED" in capsys.readouterr().out
             with pytest.raises(Damaged, match="restore it"):
                 resuming.plan(RunDirectory.open(f"outputs/e/{name}"), [])
 
 
-def test_a_missing_status_and_a_platform_out_of_reach(attempt, monkeypatch, capsys):
-    (new_run("e/bare").begin_attempt(LAUNCH).path / "status.json").unlink()
-    assert "status.json is missing" in rows(capsys)["outputs/e/bare"]
-    assert status(jobs.targets("outputs/e/bare", None)) == 1
-    output = capsys.readouterr().out
-    assert "status.json is missing" in output and "UNKNOWN" in output
-    assert "1970" not in output and "?" not in output
-
-    new_run("e/other").begin_attempt(LAUNCH).end(JobState.SUCCEEDED)
-
-    def out_of_reach(*_):
-        raise ConnectionError("no route to the controller")
-
-    monkeypatch.setattr(jobs.Platforms, "job", out_of_reach)
-    table = rows(capsys)
-    assert "UNKNOWN (ConnectionError)" in table["outputs/e/r"]
-    assert "no route to the" in table["outputs/e/r"] and "SUCCEEDED" in table["outputs/e/other"]
-
-
-@pytest.mark.parametrize("kind", ["UserError", "Unfinished", "Killed"])
-def test_the_text_of_a_refusal_or_a_kill_fits_also_a_copy(kind, attempt, capsys):
+def test_the_text_of_a_failure_fits_also_a_copy(attempt, capsys):
     run = attempt.path.parents[1]
     (attempt.path / "job.json").unlink()
     text = f"killed by it\n    distdl resume {run} x=1, not {run}2"
-    attempt.record_error(1, kind, text, "", 137 if kind == "Killed" else 2)
+    attempt.record_error(1, "Killed", text, "", 137)
     attempt.conclude(JobState.FAILED, 2)
     copy = run.rename(run.with_name("copy"))
-    status(jobs.targets(str(copy), None))
-    output = capsys.readouterr().out
-    killed = "rank 1 failed first: killed by it distdl resume "
-    first = killed if kind == "Killed" else "rank 1: killed by it\n"
-    assert f"error   {first}" in output
+    output = shown("e/copy", capsys)
+    assert "error   rank 1 failed first: killed by it distdl resume " in output
     assert f"distdl resume {copy} x=1, not {run}2" in output
 
 
 def test_the_advice_for_a_damaged_launch_works(without_stage_2, capsys):
     recipe = configs.to_yaml(configs.recipe_of(compose.compose([*TINY, "name=r"])))
-    run = new_run("default/r", recipe, {"command": ["python", "-m", "distdl", "launcher=mpi"]})
+    run = new_run("default/r", recipe, command=["python", "-m", "distdl", "launcher=mpi"])
     (run.begin_attempt(LAUNCH).path / "launch.yaml").write_text("- 1")
     with pytest.raises(Damaged) as error:
         resuming.plan(run, [])
@@ -274,63 +231,27 @@ def test_the_advice_for_a_damaged_launch_works(without_stage_2, capsys):
     repair, _, resumes = advice[advice.index("mv ") :].partition(" && ")
     subprocess.run(repair, shell=True, check=True)
     with pytest.raises(UserError, match="distdl resume outputs/default/r"):
-        status(jobs.targets("outputs/default/r", None))
+        shown("default/r", capsys)
     assert resume.main([resumes.removeprefix("python -m distdl resume "), "dry_run=true"]) == 0
     assert "was started by: python -m distdl launcher=mpi" in capsys.readouterr().out
-    assert resuming.plan(run, ["dry_run=true"]).run_id == "default/r"
 
 
-class Counting:
-    """A launcher that keeps the numbers of the attempts that were requested."""
+def test_another_start_takes_the_number_of_this_attempt(without_stage_2, monkeypatch):
+    requested, mine = [], planning.plan(compose.compose([*TINY, "name=d"]))
 
-    def __init__(self):
-        self.requests, self.meanwhile = [], lambda: None
+    class Launcher:
+        def request(self, spec):
+            requested.append(spec.attempt)
+            return self
 
-    def request(self, spec):
-        return self.request_sweep([spec])
+        def reach(self, _):
+            start.create_attempt(mine, ["distdl"], None).end(JobState.FAILED)
 
-    def request_sweep(self, specs):
-        self.requests.append([spec.attempt for spec in specs])
-        return "request"
+        def submit(self, _):
+            return Platform("PENDING")
 
-    def reach(self, request):
-        self.meanwhile()
-
-    def submit(self, request):
-        jobs = [SimpleNamespace(handle="counting://1", url=None) for _ in self.requests[-1]]
-        return jobs if len(jobs) > 1 else jobs[0]
-
-
-def test_requests_of_runs_of_a_sweep_and_after_another_start(without_stage_2, monkeypatch, capsys):
-    launcher = Counting()
-    monkeypatch.setattr(jobs, "instantiate", lambda node: launcher)
+    monkeypatch.setattr(jobs, "instantiate", lambda node: Launcher())
     monkeypatch.setattr(start, "is_foreground", lambda config: False)
     monkeypatch.setattr(start, "snapshot_of", lambda planned: None)
-
-    def planned(name):
-        return planning.plan(compose.compose([*TINY, f"name={name}"]))
-
-    attempt, _ = start.submit(planned("a"), ["distdl"])
-    assert launcher.requests == [[1]] and attempt.number == 1
-    start.submit_sweep([planned("b"), planned("c")], ["distdl"])
-    assert launcher.requests[1:] == [[1, 1]]
-    assert capsys.readouterr().out.count("submitted  counting://1  outputs/default/") == 2
-
-    def other_start():  # takes the number of this attempt
-        start.create_attempt(mine, ["distdl"], None).end(JobState.FAILED)
-
-    mine, launcher.meanwhile = planned("d"), other_start
     attempt, _ = start.submit(mine, ["distdl"])
-    assert launcher.requests[2:] == [[1], [2]] and attempt.number == 2
-
-
-PATHS = [("name", {"name": "a\nb"}), ("output_dir", {"store": "/a\u2028b"})]
-PATHS += [("output_dir", {"bundle": "/a\tb"}), ("launcher.env.A B", {"env": {"A B": "1"}})]
-
-
-@pytest.mark.parametrize("path, field", PATHS)
-def test_a_spec_is_printable_on_single_lines(path, field):
-    fields = {"name": "e/r", "bundle": "/b", "store": "/s", "attempt": 1, "resources": Resources()}
-    with pytest.raises(UserError) as error:
-        JobSpec(**{**fields, **field})
-    assert [problem.path for problem in error.value.problems] == [path]
+    assert requested == [1, 2] and attempt.number == 2
