@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from distdl.config import own_code
 from distdl.job import JobState, Resources
 from distdl.launch import start
+from distdl.ranks.stopping import Ended
 from distdl.runs import failures, provenance
 from distdl.runs.directory import Attempt, RunDirectory, read_json, write_json
 from distdl.runs.files import Damaged
@@ -79,8 +80,8 @@ def test_a_crash_in_an_update_keeps_what_was_recorded(run, monkeypatch):
 @pytest.mark.parametrize(
     ("begun", "changes", "blocks"),
     [
-        (False, {"pid": "zombie"}, False),
-        (True, {"pid": "zombie"}, False),
+        (False, {"pid": "zombie", "birth": None}, False),
+        (True, {"pid": "zombie", "birth": None}, False),
         (True, {"pid": 2**40}, False),
         # A process that lives, and has not begun yet; an older record has no start time.
         (False, {"pid": 1, "birth": None}, True),
@@ -136,6 +137,15 @@ def test_of_two_starts_at_once_one_begins(tmp_path):
         process.join(60)
     assert results == sorted([(n, one) for n in range(PAIRS) for one in (1, None)], key=str)
     assert not list(tmp_path.glob("*/attempts/.*")), "what was prepared in vain is gone"
+
+
+def test_a_signal_at_the_moment_of_the_start_is_recorded(run):
+    """The attempt has appeared, and no process belongs to it yet."""
+    with pytest.raises(Ended), start.interruption_recorded(SimpleNamespace(run=run)):
+        run.begin_attempt(LAUNCH)
+        raise Ended(signal.SIGUSR1)
+    (attempt,) = run.attempts()
+    assert (attempt.state(), attempt.status()["exit_code"]) == (JobState.PREEMPTED, 75)
 
 
 DAMAGE = {
@@ -282,6 +292,16 @@ def test_the_cause(attempt, events, rank, fragment):
         event(attempt)
     first = attempt.first_error()
     assert first["rank"] == rank and fragment.lower() in failures.describe(first).lower()
+
+
+def test_a_killed_rank_is_recorded_by_its_agent(attempt):
+    lost(0, 99.9)(attempt)
+    code = exits({0: (1, 100), 1: (-9, 100), 2: (-9, 131)})(attempt)
+    assert code == -9 and not (attempt.errors / "rank_2.json").exists()
+    attempt.update(state="PREEMPTED", exit_code=75)  # rank 0 took the agent's signal for one
+    assert attempt.conclude(JobState.FAILED, code) is JobState.FAILED
+    status = attempt.status()
+    assert status["error"].startswith("rank 1: ") and status["exit_code"] == 137
 
 
 def test_what_came_first_in_a_chain_decides(attempt):
