@@ -1,4 +1,4 @@
-"""Whatever trains can be read again without running code of the checkpoint."""
+"""What a checkpoint stores: of its moment, and read again without running code from the file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Callback, LightningDataModule
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
-from distdl.checkpoint import deepspeed_folder, formats
+from distdl.checkpoint import deepspeed_folder, formats, host_copy
 from distdl.checkpoint.formats import AnyCheckpoint
+from distdl.checkpoint.host_copy import HostCopy
 from distdl.checkpoint.portable import names_of, to_indices, to_names
 from distdl.cli import convert
 from distdl.util.errors import UserError
@@ -132,6 +133,9 @@ def test_any_hyperparameters_are_read_again(tmp_path):
     assert kept["object"].startswith("<object object")
     again = Module.load_from_checkpoint(file, settings=3)
     assert again.hparams.ordinary == ORDINARY and again.hparams.settings == 3
+    config = OmegaConf.create({"depth": 3})
+    fit(tmp_path / "only", Module(config), resume=file)  # another module's file resumes as well
+    assert Module.load_from_checkpoint(tmp_path / "only/last.ckpt").hparams.settings == config
 
 
 def test_state_comes_back_as_it_was(tmp_path):
@@ -287,3 +291,66 @@ def test_a_pruned_weight_keeps_its_name():
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     nn.utils.prune.l1_unstructured(module, "weight", 1)
     assert names_of(optimizer, module) == [["weight", "bias", "bias_orig"]]
+
+
+class Own(Tensor):
+    """As quantised weights are."""
+
+
+def copied(state: dict[str, Any], path: Path, change: Any = lambda: None) -> Any:
+    """The file of a copy of `state`, written after a change."""
+    copy = HostCopy()
+    copy.take(state)
+    change()
+    copy.write(path)
+    return torch.load(path, weights_only=False)
+
+
+def test_the_file_is_the_one_that_torch_writes(tmp_path):
+    """Also of what is not a plain tensor."""
+    network = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
+    network[2].weight = network[0].weight  # tied
+    base, learned = torch.arange(24.0), nn.Parameter(torch.ones(2))
+    learned.note = ["a user's"]
+    state = {
+        "state_dict": network.state_dict(),  # an OrderedDict with an attribute
+        "views": [base[:6], base[6:].view(3, 6).t(), base],
+        "types": (torch.ones(3, dtype=torch.bfloat16), torch.tensor(True), torch.empty(0, 4)),
+        "graph": [learned, learned * 2, torch.ones(2, requires_grad=True)],
+        "not plain": torch.eye(3).to_sparse(),
+        "others": [collections.Counter(a=2), torch.device("cpu"), base, base, None],
+    }
+    copied(state, tmp_path / "copied")
+    with (tmp_path / "direct").open("wb") as file:
+        torch.save(state, file)
+    assert (tmp_path / "copied").read_bytes() == (tmp_path / "direct").read_bytes()
+
+
+def test_it_is_of_its_moment(tmp_path):
+    weights, steps = torch.zeros(1000), [1, {"a": 1}]
+    complex_ = torch.tensor([1 + 2j, 3 - 1j])
+    state = {"weights": weights, "half": weights[:500], "steps": steps, "named": {"x": weights}}
+    views = {"conjugated": complex_.conj(), "other": complex_.as_subclass(Own)}
+
+    def change() -> None:
+        weights.add_(1)
+        complex_.zero_()
+        steps[1]["a"] = 2
+        steps.append(3)
+
+    kept = copied({**state, **views}, tmp_path / "copied", change)
+    assert kept["steps"] == [1, {"a": 1}] and not kept["weights"].any()
+    assert kept["half"].data_ptr() == kept["weights"].data_ptr() == kept["named"]["x"].data_ptr()
+    assert kept["conjugated"].tolist() == [1 - 2j, 3 + 1j]
+    assert type(kept["other"]) is Own and kept["other"].tolist() == [1 + 2j, 3 - 1j]
+
+
+def test_its_memory_is_used_again(monkeypatch):
+    made, new = [], host_copy.host_memory
+    monkeypatch.setattr(
+        host_copy, "host_memory", lambda size, **how: made.append(size) or new(size, **how)
+    )
+    copy = HostCopy()
+    for _ in range(3):
+        copy.take({"a": torch.ones(1000), "b": torch.ones(1000)})
+    assert made == [4000, 4000]

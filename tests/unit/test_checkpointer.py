@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import json
 import math
@@ -17,10 +16,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from torch import Tensor, nn
 
-from distdl.checkpoint import host_copy
-from distdl.checkpoint.host_copy import HostCopy
 from distdl.checkpoint.saving import SaveError, Saver
 from distdl.distributed import agreement
 from distdl.runs.checkpoints import CheckpointStore, damage_of, manifest_at, manifest_of
@@ -54,6 +50,12 @@ def test_what_is_due_by_time_is_saved_once(tmp_path, monkeypatch, every_n_steps)
     assert min(b - a for a, b in itertools.pairwise([0, *steps])) > 1
     if every_n_steps is None:
         assert steps == [11, 22], "requested at 10 and 21, agreed on a step later"
+
+
+@pytest.mark.parametrize("counts, least", [([5.0, INF], 0), ([INF, INF], 0), ([INF], INF)])
+def test_ranks_of_unknown_length_exchange_in_no_validation_batch(monkeypatch, counts, least):
+    monkeypatch.setattr(agreement.process_group, "gather", lambda value: counts)
+    assert agreement.least_of_all(counts[0]) == least
 
 
 class Scripted(checkpointing.OneWeight):
@@ -246,69 +248,6 @@ def test_nobody_else_writes_into_our_folder(tmp_path, way):
     refusal = r"where only distdl writes.*\n.*save into .*model_checkpoints"
     with pytest.raises(UserError, match=refusal):
         fit(tmp_path, [0.1], saves if way == "callback" else leads_in)
-
-
-class Own(Tensor):
-    """As quantised weights are."""
-
-
-def copied(state: dict[str, Any], path: Path, change: Any = lambda: None) -> Any:
-    """The file of a copy of `state`, written after a change."""
-    copy = HostCopy()
-    copy.take(state)
-    change()
-    copy.write(path)
-    return torch.load(path, weights_only=False)
-
-
-def test_the_file_is_the_one_that_torch_writes(tmp_path):
-    """Also of what is not a plain tensor."""
-    network = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
-    network[2].weight = network[0].weight  # tied
-    base, learned = torch.arange(24.0), nn.Parameter(torch.ones(2))
-    learned.note = ["a user's"]
-    state = {
-        "state_dict": network.state_dict(),  # an OrderedDict with an attribute
-        "views": [base[:6], base[6:].view(3, 6).t(), base],
-        "types": (torch.ones(3, dtype=torch.bfloat16), torch.tensor(True), torch.empty(0, 4)),
-        "graph": [learned, learned * 2, torch.ones(2, requires_grad=True)],
-        "not plain": torch.eye(3).to_sparse(),
-        "others": [collections.Counter(a=2), torch.device("cpu"), base, base, None],
-    }
-    copied(state, tmp_path / "copied")
-    with (tmp_path / "direct").open("wb") as file:
-        torch.save(state, file)
-    assert (tmp_path / "copied").read_bytes() == (tmp_path / "direct").read_bytes()
-
-
-def test_it_is_of_its_moment(tmp_path):
-    weights, steps = torch.zeros(1000), [1, {"a": 1}]
-    complex_ = torch.tensor([1 + 2j, 3 - 1j])
-    state = {"weights": weights, "half": weights[:500], "steps": steps, "named": {"x": weights}}
-    views = {"conjugated": complex_.conj(), "other": complex_.as_subclass(Own)}
-
-    def change() -> None:
-        weights.add_(1)
-        complex_.zero_()
-        steps[1]["a"] = 2
-        steps.append(3)
-
-    kept = copied({**state, **views}, tmp_path / "copied", change)
-    assert kept["steps"] == [1, {"a": 1}] and not kept["weights"].any()
-    assert kept["half"].data_ptr() == kept["weights"].data_ptr() == kept["named"]["x"].data_ptr()
-    assert kept["conjugated"].tolist() == [1 - 2j, 3 + 1j]
-    assert type(kept["other"]) is Own and kept["other"].tolist() == [1 + 2j, 3 - 1j]
-
-
-def test_its_memory_is_used_again(monkeypatch):
-    made, new = [], host_copy.host_memory
-    monkeypatch.setattr(
-        host_copy, "host_memory", lambda size, **how: made.append(size) or new(size, **how)
-    )
-    copy = HostCopy()
-    for _ in range(3):
-        copy.take({"a": torch.ones(1000), "b": torch.ones(1000)})
-    assert made == [4000, 4000]
 
 
 LARGE = 3_000_000  # weights of 12 MB: written in more time than a step takes
