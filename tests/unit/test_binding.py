@@ -1,7 +1,9 @@
-"""Stage 2 of validation: what cannot be imported, and arguments that do not bind."""
+"""Stage 2 of validation: what cannot be imported, arguments that do not bind, and what Lightning's
+Trainer takes. Stage 1 refuses what tests/cli/test_refusals.py types."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -9,15 +11,15 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import hydra.utils
+import lightning.pytorch as pl
 import pytest
 import torch
 from omegaconf import OmegaConf
 from sample_config import change, check_parts, node, problems, rows, sample
 
 from distdl.config.compose import compose
+from distdl.config.words import TRAINER_OWNED
 from distdl.job import Resources
-from distdl.validation.meta import misfit
 from distdl.validation.validate import check_bindings, problems_of
 from distdl.worker import build
 from tests.conftest import ROOT
@@ -69,7 +71,6 @@ class Typed(torch.nn.Linear):
 FILES = {
     "mine": MINE,
     "typed": TYPED,
-    "failing": "raise RuntimeError('no licence')\n",
     "needy": "import package_that_is_absent\n",
     "broken": "def f(:\n",
     "leaves": "import sys\nsys.exit(0)\n",
@@ -105,98 +106,150 @@ NAMES = {
     "DEMOS": "lightning.pytorch.demos.boring_classes",
     "LOGGERS": "lightning.pytorch.loggers",
 }
-UNBOUND = """
-optimizer.momentun = 0.9 | optimizer.momentun: torch.optim.SGD takes no argument | optimizer.momentum?
+# A value | what is read, part after part; nothing, where it binds.
+VALUES = """
 optimizer.nesterov = "yes" | optimizer.nesterov: must be true or false, not 'yes'
 optimizer.weight_decay = "1e-4x" | optimizer.weight_decay: must be a number or a tensor, not '1e-4x'
-optimizer.class_path = "a.B" | optimizer.class_path: | this key is LightningCLI's: write optimizer._target_=a.B
+optimizer.class_path = "a.B" | optimizer.class_path: | LightningCLI's: write optimizer._target_=a.B
 optimizer._args_ = [0.1] | optimizer.lr: is passed by distdl or by position already
 optimizer = node("torch.optim.Rprop", lr=0.1, fused=True) | optimizer.fused
 model = node("mine.Model", note=3) | model.note: must be a string or null, not 3
-strategy.start_method = "x" | strategy.start_method: must be 'popen' or 'spawn'
 tracking.csv = node(f"{LOGGERS}.CSVLogger") | save_dir: missing | write tracking.csv.save_dir=...
-tracking.x = node(f"{LOGGERS}.Logger") | is abstract: it does not define log_hyperparams, log_metrics
+tracking.x = node(f"{LOGGERS}.Logger") | is abstract: it does not define log_hyperparams, log_met
 model = node(f"{DEMOS}.BoringModel", a=1, b=1, c=1, d=1) | model: | takes no argument a, b, c, d\
  | if the default adds them, write under defaults: - override /model: null
-model._target_ = f"{DEMOS}.BorinModel" | demos.boring_classes has no 'BorinModel' | mean {DEMOS}.BoringM
+model._target_ = f"{DEMOS}.BorinModel" | demos.boring_classes has no 'BorinModel' | .BoringModel?
 model._target_ = "torch.optim.lr_scheduler" | is a module, not a class or function
-model = inner("torch.nn.Linear", in_features=1) | out_features: missing, torch.nn.Linear needs it
 model._target_ = "torch.nn.ReLU" | torch.nn.ReLU is not a LightningModule, and model
-data._target_ = f"{DEMOS}.BoringModel" | BoringModel is not a LightningDataModule
 # Functions that pass **kwargs on are called, without memory.
-model = resnet(num_clases=10) | model.inner.num_clases: torchvision.models.resnet18: takes no argument\
+model = resnet(num_clases=10) | model.inner.num_clases: torchvision.models.resnet18: takes no arg\
  | did you mean model.inner.num_classes?
-model = resnet(num_classes="ten") | model.inner: torchvision.models.resnet18: cannot be built: TypeError
-model = timm("resnet10tt") | model.inner.model_name: timm.create_model: timm has no model 'resnet10tt'\
+model = resnet(num_classes="ten") | model.inner: torchvision.models.resnet18: cannot be built: Type
+model = timm("resnet10tt") | model.inner.model_name: timm.create_model: timm has no model 'resnet1\
  | did you mean model.inner.model_name=resnet10t?
 # Types of annotations.
 callbacks.x = plain(width=1.5) | callbacks.x.width: must be an integer, not 1.5
 callbacks.x = plain(mode="c") | callbacks.x.mode: must be 'a' or 'b', not 'c'
 callbacks.x = plain(height=3) | it takes width, mode, rate
-callbacks.x = plain(width="${oc.env:SAMPLE_WIDTH}") | must be an integer, not ${oc.env:SAMPLE_WIDTH}
-callbacks.x = node("typed.Typed", kind="float23") | kind: must be a dtype of torch, not | torch.float32?
+callbacks.x = plain(width="${oc.env:SAMPLE_WIDTH}") | an integer, not ${oc.env:SAMPLE_WIDTH}
+callbacks.x = node("typed.Typed", kind="float23") | kind: must be a dtype of | torch.float32?
 # What is built later, by whom, with what.
 callbacks.x = plain(_partial_=True, z=1) | takes no argument 'z'
-model = inner("mine.Plain") | model.inner.width: missing
-model = {**inner("mine.Plan"), "_recursive_": False} | inner._target_: mine has no 'Plan' | mine.Plain?
+model = {**inner("mine.Plan"), "_recursive_": False} | inner._target_: mine has no 'Plan' | Plain?
 callbacks.x = node("mine.Stop", patience=3, pateince=3) | did you mean callbacks.x.patience?
 callbacks.x = node("mine.schedule", optimizer=1, steps_per_epoch=1, max_epochs=1, interval=1)\
  | mine.schedule takes no argument 'interval'
 schedule = node("mine.schedule", optimizer=1) | optimizer: is passed by distdl
 # What cannot be imported.
-callbacks.x = node("broken.f") | x._target_: broken.f cannot be imported: | SyntaxError | broken.py, line 1
+callbacks.x = node("broken.f") | x._target_: broken.f cannot be imported: | SyntaxError | , line 1
 callbacks.x = node("leaves.f") | cannot be imported: | SystemExit | leaves.py, line 2
 callbacks.x = node("ends.f") | os._exit(0) would end Python | ends.py, line 3
 callbacks.x = node("needy.f") | callbacks.x._target_: needs the package package_that_is_absent
-callbacks.x = node("torch.utils.data.dataloader.threading.Thread") | is Python's own threading.Thread
 # A target's own check, which is not called on a value that is known to be wrong.
 data = node("mine.Data", root="nowhere") | data.root: no folder nowhere | data.root=x
 data = node("mine.Data", root="x", size="???") | data.size: missing | write data.size=...
 strategy = node("mine.broken_check") | strategy: its own check failed: ZeroDivisionError
-"""  # noqa: E501
-BOUND = """
-strategy.gradient_as_bucket_view = True
+# Lightning's Trainer.
+trainer.precision = "transformer-engine" | needs the package transformer_engine
+trainer.max_time = "12:00:00" | trainer.max_time: Lightning refuses it: MisconfigurationException
+trainer.max_time = {"minute": 1} | 'minute' is an invalid keyword
+trainer.limit_train_batches = 1.5 | trainer.limit_train_batches: Lightning refuses it
+trainer.val_check_interval = "soon" | Expected 'DD:HH:MM:SS'
+trainer.profiler = "fast" | trainer.profiler: Lightning refuses it
+trainer.strategy = "ddp_spawn" | trainer.strategy: is set by distdl itself | strategy=ddp
+# What binds.
 optimizer = node("torch.optim.Rprop", lr=0.1, fused=None)
 model = resnet(_partial_=True, progress=False)
 model = timm("resnet10t", pretrained=True)
-model = node("mine.Model", whatever=1)
-model = {**inner("mine.Plain"), "_recursive_": False}
+model = {**inner("mine.Plain"), "_recursive_": False, "whatever": 1}
 callbacks.x = plain(mode="b")
 callbacks.x = node("mine.Stop", patience=3)
 callbacks.x = node("moves.f")
 schedule = node("mine.schedule", interval="step", warmup=1)
-strategy = node("mine.sized")
+optimizer = {}
+trainer.profiler = node("lightning.pytorch.profilers.SimpleProfiler")
+model = node("mine.Model", root="${oc.env:NOT_SET,data}")
+# No secrets.
+tags = ["bert-base-uncased"]
+model = node("mine.Model", tokenizer="bert", class_token=True, password="", token_length=77)
+model = node("mine.Model", api_token="${oc.env:API_TOKEN,null}", secret_file="secrets/key.pem")
+model = node("mine.Model", uri="https://${oc.env:API_TOKEN}:${oc.env:API_TOKEN}@host")
+model = node("mine.Model", connection_string="AccountName=x;AccountKey=${oc.env:API_TOKEN}")
 """
 
 
-@pytest.mark.parametrize(("typed", "parts"), rows(UNBOUND))
-def test_what_does_not_bind_is_one_problem(typed, parts, project, monkeypatch) -> None:
+@pytest.mark.parametrize(("typed", "parts"), rows(VALUES))
+def test_what_does_not_bind_is_one_problem(typed, parts, project, monkeypatch):
     monkeypatch.setenv("SAMPLE_WIDTH", "very-private")
-    (problem,) = problems(change(typed, **NAMES), project)
-    check_parts(str(problem), [part.replace("{DEMOS}", NAMES["DEMOS"]) for part in parts])
-    assert "very-private" not in str(problem)
-
-
-@pytest.mark.parametrize(("typed", "_"), rows(BOUND))
-def test_what_binds(typed, _, project, monkeypatch) -> None:
+    monkeypatch.setenv("API_TOKEN", "another-value")
     monkeypatch.chdir(project)
-    assert problems(change(typed, **NAMES), project) == []
-    assert Path.cwd() == project
+    found = [str(problem) for problem in problems(change(typed, **NAMES), project)]
+    assert len(found) == bool(parts) and Path.cwd() == project, found
+    check_parts("".join(found), parts)
+    assert "very-private" not in "".join(found)
 
 
-def test_a_check_gets_the_size(project) -> None:
+# All that plain Lightning takes, and distdl does not own; the values of a line go together.
+TAKEN = """
+devices="2" precision=16 max_epochs=null max_time=00:12:00:00 limit_train_batches=3
+devices=-1 precision="32" max_epochs=-1 max_time={hours:1} limit_train_batches=0.5
+devices='-1' precision=bf16 val_check_interval=0.5 num_sanity_val_steps=-1 profiler=simple
+devices=auto precision=64-true val_check_interval={minutes:10} overfit_batches=2 fast_dev_run=3
+accelerator=auto num_nodes=1 precision=null fast_dev_run=true deterministic=warn profiler=pytorch
+max_steps=5 min_epochs=2 min_steps=3 limit_val_batches=0 limit_test_batches=1.0 benchmark=true
+limit_predict_batches=1 overfit_batches=0.1 val_check_interval=4 check_val_every_n_epoch=null
+num_sanity_val_steps=2 log_every_n_steps=null enable_model_summary=true accumulate_grad_batches=4
+gradient_clip_val=1 gradient_clip_algorithm=value deterministic=true inference_mode=false
+detect_anomaly=true reload_dataloaders_every_n_epochs=1 use_distributed_sampler=false
+enable_autolog_hparams=false max_time={_target_:datetime.timedelta,seconds:100}
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("typed", TAKEN)
+def test_what_lightning_takes_is_taken(typed):
+    overrides = ["trainer.accelerator=cpu", *(f"trainer.{word}" for word in typed.split())]
+    assert problems({"trainer": compose(overrides).trainer}) == []
+    assert not torch.are_deterministic_algorithms_enabled(), "asked about, and not done"
+
+
+NOT_TAKEN = {"accelerator": "tpu", "precision": "fp8", "val_check_interval": 0, "profiler": True}
+NOT_TAKEN |= {"fast_dev_run": -1, "devices": 0, **TRAINER_OWNED}
+
+
+@pytest.mark.parametrize(("key", "value"), NOT_TAKEN.items())
+def test_what_is_not_taken(key, value):
+    (problem,) = problems({f"trainer.{key}": value})
+    assert problem.path == f"trainer.{key}"
+    assert problem.remedy == TRAINER_OWNED.get(key, problem.remedy)
+
+
+def test_every_argument_of_the_trainer_is_in_the_tables():
+    known = {word.split("=")[0] for line in TAKEN for word in line.split()} | NOT_TAKEN.keys()
+    known.add("sync_batchnorm")  # planning asks whether there is a GPU
+    assert inspect.signature(pl.Trainer).parameters.keys() <= known
+
+
+def test_texts_of_devices():
+    for text, devices in {'"0,1"': [0, 1], '"3,"': [3], '"-1"': -1, "auto": "auto"}.items():
+        assert compose([f"trainer.devices={text}"]).trainer.devices == devices
+
+
+def test_a_check_gets_the_size_and_what_is_refused(project):
     (problem,) = problems({"strategy": node("mine.sized")}, project, Resources(devices=2))
     assert str(problem) == "strategy: one device, not 2\n    strategy=ddp"
+    changes = {"callbacks.bad": node("broken.f"), "model.x": node("broken.f")}
+    found = problems({**changes, "strategy": node("mine.curious")}, project)
+    assert "strategy: ['model', 'callbacks.bad'] are refused" in [str(p) for p in found]
 
 
-def test_models_are_built_on_the_meta_device(monkeypatch) -> None:
-    built, real = [], hydra.utils.instantiate
-    monkeypatch.setattr(hydra.utils, "instantiate", lambda node: built.append(real(node)))
-    assert misfit(node("torchvision.models.resnet18")) is None
-    assert {parameter.device.type for parameter in built[0].parameters()} == {"meta"}
+def test_whether_the_model_makes_its_optimizer_is_a_fact(project):
+    for name, expected in {"Model": True, "Bare": False, "schedule": None}.items():
+        config = sample({"model": node(f"mine.{name}")})
+        facts = check_bindings(config, None, str(project), in_process=True)[2]
+        assert facts == {"model_configures_optimizers": expected}
 
 
-def test_what_names_a_dtype_is_one(project, monkeypatch) -> None:
+def test_what_names_a_dtype_is_one(project, monkeypatch):
     monkeypatch.syspath_prepend(project)
     linear = node("torch.nn.Linear", in_features=1, out_features=1, dtype="torch.float64")
     values = {"kind": "torch.float64", "other": "bfloat16", "name": "float32", "loose": "float64"}
@@ -211,7 +264,7 @@ def remote(changes, project):
     return check_bindings(sample(changes), None, str(project), local=False, in_process=True)[:2]
 
 
-def test_what_only_the_nodes_have_is_noted(project) -> None:
+def test_what_only_the_nodes_have_is_noted(project):
     absent = {"project.allow": ["absent"], "callbacks.x": node("absent.Thing")}
     (problem,) = problems(absent, project)
     assert problem.path == "callbacks.x._target_"
@@ -220,7 +273,7 @@ def test_what_only_the_nodes_have_is_noted(project) -> None:
     assert remote({"data": node("mine.Data", root="nowhere")}, project) == ([], [])
 
 
-def test_what_no_job_takes_along_is_noted(project, tmp_path, monkeypatch) -> None:
+def test_what_no_job_takes_along_is_noted(project, tmp_path, monkeypatch):
     (tmp_path / "helpers").mkdir()
     (tmp_path / "helpers/deep.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))  # as a package in editable mode is found
@@ -232,10 +285,8 @@ def test_what_no_job_takes_along_is_noted(project, tmp_path, monkeypatch) -> Non
         refused, notes = remote({"callbacks.x": node("uses.Thing"), **changes}, project)
         return [p.path for p in refused if p.path == "project.root"], notes
 
-    text = (
-        f"helpers is imported from {tmp_path}, which no job takes along: install it on the nodes, "
-    )
-    noted = ([], [f"{text}or choose a project.root that contains it"])
+    text = f"helpers is imported from {tmp_path}, which no job takes along: install it on the nodes"
+    noted = ([], [f"{text}, or choose a project.root that contains it"])
     assert check() == noted
     # What only this shell's $PYTHONPATH leads to: a job has the bundle's.
     monkeypatch.setenv("PYTHONPATH", f"/nowhere{os.pathsep}{tmp_path}")
@@ -248,33 +299,15 @@ def test_what_no_job_takes_along_is_noted(project, tmp_path, monkeypatch) -> Non
     assert check() == noted
 
 
-@pytest.mark.parametrize(
-    ("launcher", "instead"),
-    [
-        ("slurm.SlurmLauncher", "launcher.requeue=true"),
-        ("azureml.launcher.AzureMLLauncher", "launcher.tier=spot"),
-        ("sagemaker.SageMakerLauncher", "launcher.retries=N"),
-    ],
-)
-def test_who_starts_a_job_again_where_distdl_does_not(launcher, instead, project) -> None:
+WHO = {"slurm.SlurmLauncher": "requeue=true", "azureml.launcher.AzureMLLauncher": "tier=spot"}
+WHO["sagemaker.SageMakerLauncher"] = "retries=N"
+
+
+@pytest.mark.parametrize(("launcher", "instead"), WHO.items())
+def test_who_starts_a_job_again_where_distdl_does_not(launcher, instead, project):
     changes = {"launcher": {"_target_": f"distdl.launchers.{launcher}", "max_attempts": 2}}
     (problem,) = (p for p in remote(changes, project)[0] if p.path == "launcher.max_attempts")
-    assert "restarts its jobs itself" in problem.remedy and instead in problem.remedy
-
-
-def test_refused_targets_are_never_imported(project) -> None:
-    changes = {"callbacks.x": node("failing.f"), "model": node("os.system")}
-    assert check_bindings(sample(changes), None, in_process=True)[0] == []
-
-
-def test_facts_and_what_other_checks_get(project) -> None:
-    for name, expected in {"Model": True, "Bare": False, "schedule": None}.items():
-        config = sample({"model": node(f"mine.{name}")})
-        facts = check_bindings(config, None, str(project), in_process=True)[2]
-        assert facts == {"model_configures_optimizers": expected}
-    changes = {"callbacks.bad": node("failing.f"), "model.x": node("failing.f")}
-    found = problems({**changes, "strategy": node("mine.curious")}, project)
-    assert "strategy: ['model', 'callbacks.bad'] are refused" in [str(p) for p in found]
+    assert "restarts its jobs itself" in problem.remedy and f"launcher.{instead}" in problem.remedy
 
 
 def shipped():
@@ -290,7 +323,7 @@ def shipped():
 
 
 @pytest.mark.parametrize("overrides", shipped(), ids=lambda overrides: overrides[0])
-def test_every_shipped_option_binds(overrides, tmp_path) -> None:
+def test_every_shipped_option_binds(overrides, tmp_path):
     for folder in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / folder).mkdir(parents=True)
     config = compose([text.replace("{root}", str(tmp_path)) for text in overrides])
@@ -309,8 +342,9 @@ hangs.f | importing the config's targets took more than
 
 
 @pytest.mark.parametrize(("target", "parts"), rows(CHILDREN))
-def test_a_real_child(target, parts, project, monkeypatch, capfd) -> None:
-    """It answers through noise, and it may die or hang."""
+def test_a_real_child_answers_through_noise_and_may_die_or_hang(
+    target, parts, project, monkeypatch, capfd
+):
     if target == "hangs.f":
         expired = mock.Mock(side_effect=subprocess.TimeoutExpired("python", 1))
         monkeypatch.setattr(subprocess, "run", expired)

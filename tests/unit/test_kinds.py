@@ -29,7 +29,12 @@ CREATED = "{{_target_: " + RUN + ", command: '{command}'}}"
 TOUCH = node(CONTROLLER, "touch", "{file}")
 TIMM = "timm.create_model"
 IO = "lightning.fabric.plugins.TorchCheckpointIO.load_checkpoint"
+OUTSIDE = """
+builtins.eval subprocess.Popen distdl_evil.Thing resnet50 torch.nn. a/b.c foobar.Baz
+torch.nn.Module.__subclasses__
+"""
 GADGETS = [
+    *(("model.x", node(name)) for name in [*OUTSIDE.split(), "a b", 7]),
     ("callbacks.x", node(f"{RUN}_and_read_all", run_lambda=LATER, command="{command}")),
     ("callbacks.x", node("torch.distributed.run.main", args=["--no-python", "touch", "{file}"])),
     ("callbacks.x", node(LAMBDA, on_fit_start=LATER)),
@@ -147,18 +152,6 @@ def test_a_refusal_says_what_to_write_and_what_is_allowed_may_be_anything(traps)
     kinds.refuse(values, Trust(allow=("torch",)))
     with pytest.raises(UserError, match="model"):
         kinds.refuse(values, Trust(allow=("torch.nn",)))
-
-
-OUTSIDE = "builtins.eval subprocess.Popen distdl_evil.Thing resnet50 torch.nn. a/b.c foobar.Baz"
-
-
-@pytest.mark.parametrize("target", [*OUTSIDE.split(), "torch.nn.Module.__subclasses__", "a b", 7])
-def test_names_outside_the_allowed_packages(target):
-    bad = node(target)
-    nested = {"model.a": bad, "model.b": [1, {"deep": [bad]}], "trainer.profiler": bad}
-    found = problems_of(sample({**nested, "project.allow": ["foo"]}))
-    paths = ["model.a", "model.b[1].deep[0]", "trainer.profiler"]
-    assert [p.path for p in found] == [f"{path}._target_" for path in paths]
 
 
 def test_allowed_by_name_or_in_the_users_project(tmp_path, monkeypatch):
