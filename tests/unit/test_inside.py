@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from distdl.util import safe_paths
 from distdl.util.safe_paths import local_paths
 
@@ -17,19 +15,15 @@ BAD = {
 ORDINARY = ["a b/Größe…", "..a", "a..", ".hidden", "-rf", "%2e%2e", "~", "$(id)", "ab:c", "con"]
 
 
-@pytest.mark.parametrize("name", BAD, ids=ascii)
-def test_a_bad_name_is_left_out(name, tmp_path, capsys) -> None:
-    assert local_paths(tmp_path, [name, "good"]) == {"good": tmp_path / "good"}
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"left out   {name!a}: ") and BAD[name] in line
-
-
-def test_ordinary_names_go(tmp_path) -> None:
+def test_a_bad_name_is_left_out_and_ordinary_ones_go(tmp_path, capsys):
+    assert local_paths(tmp_path, [*BAD, "good"]) == {"good": tmp_path / "good"}
+    for line, (name, why) in zip(capsys.readouterr().err.splitlines(), BAD.items(), strict=True):
+        assert line.startswith(f"left out   {name!a}: ") and why in line
     assert list(local_paths(tmp_path, ORDINARY)) == ORDINARY
     assert list(local_paths(tmp_path, ["a", "a/b"])) == ["a/b"]
 
 
-def test_a_link_in_the_folder_is_not_followed(tmp_path, capsys) -> None:
+def test_a_link_in_the_folder_is_not_followed(tmp_path, capsys):
     folder = tmp_path / "folder"
     (folder / "real/deep").mkdir(parents=True)
     (folder / "real/deep/file").touch()
@@ -44,15 +38,14 @@ def test_a_link_in_the_folder_is_not_followed(tmp_path, capsys) -> None:
     assert list(local_paths(tmp_path / "alias", ["x"])) == ["x"]
 
 
-def test_names_that_differ_by_capitals(tmp_path, monkeypatch, capsys) -> None:
-    assert len(local_paths(tmp_path, ["A", "a"])) == (1 if safe_paths.ignores_case(tmp_path) else 2)
+def test_names_that_differ_by_capitals(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(safe_paths, "ignores_case", lambda folder: True)
     assert list(local_paths(tmp_path, ["A/x", "a/X", "b"])) == ["A/x", "b"]
     assert "which ignores case" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
 
 
-def test_what_the_run_itself_wrote_stays(tmp_path) -> None:
+def test_what_the_run_itself_wrote_stays(tmp_path):
     own = ["config.yaml", "provenance.json", "attempts/001/launch.yaml", "attempts/001/job.json"]
     assert list(local_paths(tmp_path, own)) == own  # the first time there is none
     for name in own:
