@@ -2,24 +2,26 @@
 resumes, and nothing waits in a step; the cards that a run starts on; `task=benchmark`."""
 
 import json
+import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 
-from tests.conftest import TINY, UNCHECKED, distdl, environment
+from tests.conftest import TINY, UNCHECKED, distdl, environment, free_port
+from tests.gpu_rehearsal.machine import CannotBeCompiled, Machine
 from tests.strategies import matrix
 from tests.strategies.matrix import MATRIX
-from tests.strategies.ranks import Case
+from tests.strategies.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(600)
 matrix_only = pytest.mark.skipif(not MATRIX, reason="make matrix")
 
 STEPS, HALF, LOG_EVERY = 12, 6, 4
+LEFT_OUT = ("trainer.", "checkpoint.every", "model.network")
 COMMON = (
-    *(o for o in matrix.COMMON if not o.startswith(("trainer.", "checkpoint.every"))),
+    *(o for o in matrix.COMMON if not o.startswith(LEFT_OUT)),
     *("trainer.accelerator=gpu", "trainer.max_epochs=1", f"trainer.max_steps={STEPS}"),
     *(f"trainer.log_every_n_steps={LOG_EVERY}", "+trainer.enable_model_summary=false"),
     *(f"checkpoint.every_n_steps={HALF}", "data.batch_size=4"),
@@ -42,6 +44,32 @@ EVERY = [(name, size) for name, (_, sizes) in STRATEGIES.items() for size in siz
 # One rank opens its own group; two have everything else.
 FEW = [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("pipeline", 2)]
 CASES = EVERY if MATRIX else FEW
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """Skips where it cannot be compiled, and fails there in CI (`.ci/run`)."""
+    try:
+        return Machine(tmp_path_factory.mktemp("machine"))
+    except CannotBeCompiled as error:
+        if os.environ.get("DISTDL_NO_SKIP"):
+            pytest.fail(f"the rehearsal cannot be compiled: {error}")
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def ranks(machine, tmp_path_factory):
+    """So many ranks, with a card each, started when they are first asked for."""
+    started, folder = {}, tmp_path_factory.mktemp("ranks")
+
+    def of(size):
+        if size not in started:
+            started[size] = Ranks(size, folder, "gpu", **machine.environment(size))
+        return started[size]
+
+    yield of
+    for each in started.values():
+        each.close()
 
 
 @pytest.mark.parametrize(("strategy", "size"), CASES, ids=[f"{s} x{n}" for s, n in CASES])
@@ -112,25 +140,17 @@ def test_starts_on_these_cards(case, machine, tmp_path):
 @pytest.mark.parametrize("strategy", ["ddp", "deepspeed_zero2"])
 def test_each_rank_starts_on_the_one_that_srun_gave_it(strategy, machine, tmp_path):
     """`srun --ntasks=2 --gpus-per-task=1 python -m distdl ...`: a rank sees one GPU, number 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        variables = {"MASTER_PORT": str(free.getsockname()[1]), "SLURM_STEP_NODELIST": "localhost"}
+    variables = {"MASTER_PORT": str(free_port()), "SLURM_STEP_NODELIST": "localhost"}
     numbers = {"JOB_ID": 123, "STEP_ID": 0, "NTASKS": 2, "NODEID": 0, "STEP_TASKS_PER_NODE": 2}
     variables |= {f"SLURM_{name}": str(value) for name, value in numbers.items()}
+    command = [sys.executable, *UNCHECKED, *ONE_STEP, f"strategy={strategy}"]
+    options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     processes = []
     for rank, card in enumerate((6, 3)):
         own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
         own |= {"CUDA_VISIBLE_DEVICES": str(card), **variables}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, *UNCHECKED, *ONE_STEP, f"strategy={strategy}"],
-                cwd=tmp_path,
-                env=environment(**machine.environment(CARDS), **own),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+        env = environment(**machine.environment(CARDS), **own)
+        processes.append(subprocess.Popen(command, env=env, text=True, **options))
     outputs = [process.communicate(timeout=500)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     assert cards_in(tmp_path / "outputs/default/here") == [6, 3]
