@@ -1,7 +1,5 @@
 """`make bench`: its tables and goals, a part that fails, and its parts with tiny counts."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The verb `plan`: formulas against numbers by hand, the measured step against a real one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pytest import approx
@@ -105,6 +103,7 @@ ADVICE = [
     (model(1, 30), machine(), (DDP, "data.batch_size=2", f"{ACCUMULATE}4"), "save nothing"),
     # 5 GiB x 3 are too many for 16, and 15 / 8 and three units are not.
     (model(5, 4), machine(), ("strategy=fsdp",), ""),
+    (model(400, 2), machine(), (), "no strategy fits"),
     # 2 GiB of gradients; 7/8 of them twice: 30 Gbit in each step of a second.
     (model(2, 2), machine(link=40e9), (DDP,), ""),
     (model(2, 2), machine(link=20e9), HOOKED, ""),

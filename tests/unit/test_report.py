@@ -1,7 +1,5 @@
 """`distdl report`: what the page shows, that it needs nothing but itself, and a hostile run."""
 
-from __future__ import annotations
-
 import html.parser
 import json
 import math
