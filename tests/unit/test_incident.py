@@ -12,7 +12,7 @@ from distdl.health import incident
 from distdl.job import JobState
 from distdl.launch import start
 from distdl.runs import files
-from distdl.runs.directory import RunDirectory
+from distdl.runs.directory import Attempt, RunDirectory
 
 NET = "net.py, line 12, in forward"
 GLOO = "[/pytorch/third_party/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
@@ -312,6 +312,15 @@ def test_links_are_not_followed(attempt, tmp_path):
     reported(attempt, leaves(), leaves(BUG))
     assert (tmp_path / "secret").read_text() == CANARY
     assert not [path for path in attempt.path.glob("incident.*") if CANARY in path.read_text()]
+
+
+def test_a_copied_run_names_its_own_paths(attempt, tmp_path):
+    run = attempt.path.parents[1]
+    leaves({"kind": "OSError", "message": f"cannot read {run}/checkpoints/a.ckpt"})(attempt, 1)
+    run.rename(tmp_path / "copy")
+    report = reported(Attempt(tmp_path / "copy/attempts/001"))
+    assert f"cannot read {tmp_path}/copy/checkpoints/a.ckpt" in report.evidence
+    assert report.report == "copy/attempts/001/incident.md"
 
 
 def test_a_full_disk_hides_no_failure(attempt, monkeypatch, capsys):
