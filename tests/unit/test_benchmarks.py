@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.profilers import Profiler
 
-from benchmarks import gpu, listing, pair, predict, run, runs, table
+from benchmarks import gpu, run, runs, table
 from benchmarks.table import Goal, Result
 from distdl.worker import main
 
@@ -82,18 +82,6 @@ TINY = ("model=tiny", "data=tiny", "data.steps=2", "optimizer=none", "schedule=n
 TINY += ("tracking=none", "trainer.accelerator=cpu", "trainer.max_epochs=1")
 
 
-def test_a_rank_that_fails_is_reported(tmp_path):
-    with pytest.raises(RuntimeError, match=r"the worker ended with 1: (.|\n)*TypeError"):
-        runs.work(runs.create_run(tmp_path, *TINY, "data.steps=none"))
-    code = (
-        "import json, os, sys, time; rank = os.environ['RANK'];"
-        "print(rank, json.load(open(sys.argv[1]))['plan']);"
-        "rank == '1' and sys.exit('broken'); time.sleep(3600)"
-    )
-    with pytest.raises(RuntimeError, match=r"a rank ended with 1: (.|\n)*broken"):
-        pair.start(code, {"plan": "a plan"})
-
-
 def test_what_a_worker_prints_at_the_end_and_enters_on_the_way(tmp_path, capsys, monkeypatch):
     """Only a profiler that is asked for; and no training to resume after a benchmark."""
     entered, profile = [], Profiler.profile
@@ -110,12 +98,9 @@ def test_what_a_worker_prints_at_the_end_and_enters_on_the_way(tmp_path, capsys,
         assert ("FIT Profiler Report" in log) == ("trainer.profiler=simple" in overrides)
 
 
-def test_small_parts():
+def test_the_loop_that_a_gpu_is_compared_with_trains():
     size = gpu.Size(batch=2, pixels=32, classes=3, warm_up=1, steps=2, model="resnet18")
     loop = gpu.Loop(torch.device("cpu"), size)
     before = next(loop.model.parameters()).clone()
     assert loop.rate() > 0
     assert not torch.equal(before, next(loop.model.parameters())), "nothing was trained"
-    assert predict.main(images=20, repeats=1).ratio > 0
-    listed = listing.main(classes=3, files=4, repeats=1)
-    assert "listing 12 images" in listed.what and listed.ratio > 0
