@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -36,39 +35,30 @@ def no_torch(tmp_path_factory):
 LIGHT = {
     "--help": [f"\n  {group}\n" for group in [*GROUPS.split(), "experiment"]] + HELP.split("|"),
     "convert --help": ["deepspeed_zero3", "epoch_002-fsdp.ckpt"],
-    "--cfg job": [],
-    "--cfg job experiment=resnet50_imagenet debug=limit": [],
-    "--cfg job -m seed=1,2": [],
-    "--cfg job --resolve -p model": [],
+    "--cfg job experiment=resnet50_imagenet debug=limit": ["resnet50_imagenet"],
+    "--cfg job -m seed=1,2": ["# seed=2"],
     "-sc install=bash": ["complete", "distdl"],
     "lrr": ["lrr"],
 }
 
 
 @pytest.mark.parametrize("typed", LIGHT)
-def test_these_need_no_torch(typed, no_torch, tmp_path) -> None:
-    done, refused = distdl(*typed.split(), cwd=tmp_path, env=no_torch), "--" not in typed
+def test_these_need_no_torch(typed, no_torch, tmp_path):
+    done = distdl(*typed.split(), cwd=tmp_path, env=no_torch)
     assert "Traceback" not in done.stderr
     assert all(part.strip("\n") in done.stdout + done.stderr for part in LIGHT[typed])
-    assert done.returncode == (2 if refused and "-sc" not in typed else 0), done.stderr
+    assert done.returncode == (2 if typed == "lrr" else 0), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_typo_does_not_wait_for_torch(tmp_path) -> None:
+def test_a_typo_does_not_wait_for_torch(tmp_path):
     code = "import sys; from distdl.cli.main import main; main(['trainer.max_epoch=1'])"
-    code += f"; print(sorted({{*{HEAVY}, 'hydra'}} & {{*sys.modules}}))"
+    code += f"; print(sorted({{*{HEAVY}}} & {{*sys.modules}}))"
     done = distdl(cwd=tmp_path, module=("-c", code), fresh=True)
-    assert "did you mean trainer.max_epochs?" in done.stderr and done.stdout == "['hydra']\n"
+    assert "did you mean trainer.max_epochs?" in done.stderr and done.stdout == "[]\n"
 
 
-def test_the_console_script_is_the_same(tmp_path) -> None:
-    typed = ["--cfg", "job", "experiment=resnet50_ddp", "seed=5"]
-    script = [Path(sys.executable).with_name("distdl"), *typed]
-    shown = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert shown == distdl(*typed, cwd=tmp_path).stdout
-
-
-def test_completion(tmp_path) -> None:
+def test_completion(tmp_path):
     (tmp_path / "conf/model").mkdir(parents=True)
     (tmp_path / "conf/model/res_of_mine.yaml").write_text("_target_: mine.Model\n")
     done = distdl("-sc", "query=bash", cwd=tmp_path, env={"COMP_LINE": "distdl model=res"})
@@ -77,7 +67,7 @@ def test_completion(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["logging.py", "numpy/__init__.py"])
-def test_a_file_with_the_name_of_a_module_that_others_need(name, tmp_path) -> None:
+def test_a_file_with_the_name_of_a_module_that_others_need(name, tmp_path):
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     file.write_text("x = 1\n")
@@ -89,49 +79,28 @@ def test_a_file_with_the_name_of_a_module_that_others_need(name, tmp_path) -> No
     assert f"{file}: hides /" in done.stderr and "give it another name" in done.stderr
 
 
-def test_ctrl_c_during_the_first_imports_is_one_line(tmp_path) -> None:
+def test_ctrl_c_during_the_first_imports_is_one_line(tmp_path):
     interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
     (tmp_path / "argparse.py").write_text(interrupt)
     done = distdl("--help", cwd=tmp_path, fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-def test_in_a_shell(tmp_path) -> None:
+def test_in_a_shell(tmp_path):
     """In a folder that is gone, and with a reader that reads no further."""
-    typed = f"mkdir gone; cd gone; rmdir ../gone; '{sys.executable}' -m distdl debug=cpu; echo $?"
+    program = f"'{sys.executable}' -m distdl"
+    typed = f"mkdir gone; cd gone; rmdir ../gone; {program} debug=cpu; echo $?; cd ..; "
+    typed += f"{program} --help | head -1"
     done = subprocess.run(["bash", "-c", typed], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "2\n" and "the current folder no longer exists" in done.stderr
-    assert "Traceback" not in done.stderr
-    typed = f"'{sys.executable}' -m distdl --help | head -1"
-    done = subprocess.run(["bash", "-c", typed], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stderr == "" and done.stdout.startswith("distdl trains")
+    assert done.stdout.startswith("2\ndistdl trains") and done.stdout.count("\n") == 2
+    (line,) = [line for line in done.stderr.splitlines() if "the current folder no longer" in line]
+    assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr, line
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_the_exit_unloads_nothing_and_calls_the_exit_handlers(before) -> None:
-    """`before`: something in the process came before distdl, as coverage does by a .pth file."""
-    code = f"""if True:
-        import sys, types, atexit
-        from distdl.cli.entry import command
-        class Kept:
-            def __del__(self): print("unloaded")
-        kept = Kept()
-        def main():
-            atexit.register(print, "called")
-            print("done")
-            return 75
-        sys.modules["distdl.cli.main"] = types.ModuleType("x")
-        sys.modules["distdl.cli.main"].main = main
-        {"atexit.register(print, 'first')" if before else ""}
-        command()
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    printed = "done\ncalled\nfirst\nunloaded\n" if before else "done\ncalled\n"
-    assert (done.stdout, done.stderr, done.returncode) == (printed, "", 75)
-
-
-def test_cfg_job(command) -> None:
-    output = command("--cfg", "job", "experiment=resnet50_ddp", "optimizer.lr=0.25")
+def test_cfg_job(command):
+    typed = ("experiment=resnet50_ddp", "optimizer.lr=0.25")
+    output = command("--cfg", "job", *typed)
+    assert output == command("--cfg", "job", f"+{typed[0]}", typed[1])
     shown = OmegaConf.create(output.out)
     assert output.code == 0 and shown.optimizer.lr == 0.25 and "hydra" not in shown
     assert shown.model.num_classes == 1000  # still refers to the data
@@ -140,18 +109,17 @@ def test_cfg_job(command) -> None:
     assert OmegaConf.create(resolved).network.num_classes == 1000 and "${" not in resolved
     jobs = command("--cfg", "job", "-m", "seed=1,2").out
     assert jobs.count("\nname: null") == 2 and "# seed=1\n" in jobs and "\nseed: 2\n" in jobs
-    typed = ("experiment=resnet50_imagenet", "seed=1")
-    assert command("--cfg", "job", *typed) == command("--cfg", "job", f"+{typed[0]}", typed[1])
     output = command()
     assert output.code == 0 and "resume" in output.out and "experiment" in output.out
 
 
-def test_the_users_own_configs(command, without_stage_2, tmp_path) -> None:
+def test_the_users_own_configs(command, without_stage_2, tmp_path):
     files = {
         "conf/model/mine.yaml": "# my very own\n_target_: mine.Model\n",
         "conf/model/resnet50.yaml": "_target_: mine.Fifty\n",
-        # A foreign Hydra project has a primary config.
+        # A foreign Hydra project has a primary config, and groups of its own.
         "conf/config.yaml": "defaults: [model: mine]\nseed: 99\n",
+        "conf/db.yaml": "port: 3306\n",
         "mine.py": "",
     }
     (tmp_path / "conf/model").mkdir(parents=True)
@@ -161,24 +129,20 @@ def test_the_users_own_configs(command, without_stage_2, tmp_path) -> None:
     note = f"note: {tmp_path}/conf/model/resnet50.yaml replaces distdl's own\n"
     assert (output.code, output.err) == (0, note)
     shown = OmegaConf.create(command("--cfg", "job").out)
-    assert (shown.model._target_, shown.seed) == ("mine.Fifty", 0)
+    assert (shown.model._target_, shown.seed, "db" in shown) == ("mine.Fifty", 0, False)
     assert "_target_: mine.Model" in command("--cfg", "job", "model=mine").out
     (tmp_path / "conf/model/latin.yaml").write_bytes(b"# gr\xf6\xdfer\n")
     output = command("--help")
     assert output.code == 0 and "my very own" in output.out and "latin" in output.out
 
 
-def test_a_dry_run_shows_what_would_run_and_writes_nothing(tmp_path) -> None:
-    done = distdl("+experiment=resnet50_ddp", "debug=cpu", "name=x", "dry_run=true", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "run        outputs/resnet50_ddp/x\n" in done.stdout
-    assert "resources  1 x 1 cpu" in done.stdout
-    assert "batch      8 x 1 device = 8 per step" in done.stdout
-    assert "# in this process\nDISTDL_LAUNCHER=single python -m distdl.worker" in done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_dry_run_of_several_ranks_and_of_a_sweep(command, without_stage_2, tmp_path) -> None:
+def test_a_dry_run_shows_what_would_run_and_writes_nothing(command, without_stage_2, tmp_path):
+    output = command("+experiment=resnet50_ddp", "debug=cpu", "name=x", "dry_run=true")
+    assert output.code == 0, output.err
+    assert "run        outputs/resnet50_ddp/x\n" in output.out
+    assert "resources  1 x 1 cpu" in output.out
+    assert "batch      8 x 1 device = 8 per step" in output.out
+    assert "# in this process\nDISTDL_LAUNCHER=single python -m distdl.worker" in output.out
     output = command("trainer.devices=2", "trainer.accelerator=cpu", "name=x", "dry_run=true").out
     assert "# 2 processes under torch's elastic agent, each:\nDISTDL_LAUNCHER=local" in output
     assert "batch      64 x 2 devices = 128 per step" in output
