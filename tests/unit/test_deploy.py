@@ -1,5 +1,5 @@
 """`distdl deploy`: what is refused before anything is created; SageMaker with the real boto3, over
-http to moto, where the uploaded model answers (Azure: tests/cluster/test_deploy_azureml.py).
+http to moto, where the uploaded model answers (Azure: tests/cluster/test_azureml.py).
 
 Not seen here: AWS itself, its images and its load balancer.
 """

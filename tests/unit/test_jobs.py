@@ -87,9 +87,7 @@ def test_the_state_of_run_and_platform(attempt, recorded, platform, both):
 
 
 @pytest.mark.parametrize("terminal, answer", [(True, "c"), (True, "d"), (True, ""), (False, None)])
-def test_ctrl_c_asks_on_a_terminal_and_else_leaves_the_job(
-    attempt, monkeypatch, capsys, terminal, answer
-):
+def test_ctrl_c_asks_on_a_terminal(attempt, monkeypatch, capsys, terminal, answer):
     for stream in ("stdin", "stdout"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: terminal)
     monkeypatch.setattr("builtins.input", lambda _: answer)
@@ -207,18 +205,6 @@ def test_a_damaged_run_and_a_platform_out_of_reach_hide_no_other_run(attempt, mo
             assert "SUCCEEDED" in capsys.readouterr().out
             with pytest.raises(Damaged, match="restore it"):
                 resuming.plan(RunDirectory.open(f"outputs/e/{name}"), [])
-
-
-def test_the_text_of_a_failure_fits_also_a_copy(attempt, capsys):
-    run = attempt.path.parents[1]
-    (attempt.path / "job.json").unlink()
-    text = f"killed by it\n    distdl resume {run} x=1, not {run}2"
-    attempt.record_error(1, "Killed", text, "", 137)
-    attempt.conclude(JobState.FAILED, 2)
-    copy = run.rename(run.with_name("copy"))
-    output = shown("e/copy", capsys)
-    assert "error   rank 1 failed first: killed by it distdl resume " in output
-    assert f"distdl resume {copy} x=1, not {run}2" in output
 
 
 def test_the_advice_for_a_damaged_launch_works(without_stage_2, capsys):

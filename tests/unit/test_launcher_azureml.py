@@ -20,8 +20,8 @@ from distdl.config import compose
 from distdl.config import recipe as configs
 from distdl.job import JobSpec, Resources
 from distdl.launch import planning
-from distdl.launchers.azureml import entry, request, submit
-from distdl.launchers.azureml.azure_job import STATES, AzureMLJob
+from distdl.launchers.azureml import azure_job, entry, request, submit
+from distdl.launchers.azureml.azure_job import AzureMLJob
 from distdl.launchers.azureml.client import Connection, Workspace
 from distdl.launchers.azureml.launcher import AzureMLLauncher
 from distdl.util.errors import UserError
@@ -181,15 +181,13 @@ def test_what_azure_writes_over_a_reference_reaches_the_entry():
     assert all(len(name) <= 127 and name.replace("-", "").isalnum() for name in long.values())
 
 
-def test_another_image_is_another_version(tmp_path):
+def test_images(tmp_path):
+    """Another content is another version. A Python that is too old is reported by the first
+    import of every rank, whatever started it."""
     (tmp_path / "Dockerfile").write_text("FROM x\n")
     first = request.version_of(tmp_path)
     (tmp_path / "constraints.txt").write_text("a==1\n")
     assert request.version_of(tmp_path) != first
-
-
-def test_an_image_with_an_older_python_is_reported_at_once():
-    """Every rank begins with `import distdl`, whatever started it."""
     old = "import sys; sys.version_info = (3, 10, 12, 'final', 0); import distdl.worker"
     done = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
@@ -261,6 +259,8 @@ WAITS, ENDED = "azureml: queued: waiting for nodes", "azureml: completed"
 
 
 class History:
+    """Azure's answers; the last one stays."""
+
     def __init__(self, polls):
         self.polls = [*polls]
 
@@ -274,20 +274,19 @@ class History:
         return None if start > len(self.now[name]) else self.now[name][start:]
 
 
-@pytest.fixture
-def read_log(monkeypatch):
+def read_log(*polls, follow=True):
+    job = AzureMLJob(Connection(WORKSPACE, None), "job-1")
+    job._history = History(polls)
+    return list(job.logs(follow=follow))
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
     for name in ("SHORTEST", "LONGEST"):
-        monkeypatch.setattr(f"distdl.launchers.azureml.azure_job.{name}", 0.0)
-
-    def read_log(*polls, follow=True):
-        job = AzureMLJob(Connection(WORKSPACE, None), "job-1")
-        job._history = History(polls)
-        return list(job.logs(follow=follow))
-
-    return read_log
+        monkeypatch.setattr(azure_job, name, 0.0)
 
 
-def test_lines_come_complete_and_once_from_every_start(read_log):
+def test_lines_come_complete_and_once_from_every_start():
     polls = [QUEUED, OUTAGE, {**RUNNING, ZERO: b"one\ntw"}]
     polls += [{**RUNNING, ZERO: b"one\ntwo\r\n", ONE: b"of rank 1\n"}]
     lines = [WAITS, "azureml: no answer, trying again: no route", "azureml: running", "one", "two"]
@@ -301,22 +300,17 @@ def test_lines_come_complete_and_once_from_every_start(read_log):
     assert read_log(failed) == [*lines, "azureml: exit code 1"]
 
 
-def test_an_outage_for_good_and_a_long_queue(read_log, monkeypatch):
+def test_an_outage_for_good_and_a_long_queue(monkeypatch):
     for follow in (True, False):
         with pytest.raises(UserError, match="no route"):
             read_log(OUTAGE, follow=follow)
-    monkeypatch.setattr("distdl.launchers.azureml.azure_job.QUEUED_LONG", -1)
+    monkeypatch.setattr(azure_job, "QUEUED_LONG", -1)
     computes = SimpleNamespace(get=lambda _: cluster(), list_nodes=lambda _: [1, 2])
     jobs = SimpleNamespace(get=lambda name: SimpleNamespace(compute="/x/computes/gpu"))
     monkeypatch.setattr(Connection, "client", SimpleNamespace(jobs=jobs, compute=computes))
     _, reason, *_ = read_log(QUEUED, QUEUED, {"status": "Canceled"})
     assert "still queued" in reason and "quota" in reason
     assert "cluster gpu has 2 of at most 4 nodes" in reason
-
-
-def test_every_status_of_azure_has_a_state():
-    models = pytest.importorskip("azure.ai.ml._restclient.arm_ml_service.models")
-    assert {str(status.value) for status in models.JobStatus} <= set(STATES)
 
 
 def test_secrets_that_cannot_be_read_end_the_rank(tmp_path, monkeypatch, capsys):

@@ -1,13 +1,12 @@
-"""launcher=sagemaker: what is sent, what is refused before, jobs on AWS (moto), hosts of a job.
+"""launcher=sagemaker: what is sent, what is refused before, jobs on AWS (moto).
 
-What happens in the containers for real: tests/cluster/test_sagemaker.py.
+What happens in the containers for real, and between hosts: tests/cluster/test_sagemaker.py.
 """
 
 import contextlib
 import json
 import os
 import re
-import socket
 import sys
 import time
 
@@ -18,14 +17,12 @@ from distdl.job import JobSpec, JobState, Resources
 from distdl.launch import jobs
 from distdl.launchers.sagemaker import SageMakerLauncher, sagemaker_job, uploads
 from distdl.launchers.sagemaker.entry import Hosts
-from distdl.launchers.sagemaker.heartbeat import Heartbeat, HostEnd
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.launchers.sagemaker.sagemaker_settings import instances
 from distdl.util.errors import UserError
 from tests.aws import REGION, aws, moto
 from tests.conftest import ROOT, check_golden
-from tests.waiting import until
 
 botocore = pytest.importorskip("botocore.session")
 __all__ = ["aws", "moto"]
@@ -94,10 +91,8 @@ def service():
 
 
 @pytest.mark.parametrize("name", ["sagemaker", "sagemaker_everything"])
-def test_the_request_as_printed_and_as_the_services_own_model_takes_it(
-    name, submit, monkeypatch, pytestconfig
-):
-    """boto3 checks names and types of all members before it sends; patterns are checked here."""
+def test_the_request(name, submit, monkeypatch, pytestconfig):
+    """As printed, and as the service takes it: boto3 checks names and types before it sends."""
     node = EVERYTHING if name.endswith("everything") else NODE
     names = tuple(node.get("forward_env", ()))
     monkeypatch.setenv("WANDB_API_KEY", "canary-7c1")
@@ -134,18 +129,9 @@ def strings(shape, value):
 def test_job_names_obey_the_rules_and_differ(run_id):
     launcher, other = SageMakerLauncher(**NODE), SageMakerLauncher(**{**NODE, "bucket": "other"})
     tries = [(launcher, 1, 0), (launcher, 2, 0), (launcher, 1, 1), (other, 1, 0)]
-    names = [SageMakerRequest(spec(name=run_id, attempt=n), it, m).name for it, n, m in tries]
+    names = {SageMakerRequest(spec(name=run_id, attempt=n), it, m).name for it, n, m in tries}
+    assert len(names) == 4
     assert all(re.fullmatch("[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", name) for name in names), names
-    assert len(set(names)) == 4
-
-
-def test_devices_are_counted_by_the_type_and_slow_networks_noted():
-    known = {"p4d.24xlarge": (8, "gpu"), "m5.large": (1, "cpu"), "trn1.32xlarge": None}
-    for name, devices in known.items():
-        assert SageMakerLauncher.devices({"instance_type": f"ml.{name}"}) == devices
-    small = SageMakerLauncher(**{**NODE, "instance_type": "ml.g5.xlarge"})
-    (note,) = small.request(spec("", 4, 1, "gpu")).notes()
-    assert "no EFA" in note and "one host is enough: ml.g5.12xlarge (4 GPUs)" in note
 
 
 # What is refused
@@ -157,12 +143,18 @@ def refusals(devices=1, accelerator="gpu", **changes):
     return {problem.path: f"{problem.what} | {problem.remedy}" for problem in problems}
 
 
-def test_valid_settings_are_accepted():
+def test_types_of_instances_and_valid_settings():
     assert refusals() == refusals(**EVERYTHING) == {}
     assert refusals(instance_type="ml.m5.large", accelerator="cpu") == {}
-    assert "ml.trn1.32xlarge" not in instances()
-    assert refusals(instance_type="ml.trn1.32xlarge") == {}, "boto3 knows it"
+    new = "ml.trn1.32xlarge"  # boto3 knows it
+    assert new not in instances() and refusals(instance_type=new) == {}
     assert set(instances()) <= set(service().shape_for("TrainingInstanceType").enum)
+    known = {"ml.p4d.24xlarge": (8, "gpu"), "ml.m5.large": (1, "cpu"), new: None}
+    for name, devices in known.items():
+        assert SageMakerLauncher.devices({"instance_type": name}) == devices
+    small = SageMakerLauncher(**{**NODE, "instance_type": "ml.g5.xlarge"})
+    (note,) = small.request(spec("", 4, 1, "gpu")).notes()
+    assert "no EFA" in note and "one host is enough: ml.g5.12xlarge (4 GPUs)" in note
 
 
 REFUSED = [
@@ -365,9 +357,6 @@ def test_fetch_copies_the_store(submit, aws, tmp_path):
     assert {p.relative_to(to).as_posix() for p in to.rglob("*") if p.is_file()} == good
 
 
-# The hosts of a job, in their containers
-
-
 def test_hosts_are_counted_the_same_everywhere(tmp_path):
     file = tmp_path / "input/config/resourceconfig.json"
     file.parent.mkdir(parents=True)
@@ -378,21 +367,3 @@ def test_hosts_are_counted_the_same_everywhere(tmp_path):
     assert (hosts.names, hosts.number) == (("algo-1", "algo-2", "algo-10"), 1)
     interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "eth0")
     assert hosts.environment() == {**interfaces, "FI_PROVIDER": "efa"}
-
-
-def test_hosts_report_how_they_end_and_strangers_are_left_out():
-    """Silence: tests/cluster/test_sagemaker.py."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    second = Heartbeat(("localhost", "other"), "other", port)  # before the primary host's
-    first = Heartbeat(("localhost", "other"), "localhost", port)
-    until(lambda: first.links and second.links, 60)
-    with socket.create_connection(("localhost", port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        assert stranger.recv(10) == b""
-    assert first.ends() == second.ends() == {}
-    second.report_end(HostEnd(0))
-    until(lambda: first.ends() == {"other": HostEnd(0)}, 60)
-    failed = HostEnd(1, "rank 0: it's \u00e4rgerlich\nvery", 1.5)
-    first.report_end(failed)
-    until(lambda: second.ends() == {"localhost": failed}, 60)

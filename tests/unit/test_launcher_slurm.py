@@ -47,13 +47,10 @@ def test_script(case, pytestconfig):
     # Every setting changes a script, or is about the submitting side.
     settings = {"poll_seconds", "forward_env"}.union(*SCRIPTS.values())
     assert set(SlurmLauncher.model_fields) == settings
-
-
-def test_the_log_of_a_run_in_a_folder_with_special_characters():
-    """The other lines of the script: test_launcher_common.py."""
+    # Other lines of a run in a folder with special characters: test_launcher_common.py.
     text = SlurmLauncher().request(spec(size=CPU, root="/shared/my $runs/50%a'b")).text
-    folder = "/shared/my $runs/50%%a'b/resnet50_ddp/first/attempts/001/logs"
-    assert f'#SBATCH --output="{folder}/slurm-%j.log"\n' in text
+    log = "/shared/my $runs/50%%a'b/resnet50_ddp/first/attempts/001/logs/slurm-%j.log"
+    assert f'#SBATCH --output="{log}"\n' in text
 
 
 REFUSED = [
@@ -130,22 +127,24 @@ def test_what_the_accounting_remembers(monkeypatch):
     assert "has forgotten it" in many[5].why and many[0].why == ""
 
 
-SRUN_LINES = [
-    ("50%\rsrun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Killed", (1, -9, "n2")),
-    ("srun: error: n1: tasks 4-5,7: Segmentation fault (core dumped)", (4, -11, "n1")),
-    ("srun: error: n1: task 0: Exited with exit code 3", (0, 3, "n1")),
-    ("srun: error: n1: task 0: Out Of Memory\nsrun: error: n2: task 1: Killed", None),
-    ("task 1: Killed\nsrun: Force Terminated StepId=1.0", None),
-]
+SRUN_LINES = {
+    "50%\rsrun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Killed": (1, -9, "n2"),
+    "srun: error: n1: tasks 4-5,7: Segmentation fault (core dumped)": (4, -11, "n1"),
+    "srun: error: n1: task 0: Exited with exit code 3": (0, 3, "n1"),
+    "srun: error: n1: task 0: Out Of Memory\nsrun: error: n2: task 1: Killed": None,
+    "task 1: Killed\nsrun: Force Terminated StepId=1.0": None,
+}
 
 
-@pytest.mark.parametrize("lines, first", SRUN_LINES)
-def test_the_rank_that_ended_first(lines, first, tmp_path):
+def test_the_rank_that_ended_first(tmp_path):
     """srun's lines in a log that an earlier start of the job has written to as well."""
-    earlier = "slurm job 7, start 1, on n[1-2]\nsrun: error: n9: task 9: Killed\n"
-    (tmp_path / "slurm-7.log").write_text(f"{earlier}slurm job 7, start 2, on n[1-2]\n{lines}\n")
     job = SlurmLauncher().attach("slurm://7")
-    assert job.first_end(tmp_path) is None  # it has not failed as far as is known
-    job.failed = True
-    assert job.first_end(tmp_path) == first
+    for lines, first in SRUN_LINES.items():
+        text = "slurm job 7, start 1, on n[1-2]\nsrun: error: n9: task 9: Killed\n"
+        text += f"slurm job 7, start 2, on n[1-2]\n{lines}\n"
+        (tmp_path / "slurm-7.log").write_text(text)
+        job.failed = False  # as far as is known
+        assert job.first_end(tmp_path) is None
+        job.failed = True
+        assert job.first_end(tmp_path) == first, lines
     assert job.first_end(tmp_path / "absent") is None
