@@ -104,7 +104,7 @@ def test_hosts_and_hostfiles(tmp_path):
     assert not hosts.is_local("192.0.2.1")
 
 
-NO_HOSTS = ("a b", "node1:0", "node1:2:3", "-oProxyCommand=x")
+NO_HOSTS = ("a b", "node1:0", "node1:2:3", "-v")
 REFUSED = [
     ({}, (1, 2), []),
     ({"hosts": ["a", "b:2"]}, (2, 2), []),
