@@ -33,6 +33,7 @@ train debug=cpu | train: is neither a command | python -m distdl debug=cpu
 resume | RUN: | python -m distdl jobs list
 seed = 3 | seed=3: the shell splits it into several words | write seed=3
 seed= 3 | write seed=3
+seed =3 | write seed=3
 -m optimizer.lr=0.1, 0.2 | write optimizer.lr=0.1,0.2
 {word}trainer.max_epochs = 3 | trainer.max_epochs: | write trainer.max_epochs=3
 seed:3 | seed:3: is not an override | write seed=3
@@ -46,6 +47,7 @@ output_dir={300 letters} | output_dir: cannot be created: File name too long
 name=größe | name: must be made of letters from a to z | not 'größe'
 data=imagenet data.root=~/x | write data.root={home}/x
 optimizer.betas=[0.9, 0.99] | write 'optimizer.betas=[0.9, 0.99]'
+optimizer.lr=“0.1” | write optimizer.lr=0.1
 optimizer.betas=[0.1 | it lacks ]: 'optimizer.betas=[0.1]'
 trainer.max_epochs=1,2 | several values, and no sweep | add -m
 # Values; more are in VALUES.
@@ -97,6 +99,9 @@ model/lost | defaults:\n  - nothing\n | model: no option 'nothing', in model/los
 experiment/a | defaults:\n  - a\n | experiment/a.yaml: names itself under defaults: experiment/a ->
 experiment/latin | # one\n# größe\n | experiment/latin.yaml: is not UTF-8: invalid start byte, line
 experiment/a | {all}defaults:\n  - /data: synthetic\n | in the file: - override /data: NAME
+experiment/a | {all}defaults:\n  - override data: synthetic\n | in experiment/a.yaml | - override /d
+experiment/a | defaults:\n  - override /data: synthetic\n | experiment/a.yaml: its keys would be
+experiment/a | {all}strategy: ddp_spawn | strategy: must be a mapping | strategy=ddp
 experiment/a | {all}defaults:\n  - override /callbacks: [defalt]\n | did you mean callbacks=default?
 experiment/a | model: {a: 1}\ndata: {b: 2} | experiment: its keys | # @package _global_
 experiment/a | {all}model: {class_path: a.Net, init_args: {width: 3}} | model: class_path and in \

@@ -18,7 +18,7 @@ EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.ya
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_recipe_and_header(experiment: str, tmp_path: Path, monkeypatch, pytestconfig) -> None:
+def test_recipe_and_header(experiment, tmp_path, monkeypatch, pytestconfig):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DISTDL_CONF", raising=False)
     recipe = configs.recipe_of(compose.compose([f"+experiment={experiment}"]))
@@ -30,6 +30,6 @@ def test_recipe_and_header(experiment: str, tmp_path: Path, monkeypatch, pytestc
         assert f"#   {word}" in header, f"{experiment}: its header lacks {word}"
 
 
-def test_no_recipe_is_left_over() -> None:
+def test_no_recipe_is_left_over():
     golden = {path.stem for path in Path(__file__).parent.glob("*.yaml")}
     assert EXPERIMENTS and golden == set(EXPERIMENTS)

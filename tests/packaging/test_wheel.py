@@ -44,7 +44,7 @@ def installed(tmp_path_factory) -> Path:
     return venv
 
 
-def test_a_dry_run_from_another_folder(installed, tmp_path) -> None:
+def test_a_dry_run_from_another_folder(installed, tmp_path):
     typed = ("+experiment=resnet50_ddp", "debug=cpu", "dry_run=true")
     assert "resources  1 x 1 cpu" in output(installed / "bin/distdl", *typed, cwd=tmp_path)
     assert [*tmp_path.iterdir()] == []
@@ -52,7 +52,7 @@ def test_a_dry_run_from_another_folder(installed, tmp_path) -> None:
     assert output(installed / "bin/python", "-c", where, cwd=tmp_path).count(str(installed)) == 2
 
 
-def test_every_module_option_and_template_is_in_the_wheel(installed) -> None:
+def test_every_module_option_and_template_is_in_the_wheel(installed):
     """A package missing from pyproject's list works editable and vanishes from the wheel."""
     wheel = zipfile.ZipFile(next(installed.parent.glob("*.whl")))
     sources = files("-c", "conf", "launchers", "src/distdl")
