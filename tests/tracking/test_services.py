@@ -5,8 +5,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from hydra.utils import instantiate
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
@@ -77,19 +75,6 @@ def test_a_preset_names_the_extra_that_it_lacks(monkeypatch):
         assert not validate.problems_of(config, local=False)  # a job has its own environment
     with pytest.raises(UserError, match=r"'neptune'\n? .*(.|\n)*Neptune was shut down"):
         compose.compose(["tracking=neptune"])
-
-
-def test_hyperparameters_that_hydra_made_are_plain_data(tmp_path):
-    csv = CSVLogger(tmp_path, name="", version="")
-    tracked = Tracked(tmp_path, components={"csv": csv})
-    partial = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1}
-    csv.log_hyperparams({"optimizer": instantiate(partial), "width": 3})
-    csv.log_metrics({"x": 1.0}, 1)
-    csv.save()
-    tracked.finish()
-    text = (tmp_path / "hparams.yaml").read_text()
-    assert "_DeferredTarget" not in text and "!!python" not in text
-    assert all(part in text for part in ("lr: 0.1", "width: 3", "SGD"))
 
 
 def test_an_evaluation_draws_no_curve_of_a_placeholder():
