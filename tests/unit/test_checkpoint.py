@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def test_a_damaged_one_is_skipped_and_if_all_are_the_run_does_not_start_again(
 
 
 def no_manifest(source: Path, target: Path, rename: Any = os.rename) -> None:
-    if fnmatch(Path(target).name, "step_*.manifest.json"):
+    if Path(target).match("step_*.manifest.json"):
         refused()
     rename(source, target)
 
