@@ -1,13 +1,11 @@
 """Model folders for the tests of `distdl deploy`, as `distdl export` writes them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile
 from pathlib import Path
 
-from distdl.serving.model_folder import requirements
+from distdl.serving.model_folder import export_of, requirements
 from tests.serving.colours import write_model
 
 
@@ -31,8 +29,6 @@ def model_folder(folder: Path, card: str = "# Colours") -> Path:
 
 def run_folder(folder: Path) -> Path:
     """A run with a checkpoint and its export."""
-    from distdl.serving.model_folder import export_of
-
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints/last.ckpt").write_bytes(b"a checkpoint")
     (folder / "config.yaml").write_text("{}\n")

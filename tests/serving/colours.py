@@ -1,7 +1,5 @@
 """A model that names the colour of an image, servers of it, and a client."""
 
-from __future__ import annotations
-
 import http.client
 import io
 import json
@@ -11,16 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
 
 from distdl.serving import formats, model_folder
-from tests.conftest import ROOT, Background, environment
+from tests.conftest import ROOT, environment
 from tests.serving.conftest import WITHOUT_DISTDL
 from tests.waiting import until
 
@@ -41,24 +37,22 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def photo(colour: str = "red", form: str = "JPEG", mode: str = "RGB", **how: Any) -> bytes:
+def photo(colour="red", form="JPEG", mode="RGB", size=(48, 40)) -> bytes:
     memory = io.BytesIO()
-    Image.new("RGB", how.pop("size", (48, 40)), colour).convert(mode).save(memory, form, **how)
+    Image.new("RGB", size, colour).convert(mode).save(memory, form)
     return memory.getvalue()
 
 
 class Server:
     """A process, and requests to it."""
 
-    def __init__(self, process: subprocess.Popen[Any], port: int) -> None:
+    def __init__(self, process, port):
         self.process, self.port = process, port
 
-    def connect(self) -> socket.socket:
+    def connect(self):
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
-    def ask(
-        self, method: str, path: str, body: Any = None, kind: str = "", **more: str
-    ) -> tuple[int, Any]:
+    def ask(self, method, path, body=None, kind="", **more):
         """The status and the JSON of an answer; `more`: headers, with _ for -."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
@@ -68,42 +62,33 @@ class Server:
             connection.request(method, path, body, headers, encode_chunked=chunked)
             answer = connection.getresponse()
             assert answer.headers["Content-Type"] == "application/json"
-            content = json.loads(answer.read())
-            if answer.status == 503:
-                assert answer.headers["Retry-After"] or path != "/score"
-            return answer.status, content
+            assert answer.status != 503 or path != "/score" or answer.headers["Retry-After"]
+            return answer.status, json.loads(answer.read())
         finally:
             connection.close()
 
-    def score(self, body: bytes | None = None, **more: Any) -> tuple[int, Any]:
+    def score(self, body=None, **more):
         return self.ask("POST", "/score", body or photo(), "image/jpeg", **more)
 
-    def health(self) -> dict[str, Any]:
+    def health(self):
         status, content = self.ask("GET", "/health")
         assert status == 200
         return content
 
-    def scored(self) -> int:
-        """The number of images that the model has scored."""
-        return sum(int(size) * count for size, count in self.health()["batches"].items())
-
-    def memory(self) -> int:
+    def memory(self):
         """The most memory that the process has had, in bytes."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.search(r"VmHWM:\s+(\d+)", text)[1]) * 1024  # type: ignore[index]
+        return int(re.search(r"VmHWM:\s+(\d+)", text)[1]) * 1024
 
 
 @contextmanager
-def without_distdl(model: Path, *settings: str) -> Iterator[Server]:
+def without_distdl(model):
     """`python -m distdl_scoring.server` where distdl is not installed."""
     code = "import runpy; runpy.run_module('distdl_scoring.server', run_name='__main__')"
-    env = {**environment(), "PYTHONPATH": str(model)}
-    command = [sys.executable, "-c", WITHOUT_DISTDL + code, str(model), "serve.port=0", *settings]
-    with subprocess.Popen(
-        command, cwd=model, env=env, stdout=subprocess.PIPE, text=True
-    ) as process:
+    options = {"cwd": model, "env": {**environment(), "PYTHONPATH": str(model)}, "text": True}
+    command = [sys.executable, "-c", WITHOUT_DISTDL + code, str(model), "serve.port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as process:
         try:
-            assert process.stdout is not None
             yield Server(process, int(process.stdout.readline().rpartition(":")[2]))
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
@@ -112,33 +97,33 @@ def without_distdl(model: Path, *settings: str) -> Iterator[Server]:
 
 
 class Gated(Server):
-    """A server whose model waits while the file `closed` is in a folder, and fails while `broken`
-    is; it is loaded when `loading` is not (see `main`)."""
+    """A server whose model is loaded when no file `loading` is in the folder, waits while the file
+    `closed` is, and fails while `broken` is (see `main`)."""
 
-    def __init__(self, background: Any, model: Path, folder: Path, *settings: str) -> None:
+    def __init__(self, background, model, folder, *settings):
         self.folder = folder
-        words = (str(model), str(folder), *settings)
-        self.started: Background = background(
-            *words, module=("-m", "tests.serving.colours"), cwd=ROOT, env={"PYTHONPATH": str(ROOT)}
-        )
-        super().__init__(self.started.process, 0)
+        self.set("loading")
+        options = {"module": ("-m", "tests.serving.colours"), "cwd": ROOT}
+        options["env"] = {"PYTHONPATH": str(ROOT)}
+        self.started = background(str(model), str(folder), *settings, **options)
         self.started.until(lambda: "port " in self.started.output())
-        self.port = int(self.started.output().split("port ")[1].split()[0])
-
+        port = int(self.started.output().split("port ")[1].split()[0])
+        super().__init__(self.started.process, port)
         until(self.listens, 60, self.started.output)
 
-    def listens(self) -> bool:
+    def listens(self):
         try:
             self.connect().close()
             return True
         except ConnectionRefusedError:
             return False
 
-    def make_ready(self) -> Gated:
+    def make_ready(self):
+        self.set()
         until(lambda: self.ask("GET", "/ready")[0] == 200, 60, self.started.output)
         return self
 
-    def set(self, *names: str) -> None:
+    def set(self, *names):
         """These files are in the folder, and no others."""
         for name in ("loading", "closed", "broken"):
             if name in names:
@@ -147,7 +132,7 @@ class Gated(Server):
                 (self.folder / name).unlink(missing_ok=True)
 
 
-def main(model: str, folder: str, *settings: str) -> None:
+def main(model, folder, *settings):
     import time
 
     from distdl.serving import scorer, server
@@ -155,22 +140,22 @@ def main(model: str, folder: str, *settings: str) -> None:
     from tests.conftest import free_port
 
     class GatedScorer(scorer.Scorer):
-        def __init__(self, folder: str) -> None:
+        def __init__(self, folder):
             wait("loading")
             super().__init__(folder)
             self.score_open, self.probabilities = self.probabilities, self.score_gated
 
-        def score_gated(self, images: Any) -> Any:
+        def score_gated(self, images):
             wait("closed")
             if os.path.exists(f"{folder}/broken"):
                 raise RuntimeError("broken")
             return self.score_open(images)
 
-    def wait(name: str) -> None:
+    def wait(name):
         while os.path.exists(f"{folder}/{name}"):
             time.sleep(0.002)
 
-    scorer.Scorer = GatedScorer  # type: ignore[misc]
+    scorer.Scorer = GatedScorer
     port = free_port()
     print(f"port {port}", flush=True)
     options = Settings.model_validate(values_of([f"serve.port={port}", *settings]))

@@ -1,13 +1,9 @@
 """A small trained run, its exports, and Python without distdl."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +27,7 @@ sys.meta_path.insert(0, Absent())
 
 
 @pytest.fixture(scope="session")
-def project(tmp_path_factory) -> Path:
+def project(tmp_path_factory):
     """A folder of photographs, and a run that was trained on them, whose model is registered."""
     folder = tmp_path_factory.mktemp("project")
     write_photographs(folder / "images", CLASSES, train=TRAIN, val=VAL)
@@ -42,34 +38,35 @@ def project(tmp_path_factory) -> Path:
     return folder
 
 
-def export(project: Path, *words: str, code: int = 0, module: Any = UNCHECKED) -> str:
+def export(project, *words, code=0, module=UNCHECKED):
     done = distdl("export", RUN, *words, cwd=project, module=module)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="session")
-def pt2(project: Path) -> Path:
+def pt2(project):
     """The folder of the run's `pt2` export."""
     export(project, "--to", "pt2")
     (folder,) = (project / RUN / "exports").glob("pt2-*")
     return folder
 
 
-def outside(folder: Path, code: str) -> Any:
+def outside(folder, code):
     """What `code` prints as JSON, in a Python of its own in `folder` that has no distdl."""
-    env = {
-        **environment(),
-        "PYTHONPATH": str(folder),
-        "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
-    }
-    command = [sys.executable, "-c", WITHOUT_DISTDL + code]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    more = {"PYTHONPATH": str(folder), "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false"}
+    options = {"cwd": folder, "env": environment(**more), "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", WITHOUT_DISTDL + code], **options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def validation_images(project: Path) -> list[Path]:
+def validation_images(project):
     """In the order of their names."""
     root = project / "images/val"
     return [root / name / file for name in CLASSES for file in sorted(os.listdir(root / name))]
+
+
+def accuracy(answers, images):
+    pairs = zip(answers, images, strict=True)
+    return sum(answer["class"] == path.parent.name for answer, path in pairs) / len(images)
