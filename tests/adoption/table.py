@@ -5,120 +5,115 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+Node = dict[str, Any]
 
-def of(target: str, **arguments: Any) -> dict[str, Any]:
+
+def of(target: str, **arguments: Any) -> Node:
     return {"_target_": target, **arguments}
 
 
-REGRESSION = of("points.Regression")
-UNUSED = ("strategy=ddp", "strategy.find_unused_parameters=true")
+def theirs(name: str, **arguments: Any) -> Node:
+    return of(f"lightning.pytorch.callbacks.{name}", **arguments)
 
 
 @dataclass(frozen=True)
 class Idiom:
-    """One way to write Lightning code."""
+    """Some ways to write Lightning code, together."""
 
-    model: dict[str, Any] = field(default_factory=lambda: REGRESSION)
-    # A node, or a kind of `points.LOADERS`; None: the module brings its loaders.
-    data: dict[str, Any] | str | None = "plain"
-    sections: dict[str, dict[str, Any]] = field(default_factory=dict)  # further keys of sections
+    model: Node = field(default_factory=lambda: of("modules.Regression"))
+    data: str | None = "plain"  # of `points.LOADERS`; None: the module brings its loaders
+    # Further keys of sections.
+    trainer: Node = field(default_factory=dict)
+    checkpoint: Node = field(default_factory=dict)
+    callbacks: Node = field(default_factory=dict)
+    beside: Node = field(default_factory=dict)  # further callbacks, of our run alone
     tracking: str = "none"
     # Optimizer steps between checkpoints, one of which is due at batch 10; None: epochs' ends only.
     every: int | None = 5
-    random_order: bool = False  # the control is given the run's order of the samples
-    drawn: bool = False  # with replacement
-    two: bool = False  # two ranks add something
-    across: tuple[str, ...] = ()  # overrides for two ranks
-    evaluated: bool = False  # validation and test are not those of another idiom
-
-    @property
-    def halved(self) -> tuple[str, ...]:
-        """Overrides with which two ranks take the global batches of one."""
-        return ("data.batch_size=2" if self.data else "model.batch_size=2", *self.across)
+    batches: int = 24
+    two: tuple[str, ...] | None = None  # two ranks add something, with these overrides
+    quick: bool = False  # also outside the matrix
 
     @property
     def experiment(self) -> dict[str, Any]:
-        """What its experiment file contains, without `defaults`."""
-        sections: dict[str, Any] = {
+        """What its experiment file contains, without `defaults` and what is beside."""
+        trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 3, "log_every_n_steps": 1}
+        # In the foreground: a kill a few steps later finds it.
+        checkpoint = {"monitor": "val_loss", "mode": "min", "background": False}
+        data = {"data": of("points.PointsData", kind=self.data)} if self.data else {}
+        return {
+            "trainer": trainer | self.trainer,
+            "checkpoint": checkpoint | {"every_n_steps": self.every} | self.checkpoint,
+            "callbacks": {"watch": of("watch.Watch"), **self.callbacks},
             "model": self.model,
-            "trainer": {"accelerator": "cpu", "devices": 1, "max_epochs": 3},
-            "callbacks": {"watch": of("watch.Watch")},
-            # In the foreground: a kill a few steps later finds it.
-            "checkpoint": {"monitor": "val_loss", "mode": "min", "background": False},
+            **data,
+            "seed": 3,
         }
-        sections["checkpoint"]["every_n_steps"] = self.every
-        for name, more in self.sections.items():
-            sections[name] = sections[name] | more
-        if self.data is not None:
-            data = self.data
-            sections["data"] = of("points.PointsData", kind=data) if isinstance(data, str) else data
-        return {**sections, "seed": 3}
 
 
-def drawn(kind: str, **options: Any) -> Idiom:
-    """A loader that draws an order."""
-    return Idiom(data=kind, random_order=True, **options)
+def partials(scheduler: str, arguments: Node, **options: Any) -> Node:
+    """As lightning-hydra-template's users write it."""
+    adam = of("torch.optim.Adam", _partial_=True, lr=0.05, weight_decay=0.01)
+    schedule, net = of(scheduler, _partial_=True, **arguments), of("modules.network")
+    return of("modules.Partial", net=net, optimizer=adam, scheduler=schedule, **options)
 
 
-def scheduled(kind: str, **options: Any) -> Idiom:
-    return Idiom(of("modules.Scheduled", kind=kind), **options)
+SCHEDULERS = "torch.optim.lr_scheduler"
+STEP = partials(f"{SCHEDULERS}.StepLR", {"step_size": 3}, interval="step", frequency=2)
+EXPONENTIAL = partials(f"{SCHEDULERS}.ExponentialLR", {"gamma": 0.5})
+PLATEAU = partials("modules.plateau_of", {}, monitor="val_loss")
+SEQUENTIAL = partials("modules.sequential", {}, interval="step")
+GAN, BY_HAND, CONTRASTIVE = (of(f"modules.{name}") for name in ("GAN", "ByHand", "Contrastive"))
+UNUSED = ("strategy=ddp", "strategy.find_unused_parameters=true")
+# It begins in the epoch that is killed.
+SWA = theirs("StochasticWeightAveraging", swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)
+BESIDE = ("RichProgressBar", "LearningRateMonitor", "DeviceStatsMonitor", "ModelSummary")
+OFTEN, CLIPPED = {"val_check_interval": 2}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 
-
-GAN = of("modules.GAN")
-BY_HAND, OFTEN = of("modules.ByHand"), {"val_check_interval": 2}
-PARTIALS = of(
-    "modules.Partial",
-    net=of("points.network"),
-    optimizer=of("torch.optim.Adam", _partial_=True, lr=0.05, weight_decay=0.01),
-    scheduler=of("torch.optim.lr_scheduler.StepLR", _partial_=True, step_size=1),
-)
-SWA = of(
-    "lightning.pytorch.callbacks.StochasticWeightAveraging",
-    swa_lrs=0.01,
-    swa_epoch_start=1,
-    annealing_epochs=1,
-)
-BEST = {"monitor": "val_up_to_ten", "mode": "max"}
-CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-TWO_SETS = {"checkpoint": {"monitor": "val_loss/dataloader_idx_0"}}
-WITH_LOADERS = of("modules.WithLoaders", batch_size=4)
-
-IDIOMS: dict[str, Idiom] = {
-    "shuffled": drawn("shuffled", evaluated=True),
-    "gan": Idiom(GAN, two=True, across=UNUSED, evaluated=True),
-    "partials": Idiom(PARTIALS, evaluated=True),
-    "namespace": Idiom(of("modules.FromNamespace", lr=0.05, momentum=0.9), evaluated=True),
-    "vae": Idiom(of("modules.VAE"), tracking="tensorboard", evaluated=True),
-    "contrastive": Idiom(of("modules.Contrastive"), two=True, evaluated=True),
-    "stream": Idiom(data="stream", every=None, two=True),
+IDIOMS = {
+    "template": Idiom(STEP, "subclass", CLIPPED, two=(), quick=True),
+    "exponential": Idiom(EXPONENTIAL, "unbatched", {"precision": "bf16-mixed"}),
+    "plateau": Idiom(PLATEAU, "weighted", every=None, two=()),
+    "sequential": Idiom(SEQUENTIAL, "torchs batches", {"precision": "16-mixed"}, two=()),
+    "gan": Idiom(GAN, two=UNUSED, quick=True),
     # At the end of an epoch Lightning and the module do more after the hooks of callbacks.
-    "gan-of-an-epoch": Idiom(GAN, every=None, across=UNUSED),
-    "plateau-of-an-epoch": scheduled("plateau", every=None),
-    "weighted": drawn("weighted", drawn=True, two=True),
-    "counting": drawn("counting", two=True),
-    "torchs-batches": drawn("torchs batches"),
-    "unbatched": drawn("unbatched"),
-    "batches": drawn("batches", two=True),
-    "subclass": drawn("subclass", two=True),
-    "in-the-module": Idiom(WITH_LOADERS, None, random_order=True, evaluated=True),
+    "gan-of-a-stream": Idiom(GAN, "stream", every=None, two=UNUSED, quick=True),
+    "vae": Idiom(of("modules.VAE"), "batches", tracking="tensorboard", two=(), quick=True),
+    "contrastive": Idiom(CONTRASTIVE, two=()),
+    "in-the-module": Idiom(of("modules.Complete", batch_size=4), None, quick=True),
     "several-validations": Idiom(
-        data=of("points.TwoSets"), sections=TWO_SETS, two=True, evaluated=True
+        data="two sets", checkpoint={"monitor": "val_loss/dataloader_idx_0"}, two=()
     ),
-    **{
-        f"schedule-{k}": scheduled(k)
-        for k in ("step", "epoch", "plateau", "onecycle", "sequential")
-    },
-    "compiled": Idiom(of("modules.Compiled", backend="aot_eager"), evaluated=True),
-    "swa": Idiom(sections={"callbacks": {"swa": SWA}}, evaluated=True),
-    "bf16": Idiom(sections={"trainer": {"precision": "bf16-mixed"}}, evaluated=True),
-    "16-bit": Idiom(sections={"trainer": {"precision": "16-mixed"}}),
-    "accumulated-and-clipped": Idiom(sections={"trainer": CLIPPED}),
     # A validation is due where checkpoints are written: before the plateau's step, and after it.
-    "by-hand": Idiom(
-        BY_HAND,
-        sections={"trainer": OFTEN, "checkpoint": {"monitor": None}},
-        two=True,
-        across=UNUSED,
+    "by-hand": Idiom(BY_HAND, "plain", OFTEN, {"monitor": None}, two=UNUSED, quick=True),
+    "by-hand-best": Idiom(BY_HAND, "plain", OFTEN, {"monitor": "val_up_to_ten", "mode": "max"}),
+    "swa": Idiom(
+        callbacks={"swa": SWA},
+        beside={"bar": theirs("TQDMProgressBar"), "timer": theirs("Timer", duration={"hours": 1})},
+        batches=32,  # the last epoch is that of the batch norm
+        two=(),
+        quick=True,
     ),
-    "by-hand-best": Idiom(BY_HAND, sections={"trainer": OFTEN, "checkpoint": BEST}),
+    "swa-without-batch-norm": Idiom(CONTRASTIVE, callbacks={"swa": SWA}),
+    "ema": Idiom(callbacks={"ema": theirs("EMAWeightAveraging", decay=0.5)}),
+    "callbacks": Idiom(
+        trainer={
+            "max_time": of("datetime.timedelta", hours=1),
+            "profiler": of("lightning.pytorch.profilers.SimpleProfiler"),
+        },
+        callbacks={
+            "stop": theirs("EarlyStopping", monitor="val_loss", patience=1, min_delta=10.0),
+            "accumulate": theirs("GradientAccumulationScheduler", scheduling={0: 1, 1: 2}),
+            "unfreeze": theirs("BackboneFinetuning", unfreeze_backbone_at_epoch=1),
+        },
+        beside={
+            **{name.lower(): theirs(name) for name in BESIDE},
+            "throughput": of("modules.Throughput"),
+            "gone": None,
+        },
+        tracking="csv",
+        every=9,
+        batches=16,  # it is stopped after two epochs
+        quick=True,
+    ),
 }

@@ -1,8 +1,5 @@
 """examples/libraries: public Lightning libraries, those of them that are installed."""
 
-from __future__ import annotations
-
-import importlib.util
 import shutil
 from pathlib import Path
 
@@ -22,10 +19,9 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_trains_resumes_and_is_evaluated(name: str, tmp_path: Path) -> None:
+def test_trains_resumes_and_is_evaluated(name, tmp_path):
     package, tasks, exact = LIBRARIES[name]
-    if not importlib.util.find_spec(package):
-        pytest.skip(f"{package} is not installed")
+    pytest.importorskip(package)
     folder = tmp_path / "libraries"
     ignored = shutil.ignore_patterns("outputs", "__pycache__")
     shutil.copytree(ROOT / "examples/libraries", folder, ignore=ignored)

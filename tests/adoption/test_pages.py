@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import runpy
 import shlex
+import shutil
 import subprocess
-import sys
-from pathlib import Path
 
-import pytest
-
-from tests.adoption.project import call, command, metrics_of
-from tests.conftest import ROOT
+from tests.adoption.project import command, metrics_of
+from tests.conftest import ROOT, losses, python
 from tests.unit.test_docs import FENCE, arguments
 
 
-def script(*words: str) -> int:
-    """`python src/train.py`, as it finds itself: by a name, with its folder's parent to import."""
-    sys.argv, sys.path[0] = [*words], os.getcwd()
-    runpy.run_path(words[0], run_name="__main__")
-    return 0
-
-
-def fences(page: str) -> list[tuple[str, str, str]]:
+def fences(page):
     """(language, path or "", text) of each block of code."""
     return FENCE.findall((ROOT / "docs" / page).read_text())
 
 
-def write(folder: Path, path: str, body: str) -> None:
+def write(folder, path, body):
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     (folder / path).write_text(body)
 
 
-def run_page(page: str, folder: Path, *more: str) -> str:
+def run_page(page, folder, *more):
     """Follows the page in its order; `more` is added to each start. What was printed."""
     printed = ""
     for language, path, body in fences(page):
@@ -51,21 +39,16 @@ def run_page(page: str, folder: Path, *more: str) -> str:
     return printed
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The project of the page, in which its own script has trained before."""
-    page, folder = "from-lightning-hydra-template.md", tmp_path_factory.mktemp("template")
+def test_a_project_of_the_template_is_taken_over(tmp_path):
+    """Its own script has trained before."""
+    page, runs = "from-lightning-hydra-template.md", tmp_path / "outputs/example"
     for _, path, body in fences(page):
         if path and not path.startswith("conf/"):
-            write(folder, path, body)
+            write(tmp_path, path, body)
     words = ("src/train.py", "experiment=example", "trainer.max_epochs=2")
-    call("tests.adoption.test_pages:script", *words, cwd=folder)
-    return folder, run_page(page, folder)
-
-
-def test_a_project_of_the_template_is_taken_over(template) -> None:
-    folder, printed = template
-    runs = folder / "outputs/example"
+    done = python(*words, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = run_page(page, tmp_path)
     assert metrics_of(runs / "first").keys() == {"test/acc"}
     manifest = json.loads((runs / "first/checkpoints/best.ckpt.manifest.json").read_text())
     assert manifest["metrics"]["val/acc"] > 0.6, "it learns"
@@ -75,23 +58,9 @@ def test_a_project_of_the_template_is_taken_over(template) -> None:
     rows = (runs / "longer/logs/metrics.jsonl").read_text()
     steps = {json.loads(row)["step"] for row in rows.splitlines()}
     assert min(steps) > 20 and max(steps) == 50, "two of five epochs were the template's"
-    # The template's own command works beside it.
-    kept = {path.parent.name for path in (folder / "configs").glob("*/*.yaml")}
-    assert kept == {"model", "data", "trainer", "callbacks", "paths", "experiment"}
-    assert "${paths.data_dir}" in (folder / "configs/data/points.yaml").read_text()
-    assert not any("distdl" in path.read_text() for path in (folder / "src").rglob("*.py"))
 
 
-def test_what_is_copied_unchanged_is_answered_with_what_to_write(template) -> None:
-    folder, _ = template
-    for copy, original in (("experiment/copied", "experiment/example"), ("data/points",) * 2):
-        write(folder, f"conf/{copy}.yaml", (folder / f"configs/{original}.yaml").read_text())
-    printed = command("experiment=copied", cwd=folder, code=2)
-    for text in ("3 problems", "refers to paths.data_dir", "tracking=wandb"):
-        assert text in printed
-
-
-def test_fine_tuning(tmp_path) -> None:
+def test_fine_tuning(tmp_path):
     printed = run_page("fine-tuning.md", tmp_path, "tracking=none")
     page = (ROOT / "docs/fine-tuning.md").read_text()
     quoted = re.search(r"^not loaded from .*$", page, re.MULTILINE)
@@ -104,12 +73,26 @@ def test_fine_tuning(tmp_path) -> None:
     assert refused and refused[1] in printed
 
 
-def test_a_project_with_parts_of_its_own(tmp_path) -> None:
+def test_a_project_with_parts_of_its_own(tmp_path):
     run_page("your-own-project.md", tmp_path, "tracking=none")
-    logged: dict[str, float] = {}
-    for line in (tmp_path / "lines.jsonl").read_text().splitlines():
-        logged |= json.loads(line)
-    assert {"val_loss", "val_within", "weights/norm"} <= logged.keys()
+    lines = (tmp_path / "lines.jsonl").read_text().splitlines()
+    assert {"val_loss", "val_within", "weights/norm"} <= {
+        k for row in lines for k in json.loads(row)
+    }
     assert metrics_of(tmp_path / "outputs/ours/first").keys() >= {"val_loss"}
     manifest = tmp_path / "outputs/parts/parts/checkpoints/best.ckpt.manifest.json"
     assert 0 <= json.loads(manifest.read_text())["metrics"]["val_within"] <= 1
+
+
+def test_the_example_project_on_two_ranks(tmp_path):
+    """examples/my_project: a user's own module, data and configs, from its folder."""
+    project = tmp_path / "my_project"
+    shutil.copytree(ROOT / "examples/my_project", project, ignore=shutil.ignore_patterns("outputs"))
+    typed = "experiment=forecast trainer.accelerator=cpu trainer.devices=2 name=x tracking=none"
+    printed = command(*typed.split(), "trainer.log_every_n_steps=1", cwd=project)
+    run = project / "outputs/forecast/x"
+    manifest = json.loads((run / "checkpoints/best.ckpt.manifest.json").read_text())
+    assert manifest["metrics"]["val/mse"] < 0.02
+    assert "the model's own configure_optimizers" in printed
+    # 2,000 windows in batches of 50 per device, five epochs.
+    assert len(losses(run)) == 5 * 2000 // (50 * 2)

@@ -5,24 +5,59 @@ from argparse import Namespace
 
 import pytorch_lightning as pl  # Lightning 1's name
 import torch
-from points import WIDTH, PointsData, Regression
+from points import WIDTH, PointsData
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 
-class Compiled(Regression):
-    """A network that the module itself compiles."""
+class Steps(pl.LightningModule):
+    """One loss of a batch, in training, validation and test."""
 
-    def __init__(self, backend):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.Adam(trained, 0.05)
+
+
+def network():
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)
+    )
+
+
+class Regression(Steps):
+    """What many a project starts from: one network, one loss, `self.log`."""
+
+    def __init__(self):
         super().__init__()
-        self.network = torch.compile(self.network, backend=backend)
+        self.network = network()
+
+    @property
+    def backbone(self):
+        return self.network[:3]
+
+    def forward(self, x):
+        return self.network(x)
+
+    def loss(self, batch):
+        return F.mse_loss(self(batch["x"]), batch["y"])
 
 
-class WithLoaders(Regression):
-    """A module that brings its data."""
+class Complete(Regression):
+    """A module that brings its data, and compiles its network itself."""
 
-    kind = "shuffled"
+    kind = "subclass"
     train_dataloader, val_dataloader = PointsData.train_dataloader, PointsData.val_dataloader
     test_dataloader = PointsData.test_dataloader
 
@@ -30,63 +65,27 @@ class WithLoaders(Regression):
         super().__init__()
         self.save_hyperparameters()
         self.batch_size = batch_size
+        self.network = torch.compile(self.network, backend="aot_eager")
 
 
 class Partial(Regression):
-    """As lightning-hydra-template's users write it: the network and half-called optimizers."""
+    """The network and half-called optimizers; `options` are Lightning's, of a schedule."""
 
-    def __init__(self, net, optimizer, scheduler=None):
+    def __init__(self, net, optimizer, scheduler, **options):
         super().__init__()
         self.save_hyperparameters(logger=False, ignore=["net"])
-        self.network = net
+        self.network, self.options = net, options
 
     def configure_optimizers(self):
         optimizer = self.hparams.optimizer(params=self.parameters())
-        scheduler = self.hparams.scheduler(optimizer=optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}}
-
-
-class FromNamespace(Regression):
-    """As argparse gave them."""
-
-    def __init__(self, **options):
-        super().__init__()
-        hparams = Namespace(**options)
-        self.save_hyperparameters(hparams)
-
-    def configure_optimizers(self):
-        hparams = self.hparams
-        return torch.optim.SGD(self.parameters(), hparams.lr, momentum=hparams.momentum)
-
-
-class Scheduled(Regression):
-    """Every way to give Lightning a learning rate over time."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.save_hyperparameters()
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
-        total = int(self.trainer.estimated_stepping_batches)
-
-        def sequential():
-            start = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
-            rest = lr_scheduler.CosineAnnealingLR(optimizer, total - 6)
-            return lr_scheduler.SequentialLR(optimizer, [start, rest], milestones=[6])
-
-        make, options = {
-            "step": (lambda: lr_scheduler.StepLR(optimizer, 3), {"frequency": 2}),
-            "epoch": (lambda: lr_scheduler.ExponentialLR(optimizer, 0.5), {"interval": "epoch"}),
-            "plateau": (
-                lambda: plateau_of(optimizer),
-                {"interval": "epoch", "monitor": "val_loss"},
-            ),
-            "onecycle": (lambda: lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=total), {}),
-            "sequential": (sequential, {}),
-        }[self.hparams.kind]
-        schedule = {"scheduler": make(), "interval": "step", **options}
+        schedule = {"scheduler": self.hparams.scheduler(optimizer=optimizer), **self.options}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def sequential(optimizer):
+    start = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
+    rest = lr_scheduler.CosineAnnealingLR(optimizer, 18)
+    return lr_scheduler.SequentialLR(optimizer, [start, rest], milestones=[6])
 
 
 def plateau_of(optimizer):
@@ -126,22 +125,24 @@ class ByHand(Regression):
         return [optimizer], [{"scheduler": plateau_of(optimizer), **schedule}]
 
 
-class GAN(pl.LightningModule):
-    """A generator and a discriminator, each with an optimizer of its own, stepped by hand."""
+class GAN(Steps):
+    """A generator and a discriminator, each with an optimizer and a schedule of its own, stepped by
+    hand, the discriminator at each second batch only. Its arguments are as argparse gives them."""
 
-    def __init__(self, lr=0.01):
+    def __init__(self, **options):
         super().__init__()
-        self.save_hyperparameters()
+        hparams = Namespace(lr=0.01, **options)
+        self.save_hyperparameters(hparams)
         self.automatic_optimization = False
         self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, WIDTH))
         self.discriminator = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 1))
 
-    def forward(self, noise):
-        return self.generator(noise)
-
     def judge(self, samples, real):
         logits = self.discriminator(samples)
         return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
+
+    def loss(self, batch):
+        return self.judge(batch["x"], True)
 
     def training_step(self, batch, batch_idx):
         noise = torch.randn(len(batch["x"]), 4, device=self.device)
@@ -156,79 +157,69 @@ class GAN(pl.LightningModule):
             self.untoggle_optimizer(optimizer)
 
         def fooled():
-            return self.judge(batch["x"], True) + self.judge(self(noise).detach(), False)
+            return self.loss(batch) + self.judge(self.generator(noise).detach(), False)
 
         first, second = self.optimizers()
-        step("g_loss", first, lambda: self.judge(self(noise), True))
-        step("d_loss", second, fooled)
+        step("g_loss", first, lambda: self.judge(self.generator(noise), True))
+        if batch_idx % 2 == 0:
+            step("d_loss", second, fooled)
 
     def on_train_epoch_end(self):
         for scheduler in self.lr_schedulers():
             scheduler.step()
 
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.judge(batch["x"], True), sync_dist=True)
-
-    def test_step(self, batch, batch_idx):
-        self.log("test_loss", self.judge(batch["x"], True), sync_dist=True)
-
     def configure_optimizers(self):
-        optimizers = [
-            torch.optim.Adam(part.parameters(), self.hparams.lr, betas=(0.5, 0.999))
-            for part in (self.generator, self.discriminator)
-        ]
-        return optimizers, [lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
+        lr = self.hparams.lr
+        first = torch.optim.Adam(self.generator.parameters(), lr, betas=(0.5, 0.999))
+        second = torch.optim.SGD(self.discriminator.parameters(), 2 * lr, momentum=0.9)
+        return [first, second], [lr_scheduler.ExponentialLR(o, 0.5) for o in (first, second)]
 
 
-class Contrastive(pl.LightningModule):
+class Contrastive(Steps):
     """Two noisy views of each sample find each other again, over all ranks."""
 
-    def __init__(self, temperature=0.5, beta=0.1):
+    def __init__(self, temperature=0.5):
         super().__init__()
         self.save_hyperparameters()
         self.encoder = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 4))
 
-    def step(self, batch, stage):
+    def loss(self, batch):
         x, strength = batch["x"], 0.1 * self.training
         views = [x + strength * torch.randn_like(x) for _ in range(2)]
         codes = [F.normalize(self.encoder(view), dim=1) for view in views]
         if self.trainer.world_size > 1:
             codes = [self.all_gather(code, sync_grads=True).flatten(0, 1) for code in codes]
         likeness = codes[0] @ codes[1].T / self.hparams.temperature
-        loss = F.cross_entropy(likeness, torch.arange(len(likeness)))
-        self.log(f"{stage}_loss", loss, sync_dist=True)
-        return loss
-
-    def training_step(self, batch, batch_idx):
-        return self.step(batch, "train")
-
-    def validation_step(self, batch, batch_idx):
-        self.step(batch, "val")
-
-    def test_step(self, batch, batch_idx):
-        self.step(batch, "test")
+        return F.cross_entropy(likeness, torch.arange(len(likeness)))
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), 0.01)
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        total = int(self.trainer.estimated_stepping_batches)
+        schedule = lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=total)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class VAE(Contrastive):
+class VAE(Steps):
     """A variational autoencoder that shows its samples to the logger."""
 
-    def __init__(self):
+    def __init__(self, beta=0.1):
         super().__init__()
+        self.save_hyperparameters()
         self.encoder, self.decoder = nn.Linear(WIDTH, 4), nn.Linear(2, WIDTH)
 
-    def step(self, batch, stage):
+    def loss(self, batch):
         mean, log_variance = self.encoder(batch["x"]).chunk(2, dim=1)
         noise = torch.randn_like(mean) if self.training else 0.0
         samples = self.decoder(mean + noise * (log_variance / 2).exp())
         kl = (mean**2 + log_variance.exp() - 1 - log_variance).sum(1).mean() / 2
-        loss = F.mse_loss(samples, batch["x"]) + self.hparams.beta * kl
-        parts = {f"{stage}_kl": kl.detach(), f"{stage}_loss": loss}
-        self.log_dict(parts, sync_dist=True)
-        return loss
+        self.log("kl", kl.detach(), sync_dist=True)
+        return F.mse_loss(samples, batch["x"]) + self.hparams.beta * kl
 
     def on_validation_epoch_end(self):
         image = self.decoder(torch.randn(4, 2, device=self.device)).sigmoid()
         self.logger.experiment.add_image("samples", image[None], self.current_epoch)
+
+
+class Throughput(pl.callbacks.ThroughputMonitor):
+    def __init__(self):
+        super().__init__(batch_size_fn=lambda batch: len(batch["id"]))

@@ -1,11 +1,10 @@
-"""What the projects share: points, each with its number, loaders as people write them, a network.
+"""What the projects share: points, each with its number, and loaders as people write them.
 
 The idioms are told apart in modules.py and in tests/adoption/table.py.
 """
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from torch import nn
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -86,10 +85,9 @@ def in_batches(size):
 
 LOADERS = {
     "plain": lambda size: DataLoader(Points(), size),
-    "shuffled": lambda size: DataLoader(Points(), size, shuffle=True),
+    "two sets": lambda size: DataLoader(Points(), size),
     "stream": lambda size: DataLoader(Stream(), size),
     "weighted": lambda size: DataLoader(Points(), size, sampler=weighted()),
-    "counting": lambda size: DataLoader(Points(), size, sampler=Counting()),
     "torchs batches": lambda size: DataLoader(Points(), batch_sampler=in_batches(size)),
     "unbatched": lambda size: DataLoader(Points(), sampler=in_batches(size), batch_size=None),
     "batches": lambda size: DataLoader(Points(), batch_sampler=Neighbours(size)),
@@ -98,7 +96,9 @@ LOADERS = {
 
 
 class PointsData(LightningDataModule):
-    def __init__(self, kind="plain", batch_size=4):
+    """`kind="two sets"`: validation and test have two, of different length."""
+
+    def __init__(self, kind, batch_size=4):
         super().__init__()
         self.kind, self.batch_size = kind, batch_size
 
@@ -106,50 +106,7 @@ class PointsData(LightningDataModule):
         return LOADERS[self.kind](self.batch_size)
 
     def val_dataloader(self):
-        return DataLoader(Points(10, seed=2), 4)
-
-    def test_dataloader(self):
-        return DataLoader(Points(6, seed=3), 4)
-
-
-class TwoSets(PointsData):
-    """Validation and test on two sets of different length."""
-
-    def val_dataloader(self):
-        return [DataLoader(Points(14, seed=2), 4), DataLoader(Points(6, seed=3), 4)]
+        one, other = DataLoader(Points(10, seed=2), 4), DataLoader(Points(6, seed=3), 4)
+        return [one, other] if self.kind == "two sets" else one
 
     test_dataloader = val_dataloader
-
-
-def network():
-    return nn.Sequential(
-        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)
-    )
-
-
-class Regression(LightningModule):
-    """What many a project starts from: one network, one loss, `self.log`."""
-
-    def __init__(self, lr=0.05):
-        super().__init__()
-        self.lr, self.network = lr, network()
-
-    def forward(self, x):
-        return self.network(x)
-
-    def loss(self, batch):
-        return nn.functional.mse_loss(self(batch["x"]), batch["y"])
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self.log("val_loss", self.loss(batch), sync_dist=True)
-
-    def test_step(self, batch, batch_idx, dataloader_idx=0):
-        self.log("test_loss", self.loss(batch), sync_dist=True)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), self.lr)

@@ -28,13 +28,14 @@ class Watch(Callback):
         if "SEEN" not in os.environ:
             return
         loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else outputs
+        logged = trainer.callback_metrics.items()
         weights = torch.cat([p.detach().flatten().double() for p in pl_module.parameters()])
         line = {
             "epoch": trainer.current_epoch,
             "batch": number(trainer),
             "ids": batch["id"].tolist(),
             "loss": float(loss) if isinstance(loss, torch.Tensor) else None,
-            "logged": {k: float(v) for k, v in trainer.callback_metrics.items() if "val" not in k},
+            "logged": {k: float(v) for k, v in logged if not k.startswith(("val", "lr-"))},
             # One number that hardly two different sets of weights share.
             "weights": float(weights @ torch.arange(1.0, len(weights) + 1, dtype=torch.double)),
             "rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
