@@ -163,7 +163,7 @@ def test_from_tars_to_two_ranks_without_a_server(
     where = {"cwd": tmp_path, "env": {"DISTDL_CACHE": str(cache)}}
     tars = str(imagenet(tmp_path / "tars", PER_CLASS))
     prepare = ["prepare", "imagenet", "--source", tars, "--to", str(out)]
-    prepare += ["--subset", "--shard-mb", "0.02", "--upload", account]
+    prepare += ["--subset", "--shard-mb", "0.01", "--upload", account]
 
     # Killed while it uploads; tests/unit/test_prepare_interrupted.py kills it while it prepares.
     start = background(*prepare, **where)
