@@ -9,7 +9,6 @@ import functools
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, environment, free_port
 from tests.warm import Popen
 
 
@@ -53,27 +52,23 @@ class Seen:
 class Ranks:
     """A process group of `size` ranks on this machine; `more`: variables of their environment."""
 
-    def __init__(self, size: int, folder: Path, accelerator: str = "cpu", **more: str) -> None:
+    def __init__(self, size, folder, accelerator="cpu", **more):
         self.log = folder / f"ranks-{size}.log"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         more |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "DISTDL_LAUNCHER": "local"}
         self._output = self.log.open("w")
+        options = {"cwd": ROOT, "stdin": subprocess.PIPE, "stderr": self._output, "text": True}
         self._ranks = [
             Popen(
                 [sys.executable, "-m", __name__, accelerator],
-                cwd=ROOT,
                 env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **more),
-                stdin=subprocess.PIPE,
                 stdout=self._output if rank else subprocess.PIPE,
-                stderr=self._output,
-                text=True,
+                **options,
             )
             for rank in range(size)
         ]
 
-    def train(self, case: Case, timeout: float = 120) -> Seen:
+    def train(self, case, timeout=120):
         """Trains it on all ranks, and fails with the ranks' own traceback."""
         line = json.dumps(vars(case), default=str) + "\n"
         for rank in self._ranks:
@@ -87,7 +82,7 @@ class Ranks:
                 return seen
         raise AssertionError(f"the ranks ended:\n{self.log.read_text()[-6000:]}")
 
-    def close(self) -> None:
+    def close(self):
         for rank in self._ranks:
             rank.stdin.close()
         for rank in self._ranks:
@@ -98,7 +93,7 @@ class Ranks:
 
 
 @functools.cache
-def shared(size: int) -> Ranks:
+def shared(size):
     """The ranks that all tests of this process share; they end with it."""
     folder = tempfile.TemporaryDirectory(prefix="ranks-")
     ranks = Ranks(size, Path(folder.name))
@@ -106,8 +101,23 @@ def shared(size: int) -> Ranks:
     return ranks
 
 
-def train(case: Case) -> Seen:
-    """One case on this rank."""
+def called(case):
+    """The results of `case.call` on every rank, and the errors of a check that fails on one."""
+    from distdl.distributed import process_group
+
+    module, _, name = case.call.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    results, error = {}, ""
+    try:
+        results = dict(function(Path(case.folder), *case.overrides))
+    except Exception:
+        error = traceback.format_exc()
+    errors = "".join(process_group.gather(error))
+    return Seen(ranks=process_group.gather(results), error=errors)
+
+
+def trained(case):
+    """A training on this rank."""
     from lightning.pytorch import Callback
 
     from distdl import tasks
@@ -115,23 +125,12 @@ def train(case: Case) -> Seen:
     from distdl.distributed import process_group
     from distdl.job import JobState
     from distdl.ranks import stopping
-    from distdl.strategies.pipeline.reduction import GradientReducer
 
-    if case.call:
-        module, _, name = case.call.partition(":")
-        function = getattr(importlib.import_module(module), name)
-        results, error = {}, ""
-        try:
-            results = dict(function(Path(case.folder), *case.overrides))
-        except Exception:
-            error = traceback.format_exc()
-        errors = "".join(process_group.gather(error))  # of a check that fails on one rank
-        return Seen(ranks=process_group.gather(results), error=errors)
     seen, stop = Seen(), stopping.StopRequest()
-    mine: dict[str, Any] = {"devices": [], "asked": 0, "buckets": None}
+    mine = {"devices": [], "asked": 0}
 
     class Watch(Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs
             losses = process_group.gather(float(loss))
             seen.losses.append(sum(losses) / len(losses))
@@ -140,23 +139,14 @@ def train(case: Case) -> Seen:
             if last and case.stop_after == trainer.global_step > 0:
                 stop.state, stop.signal = JobState.PREEMPTED, "SIGTERM"
 
-    def finish(reducer: GradientReducer, finish: Any = GradientReducer.finish) -> None:
-        if reducer.active:  # how many buckets were under way when the schedule had ended
-            mine["buckets"] = len(reducer.launched), len(reducer.buckets)
-        finish(reducer)
-
-    def read(dataset: KeyedDataset, keys: Any, read: Any = KeyedDataset.__getitems__) -> Any:
+    def read(dataset, keys, read=KeyedDataset.__getitems__):
         mine["asked"] += len(keys)
         return read(dataset, keys)
 
     built = built_of(case, stop)
     built.trainer.callbacks.insert(0, Watch())
     if case.fit:
-        with (
-            patch.object(GradientReducer, "finish", finish),
-            patch.object(KeyedDataset, "__getitems__", read),
-            suppress(stopping.Stopped),
-        ):
+        with patch.object(KeyedDataset, "__getitems__", read), suppress(stopping.Stopped):
             seen.metrics = tasks.train(built)
     if case.validate:
         mine["validated"] = seen.validated = tasks.validate(built, "last")
@@ -164,7 +154,7 @@ def train(case: Case) -> Seen:
     return seen
 
 
-def built_of(case: Case, stop: Any = None) -> Any:
+def built_of(case, stop=None):
     """A case from the command line's words on, as the worker builds it."""
     from distdl.checkpoint import fetching
     from distdl.config import compose, resources
@@ -183,7 +173,7 @@ def built_of(case: Case, stop: Any = None) -> Any:
     return build(config, run, Attempt(run.path / "attempts/001"), here, size, stop, [], chosen)
 
 
-def main(accelerator: str) -> None:
+def main(accelerator):
     import warnings
 
     import torch
@@ -202,7 +192,8 @@ def main(accelerator: str) -> None:
     process_group.connect(here, accelerator)
     for line in sys.stdin:
         try:
-            seen = train(Case(**json.loads(line)))
+            case = Case(**json.loads(line))
+            seen = called(case) if case.call else trained(case)
         except BaseException:
             seen = Seen(error=traceback.format_exc())
         if here.rank == 0:

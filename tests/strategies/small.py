@@ -1,13 +1,14 @@
-"""A small network, its data and its training, for tests of strategies on two ranks."""
+"""A small network, its data and its training, for tests of strategies on two ranks; and modules
+that step by hand, or do what FSDP2 cannot."""
 
 import warnings
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from distdl.checkpoint import portable
@@ -20,91 +21,177 @@ BATCH = 4  # per rank
 class Small(LightningModule):
     """23,000 weights: a convolution, batch norm on request, a matrix worth compressing."""
 
-    def __init__(self, batch_norm: bool = False, momentum: float = 0.9) -> None:
+    def __init__(self, batch_norm=False):
         super().__init__()
         torch.manual_seed(0)
         norm = nn.BatchNorm2d(8) if batch_norm else nn.GroupNorm(2, 8)
         convolution = nn.Conv2d(3, 8, 3, padding=1), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(4)
         head = nn.Flatten(), nn.Linear(128, 160), nn.ReLU(), nn.Linear(160, 10)
         self.network = nn.Sequential(*convolution, *head)
-        self.momentum = momentum
-        self.losses: list[float] = []
-        self.validated: list[float] = []
+        self.losses, self.validated = [], []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+    def training_step(self, batch, batch_idx):
+        loss = cross_entropy(self.network(batch[0]), batch[1])
         self.losses.append(float(loss.detach()))
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.validated.append(checksum(self))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         weights = [p for p in self.parameters() if p.dim() > 1]
         others = [p for p in self.parameters() if p.dim() <= 1]
         groups = [{"params": weights, "weight_decay": 1e-3}, {"params": others}]
-        return torch.optim.SGD(groups, 0.05, momentum=self.momentum)
+        return torch.optim.SGD(groups, 0.05, momentum=0.9)
+
+
+class Thawed(Small):
+    """Trains its convolution from the fourth batch on, as BackboneFinetuning does."""
+
+    def __init__(self):
+        super().__init__()
+        self.network[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 3:
+            self.network[0].requires_grad_(True)
+
+
+class ByHand(Small):
+    """Calls its parts by themselves, goes backward in between, and steps two optimizers."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.scale = nn.Parameter(torch.ones(10))
+
+    def training_step(self, batch, batch_idx):
+        scale = self.scale  # of the module itself: before the first backward pass
+        for number, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            inside = self.network[:5](batch[0])
+            answer = self.network[5:](inside.detach() if number else inside)
+            loss = cross_entropy(answer * (1 if number else scale), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.losses.append(float(loss.detach()))
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        first = [*self.network[:5].parameters(), self.scale]
+        adam = torch.optim.Adam(self.network[5:].parameters(), 0.01)
+        return [torch.optim.SGD(first, 0.05, momentum=0.9), adam]
+
+
+class Penalty(Small):
+    """A gradient penalty, through a unit of FSDP2 (the module itself) or inside of it."""
+
+    def __init__(self, through):
+        super().__init__()
+        self.through = through
+
+    def forward(self, images):
+        return self.network(images)
+
+    def training_step(self, batch, batch_idx):
+        images = batch[0].requires_grad_()
+        answer = self(images) if self.through else self.network(images)
+        (gradient,) = torch.autograd.grad(answer.sum(), images, create_graph=True)
+        loss = cross_entropy(answer, batch[1]) + gradient.norm() / 10
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+class Target(Small):
+    """A moving average of the weights, in the step (BYOL) or after it."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.after, self.target = after, nn.Linear(160, 10).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        if not self.after:
+            self.follow()
+        return super().training_step(batch, batch_idx) + self.target.bias.sum() * 0
+
+    def on_train_batch_end(self, *_):
+        if self.after:
+            self.follow()
+
+    @torch.no_grad()
+    def follow(self):
+        for mean, value in zip(self.target.parameters(), self.network[7].parameters(), strict=True):
+            mean.lerp_(value, 0.1)
+
+
+UNDER_FSDP = (ByHand, partial(Target, after=True), partial(Penalty, through=False))
+NOT_UNDER_FSDP = {
+    partial(Penalty, through=True): "create_graph=True",
+    partial(Target, after=False): "training_step changes weights (target.",
+}
 
 
 class Chain(nn.Module):
-    """For pipelines, with what a real network has: norms, an in-place ReLU, a flattening."""
+    """With what a real network has: norms, an in-place ReLU, a flattening."""
 
-    def __init__(self, num_classes: int, zero_init_residual: bool) -> None:
+    width = 0  # of a layer before the last one
+
+    def __init__(self, num_classes, zero_init_residual):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
         self.act = nn.ReLU(inplace=True)
         self.body = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)))
         self.pool = nn.AdaptiveAvgPool2d(2)
-        self.fc = nn.Linear(32, num_classes)
+        self.wide = nn.Linear(32, self.width) if self.width else nn.Identity()
+        self.fc = nn.Linear(self.width or 32, num_classes)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(torch.flatten(self.pool(self.body(self.act(self.stem(x)))), 1))
+    def forward(self, x):
+        x = self.pool(self.body(self.act(self.stem(x))))
+        return self.fc(self.wide(torch.flatten(x, 1)))
 
 
-def shard(rank: int, steps: int = 16) -> TensorDataset:
+class Wide(Chain):
+    """With 130,000 weights in one layer: ZeRO-3 keeps small ones whole."""
+
+    width = 4096
+
+
+def shard(rank, steps=16):
     """A rank's own samples, in the order they are trained on."""
     generator = torch.Generator().manual_seed(100 + rank)
     images = torch.randn(BATCH * steps, 3, 8, 8, generator=generator)
     return TensorDataset(images, torch.randint(0, 10, (BATCH * steps,), generator=generator))
 
 
-def loader(rank: int | None = None, skip: int = 0) -> DataLoader[Any]:
+def loader(rank=None, skip=0):
     """A rank's batches, the first `skip` of which were trained on before."""
     samples = shard(torch.distributed.get_rank() if rank is None else rank)
     return DataLoader(TensorDataset(*(t[skip * BATCH :] for t in samples.tensors)), BATCH)
 
 
-def trainer(
-    strategy: Strategy | str, steps: int, folder: Path, callbacks: Any = (), **more: Any
-) -> Trainer:
+def trainer(strategy, steps, folder, callbacks=(), **more):
     """A Trainer as distdl.worker.build makes it, on the process group that there is."""
     warnings.filterwarnings("ignore")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if isinstance(strategy, Strategy):
         portable.use_names(strategy)
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    off += ("use_distributed_sampler",)
     more = {"limit_val_batches": 0, "num_sanity_val_steps": 0, **dict.fromkeys(off, False), **more}
-    result = Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=strategy,
-        plugins=[LaunchedEnvironment(Environment("test", rank, world, rank, world))],
-        callbacks=list(callbacks),
-        max_steps=steps,
-        max_epochs=100,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-        **more,
-    )
-    result._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    more |= {"max_steps": steps, "max_epochs": 100, "default_root_dir": folder}
+    here = LaunchedEnvironment(Environment("test", rank, world, rank, world))
+    more |= {"accelerator": "cpu", "devices": world, "plugins": [here]}
+    result = Trainer(strategy=strategy, callbacks=[*callbacks], **more)
+    result._signal_connector.register_signal_handlers = lambda: None
     return result
 
 
-def checksum(module: nn.Module) -> float:
+def checksum(module):
     """One number that hardly two different sets of weights share."""
     values = torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])
     return float((values * torch.arange(1, len(values) + 1)).sum())
 
 
-def flat(module: nn.Module) -> Tensor:
+def flat(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])

@@ -7,22 +7,8 @@ import pytest
 
 from distdl.strategies.pipeline import stage_rules
 from tests.conftest import ROOT
-from tests.strategies.matrix import (
-    HALF,
-    MATRIX,
-    SAME_TO,
-    STEPS,
-    TOPOLOGIES,
-    apart,
-    batch,
-    by_position,
-    difference,
-    read,
-    read_by_lightning,
-    staged,
-    step,
-    two,
-)
+from tests.strategies import matrix
+from tests.strategies.matrix import HALF, MATRIX, SAME_TO, STEPS, TOPOLOGIES, difference, step, two
 
 # The files of this folder share the ranks.
 pytestmark = pytest.mark.xdist_group("strategies")
@@ -32,7 +18,7 @@ EVERYONE["offload x2"] = two("deepspeed_offload")
 if MATRIX:  # elsewhere test_pipeline has the schedules, and the cases below have the stages
     EVERYONE["zero2 x2"] = two("deepspeed_zero2")
     for each in ("gpipe", "interleaved", "zero_bubble"):
-        EVERYONE[f"{each} x2"] = staged(2, 8, 4, f"strategy.schedule={each}")
+        EVERYONE[f"{each} x2"] = matrix.staged(2, 8, 4, f"strategy.schedule={each}")
 
 
 @pytest.mark.parametrize("name", EVERYONE)
@@ -45,6 +31,10 @@ def test_trains_as_one_process_does(name, runs):
     halves = runs.seen["single"].losses
     sums = [sum(halves[i : i + 2]) for i in range(0, 2 * STEPS, 2)]
     assert runs.seen[name].losses == pytest.approx(sums, abs=1e-5) and len(sums) == STEPS
+    if MATRIX:
+        pairs = ("single", TOPOLOGIES["single"]), (name, EVERYONE[name])
+        files = [step(runs.train(f"resnet50 {n}", t.plus("model=resnet50"))) for n, t in pairs]
+        assert difference(*files) < 10 * SAME_TO
 
 
 # Two epochs of 20 samples: three accumulated batches of 2 x 2 and a rest that is stepped, too; the
@@ -52,40 +42,26 @@ def test_trains_as_one_process_does(name, runs):
 HARD = (
     *("data.train_samples=20", "trainer.max_epochs=2", "trainer.max_steps=-1"),
     *("+trainer.gradient_clip_val=0.5", "optimizer=adamw", "checkpoint.every_n_steps=null"),
-    *batch(2, 3),
+    *matrix.batch(2, 3),
 )
 STAGES = ["fsdp", *(["deepspeed_zero1"] if MATRIX else []), "deepspeed_zero2", "deepspeed_zero3"]
+# channels_last chooses other kernels for DDP's weights, and a fused step rounds once less than that
+# of sharded weights: both show in 16 bits.
+HALF_PRECISION = (
+    *("model.norm=batch", "model.channels_last=false", "optimizer.fused=false"),
+    *("+trainer.precision=bf16-mixed", *matrix.batch(4)),
+)
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_accumulates_clips_and_validates_as_ddp_does(name, runs):
+def test_hard_settings_and_16_bits_with_batch_norm_as_under_ddp(name, runs):
     files = [runs.train(f"hard {n}", two(n, *HARD)) / "last.ckpt" for n in ("ddp", name)]
     assert difference(*files) < SAME_TO
     expected, metrics = (runs.seen[f"hard {n}"].metrics for n in ("ddp", name))
     assert metrics["val/samples"] == expected["val/samples"] == 21
     assert metrics["val/loss"] == pytest.approx(expected["val/loss"], abs=1e-6)
-
-
-# channels_last chooses other kernels for DDP's weights, and a fused step rounds once less than that
-# of sharded weights: both show in 16 bits.
-HALF_PRECISION = (
-    *("model.norm=batch", "model.channels_last=false", "optimizer.fused=false"),
-    *("+trainer.precision=bf16-mixed", *batch(4)),
-)
-
-
-@pytest.mark.parametrize("name", ["fsdp", "deepspeed_zero2", "deepspeed_zero3"])
-def test_bf16_with_batch_norm_and_its_statistics(name, runs):
     files = [step(runs.train(f"bf16 {n}", two(n, *HALF_PRECISION))) for n in ("ddp", name)]
     assert difference(*files) == 0
-
-
-@pytest.mark.skipif(not MATRIX, reason="make matrix")
-@pytest.mark.parametrize("name", EVERYONE)
-def test_resnet50(name, runs):
-    pairs = ("single", TOPOLOGIES["single"]), (name, EVERYONE[name])
-    files = [step(runs.train(f"resnet50 {n}", t.plus("model=resnet50"))) for n, t in pairs]
-    assert difference(*files) < 10 * SAME_TO
 
 
 def test_averages_as_ddp_does_and_resumes_there(runs):
@@ -93,9 +69,9 @@ def test_averages_as_ddp_does_and_resumes_there(runs):
     ddp, zero1 = runs.train("ema ddp", ema["ddp x2"]), runs.train("ema zero1", ema["zero1 x2"])
     after = runs.train("ema zero1 then ddp", ema["ddp x2"], resume=step(zero1, HALF))
     assert max(difference(step(ddp), step(other)) for other in (zero1, after)) < SAME_TO
-    averaged, plain = read(step(ddp)), read(step(runs.train("ddp x2")))
-    assert apart(averaged["current_model_state"], plain["state_dict"]) < SAME_TO
-    assert apart(averaged["state_dict"], plain["state_dict"]) > 1e-3, "nothing was averaged"
+    averaged, plain = matrix.read(step(ddp)), matrix.read(step(runs.train("ddp x2")))
+    assert matrix.apart(averaged["current_model_state"], plain["state_dict"]) < SAME_TO
+    assert matrix.apart(averaged["state_dict"], plain["state_dict"]) > 2 * SAME_TO, "not averaged"
 
 
 # Each topology once on either side, except that DDP is only left.
@@ -105,30 +81,22 @@ PAIRS = EVERY if MATRIX else list(pairwise(CHAIN))
 # Those that make as many batches of an epoch as DDP does: Lightning counts nothing else.
 ON_TWO = [name for name in TOPOLOGIES if name not in ("single", "ddp x2")]
 
-# The table of differences, from what `make matrix` has measured.
-PAGE = ROOT / "docs/strategies/checkpoints.md"
-BEGIN, END = "<!-- table: any to any -->\n", "<!-- /table -->"
-
-
-def write(differences, page=PAGE):
-    """Replaces the table in the page. Rows: before; columns: after; zero: equal in every bit."""
-    rows = [["", *TOPOLOGIES], ["---"] * (len(TOPOLOGIES) + 1)]
-    for before in TOPOLOGIES:
-        values = [differences.get((before, after)) for after in TOPOLOGIES]
-        cells = ["not run" if v is None else f"{v:.0e}" if v else "0" for v in values]
-        rows.append([f"**{before}**", *cells])
-    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(f"{before}{BEGIN}{table}{END}{rest.partition(END)[2]}")
-
 
 @pytest.fixture(scope="module")
 def differences():
-    """When all pairs were trained (`make matrix`), they become the table in docs/."""
+    """When all pairs were trained (`make matrix`), they become the table in docs/. Rows: before;
+    columns: after; zero: equal in every bit."""
     measured = {}
     yield measured
     if len(measured) == len(EVERY):
-        write(measured)
+        rows = [["", *TOPOLOGIES], ["---"] * (len(TOPOLOGIES) + 1)]
+        for before in TOPOLOGIES:
+            values = [measured[before, after] for after in TOPOLOGIES]
+            rows.append([f"**{before}**", *(f"{value:.0e}" if value else "0" for value in values)])
+        table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        page = ROOT / "docs/strategies/checkpoints.md"
+        above, begin, rest = page.read_text().partition("<!-- table: any to any -->\n")
+        page.write_text(f"{above}{begin}{table}{''.join(rest.partition('<!-- /table -->')[1:])}")
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
@@ -136,15 +104,12 @@ def test_resumes_as_if_nothing_had_changed(before, after, runs, differences):
     result = difference(step(runs.train(before)), step(runs.resumed(before, after)))
     differences[before, after] = result
     assert result < SAME_TO
+    for name in (before, after):
+        matrix.read_by_lightning(step(runs.train(name)), step(runs.train("single")))
 
 
 @pytest.mark.parametrize("name", ON_TWO if MATRIX else ["pipeline x2"])
 def test_a_file_of_lightnings_resumes_alike(name, runs):
-    file = by_position(step(runs.train("ddp x2"), HALF), runs.folder / "lightnings.ckpt")
+    file = matrix.by_position(step(runs.train("ddp x2"), HALF), runs.folder / "lightnings.ckpt")
     names = [(f"lightning to {n}", TOPOLOGIES[n]) for n in ("ddp x2", name)]
     assert difference(*(step(runs.train(n, t, resume=file)) for n, t in names)) < SAME_TO
-
-
-@pytest.mark.parametrize("name", dict.fromkeys(name for pair in PAIRS for name in pair))
-def test_lightning_alone_reads_the_file(name, runs):
-    read_by_lightning(step(runs.train(name)), step(runs.train("single")))

@@ -41,17 +41,14 @@ SETTINGS = [
     ("DDP", {"hook_start_step": 1, "comm_hook": "powersgd"}, "=2"),
     ("DDP", {"average_every": 1, "comm_hook": "post_local_sgd"}, "=4"),
     ("DDP", {"powersgd_rank": 2, "comm_hook": "bf16"}, "powersgd"),
-    ("DDP", {"average_every": 8}, "post_local_sgd"),
     ("DDP", {"bucket_cap_mb": 0}, "=25"),
     ("DDP", {"first_bucket_mb": 0}, "above 0"),
     ("DDP", {"bucket_cap_mb": "auto", "comm_hook": "powersgd"}, "=25"),
     ("DDP", {"ddp_comm_hook": "x", "comm_hook": "bf16"}, "leave one"),
     ("DDP", {"static_graph": "maybe"}, "must be true or false"),
-    ("DDP", {"gradient_as_bucket_view": 7}, "true or false"),
     ("DDP", {"process_group_backend": 3}, "a string or null"),
     ("DDP", {"bucket_view": True}, "takes no argument"),
     ("LocalSGD", {"sync_every": 0}, "at least 1"),
-    ("LocalSGD", {"outer": "adam"}, "nesterov"),
     ("LocalSGD", {"outer_lr": 0.5}, "nesterov"),
     ("LocalSGD", {"outer_lr": 0, "outer": "nesterov"}, "above 0"),
     ("LocalSGD", {"outer_momentum": 1.0, "outer": "nesterov"}, "=0.9"),
@@ -60,8 +57,6 @@ SETTINGS = [
     ("DeepSpeed", {"offload_parameters": True}, "strategy.stage=3"),
     ("DeepSpeed", {"config": "nowhere.json"}, "no such file: nowhere.json"),
     ("Pipeline", {"stages": 1}, "at least two stages"),
-    ("Pipeline", {"schedule": "gpip"}, "'gpipe' or"),
-    ("Pipeline", {"across": "racks"}, "'devices' or 'nodes', not 'racks'"),
     ("Pipeline", {"micro_batches": 1}, "1 are too few for 2 stages"),
     ("Pipeline", {"micro_batches": 3}, "=8 does not divide into 3"),
     ("Pipeline", {"pieces_per_stage": 1, "schedule": "interleaved"}, "at least two"),
@@ -82,7 +77,6 @@ TOGETHER = [
     ("DeepSpeed", {}, SYNC, "", "sync_batchnorm=false"),
     ("Pipeline", {}, {"world": 1}, "", "at least two devices"),
     ("Pipeline", {"stages": 3}, {"world": 4}, "stages", "do not divide the 4 devices"),
-    ("Pipeline", {}, {"rows": 12}, "micro_batches", "batch_size=12 does not divide into 8"),
     # One sample in each of four would not divide either, for a batch norm.
     ("Pipeline", {}, {"rows": 4}, "micro_batches", "micro_batches=2, or data.batch_size=16"),
     ("Pipeline", {}, {"rows": 2}, "micro_batches", "micro-batches data.batch_size=16"),
@@ -106,25 +100,22 @@ def test_refused(name, node, more, path, words):
     assert result == path and words in f"{what} {remedy}"
 
 
-ACCEPTED = [
-    ("DDP", {}, {}),
-    ("DDP", {"comm_hook": "post_local_sgd", "hook_start_step": 0, "average_every": 16}, {}),
-    ("DDP", {"comm_hook": "bf16", "bucket_cap_mb": "auto"}, {}),
-    ("DDP", {"bucket_cap_mb": 5}, {"model": {"compile": True}}),
-    ("DDP", {"bucket_cap_mb": "auto"}, {"model": {"compile": False}}),
-    ("LocalSGD", {}, {}),
-    ("LocalSGD", {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.8}, {}),
-    ("FSDP", {"min_parameters": 1}, {}),
-    ("DeepSpeed", {"stage": 3}, {}),
-    ("DeepSpeed", {"stage": 2}, EMA),
-    ("Pipeline", {"schedule": "gpipe", "stages": 2, "micro_batches": 4}, {"world": 4}),
-    ("Pipeline", {"schedule": "interleaved", "stages": 2, "micro_batches": 4}, {"world": 4}),
-]
+def test_accepted():
+    for name, node, more in (
+        ("DDP", {"comm_hook": "post_local_sgd", "hook_start_step": 0, "average_every": 16}, {}),
+        ("DDP", {"comm_hook": "bf16", "bucket_cap_mb": "auto"}, {"model": {"compile": False}}),
+        ("LocalSGD", {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.8}, {}),
+        ("DeepSpeed", {"stage": 2}, EMA),
+        ("Pipeline", {"schedule": "gpipe", "stages": 2, "micro_batches": 4}, {"world": 4}),
+        ("Pipeline", {"schedule": "interleaved", "stages": 2, "micro_batches": 4}, {"world": 4}),
+    ):
+        assert refused(name, node, **more) == [], (name, node)
 
 
-@pytest.mark.parametrize(("name", "node", "more"), ACCEPTED)
-def test_accepted(name, node, more):
-    assert refused(name, node, **more) == []
+def test_slices_are_not_for_everyone(command):
+    result = command("strategy=ddp", "checkpoint.sharded=true", "dry_run=true")
+    assert result.code == 2
+    assert "checkpoint.sharded: DDPStrategy writes each checkpoint as one file" in result.err
 
 
 def test_zero_bubble_needs_a_torch_that_splits_the_backward(monkeypatch):
@@ -136,40 +127,34 @@ def test_zero_bubble_needs_a_torch_that_splits_the_backward(monkeypatch):
     assert refused("Pipeline", {"schedule": "zero_bubble"}) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"gradient_accumulation_steps": 4}', "write trainer.accumulate_grad_batches="),
-        # As files for Hugging Face's Trainer have it; DeepSpeed would compile its own for minutes.
-        ('{"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}', "write optimizer=adamw"),
-        ("{", "is not JSON"),
-        ("[]", "is not a JSON object"),
-    ],
-)
-def test_a_file_of_deepspeeds_settings(tmp_path, text, words):
+def test_a_file_of_deepspeeds_settings(tmp_path):
     file = tmp_path / "ds.json"
-    file.write_text(text)
-    ((path, what, remedy),) = refused("DeepSpeed", {"config": str(file)})
-    assert path == "config" and words in f"{what} {remedy}"
-    # What is "auto" is left out.
+    for text, words in {
+        '{"gradient_accumulation_steps": 4}': "write trainer.accumulate_grad_batches=",
+        # DeepSpeed would compile its own for minutes.
+        '{"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}': "write optimizer=adamw",
+        "{": "is not JSON",
+        "[]": "is not a JSON object",
+    }.items():
+        file.write_text(text)
+        ((path, what, remedy),) = refused("DeepSpeed", {"config": str(file)})
+        assert path == "config" and words in f"{what} {remedy}"
+    # What is "auto", as in files for Hugging Face's Trainer, is left out.
     zero = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": "auto"}
     settings = {"zero_optimization": zero, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
     file.write_text(json.dumps(settings))
     assert settings_of(file) == {"zero_optimization": {"stage": 2, "overlap_comm": False}}
 
 
-def test_deepspeed_is_not_installed(monkeypatch):
+def test_what_deepspeed_lacks_here(monkeypatch):
+    precision = AutocastPrecision("32-true")
+    precision.clip_gradients(None, 1.0)  # the Trainer's is in DeepSpeed's settings
+    precision.optimizes_manually = True
+    with pytest.raises(UserError, match="gradient_clipping"):
+        precision.clip_gradients(None, 1.0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     context = {"local": True, "accelerator": "cpu", "config": {"trainer": {}}}
     (problem,) = DeepSpeedStrategy.check({}, context)
     assert problem.remedy == "pip install 'distdl[deepspeed]'"
     with pytest.raises(UserError, match="DeepSpeed is not installed"):
         DeepSpeedStrategy()
-
-
-def test_clipping_by_hand_is_not_dropped():
-    precision = AutocastPrecision("32-true")
-    precision.clip_gradients(None, 1.0)  # the Trainer's is in DeepSpeed's settings
-    precision.optimizes_manually = True
-    with pytest.raises(UserError, match="gradient_clipping"):
-        precision.clip_gradients(None, 1.0)
