@@ -5,7 +5,6 @@ worker that does nothing but wait, since torch takes most of a real run's time.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -126,7 +125,6 @@ if sys.stdin.readline().strip() == "cancel":
     MpiLauncher().attach(job.handle).cancel()
 print(job.wait(), flush=True)
 """
-PYTHON = "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else sys.executable
 
 
 class Waiting:
@@ -143,7 +141,8 @@ class Waiting:
             rank.write_text(text.replace("END_SECONDS = 15.0", "END_SECONDS = 1.0"))
         (code / "worker.py").write_text(WORKER)
         (self.attempt / "bundle/config.yaml").touch()
-        node = {"mpirun": MPIRUN[mpi], "hosts": hosts.names, "ssh": hosts.ssh, "python": PYTHON}
+        node = {"mpirun": MPIRUN[mpi], "hosts": hosts.names, "ssh": hosts.ssh}
+        node["python"] = sys.executable
         words = (json.dumps(node), str(self.store), json.dumps(VALUES))
         env = environment(CANARY=SECRET, PYTHONPATH=str(ROOT / "src"))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
