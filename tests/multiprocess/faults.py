@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 AT, ROWS, EPOCH = 20, 8, 60  # step, samples of a rank's batch, steps of an epoch
 PAUSE_S = 6.0  # longer than the timeout, and than what it takes to act on it
-FAULT, RANK = os.environ.get("FAULT", ""), int(os.environ.get("RANK", 0))
+FAULTS, RANK = os.environ.get("FAULT", "").split(), int(os.environ.get("RANK", 0))
 
 
 def chosen(name, rank=1):
     """Whether this rank has the fault; notes the time if so."""
-    if (name, rank) != (FAULT, RANK):
+    if name not in FAULTS or rank != RANK:
         return False
     Path(f"began-{os.getpid()}").write_text(str(time.time()))
     return True
@@ -45,7 +45,7 @@ def exhaust_memory():
         Path(os.environ["GROUP"], "cgroup.procs").write_text(str(process.pid))
     pages = []
     while True:
-        pages.append(b"x" * (1 << 22))  # memory
+        pages.append(b"x" * (1 << 22))
 
 
 def compute():
@@ -88,7 +88,7 @@ class Net(pl.LightningModule):
     def __init__(self, width: int = 2):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 2))
-        if FAULT == "compile":
+        if "compile" in FAULTS:
             self.layers.compile(backend=compile_slowly)
 
     def prepare_data(self):
@@ -96,18 +96,21 @@ class Net(pl.LightningModule):
             time.sleep(PAUSE_S)
 
     def train_dataloader(self):
-        if FAULT == "uneven":
+        if "uneven" in FAULTS:
             return DataLoader(Stream(), None)
-        return DataLoader(Rows(), ROWS, num_workers=2 * (FAULT == "worker"))
+        if "refused" in FAULTS:
+            return DataLoader([(torch.ones(8), 1)] * (3 - RANK), 1)
+        return DataLoader(Rows(), ROWS, num_workers=2 * ("worker" in FAULTS))
 
     def val_dataloader(self):
-        return DataLoader(Rows(), ROWS) if FAULT == "validation" else []
+        uneven = DataLoader([0] * (3 - RANK), 1)
+        return uneven if "validation" in FAULTS or "debugger" in FAULTS else []
 
     def validation_step(self, batch, batch_idx):
         pass
 
     def on_validation_epoch_end(self):
-        if not self.trainer.sanity_checking and chosen("validation", 0):
+        if chosen("validation", 0):
             compute()
 
     def training_step(self, batch, batch_idx):
@@ -116,29 +119,22 @@ class Net(pl.LightningModule):
         return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
 
     def misbehave(self, batch_idx):
-        if chosen("loop"):
-            loop()
-        if chosen("lock"):
-            deadlock()
-        if chosen("memory"):
-            exhaust_memory()
-        if chosen("stop"):
+        for name, act in (("loop", loop), ("lock", deadlock), ("memory", exhaust_memory)):
+            if chosen(name):
+                act()
+        if chosen("stop") or chosen("terminal", RANK):
             os.kill(os.getpid(), signal.SIGSTOP)
-        if FAULT == "slow" and RANK:
+        if "slow" in FAULTS and RANK:
             if batch_idx % 5 == 0:  # trainer.accumulate_grad_batches=5
                 chosen("slow")
             time.sleep(PAUSE_S / 5)  # slow
-        if FAULT == "shape":
+        if "shape" in FAULTS:
             distributed.all_reduce(torch.ones(7 if chosen("shape") else 5))  # shape
-        if FAULT == "skip" and not chosen("skip"):
+        if "skip" in FAULTS and not chosen("skip"):
             distributed.all_reduce(torch.ones(5))  # skip
         if chosen("asleep"):
             time.sleep(PAUSE_S)  # asleep
-        if FAULT == "host":
-            chosen("host", 0)
-        if FAULT == "terminal":
-            chosen("terminal")
-            os.kill(os.getpid(), signal.SIGSTOP)
+        chosen("host", 0)
         if chosen("debugger", 0):
             breakpoint()
 
