@@ -31,6 +31,7 @@ class Idiom:
     # Optimizer steps between checkpoints, one of which is due at batch 10; None: epochs' ends only.
     every: int | None = 5
     batches: int = 24
+    evaluated: bool = True  # its last checkpoint is what plain Lightning validates and tests
     two: tuple[str, ...] | None = None  # two ranks add something, with these overrides
     quick: bool = False  # also outside the matrix
 
@@ -94,7 +95,8 @@ IDIOMS = {
         two=(),
         quick=True,
     ),
-    "swa-without-batch-norm": Idiom(CONTRASTIVE, callbacks={"swa": SWA}),
+    # Its average is not in the last checkpoint.
+    "swa-without-batch-norm": Idiom(CONTRASTIVE, callbacks={"swa": SWA}, evaluated=False),
     "ema": Idiom(callbacks={"ema": theirs("EMAWeightAveraging", decay=0.5)}),
     "callbacks": Idiom(
         trainer={

@@ -55,7 +55,7 @@ def test_learns_and_is_evaluated_as_under_lightning(made, name):
         assert all(len(epoch) == len(POINTS) for epoch in ids) and ids[0] != ids[1]
     else:
         assert ids == [POINTS] * len(ids) and order[0] != order[1], "each sample once"
-    for task in TASKS:
+    for task in TASKS if project.idiom.evaluated else ():
         project.resume("one", f"task={task}", "task.checkpoint=last")
         values = {k: v for loader in results[task] for k, v in loader.items()}
         assert project.metrics("one") == values
