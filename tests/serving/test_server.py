@@ -177,7 +177,7 @@ def test_requests_in_a_row_on_one_connection(served):
         for number in range(40):
             started = time.perf_counter()
             client.sendall(one)
-            while received.count(b"]}") <= number:
+            while received.count(b"]}]}") <= number:  # the end of an answer
                 received += client.recv(1 << 16)
             seconds.append(time.perf_counter() - started)
         client.sendall(one + one + b"\x00garbage\r\n\r\n")
