@@ -168,6 +168,17 @@ def batches(numbers: Sequence[str]) -> Iterator[str]:
     return (",".join(numbers[start : start + 1000]) for start in range(0, len(numbers), 1000))
 
 
+def nodes(partition: str | None) -> set[str]:
+    """The nodes that can run jobs, of some partitions (`a,b`; None: of the default one)."""
+    done = run("sinfo", "-h", "-N", "-o", "%N|%P|%T")
+    wanted, usable = (partition or "").split(","), set[str]()
+    for name, of, state in (line.split("|") for line in done.stdout.splitlines()):
+        chosen = of.rstrip("*") in wanted if partition else of.endswith("*")
+        if chosen and not re.match(r"down|drain|fail|inval|unknown|.*\*$", state):
+            usable.add(name)
+    return usable
+
+
 def cancel(number: str) -> None:
     """Sends SIGTERM to all ranks, and SIGKILL after the cluster's KillWait (30 s by default)."""
     done = run("scancel", number)

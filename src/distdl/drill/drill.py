@@ -8,7 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
 
@@ -73,7 +73,7 @@ def drill(config: DictConfig, options: Namespace) -> int:
     planned = planning.plan(short, name=f"drill-{time.strftime('%Y-%m-%d_%H-%M-%S')}/{TWIN}")
     planning.check_classes(planned, apart=True)
     print(f"{TWIN}: {options.steps} steps without a fault", flush=True)
-    with running(DrilledRun(planned, TWIN_LIMIT_S)) as twin:
+    with closing(DrilledRun(planned, TWIN_LIMIT_S)) as twin:
         twin.wait(lambda: False)
     seconds, batches = time.monotonic() - began, twin.step()
     if not twin.succeeded or not batches:
@@ -111,16 +111,8 @@ def started(config: DictConfig, fault: str, above: Path, limit: float) -> Iterat
         if server:
             config.tracking = {"mlflow": MLFLOW | {"tracking_uri": server.uri}}
         planned = planning.plan(config, name=f"{above.name}/{fault}")
-        with running(DrilledRun(planned, limit, fault == "cut_link", server)) as run:
+        with closing(DrilledRun(planned, limit, fault == "cut_link", server)) as run:
             yield run
     finally:
         if server:
             server.stop()
-
-
-@contextmanager
-def running(run: DrilledRun) -> Iterator[DrilledRun]:
-    try:
-        yield run
-    finally:
-        run.stop()

@@ -58,7 +58,7 @@ class DrilledRun:
         self.process: Any = context.Process(target=_command, args=arguments)
         self.process.start()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Ends what still runs."""
         if self.process.is_alive() and not is_local(self.planned.config):
             self.process.terminate()  # cancels the job
