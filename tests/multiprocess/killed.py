@@ -47,4 +47,4 @@ class Net(pl.LightningModule):
             Path(f"healed-{RANK}").write_text(str(time.time()))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
