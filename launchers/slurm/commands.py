@@ -168,15 +168,16 @@ def batches(numbers: Sequence[str]) -> Iterator[str]:
     return (",".join(numbers[start : start + 1000]) for start in range(0, len(numbers), 1000))
 
 
-def nodes(partition: str | None) -> set[str]:
-    """The nodes that can run jobs, of some partitions (`a,b`; None: of the default one)."""
-    done = run("sinfo", "-h", "-N", "-o", "%N|%P|%T")
-    wanted, usable = (partition or "").split(","), set[str]()
-    for name, of, state in (line.split("|") for line in done.stdout.splitlines()):
-        chosen = of.rstrip("*") in wanted if partition else of.endswith("*")
-        if chosen and not re.match(r"down|drain|fail|inval|unknown|.*\*$", state):
-            usable.add(name)
-    return usable
+def nodes(partition: str | None) -> dict[str, bool]:
+    """The nodes of some partitions (`a,b`; None: the default one), and whether each can run jobs.
+    Source: https://slurm.schedmd.com/sinfo.html#SECTION_NODE-STATE-CODES"""
+    rows = [line.split("|") for line in run("sinfo", "-hNo", "%N|%P|%T").stdout.splitlines()]
+    wanted = (partition or "").split(",")
+    return {
+        name: not re.match(r"down|drain|fail|inval|unknown|.*\*$", state)
+        for name, of, state in rows
+        if (of.rstrip("*") in wanted if partition else of.endswith("*"))
+    }
 
 
 def cancel(number: str) -> None:

@@ -45,13 +45,14 @@ class SlurmLauncher(SlurmSettings):
 
     def without(self, hosts: Sequence[str], resources: Resources) -> Iterator[dict[str, Any]]:
         """Settings that keep a job off some nodes, on as many others as there are; none if the user
-        excludes nodes already."""
-        if any(re.match(r"-x|--exclude\b", option) for option in self.sbatch):
-            return
+        excludes nodes already, or if Slurm knows these by other names."""
         others = resources.num_nodes
         with suppress(commands.Unreachable):
-            partition = self.partition or os.environ.get("SBATCH_PARTITION")
-            others = min(others, len(commands.nodes(partition) - {*hosts}))
+            nodes = commands.nodes(self.partition or os.environ.get("SBATCH_PARTITION"))
+            others = min(others, sum(nodes[name] for name in nodes.keys() - {*hosts}))
+            hosts = [name for name in hosts if name in nodes]
+        if not hosts or any(re.match(r"-x|--exclude\b", option) for option in self.sbatch):
+            return
         exclude = {"launcher.sbatch": [*self.sbatch, f"--exclude={','.join(hosts)}"]}
         for count in range(others, 0, -1):
             yield {**exclude, "trainer.num_nodes": count}
