@@ -20,6 +20,7 @@ from distdl.drill.drilled_run import DrilledRun
 from distdl.drill.faults import FAULTS
 from distdl.drill.tracking_server import TrackingServer
 from distdl.drill.trial import FaultRow
+from distdl.health import incident
 from distdl.launch import planning, start
 from distdl.runs.directory import shown
 from distdl.util.errors import UserError
@@ -77,7 +78,9 @@ def drill(config: DictConfig, options: Namespace) -> int:
         twin.wait(lambda: False)
     seconds, batches = time.monotonic() - began, twin.step()
     if not twin.succeeded or not batches:
+        report = incident.read(twin.run.last_attempt() or twin.first)
         print(f"the run fails without a fault; see {shown(twin.log)}")
+        print(incident.head(report) if report else "", file=sys.stderr)
         return 1
     print(f"  {seconds:.1f} s, {batches} batches", flush=True)
     if short.watchdog.timeout is None:

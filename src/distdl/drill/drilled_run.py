@@ -111,6 +111,4 @@ def _command(what: Plan | RunDirectory, log: Path, own_network: bool, parent: in
         LIBC.unshare(NEW_NETWORK)
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     planned = what if isinstance(what, Plan) else resuming.plan(what, [])
-    sweeps.start_here(
-        planned, ["python", "-m", "distdl", "resume", shown(planned.run.path)], parent
-    )
+    sweeps.start_here(planned, ["distdl", "resume", shown(planned.run.path)], parent)
