@@ -1,4 +1,5 @@
-"""This machine: one rank runs in this process, several ranks under torch's elastic agent."""
+"""This machine: one rank runs in this process; several, or one that is to be started again after it
+was killed, run under torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class LocalRequest:
 
     @property
     def in_process(self) -> bool:
-        return self.spec.resources.world_size == 1
+        return self.spec.resources.world_size == 1 and not self.standby
 
     @property
     def env(self) -> dict[str, str]:
@@ -37,8 +38,10 @@ class LocalRequest:
     def render(self) -> str:
         command = shlex.join(["python", *self.spec.worker()])
         variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in self.env.items())
-        several = f"{self.spec.resources.devices} processes under torch's elastic agent, each:"
-        return f"# {'in this process' if self.in_process else several}\n{variables} {command}"
+        count = self.spec.resources.devices
+        where = f"{count} processes" if count > 1 else "a process of its own"
+        where += f" under torch's elastic agent{', each' * (count > 1)}:"
+        return f"# {'in this process' if self.in_process else where}\n{variables} {command}"
 
 
 class LocalLauncher(LauncherSettings):

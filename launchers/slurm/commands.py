@@ -168,6 +168,18 @@ def batches(numbers: Sequence[str]) -> Iterator[str]:
     return (",".join(numbers[start : start + 1000]) for start in range(0, len(numbers), 1000))
 
 
+def nodes(partition: str | None) -> dict[str, bool]:
+    """The nodes of some partitions (`a,b`; None: the default one), and whether each can run jobs.
+    Source: https://slurm.schedmd.com/sinfo.html#SECTION_NODE-STATE-CODES"""
+    rows = [line.split("|") for line in run("sinfo", "-hNo", "%N|%P|%T").stdout.splitlines()]
+    wanted = (partition or "").split(",")
+    return {
+        name: not re.match(r"down|drain|fail|inval|unknown|.*\*$", state)
+        for name, of, state in rows
+        if (of.rstrip("*") in wanted if partition else of.endswith("*"))
+    }
+
+
 def cancel(number: str) -> None:
     """Sends SIGTERM to all ranks, and SIGKILL after the cluster's KillWait (30 s by default)."""
     done = run("scancel", number)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,9 +44,18 @@ class SlurmLauncher(SlurmSettings):
     }
 
     def without(self, hosts: Sequence[str], resources: Resources) -> Iterator[dict[str, Any]]:
-        """The setting that keeps a job off some nodes; a list of the user's own stays."""
-        if not any(re.match(r"-x|--exclude\b", option) for option in self.sbatch):
-            yield {"launcher.sbatch": [*self.sbatch, f"--exclude={','.join(hosts)}"]}
+        """Settings that keep a job off some nodes, on as many others as there are; none if the user
+        excludes nodes already, or if Slurm knows these by other names."""
+        others = resources.num_nodes
+        with suppress(commands.Unreachable):
+            nodes = commands.nodes(self.partition or os.environ.get("SBATCH_PARTITION"))
+            others = min(others, sum(nodes[name] for name in nodes.keys() - {*hosts}))
+            hosts = [name for name in hosts if name in nodes]
+        if not hosts or any(re.match(r"-x|--exclude\b", option) for option in self.sbatch):
+            return
+        exclude = {"launcher.sbatch": [*self.sbatch, f"--exclude={','.join(hosts)}"]}
+        for count in range(others, 0, -1):
+            yield {**exclude, "trainer.num_nodes": count}
 
     def request(self, spec: JobSpec) -> SlurmRequest:
         return self._request([spec], array=False)

@@ -1,5 +1,5 @@
-"""What test_self_healing trains; copied into a project's folder as mine.py. Rank 1 is killed with
--9 in step AT of the first attempt. Each rank notes which process started it."""
+"""What test_self_healing trains; copied into a project's folder as mine.py. The last rank is killed
+with -9 in step AT of the first attempt. Each rank notes which process started it."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 AT, STEPS, ROWS, RANKS = 7, 12, 4, 2
-RANK = int(os.environ.get("RANK", 0))
+RANK, LAST = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) - 1
 
 
 class Data(pl.LightningDataModule):
@@ -34,7 +34,7 @@ class Net(pl.LightningModule):
         Path(f"threads-{self.global_step}-{RANK}").write_text(str(parent.num_threads()))
 
     def training_step(self, batch, batch_idx):
-        if self.kill and RANK == 1 and self.global_step == AT and not Path("killed").exists():
+        if self.kill and RANK == LAST and self.global_step == AT and not Path("killed").exists():
             Path("killed").write_text(str(time.time()))
             for process in psutil.Process().parent().children() if self.kill == "both" else ():
                 if "distdl.worker.standby" in process.cmdline():
@@ -47,4 +47,4 @@ class Net(pl.LightningModule):
             Path(f"healed-{RANK}").write_text(str(time.time()))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)

@@ -60,6 +60,14 @@ def test_a_checkpoint_without_the_generators_is_found(project) -> None:
 
 
 @pytest.mark.skipif(not MATRIX, reason="make matrix")
+def test_a_run_that_fails_without_a_fault_says_why(project) -> None:
+    done = distdl("drill", *TWO, "model.width=-1", cwd=project, module=UNCHECKED)
+    assert done.returncode == 1 and "the run fails without a fault; see outputs/" in done.stdout
+    assert "failed first: RuntimeError" in done.stderr and "mine.py" in done.stderr, done.stderr
+    assert "next    python -m distdl resume outputs/" in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(not MATRIX, reason="make matrix")
 @pytest.mark.timeout(900)
 def test_all_faults_are_survived(project) -> None:
     """Of the faults, `cut_link` needs real processes: forks would be in another network."""

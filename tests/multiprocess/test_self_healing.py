@@ -48,11 +48,14 @@ def standbys(folder: Path) -> list[psutil.Process]:
     return [p for p in processes if all(w in " ".join(p.info["cmdline"] or ()) for w in words)]
 
 
-@pytest.mark.parametrize("kill", ["rank", *(["both"] if MATRIX else [])])
-def test_a_killed_rank_costs_an_attempt_and_no_more(project: Path, kill: str) -> None:
-    whole = distdl(*COMMON, "model.kill=''", "name=whole", cwd=project, module=UNCHECKED)
+@pytest.mark.parametrize(
+    ("kill", "ranks"), [("rank", 2), *([("both", 2), ("rank", 1)] if MATRIX else [])]
+)
+def test_a_killed_rank_costs_an_attempt_and_no_more(project: Path, kill: str, ranks: int) -> None:
+    common = (*COMMON, f"trainer.devices={ranks}")
+    whole = distdl(*common, "model.kill=''", "name=whole", cwd=project, module=UNCHECKED)
     more = ("launcher.max_attempts=1", f"model.kill={kill}", "name=healed")
-    healed = distdl(*COMMON, *more, cwd=project, module=UNCHECKED)
+    healed = distdl(*common, *more, cwd=project, module=UNCHECKED)
     assert (whole.returncode, healed.returncode) == (0, 0), healed.stdout + healed.stderr
     runs = [project / "outputs/e" / name for name in ("whole", "healed")]
     assert [status(runs[1], number)["state"] for number in (1, 2)] == ["FAILED", "SUCCEEDED"]
@@ -62,7 +65,7 @@ def test_a_killed_rank_costs_an_attempt_and_no_more(project: Path, kill: str) ->
     until(lambda: not standbys(project), 10)
     first = [*project.glob("started-0-*")]
     later = {*project.glob("started-*")} - {*first}
-    assert len(first) == len(later) == killed.RANKS
+    assert len(first) == len(later) == ranks
     assert not any("standby" in path.read_text() for path in first)
     assert all(("standby" in path.read_text()) == (kill == "rank") for path in later)
     if kill == "rank":

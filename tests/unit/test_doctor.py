@@ -54,8 +54,11 @@ def limits(**more):
     return {"nofile": 65536, "nproc": 9999, "memlock": -1} | more
 
 
+SHM = {"/dev/shm": 1 << 20}
+
+
 def host(**more):
-    return {"n": {"free": 9e10, "write": 1e8, "shm": 1e9, "read": None} | more}
+    return {"n": {"run": 9e10, "write": 1e8, "/dev/shm": 1e9, "read": None} | more}
 
 
 ETH0, LO = {"interface": "eth0", "gbits": 10}, {"interface": "lo", "gbits": 0}
@@ -68,8 +71,8 @@ CASES = {
     "no link": (lambda: findings.links({}, 3, None, set()), SKIP, "3 further"),
     "100 Mbit": (lambda: findings.links(fabric(rate=12e6), 4, None, set()), WARN, "0.012"),
     "device": (lambda: findings.devices({"a": Speed(1e12, 0.5)}, {"a"}), FAIL, "50 % of a core"),
-    "shm": (lambda: findings.hosts(host(shm=1 << 20), 64 << 20), FAIL, "1 MiB free of 64"),
-    "disk": (lambda: findings.hosts(host(free=1 << 20), 0), FAIL, "GiB free"),
+    "shm": (lambda: findings.hosts(host(**SHM), 64 << 20), FAIL, "1 MiB free of 64"),
+    "disk": (lambda: findings.hosts(host(run=1 << 20), 0), FAIL, "GiB free"),
     "read-only": (lambda: findings.hosts(host(write="denied"), 0), FAIL, "denied"),
     "slow disk": (lambda: findings.hosts(host(write=1e6), 0), WARN, "1 MB/s"),
     "store": (lambda: findings.hosts(host(read=5e6), 0), WARN, "5 MB/s"),

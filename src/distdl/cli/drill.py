@@ -3,7 +3,7 @@
 It trains a short copy of the run undisturbed, and one for each fault, which strikes at a random
 moment; then it compares the samples and the weights. Your run is not touched.
 
-  python -m distdl drill +experiment=resnet50_ddp trainer.devices=2
+  python -m distdl drill +experiment=resnet50_ddp debug=cpu trainer.devices=2
   python -m distdl drill outputs/default/r --faults kill_rank,sigstop --seed 1
 """
 

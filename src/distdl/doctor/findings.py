@@ -82,10 +82,10 @@ def hosts(facts: Mapping[str, Facts], shm_needed: int) -> Iterator[Finding]:
     """Shared memory, disk and store of each host."""
     shm = Limit("MiB free", shm_needed / 2**20, 0.0, SHM_REMEDY)
     needed = f" of {shm_needed / 2**20:.0f} needed"
-    yield from (
-        shm.row("/dev/shm", n, f["shm"] / 2**20, needed) for n, f in facts.items() if "shm" in f
-    )
-    yield from (DISK.row("disk of the run", n, f["free"] / 2**30) for n, f in facts.items())
+    for name, each in facts.items():
+        if "/dev/shm" in each:
+            yield shm.row("/dev/shm", name, each["/dev/shm"] / 2**20, needed)
+    yield from (DISK.row("disk of the run", n, f["run"] / 2**30) for n, f in facts.items())
     for check, key, limit in (("writing", "write", WRITE), ("store", "read", READ)):
         for name, each in facts.items():
             rate = each.get(key)

@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from distdl.distributed import process_group, rank_table
+from distdl.health import machine
 from distdl.ranks.environment import Environment
 from distdl.stores import Store, StoreError, is_remote, open_store
 from distdl.stores.remote import PART, RemoteStore, in_parallel
@@ -26,7 +27,6 @@ from distdl.util.errors import UserError
 PACKAGES = ("torch", "lightning", "distdl", "numpy", "torchvision")
 CHUNK, DISK_S = 4 << 20, 0.7  # bytes; seconds of writing
 STORE_S = 1.5  # seconds of reading
-SHARED = Path("/dev/shm")
 LIMITS = {"nofile": "RLIMIT_NOFILE", "nproc": "RLIMIT_NPROC", "memlock": "RLIMIT_MEMLOCK"}
 
 
@@ -55,9 +55,7 @@ def versions(accelerator: str) -> dict[str, str]:
 def host(run: Path, data: Any, rank: int) -> dict[str, Any]:
     """The facts of a host, found out by one of its ranks: `run` is the run's folder, `data` the
     config's section."""
-    facts: dict[str, Any] = {"free": psutil.disk_usage(str(run)).free}
-    if SHARED.is_dir():
-        facts["shm"] = psutil.disk_usage(str(SHARED)).free
+    facts: dict[str, Any] = {**machine.disk(run)}
     root = str((data or {}).get("root") or "")
     reads: dict[str, Callable[[], float]] = {
         "write": lambda: write_rate(run / f".doctor-{rank}.part")

@@ -8,7 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
 
@@ -20,6 +20,7 @@ from distdl.drill.drilled_run import DrilledRun
 from distdl.drill.faults import FAULTS
 from distdl.drill.tracking_server import TrackingServer
 from distdl.drill.trial import FaultRow
+from distdl.health import incident
 from distdl.launch import planning, start
 from distdl.runs.directory import shown
 from distdl.util.errors import UserError
@@ -73,11 +74,13 @@ def drill(config: DictConfig, options: Namespace) -> int:
     planned = planning.plan(short, name=f"drill-{time.strftime('%Y-%m-%d_%H-%M-%S')}/{TWIN}")
     planning.check_classes(planned, apart=True)
     print(f"{TWIN}: {options.steps} steps without a fault", flush=True)
-    with running(DrilledRun(planned, TWIN_LIMIT_S)) as twin:
+    with closing(DrilledRun(planned, TWIN_LIMIT_S)) as twin:
         twin.wait(lambda: False)
     seconds, batches = time.monotonic() - began, twin.step()
     if not twin.succeeded or not batches:
+        report = incident.read(twin.run.last_attempt() or twin.first)
         print(f"the run fails without a fault; see {shown(twin.log)}")
+        print(incident.head(report) if report else "", file=sys.stderr)
         return 1
     print(f"  {seconds:.1f} s, {batches} batches", flush=True)
     if short.watchdog.timeout is None:
@@ -111,16 +114,8 @@ def started(config: DictConfig, fault: str, above: Path, limit: float) -> Iterat
         if server:
             config.tracking = {"mlflow": MLFLOW | {"tracking_uri": server.uri}}
         planned = planning.plan(config, name=f"{above.name}/{fault}")
-        with running(DrilledRun(planned, limit, fault == "cut_link", server)) as run:
+        with closing(DrilledRun(planned, limit, fault == "cut_link", server)) as run:
             yield run
     finally:
         if server:
             server.stop()
-
-
-@contextmanager
-def running(run: DrilledRun) -> Iterator[DrilledRun]:
-    try:
-        yield run
-    finally:
-        run.stop()

@@ -58,7 +58,7 @@ class DrilledRun:
         self.process: Any = context.Process(target=_command, args=arguments)
         self.process.start()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Ends what still runs."""
         if self.process.is_alive() and not is_local(self.planned.config):
             self.process.terminate()  # cancels the job
@@ -111,6 +111,4 @@ def _command(what: Plan | RunDirectory, log: Path, own_network: bool, parent: in
         LIBC.unshare(NEW_NETWORK)
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     planned = what if isinstance(what, Plan) else resuming.plan(what, [])
-    sweeps.start_here(
-        planned, ["python", "-m", "distdl", "resume", shown(planned.run.path)], parent
-    )
+    sweeps.start_here(planned, ["distdl", "resume", shown(planned.run.path)], parent)

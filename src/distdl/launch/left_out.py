@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
+from threading import Event, Thread
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -14,12 +16,14 @@ from omegaconf import OmegaConf
 from distdl.config import batches
 from distdl.config import recipe as configs
 from distdl.health import incident
+from distdl.job import Job
 from distdl.launch import jobs, planning
 from distdl.launch.planning import Plan
 from distdl.runs.directory import Attempt
 from distdl.util.errors import UserError
 
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+LOOK_S = 30.0  # between two looks at lost hosts; twice as long for each time that some were lost
 
 
 def fit(planned: Plan, slow: set[str], *, retry: bool = False) -> Plan:
@@ -46,6 +50,34 @@ def fit(planned: Plan, slow: set[str], *, retry: bool = False) -> Plan:
         with suppress(UserError):  # so many hosts do not divide the batch
             return without(planned, settings, names)
     return planned
+
+
+@contextmanager
+def watched(planned: Plan, fitted: Plan, slow: set[str], job: Job) -> Iterator[Event]:
+    """While a job runs without lost hosts of `planned`: cancels it once more of them answer in two
+    looks in a row. Its ranks save, and the event that is set says that it is to start again."""
+    back, ended = Event(), Event()
+    losses = sum("left_out" in attempt.launch() for attempt in planned.run.attempts())
+    seconds = LOOK_S * 2 ** min(losses - 1, 6)
+
+    def look() -> None:
+        answered = False
+        while not ended.wait(seconds):
+            more = fit(planned, {*slow}, retry=True).resources.num_nodes
+            answers = more > fitted.resources.num_nodes
+            if answers and answered and not ended.is_set():
+                back.set()
+                print(f"{more} hosts answer: saving, to go on with them", file=sys.stderr)
+                job.cancel()
+                return
+            answered = answers
+
+    if fitted.left_out and fitted.config.launcher.get("max_attempts"):
+        Thread(target=look, daemon=True).start()
+    try:
+        yield back
+    finally:
+        ended.set()
 
 
 def lost_hosts(attempt: Attempt) -> set[str]:

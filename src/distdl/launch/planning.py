@@ -231,8 +231,10 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     if planned.changes:  # otherwise the first stage has checked this config already
         validate.refuse(config, size, project_root=str(root_of(config)))
     starts_here = local and not apart and not config.dry_run
-    # With chosen GPUs another process trains: they must be set before anything queries the devices.
-    trains_here = starts_here and size.world_size == 1 and not size.device_ids
+    # With chosen GPUs another process trains: they must be set before anything queries the devices;
+    # and so does a rank that may be started again.
+    other_process = size.device_ids or config.launcher.get("max_attempts")
+    trains_here = starts_here and size.world_size == 1 and not other_process
     with imported_in_background(AGENT) if starts_here and not trains_here else nullcontext():
         problems, notes, facts = validate.check_bindings(
             config, size, str(root_of(config)), in_process=trains_here

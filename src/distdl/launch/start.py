@@ -46,9 +46,12 @@ def start(planned: Plan, command: Sequence[str]) -> int:
         fitted = left_out.fit(planned, slow, retry=retry)
         with interruption_recorded(fitted):
             attempt, job = submit(fitted, command)
-            state = wait_or_follow(job, attempt, fitted)
+            with left_out.watched(planned, fitted, slow, job) as back:
+                state = wait_or_follow(job, attempt, fitted)
         if state is None or state is JobState.UNKNOWN:  # left running, or platform unreachable
             return 0 if state is None else state.exit_code
+        if retry := back.is_set() and state in (JobState.CANCELLED, JobState.PREEMPTED):
+            continue
         report_failure(attempt)
         code = int(attempt.status().get("exit_code", state.exit_code))
         retry = state in (JobState.FAILED, JobState.PREEMPTED) and code != EXIT_REFUSED
