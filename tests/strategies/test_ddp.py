@@ -36,9 +36,6 @@ from tests.strategies import small
 from tests.strategies.ranks import Case, shared
 from tests.strategies.small import Small, Thawed, checksum, flat, loader, shard, trainer
 
-# One process group serves this file and test_loaders.
-pytestmark = pytest.mark.xdist_group("two_ranks")
-
 BUCKETS = {"bucket_cap_mb": 0.03}  # MiB: several of them
 NORM = partial(Small, batch_norm=True)
 POST_LOCAL = partial(DDPStrategy, "post_local_sgd", hook_start_step=2, average_every=3)

@@ -25,6 +25,7 @@ WITH_TORCH = (
 )
 HIGHEST = ("launchers", "launch", "planner", "data_check", "report", "scaling", "drill", "cli")
 LAYERS = (*LOWEST, *WITH_TORCH, *HIGHEST)
+LONGEST_CHAIN = 12
 # Names that stay: `python -m distdl`, `python -m distdl.agent`, and what users' own code imports.
 ALIASES = ("__main__", "agent", "build", "errors", "ranges", "tailing")
 HEAVY = ("torch", "torchvision", "lightning", "torchmetrics", "timm", "mlflow", "deepspeed")
@@ -111,6 +112,14 @@ def test_every_package_has_a_layer_and_one_sentence():
 
 def test_no_file_imports_itself_by_way_of_others():
     graphlib.TopologicalSorter(IMPORTED).prepare()  # raises a CycleError
+
+
+def test_the_longest_chain_of_packages():
+    lengths = {}
+    for layer in LAYERS:  # lowest first
+        below = {package(n) for name in INNER if package(name) == layer for n in IMPORTED[name]}
+        lengths[layer] = 1 + max((lengths[other] for other in below - {"", layer}), default=0)
+    assert max(lengths.values()) <= LONGEST_CHAIN, lengths
 
 
 def test_light_packages_load_nothing_heavy():
