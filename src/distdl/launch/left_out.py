@@ -57,27 +57,26 @@ def watched(planned: Plan, fitted: Plan, slow: set[str], job: Job) -> Iterator[E
     """While a job runs without lost hosts of `planned`: cancels it once more of them answer in two
     looks in a row. Its ranks save, and the event that is set says that it is to start again."""
     back, ended = Event(), Event()
-    losses = sum("left_out" in attempt.launch() for attempt in planned.run.attempts())
-    seconds = LOOK_S * 2 ** min(losses - 1, 6)
-
-    def look() -> None:
-        answered = False
-        while not ended.wait(seconds):
-            more = fit(planned, {*slow}, retry=True).resources.num_nodes
-            answers = more > fitted.resources.num_nodes
-            if answers and answered and not ended.is_set():
-                back.set()
-                print(f"{more} hosts answer: saving, to go on with them", file=sys.stderr)
-                job.cancel()
-                return
-            answered = answers
-
     if fitted.left_out and fitted.config.launcher.get("max_attempts"):
-        Thread(target=look, daemon=True).start()
+        Thread(target=_look, args=(planned, fitted, slow, job, back, ended), daemon=True).start()
     try:
         yield back
     finally:
         ended.set()
+
+
+def _look(planned: Plan, fitted: Plan, slow: set[str], job: Job, back: Event, ended: Event) -> None:
+    losses = sum("left_out" in attempt.launch() for attempt in planned.run.attempts())
+    answered = False
+    while not ended.wait(LOOK_S * 2 ** min(losses - 1, 6)):
+        more = fit(planned, {*slow}, retry=True).resources.num_nodes
+        answers = more > fitted.resources.num_nodes
+        if answers and answered and not ended.is_set():
+            back.set()
+            print(f"{more} hosts answer: saving, to go on with them", file=sys.stderr)
+            job.cancel()
+            return
+        answered = answers
 
 
 def lost_hosts(attempt: Attempt) -> set[str]:
