@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import sys
 import time
 
@@ -17,12 +18,14 @@ from distdl.job import JobSpec, JobState, Resources
 from distdl.launch import jobs
 from distdl.launchers.sagemaker import SageMakerLauncher, sagemaker_job, uploads
 from distdl.launchers.sagemaker.entry import Hosts
+from distdl.launchers.sagemaker.heartbeat import Heartbeat, HostEnd
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.launchers.sagemaker.sagemaker_settings import instances
 from distdl.util.errors import UserError
 from tests.aws import REGION, aws, moto
-from tests.conftest import ROOT, check_golden
+from tests.conftest import ROOT, check_golden, free_port
+from tests.waiting import until
 
 botocore = pytest.importorskip("botocore.session")
 __all__ = ["aws", "moto"]
@@ -367,3 +370,17 @@ def test_hosts_are_counted_the_same_everywhere(tmp_path):
     assert (hosts.names, hosts.number) == (("algo-1", "algo-2", "algo-10"), 1)
     interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "eth0")
     assert hosts.environment() == {**interfaces, "FI_PROVIDER": "efa"}
+
+
+def test_a_stranger_at_the_port_of_the_hosts_is_sent_away():
+    port = free_port()
+    second = Heartbeat(("localhost", "other"), "other", port)  # before the primary host's
+    first = Heartbeat(("localhost", "other"), "localhost", port)
+    until(lambda: first.links and second.links, 30)
+    with socket.create_connection(("localhost", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert stranger.recv(10) == b""
+    failed = HostEnd(1, "rank 0: it's \u00e4rgerlich\nvery", 1.5)
+    first.report_end(failed)
+    until(lambda: second.ends() == {"localhost": failed}, 30)
+    assert first.ends() == {}
