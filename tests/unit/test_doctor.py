@@ -71,7 +71,7 @@ CASES = {
     "no link": (lambda: findings.links({}, 3, None, set()), SKIP, "3 further"),
     "100 Mbit": (lambda: findings.links(fabric(rate=12e6), 4, None, set()), WARN, "0.012"),
     "device": (lambda: findings.devices({"a": Speed(1e12, 0.5)}, {"a"}), FAIL, "50 % of a core"),
-    "shm": (lambda: findings.hosts(host(**SHM), 64 << 20), FAIL, "1 MiB free of 64"),
+    "shm": (lambda: findings.hosts(host(**SHM), 64 << 20), FAIL, "1 MiB free, 64 needed"),
     "disk": (lambda: findings.hosts(host(run=1 << 20), 0), FAIL, "GiB free"),
     "read-only": (lambda: findings.hosts(host(write="denied"), 0), FAIL, "denied"),
     "slow disk": (lambda: findings.hosts(host(write=1e6), 0), WARN, "1 MB/s"),

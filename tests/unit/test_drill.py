@@ -114,6 +114,7 @@ def test_a_row_says_what_went_wrong() -> None:
         (("seed=1", "--tolerance=-1"), "--tolerance: must be 0 or more"),
         (("task=benchmark",), "task: only a training can be drilled"),
         (("launcher=slurm",), "launcher: its hosts cannot be reached"),
+        (("checkpoint=none",), "checkpoint: must be a mapping"),
         (("dry_run=true",), "there is no dry run of it"),
         (("outputs/none",), "there is no such folder"),
     ],

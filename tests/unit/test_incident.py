@@ -106,6 +106,12 @@ def test_the_cause_of_an_exception(attempt, cause, kind, message):
     assert " ".join(message.split()) in report.evidence
 
 
+def test_a_sender_that_is_one_broadcast_further_on_has_made_no_mistake(attempt):
+    sender = waits(phase="checkpoint", collective={**REDUCE, "op": "broadcast", "seq": 114})
+    receiver = waits(phase="checkpoint", collective={**SMALL, "op": "broadcast", "seq": 113})
+    assert reported(attempt, sender, receiver).cause == "connection"
+
+
 def hung(**sight):
     return leaves(HUNG, **sight)
 

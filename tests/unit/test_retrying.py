@@ -76,6 +76,7 @@ CASES = {
     "the same failure twice": (9, [(BUG, FAILED, 0), (BUG, FAILED, 0)], [0, None]),
     "also with progress": (9, [(BUG, FAILED, 1), (BUG, FAILED, 2)], [0, None]),
     "also before the first step": (9, [(EARLY, FAILED, 0), (EARLY, FAILED, 0)], [0, None]),
+    "an unknown step with progress": (9, [(EARLY, FAILED, 1), (EARLY, FAILED, 2)], [0, 0]),
     "at another line": (
         9,
         [(BUG, FAILED, 0), ({**BUG, "where": "mine.py, line 12, in f"}, FAILED, 0)],
@@ -105,6 +106,9 @@ def test_it_says_why_it_is_not(run: RunDirectory, capsys: pytest.CaptureFixture[
     assert last is not None and capsys.readouterr().err == f"{why}\n"
     assert why in (last.path / incident.MARKDOWN).read_text()
     assert files.read_json(last.path / incident.JSON)["not_restarted"] == why
+    pauses(run, 1, (BUG, FAILED, 0), ({**BUG, "type": "OSError"}, FAILED, 0))
+    spent = "not started again: launcher.max_attempts=1, and there was no new checkpoint"
+    assert capsys.readouterr().err == f"{spent}\n"
     first = incident.read(run.attempts()[0])
     assert first is not None and "Restarts" not in incident.markdown(first)
 

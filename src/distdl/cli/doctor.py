@@ -18,7 +18,8 @@ def main(argv: Sequence[str]) -> int:
     """Returns 0 if nothing fails, 1 if something does."""
     parser = argparse.ArgumentParser("python -m distdl doctor", description=__doc__)
     parser.add_argument("overrides", nargs="*", help="as for a run")
-    parser.add_argument("--expect", type=float, metavar="GB/s", help="of a link between two hosts")
+    what = "of a link between two hosts (on one host: of two ranks)"
+    parser.add_argument("--expect", type=float, metavar="GB/s", help=what)
     parser.add_argument(
         "--json", action="store_true", help="print doctor.json instead of the table"
     )

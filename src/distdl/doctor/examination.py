@@ -56,8 +56,8 @@ def examine(config: DictConfig, context: RankContext, expect: float | None) -> d
     """Measures and judges; every rank calls it, in the process group that trains.
 
     Args:
-        expect: GB/s that a link between two hosts was promised to have; None: what the launcher
-            knows of its VM size, if anything.
+        expect: GB/s that a link between two hosts (on one host: of two ranks) should have; None:
+            what the launcher knows of its VM size, if anything.
 
     Returns:
         The numbers of checks that pass and warn, as `doctor/...`.
@@ -66,8 +66,8 @@ def examine(config: DictConfig, context: RankContext, expect: float | None) -> d
         Unfit: A check fails.
     """
     started, rank, alone = time.monotonic(), context.environment.rank, _is_doctor(config)
-    promised = expect * 1e9 if expect else (context.launch.get("network_gbps") or 0) * 1e9 / 8
-    judged = _measured(config, context, promised or None)
+    network = None if expect else context.launch.get("network_gbps")  # of a VM, between hosts
+    judged = _measured(config, context, expect and expect * 1e9, network and network * 1e9 / 8)
     report = {"seconds": time.monotonic() - started, "checks": [row._asdict() for row in judged]}
     if rank == 0:
         write_json(context.attempt.path / FILE, report)
@@ -83,7 +83,7 @@ def examine(config: DictConfig, context: RankContext, expect: float | None) -> d
 
 
 def _measured(
-    config: DictConfig, context: RankContext, promised: float | None
+    config: DictConfig, context: RankContext, expected: float | None, promised: float | None
 ) -> list[rows.Finding]:
     environment, accelerator = context.environment, context.resources.accelerator
     device, data, leaders = torch.device("cpu"), config.get("data") or {}, dict[str, int]()
@@ -110,8 +110,9 @@ def _measured(
     of_host = node.host(context.attempt.path, data, environment.rank) if leads else None
     every = process_group.gather(of_host)
     needed = _shm_needed(data, environment)
+    expected = expected or (promised if several else None)
     return [
-        *findings.links(between, len(places), promised if several else None, slow_links),
+        *findings.links(between, len(places), expected, slow_links),
         *findings.transports(dict(zip(names, ways, strict=True)), len(leaders)),
         *findings.devices(speeds, slow_devices),
         *findings.gpus(ranks),

@@ -81,7 +81,7 @@ def devices(speeds: Mapping[str, Speed], still_slow: set[str]) -> Iterator[Findi
 def hosts(facts: Mapping[str, Facts], shm_needed: int) -> Iterator[Finding]:
     """Shared memory, disk and store of each host."""
     shm = Limit("MiB free", shm_needed / 2**20, 0.0, SHM_REMEDY)
-    needed = f" of {shm_needed / 2**20:.0f} needed"
+    needed = f", {shm_needed / 2**20:.0f} needed"
     for name, each in facts.items():
         if "/dev/shm" in each:
             yield shm.row("/dev/shm", name, each["/dev/shm"] / 2**20, needed)

@@ -52,7 +52,7 @@ def shortened(config: DictConfig, steps: int) -> DictConfig:
 
 
 def refuse(config: DictConfig) -> None:
-    """Refuses what cannot be drilled."""
+    """Refuses what cannot be drilled, or run."""
     if config.task.get("_target_") != configs.TRAIN:
         raise UserError.at("task", "only a training can be drilled", "task=train")
     if not start.runs_in_turn(config):
@@ -60,6 +60,7 @@ def refuse(config: DictConfig) -> None:
         raise UserError.at("launcher", what, "launcher=local, or launcher=mpi")
     if config.dry_run or sys.platform != "linux":
         raise UserError("a drill trains, on Linux: there is no dry run of it")
+    planning.size_of(config)  # checks the settings that `shortened` replaces, too
 
 
 def drill(config: DictConfig, options: Namespace) -> int:
@@ -80,7 +81,7 @@ def drill(config: DictConfig, options: Namespace) -> int:
     if not twin.succeeded or not batches:
         report = incident.read(twin.run.last_attempt() or twin.first)
         print(f"the run fails without a fault; see {shown(twin.log)}")
-        print(incident.head(report) if report else "", file=sys.stderr)
+        print(incident.head(report, command=False) if report else "", file=sys.stderr)
         return 1
     print(f"  {seconds:.1f} s, {batches} batches", flush=True)
     if short.watchdog.timeout is None:

@@ -40,9 +40,10 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Collective(BaseModel):
-    """A collective that a rank has started. `sizes` are the shapes of its inputs."""
+    """A collective that a rank has started, its `seq`-th. `sizes` are the shapes of its inputs."""
 
     op: Text = ""
+    seq: Count | None = None
     sizes: list[Annotated[list[Count], Field(max_length=16)]] = []
     where: Text = ""
 

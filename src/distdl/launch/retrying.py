@@ -25,9 +25,9 @@ class Failure(NamedTuple):
     where: str
 
     def __str__(self) -> str:
-        step = "before the first step" if self.step is None else f"at step {self.step}"
+        step = "" if self.step is None else f"at step {self.step} "
         where = f" ({self.where})" if self.where else ""
-        return f"{step} with the same error: {self.kind}{where}"
+        return f"{step}with the same error: {self.kind}{where}"
 
 
 def failure_of(attempt: Attempt) -> Failure | None:
@@ -69,16 +69,17 @@ class Retries:
     def pause(self, attempt: Attempt, state: JobState) -> float | None:
         """Seconds to wait before the next start; None if there must be none."""
         failure, before, step = failure_of(attempt), self._last, self._newest_step()
-        if step > self._step:
+        progress = step > self._step
+        if progress:
             self.left, self._without_progress = self.budget, 0
         self._step, self._last = max(step, self._step), failure
-        if failure is not None and failure == before:
-            why = f"not started again: it failed twice {failure}"
-            attempt.update(not_restarted=why)
-            incident.write(attempt)
-            print(why, file=sys.stderr)
+        if failure and failure == before and not (progress and failure.step is None):
+            not_again(attempt, f"it failed twice {failure}")
             return None
         if self.left <= 0:
+            if self.budget:
+                what = f"launcher.max_attempts={self.budget}, and there was no new checkpoint"
+                not_again(attempt, what)
             return None
         self.left -= 1
         if state is JobState.PREEMPTED:
@@ -90,6 +91,14 @@ class Retries:
         return max(
             (age(path)[0] for path in CheckpointStore(self.run.checkpoints).all()), default=-1
         )
+
+
+def not_again(attempt: Attempt, reason: str) -> None:
+    """Says why a run is not started again: on the screen and in the report."""
+    why = f"not started again: {reason}"
+    attempt.update(not_restarted=why)
+    incident.write(attempt)
+    print(why, file=sys.stderr)
 
 
 def backoff(failures: int) -> float:

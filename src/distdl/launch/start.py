@@ -58,8 +58,12 @@ def start(planned: Plan, command: Sequence[str]) -> int:
         # A command that is asked to end starts nothing more.
         if state is JobState.PREEMPTED and getattr(job, "preempted_here", False):
             break
-        if not retry or not retries.again(attempt, state):
-            break
+        try:
+            if not retry or not retries.again(attempt, state):
+                break
+        except KeyboardInterrupt:  # in the pause
+            print_next_command(planned, attempt, state, command)
+            raise
     if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # a refusal has its own remedy
         print_next_command(planned, attempt, state, command)
     return code

@@ -15,7 +15,8 @@ def doctor(
     """Prints a table of checks and writes ATTEMPT/doctor.json (docs/doctor.md).
 
     Args:
-        expect: GB/s of a link between two hosts; None: by the VM size, where that is known.
+        expect: GB/s of a link between two hosts (on one host: of two ranks); None: by the VM size,
+            where that is known.
 
     Returns:
         How many checks pass and warn, as `doctor/...`.
