@@ -50,7 +50,8 @@ def watch_weights(module: Any) -> None:
             kept, weights = slices[name], parameter.detach()
             layout = kept.device_mesh, kept.placements
             used: Any = distribute_tensor(weights, *layout, src_data_rank=None)
-            differ.append((used.to_local() != kept.to_local()).any())
+            used = used.to_local()
+            differ.append((used != kept.to_local().to(used.device)).any())  # offloaded weights
         flags = torch.stack(differ).tolist() if differ else []  # one device sync for all
         return [name for (name, _), flag in zip(gathered, flags, strict=True) if flag]
 
