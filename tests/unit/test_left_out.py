@@ -149,3 +149,27 @@ def test_slurm_keeps_the_users_own_list(hosts: Path) -> None:
     plan = planned(hosts.parent, 0, "launcher.sbatch=['--exclude=node9']")
     attempted(plan, lost="node2")
     assert left_out.fit(plan, set()) is plan
+
+
+# What sinfo prints of each node, and how many nodes the next attempt has; None: as it was.
+NODES = {
+    "n1|gpu*|idle n2|gpu*|down* n3|gpu*|mixed n4|gpu*|allocated n5|gpu*|idle": 4,
+    "n1|gpu*|idle n2|gpu*|idle n3|gpu*|drained n4|gpu*|idle* n5|cpu|idle": 1,
+    "n2|gpu*|idle n3|gpu*|down": None,  # there is no other one
+    "node1|gpu*|idle node3|gpu*|idle": None,  # Slurm has other names for them
+}
+
+
+@pytest.mark.parametrize(("shown", "left"), NODES.items())
+def test_slurm_takes_as_many_others_as_there_are(shown, left, hosts: Path, monkeypatch) -> None:
+    (hosts.parent / "sinfo").write_text(f"#!/bin/sh\nprintf '%s\\n' {shown!r} | tr ' ' '\\n'\n")
+    (hosts.parent / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{hosts.parent}:/usr/bin:/bin")
+    plan = planned(hosts.parent, 0)
+    attempted(plan, lost="n2")
+    fitted = left_out.fit(plan, set())
+    if left is None:
+        assert fitted is plan
+        return
+    assert list(fitted.config.launcher.sbatch) == ["--exclude=n2"]
+    assert fitted.resources.num_nodes == left and global_batch(fitted) == (48 // left, 48)
