@@ -66,8 +66,7 @@ def examine(config: DictConfig, context: RankContext, expect: float | None) -> d
         Unfit: A check fails.
     """
     started, rank, alone = time.monotonic(), context.environment.rank, _is_doctor(config)
-    network = None if expect else context.launch.get("network_gbps")  # of a VM, between hosts
-    judged = _measured(config, context, expect and expect * 1e9, network and network * 1e9 / 8)
+    judged = _measured(config, context, expect)
     report = {"seconds": time.monotonic() - started, "checks": [row._asdict() for row in judged]}
     if rank == 0:
         write_json(context.attempt.path / FILE, report)
@@ -82,9 +81,7 @@ def examine(config: DictConfig, context: RankContext, expect: float | None) -> d
     return {f"doctor/{state}": float(states[state]) for state in (rows.PASS, rows.WARN)}
 
 
-def _measured(
-    config: DictConfig, context: RankContext, expected: float | None, promised: float | None
-) -> list[rows.Finding]:
+def _measured(config: DictConfig, context: RankContext, expect: float | None) -> list[rows.Finding]:
     environment, accelerator = context.environment, context.resources.accelerator
     device, data, leaders = torch.device("cpu"), config.get("data") or {}, dict[str, int]()
     if accelerator == "gpu":
@@ -110,9 +107,10 @@ def _measured(
     of_host = node.host(context.attempt.path, data, environment.rank) if leads else None
     every = process_group.gather(of_host)
     needed = _shm_needed(data, environment)
-    expected = expected or (promised if several else None)
+    gigabits = context.launch.get("network_gbps") if several else None  # of a VM, between hosts
+    gigabytes = expect or (gigabits and gigabits / 8)
     return [
-        *findings.links(between, len(places), expected, slow_links),
+        *findings.links(between, len(places), gigabytes and gigabytes * 1e9, slow_links),
         *findings.transports(dict(zip(names, ways, strict=True)), len(leaders)),
         *findings.devices(speeds, slow_devices),
         *findings.gpus(ranks),

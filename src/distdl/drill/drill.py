@@ -79,9 +79,9 @@ def drill(config: DictConfig, options: Namespace) -> int:
         twin.wait(lambda: False)
     seconds, batches = time.monotonic() - began, twin.step()
     if not twin.succeeded or not batches:
-        report = incident.read(twin.run.last_attempt() or twin.first)
         print(f"the run fails without a fault; see {shown(twin.log)}")
-        print(incident.head(report, command=False) if report else "", file=sys.stderr)
+        if report := incident.read(twin.run.last_attempt() or twin.first):
+            print(incident.head(report, command=False), file=sys.stderr)
         return 1
     print(f"  {seconds:.1f} s, {batches} batches", flush=True)
     if short.watchdog.timeout is None:
