@@ -136,6 +136,8 @@ def _in_this_process(request: LocalRequest) -> int:
     from distdl.ranks import process_exit
     from distdl.worker import main
 
-    process_exit.report_waiting_threads()
     os.environ.update(request.env)
-    return main.main(request.spec.worker()[2:])
+    try:
+        return main.main(request.spec.worker()[2:])
+    finally:
+        process_exit.report_waiting_threads()

@@ -61,12 +61,14 @@ def survive_closed_pipes() -> None:
 @functools.cache
 def report_waiting_threads(seconds: float = 5) -> None:
     """Prints the non-daemon threads that Python still waits for some seconds after the run."""
+    main_ended = threading.Event()
 
     def after_main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C then ends it without a traceback
-        threading.Thread(target=report, daemon=True).start()
+        main_ended.set()
 
     def report() -> None:
+        main_ended.wait()
         time.sleep(seconds)
         alive = [t.name for t in threading.enumerate() if not t.daemon and t.is_alive()]
         names = ", ".join(name for name in alive if name != threading.main_thread().name)
@@ -77,7 +79,9 @@ def report_waiting_threads(seconds: float = 5) -> None:
             flush=True,
         )
 
-    # Unlike atexit, this runs before Python waits for the threads.
+    # Unlike atexit, this runs before Python waits for the threads. Python 3.12 and later start no
+    # thread from then on, so the one that reports is started now.
+    threading.Thread(target=report, daemon=True).start()
     threading._register_atexit(after_main)  # type: ignore[attr-defined]
 
 
