@@ -84,6 +84,7 @@ def page(parts: list[Part], missing: list[Goal], seconds: float) -> str:
             "## Not run\n\nThis machine has no NVIDIA GPU. On a machine with one, "
             f"`{GPU_COMMAND}` measures:\n\n"
             + "\n".join(f"- {goal.what}: {goal.goal}" for goal in missing)
+            + "\n\n[RESULTS_GPU.md](RESULTS_GPU.md) is what was measured on one once."
         )
     return "\n\n".join(sections) + "\n"
 
