@@ -29,8 +29,14 @@ ANSWER_S = 60.0  # longer than the imports, which the process may not have finis
 
 
 def use(status: Path) -> None:
-    """Has torch's agent start the ranks of this attempt, whose status.json is named, by the standby
-    process of an earlier attempt; or start one, for the next attempt."""
+    """Changes how torch's agent starts the ranks of this attempt: as forks of the standby process.
+
+    If an earlier attempt has left no standby process, the ranks start as always, and one is started
+    for the next attempt.
+
+    Args:
+        status: The status.json of this attempt.
+    """
     # Not with another torch, nor without Linux.
     if hasattr(api, "get_subprocess_handler") and hasattr(os, "pidfd_open"):
         RankHandler.status = status
