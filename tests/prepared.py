@@ -1,4 +1,4 @@
-"""A small prepared data set of known content, and stores that fail on purpose."""
+"""A small prepared data set of known content, and what fails or does harm on purpose."""
 
 import os
 import time
@@ -36,13 +36,13 @@ def jpeg(number, side=24):
 
 
 def quiet_trainer(path, **options):
-    """Lightning's Trainer on one CPU, which shows and writes nothing."""
+    """Lightning's Trainer on CPUs, which shows and writes nothing."""
     from lightning.pytorch import Trainer
 
     off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet = dict.fromkeys((*off, "use_distributed_sampler", "logger"), False)
-    options = {**quiet, "num_sanity_val_steps": 0, **options}
-    return Trainer(accelerator="cpu", devices=1, default_root_dir=path, **options)
+    options = {**quiet, "num_sanity_val_steps": 0, "devices": 1, **options}
+    return Trainer(accelerator="cpu", default_root_dir=path, **options)
 
 
 def prepare(folder, train=40, val=7, per_shard=PER_SHARD, padding=0):
@@ -78,6 +78,13 @@ def flip(path, position, keep_times=False):
         file.write(data)
     if keep_times:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+class Gadget(str):
+    """Unpickled, it makes the file of this name."""
+
+    def __reduce__(self):
+        return os.system, (f"touch {self}",)
 
 
 @dataclass(frozen=True)
@@ -124,14 +131,10 @@ class Unreliable(RemoteStore):
     def _range(self, key, start, count):
         return (self.folder / key).read_bytes()[start : start + count]
 
-    def _put(self, path, name, progress):
-        raise NotImplementedError
-
-    def _list(self, start):
-        raise NotImplementedError
-
     def _is_transient(self, error):
         return isinstance(error, ConnectionError)
+
+    _put = _list = None  # nobody writes or lists here
 
 
 def open_cache(tmp_path, *faults, limit=None, root="cache"):

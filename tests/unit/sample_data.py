@@ -98,11 +98,6 @@ def draw_all():
     return random.random(), np.random.rand(), torch.rand(()).item()
 
 
-def seed_all(value):
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(value)
-
-
 def synthetic(samples=11, classes=7, **options):
     """Unlearnt images of 8 x 8 pixels in batches of 4; `samples`: for validation."""
     sizes = {"image_size": 8, "pool_size": 16, "train_samples": 64, "val_samples": samples}

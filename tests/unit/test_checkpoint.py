@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from distdl.runs import checkpoints
-from distdl.runs.checkpoints import CheckpointStore, damage_of, find, manifest_of
+from distdl.runs.checkpoints import CheckpointStore, damage_of, find, manifest_at, manifest_of
 from tests.prepared import flip, refusal
 
 
@@ -36,7 +35,7 @@ def test_the_manifest_describes_the_file_and_the_newest_has_most_steps(store):
     assert store.newest() is None
     for step in (30, 4, 200):
         path = save(store, step)
-    manifest = json.loads(manifest_of(path).read_text())
+    manifest = manifest_at(path)
     assert manifest["files"][path.name]["size"] == path.stat().st_size
     assert (manifest["step"], manifest["reason"]) == (200, "step") and damage_of(path) is None
     assert [p.name for p in store.all()] == ["step_200.ckpt", "step_30.ckpt", "step_4.ckpt"]
@@ -158,7 +157,7 @@ def test_aliases_of_files_and_of_folders(store, order, monkeypatch, folder, link
     store.prune(1)
     pairs = [(name, f"{name}.manifest.json") for name in ("step_2.ckpt", "last.ckpt")]
     assert [name for name in order if name[0] != "."] == [*pairs[0], *pairs[1], "removed"]
-    assert json.loads(manifest_of(last).read_text())["alias_of"] == second.name
+    assert manifest_at(last)["alias_of"] == second.name
     part = "inner/1.distcp" if folder else ""
     assert (last / part).read_bytes() == (second / part).read_bytes() and damage_of(last) is None
     assert ((last / part).stat().st_ino == (second / part).stat().st_ino) is links

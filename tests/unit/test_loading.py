@@ -13,15 +13,11 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SubsetRandomSampler
 
-from distdl.data.drawing import Drawn
+from distdl.data.drawing import Drawn, seed_all
 from distdl.data.loading import KeyedDataset
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
 from distdl.util.errors import Problem, Unfinished, UserError
-from tests.unit.sample_data import Augmented, Loaders, draw_all, seed_all, share
-
-
-class Fixed(Augmented):
-    is_deterministic = True
+from tests.unit.sample_data import Augmented, Loaders, draw_all, share
 
 
 def draw(dataset, index, epoch=0):
@@ -47,7 +43,8 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone():
     seed_all(1)
     assert draw(dataset, 2) and draw_all() == expected
     seed_all(1)
-    assert draw(KeyedDataset(Fixed(), 0), 1)[1:] == pytest.approx(expected)
+    dataset.dataset.is_deterministic = True
+    assert draw(dataset, 1)[1:] == pytest.approx(expected)
 
 
 def test_workers_make_no_difference():
@@ -245,8 +242,7 @@ def test_ranks_never_train_silently_on_the_same_samples(make, fragment):
 @pytest.mark.parametrize(
     "make",
     [
-        loader(sampler=torch.utils.data.DistributedSampler(range(24), num_replicas=2, rank=0)),
-        loader(sampler=ShardsItself()),
+        loader(sampler=ShardsItself()),  # as torch's DistributedSampler
         lambda: DataLoader(Augmented(24), batch_sampler=BatchSampler(ShardsItself(), 2, False)),
     ],
 )

@@ -15,6 +15,7 @@ from distdl.data import views
 from distdl.data.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
 from distdl.data.crop import random_crop
 from distdl.data.decoding import CPU_DECODERS, decoder, works
+from distdl.data.drawing import seed_all
 from distdl.data.images import ImageData
 from distdl.data.loading import KeyedDataset
 from distdl.data.nvjpeg import EncodedBatch
@@ -25,10 +26,9 @@ from distdl.datasets.image_files import DamagedImage
 from distdl.util.errors import UserError
 from tests.conftest import ROOT
 from tests.miniature import encoded, photograph
-from tests.unit.sample_data import BROKEN, GREY, PICTURE, PLAIN, Listed, seed_all
+from tests.unit.sample_data import BROKEN, GREY, PICTURE, PLAIN, Listed
 
 PHOTOGRAPHS = sorted((ROOT.parent / "shared/images/imagenet_sample").rglob("*.jpg"))[::5]
-FAST = [name for name in CPU_DECODERS if name != "pil" and works(name)]
 ROTATED = Image.Exif()
 ROTATED[0x0112] = 6  # orientation: a quarter to the right
 KINDS = {
@@ -45,12 +45,10 @@ KINDS = {
     "webp": encoded(PICTURE, "WEBP"),
 }
 RESIZE = {"from": 32, "to": 96, "until_epoch": 2}
-with_torchcodec = pytest.mark.skipif(not works("torchcodec"), reason="no torchcodec")
 
 
 def by_pil(data):
-    with Image.open(io.BytesIO(data)) as file:
-        return torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1)
+    return pil_to_tensor(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
 def difference(left, right):
@@ -59,7 +57,7 @@ def difference(left, right):
     return float((left.float() - right.float()).abs().mean())
 
 
-@pytest.mark.parametrize("name", ["pil", *FAST])
+@pytest.mark.parametrize("name", filter(works, CPU_DECODERS))
 def test_all_decoders_see_what_pil_sees_and_fill_in_nothing(name):
     for kind, data in KINDS.items():
         pixels = decoder(name)(data)
@@ -131,7 +129,7 @@ def test_sizes_grow_by_the_epoch_alone():
     assert seen == [32, 64, 96, 32]
 
 
-@with_torchcodec
+@pytest.mark.skipif(not works("torchcodec"), reason="no torchcodec")
 @pytest.mark.parametrize("kind", [EvalView, TrainView])
 def test_the_device_decodes_the_pixels_that_a_worker_would_have_decoded(kind):
     names = ("plain", "grey", "cmyk", "png", "rotated by EXIF", "fine colours")
