@@ -109,7 +109,7 @@ def called(case):
     function = getattr(importlib.import_module(module), name)
     results, error = {}, ""
     try:
-        results = dict(function(Path(case.folder), *case.overrides))
+        results = dict(function(Path(case.folder), *case.overrides) or {})
     except Exception:
         error = traceback.format_exc()
     errors = "".join(process_group.gather(error))

@@ -5,7 +5,7 @@ import warnings
 from functools import partial
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distdl.checkpoint import portable
 from distdl.distributed.process_group import LaunchedEnvironment
 from distdl.ranks.environment import Environment
+from tests.prepared import quiet_trainer
 
 BATCH = 4  # per rank
 
@@ -176,13 +177,10 @@ def trainer(strategy, steps, folder, callbacks=(), **more):
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if isinstance(strategy, Strategy):
         portable.use_names(strategy)
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    off += ("use_distributed_sampler",)
-    more = {"limit_val_batches": 0, "num_sanity_val_steps": 0, **dict.fromkeys(off, False), **more}
-    more |= {"max_steps": steps, "max_epochs": 100, "default_root_dir": folder}
     here = LaunchedEnvironment(Environment("test", rank, world, rank, world))
-    more |= {"accelerator": "cpu", "devices": world, "plugins": [here]}
-    result = Trainer(strategy=strategy, callbacks=[*callbacks], **more)
+    more = {"limit_val_batches": 0, "devices": world, "plugins": [here], **more}
+    more |= {"strategy": strategy, "callbacks": [*callbacks], "max_steps": steps}
+    result = quiet_trainer(folder, max_epochs=100, **more)
     result._signal_connector.register_signal_handlers = lambda: None
     return result
 

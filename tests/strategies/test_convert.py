@@ -76,13 +76,7 @@ def test_weights_for_others_and_back_and_of_an_average(converted, source):
         ImageClassifier(torch.nn.Sequential(torch.nn.Linear(2, 2)), weights="weights.pth")
 
 
-BROKEN = {
-    "README.md": lambda whole: b"# A title\n\ntext\n",
-    "empty.ckpt": lambda whole: b"",
-    "end.ckpt": lambda whole: whole[:-10],
-    "bad.safetensors": lambda whole: b"garbage" * 10,
-}
-BAD = "is not a checkpoint, or an incomplete one"
+DAMAGED = ("empty.ckpt", "end.ckpt", "b.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -95,21 +89,21 @@ BAD = "is not a checkpoint, or an incomplete one"
         ("weights.pth --to weights --output z.bin", r"--output z\.pth"),
         ("weights.pth --to ddp --output z.pth", r"--output z\.ckpt"),
         ("objects.ckpt --to ddp", r"holds an object of pathlib\."),
-        *((f"{name} --to ddp", f"{name}: {BAD}") for name in BROKEN),
+        *((f"{name} --to ddp", f"{name}: is not a checkpoint, or an incompl") for name in DAMAGED),
     ],
 )
 def test_refused(words, message, source):
     """In one line that names the file, and with no advice to let it run code."""
     Path("there.ckpt").touch()
+    Path("empty.ckpt").touch()
     Path("folder").mkdir()
+    Path("end.ckpt").write_bytes(source.read_bytes()[:-10])
+    Path("b.safetensors").write_bytes(b"garbage" * 10)
     torch.save({"fc.weight": torch.ones(1)}, "weights.pth")
     torch.save({"state_dict": {}, "hparams": Path("x")}, "objects.ckpt")
-    name = words.split()[0]
-    if name in BROKEN:
-        Path(name).write_bytes(BROKEN[name](source.read_bytes()))
     with pytest.raises(UserError, match=message) as error:
         convert.main(words.format(source=source).split())
-    assert name not in BROKEN or "weights_only" not in str(error.value)
+    assert "weights_only" not in str(error.value)
 
 
 def test_a_difference_is_found():

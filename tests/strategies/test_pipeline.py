@@ -1,7 +1,6 @@
 """strategy=pipeline against one process with the same micro-batches."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import timm
@@ -12,7 +11,7 @@ from torchvision.models import resnet18
 
 from distdl.models import ImageClassifier
 from distdl.models.blocks import blocks_of
-from distdl.strategies.pipeline import balance, partition_plan, probe, splitting
+from distdl.strategies.pipeline import balance, probe, splitting
 from distdl.strategies.pipeline.stage_rules import StagePosition
 from distdl.util.errors import UserError
 from tests.strategies import matrix
@@ -117,29 +116,14 @@ def test_asked_to_stop_it_resumes_exactly(runs):
 # ------------------------------------------------------------------ without any process
 
 
-@pytest.fixture
-def blocks():
-    return splitting.blocks_in(ImageClassifier(resnet18(num_classes=10), num_classes=10))
-
-
-def test_one_sample_is_too_few_for_a_batch_norm(blocks):
+def test_one_sample_is_too_few_for_a_batch_norm():
     """Found before the training, timed or not: at 32 px the last layers have one value each."""
+    blocks = splitting.blocks_in(ImageClassifier(resnet18(num_classes=10), num_classes=10))
     options = {"convert": lambda m: m, "context": nullcontext, "measured": False, "trains": True}
     probe.run_through(blocks, torch.zeros(1, 3, 32, 32), rows=2, **options)
     with pytest.raises(UserError, match=r"network\.layer4.*\n.*model\.norm=group") as error:
         probe.run_through(blocks, torch.zeros(1, 3, 32, 32), rows=1, **options)
     assert error.value.problems[0].path == "strategy.micro_batches"
-
-
-def test_the_table_of_a_plan(blocks):
-    settings = {"schedule": "1f1b", "micro_batches": 8, "pieces_per_stage": 1}
-    strategy = SimpleNamespace(position=StagePosition.of_rank(0, 4, 2), **settings)
-    for seconds, share in (([1.0] * len(blocks), "45 %"), (None, "-")):
-        plan = partition_plan.PipelinePlan([0, 5, len(blocks)], [], seconds)
-        first, _, stage, *_, last = partition_plan.table(strategy, blocks, plan).splitlines()
-        assert first.startswith("pipeline  2 stages x 2 replicas, 1f1b, 8 micro-batches: predicted")
-        assert share in stage and stage.endswith(blocks[0].name)
-        assert last == f"  the same split again: strategy.balance=[{blocks[5].name}]"
 
 
 def test_the_slowest_stage_is_as_fast_as_it_can_be_and_the_bubble_predicted():
@@ -163,15 +147,11 @@ def test_each_rank_has_one_position():
 
 TORCHVISION = ("resnet18", "convnext_tiny", "mobilenet_v3_small", "vgg11")
 TIMM = ("resnet18", "resnet50d", "seresnet50", "resnetv2_50")
+KNOWN = [(torchvision.models.get_model, name) for name in TORCHVISION]
+KNOWN += [(timm.create_model, name) for name in TIMM]
 
 
-@pytest.mark.parametrize(
-    ("create", "name"),
-    [
-        *((torchvision.models.get_model, name) for name in TORCHVISION),
-        *((timm.create_model, name) for name in TIMM),
-    ],
-)
+@pytest.mark.parametrize(("create", "name"), KNOWN)
 def test_known_networks_are_chains(create, name):
     network = create(name, num_classes=10).eval()
     x = images = torch.randn(1, 3, 32, 32)
