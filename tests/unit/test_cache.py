@@ -47,18 +47,6 @@ def test_the_folder_of_the_cache(monkeypatch, tmp_path):
         assert default_root() in (path, Path("/mnt/distdl"))
 
 
-def test_a_shard_is_downloaded_once_until_its_copy_is_cut(tmp_path, shards, caplog):
-    cache, shard = open_cache(tmp_path), shards[1]
-    path, data = cache.fetch(shard), (tmp_path / "far" / shard.name).read_bytes()
-    assert path.read_bytes() == data
-    assert cache.fetch(shard) == path and open_cache(tmp_path).fetch(shard) == path
-    assert cache.store.downloads == [shard.name] == files(cache) and not caplog.records
-    os.truncate(path, 10)
-    assert open_cache(tmp_path).fetch(shard).read_bytes() == data
-    (record,) = caplog.records
-    assert record.getMessage() == f"{path} is damaged: it is downloaded again"
-
-
 @pytest.mark.parametrize("fault", ["cut", "flip"])
 def test_a_damaged_download_is_repeated(tmp_path, shards, fault):
     path = open_cache(tmp_path, fault, fault).fetch(shards[0])

@@ -1,6 +1,5 @@
 """The image data modules: generated images, and folders of classes."""
 
-import itertools
 import os
 
 import pytest
@@ -11,9 +10,8 @@ from distdl.data import StoredImages
 from distdl.data.images import default_workers
 from distdl.data.sampling import SampleKey
 from distdl.data.synthetic_jpeg import SyntheticJpegs, jpegs
-from tests.miniature import photograph
 from tests.prepared import refusal
-from tests.unit.sample_data import share, synthetic
+from tests.unit.sample_data import share, synthetic, write_photographs
 
 
 def test_synthetic_images_are_of_their_index_and_normalised_on_the_device():
@@ -65,14 +63,8 @@ def test_cores_are_shared_by_the_ranks_of_a_machine(monkeypatch, cores, ranks, w
 
 @pytest.fixture
 def photographs(tmp_path):
-    """Two classes, three images each for training (one grey, one .JPEG), one for validation."""
-    for split, name in itertools.product(("train", "val"), ("cat", "dog")):
-        folder = tmp_path / split / name
-        folder.mkdir(parents=True)
-        for i, ending in enumerate(("png", "png", "JPEG") if split == "train" else ("png",)):
-            image = photograph(i).convert("L" if i == 1 else "RGB")
-            image.save(folder / f"{i}.{ending}")
-        (folder / "notes.txt").write_text("no image")
+    write_photographs(tmp_path, ("cat", "dog"), train=3, val=1)
+    (tmp_path / "train/dog/notes.txt").write_text("no image")
     return tmp_path
 
 
@@ -84,9 +76,9 @@ def folder_data(root, num_classes=2):
 
 def test_folders_become_batches(photographs):
     (photographs / "train/cat/zebra").mkdir()
-    (photographs / "train/cat/2.JPEG").rename(photographs / "train/cat/zebra/2.JPEG")
+    (photographs / "train/cat/2.jpg").rename(photographs / "train/cat/zebra/2.JPEG")
     theirs = ImageFolder(str(photographs / "train")).samples
-    (photographs / "train/cat/._0.png").write_text("macOS puts it beside an image")
+    (photographs / "train/cat/._0.jpg").write_text("macOS puts it beside an image")
     for split in ("train", "val"):
         (photographs / split / ".cache").mkdir()
     loader = folder_data(photographs).train_dataloader()
@@ -119,12 +111,12 @@ def test_check_and_setup_report_what_is_wrong(photographs):
     for inner, text in (
         ("none", f"no such folder: {photographs / 'none'}"),
         ("train", "has no train/"),
-        ("val/cat/0.png", "val/cat/0.png is a file"),
+        ("val/cat/0.jpg", "val/cat/0.jpg is a file"),
         ("half", "was interrupted"),
         (".", "train/ has 2 classes and val/ 3; only one of the two has fox"),
     ):
         found = problems(photographs / inner)[0]
         assert found.startswith("root: ") and text in found
     (photographs / "val/fox").rmdir()
-    (photographs / "val/dog/0.png").unlink()
+    (photographs / "val/dog/0.jpg").unlink()
     assert "val/dog holds no image" in refusal(folder_data, photographs).what

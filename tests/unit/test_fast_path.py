@@ -140,8 +140,6 @@ def test_without_a_compiler_it_is_refused(monkeypatch, tmp_path):
 
 NETWORK = """
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 class Net(nn.Sequential):
     def __init__(self):

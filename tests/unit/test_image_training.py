@@ -6,7 +6,6 @@ import csv
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
 from timm.layers import BatchNormAct2d
 from torch import nn
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader
 from torchvision.models import resnet18
 
 from distdl.callbacks import Progress, StepMetrics
-from distdl.callbacks.progress import remedy
 from distdl.config.recipe import CHANGEABLE
 from distdl.data.images import ImageData
 from distdl.data.loading import KeyedDataset
@@ -224,20 +222,6 @@ def test_damage_can_end_the_run():
         assert problem.path == "data.root" and "cannot decode " in problem.what
         assert problem.remedy.startswith(advice) and problem.remedy.endswith("on_damaged=skip")
     assert "data.on_damaged" in CHANGEABLE  # so a resume can
-
-
-class Theirs(LightningDataModule):
-    def __init__(self, num_workers=1):
-        super().__init__()
-        self.save_hyperparameters()
-
-
-def test_waiting_for_data_names_the_numbers(monkeypatch):
-    monkeypatch.setattr("distdl.callbacks.progress.default_workers", lambda: 8)
-    assert remedy(ImageData(2, 3)).startswith("data.num_workers=8 uses")
-    assert "--short-side 256" in remedy(ImageData(2, 8)) and "nvjpeg" in remedy(ImageData(2, 8))
-    assert remedy(object()).startswith("num_workers=8 of its DataLoader uses")
-    assert remedy(Theirs()).startswith("data.num_workers=8 uses this process's CPU cores (now 1)")
 
 
 class Images(ImageData):

@@ -39,15 +39,14 @@ assert Trust(tuple(mine)).covers(sys.argv[1]), mine
 {HERE}"""
 # Files, the folder that the command is typed in, overrides, the class, its file below the root.
 LAYOUTS = {
-    "src, typed in a subfolder": (
-        "src/pkg/__init__.py src/pkg/net.py configs/x.yaml",
-        *("configs", [], "pkg.net.Net", "src/pkg/net.py"),
-    ),
     "src, a package itself": (
         "src/__init__.py src/models/__init__.py src/models/net.py",
         *(".", [], "src.models.net.Net", "src/models/net.py"),
     ),
-    "namespaces in src": ("src/ns/a/net.py", ".", [], "ns.a.net.Net", "src/ns/a/net.py"),
+    "namespaces in src, typed in a subfolder": (
+        "src/ns/a/net.py configs/x.yaml",
+        *("configs", [], "ns.a.net.Net", "src/ns/a/net.py"),
+    ),
     "a monorepo's folder, named": (
         "team/vision/net.py team/sound/large.py",
         *(".", ["project.root=team/vision"], "net.Net", "net.py"),

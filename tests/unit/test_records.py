@@ -1,5 +1,6 @@
 """TFRecords and Parquet as sources of `prepare`."""
 
+import io
 import json
 import os
 import pickle
@@ -12,10 +13,11 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from distdl.datasets.parquet import ParquetImages
 from distdl.datasets.reading import Shards, open_data_set
-from distdl.datasets.tfrecord import TFRecords, masked_crc
+from distdl.datasets.tfrecord import TFRecords
 from distdl.util.errors import Unfinished, UserError
 from tests.prepared import flip, jpeg, refusal
 
@@ -56,12 +58,11 @@ def example(values):
 
 def framed(*records):
     """The content of a file."""
-    content = b""
+    content = io.BytesIO()
     for record in records:
         data = example(record) if isinstance(record, dict) else record
-        for part in (struct.pack("<Q", len(data)), data):
-            content += part + struct.pack("<I", masked_crc(part))
-    return content
+        RecordWriter(content).write(data)
+    return content.getvalue()
 
 
 def write_records(path, *records):
@@ -93,11 +94,8 @@ def inception(number, label, **others):
 
 def write_inception(folder):
     rows = [inception(number, 1 + number % 3) for number in range(7)]
-    for name, part in (
-        ("train-00000", rows[:3]),
-        ("train-00001", rows[3:6]),
-        ("val-00000", rows[6:]),
-    ):
+    parts = {"train-00000": rows[:3], "train-00001": rows[3:6], "val-00000": rows[6:]}
+    for name, part in parts.items():
         write_records(folder / f"{name}-of-00002", *part)
     return TFRecords(folder)
 

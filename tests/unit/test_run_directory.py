@@ -6,10 +6,11 @@ import bdb
 import logging
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
-import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,11 +117,9 @@ PAIRS = 40
 def begin_all(folder: str, barrier, answers) -> None:
     for number in range(PAIRS):
         barrier.wait()
-        try:
-            begun = RunDirectory(Path(folder, str(number))).begin_attempt(LAUNCH).number
-        except UserError:
-            begun = None
-        answers.put((number, begun))
+        with suppress(UserError):
+            RunDirectory(Path(folder, str(number))).begin_attempt(LAUNCH)
+            answers.put(number)
         barrier.wait()  # both live until both have tried
 
 
@@ -132,10 +131,10 @@ def test_of_two_starts_at_once_one_begins(tmp_path):
     both = [context.Process(target=begin_all, args=shared) for _ in range(2)]
     for process in both:
         process.start()
-    results = sorted((answers.get(timeout=60) for _ in range(2 * PAIRS)), key=str)
     for process in both:
         process.join(60)
-    assert results == sorted([(n, one) for n in range(PAIRS) for one in (1, None)], key=str)
+    begun = sorted(answers.get(timeout=1) for _ in range(PAIRS))
+    assert begun == list(range(PAIRS)) and answers.empty()
     assert not list(tmp_path.glob("*/attempts/.*")), "what was prepared in vain is gone"
 
 
@@ -183,8 +182,7 @@ def test_half_of_a_frozen_file_is_not_a_file(run):
             path.write_text(text[:cut])
             with pytest.raises(Damaged):
                 ask()
-    wrong = (("- 1\n", "a list"), ("where: [1]\nrun_id: a\n", "where is '"), (": [", "YAML"))
-    for text, what in wrong:
+    for text, what in (("where: [1]\nrun_id: a\n", "where is '"), (": [", "YAML")):
         launch.write_text(text)
         with pytest.raises(Damaged, match=what):
             attempt.launch()
@@ -217,9 +215,6 @@ def test_provenance_has_the_state_of_git(tmp_path, monkeypatch):
     assert len(state["commit"]) == 40 and state["branch"] == "trunk"
     assert state["dirty"] and state["changed"] == [" M train.py", "?? new.py"]
     assert "-lr = 0.1\n+# Gr\ufffd\ufffde\n+lr = 0.2" in state["diff"]
-    monkeypatch.setattr(provenance, "DIFF_LIMIT", 100)
-    diff = provenance.git_state(tmp_path)["diff"]
-    assert diff.endswith("[cut here]\n") and len(diff) < 130
     for chosen, root in ((None, tmp_path), (".", Path.cwd()), ("..", tmp_path)):
         assert provenance.project_root(chosen) == root
     # The folder that a command is typed in comes first, if it is part of the project.
@@ -271,9 +266,8 @@ CASES = [
     ([failed(0, 2.0, enqueued=9), failed(1, 5.0, enqueued="few")], 0, "bad weather"),
     # Under srun: what rank 0 recorded before anybody looked follows from the kill.
     ([failed(0, 100.0), platform_saw(1, TERM, "n2")], 0, "bad weather"),
-    ([failed(0, 100.0), platform_saw(1, KILL, "n2")], 1, "killed by SIGKILL on n2"),
     # A crash may be a consequence.
-    ([failed(0, 1.0), platform_saw(1, KILL, "n2"), platform_saw(2, SEGV, "n3")], 1, "KILL"),
+    ([failed(0, 1.0), platform_saw(1, KILL, "n2"), platform_saw(2, SEGV, "n3")], 1, "KILL on n2"),
     ([failed(1, 100.7), exits({1: (1, 100), 0: (-SEGV, 100)})], 1, "bad weather"),
     ([failed(1, 100.7), exits({2: (3, 90)})], 2, "exit code 3 on"),
 ]
@@ -317,19 +311,14 @@ def test_what_came_first_in_a_chain_decides(attempt):
     assert not failures.is_consequence(mine)
 
 
-OWN_CODE = "import ast\ndef training_step():\n    ast.literal_eval('1 +')\n"
-
-
 def test_the_log_ends_with_the_line_of_the_users_code(attempt, tmp_path, monkeypatch, caplog):
     """Below it are frames of what they call; a loader's worker sends its traceback as text."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.py").write_text(OWN_CODE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "bad", raising=False)
-    import bad
-
+    code = "import ast\ndef training_step():\n    ast.literal_eval('1 +')\n"
+    (tmp_path / "bad.py").write_text(code)
+    bad = runpy.run_path(str(tmp_path / "bad.py"))
     with pytest.raises(SyntaxError) as raised:
-        bad.training_step()
+        bad["training_step"]()
     sent = "".join(traceback.format_exception(raised.value))
     of_worker = RuntimeError(f"Caught SyntaxError in DataLoader worker process 0.\n{sent}")
     where = "at bad.py, line 3, in training_step"

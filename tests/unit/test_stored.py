@@ -26,6 +26,7 @@ def test_damage_in_the_cache_is_never_read(tmp_path, made, caplog):
 
     shards = opened()
     assert [shards.read(i) for i in range(40)] == [jpeg(i) for i in range(40)]
+    assert sorted(shards.cache.store.downloads) == files(shards.cache), "each of them once"
     copies = [shards.cache.path(shards.file(i)) for i in range(40)]
     positions = [int(offset) + 300 for offset in shards.rows["offset"]]
     os.utime(copies[11], (1, 1))  # from an earlier run
@@ -33,14 +34,14 @@ def test_damage_in_the_cache_is_never_read(tmp_path, made, caplog):
     later = opened()
     assert later.read(11) == jpeg(11) and later.read(12) == jpeg(12)
     assert shards.cache.store.downloads.count(copies[11].name) == 2
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages == [f"{copies[11]} is damaged: it is downloaded again"]
+    again = "is damaged: it is downloaded again"
+    assert caplog.messages == [f"{copies[11]} {again}"]
     # Also during the run, in a copy that was intact at first.
     assert later.read(30) == jpeg(30)
     flip(copies[30], positions[30], keep_times=True)
     assert later.read(30) == jpeg(30) and not later.repair(30)
     os.truncate(copies[20], 100)
-    assert later.read(20) == jpeg(20)
+    assert later.read(20) == jpeg(20) and caplog.messages[-1] == f"{copies[20]} {again}"
     # After a failed download a reader does not wait again.
     lost = Shards(open_data_set(str(tmp_path / "far")), "train", open_cache(tmp_path, root="other"))
     for path in (tmp_path / "far").glob("*.tar"):
@@ -216,13 +217,13 @@ def test_ranks_that_see_different_data_sets_are_refused(tmp_path, monkeypatch):
         met.append(value)
         return [met[0], value]
 
+    def set_up(name, classes):
+        StoredImages(str(tmp_path / name), 4, classes, num_workers=0).setup()
+
     monkeypatch.setattr("distdl.data.stored.process_group.gather", gather)
     for one, other, classes in (("a", "b", 10), ("c", "d", 2)):
         met.clear()
-        data = [
-            StoredImages(str(tmp_path / n), 4, classes, num_workers=0) for n in one + one + other
-        ]
-        data[0].setup(), data[1].setup()
-        what = refusal(data[2].setup).what
+        set_up(one, classes), set_up(one, classes)
+        what = refusal(set_up, other, classes).what
         assert "the ranks see different data sets" in what
         assert f"{met[0][0]} is rank 0's, on" in what and f"{met[2][0]} is rank 1" in what

@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 
+import boto3
 import pytest
 from azure.core.exceptions import HttpResponseError
 
@@ -14,9 +15,11 @@ from distdl.datasets.upload import check_target, upload
 from distdl.stores import StoreError, is_remote, open_store
 from distdl.stores import remote as remote_module
 from distdl.stores.files import FileStore
+from tests import aws
 from tests.miniature import everything
 from tests.prepared import Unreliable, flip, prepare, refusal
 
+moto = aws.moto
 STRING, ACCOUNT, KEY, SAS = (
     f"AZURE_STORAGE_{name}" for name in ("CONNECTION_STRING", "ACCOUNT", "KEY", "SAS_TOKEN")
 )
@@ -67,31 +70,21 @@ def test_addresses_that_are_refused(uri, what):
 
 
 @pytest.fixture(scope="module")
-def s3():
-    """moto's server: a real one over HTTP, and an account that opens nothing else."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
+def s3(moto):
+    """A real server over HTTP, and an account that opens nothing else."""
+    account = {"ACCESS_KEY_ID": "testing", "SECRET_ACCESS_KEY": "testing"}
+    account |= {"ENDPOINT_URL": moto, "DEFAULT_REGION": "us-east-1"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("NO_PROXY", host)
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        import boto3
-
+        for name, value in account.items():
+            patch.setenv(f"AWS_{name}", value)
         boto3.client("s3").create_bucket(Bucket="box")
-        yield server
-    server.stop()
+        yield
 
 
 @pytest.fixture(params=["folder", "s3"])
-def store(request, tmp_path, monkeypatch):
+def store(request, tmp_path):
     if request.param == "folder":
         return open_store(str(tmp_path / "kept/images"))
-    monkeypatch.delenv("NO_PROXY")
     request.getfixturevalue("s3")
     return open_store(f"s3://box/{tmp_path.name}/images", patience=2)
 
@@ -216,8 +209,7 @@ def test_each_outage_is_logged_once(tmp_path, monkeypatch, caplog):
     store = Unreliable(tmp_path, answer)
     for _ in range(4):
         assert store.read("file") == b"content"
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines == ["box://data does not answer, trying again for 120 s: reset"] * 2
+    assert caplog.messages == ["box://data does not answer, trying again for 120 s: reset"] * 2
     parts = iter((b"cut", b"content"))
     monkeypatch.setattr(store, "_range", lambda *_: next(parts))
     monkeypatch.setattr(store, "answer", lambda: None)
