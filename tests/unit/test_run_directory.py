@@ -182,7 +182,8 @@ def test_half_of_a_frozen_file_is_not_a_file(run):
             path.write_text(text[:cut])
             with pytest.raises(Damaged):
                 ask()
-    for text, what in (("where: [1]\nrun_id: a\n", "where is '"), (": [", "YAML")):
+    wrong = (("- 1\n", "a list"), ("where: [1]\nrun_id: a\n", "where is '"), (": [", "YAML"))
+    for text, what in wrong:
         launch.write_text(text)
         with pytest.raises(Damaged, match=what):
             attempt.launch()
