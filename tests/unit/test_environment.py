@@ -192,9 +192,6 @@ def test_address_and_port_of_rank_0():
     assert len(set(ports)) > 95 and all(1024 < port < 32768 for port in ports)
 
 
-# The process group that the ranks then form
-
-
 def test_the_process_group_of_one_rank():
     """It agrees with itself, as with Lightning's own group, which knows the device alone. It has
     both backends, unless the user has chosen."""

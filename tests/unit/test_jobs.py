@@ -65,7 +65,6 @@ def attempt():
 
 
 STATES = [  # of the run, of the platform, of both
-    ("PENDING", "PENDING", "PENDING"),
     ("PENDING", "RUNNING", "RUNNING"),
     ("PENDING", "SUCCEEDED", "SUCCEEDED"),  # the store is on another machine
     ("RUNNING", "PENDING", "PENDING"),  # requeued
@@ -96,8 +95,6 @@ def test_ctrl_c_asks_on_a_terminal(attempt, monkeypatch, capsys, terminal, answe
     assert (ended, job.cancelled) == ((JobState.CANCELLED, 1) if answer == "c" else (None, 0))
     assert job.cancelled or "jobs logs --follow" in capsys.readouterr().out
 
-
-# How a rank exits
 
 EXITS = [
     (75, "slurm", 0),  # srun would kill the others, who may still write

@@ -196,9 +196,6 @@ def test_images(tmp_path):
         ast.parse((ROOT / name).read_text(), feature_version=(3, 8))
 
 
-# The workspace
-
-
 def test_the_workspace_comes_from_settings_variables_and_config_json(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("AZURE")]:
         monkeypatch.delenv(name)
@@ -208,6 +205,8 @@ def test_the_workspace_comes_from_settings_variables_and_config_json(tmp_path, m
         Workspace.find("sub", None, None)
     paths = [problem.path for problem in refused.value.problems]
     assert paths == ["launcher.resource_group", "launcher.workspace"]
+    with pytest.raises(UserError, match=r"subscription(.|\n)*resource_group(.|\n)*workspace"):
+        Workspace.find("s/../t", "a group", "w?x")
     text = '{"subscription_id": "s", "resource_group": "g", "workspace_name": "w"}'
     (tmp_path / "config.json").write_text(text)
     for name in ("AZURE_WORKSPACE_NAME", "AZUREML_WORKSPACE_NAME"):

@@ -56,7 +56,6 @@ def test_script(case, pytestconfig):
 REFUSED = [
     ({"walltime": "0:02:00", "grace_seconds": 120}, "are too short"),
     ({"partition": "gpu long"}, "'gpu long' is not one word"),
-    ({"partition": "gpu\n#SBATCH --uid=0"}, ""),
     ({"mem": -4}, '-4 is not an amount such as "64G"'),
     ({"cpus_per_task": True}, "True is not an integer"),
     ({"container_runtime": "aptainer"}, "did you mean apptainer?"),

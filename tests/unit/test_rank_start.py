@@ -49,7 +49,6 @@ def sees(monkeypatch):
 
 CARDS = [
     (4, None, 3, 3),
-    (8, None, 3, 3),
     (1, None, 3, 0),
     # None is left for the third rank.
     (0, "", 2, None),
