@@ -37,12 +37,10 @@ class Azure:
         self.requests, self.printed = [], {}
         self.jobs, self.vault = {}, {}
         self.resources = {}  # computes, environments, codes, ...: by path
-        self._server = serve(self, self.azurite.certificate, self.azurite.key)
-        self.url = f"https://127.0.0.1:{self._server.server_port}"
+        self.url, self.end = serve(self, self.azurite.certificate, self.azurite.key)
 
     def close(self):
-        self._server.shutdown()
-        self._server.server_close()
+        self.end()
         self.azurite.close()
 
     def identity(self):
@@ -52,7 +50,8 @@ class Azure:
 
     def asked(self, method, pattern):
         """Bodies of the requests whose path (without the workspace's) matches."""
-        return [b for m, path, b in self.requests if m == method and re.search(pattern, path)]
+        sent = [(path, body) for m, path, body in self.requests if m == method]
+        return [body for path, body in sent if re.search(pattern, self.short(path))]
 
     def find(self, path):
         """The properties of a resource."""

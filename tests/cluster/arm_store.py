@@ -36,9 +36,6 @@ class ArmStore:
         self.requests.clear()
         return sent
 
-    def short(self, path):
-        return path
-
     def answer(self, method, path, body, header, query):
         """Raises the Answer."""
         if not str(header.get("Authorization", "")).startswith("Bearer "):

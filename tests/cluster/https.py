@@ -17,8 +17,8 @@ def error(status, code, message, **headers):
 
 
 def serve(service, certificate, key):
-    """Starts a server on a free port. `service.answer` raises the Answer, and `service.requests`
-    gets the method, `service.short(path)` and body of each request."""
+    """Starts a server on a free port; returns its address, and what ends it. `service.answer`
+    raises the Answer, and `service.requests` gets the method, path and body of each request."""
     from werkzeug import Request, Response  # moto brings it
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -32,7 +32,7 @@ def serve(service, certificate, key):
     @Request.application
     def application(request):
         body = request.get_data(as_text=True)
-        service.requests.append((request.method, service.short(request.path), body))
+        service.requests.append((request.method, request.path, body))
         given = json.loads(body) if body.strip() else None
         query = request.query_string.decode()
         try:
@@ -45,4 +45,4 @@ def serve(service, certificate, key):
     tls = {"ssl_context": (str(certificate), str(key)), "threaded": True}
     server = make_server("127.0.0.1", 0, application, request_handler=Handler, **tls)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
+    return f"https://127.0.0.1:{server.server_port}", server.shutdown

@@ -17,12 +17,13 @@ from tests.cluster.arm_store import SUBSCRIPTION, ArmStore
 from tests.cluster.azurite import write_certificate
 from tests.cluster.https import serve
 from tests.conftest import ROOT, check_golden
+from tests.written import program
 
 pytest.importorskip("azure.mgmt.core")
 credentials = pytest.importorskip("azure.core.credentials")
 TOKENS = SimpleNamespace(get_token=lambda *_, **__: credentials.AccessToken("token", 4102444800))
 NAMES = {"resource_group": "ml", "workspace": "vision"}
-PUBLIC = {**NAMES, "private": False}
+PUBLIC, DEDICATED = {**NAMES, "private": False}, {"compute.tier": "dedicated"}
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +37,9 @@ def server(tmp_path_factory):
     folder, store = tmp_path_factory.mktemp("arm"), ArmStore()
     trusted, key = folder / "cert.pem", folder / "key.pem"
     write_certificate(trusted, key)
-    server = serve(store, trusted, key)
-    store.url = f"https://127.0.0.1:{server.server_port}"
+    store.url, end = serve(store, trusted, key)
     yield store, trusted
-    server.shutdown()
-    server.server_close()
+    end()
 
 
 @pytest.fixture
@@ -57,17 +56,13 @@ def store(server, monkeypatch):
 def run(store):
     def run(**overrides):
         settings = {**PUBLIC, "resource_manager": store.url, "confirm": True}
-        return command.run({**settings, **dotted(overrides)}, TOKENS)
+        return command.run({**settings, **overrides}, TOKENS)
 
     return run
 
 
-def dotted(overrides):
-    return {key.replace("__", "."): value for key, value in overrides.items()}
-
-
 def settings(**overrides):
-    return read({**NAMES, "subscription": SUBSCRIPTION, **dotted(overrides)})
+    return read({**NAMES, "subscription": SUBSCRIPTION, **overrides})
 
 
 def forget(store, part):
@@ -82,16 +77,16 @@ REFUSED = [
     ({"compute": 3}, "compute", "is a section\n    write one of compute.name,"),
     ({"resource_group": None}, "resource_group", "missing\n    write resource_group=NAME"),
     ({"workspace": "a b"}, "workspace", "'a b' is not allowed by Azure"),
-    ({"storage__data": "Data_1"}, "storage.data", "3 to 24 lower-case letters and digits"),
-    ({"compute__min_nodes": 9}, "compute.max_nodes", "4 is less than min_nodes (9)"),
-    ({"compute__vm_size": "NC24adsA100_v4"}, "compute.vm_size", "Standard_NC24ads_A100_v4?"),
-    ({"compute__vm_size": "Standard_NC6"}, "compute.vm_size", "retired Standard_NC6 on 2023-08-31"),
-    ({"build_compute__name": "gpu-cluster"}, "build_compute.name", "the name of the other cluster"),
-    ({"registry__sku": "Basic"}, "registry.sku", "need a Premium registry, not Basic"),
-    ({"network__address_space": "172.16.0.0/12"}, "network.address_space", "InfiniBand uses"),
-    ({"network__compute_subnet": "10.9.0.0/24"}, "network.compute_subnet", "not inside 10.66.0.0"),
-    ({"network__compute_subnet": "10.66.0.1/24"}, "network.compute_subnet", "has host bits"),
-    ({"network__endpoint_subnet": "10.66.0.0/24"}, "network.endpoint_subnet", "overlaps 10.66.0.0"),
+    ({"storage.data": "Data_1"}, "storage.data", "3 to 24 lower-case letters and digits"),
+    ({"compute.min_nodes": 9}, "compute.max_nodes", "4 is less than min_nodes (9)"),
+    ({"compute.vm_size": "NC24adsA100_v4"}, "compute.vm_size", "Standard_NC24ads_A100_v4?"),
+    ({"compute.vm_size": "Standard_NC6"}, "compute.vm_size", "retired Standard_NC6 on 2023-08-31"),
+    ({"build_compute.name": "gpu-cluster"}, "build_compute.name", "the name of the other cluster"),
+    ({"registry.sku": "Basic"}, "registry.sku", "need a Premium registry, not Basic"),
+    ({"network.address_space": "172.16.0.0/12"}, "network.address_space", "InfiniBand uses"),
+    ({"network.compute_subnet": "10.9.0.0/24"}, "network.compute_subnet", "not inside 10.66.0.0"),
+    ({"network.compute_subnet": "10.66.0.1/24"}, "network.compute_subnet", "has host bits"),
+    ({"network.endpoint_subnet": "10.66.0.0/24"}, "network.endpoint_subnet", "overlaps 10.66.0.0"),
     ({"resource_manager": "http://example.com"}, "resource_manager", "not an https address"),
     (["slurm"], "slurm", "can provision"),
     (["azureml", "workspace=a,b"], "workspace", "must set one value"),
@@ -121,9 +116,6 @@ def test_generated_names_differ_by_group_and_are_short():
 def test_golden(name, overrides, pytestconfig):
     text = command.render(settings(**overrides, users=["user-object-id"])) + "\n"
     check_golden(pytestconfig, ROOT / f"tests/golden/launchers/provision_{name}.txt", text)
-
-
-# Against a resource manager that answers
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -156,7 +148,7 @@ def test_changes_only_what_differs(run, store, capsys):
     theirs = f"/subscriptions/{SUBSCRIPTION}/resourceGroups/ml/providers/Microsoft.Web/sites/shop"
     store.resources[theirs.lower()] = {"id": theirs, "name": "shop", "type": "Microsoft.Web/sites"}
     store.sent()
-    assert run(compute__max_nodes=9) == 0
+    assert run(**{"compute.max_nodes": 9}) == 0
     out = capsys.readouterr().out
     for text in ("name: Basic -> Premium", "NodeCount: 4 -> 9", "0 to create, 2 that differ"):
         assert text in out
@@ -183,11 +175,11 @@ def test_what_azure_cannot_change_is_refused_before_anything_is_made(run, store,
     run()
     forget(store, "/containers/data")
     with pytest.raises(UserError, match="vmPriority: LowPriority -> Dedicated") as caught:
-        run(compute__tier="dedicated", compute__vm_size="Standard_ND96asr_v4")
+        run(**DEDICATED, **{"compute.vm_size": "Standard_ND96asr_v4"})
     assert "vmSize: STANDARD_NC24ADS_A100_V4 -> Standard_ND96asr_v4" in str(caught.value)
     assert "give it another name (compute.name=NAME)" in str(caught.value)
     assert "cannot change  cluster" in capsys.readouterr().out and store.sent() == []
-    assert run(compute__name="other", compute__tier="dedicated") == 0
+    assert run(**DEDICATED, **{"compute.name": "other"}) == 0
     assert len(store.sent()) == 2  # the container and the new cluster
 
 
@@ -243,15 +235,11 @@ def test_which_subscription_and_who(run, store, monkeypatch, tmp_path, capsys):
         with pytest.raises(UserError, match=r"cannot sign you in(.|\n)*az login"):
             verb.main(words)
     token = '{"accessToken": "from-az", "expiresOn": "2099-01-01 00:00:00.000000"}'
-    (tmp_path / "az").write_text(f"#!/bin/sh\necho '{token}'\n")
-    (tmp_path / "az").chmod(0o755)
+    program(tmp_path / "az", f"echo '{token}'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert verb.main(words) == 0
     shown = capsys.readouterr()
     assert "] creating blob container" in shown.out and "from-az" not in shown.out + shown.err
-
-
-# The verb
 
 
 def test_the_verb_needs_neither_azure_nor_torch(command, monkeypatch):
