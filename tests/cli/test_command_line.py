@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.conftest import distdl
+from tests.written import write
 
 HEAVY = ("torch", "torchvision", "lightning", "mlflow", "scipy", "matplotlib")
 HELP = """* resnet50 |  timm |* mlflow |  resnet50_ddp |  cpu |resume|any model of timm by its \
@@ -59,8 +60,7 @@ def test_a_typo_does_not_wait_for_torch(tmp_path):
 
 
 def test_completion(tmp_path):
-    (tmp_path / "conf/model").mkdir(parents=True)
-    (tmp_path / "conf/model/res_of_mine.yaml").write_text("_target_: mine.Model\n")
+    write(tmp_path, {"conf/model/res_of_mine.yaml": "_target_: mine.Model\n"})
     done = distdl("-sc", "query=bash", cwd=tmp_path, env={"COMP_LINE": "distdl model=res"})
     resnets = [f"model=resnet{depth}" for depth in (101, 152, 18, 34, 50)]
     assert done.stdout.split() == ["model=res_of_mine", *resnets]
@@ -68,15 +68,13 @@ def test_completion(tmp_path):
 
 @pytest.mark.parametrize("name", ["logging.py", "numpy/__init__.py"])
 def test_a_file_with_the_name_of_a_module_that_others_need(name, tmp_path):
-    file = tmp_path / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("x = 1\n")
+    write(tmp_path, {name: "x = 1\n"})
     # The second stage is in a child process: two devices.
     typed = ("model=resnet18", "trainer.devices=2", "trainer.accelerator=cpu")
     done = distdl(*typed, cwd=tmp_path, fresh=True)
     assert (done.returncode, done.stdout) == (2, "") and len(done.stderr) < 1000
     assert done.stderr.startswith("distdl: 1 problem, nothing was started\n")
-    assert f"{file}: hides /" in done.stderr and "give it another name" in done.stderr
+    assert f"{tmp_path / name}: hides /" in done.stderr and "give it another name" in done.stderr
 
 
 def test_ctrl_c_during_the_first_imports_is_one_line(tmp_path):
@@ -97,23 +95,23 @@ def test_in_a_shell(tmp_path):
     assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr, line
 
 
-def test_cfg_job(command):
+def test_cfg_job(said):
     typed = ("experiment=resnet50_ddp", "optimizer.lr=0.25")
-    output = command("--cfg", "job", *typed)
-    assert output == command("--cfg", "job", f"+{typed[0]}", typed[1])
-    shown = OmegaConf.create(output.out)
-    assert output.code == 0 and shown.optimizer.lr == 0.25 and "hydra" not in shown
+    text = said("--cfg", "job", *typed)
+    assert text == said("--cfg", "job", f"+{typed[0]}", typed[1])
+    shown = OmegaConf.create(text)
+    assert shown.optimizer.lr == 0.25 and "hydra" not in shown
     assert shown.model.num_classes == 1000  # still refers to the data
-    assert "num_classes: ${data.num_classes}" in output.out
-    resolved = command("--cfg", "job", "--resolve", "-p", "model").out
+    assert "num_classes: ${data.num_classes}" in text
+    resolved = said("--cfg", "job", "--resolve", "-p", "model")
     assert OmegaConf.create(resolved).network.num_classes == 1000 and "${" not in resolved
-    jobs = command("--cfg", "job", "-m", "seed=1,2").out
+    jobs = said("--cfg", "job", "-m", "seed=1,2")
     assert jobs.count("\nname: null") == 2 and "# seed=1\n" in jobs and "\nseed: 2\n" in jobs
-    output = command()
-    assert output.code == 0 and "resume" in output.out and "experiment" in output.out
+    usage = said()
+    assert "resume" in usage and "experiment" in usage
 
 
-def test_the_users_own_configs(command, without_stage_2, tmp_path):
+def test_the_users_own_configs(command, said, without_stage_2, tmp_path):
     files = {
         "conf/model/mine.yaml": "# my very own\n_target_: mine.Model\n",
         "conf/model/resnet50.yaml": "_target_: mine.Fifty\n",
@@ -122,9 +120,7 @@ def test_the_users_own_configs(command, without_stage_2, tmp_path):
         "conf/db.yaml": "port: 3306\n",
         "mine.py": "",
     }
-    (tmp_path / "conf/model").mkdir(parents=True)
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+    write(tmp_path, files)
     output = command("dry_run=true", "trainer.accelerator=cpu")
     note = f"note: {tmp_path}/conf/model/resnet50.yaml replaces distdl's own\n"
     assert (output.code, output.err) == (0, note)
@@ -132,20 +128,22 @@ def test_the_users_own_configs(command, without_stage_2, tmp_path):
     assert (shown.model._target_, shown.seed, "db" in shown) == ("mine.Fifty", 0, False)
     assert "_target_: mine.Model" in command("--cfg", "job", "model=mine").out
     (tmp_path / "conf/model/latin.yaml").write_bytes(b"# gr\xf6\xdfer\n")
-    output = command("--help")
-    assert output.code == 0 and "my very own" in output.out and "latin" in output.out
+    shown = said("--help")
+    assert "my very own" in shown and "latin" in shown
 
 
-def test_a_dry_run_shows_what_would_run_and_writes_nothing(command, without_stage_2, tmp_path):
-    output = command("+experiment=resnet50_ddp", "debug=cpu", "name=x", "dry_run=true")
-    assert output.code == 0, output.err
-    assert "run        outputs/resnet50_ddp/x\n" in output.out
-    assert "resources  1 x 1 cpu" in output.out
-    assert "batch      8 x 1 device = 8 per step" in output.out
-    assert "# in this process\nDISTDL_LAUNCHER=single python -m distdl.worker" in output.out
-    output = command("trainer.devices=2", "trainer.accelerator=cpu", "name=x", "dry_run=true").out
-    assert "# 2 processes under torch's elastic agent, each:\nDISTDL_LAUNCHER=local" in output
-    assert "batch      64 x 2 devices = 128 per step" in output
-    output = command("-m", "seed=1,2", "name=s", "dry_run=true").out
-    assert output.count("run        outputs/default/s/") == 2
+def test_a_dry_run_shows_what_would_run_and_writes_nothing(said, without_stage_2, tmp_path):
+    shown = said("+experiment=resnet50_ddp", "debug=cpu", "name=x", "dry_run=true")
+    for text in (
+        "run        outputs/resnet50_ddp/x\n",
+        "resources  1 x 1 cpu",
+        "batch      8 x 1 device = 8 per step",
+        "# in this process\nDISTDL_LAUNCHER=single python -m distdl.worker",
+    ):
+        assert text in shown
+    shown = said("trainer.devices=2", "trainer.accelerator=cpu", "name=x", "dry_run=true")
+    assert "# 2 processes under torch's elastic agent, each:\nDISTDL_LAUNCHER=local" in shown
+    assert "batch      64 x 2 devices = 128 per step" in shown
+    shown = said("-m", "seed=1,2", "name=s", "dry_run=true")
+    assert shown.count("run        outputs/default/s/") == 2
     assert list(tmp_path.iterdir()) == []

@@ -14,6 +14,7 @@ from distdl.config import compose, recipe
 from distdl.launchers.mpi.supervisor import LOG
 from tests.conftest import TINY, filled
 from tests.unit.sample_config import node
+from tests.written import program
 
 EVIL = node("evil.Launcher")
 CREATED = "${{oc.create:{{_target_: evil.Launcher}}}}"
@@ -51,12 +52,10 @@ class Foreign:
             for module in ("evil", "sitecustomize", "usercustomize", "yaml", "rich", "torch"):
                 (parent / f"{module}.py").write_text(code)
         (self.run / "conf/project.yaml").write_text("project: {allow: [evil]}\n")
-        program = self.run / "mpirun"
-        program.write_text(f"#!/bin/sh\ntouch {self.ran}\necho 'mpirun (Open MPI) 5.0.1'\n")
-        program.chmod(0o755)
+        mpirun = program(self.run / "mpirun", f"touch {self.ran}\necho 'mpirun (Open MPI) 5.0.1'")
         host = socket.gethostname()
-        words = {"ran": self.ran, "run": self.run, "program": program, "host": host}
-        launcher, handle = filled([*LAUNCHERS[name]], {k: str(v) for k, v in words.items()})
+        words = {"ran": str(self.ran), "run": str(self.run), "program": mpirun, "host": host}
+        launcher, handle = filled([*LAUNCHERS[name]], words)
         composed = compose.compose([*TINY, "trainer.devices=1", *overrides])
         (self.run / "config.yaml").write_text(recipe.to_yaml(recipe.recipe_of(composed)))
         where = OmegaConf.to_container(recipe.where_of(composed), resolve=False)
@@ -116,50 +115,45 @@ def test_nothing_of_it_runs(name, foreign, command):
     assert outputs["report"].code == 0 and outputs["jobs logs"].code == 2
 
 
-def test_what_was_not_asked_is_reported_and_how_to(foreign, command, tmp_path):
+def test_what_was_not_asked_is_reported_and_how_to(foreign, said, tmp_path):
     its = foreign("a class of theirs")
     path = str(its.run)
-    output = command("jobs", "status", path)
-    assert output.code == 1 and "evil.Launcher is outside the allowed packages" in output.out
-    assert "its platform was not asked" in output.out and "project.allow=[evil]" in output.out
-    output = command("jobs", "status", path, "trainer.max_epochs=3")
-    assert output.code == 2 and "has no effect here" in output.err
-    output = command("resume", path, "dry_run=true")
-    assert output.code == 2 and "1 problem" in output.err
-    assert "project.root: the run was started with" in output.err
-    assert "does not have evil.Launcher" in output.err
-    assert f"or if you trust that code: project.root={path}\n" in output.err
+    shown = said("jobs", "status", path, code=1)
+    assert "evil.Launcher is outside the allowed packages" in shown
+    assert "its platform was not asked" in shown and "project.allow=[evil]" in shown
+    assert "has no effect here" in said("jobs", "status", path, "trainer.max_epochs=3", code=2)
+    shown = said("resume", path, "dry_run=true", code=2)
+    assert "1 problem" in shown and "project.root: the run was started with" in shown
+    assert "does not have evil.Launcher" in shown
+    assert f"or if you trust that code: project.root={path}\n" in shown
     # From now on it is trusted, and does what it likes.
     assert not its.ran.exists()
     (tmp_path / "mine/evil.py").write_text("class Launcher: ...\n")
-    output = command("jobs", "status", path)
-    assert output.code == 2 and "evil.Launcher is not a launcher" in output.err
+    assert "evil.Launcher is not a launcher" in said("jobs", "status", path, code=2)
 
 
-def test_the_run_folder_is_not_a_project(foreign, command, monkeypatch):
+def test_the_run_folder_is_not_a_project(foreign, said, monkeypatch):
     its = foreign("a class of theirs")
     monkeypatch.chdir(its.run)
     monkeypatch.setattr(sys, "path", [str(its.run), *sys.path])  # as `python -m` has it
-    assert command("jobs", "status", ".").code == 1
-    assert command("resume", ".", "dry_run=true").code == 2
+    said("jobs", "status", ".", code=1)
+    said("resume", ".", "dry_run=true", code=2)
     assert str(its.run) not in sys.path and not its.ran.exists()
 
 
-def test_its_mpirun_is_started_only_if_typed(foreign, command):
+def test_its_mpirun_is_started_only_if_typed(foreign, said):
     its = foreign("a program")
-    typed = ("resume", str(its.run), "dry_run=true")
-    output = command(*typed)
-    assert output.code == 2 and f"if you trust it: launcher.mpirun={its.run}/mpirun" in output.err
+    typed, mpirun = ("resume", str(its.run), "dry_run=true"), f"launcher.mpirun={its.run}/mpirun"
+    assert f"if you trust it: {mpirun}" in said(*typed, code=2)
     assert not its.ran.exists()
-    output = command(*typed, f"launcher.mpirun={its.run}/mpirun")
-    assert output.code == 0 and its.ran.exists(), output
+    said(*typed, mpirun)
+    assert its.ran.exists()
 
 
-def test_its_model_is_not_imported_to_be_checked(tmp_path, command):
+def test_its_model_is_not_imported_to_be_checked(tmp_path, said):
     """With the real child, which imports what a config names."""
     its = Foreign(tmp_path, "local", "model._target_=evil.Model")
     (tmp_path / "mine").mkdir()
     os.chdir(tmp_path / "mine")
-    output = command("resume", str(its.run), "dry_run=true")
-    assert output.code == 2 and "does not have evil.Model" in output.err
+    assert "does not have evil.Model" in said("resume", str(its.run), "dry_run=true", code=2)
     assert not its.ran.exists()

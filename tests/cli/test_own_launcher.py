@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 import tomllib
 
 import pytest
 
 from tests.conftest import ROOT, TINY, UNCHECKED, distdl, last_step, losses
+from tests.waiting import until
+from tests.written import write
 
 FENCE = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = dict(FENCE.findall((ROOT / "docs/own_launcher.md").read_text()))
@@ -46,13 +47,6 @@ class Alone(BackgroundLauncher):
 """
 
 
-def write(folder, files):
-    assert files
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """Somebody's project with the page's options in its ./conf, and beside it the page's package,
@@ -77,13 +71,13 @@ def run(project):
 
 
 @pytest.fixture
-def command_there(command, project, monkeypatch):
+def there(said, project, monkeypatch):
     """Commands in this process, in the project, with the package importable, also by children."""
     package = str(project.parent / "package")
     monkeypatch.setenv("PYTHONPATH", package)
     monkeypatch.syspath_prepend(package)
     monkeypatch.chdir(project)
-    yield command
+    yield said
     sys.modules.pop("more", None)
 
 
@@ -108,75 +102,59 @@ def test_a_cancelled_job_has_saved_and_is_known_as_such(run, project):
     folder = project / "outputs/default/long"
     typed = (*TINY, *LAUNCHER, "trainer.devices=1", "trainer.max_epochs=99", "name=long")
     run(*typed, module=UNCHECKED)
-    deadline = time.monotonic() + 120
-    while last_step(folder) < 2:
-        assert time.monotonic() < deadline, (folder / "attempts/001/job.log").read_text()
-        time.sleep(0.1)
+    until(lambda: last_step(folder) >= 2, state=(folder / "attempts/001/job.log").read_text)
     assert "asked to end" in run("jobs", "cancel", "outputs/default/long")
     assert run("jobs", "wait", "outputs/default/long", code=75).startswith("PREEMPTED")
     assert list((folder / "checkpoints").glob("*.ckpt.manifest.json"))
 
 
-def test_it_must_be_allowed_and_its_yaml_may_come_with_it(command_there, project, without_stage_2):
-    output = command_there("launcher=background", *CPU, "dry_run=true")
-    assert output.code == 2 and "  launcher._target_: " in output.err and ALLOW in output.err
+def test_it_must_be_allowed_and_its_yaml_may_come_with_it(there, project, without_stage_2):
+    shown = there("launcher=background", *CPU, "dry_run=true", code=2)
+    assert "  launcher._target_: " in shown and ALLOW in shown
     before = sorted(project.rglob("*"))
-    output = command_there("experiment=mine", *CPU, "dry_run=true")
-    assert output.code == 0, output
-    assert re.search(r"^nice -n 10 \S+ -m distdl.agent --devices 2 -- ", output.out, re.MULTILINE)
+    shown = there("experiment=mine", *CPU, "dry_run=true")
+    assert re.search(r"^nice -n 10 \S+ -m distdl.agent --devices 2 -- ", shown, re.MULTILINE)
     assert sorted(project.rglob("*")) == before
     theirs = project.parent / "their"
     write(theirs, {"launcher/theirs.yaml": CONF["conf/launcher/background.yaml"]})
-    output = command_there(
-        "--config-dir", str(theirs), "launcher=theirs", *CPU, "dry_run=true", ALLOW
-    )
-    assert output.code == 0 and "nice -n 10" in output.out, output
+    typed = ("--config-dir", str(theirs), "launcher=theirs", *CPU, "dry_run=true", ALLOW)
+    assert "nice -n 10" in there(*typed)
 
 
-def test_where_nothing_queues_a_sweep_runs_one_after_the_other(
-    command_there, project, without_stage_2
-):
-    typed = ("launcher._target_=more.Alone", "seed=1,2", "name=turns")
-    command_there("-m", *CPU, *LAUNCHER, *typed)
+def test_where_nothing_queues_a_sweep_runs_in_turn(there, project, without_stage_2):
+    there("-m", *CPU, *LAUNCHER, "launcher._target_=more.Alone", "seed=1,2", "name=turns")
     jobs = [*(project / "outputs/default/turns").glob("*/attempts/001")]
     times = [[(job / f"job.{n}").stat().st_mtime for n in ("pid", "exit")] for job in jobs]
     (_, first_end), (second_start, _) = sorted(times)
     assert first_end <= second_start
 
 
-def test_what_its_platform_refuses_and_once_it_is_uninstalled(
-    command_there, project, without_stage_2
-):
+def test_what_its_platform_refuses_and_once_it_is_gone(there, project, without_stage_2):
     folder = project / "outputs/default"
     away, full = (f"launcher._target_=more.{name}" for name in ("Away", "Full"))
     unset = (*CPU, *LAUNCHER, "launcher.forward_env=[NOT_SET_ANYWHERE]", "name=unset")
-    output = command_there(*unset, "dry_run=true")
-    assert output.code == 0 and "$NOT_SET_ANYWHERE is not set: submitting" in output.out
-    output = command_there(*unset, full)
-    assert output.code == 2 and "not set in this shell: NOT_SET_ANYWHERE" in output.err
-    output = command_there(*CPU, *LAUNCHER, away, "name=gone")
-    assert output.code == 2 and "nobody is there" in output.err and "is kept" not in output.err
+    assert "$NOT_SET_ANYWHERE is not set: submitting" in there(*unset, "dry_run=true")
+    assert "not set in this shell: NOT_SET_ANYWHERE" in there(*unset, full, code=2)
+    shown = there(*CPU, *LAUNCHER, away, "name=gone", code=2)
+    assert "nobody is there" in shown and "is kept" not in shown
     assert not (folder / "unset").exists() and not (folder / "gone").exists()
-    output = command_there(*CPU, *LAUNCHER, full, "name=gone")
-    assert output.code == 2 and "the queue is full" in output.err
-    assert "outputs/default/gone is kept" in output.err
+    shown = there(*CPU, *LAUNCHER, full, "name=gone", code=2)
+    assert "the queue is full" in shown and "outputs/default/gone is kept" in shown
     row = r"outputs/default/gone\t1\tFAILED\tmore, not submitted"
-    assert re.search(row, command_there("jobs", "list").out)
+    assert re.search(row, there("jobs", "list"))
     (project / "more.py").unlink()
     sys.modules.pop("more")
     (folder / "gone/attempts/001/job.json").write_text('{"handle": "more://1"}')
     verb = ("jobs", "status", "outputs/default/gone")
-    assert "more.Full is outside the allowed packages" in command_there(*verb).out
-    output = command_there(*verb, "project.allow=[more]")
-    assert output.code == 2 and "is more installed in this environment?" in output.err
-    output = command_there("jobs", "status", "gone")
-    assert output.code == 2 and "did you mean outputs/default/gone?" in output.err
+    assert "more.Full is outside the allowed packages" in there(*verb)
+    installed = "is more installed in this environment?"
+    assert installed in there(*verb, "project.allow=[more]", code=2)
+    assert "did you mean outputs/default/gone?" in there("jobs", "status", "gone", code=2)
 
 
-def test_its_settings_are_checked(command_there):
+def test_its_settings_are_checked(there):
     wrong = ("launcher.niceness=20", "trainer.num_nodes=2", "dry_run=true")
-    output = command_there(*CPU, *LAUNCHER, *wrong)
-    assert output.code == 2
-    assert "launcher.niceness: 20 is not 0 to 19\n      launcher.niceness=10" in output.err
-    assert "this is one machine" in output.err
+    shown = there(*CPU, *LAUNCHER, *wrong, code=2)
+    assert "launcher.niceness: 20 is not 0 to 19\n      launcher.niceness=10" in shown
+    assert "this is one machine" in shown
     assert tomllib.loads(CODE["pyproject.toml"])["project"]["name"] == "my-launchers"

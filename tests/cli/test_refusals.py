@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import distdl
 from tests.unit.sample_config import check_parts, rows
+from tests.written import write
 
 # What is typed | what is read, part after part. {word}: it is one word, with its spaces.
 TYPED = """
@@ -68,6 +69,8 @@ output_dir= | output_dir: is empty
 output_dir=/dev/null/runs | output_dir: /dev/null is a file
 output_dir=s3://mine/runs | s3://mine/runs is not a folder | choose another
 checkpoint.resume_from={file} | is not a checkpoint, or an incomplete one | Lightning
+launcher=mpi launcher.flavour=mpich launcher.mpirun=sh trainer.devices=2 \
+checkpoint.resume_from=x | an absolute path
 task=test task.checkpoint= | task.checkpoint=: names no checkpoint
 resume outputs/nothing/here | outputs/nothing/here | there is no such folder
 # Options of the command line, and sweeps.
@@ -151,9 +154,7 @@ def taken_over(tmp_path, no_child):
         "defaults: [override /model: net, override /data: points]\n",
         "experiment/old.yml": "",
     }  # fmt: skip
-    for name, text in files.items():
-        (conf / name).parent.mkdir(parents=True, exist_ok=True)
-        (conf / name).write_text(text)
+    write(conf, files)
     return conf
 
 
@@ -193,9 +194,7 @@ def test_accepted_in_such_a_project(typed, shown, command, taken_over):
 
 
 def test_a_folder_of_configs_by_another_name_or_above(command, without_stage_2, tmp_path):
-    mine = tmp_path / "configs/experiment/solar.yaml"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("# @package _global_\nseed: 3\n")
+    write(tmp_path, {"configs/experiment/solar.yaml": "# @package _global_\nseed: 3\n"})
     text = "there is no ./conf here (there is ./configs: --config-dir configs); available: "
     check_one(command("experiment=solar"), text)
     assert command("experiment=solar", "--config-dir", "configs", "--cfg", "job").code == 0
@@ -221,9 +220,8 @@ def test_a_folder_that_cannot_be_written(command, without_stage_2, monkeypatch, 
 
 
 def test_a_path_inside_a_run_is_not_the_run(command, tmp_path):
-    (tmp_path / "outputs/a/b/checkpoints").mkdir(parents=True)
     for inside in ("config.yaml", "checkpoints/last.ckpt"):
-        (tmp_path / "outputs/a/b" / inside).touch()
+        write(tmp_path / "outputs/a/b", {inside: ""})
         check_one(command("resume", f"outputs/a/b/{inside}"), "did you mean outputs/a/b?")
 
 

@@ -15,12 +15,11 @@ FINISHED = "has finished: nothing to do"
 
 
 @pytest.fixture
-def start(command, without_worker, tmp_path):
+def start(said, without_worker, tmp_path):
     """Starts commands whose workers "succeed" at once; returns the run's folder."""
 
     def started(*typed, folder="outputs/default/x"):
-        output = command(*TINY, *typed)
-        assert output.code == 0, output
+        said(*TINY, *typed)
         return tmp_path / folder
 
     return started
@@ -31,10 +30,9 @@ def run(start):
     return start("name=x")
 
 
-def resumed(run, command, *typed):
+def resumed(run, said, *typed):
     """Resumes the run, which must succeed; returns the launch.yaml of the attempt."""
-    output = command("resume", str(run), *typed)
-    assert output.code == 0, output
+    said("resume", str(run), *typed)
     return launched(run, len(attempts(run)))
 
 
@@ -73,35 +71,34 @@ def test_the_recipe_is_the_same_file_wherever_it_runs(start, run):
 
 
 @pytest.mark.usefixtures("no_child")
-def test_what_has_finished_or_is_running_is_not_trained_again(run, command):
-    output = command(*TINY, "name=x")
-    assert output.code == 0 and f"outputs/default/x {FINISHED}" in output.out
-    assert "resume outputs/default/x trainer.max_epochs=<more>" in output.out
-    assert FINISHED in command("resume", str(run)).out
+def test_what_has_finished_or_is_running_is_not_trained_again(run, said):
+    shown = said(*TINY, "name=x")
+    assert f"outputs/default/x {FINISHED}" in shown
+    assert "resume outputs/default/x trainer.max_epochs=<more>" in shown
+    assert FINISHED in said("resume", str(run))
     set_status(run, state="RUNNING", **this_process())
-    assert "attempt 1 is running" in command(*TINY, "name=x").err
-    assert "attempt 1 is running" in command("resume", str(run), "trainer.max_epochs=9").err
+    for typed in ([*TINY, "name=x"], ["resume", str(run), "trainer.max_epochs=9"]):
+        assert "attempt 1 is running" in said(*typed, code=2)
     assert attempts(run) == ["001"]
 
 
-def test_the_same_name_with_another_config_is_refused(run, command):
+def test_the_same_name_with_another_config_is_refused(run, said):
     before = (run / "config.yaml").read_bytes()
-    output = command(*TINY, "name=x", "optimizer.lr=0.7", "+tags=[b]")
-    assert output.code == 2
+    shown = said(*TINY, "name=x", "optimizer.lr=0.7", "+tags=[b]", code=2)
     for words in ("default/x exists with another config", "-  lr: 0.1", "+  lr: 0.7"):
-        assert words in output.err
-    assert "resume outputs/default/x trainer.max_epochs=<more>\n" in output.err
-    output = command(*TINY, "name=x", "trainer.max_epochs=8")
-    assert "resume outputs/default/x trainer.max_epochs=8\n" in output.err
+        assert words in shown
+    advice = "resume outputs/default/x trainer.max_epochs="
+    assert f"{advice}<more>\n" in shown
+    assert f"{advice}8\n" in said(*TINY, "name=x", "trainer.max_epochs=8", code=2)
     assert (run / "config.yaml").read_bytes() == before and attempts(run) == ["001"]
 
 
-def test_the_name_of_a_run_that_failed_before_its_first_checkpoint(run, command):
+def test_the_name_of_a_run_that_failed_before_its_first_checkpoint(run, said):
     set_status(run, state="FAILED")
     again = (*TINY, "name=x", "optimizer.lr=0.7")
-    output = command(*again, "dry_run=true")
-    assert "kept as outputs/default/x.failed-1" in output.out and attempts(run) == ["001"], output
-    assert command(*again).code == 0
+    assert "kept as outputs/default/x.failed-1" in said(*again, "dry_run=true")
+    assert attempts(run) == ["001"]
+    said(*again)
     assert "lr: 0.7" in (run / "config.yaml").read_text() and attempts(run) == ["001"]
     assert "lr: 0.1" in (run.with_name("x.failed-1") / "config.yaml").read_text()
     # With a checkpoint to resume from, or rows of a prediction, its name is its own.
@@ -109,52 +106,53 @@ def test_the_name_of_a_run_that_failed_before_its_first_checkpoint(run, command)
         set_status(run, state="FAILED")
         (run / file).parent.mkdir(exist_ok=True)
         (run / file).touch()
-        assert "exists with another config" in command(*TINY, "name=x", "optimizer.lr=0.8").err
+        other = (*TINY, "name=x", "optimizer.lr=0.8")
+        assert "exists with another config" in said(*other, code=2)
         (run / file).unlink()
 
 
-def test_resume_refuses_what_would_make_it_another_run(run, command):
+def test_resume_refuses_what_would_make_it_another_run(run, said):
     typed = "optimizer.lr=0.5 model=resnet34 seed=3 optimizer.lrr=1 ~tracking trainer.max_epoch=3"
-    output = command("resume", "outputs/default/x", *typed.split(), "trainer.max_epochs=4,5")
-    assert output.code == 2 and "7 problems, nothing was started" in output.err
+    typed = (*typed.split(), "trainer.max_epochs=4,5")
+    shown = said("resume", "outputs/default/x", *typed, code=2)
     another = [f"{key}: would make it another run" for key in ("optimizer.lr", "model", "seed")]
     for words in (
+        "7 problems, nothing was started",
         *another,
         "trainer.max_epoch: no such key\n      did you mean trainer.max_epochs?",
         "start a new run; a resume may only change data.batch_size",
         "a resume can set values, but not delete or sweep them",
     ):
-        assert words in output.err, output.err
+        assert words in shown, shown
     assert attempts(run) == ["001"]
 
 
-def test_what_a_resume_changes_holds_from_then_on(run, command):
+def test_what_a_resume_changes_holds_from_then_on(run, said):
     frozen = (run / "config.yaml").read_bytes()
-    second = resumed(run, command, "trainer.max_epochs=5", "trainer.devices=2")
+    second = resumed(run, said, "trainer.max_epochs=5", "trainer.devices=2")
     assert second.changes == {"trainer.max_epochs": 5, "data.batch_size": 4}
     assert second.global_batch_size == 8 == launched(run).global_batch_size
     assert "the global batch stays 8" in " ".join(second.notes)
-    third = resumed(run, command, "trainer.max_epochs=6")
+    third = resumed(run, said, "trainer.max_epochs=6")
     assert third.changes == {"trainer.max_epochs": 6, "data.batch_size": 4}
     assert third.resources.devices == 2
     assert (run / "config.yaml").read_bytes() == frozen
-    output = command("resume", str(run), "trainer.devices=3", "trainer.max_epochs=7")
-    assert output.code == 2 and "\n  trainer.devices: " in output.err
-    notes = resumed(run, command, "trainer.devices=3", "data.batch_size=5").notes
+    typed = ("resume", str(run), "trainer.devices=3", "trainer.max_epochs=7")
+    assert "\n  trainer.devices: " in said(*typed, code=2)
+    notes = resumed(run, said, "trainer.devices=3", "data.batch_size=5").notes
     assert "changes from 8 to 15, as asked for" in " ".join(notes)
 
 
-def test_a_resume_under_another_strategy_or_logger(start, command):
+def test_a_resume_under_another_strategy_or_logger(start, said):
     """It is called by its name, drops the last one's settings, and may end writing slices."""
     run = start("name=x", "strategy=fsdp", "checkpoint.sharded=true", "tracking=mlflow")
-    resume = ("resume", str(run))
     # What changes nothing is not a change: nothing to note, and nothing to do.
-    output = command(*resume, "strategy=fsdp", "checkpoint.sharded=true")
-    assert FINISHED in output.out and "from this attempt on" not in output.out
+    shown = said("resume", str(run), "strategy=fsdp", "checkpoint.sharded=true")
+    assert FINISHED in shown and "from this attempt on" not in shown
     typed = ("strategy=ddp", "strategy.comm_hook=bf16", "tracking=tensorboard")
-    second = resumed(run, command, "trainer.max_epochs=5", *typed)
+    second = resumed(run, said, "trainer.max_epochs=5", *typed)
     assert list(second.changes.tracking) == ["tensorboard"]
-    third = resumed(run, command, "strategy=pipeline", "checkpoint.sharded=false")
+    third = resumed(run, said, "strategy=pipeline", "checkpoint.sharded=false")
     assert third.changes["checkpoint.sharded"] is False
     assert "strategy.comm_hook" not in third.changes
     notes = {"strategy is ddp", "strategy.comm_hook is bf16", "tracking is tensorboard"}
@@ -163,21 +161,21 @@ def test_a_resume_under_another_strategy_or_logger(start, command):
     assert attempts(run) == ["001", "002", "003"]
 
 
-def test_resume_finds_a_run_that_was_moved(run, command, tmp_path):
+def test_resume_finds_a_run_that_was_moved(run, said, tmp_path):
     (tmp_path / "archive").mkdir()
     moved = run.rename(tmp_path / "archive/y")
     typed = ("resume", "archive/y", "trainer.max_epochs=9")
-    output = command(*typed, "dry_run=true")
-    assert output.code == 0 and "run        archive/y (resumes)" in output.out, output
+    assert "run        archive/y (resumes)" in said(*typed, "dry_run=true")
     assert attempts(moved) == ["001"], "a dry run writes nothing"
-    assert command(*typed).code == 0 and attempts(moved) == ["001", "002"]
+    said(*typed)
+    assert attempts(moved) == ["001", "002"]
 
 
-def test_resume_of_what_ranks_of_others_began(start, command):
+def test_resume_of_what_ranks_of_others_began(start, said):
     """`torchrun -m distdl` began it; without torchrun the local launcher resumes it."""
     run = start("name=x", "trainer.devices=2")
     stored = launched(run)
     stored.where.launcher = {"_target_": "distdl.launchers.external.ExternalLauncher"}
     OmegaConf.save(stored, run / "attempts/001/launch.yaml")
-    output = command("resume", str(run), "trainer.max_epochs=9", "dry_run=true")
-    assert output.code == 0 and "2 processes under torch's elastic agent" in output.out
+    shown = said("resume", str(run), "trainer.max_epochs=9", "dry_run=true")
+    assert "2 processes under torch's elastic agent" in shown

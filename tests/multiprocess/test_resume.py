@@ -132,9 +132,3 @@ def test_a_finished_run_trains_longer_and_another_starts_from_it(uninterrupted):
     resumed(uninterrupted, "trainer.max_epochs=4", module=UNCHECKED)
     assert list(losses(uninterrupted)) == list(range(1, 4 * STEPS + 1))
     assert status(uninterrupted, 2)["metrics"]["val/samples"] == 21
-
-
-def test_a_start_that_other_hosts_cannot_find_is_refused(command, without_stage_2):
-    words = ("launcher=mpi", "trainer.devices=2", "checkpoint.resume_from=x")
-    result = command(*TINY, *words)
-    assert result.code == 2 and "an absolute path" in result.err
