@@ -6,6 +6,7 @@ Azure's SDKs use https with `<account>.blob.<domain>`. Here the domain is `local
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import shutil
 import socket
@@ -15,6 +16,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.conftest import free_port
 from tests.waiting import until
@@ -36,12 +40,20 @@ def connection(port: int) -> str:
 
 
 def write_certificate(certificate: Path, key: Path) -> None:
-    """A self-signed one, for a day."""
-    names = f"subjectAltName=IP:127.0.0.1,DNS:localhost,DNS:{ACCOUNT}.blob.localhost"
-    command = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-subj", "/CN=distdl test"]
-    command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-addext", names]
-    command += ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
+    """A self-signed one, for an hour."""
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "distdl test")])
+    names = [x509.DNSName("localhost"), x509.DNSName(f"{ACCOUNT}.blob.localhost")]
+    hosts = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1")), *names])
+    now = datetime.now(UTC)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name)
+    made = made.public_key(private.public_key()).serial_number(x509.random_serial_number())
+    made = made.not_valid_before(now - HOUR).not_valid_after(now + HOUR)
+    made = made.add_extension(hosts, critical=False)
+    made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    certificate.write_bytes(made.sign(private, hashes.SHA256()).public_bytes(pem))
+    key.write_bytes(private.private_bytes(pem, pkcs8, serialization.NoEncryption()))
 
 
 class Azurite:
