@@ -29,7 +29,7 @@ early_stopping.patience=3 | callbacks=[default,early_stopping]
 logger=wandb | logger: unknown key | tracking=wandb
 trainer.strategy=ddp_find_unused_parameters_true | strategy=ddp strategy.find_unused_parameters=true
 --batch-size=32 | written without dashes: data.batch_size=32
-doctor task=train | task: the doctor has its own and trains nothing | leave task=... out
+doctor task=train | task: the doctor has its own, and trains nothing | leave it out
 # Slips of the hand.
 train debug=cpu | train: is neither a command | python -m distdl debug=cpu
 resume | RUN: | python -m distdl jobs list

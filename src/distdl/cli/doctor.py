@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     if options.expect is not None and not 0 < options.expect < math.inf:
         raise UserError.at("--expect", f"must be more than 0, not {options.expect}")
     if any(each.lstrip("+").startswith("task=") for each in options.overrides):
-        raise UserError.at("task", "the doctor has its own and trains nothing", "leave task=... out")
+        raise UserError.at("task", "the doctor has its own, and trains nothing", "leave it out")
     overrides = ["experiment_name=doctor", *options.overrides, "task=doctor", "tracking=none"]
     if options.expect is not None:
         overrides.append(f"task.expect={options.expect}")

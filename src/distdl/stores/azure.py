@@ -18,6 +18,7 @@ _KEY, _SAS = "AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN"
 _SOURCES = "docs/data/reading.md, URIs and credentials"
 _INSTALL = "pip install 'distdl[azure]'"
 _BUSY = (408, 429, 500, 502, 503, 504)
+_MARK = "distdl_upload"  # metadata key by which an upload recognises its own blob
 
 
 class BlobStore(RemoteStore):
@@ -108,10 +109,14 @@ class BlobStore(RemoteStore):
         return str(self.client.url).partition("?")[0]  # without the signature
 
     def _size(self, key: str) -> int | None:
+        properties = self._properties(key)
+        return None if properties is None else int(properties.size)
+
+    def _properties(self, key: str) -> Any:
         from azure.core.exceptions import HttpResponseError
 
         try:
-            return int(self.client.get_blob_client(key).get_blob_properties().size)
+            return self.client.get_blob_client(key).get_blob_properties()
         except HttpResponseError as error:
             # A HEAD response has no body, so an absent container looks like an absent blob.
             if error.status_code == 404:
@@ -137,13 +142,18 @@ class BlobStore(RemoteStore):
         # Blocks are invisible until the list is committed.
         blocks = self._send_parts(path, name, length, stage, progress)
 
+        mark = {_MARK: upload}
+        missing = MatchConditions.IfMissing
+
         def commit() -> None:
-            blob.commit_block_list(blocks, match_condition=MatchConditions.IfMissing)
+            blob.commit_block_list(blocks, metadata=mark, match_condition=missing)
 
         try:
             self.retried(name, commit, progress)
         except StoreError:
-            if self.size(name) != size:  # else a commit succeeded, and its response was lost
+            # With our mark, an earlier try has stored the blob, and its response was lost.
+            stored = self.retried(name, lambda: self._properties(self._key(name)))
+            if stored is None or stored.metadata != mark:
                 raise
 
     def _list(self, start: str) -> Iterator[str]:
