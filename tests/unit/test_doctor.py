@@ -16,7 +16,7 @@ def fabric(slow=(), nodes=4, rate=10e9):
     return {p: Exchange(rate / 10 if s else rate, 1e-4) for p, s in is_slow.items()}
 
 
-@pytest.mark.parametrize("places", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("places", [1, 2, 7, 8])
 def test_every_pair_is_measured_once_and_no_place_twice_at_a_time(places):
     found = [*links.rounds(range(places))]
     assert sorted(pair for each in found for pair in each) == [*combinations(range(places), 2)]
@@ -30,7 +30,6 @@ def test_every_pair_is_measured_once_and_no_place_twice_at_a_time(places):
     [
         (fabric(), set()),
         (fabric(nodes=2, rate=1e8), set()),  # nothing to compare it with
-        (fabric(slow=["node2"]), {"every link of node2"}),
         (fabric(slow=["node2"], nodes=3), {"every link of node2"}),
         (fabric(slow=[("node0", "node3")]), {"node0 - node3"}),
     ],
@@ -61,6 +60,8 @@ def host(**more):
     return {"n": {"run": 9e10, "write": 1e8, "/dev/shm": 1e9, "read": None} | more}
 
 
+OLDER = [rank(), rank(1), rank(2, versions={"torch": "2.9"})]
+MORE = [rank(), rank(1, versions={"torch": "2.11", "x": "1"})]
 ETH0, LO = {"interface": "eth0", "gbits": 10}, {"interface": "lo", "gbits": 0}
 NCCL = {"nccl": ["NET/Socket/0"], "adapters": ["mlx5_0 200 Gb/sec"]}
 # What is judged, the worst state of it, and a part of the row's text.
@@ -69,29 +70,19 @@ CASES = {
     "promised": (lambda: findings.links(fabric(), 4, 25e9, set()), FAIL, "GB/s of 25"),
     "slow link": (lambda: findings.links(fabric(), 4, None, {"a - b"}), FAIL, "a - b"),
     "no link": (lambda: findings.links({}, 3, None, set()), SKIP, "3 further"),
-    "100 Mbit": (lambda: findings.links(fabric(rate=12e6), 4, None, set()), WARN, "0.012"),
     "device": (lambda: findings.devices({"a": Speed(1e12, 0.5)}, {"a"}), FAIL, "50 % of a core"),
     "shm": (lambda: findings.hosts(host(**SHM), 64 << 20), FAIL, "1 MiB free, 64 needed"),
     "disk": (lambda: findings.hosts(host(run=1 << 20), 0), FAIL, "GiB free"),
-    "read-only": (lambda: findings.hosts(host(write="denied"), 0), FAIL, "denied"),
-    "slow disk": (lambda: findings.hosts(host(write=1e6), 0), WARN, "1 MB/s"),
     "store": (lambda: findings.hosts(host(read=5e6), 0), WARN, "5 MB/s"),
     "no store": (lambda: findings.hosts(host(read="no box"), 0), FAIL, "no box"),
     "all well": (lambda: findings.hosts(host(read=1e8), 1 << 20), PASS, "100 MB/s"),
     "clock": (lambda: findings.clocks({"n": (-5.0, 0.1)}), WARN, "4.9 s beside"),
-    "far clock": (lambda: findings.clocks({"n": (500.0, 0.1)}), FAIL, "499.9 s"),
     "slow trip": (lambda: findings.clocks({"n": (0.3, 0.3)}), PASS, "0 s"),
     "files": (lambda: findings.processes([rank(limits=limits(nofile=99))], False), FAIL, "99 open"),
     "memlock": (lambda: findings.processes([rank()], True), FAIL, "locked memory"),
     "no memlock": (lambda: findings.processes([rank()], False), PASS, "torch 2.11"),
-    "version": (
-        lambda: findings.processes([rank(), rank(1), rank(2, versions={"torch": "2.9"})], False),
-        *(FAIL, "torch 2.9, elsewhere 2.11"),
-    ),
-    "numpy": (
-        lambda: findings.processes([rank(), rank(1, versions={"torch": "2.11", "x": "1"})], False),
-        *(WARN, "x 1, elsewhere none"),
-    ),
+    "version": (lambda: findings.processes(OLDER, False), FAIL, "torch 2.9, elsewhere 2.11"),
+    "numpy": (lambda: findings.processes(MORE, False), WARN, "x 1, elsewhere none"),
     "no GPU": (lambda: findings.gpus([rank()]), SKIP, "no GPU"),
     "GPU": (lambda: findings.gpus([rank(gpu=gpu())]), PASS, "H200"),
     "ECC": (lambda: findings.gpus([rank(gpu=gpu(ecc=3))]), FAIL, "3 uncorrected"),
@@ -100,10 +91,7 @@ CASES = {
     "heat": (lambda: findings.gpus([rank(gpu=gpu(clocks=0x40))]), FAIL, "heat"),
     "old driver": (lambda: findings.gpus([rank(gpu=gpu(driver_cuda=12040))]), FAIL, "12.4"),
     "gloo": (lambda: findings.transports(dict.fromkeys("ab", ETH0), 2), PASS, "eth0, 10 Gb/s"),
-    "loopback": (
-        lambda: findings.transports(dict.fromkeys("ab", LO), 2),
-        *(FAIL, "gloo: lo"),
-    ),
+    "loopback": (lambda: findings.transports(dict.fromkeys("ab", LO), 2), FAIL, "gloo: lo"),
     "sockets": (lambda: findings.transports(dict.fromkeys("ab", NCCL), 2), FAIL, "NET/Socket"),
 }
 

@@ -30,20 +30,13 @@ def recorded(run: Path, *ranks: str) -> Path:
 # The lines of two ranks: attempt,epoch,step,ids.
 TWIN = ("1,0,1,0 1;1,0,2,2 3;1,0,3,4 5", "1,0,1,6 7;1,0,2,8 9;1,0,3,10 11")
 HISTORIES = {
-    "from the checkpoint of step 1": (
-        ("1,0,1,0 1;1,0,2,2 3;2,0,2,2 3;2,0,3,4 5", "1,0,1,6 7;2,0,2,8 9;2,0,3,10 11"),
-        (0, 0),
-    ),
-    "from the start": (
-        [f"1,0,1,0 1;{lines.replace('1,0,', '2,0,')}" for lines in TWIN],
-        (0, 0),
-    ),
+    "from the start": ([f"1,0,1,0 1;{lines.replace('1,0,', '2,0,')}" for lines in TWIN], (0, 0)),
     "a step too far": (("1,0,1,0 1;2,0,3,4 5", "1,0,1,6 7;2,0,3,10 11"), (4, 0)),
     "from the first sample again": (
         ("1,0,1,0 1;2,0,2,0 1;2,0,3,2 3", "1,0,1,6 7;2,0,2,6 7;2,0,3,8 9"),
         (4, 4),
     ),
-    "a line that a kill has cut": (
+    "from step 1, and a line that the kill has cut": (
         ("1,0,1,0 1;1,0,2,2 3;1,0;2,0,2,2 3;2,0,3,4 5", "1,0,1,6 7;2,0,2,8 9;2,0,3,10 11"),
         (0, 0),
     ),
@@ -55,27 +48,17 @@ def test_samples_count_as_the_last_weights_have_them(case, tmp_path) -> None:
     lines, expected = HISTORIES[case]
     run, twin = recorded(tmp_path / "run", *lines), recorded(tmp_path / "twin", *TWIN)
     assert samples.lost_and_repeated(run, twin) == expected
-
-
-def test_samples_that_are_not_recorded_are_unknown(tmp_path) -> None:
-    run, twin = (recorded(tmp_path / name, "1,0,1,") for name in ("run", "twin"))
-    assert samples.lost_and_repeated(run, twin) is None
+    unknown = recorded(tmp_path / "unknown", "1,0,1,")
+    assert samples.lost_and_repeated(unknown, unknown) is None
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"a": [1.0, 2.0]}, 0.0),
-        ({"a": [1.0, 2.5]}, 0.5),
-        ({"a": [1.0, math.nan]}, math.inf),
-        ({"b": [1.0, 2.0]}, math.inf),
-        ({"a": [1.0]}, math.inf),
-    ],
+    ("values", "expected"), [([1.0, 2.5], 0.5), ([1.0, math.nan], math.inf), ([1.0], math.inf)]
 )
 def test_weights_are_compared_bit_by_bit(values, expected, tmp_path) -> None:
-    for name, tensors in (("twin", {"a": [1.0, 2.0]}), ("run", values)):
+    for name, weight in (("twin", [1.0, 2.0]), ("run", values)):
         store = CheckpointStore(tmp_path / name / "checkpoints")
-        state = {key: torch.tensor(each) for key, each in tensors.items()}
+        state = {"weight": torch.tensor(weight)}
         torch.save({"state_dict": state}, store.temporary("epoch_000.ckpt"))
         store.publish("epoch_000.ckpt", step=1)
     assert weights.largest_difference(tmp_path / "run", tmp_path / "twin") == expected
@@ -106,22 +89,19 @@ def test_a_row_says_what_went_wrong() -> None:
     assert [c.strip() for c in third.split("|")[5:-1]] == ["not recorded", "bit-equal", "yes"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("seed=1", "--faults", "kill_rnk"), "did you mean kill_rank?"),
-        (("seed=1", "--steps", "3"), "--steps: must be 20 or more"),
-        (("seed=1", "--tolerance=-1"), "--tolerance: must be 0 or more"),
-        (("task=benchmark",), "task: only a training can be drilled"),
-        (("launcher=slurm",), "launcher: its hosts cannot be reached"),
-        (("checkpoint=none",), "checkpoint: must be a mapping"),
-        (("dry_run=true",), "there is no dry run of it"),
-        (("outputs/none",), "there is no such folder"),
-    ],
-)
-def test_what_cannot_be_drilled_is_refused_before_anything(
-    command, without_stage_2, tmp_path, arguments, message
-) -> None:
-    result = command("drill", *arguments)
+REFUSED = {
+    "seed=1 --faults kill_rnk": "did you mean kill_rank?",
+    "seed=1 --steps 3": "--steps: must be 20 or more",
+    "task=benchmark": "task: only a training can be drilled",
+    "launcher=slurm": "launcher: its hosts cannot be reached",
+    "checkpoint=none": "checkpoint: must be a mapping",
+    "dry_run=true": "there is no dry run of it",
+    "outputs/none": "there is no such folder",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_cannot_be_drilled_is_refused(command, without_stage_2, tmp_path, arguments) -> None:
+    result, message = command("drill", *arguments.split()), REFUSED[arguments]
     assert result.code == 2 and message in result.err, result.err
     assert not (tmp_path / "outputs").exists()

@@ -4,13 +4,12 @@ import functools
 import sys
 
 import pytest
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import DataLoader, Dataset
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 
 from distdl.health import heartbeat, straggler
 from distdl.health.heartbeat import PHASES, RankHeartbeat
+from tests.prepared import quiet_trainer
 
 ROWS, BATCHES = 2, 3
 # Where a user's code is called: the phase, and whether it belongs to a batch.
@@ -34,16 +33,10 @@ for each in ("dataset", "transfer_batch_to_device"):
     HOOKS[each].add(("validation", True))
 
 
-class Rows(Dataset):
-    def __init__(self, note):
-        self.note = note
-
-    def __len__(self):
-        return ROWS * BATCHES
-
+class Rows(RandomDataset):
     def __getitem__(self, index):
         self.note("dataset")
-        return torch.ones(32)
+        return super().__getitem__(index)
 
 
 class Plain(BoringModel):
@@ -67,7 +60,9 @@ class Plain(BoringModel):
             self.rank.time_steps(len(self.steps) != 5)  # of this one no end, of the next no begin
 
     def train_dataloader(self):
-        return DataLoader(Rows(self.note), batch_size=ROWS)
+        rows = Rows(32, ROWS * BATCHES)
+        rows.note = self.note
+        return DataLoader(rows, batch_size=ROWS)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
@@ -94,15 +89,13 @@ def test_what_is_seen_of_a_training(tmp_path):
     assert heartbeat.read(rank.file.fileno()) == {}
     assert rank.facts() == {"phase": "set-up", "action": "start"}
     net = Net(rank)
-    options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(max_epochs=3, accelerator="cpu", default_root_dir=tmp_path, **options)
+    options = {"enable_checkpointing": True, "num_sanity_val_steps": 2}
+    trainer = quiet_trainer(tmp_path, max_epochs=3, **options)
     rank.watch(trainer)
     rank.time_steps(True)
     trainer.fit(net)
     rank.time_steps(False)
-    assert not {"profile", "start"} & vars(trainer.profiler).keys(), (
-        "it costs nothing when it is off"
-    )
+    assert not {"profile", "start"} & vars(trainer.profiler).keys(), "when it is off it is free"
     trainer.test(net, verbose=False)
     trainer.predict(net)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import linecache
 
-import lightning.pytorch as pl
 import pytest
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping
@@ -16,11 +15,9 @@ from torch.optim import SGD, Adam
 
 from distdl.callbacks import StepMetrics
 from distdl.util.errors import UserError
-from distdl.validation.misfits import by_hand, explained, makes_several, misfits, refuse
+from distdl.validation.misfits import explained, makes_several, misfits, refuse
 from distdl.worker import main
-
-OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-CPU = {"accelerator": "cpu", **OFF}
+from tests.prepared import quiet_trainer
 
 
 class ByHand(BoringModel):
@@ -36,13 +33,10 @@ class Again(ByHand):
 
 
 class Mixin:
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
 
-class Mixed(Mixin, BoringModel):
-    pass
+class Mixed(Mixin, BoringModel): ...
 
 
 class Depends(BoringModel):
@@ -61,11 +55,6 @@ class SeveralByHand(Several):
     automatic_optimization = False
 
 
-class Two(BoringModel):
-    def configure_optimizers(self):
-        return [SGD(self.parameters(), 0.1), SGD(self.parameters(), 0.1)]
-
-
 class Brings(BoringModel):
     def configure_callbacks(self):
         return [BatchSizeFinder()]
@@ -80,28 +69,15 @@ class Own(BoringModel):
 
 class Broken(BoringModel):
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx)["loss"] * (
-            1 if batch_idx < 2 else float("nan")
-        )
-
-
-# Whether it steps by hand, None where its source does not show it.
-MANUAL = {ByHand: True, Again: False, Mixin: None, Mixed: True, Depends: None}
-MANUAL |= {Several: False, SeveralByHand: True, BoringModel: False}
-
-
-def test_a_class_that_steps_by_hand_is_known_by_its_source():
-    assert {cls: by_hand(cls) for cls in MANUAL} == MANUAL
-    assert by_hand(Depends()) is True and by_hand(Depends(False)) is False
+        factor = 1 if batch_idx < 2 else float("nan")
+        return factor * super().training_step(batch, batch_idx)["loss"]
 
 
 SEVERAL = """
 return [self.g, self.d], [] | True
-return [*self.all()], [] | False
 return self.g, self.d | may be optimizers and schedules: False
 return [self.a, self.b, self.c] | True
 return {'optimizer': self.g}, {'optimizer': self.d} | True
-return {'optimizer': self.g, 'lr_scheduler': self.s} | False
 if self.x: return self.g; return [self.g, self.d], [] | False
 def f(): return [1, 2, 3]; return f() | False
 """
@@ -114,7 +90,7 @@ def test_several_optimizers_are_known_by_their_source(text, several):
     linecache.cache[f"<{text}>"] = (len(source), None, source.splitlines(True), f"<{text}>")
     exec(compile(source, f"<{text}>", "exec"), space)
     assert makes_several(type("Model", (BoringModel,), space)) is several[0].endswith("True")
-    assert makes_several(BoringModel) is makes_several(pl.LightningModule) is False
+    assert makes_several(BoringModel) is False
 
 
 BOTH = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 4}
@@ -126,13 +102,14 @@ self.clip_gradients(optimizer, 0.5, 'norm')
 BoringModel GradientAccumulationScheduler | GradientAccumulationScheduler | scheduling={0: 4}
 Depends GradientAccumulationScheduler | GradientAccumulationScheduler
 ByHand no distdl.strategies.PipelineStrategy | strategy
+Mixed no distdl.strategies.PipelineStrategy | strategy
+Again no distdl.strategies.PipelineStrategy | -
 ByHand no distdl.strategies.DeepSpeedStrategy | -
 Several distdl.strategies.DDPStrategy | model
 SeveralByHand no distdl.strategies.DDPStrategy | -
 SeveralByHand no distdl.strategies.DeepSpeedStrategy | strategy | strategy=fsdp
 BoringModel alone BackboneFinetuning distdl.strategies.auto | -
 BoringModel ModelPruning distdl.strategies.FSDPStrategy | ModelPruning
-BoringModel ModelPruning distdl.strategies.DDPStrategy | -
 BoringModel BackboneFinetuning distdl.strategies.auto | BackboneFinetuning
 BoringModel BackboneFinetuning lightning.pytorch.strategies.DDPStrategy | BackboneFinetuning
 """
@@ -157,11 +134,11 @@ def test_validation_finds_them_for_a_training():
 
 
 def test_what_only_the_real_things_show():
-    trainer = pl.Trainer(**CPU, gradient_clip_val=0.5)
+    trainer = quiet_trainer(None, gradient_clip_val=0.5)
     trainer.strategy.connect(Depends())
     with pytest.raises(UserError, match=r"self.clip_gradients\(optimizer, 0.5, 'norm'\)"):
         refuse(trainer)
-    trainer = pl.Trainer(**CPU)
+    trainer = quiet_trainer(None)
     trainer.strategy.connect(Brings())
     trainer.strategy.lightning_module.trainer = trainer
     trainer._callback_connector._attach_model_callbacks()
@@ -177,11 +154,8 @@ def training_step():
 
 
 RAISED = [
-    (lambda: pl.Trainer(**CPU, limit_train_batches=1.5), "", "invalid value 1.5"),
-    (
-        lambda: pl.Trainer(**CPU, fast_dev_run=True).fit(Two()),
-        *("model", "(?s)Lightning refuses .* parameter groups"),
-    ),
+    (lambda: quiet_trainer(None, limit_train_batches=1.5), "", "invalid value 1.5"),
+    (lambda: quiet_trainer(None, fast_dev_run=True).fit(Several()), "model", "parameter groups"),
     (lambda: training_step(), "strategy", r"(?s)weights .*test_misfits.py, line .*strategy=ddp"),
 ]
 
@@ -217,11 +191,10 @@ class Memory(CSVLogger):
 
 
 def train(folder, model, *callbacks):
-    logger, off = Memory(folder), {**CPU, "enable_model_summary": False}
-    off |= {"logger": logger, "callbacks": [StepMetrics(None), *callbacks]}
-    limits = {"limit_train_batches": 4, "limit_val_batches": 1, "log_every_n_steps": 1}
-    pl.Trainer(max_epochs=1, **limits, **off).fit(model)
-    return logger.logged
+    options = {"logger": Memory(folder), "callbacks": [StepMetrics(None), *callbacks]}
+    options |= {"limit_train_batches": 4, "limit_val_batches": 1, "log_every_n_steps": 1}
+    quiet_trainer(folder, max_epochs=1, **options).fit(model)
+    return options["logger"].logged
 
 
 def test_no_value_of_ours_under_a_name_of_theirs(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,9 @@ from distdl.runs.directory import RunDirectory
 
 FAILED, PREEMPTED = JobState.FAILED, JobState.PREEMPTED
 BUG = {"step": 3, "type": "ValueError", "where": "mine.py, line 9, in forward"}
+ELSEWHERE = {**BUG, "where": "mine.py, line 12, in f"}
 KILLED = {"step": 3, "type": "Killed", "message": "killed by SIGKILL on node1"}
 EARLY = {"type": "KeyError"}  # before the first step
-
-
-def bugs(steps: int = 99) -> Iterator[dict[str, Any]]:
-    """Failures that all differ."""
-    return ({**BUG, "step": step} for step in range(steps))
 
 
 @pytest.fixture
@@ -53,41 +48,21 @@ def pauses(run: RunDirectory, budget: int, *ends: tuple[dict[str, Any], JobState
     return [retries.pause(attempted(run, *end), end[1]) for end in ends]
 
 
-DIFFERENT = [*bugs()]
+BUGS = [{**BUG, "step": step} for step in range(9)]
+DIFFERENT = [(bug, FAILED, 0) for bug in BUGS]
 CASES = {
     "no budget": (0, [(BUG, FAILED, 0)], [None]),
-    "the pauses grow": (
-        9,
-        [(bug, FAILED, 0) for bug in DIFFERENT[:9]],
-        [0, 2, 4, 8, 16, 32, 60, 60, 60],
-    ),
-    "the budget ends": (2, [(bug, FAILED, 0) for bug in DIFFERENT[:3]], [0, 2, None]),
-    "progress gives it back": (
-        1,
-        [(bug, FAILED, step) for step, bug in enumerate(DIFFERENT[:5])],
-        [0, 0, 0, 0, 0],
-    ),
-    "the same checkpoint is none": (
-        1,
-        [(DIFFERENT[0], FAILED, 5), (DIFFERENT[1], FAILED, 5)],
-        [0, None],
-    ),
+    "the pauses grow": (8, DIFFERENT, [0, 2, 4, 8, 16, 32, 60, 60, None]),
+    "progress gives it back": (1, [(bug, FAILED, step) for step, bug in enumerate(BUGS)], [0] * 9),
+    "the same checkpoint is none": (1, [(bug, FAILED, 5) for bug in BUGS[:2]], [0, None]),
     "no pause after a preemption": (3, [({}, PREEMPTED, 0)] * 4, [0, 0, 0, None]),
     "the same failure twice": (9, [(BUG, FAILED, 0), (BUG, FAILED, 0)], [0, None]),
     "also with progress": (9, [(BUG, FAILED, 1), (BUG, FAILED, 2)], [0, None]),
     "also before the first step": (9, [(EARLY, FAILED, 0), (EARLY, FAILED, 0)], [0, None]),
     "an unknown step with progress": (9, [(EARLY, FAILED, 1), (EARLY, FAILED, 2)], [0, 0]),
-    "at another line": (
-        9,
-        [(BUG, FAILED, 0), ({**BUG, "where": "mine.py, line 12, in f"}, FAILED, 0)],
-        [0, 2],
-    ),
+    "at another line": (9, [(BUG, FAILED, 0), (ELSEWHERE, FAILED, 0)], [0, 2]),
     "another error": (9, [(BUG, FAILED, 0), ({**BUG, "type": "OSError"}, FAILED, 0)], [0, 2]),
-    "one between them": (
-        9,
-        [(BUG, FAILED, 0), (DIFFERENT[7], FAILED, 0), (BUG, FAILED, 0)],
-        [0, 2, 4],
-    ),
+    "one between them": (9, [(BUG, FAILED, 0), DIFFERENT[7], (BUG, FAILED, 0)], [0, 2, 4]),
     "kills are chance": (9, [(KILLED, FAILED, 0)] * 3, [0, 2, 4]),
 }
 
@@ -117,5 +92,5 @@ def test_it_waits(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(retrying.time, "sleep", waited.append)
     retries = Retries(run, 2)
-    again = [retries.again(attempted(run, bug, FAILED, 0), FAILED) for bug in DIFFERENT[:3]]
+    again = [retries.again(attempted(run, *each), FAILED) for each in DIFFERENT[:3]]
     assert again == [True, True, False] and waited == [0, 2]

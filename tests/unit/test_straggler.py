@@ -156,12 +156,9 @@ def test_a_record_has_only_what_is_known_and_stays_small():
 
 
 GOOD = Job(3, {(1, "data"): 50.0}).records()
-WRONG = [("rank", -1), ("rank", "two"), ("rank", True), ("host", "a\nb"), ("host", "a" * 300)]
-WRONG += [("host", None), ("steps", 9), ("steps", 40.5), ("parts", {"data": 1})]
-WRONG += [("parts", [part]) for part in (["data", 0, 0], ["end", 0, 0, 1.0], ["data", -1, 0, 1.0])]
-WRONG += [("parts", [["data", 0, 0, ms]]) for ms in (-1, float("nan"), 1e300, None)]
-WRONG += [("parts", [["data", 0, 0, 1.0]] * 2000)]
-DAMAGED = [None, [], "rank", {}, *({**GOOD[2], key: value} for key, value in WRONG)]
+WRONG = [("rank", -1), ("host", "a\nb"), ("steps", 9), ("parts", [["data", 0, 0, 1.0]] * 2000)]
+WRONG += [("parts", [part]) for part in (["end", 0, 0, 1.0], ["data", 0, 0, float("nan")])]
+DAMAGED = [None, *({**GOOD[2], key: value} for key, value in WRONG)]
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=lambda value: repr(value)[-60:])
