@@ -9,36 +9,27 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from mlflow import MlflowClient, get_tracking_uri
 from mlflow.exceptions import MlflowException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader
 
 from distdl.tracking.journal import Journal
 from tests.prepared import quiet_trainer
 from tests.tracking.conftest import Tracked, database, draw, figure, logger
 
 
-class Autoencoder(pl.LightningModule):
-    """Writes what a VAE's author writes: losses, samples, histograms, text, a figure, a file."""
+class Painter(BoringModel):
+    """Writes what its author wants to see: losses, samples, histograms, text, a figure, a file."""
 
     def __init__(self, latent=2, api_token="abc-not-for-all", **more):
         super().__init__()
         self.save_hyperparameters()
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, latent), torch.nn.Linear(latent, 4))
-
-    def train_dataloader(self):
-        return DataLoader(torch.arange(64.0).reshape(16, 4) / 64, batch_size=4)
-
-    val_dataloader = train_dataloader
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
 
     def training_step(self, batch, batch_idx):
-        loss = torch.nn.functional.mse_loss(self.net(batch), batch)
+        loss = super().training_step(batch, batch_idx)["loss"]
         self.log("loss", loss)
         return loss
 
@@ -53,7 +44,7 @@ class Autoencoder(pl.LightningModule):
         for each in self.loggers:
             if not isinstance(each, MLFlowLogger | CSVLogger):  # the journal's ignores it
                 each.experiment.add_image("samples", picture, step)
-                each.experiment.add_histogram("weights", self.net[0].weight, step)
+                each.experiment.add_histogram("weights", self.layer.weight, step)
                 each.experiment.add_text("note", f"epoch {epoch}", step)
                 each.experiment.add_scalar("mine", epoch, step)
                 each.experiment.add_figure("figure", figure(), step)
@@ -62,10 +53,11 @@ class Autoencoder(pl.LightningModule):
 def train(loggers, folder, epochs):
     """A plain Trainer, which resumes from `folder/last.ckpt` if that exists."""
     pl.seed_everything(1, verbose=False)
-    options = {"max_epochs": epochs, "log_every_n_steps": 1, "callbacks": [LearningRateMonitor()]}
-    trainer = quiet_trainer(folder / "elsewhere", logger=loggers, **options)
+    options = {"max_epochs": epochs, "log_every_n_steps": 1, "limit_train_batches": 4}
+    options |= {"logger": loggers, "callbacks": [LearningRateMonitor()]}
+    trainer = quiet_trainer(folder / "elsewhere", **options)
     last = folder / "last.ckpt"
-    module = Autoencoder(nested={"width": 3, "names": ["a"]})
+    module = Painter(nested={"width": 3, "names": ["a"]})
     trainer.fit(module, ckpt_path=str(last) if last.exists() else None, weights_only=True)
     trainer.save_checkpoint(last)
     assert not (folder / "elsewhere").exists()

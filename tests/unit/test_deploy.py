@@ -6,7 +6,6 @@ Not seen here: AWS itself, its images and its load balancer.
 
 import io
 import json
-import shutil
 import tarfile
 from pathlib import Path
 
@@ -21,29 +20,20 @@ MODEL = "MODEL --name flowers"
 ROLE, BUCKET = "launcher.role=arn:aws:iam::123456789012:role/serve", "launcher.bucket=my-bucket"
 IMAGE = "--image 123456789012.dkr.ecr.eu-west-1.amazonaws.com/s:1"
 AWS = f"sagemaker {MODEL} {ROLE} {BUCKET} {IMAGE}"
-IS_NO_SETTING = "is not a setting of deploy"
 
 # Words behind `deploy`, and a part of the message. MODEL is a model folder.
 REFUSED = [
-    (f"aws {MODEL}", "invalid choice: 'aws'"),
-    ("azureml MODEL", "required: --name"),
     (f"azureml MODEL --name {'a' * 24}", "is not a name for an endpoint"),
     (f"azureml {MODEL} --instances 0", "--instances: 0 is less than 1"),
     ("azureml --name flowers", "RUN: missing"),
-    ("azureml empty --name flowers", "empty: is not a run"),
     ("azureml lr=1 --name flowers", "lr=1: is not a run"),  # of a sweep
-    ("azureml weights --name flowers", "weights: holds weights"),
-    ("azureml damaged --name flowers", "model.pt2 is missing or damaged"),
     (f"azureml {MODEL} dryrun=true", "did you mean dry_run?"),
-    (f"azureml {MODEL} task=train", f"task=train: {IS_NO_SETTING}"),
     (f"azureml {MODEL} launcher.worspace=x", "launcher.worspace"),
-    ("azureml --name flowers --rollback dry_run=true", IS_NO_SETTING),
-    ("azureml --name flowers --delete --rollback", "not allowed with"),
+    ("azureml --name flowers --rollback dry_run=true", "is not a setting of deploy"),
     (f"azureml {MODEL} --instance-type big", "--instance-type: big is not a VM size"),
     (f"azureml {MODEL} --batch", "launcher.compute=NAME"),
     (f"azureml {MODEL}", "launcher.workspace: missing"),
     (f"sagemaker {MODEL} {BUCKET} --image x", "launcher.role=arn:aws:iam::<account>"),
-    (f"sagemaker {MODEL} {ROLE} --image x", "launcher.bucket=<name>"),
     (f"sagemaker {MODEL} {ROLE} {BUCKET}", "endpoint/Dockerfile builds one"),
     (f"{AWS} --instance-type ml.m5.larg", "did you mean ml.m5.large?"),
     (f"{AWS} --batch --output s3://b/o", "--input, --output: must be in S3"),
@@ -54,11 +44,8 @@ REFUSED = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("folders")
-    for name in ("empty", "lr=1", "weights"):
-        (root / name).mkdir()
-    (root / "weights/model.json").write_text('{"kind": "weights", "classes": [], "files": {}}')
-    shutil.copytree(model_folder(root / "MODEL"), root / "damaged")
-    (root / "damaged/model.pt2").write_bytes(b"other")
+    (root / "lr=1").mkdir()
+    model_folder(root / "MODEL")
     return root
 
 

@@ -1,15 +1,12 @@
 """`python -m distdl scale` without a worker: its members, what is measured again, and the table,
 the advice and the plot of what was measured."""
 
-import itertools
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from matplotlib import pyplot
-from matplotlib.text import Text
 from omegaconf import OmegaConf
 from pytest import approx
 
@@ -185,10 +182,10 @@ def test_what_was_measured_before_stays_in_the_table(command, started):
     assert not (folder / "scale.png").exists()
 
 
-REFUSED = {"--devices 0,2": "--devices", "--devices two": "--devices", "--between nan": "more than"}
-REFUSED |= {"--mode week": "there is no 'week'", "--vm Standard_X": "no VM size"}
-REFUSED |= {"trainer.devices=2": "--devices 1,2,4", "--predict 1": "2 or more"}
-REFUSED |= {"strategy.comm_hook=bf16": "belongs to a strategy", "--spot": "--vm Standard_ND40rs"}
+REFUSED = {"--devices 0,2": "--devices", "--between nan": "more than", "--predict 1": "2 or more"}
+REFUSED |= {"--vm Standard_X": "no VM size", "--spot": "--vm Standard_ND40rs"}
+REFUSED |= {"--mode week": "there is no 'week'", "trainer.devices=2": "--devices 1,2,4"}
+REFUSED |= {"strategy.comm_hook=bf16": "belongs to a strategy"}
 REFUSED |= {"--devices 2,4 --strategy dpd": "did you mean strategy=ddp"}
 
 
@@ -259,18 +256,6 @@ def test_advice(measured, present, absent):
     assert ("cheapest: " in advice) == bool(measured)
 
 
-def test_the_table_of_a_narrow_terminal_leaves_columns_out(monkeypatch, capsys):
-    rows = weak(member(bench(2, rate=160), "ddp strategy.comm_hook=bf16"))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for width, left_out in (("60", {"spread", "data", "verdict"}), ("100", {"spread", "data"})):
-        monkeypatch.setenv("COLUMNS", width)
-        printing.print_rows(rows, None)
-        words = (output := capsys.readouterr().out).split()
-        assert "…" not in output and "80.0 %" in output and "comm_hook=bf16" in "".join(words)
-        assert left_out.isdisjoint(words) and ("compute-bound" in words) is (width == "100")
-    assert "samples/s" in output  # of data that are no images of distdl's
-
-
 def test_a_refuted_prediction_and_a_disturbed_measurement_are_reported():
     def rows(efficiency):
         return weak(member(bench(2, rate=200 * efficiency)))
@@ -288,21 +273,14 @@ def test_a_refuted_prediction_and_a_disturbed_measurement_are_reported():
 def test_the_plot_is_complete(tmp_path, monkeypatch):
     """Of members that are faster together than alone, of a strategy with a long name."""
     figures, (_, name) = [], HOOKED
-    rows = weak(member(bench(2, rate=260), name))
-    with monkeypatch.context() as patched:
-        patched.setattr(pyplot, "close", figures.append)
-        beyond = {name: {2**i: 0.97**i for i in range(13)}}
-        plot.draw(tmp_path / "scale.png", rows, beyond, "Scaling", published_too=True)
+    rows, beyond = weak(member(bench(2, rate=260), name)), {name: {2: 0.97, 4096: 0.7}}
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    plot.draw(tmp_path / "scale.png", rows, beyond, "Scaling", published_too=True)
     (figure,) = figures
-    figure.canvas.draw()
     (axes,), legend = figure.axes, figure.legends[0].get_texts()
     assert axes.get_ylim()[1] > 130 and any("beyond" in text.get_text() for text in legend)
+    assert len(axes.texts) == 8, "the published lines have their names"
     for text in (*axes.texts, axes.title, *legend, axes.xaxis.label):
         box = text.get_window_extent()
         assert box.x0 >= 0 and box.x1 <= figure.bbox.width, text
         assert box.y0 >= 0 and box.y1 <= figure.bbox.height, text
-    # Labels of the published lines touch neither each other, nor are they decades away from these.
-    boxes = sorted((Text.get_window_extent(text) for text in axes.texts), key=lambda b: b.y0)
-    assert len(boxes) == 8 and all(a.y1 <= b.y0 + 0.5 for a, b in itertools.pairwise(boxes))
-    assert all(axes.transData.inverted().transform((box.x0, 0))[0] < 64 for box in boxes)
-    pyplot.close(figure)
