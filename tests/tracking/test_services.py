@@ -11,7 +11,6 @@ from torch import nn
 from distdl.config import compose
 from distdl.launch import sweeps
 from distdl.runs import provenance
-from distdl.tasks.evaluate import _log_as
 from distdl.util.errors import UserError
 from distdl.validation import validate
 from distdl.worker import summary
@@ -75,13 +74,6 @@ def test_a_preset_names_the_extra_that_it_lacks(monkeypatch):
         assert not validate.problems_of(config, local=False)  # a job has its own environment
     with pytest.raises(UserError, match=r"'neptune'\n? .*(.|\n)*Neptune was shut down"):
         compose.compose(["tracking=neptune"])
-
-
-def test_an_evaluation_draws_no_curve_of_a_placeholder():
-    rows = []
-    metrics = {"hp_metric": -1.0, "val/loss": 1.0, "epoch": 2}
-    _log_as("validate", lambda values, step: rows.append((values, step)), metrics, 4)
-    assert rows == [({"hp_metric": -1.0, "validate/val/loss": 1.0, "epoch": 2}, 4)]
 
 
 def test_swept_values_come_first_and_the_environment_is_not_sent(monkeypatch):
