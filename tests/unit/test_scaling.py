@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from pytest import approx
 
 from benchmarks import held_out
-from distdl.planner import estimate
 from distdl.scaling import STRATEGIES, Link, Links, Setting, fit, predict, table
 from distdl.scaling.links import ALGORITHMS, Group, all_reduce, exposed, fastest
 from distdl.util.errors import UserError
@@ -47,25 +45,6 @@ def test_collectives_by_hand(size, group, algorithm, seconds):
     assert all_reduce(size, group, LINKS, algorithm) == approx(seconds, rel=1e-3)
     assert fastest(size, group, LINKS)[0] <= all_reduce(size, group, LINKS, algorithm)
     assert fastest(8.0, Group(4096, 4), LINKS)[1] == "tree"  # for small messages
-
-
-@given(st.integers(1, 40), st.floats(0, 2), st.floats(0, 10))
-def test_what_is_exposed_is_what_a_simulation_finds(parts, each, window):
-    free = 0.0
-    for part in range(1, parts + 1):  # piece by piece: ready, then sent when the link is free
-        free = max(free, part / parts * window) + each
-    assert exposed(parts, each, window) == approx(free - window, abs=1e-9)
-
-
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "pipeline"])
-def test_as_many_bytes_travel_as_plan_counts(strategy):
-    size = DEFAULTS["gradient_bytes"]
-    counts = dict.fromkeys(("optimizer", "buffers", "activations", "transient", "unit"), 0)
-    counts |= {"weights": size, "gradients": size, "no_blocks": "none", "blocks": []}
-    rows = estimate.estimates(SimpleNamespace(**counts), estimate.Machine(4, 1e12, 1e11, 1e13))
-    (sent,) = [row.sent for row in rows if row.name == strategy]
-    setting = a_setting(strategy=strategy, links=Links(Link(10 * GB), Link(1 * GB)))
-    assert 10 * GB * predict(setting, 4).communication_seconds == approx(sent)
 
 
 def test_a_fast_link_hides_all_but_the_last_bucket_and_a_slow_one_decides():
@@ -194,28 +173,19 @@ def problems_of(make):
 
 
 REFUSED = [
-    (lambda: a_setting(step_seconds=0.0), "step_seconds", "greater than 0, not 0.0"),
     (lambda: a_setting(step_seconds=NAN), "step_seconds", "finite number, not nan"),
     (lambda: a_setting(step_seconds=True), "step_seconds", "a number, not True"),
-    (lambda: a_setting(gradient_bytes=10**400), "gradient_bytes", "number, not 1000"),
     (lambda: a_setting(devices_per_node=8.5), "devices_per_node", "a valid integer"),
     (lambda: a_setting(links=Link(1.0)), "links", "of Links, not Link(bandwidth=1.0, latency=0.0)"),
     (lambda: a_setting(algorithm="butterfly"), "algorithm", "'tree' or 'fastest', not 'butterfly'"),
     (lambda: a_setting(**STAGED, schedule="1f1b", pieces_per_stage=2), "pieces_per_stage", "1f1b"),
-    # With a misspelt strategy or schedule the rest may be right.
+    # With a misspelt strategy the rest may be right.
     (lambda: a_setting(**{**PIECES, "strategy": "pipelin"}), "strategy", "not 'pipelin'"),
-    (lambda: a_setting(**STAGED, schedule="inter", pieces_per_stage=2), "schedule", "not 'inter'"),
     (lambda: Link(1e9, -1), "latency", "not -1"),
     (lambda: predict(a_setting(), "8"), "num_devices", "not '8'"),
-    (lambda: predict(a_setting(), 0), "num_devices", "not 0"),
     (lambda: fit(a_setting(), {2: 0.1}), "measured", "one device is missing"),
-    (
-        lambda: fit(a_setting(), {1: 0.1, 8: 0.2}),
-        "measured",
-        "several devices of one node are miss",
-    ),
+    (lambda: fit(a_setting(), {1: 0.1, 8: 0.2}), "measured", "of one node are missing"),
     (lambda: fit(a_setting(), {1: 0.1, "2": 0.1}), "measured.2", "must be a number, not '2'"),
-    (lambda: fit(a_setting(), [0.1, 0.2]), "measured", "must be a valid dictionary"),
 ]
 
 
