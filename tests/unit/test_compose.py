@@ -28,10 +28,9 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def conf(folder):
-    files = {"model/mine": "mine.Model", "model/resnet50": "mine.F"}
-    for name, target in files.items():
-        (folder / f"conf/{name}.yaml").parent.mkdir(parents=True, exist_ok=True)
-        (folder / f"conf/{name}.yaml").write_text(f"_target_: {target}\n")
+    (folder / "conf/model").mkdir(parents=True)
+    (folder / "conf/model/mine.yaml").write_text("_target_: mine.Model\n")
+    (folder / "conf/model/resnet50.yaml").write_text("_target_: mine.F\n")
     return folder / "conf"
 
 
@@ -75,17 +74,14 @@ def test_sweeps_are_products_in_order():
     assert compose.sweep_keys(["seed=1,2", "tags=[a,b]", "+x=choice(1,2)"]) == ["seed", "x"]
 
 
-def test_config_dir_adds_and_does_not_shadow(conf, folder):
-    conf.rename(folder / "more")
-    assert compose.compose(["model=mine"], ["more"]).model._target_ == "mine.Model"
-    assert compose.compose([], ["more"]).model._target_ == "distdl.models.ImageClassifier"
-    # Gone again in the next command of this process.
-    assert "no option 'mine'" in refused("model=mine")
-
-
-def test_a_folder_of_the_users_shadows_and_may_be_named_by_a_variable(conf, folder, monkeypatch):
+def test_a_folder_adds_and_may_shadow(conf, folder, monkeypatch):
+    """The user's own one, named by a variable, shadows; one of `--config-dir` does not."""
     os.rename(conf, folder / "settings")
     assert user_conf.folder() is None
+    assert compose.compose(["model=mine"], ["settings"]).model._target_ == "mine.Model"
+    assert compose.compose([], ["settings"]).model._target_ == "distdl.models.ImageClassifier"
+    # Gone again in the next command of this process.
+    assert "no option 'mine'" in refused("model=mine")
     monkeypatch.setenv("DISTDL_CONF", "settings")
     assert user_conf.folder() == folder / "settings"
     assert compose.compose(["model=mine"]).model._target_ == "mine.Model"

@@ -3,14 +3,12 @@
 import pytest
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel  # noqa: F401
+from sample_config import node, rows
 
 from distdl import tasks
 
 
 class Empty(LightningDataModule): ...
-
-
-DATA, OPTIMIZER = "BoringDataModule", {"_target_": "torch.optim.SGD"}
 
 
 class Model(LightningModule):
@@ -32,35 +30,32 @@ def function() -> LightningModule:
     return LightningModule()
 
 
-@pytest.mark.parametrize(
-    ("task", "model", "data", "lacks", "more"),
-    [
-        ("train", "WithTest", DATA, "", {}),
-        ("train", "LightningModule", DATA, "training_step", {}),
-        ("train", "Model", "", "train_dataloader", {}),
-        ("train", "Model", DATA, "configure_optimizers", {"optimizer": None}),
-        ("train", "BoringModel", DATA, "", {"optimizer": None}),
-        ("benchmark", "LightningModule", DATA, "training_step", {}),
-        ("validate", "Model", "Empty", "validation_step val_dataloader", {}),
-        ("test", "Model", "", "test_step test_dataloader", {}),
-        ("test", "WithTest", "Empty", "test_dataloader", {}),  # the data module's counts
-        ("test", "SetsIt", DATA, "", {}),
-        ("test", "function", DATA, "", {}),
-        # Refused and partial models are not checked.
-        ("test", "Model", DATA, "", {"refused": ["model"]}),
-        ("test", "Model", DATA, "", {"partial": True}),
-    ],
-)
-def test_missing_methods(task, model, data, lacks, more):
-    of = {"model": f"{__name__}.{model}", "data": f"{__name__}.{data}"}
-    config = {"optimizer": more.get("optimizer", OPTIMIZER)}
-    config["model"] = {"_target_": of["model"], "_partial_": more.get("partial", False)}
-    if data:
-        config["data"] = {"_target_": of["data"]}
-    context = {"refused": more.get("refused", []), "config": config}
+# The task, the model, the data module, what is special; each method that is missing, and of whom.
+MISSING = """
+train LightningModule BoringDataModule | training_step LightningModule
+train Model nothing | train_dataloader Model
+train Model BoringDataModule no-optimizer | configure_optimizers Model
+train BoringModel BoringDataModule no-optimizer
+benchmark LightningModule BoringDataModule | training_step LightningModule
+validate Model Empty | validation_step Model | val_dataloader Empty
+test Model nothing | test_step Model | test_dataloader Model
+test WithTest Empty | test_dataloader Empty
+test SetsIt BoringDataModule
+test function BoringDataModule
+# Refused and partial models are not checked.
+test Model BoringDataModule refused
+test Model BoringDataModule partial
+"""
+
+
+@pytest.mark.parametrize(("chosen", "missing"), rows(MISSING))
+def test_missing_methods(chosen, missing):
+    task, model, data, *special = chosen.split()
+    config = {"optimizer": None if "no-optimizer" in special else node("torch.optim.SGD")}
+    config["model"] = node(f"{__name__}.{model}", _partial_="partial" in special)
+    if data != "nothing":
+        config["data"] = node(f"{__name__}.{data}")
+    context = {"refused": ["model"] * ("refused" in special), "config": config}
     problems = [problem.what for problem in getattr(tasks, task).check({}, context)]
-    assert problems == [
-        f"needs {name}, which {of['data' if data and name.endswith('loader') else 'model']} does "
-        "not define"
-        for name in lacks.split()
-    ]
+    expected = [name.split() for name in missing]
+    assert problems == [f"needs {n}, which {__name__}.{of} does not define" for n, of in expected]

@@ -51,7 +51,8 @@ def run(tmp_path):
         metrics = {"train/loss": 5.0 - step / 20, "lr": 0.1, "my/own": 1.0, "epoch": 0.0}
         metrics |= {"perf/images_per_second": 2000.0 + step, "perf/data_wait": 0.25}
         points.append((1 if step < 30 else 2, step, metrics))
-    points.append((1, 50, {"val/acc1": 0.9, "system/cpu_percent": 50.0}))  # before the crash
+    # Before the crash: the steps from 50 to 59 are those of the second attempt.
+    points.append((1, 55, {"val/acc1": 0.9, "system/cpu_percent": 50.0}))
     points.append((2, 50, {"val/acc1": 0.5, "val/acc5": 0.8, "val/loss": 2.0}))
     points.append((2, 59, {"val/acc1": 0.4321, "odd": math.nan}))
     write(run, points)
@@ -111,16 +112,6 @@ def test_the_page_describes_the_run_and_needs_nothing_but_itself(run):
     ids = re.findall(r'\bid="([^"]+)"', source)
     assert len(ids) == len(set(ids)), "one id twice: a browser clips with the wrong picture"
     assert set(re.findall(r'(?:url\(#|href="#)([^")]+)', source)) <= set(ids)
-
-
-def test_a_later_attempt_replaces_the_steps_it_repeats(tmp_path):
-    first = [(1, step, {"x": 1.0, "system/cpu_percent": 1.0}) for step in range(0, 100, 10)]
-    second = [(2, step, {"x": 2.0, "system/cpu_percent": 2.0}) for step in range(55, 80, 10)]
-    write(tmp_path, first + second)
-    series = data.load(tmp_path).series
-    assert series["x"].steps == [0, 10, 20, 30, 40, 50, 55, 65, 75, 80, 90]
-    assert series["x"].values == [1.0] * 6 + [2.0] * 3 + [1.0] * 2
-    assert series["system/cpu_percent"].values == [1.0] * 10 + [2.0] * 3
 
 
 def test_every_metric_is_in_one_chart_and_many_points_are_drawn_as_few():
