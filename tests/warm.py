@@ -291,10 +291,8 @@ def show(request: Mapping[str, Any]) -> None:
     """Writes the command line and the variables where `ps` and psutil look for them."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     variables = [f"{k}={v}" for k, v in request["env"].items()]
-    for first, words in (
-        (45, request["command"]),
-        (47, variables),
-    ):  # proc(5): arg_start, env_start
+    # arg_start and env_start in proc(5)
+    for first, words in ((45, request["command"]), (47, variables)):
         start, end = int(fields[first]), int(fields[first + 1])
         text = "\0".join(words).encode()[: end - start - 1]
         ctypes.memset(start, 0, end - start)

@@ -109,7 +109,6 @@ CARDS = 8
 # $CUDA_VISIBLE_DEVICES, trainer.devices -> the cards
 VISIBLE = {
     "two of four": ("4,5,6,7", "[1,2]", [5, 6]),
-    "all that are visible": ("6,2", "2", [6, 2]),
     "by UUID": ("GPU-00000003,GPU-00000007,GPU-00000002", "[1,2]", [6, 1]),
     "not set": (None, "[3,5]", [3, 5]),
 }

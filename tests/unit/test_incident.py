@@ -106,12 +106,6 @@ def test_the_cause_of_an_exception(attempt, cause, kind, message):
     assert " ".join(message.split()) in report.evidence
 
 
-def test_a_sender_that_is_one_broadcast_further_on_has_made_no_mistake(attempt):
-    sender = waits(phase="checkpoint", collective={**REDUCE, "op": "broadcast", "seq": 114})
-    receiver = waits(phase="checkpoint", collective={**SMALL, "op": "broadcast", "seq": 113})
-    assert reported(attempt, sender, receiver).cause == "connection"
-
-
 def hung(**sight):
     return leaves(HUNG, **sight)
 
@@ -156,6 +150,10 @@ EARLY, LATE, LATER = (
 # It hears nobody, and the other two hear each other.
 CUT_OFF = {"world_size": 3, "peers": {**heard(silent=0), **heard(silent=1)}}
 OTHERS = [{"world_size": 3, "peers": heard(other, silent=2)} for other in (1, 0)]
+THREE = (REDUCE, SMALL, REDUCE)
+# A sender that is one broadcast further on has made no mistake.
+SENDER = waits(phase="checkpoint", collective={**REDUCE, "op": "broadcast", "seq": 114})
+RECEIVER = waits(phase="checkpoint", collective={**SMALL, "op": "broadcast", "seq": 113})
 # The rank and the cause that are named, and what each rank left.
 JOBS = [
     (1, "stopped", [waits(), hung(process="stopped", collective=REDUCE)]),
@@ -178,14 +176,11 @@ JOBS = [
     (1, "killed", [leaves(LOST), killed("SIGSEGV", oom_kills=1)]),
     (1, "out of memory (killed)", [leaves(LOST), killed(None, oom_kills=1)]),
     (1, "killed", [leaves(LOST), killed(None)]),
-    (
-        1,
-        "mismatched collective",
-        [waits(world_size=3, collective=c) for c in (REDUCE, SMALL, REDUCE)],
-    ),
+    (1, "mismatched collective", [waits(world_size=3, collective=c) for c in THREE]),
     (0, "skipped collective", [waits(phase="optimizer", collective=GRADIENT), waits()]),
     (1, "skipped collective", [waits(phase="end", peers=heard(phase="end"))]),
     (0, "connection", [leaves(LOST), leaves(LOST)]),
+    (0, "connection", [SENDER, RECEIVER]),
     (0, "connection", [waits(peers=heard(other, silent=7)) for other in (1, 0)]),
     (2, "lost host", [waits(**each) for each in (*OTHERS, CUT_OFF)]),
     (0, "disk is full", [leaves({**BUG, "trace": CHAIN})]),  # that led to it
@@ -270,11 +265,9 @@ def test_the_screen_and_the_log(attempt, rank, folder, capsys):
 
 NESTED = b'{"rank": 1, "peers": ' + b'{"1": {"peers": ' * 500 + b"{}" + b"}}" * 500 + b"}"
 HOSTILE = {
-    "a list": b"[1]",
     "deep": b"[" * 100_000,
     "deep inside": NESTED,
     "long numbers": b'{"rank": 1, "peers": {"' + b"9" * 5000 + b'": {}, "-1": {}, "\xc2\xb2": {}}}',
-    "no text": b"\xff\xfe\x00",
     "too large": b'{"rank": 1, "phase": "' + b"x" * (1 << 20) + b'"}',
     "numbers": b'{"rank": 1, "step": 1e999, "world_size": 1000000000000, "age": NaN, "epoch": -1}',
     "another rank's": b'{"rank": 5, "world_size": 64}',

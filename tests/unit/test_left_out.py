@@ -70,7 +70,6 @@ MPI = {
     "one of four": (4, "node2", {}, "node1 node3 node4"),
     "five do not divide the batch": (6, "node3", {}, "node1 node2 node4 node5"),
     "none is left": (2, "node1\nnode2", {}, "node1 node2"),
-    "a slow one": (2, "", {"slow": SLOW}, "node1"),
     "one that costs less than it does": (2, "", {"slow": {**SLOW, "share": 0.4}}, "node1 node2"),
     "the same of four": (4, "", {"slow": {**SLOW, "share": 0.4}}, "node1 node3 node4"),
     "a damaged record": (2, "", {"slow": {"host": 3, "share": "much"}}, "node1 node2"),
@@ -106,13 +105,9 @@ def test_it_grows_back_when_the_host_answers(hosts: Path, tmp_path: Path) -> Non
     whole = left_out.fit(resuming.plan(plan.run, []), set())
     assert hosts_of(whole) == ["node1", "node2"] and global_batch(whole) == (12, 24)
     assert "left_out" not in attempted(whole).launch()
-
-
-def test_a_host_that_was_never_there_is_not_left_out(hosts: Path, tmp_path: Path) -> None:
-    plan = planned(tmp_path, 2)
-    attempted(plan)
-    hosts.write_text("node2\n")
-    assert left_out.fit(plan, set()) is plan  # the launcher then refuses it, by its name
+    hosts.write_text("node2\n")  # no attempt has lost it: the launcher refuses it, by its name
+    whole = resuming.plan(plan.run, [])
+    assert left_out.fit(whole, set()) is whole
 
 
 def test_a_slow_host_stays_out_of_one_command(hosts: Path, tmp_path: Path) -> None:
@@ -124,16 +119,14 @@ def test_a_slow_host_stays_out_of_one_command(hosts: Path, tmp_path: Path) -> No
         attempted(fitted)
 
 
-@pytest.mark.parametrize(
-    ("ended", "option"),
-    [
-        ({}, None),
-        ({"lost": "node2"}, "--exclude=node2"),
-        ({"slow": {"host": "node3", "share": 0.2}}, "--exclude=node3"),
-        ({"lost": "node2", "slow": {"host": "node3", "share": 0.2}}, "--exclude=node2,node3"),
-        ({"slow": {"host": "node3 --uid=0\n#SBATCH", "share": 0.2}}, None),
-    ],
-)
+ENDS = [
+    ({}, None),
+    ({"lost": "node2", "slow": {"host": "node3", "share": 0.2}}, "--exclude=node2,node3"),
+    ({"slow": {"host": "node3 --uid=0\n#SBATCH", "share": 0.2}}, None),
+]
+
+
+@pytest.mark.parametrize(("ended", "option"), ENDS)
 def test_slurm_excludes_it_once(ended: dict[str, Any], option: str | None, hosts: Path) -> None:
     plan = planned(hosts.parent, 0)
     attempted(plan, **ended)
@@ -143,10 +136,7 @@ def test_slurm_excludes_it_once(ended: dict[str, Any], option: str | None, hosts
     assert global_batch(fitted) == (12, 48)
     attempted(fitted)
     assert list(resuming.plan(plan.run, []).config.launcher.sbatch) == []
-
-
-def test_slurm_keeps_the_users_own_list(hosts: Path) -> None:
-    plan = planned(hosts.parent, 0, "launcher.sbatch=['--exclude=node9']")
+    plan = planned(hosts.parent, 0, "launcher.sbatch=['--exclude=node9']")  # the user's own list
     attempted(plan, lost="node2")
     assert left_out.fit(plan, set()) is plan
 
@@ -168,8 +158,7 @@ def test_slurm_takes_as_many_others_as_there_are(shown, left, hosts: Path, monke
     plan = planned(hosts.parent, 0)
     attempted(plan, lost="n2")
     fitted = left_out.fit(plan, set())
-    if left is None:
-        assert fitted is plan
-        return
-    assert list(fitted.config.launcher.sbatch) == ["--exclude=n2"]
-    assert fitted.resources.num_nodes == left and global_batch(fitted) == (48 // left, 48)
+    assert (fitted is plan) == (left is None)
+    if left:
+        assert list(fitted.config.launcher.sbatch) == ["--exclude=n2"]
+        assert fitted.resources.num_nodes == left and global_batch(fitted) == (48 // left, 48)

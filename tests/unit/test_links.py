@@ -44,7 +44,7 @@ def seen(request, root):
     return lambda: Counter(request.param(root))
 
 
-@pytest.mark.parametrize("to", [".", "..", "../..", "../../..", "inner", "/"])
+@pytest.mark.parametrize("to", ["..", "../../..", "inner", "/"])
 def test_a_link_that_leads_round_counts_nothing_twice(seen, to, root):
     before = seen()
     assert len(before) == 8 and set(before.values()) == {1}
@@ -53,26 +53,14 @@ def test_a_link_that_leads_round_counts_nothing_twice(seen, to, root):
     assert seen() == before
 
 
-@pytest.mark.parametrize(
-    ("link", "to"),
-    [
-        ("train/a/again", "../b"),
-        ("train/a/again", "../b/inner"),
-        ("train/a/again", "../../val"),
-        ("train/b/again", "../../val/a"),
-        ("val/a/again", "../../train/b"),
-    ],
-)
-def test_images_of_two_classes_are_refused(seen, link, to, root):
-    (root / link).symlink_to(to)
+OTHERS = [{"train/a/again": "../b/inner"}, {"train/b/again": "../../val/a"}]
+
+
+@pytest.mark.parametrize("links", [*OTHERS, {"train/c": "a", "val/c": "a"}])
+def test_images_of_two_classes_are_refused(seen, links, root):
+    for link, to in links.items():
+        (root / link).symlink_to(to)
     with pytest.raises(UserError, match=rf"{root}.* are the same folder.*\n.*remove the link"):
-        seen()
-
-
-def test_a_class_that_is_another_one_is_refused(seen, root):
-    for split in ("train", "val"):
-        (root / split / "c").symlink_to("a")
-    with pytest.raises(UserError, match=r"train/a and .*train/c are the same folder"):
         seen()
 
 

@@ -82,6 +82,5 @@ def test_the_child_that_validates_ends_with_a_killed_command(tmp_path, backgroun
 
 def test_a_child_whose_parent_is_gone_ends_at_once():
     call = "from distdl.util.orphans import die_with_parent; die_with_parent()"
-    for parent, code in ((os.getpid(), 0), (1, 1)):
-        env = {**os.environ, PARENT: str(parent)}
-        assert subprocess.run([sys.executable, "-c", call], env=env).returncode == code
+    env = {**os.environ, PARENT: "1"}
+    assert subprocess.run([sys.executable, "-c", call], env=env).returncode == 1
