@@ -121,8 +121,8 @@ class ImageClassifier(LightningModule):
         device = self._trainer.strategy.root_device if self._trainer else self.device
         compilers.refuse_without_compiler(device.type)
         compilers.keep_results()
-        # In place (nn.Module.compile), so that names in checkpoints do not change.
-        self.network.compile(mode="default" if self._compile is True else self._compile)
+        mode = "default" if self._compile is True else str(self._compile)
+        compilers.compile_in_place(self.network, mode)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Images [B, 3, H, W] to logits [B, num_classes]."""

@@ -8,6 +8,9 @@ import shutil
 import sysconfig
 import tempfile
 
+import torch
+from torch import nn
+
 from distdl.datasets.cache import default_root
 from distdl.util.errors import UserError
 
@@ -21,6 +24,16 @@ def keep_results() -> None:
     torchs_own = os.path.join(tempfile.gettempdir(), "torchinductor_")
     if os.environ.get(FOLDER, torchs_own).startswith(torchs_own):
         os.environ[FOLDER] = str(default_root() / "inductor")
+
+
+def compile_in_place(network: nn.Module, mode: str) -> None:
+    """`nn.Module.compile`, so that names in checkpoints do not change."""
+    network.compile(mode=mode)
+    if type(network).forward.__module__.startswith("torch.nn."):
+        # torch 2.11 compiles nothing of a network whose forward is torch's own, such as that of
+        # nn.Sequential, unless it is called by another function (pytorch#150915).
+        call = network._call_impl
+        network._compiled_call_impl = torch.compile(lambda *a, **kw: call(*a, **kw), mode=mode)
 
 
 def refuse_without_compiler(device: str) -> None:
