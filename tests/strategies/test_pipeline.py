@@ -20,17 +20,22 @@ from tests.strategies.matrix import HALF, SAME_TO, STEPS, TOPOLOGIES, difference
 # With test_equality: they share the ranks.
 pytestmark = pytest.mark.xdist_group("strategies")
 
-CHAIN = "model.network._target_=tests.strategies.small.Chain"
+CHAIN = ("model.network._target_=tests.strategies.small.Chain",)
+# torch before 2.14 has no zero_bubble: its trainings are then of another schedule in pieces. With
+# torch 2.11's fused SGD, a momentum of ten elements came out different in the last bit.
+ZERO_BUBBLE = "zero_bubble"
+if not stage_rules.splits_backward():
+    ZERO_BUBBLE, CHAIN = "interleaved", (*CHAIN, "optimizer.fused=false")
 
 
 def alone(accumulate, *overrides):
-    overrides = ("strategy=single", CHAIN, *matrix.batch(2, accumulate), *overrides)
+    overrides = ("strategy=single", *CHAIN, *matrix.batch(2, accumulate), *overrides)
     return matrix.Topology(1, overrides), None
 
 
 def piped(schedule, *overrides, count=2, rows=8, repeat=1, resume=None):
     schedule = f"strategy.schedule={schedule}"
-    return matrix.staged(count, rows, 4, CHAIN, schedule, *overrides, repeat=repeat), resume
+    return matrix.staged(count, rows, 4, *CHAIN, schedule, *overrides, repeat=repeat), resume
 
 
 # A real network: its batch norms see micro-batches, and so do those of the single process.
@@ -38,8 +43,6 @@ RESNET = "model.network._target_=torchvision.models.resnet18"
 BF16 = (RESNET, "model.norm=batch", "+trainer.precision=bf16-mixed")
 EMA = ("callbacks=[ema]", "callbacks.ema.decay=0.5")
 CLIP = "+trainer.gradient_clip_val=0.05"
-# torch before 2.14 has no zero_bubble: its trainings are then of another schedule in pieces.
-ZERO_BUBBLE = "zero_bubble" if stage_rules.splits_backward() else "interleaved"
 # name -> topology, and the training from whose middle it resumes
 TRAININGS = {
     "alone": alone(4),
