@@ -1,6 +1,6 @@
 """AWS on this machine: moto, over http, with the real boto3.
 
-from tests.aws import REGION, aws, moto     # fixtures
+from tests.aws import REGION, aws, moto, s3     # fixtures
 """
 
 import urllib.request
@@ -18,6 +18,20 @@ def moto():
     server.start()
     yield "http://{}:{}".format(*server.get_host_and_port())
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def s3(moto):
+    """A real server over HTTP, and an account that opens nothing else."""
+    account = {"ACCESS_KEY_ID": "testing", "SECRET_ACCESS_KEY": "testing"}
+    account |= {"ENDPOINT_URL": moto, "DEFAULT_REGION": "us-east-1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in account.items():
+            patch.setenv(f"AWS_{name}", value)
+        import boto3
+
+        boto3.client("s3").create_bucket(Bucket="box")
+        yield
 
 
 @pytest.fixture

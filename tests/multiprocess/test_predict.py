@@ -11,11 +11,11 @@ import pytest
 from pyarrow import parquet
 
 from distdl.data.encoded import MOST_IN_A_ROW
+from tests import aws
 from tests.conftest import DISTDL, UNCHECKED, distdl, status
-from tests.unit import test_stores
 from tests.unit.sample_data import write_photographs
 
-s3 = test_stores.s3  # a fixture
+moto, s3 = aws.moto, aws.s3  # fixtures
 
 CLASSES, TRAIN, VAL = ("ant", "bee", "cat"), 3, 7
 DATA = ("data=imagenet", "data.root=images", "data.num_classes=3", "data.image_size=32")

@@ -5,7 +5,6 @@ import logging
 import os
 import pickle
 
-import boto3
 import pytest
 from azure.core.exceptions import HttpResponseError
 
@@ -19,7 +18,7 @@ from tests import aws
 from tests.miniature import everything
 from tests.prepared import Unreliable, flip, prepare, refusal
 
-moto = aws.moto
+moto, s3 = aws.moto, aws.s3  # fixtures
 STRING, ACCOUNT, KEY, SAS = (
     f"AZURE_STORAGE_{name}" for name in ("CONNECTION_STRING", "ACCOUNT", "KEY", "SAS_TOKEN")
 )
@@ -67,18 +66,6 @@ def test_addresses_that_are_refused(uri, what):
     problem = refusal(open_store, uri)
     assert what in problem.what and problem.path == uri.partition("?")[0] and problem.remedy
     assert "secret" not in str(problem)
-
-
-@pytest.fixture(scope="module")
-def s3(moto):
-    """A real server over HTTP, and an account that opens nothing else."""
-    account = {"ACCESS_KEY_ID": "testing", "SECRET_ACCESS_KEY": "testing"}
-    account |= {"ENDPOINT_URL": moto, "DEFAULT_REGION": "us-east-1"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in account.items():
-            patch.setenv(f"AWS_{name}", value)
-        boto3.client("s3").create_bucket(Bucket="box")
-        yield
 
 
 @pytest.fixture(params=["folder", "s3"])
