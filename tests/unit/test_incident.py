@@ -111,7 +111,7 @@ def hung(**sight):
 
 
 def aborted(error=None, **sight):
-    """A rank that gloo has aborted in a collective."""
+    """A rank that gloo has aborted in a collective: the number of it is not known."""
     return leaves(error, how="aborted", collective={"op": "a collective"}, **sight)
 
 
@@ -123,7 +123,7 @@ def killed(signal, **memory):
 
 
 ABORT = {"kind": "Killed", "message": "killed by SIGABRT on node0", "signal": "SIGABRT"}
-LOSES = leaves(LOST, how="failed", phase="backward")
+LOSES = leaves(LOST, how="failed", phase="backward", collective={**REDUCE, "seq": 113})
 BUSY_WORKER = {"workers": [{"pid": 9}, {"pid": 8, "where": NET}], "where": "", "phase": "data"}
 AT_THE_END = {"phase": "callbacks", "action": "fit_loop.on_advance_end", "batch": 2}
 # What rank 1 waits in, while rank 0 waits in the backward of step 7, batch 3.

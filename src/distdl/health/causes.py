@@ -187,8 +187,9 @@ def _differs(ranks: Sequence[Rank]) -> Cause | None:
     on, else the second."""
     waiting = [rank for rank in ranks if rank.inside]
     times = Counter(rank.call for rank in waiting)
-    # The sender of a broadcast may be one further on than those that have not received it.
-    numbers = {rank.inside.seq for rank in waiting if rank.inside}
+    # The sender of a broadcast may be one further on than those that have not received it. A rank
+    # that gloo has aborted left no number.
+    numbers = {rank.inside.seq for rank in waiting if rank.inside} - {None}
     if len(times) < 2 or len(numbers) > 1:
         return None
     odd = max(waiting, key=lambda rank: (-times[rank.call], rank.moment, rank.sight.rank))
