@@ -61,7 +61,8 @@ class CountedOnHost(AveragedModel):
         for mean, value in itertools.chain(pairs, buffers if self.use_buffers else ()):
             means, values = groups[mean.device, mean.dtype]
             means.append(mean.detach())
-            values.append(value.detach().to(mean.device))
+            # Also to its type: with trainer.precision=bf16-true the average stays in float32.
+            values.append(value.detach().to(mean))
         for means, values in groups.values():
             if self.updates == 0:
                 torch._foreach_copy_(means, values)
