@@ -6,7 +6,7 @@ import pytest
 import torch
 from pytest import approx
 
-from distdl.benchmark import PHASES, collectives, result, verdict
+from distdl.benchmark import PHASES, clock, collectives, result, verdict
 from distdl.benchmark.clock import DeviceClock, Timeline
 from distdl.benchmark.input import Input
 from distdl.benchmark.phases import PhaseProfiler
@@ -17,9 +17,12 @@ from distdl.tasks.benchmark import check
 CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
 
-def test_phases_nest_and_steps_follow_each_other():
-    marks = iter((5, 6, 8, 9, 14, 15, 17, 25))
-    line = Timeline(SimpleNamespace(mark=lambda: next(marks), between=lambda a, b: b - a))
+def test_phases_nest_and_steps_follow_each_other(monkeypatch):
+    marks, lags = (5, 6, 8, 9, 14, 15, 17, 25), (0, 0, 0, 0, 3, 2, 1, 4)
+    device, host = iter(marks), iter(mark - lag for mark, lag in zip(marks, lags, strict=True))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(host)))
+    queue = {"mark": lambda: next(device), "between": lambda a, b: b - a, "queues": True}
+    line = Timeline(SimpleNamespace(**queue))
     line.begin("data")  # before the window: takes no mark
     line.open_window()  # 5
     line.end()  # 6
@@ -31,6 +34,8 @@ def test_phases_nest_and_steps_follow_each_other():
     none = dict.fromkeys(PHASES, 0)
     assert first.phases == none | {"data": 1, "forward": 5, "optimizer": 2, "other": 2 + 2}
     assert first.seconds == 12 and second.phases == none | {"other": 8}
+    # Until 9, and from 15 on, the device was less than 1.2 behind; then it had a long queue.
+    assert first.host_paced == 4 + 2 and second.host_paced == 0
 
 
 def event(name, start, end, thread=1, device=CPU, link=0):
@@ -83,8 +88,9 @@ def test_exposed_communication(events, steps, busy, phases):
 
 def test_over_several_ranks_the_slowest_counts():
     phases = dict.fromkeys(PHASES, 1.0)
+    both = {"input": "real", "phases": phases, "host_paced": 0.0}
     ranks = [
-        {"windows": [{"input": "real", "seconds": total, "steps": steps, "phases": phases}]}
+        {"windows": [{**both, "seconds": total, "steps": steps}]}
         for total, steps in ((2.0, [1.0, 1.0]), (4.0, [0.5, 3.0]))
     ]
     seen = {"exposed": {"forward": 3.0, "backward": 0.25, "communication": 9.0}}
@@ -100,6 +106,7 @@ SLOWED = {"lost_to_data": 0.4, "waiting": 0.4}
 BUSY = {"lost_to_data": 0.4, "waiting": 0.01}
 SENDS, UNKNOWN = {"communication": 0.3}, {"communication": None}
 GPU = {"accelerator": "gpu", "precision": "32-true", "compile": False}
+WAITS = {"host_paced": 0.8, "mfu": 0.07}
 FASTER = ["trainer.precision=bf16-mixed", "model.compile=true"]
 # Shares of a step, the setting, what limits it, in this order what to do, and what not.
 VERDICTS = [
@@ -107,6 +114,11 @@ VERDICTS = [
     ({}, GPU, "compute", FASTER, "more devices"),
     ({"mfu": 0.7}, {}, "compute", ["more devices"], "data.batch_size"),
     ({"other": 0.3}, {}, "compute", ["30 % of a step is outside forward"], "more devices"),
+    # The device waits for the host.
+    (WAITS, {**GPU, "precision": "bf16-mixed"}, "host", ["model.compile=true"], "more devices"),
+    (WAITS, {"compile": True}, "host", ["reduce-overhead", "data.batch_size"], "true"),
+    (WAITS, {"compile": "default", "accumulate": 2}, "host", ["data.batch_size"], "graphs"),
+    ({**WAITS, **SENDS}, {}, "communication", ["hook=bf16"], "kernel"),
     ({**SLOWED, "communication": 0.2}, {}, "data", ["more workers"], "hook"),
     # Slower, and nobody waited: a busy machine is no slow loader.
     (BUSY, {}, "compute", ["machine was busy"], "num_workers"),  # there are none to take away
@@ -124,7 +136,9 @@ VERDICTS = [
 
 @pytest.mark.parametrize("numbers, setting, bound, remedies, absent", VERDICTS)
 def test_verdicts(numbers, setting, bound, remedies, absent):
-    measured = dict.fromkeys(("lost_to_data", "waiting", "communication", "other"), 0.0)
+    measured = dict.fromkeys(
+        ("lost_to_data", "waiting", "communication", "other", "host_paced"), 0.0
+    )
     measured |= {"mfu": 0.3, "bandwidth_use": 0.2, "data_remedy": "more workers", **numbers}
     setting = {"strategy": "ddp", "comm_hook": "none", "data_batch": 8, **setting}
     judged = verdict.judge(setting=setting, **measured)

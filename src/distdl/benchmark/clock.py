@@ -23,10 +23,11 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._events = device.type == "cuda"
+        # Whether the device works through a queue, while the host already does something else.
+        self.queues = device.type == "cuda"
 
     def mark(self) -> Any:
-        if not self._events:
+        if not self.queues:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -34,23 +35,41 @@ class DeviceClock:
 
     def between(self, first: Any, second: Any) -> float:
         """Seconds. On a GPU only after `finish`."""
-        return first.elapsed_time(second) / 1000 if self._events else second - first
+        return first.elapsed_time(second) / 1000 if self.queues else second - first
 
     def finish(self) -> float:
         """Waits until the device has finished its work; returns the host's time, in seconds."""
-        if self._events:
+        if self.queues:
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
             torch.mps.synchronize()
         return time.perf_counter()
 
 
+# If the device is behind the host by less than this share of a step, it has no work in its queue.
+CAUGHT_UP = 0.1
+
+
 @dataclass
 class Step:
-    """Seconds of one optimizer step and of each of its phases, which add up to it."""
+    """Seconds of one optimizer step and of each of its phases, which add up to it.
+
+    `host_paced`: seconds in phases at whose end the device had caught up with the host. There it
+    waited for the host to start its work. 0 on a CPU, which has no queue.
+    """
 
     seconds: float
     phases: dict[str, float]
+    host_paced: float = 0.0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment on the device's timeline, when the host set it, and the phase that starts there."""
+
+    device: Any
+    host: float
+    phase: str
 
 
 @dataclass
@@ -62,8 +81,8 @@ class Timeline:
 
     clock: DeviceClock
     _open: list[str] = field(default_factory=list)
-    _marks: list[tuple[Any, str]] = field(default_factory=list)  # each starts this phase
-    _steps: list[list[tuple[Any, str]]] = field(default_factory=list)
+    _marks: list[Mark] = field(default_factory=list)
+    _steps: list[list[Mark]] = field(default_factory=list)
 
     def begin(self, phase: str) -> None:
         self._open.append(phase)
@@ -83,7 +102,7 @@ class Timeline:
             self.end()
 
     def open_window(self) -> None:
-        """The first step of a window begins here."""
+        """The first step of a window begins here. Call it after `clock.finish`."""
         self._steps, self._marks = [], [self._now()]
 
     def step_done(self) -> None:
@@ -97,15 +116,28 @@ class Timeline:
         self._steps, self._marks = [], []
         return steps
 
-    def _now(self) -> tuple[Any, str]:
-        return self.clock.mark(), self._open[-1] if self._open else OTHER
+    def _now(self) -> Mark:
+        phase = self._open[-1] if self._open else OTHER
+        return Mark(self.clock.mark(), time.perf_counter(), phase)
 
     def _mark(self) -> None:
         if self._marks:
             self._marks.append(self._now())
 
-    def _resolved(self, marks: Sequence[tuple[Any, str]]) -> Step:
-        phases = dict.fromkeys(PHASES, 0.0)
-        for (mark, phase), (following, _) in itertools.pairwise(marks):
-            phases[phase] += self.clock.between(mark, following)
-        return Step(sum(phases.values()), phases)
+    def _resolved(self, marks: Sequence[Mark]) -> Step:
+        phases, lengths = dict.fromkeys(PHASES, 0.0), []
+        for mark, following in itertools.pairwise(marks):
+            lengths.append(self.clock.between(mark.device, following.device))
+            phases[mark.phase] += lengths[-1]
+        total = sum(lengths)
+        paced = 0.0
+        if self.clock.queues:
+            ends = zip(lengths, marks[1:], strict=True)
+            paced = sum(length for length, end in ends if self._lag(end) < CAUGHT_UP * total)
+        return Step(total, phases, paced)
+
+    def _lag(self, mark: Mark) -> float:
+        """How far the device was behind the host, in seconds, since both were at the window's
+        beginning together."""
+        first = self._steps[0][0]
+        return self.clock.between(first.device, mark.device) - (mark.host - first.host)

@@ -62,6 +62,7 @@ def of_rank(timing: Timing, device: torch.device) -> dict[str, Any]:
             "seconds": window.seconds,
             "steps": [step.seconds for step in window.steps],
             "phases": {p: fmean(step.phases[p] for step in window.steps) for p in PHASES},
+            "host_paced": fmean(step.host_paced for step in window.steps),
         }
         for window in timing.windows
     ]
@@ -165,10 +166,17 @@ def side(
             moved = min(seconds, split[phase])
             split[phase] -= moved
             split[COMMUNICATION] += moved
+    paced = fmean(w["host_paced"] for window in windows for w in window)
     p95 = steps[min(len(steps) - 1, int(0.95 * len(steps)))]
     seconds = {"median": median(steps), "p95": p95, "mean": fmean(steps), "count": len(steps)}
     rate = median(rates)
-    return {"images_per_second": rate, "windows": rates, "step_seconds": seconds, "split": split}
+    return {
+        "images_per_second": rate,
+        "windows": rates,
+        "step_seconds": seconds,
+        "split": split,
+        "host_paced": paced,
+    }
 
 
 def communication(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -211,6 +219,7 @@ def judged(result: dict[str, Any], context: Built) -> verdict.Verdict:
         waiting=real["split"][DATA] / sum(real["split"].values()),
         communication=held["split"][COMMUNICATION] / total if verdict.traced(result) else None,
         other=(held["split"][OTHER] + held["split"][DATA]) / total,
+        host_paced=held["host_paced"] / total,
         mfu=model["mfu"],
         bandwidth_use=model["bandwidth_use"],
         setting={

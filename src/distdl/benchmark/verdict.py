@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPUTE, DATA, COMMUNICATION = "compute-bound", "data-bound", "communication-bound"
+HOST = "host-bound"  # the host starts the device's kernels too slowly
 NOT_DATA = "not data-bound"  # nothing more is known, since communication was not traced
 # Below this share of the step neither data nor communication is worth a change.
 WORTH = 0.1
+# If more of the step than this is paced by the host, starting kernels faster makes it faster.
+MUCH_HOST = 0.5
 # Above this, the matrix units are well used.
 GOOD_MFU = 0.5
 # These reduce gradients or gather weights for every batch, and send half as much again as DDP.
@@ -39,12 +42,13 @@ def judge(
     waiting: float,
     communication: float | None,
     other: float,
+    host_paced: float,
     mfu: float | None,
     bandwidth_use: float | None,
     setting: Mapping[str, Any],
     data_remedy: str,
 ) -> Verdict:
-    """Decides whether data, communication or computation limits the step.
+    """Decides whether data, communication, the host or computation limits the step.
 
     Args:
         lost_to_data: Share of the speed that real input costs against held input (0 to 1).
@@ -52,6 +56,7 @@ def judge(
         communication: Share of a step with held input in which a rank only communicates; None:
             there are several ranks, and communication was not traced.
         other: Share of that step outside forward, backward and optimizer.
+        host_paced: Share of that step in which the device waits for the host (`clock.Step`).
         mfu, bandwidth_use: Share of the measured matrix rate that is used, and a lower bound of the
             share of the copy bandwidth; or None.
         setting: `accelerator`, `precision`, `strategy` (name), `comm_hook`, `nodes`, `accumulate`,
@@ -77,6 +82,9 @@ def judge(
         parts.append(f"at least {100 * bandwidth_use:.0f} % of the measured copy bandwidth")
     why = f"waiting for the batch takes {waits} of a step, and unhidden communication "
     why += f"{100 * exposed:.0f} %" + (f"; the model uses {' and '.join(parts)}" if parts else "")
+    if host_paced > MUCH_HOST:
+        text = f"for {100 * host_paced:.0f} % of a step the device waits for the host, which "
+        return Verdict(HOST, f"{text}starts its kernels; {why}", host_remedies(setting))
     remedies = compute_remedies(setting, other, mfu)
     if lost_to_data > WORTH:  # and most of it is not waiting
         cause = "the machine was busy (compare the windows)"
@@ -116,6 +124,18 @@ def communication_remedies(setting: Mapping[str, Any]) -> list[str]:
         more = 2 * int(setting.get("accumulate") or 1)
         remedies.append(f"trainer.accumulate_grad_batches={more}: half as many exchanges")
     return remedies
+
+
+def host_remedies(setting: Mapping[str, Any]) -> list[str]:
+    """Fewer kernels, kernels that are started together, and longer ones."""
+    remedies, compiled = [], setting.get("compile")
+    if compiled is False:
+        remedies.append("model.compile=true: fewer kernels")
+    elif compiled in (True, "default") and int(setting.get("accumulate") or 1) == 1:
+        remedies.append("model.compile=reduce-overhead: CUDA graphs start many kernels at once")
+    if batch := setting.get("data_batch"):
+        remedies.append(f"data.batch_size=<more than {batch}>: each kernel works longer")
+    return remedies or ["a larger batch, or fewer and larger operations in training_step"]
 
 
 def compute_remedies(setting: Mapping[str, Any], other: float, mfu: float | None) -> list[str]:
