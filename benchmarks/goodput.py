@@ -238,9 +238,17 @@ def main(minutes: float = MINUTES, every: float = EVERY_S) -> Result:
         goal="at least 0.90",
         ratio=own.goodput,
         more=[
-            Goal("samples lost or repeated", "at most 0", float(own.wrong_samples)),
-            Goal("difference of the final weights to those without kills", "at most 0", apart),
-            Goal("from a kill to the next new step, at the most (s)", "at most 5", healing),
+            Goal("the same: samples lost or repeated", "at most 0", float(own.wrong_samples)),
+            Goal(
+                "the same: difference of the final weights to those without kills",
+                "at most 0",
+                apart,
+            ),
+            Goal(
+                "the same: from a kill to the next new step, at the most (s)",
+                "at most 5",
+                healing,
+            ),
             *lost_host,
         ],
         rows=rows,

@@ -136,8 +136,9 @@ def distdl(kind: str, decoder: str = "auto") -> Arm:
         from distdl.data import StoredImages, TrainPosition
         from distdl.data.loading import distribute
 
+        classes = len([*(folder / "jpeg/train").iterdir()])
         data = StoredImages(
-            str(folder / kind), BATCH, num_classes=100, num_workers=workers, decoder=decoder
+            str(folder / kind), BATCH, num_classes=classes, num_workers=workers, decoder=decoder
         )
         data.setup()
         distribute(data, rank=0, world_size=1, seed=0, position=TrainPosition())
