@@ -33,8 +33,12 @@ MIDDLE = "outputs/default/whole/checkpoints/epoch_000_step_00000010.ckpt"
 SAME_TO = 0.1  # strategies round differently in bf16
 
 
-@pytest.fixture(params=["ddp", "fsdp", *(f"deepspeed_zero{n}" for n in "123"), "deepspeed_offload"])
+ALONE = ["ddp", "fsdp", "fsdp strategy.offload=true", *(f"deepspeed_zero{n}" for n in "123")]
+
+
+@pytest.fixture(params=[*ALONE, "deepspeed_offload"])
 def strategy(request):
+    """With further overrides, if any."""
     if request.param.startswith("deepspeed") and not importlib.util.find_spec("deepspeed"):
         pytest.skip("needs deepspeed")
     return request.param
@@ -48,12 +52,12 @@ def train(folder, name, *overrides):
 
 def test_trains_and_resumes(strategy, tmp_path):
     """From its own checkpoint, bit for bit; and DDP from it."""
-    expected = losses(train(tmp_path, "whole", *EVERY, f"strategy={strategy}"))
+    expected = losses(train(tmp_path, "whole", *EVERY, *f"strategy={strategy}".split()))
     assert list(expected) == list(range(1, 21)) and expected[20] < expected[1]
     rest = {step: expected[step] for step in range(11, 21)}
     for after in {strategy, "ddp"}:
-        resume = (f"strategy={after}", f"checkpoint.resume_from={MIDDLE}")
-        result = losses(train(tmp_path, after, *EVERY, *resume))
+        resume = (*f"strategy={after}".split(), f"checkpoint.resume_from={MIDDLE}")
+        result = losses(train(tmp_path, after.split()[0], *EVERY, *resume))
         print(f"{strategy} -> {after}: {[result[s] - rest[s] for s in result]}")
         tolerance = 0 if after == strategy else SAME_TO
         assert result == pytest.approx(rest, rel=0, abs=tolerance)
@@ -170,9 +174,11 @@ def test_faster_than_a_hand_written_loop():
     assert 0 < ratios[gpu.OF_MEMORY] < 1, "faster than memory: the bytes of an image are wrong"
 
 
-def test_the_devices_clock_and_the_wall_agree(tmp_path):
+# At 8 images kernels are so short that the device waits for the next one on any machine.
+@pytest.mark.parametrize("batch, bound", [(8, "host-bound"), (256, "compute-bound")])
+def test_the_devices_clock_and_the_wall_agree(batch, bound, tmp_path):
     done = distdl(
-        *("model=resnet50", "data=synthetic", "data.batch_size=64", "trainer.devices=1"),
+        *("model=resnet50", "data=synthetic", f"data.batch_size={batch}", "trainer.devices=1"),
         *("trainer.precision=bf16-mixed", "task=benchmark", "task.steps=20", "task.windows=3"),
         *("name=b", "tracking=none"),
         cwd=tmp_path,
@@ -182,8 +188,9 @@ def test_the_devices_clock_and_the_wall_agree(tmp_path):
     result = json.loads((tmp_path / "outputs/default/b/benchmark.json").read_text())
     for side in (result["real"], result["held"]):
         # Events on the device, and the clock of the host around the whole window.
-        wall = pytest.approx(64 / side["images_per_second"], rel=0.05)
+        wall = pytest.approx(batch / side["images_per_second"], rel=0.05)
         assert side["step_seconds"]["mean"] == wall and sum(side["split"].values()) == wall
     # 4.09 G multiply-adds forward (torchvision's page), three times that with the backward.
     assert result["model"]["flops_per_sample"] == pytest.approx(3 * 2 * 4.09e9, rel=0.05)
-    assert 0.02 < result["model"]["mfu"] < 1 and result["limits"]["dtype"] == "bfloat16"
+    assert 0 < result["model"]["mfu"] < 1 and result["limits"]["dtype"] == "bfloat16"
+    assert result["verdict"]["bound"] == bound
