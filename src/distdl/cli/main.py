@@ -139,7 +139,8 @@ class Parser(argparse.ArgumentParser):
         option = message.rpartition("unrecognized arguments: ")[2].split()[0]
         if not option.startswith("-"):
             raise UserError(message)
-        from distdl.config.schema import LAYERS, known_paths
+        from distdl.config.recipe import LAYERS
+        from distdl.config.schema import known_paths
 
         pairs = itertools.pairwise([*self.typed, ""])
         following = next((word for typed, word in pairs if typed == option), "")

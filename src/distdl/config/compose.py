@@ -14,8 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import user_conf, words
-from distdl.config.recipe import is_own
-from distdl.config.schema import LAYERS
+from distdl.config.recipe import LAYERS, is_own
 from distdl.util.errors import Problem, UserError
 from distdl.util.redact import redact
 from distdl.util.suggest import closest

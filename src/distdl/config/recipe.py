@@ -15,6 +15,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+# Groups that are layered over everything else, in this order. The config has no key for them.
+LAYERS = ("experiment", "debug")
 # Keys that say where a run runs, not what it is.
 WHERE = (
     *("task", "launcher", "output_dir", "dry_run", "follow", "watchdog", "preflight"),

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from distdl.config import words
+from distdl.config.recipe import LAYERS
 from distdl.util.errors import Problem
 from distdl.util.ranges import AboveZero, Count, NotNegative, Positive
 from distdl.util.suggest import did_you_mean, respelt, written
@@ -184,8 +185,6 @@ class Config(_Fixed):
 
 COMPONENTS = ("model", "data", "optimizer", "schedule", "strategy", "launcher", "task")
 COLLECTIONS = ("tracking", "callbacks")
-# Groups that are layered over everything else, in this order. The config has no key for them.
-LAYERS = ("experiment", "debug")
 
 
 def known_paths() -> Iterator[str]:

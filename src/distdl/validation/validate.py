@@ -19,10 +19,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from distdl.config.own_code import own_folders
+from distdl.config.recipe import LAYERS
 from distdl.config.schema import (
     COLLECTIONS,
     COMPONENTS,
-    LAYERS,
     check,
     known_paths,
     lies_below,
