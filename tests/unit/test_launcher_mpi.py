@@ -53,11 +53,7 @@ def test_request(case, pytestconfig, monkeypatch, tmp_path):
     assert {path.stem for path in GOLDEN.glob("mpi*.txt")} == set(REQUESTS)
 
 
-def test_options_for_root_and_ports(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    for flavour in FLAVOURS:
-        command = MpiLauncher(flavour=flavour).request(spec()).command
-        assert ("--allow-run-as-root" in command) == flavour.startswith("openmpi")
+def test_ports_differ_between_runs_and_are_free():
     launcher = MpiLauncher(flavour="mpich")
     ports = [launcher.request(spec(store=f"/runs/{i}")).env["MASTER_PORT"] for i in (1, 1, 2, 3)]
     assert ports[0] == ports[1] and len(set(ports)) == 3
@@ -95,8 +91,6 @@ def test_hosts_and_hostfiles(tmp_path):
     )
     expected = (Host("node1", 2), Host("node2", 10), Host("node3", 8))
     assert hosts.read_hostfile(str(file), 8) == expected
-    assert all(map(hosts.is_local, ("localhost", HERE, "127.0.0.1")))
-    assert not hosts.is_local("192.0.2.1")
 
 
 NO_HOSTS = ("a b", "node1:0", "node1:2:3", "-v")
@@ -156,34 +150,15 @@ def test_refused_at_submission(node, path, what, tmp_path, monkeypatch):
     assert not (tmp_path / "attempts/001" / supervisor.RECORD).exists()
 
 
-def parent(folder, script, **options):
-    command = [sys.executable, rank.__file__, str(folder), "sh", "-c", script]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, **pipes, **options)
-
-
-def test_a_failed_rank_is_logged_and_then_reported_to_hydra(tmp_path):
-    """Not before hydra has read what was printed: at an abort it drops the rest."""
+def test_a_rank_that_fails_says_why(tmp_path):
+    """Also one whose store is on another host than the supervisor's."""
     error = {"type": "ValueError", "message": "bad weather\nand more", "exit_code": 7}
     (tmp_path / "rank_3.json").write_text(json.dumps(error))
-    ours, hydras = socket.socketpair()
-    ours.settimeout(0.3)
-    variables = {**os.environ, "PMI_RANK": "3", "PMI_FD": str(hydras.fileno())}
-    process = parent(tmp_path, "echo end; exit 7", env=variables, pass_fds=[hydras.fileno()])
+    command = [sys.executable, rank.__file__, str(tmp_path), "sh", "-c", "exit 7"]
+    env = {**os.environ, "PMI_RANK": "3"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     line = f"distdl: rank 3 on {HERE} ended with exit code 7: ValueError: bad weather\n"
-    assert process.stderr.readline() == line
-    with pytest.raises(TimeoutError):  # what was printed is still in the other pipe
-        ours.recv(100)
-    assert process.stdout.readline() == "end\n"
-    assert ours.recv(100) == b"cmd=abort exitcode=7\n" and process.wait(30) == 7
-
-
-def test_a_rank_ends_with_its_parent(tmp_path):
-    orphaned = parent(tmp_path, "echo $$; exec sleep 600")
-    child = int(orphaned.stdout.readline())
-    orphaned.kill()
-    orphaned.wait()
-    until(lambda: supervisor.start_time(child) == "")
+    assert (done.returncode, done.stderr) == (7, line)
 
 
 @pytest.fixture
