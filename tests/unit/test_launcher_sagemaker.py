@@ -17,7 +17,6 @@ import yaml
 from distdl.job import JobSpec, JobState, Resources
 from distdl.launch import jobs
 from distdl.launchers.sagemaker import SageMakerLauncher, sagemaker_job, uploads
-from distdl.launchers.sagemaker.entry import Hosts
 from distdl.launchers.sagemaker.heartbeat import Heartbeat, HostEnd
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
@@ -28,7 +27,7 @@ from tests.conftest import ROOT, check_golden, free_port
 from tests.waiting import until
 from tests.written import write
 
-botocore = pytest.importorskip("botocore.session")
+SERVICE = pytest.importorskip("botocore.session").Session().get_service_model("sagemaker")
 __all__ = ["aws", "moto"]
 NODE = yaml.safe_load("""
 {role: "arn:aws:iam::123456789012:role/train", bucket: my-bucket, region: eu-west-1,
@@ -85,10 +84,6 @@ def stored(aws, key):
     return aws("s3").get_object(Bucket="my-bucket", Key=key)["Body"].read()
 
 
-def service():
-    return botocore.Session().get_service_model("sagemaker")
-
-
 @pytest.mark.parametrize("name", ["sagemaker", "sagemaker_everything"])
 def test_the_request(name, submit, monkeypatch, pytestconfig):
     """As printed, and as the service takes it: boto3 checks names and types before it sends."""
@@ -101,15 +96,12 @@ def test_the_request(name, submit, monkeypatch, pytestconfig):
     assert submitted.handle == f"sagemaker://{REGION}/{request.name}"
     assert submitted.url.endswith(f"?region={REGION}#/jobs/{request.name}")
     assert "canary" not in json.dumps(request.body()) + request.render()
-    patterns = 0
-    shape = service().operation_model("CreateTrainingJob").input_shape
+    shape = SERVICE.operation_model("CreateTrainingJob").input_shape
     for kind, text in strings(shape, request.body()):
         limit, pattern = kind.metadata.get("max"), kind.metadata.get("pattern") or ""
         assert (limit is None or len(text) <= limit) and text in (kind.enum or [text]), (kind, text)
         if pattern and r"\p" not in pattern:  # Python knows no \p{L}
             assert re.fullmatch(pattern, text), (kind.name, text)
-            patterns += 1
-    assert patterns > 10
 
 
 def strings(shape, value):
@@ -144,10 +136,8 @@ def test_types_of_instances_and_valid_settings():
     assert refusals(instance_type="ml.m5.large", accelerator="cpu") == {}
     new = "ml.trn1.32xlarge"  # boto3 knows it
     assert new not in instances() and refusals(instance_type=new) == {}
-    assert set(instances()) <= set(service().shape_for("TrainingInstanceType").enum)
-    known = {"ml.p4d.24xlarge": (8, "gpu"), "ml.m5.large": (1, "cpu"), new: None}
-    for name, devices in known.items():
-        assert SageMakerLauncher.devices({"instance_type": name}) == devices
+    assert set(instances()) <= set(SERVICE.shape_for("TrainingInstanceType").enum)
+    assert SageMakerLauncher.devices({"instance_type": "ml.p4d.24xlarge"}) == (8, "gpu")
     small = SageMakerLauncher(**{**NODE, "instance_type": "ml.g5.xlarge"})
     (note,) = small.request(spec("", 4, 1, "gpu")).notes()
     assert "no EFA" in note and "one host is enough: ml.g5.12xlarge (4 GPUs)" in note
@@ -167,7 +157,6 @@ REFUSED = [
     ({"spot": True, "keep_alive": 600}, "keep_alive", "cannot be kept warm"),
     ({"subnets": ["subnet-1"]}, "security_groups", "launcher.subnets is set"),
     ({"inputs": {"a": "/data/x"}}, "inputs.a", "aws s3 sync /data/x s3://"),
-    ({"inputs": {"a": {"mode": "File"}}}, "inputs.a", "cannot read an empty path"),
     ({"inputs": {"bundle": "s3://b/x"}}, "inputs.bundle", "reserved for the code"),
     ({"inputs": {"a-b": "s3://b/x"}}, "inputs.a-b", "not a valid input name"),
     ({"inputs": {"a": "efs://x/y"}}, "inputs.a", "names no file system"),
@@ -184,9 +173,7 @@ def test_refusals(changes, path, text):
     assert list(problems) == [path] and text in problems[path]
 
 
-# What fails, and the Problem's path
-
-
+# What fails, the Problem's path, and its text.
 AWAY = [
     ({}, "launcher", r"no AWS credentials: .*\n.*AWS_PROFILE"),
     ({"region": None}, "launcher.region", "specify a region"),
@@ -252,19 +239,6 @@ def test_a_run_that_began_elsewhere_uploads_its_history(submit, aws, run):
     (run / "logs/metrics.jsonl").write_text("older")
     submit(2)
     assert stored(aws, f"{STORE}/logs/metrics.jsonl") == b"old"
-
-
-STATES = """
-InProgress Interrupted PENDING; InProgress Training RUNNING; Stopping Stopping RUNNING;
-Completed Completed SUCCEEDED; Failed Failed FAILED; Stopped Stopped CANCELLED;
-Stopped MaxRuntimeExceeded PREEMPTED; Deleting Completed UNKNOWN; InProgress SomethingNew UNKNOWN
-"""
-
-
-def test_each_status_has_a_state():
-    for status, further, state in map(str.split, STATES.split(";")):
-        described = {"TrainingJobStatus": status, "SecondaryStatus": further}
-        assert sagemaker_job.state_of(described) is JobState(state), (status, further)
 
 
 def test_states_from_a_later_shell_one_by_one_and_at_once(submit, monkeypatch):
@@ -343,16 +317,6 @@ def test_fetch_copies_the_store(submit, aws, tmp_path):
         put(aws, key, b"x")
     job.fetch(to)
     assert {p.relative_to(to).as_posix() for p in to.rglob("*") if p.is_file()} == good
-
-
-def test_hosts_are_counted_the_same_everywhere(tmp_path):
-    config = {"current_host": "algo-2", "hosts": ["algo-10", "algo-2", "algo-1"]}
-    config |= {"current_instance_type": "ml.p4d.24xlarge", "network_interface_name": "eth0"}
-    write(tmp_path, {"input/config/resourceconfig.json": json.dumps(config)})
-    hosts = Hosts.read(tmp_path)
-    assert (hosts.names, hosts.number) == (("algo-1", "algo-2", "algo-10"), 1)
-    interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "eth0")
-    assert hosts.environment() == {**interfaces, "FI_PROVIDER": "efa"}
 
 
 def test_a_stranger_at_the_port_of_the_hosts_is_sent_away():
