@@ -3,6 +3,7 @@ writes goes into scripts, commands and YAML byte for byte, or is refused."""
 
 import os
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -56,15 +57,10 @@ def test_walltime_is_the_same_for_all_launchers(message):
 class Asked(QueriedJob):
     """A job that answers with the given states and errors, in turn."""
 
-    poll_seconds, _query_all, _state_from = 0.0, None, staticmethod(JobState)
+    poll_seconds, _query, _query_all, _state_from = 0.0, None, None, staticmethod(JobState)
 
     def __init__(self, *answers):
-        self.answers = list(answers)
-
-    def _query(self):
-        if isinstance(answer := self.answers.pop(0), Exception):
-            raise answer
-        return answer
+        self._query = Mock(side_effect=answers)
 
 
 def test_waiting_outlives_an_outage_but_not_any(monkeypatch):

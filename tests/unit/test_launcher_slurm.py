@@ -57,7 +57,6 @@ REFUSED = [
     ({"walltime": "0:02:00", "grace_seconds": 120}, "are too short"),
     ({"partition": "gpu long"}, "'gpu long' is not one word"),
     ({"mem": -4}, '-4 is not an amount such as "64G"'),
-    ({"cpus_per_task": True}, "True is not an integer"),
     ({"container_runtime": "aptainer"}, "did you mean apptainer?"),
     ({"container_mounts": ["data"]}, "'data' is not a folder"),
     ({"container": "a.sif", "inputs": {"a": "/a,b"}}, "'/a,b' cannot be mounted"),
@@ -69,7 +68,6 @@ REFUSED = [
     ({"sbatch": ["--exclusive\nrm -rf ~"]}, ""),
     ({"sbatch": ["--nodes=4"]}, "set trainer.num_nodes"),
     ({"sbatch": ["-t 10"]}, "set launcher.walltime"),
-    ({"srun_args": ["--export=NONE"]}, "set launcher.forward_env"),
     ({"inputs": ["/data"]}, "['/data'] is not a mapping"),
 ]
 
@@ -146,4 +144,3 @@ def test_the_rank_that_ended_first(tmp_path):
         assert job.first_end(tmp_path) is None
         job.failed = True
         assert job.first_end(tmp_path) == first, lines
-    assert job.first_end(tmp_path / "absent") is None

@@ -74,12 +74,11 @@ def forget(store, part):
 # Settings, or the words of a command; the Problem's path, and the fact in its text.
 SAS = ["azureml", "sas", "account=x", "container=c"]
 REFUSED = [
+    ({"workspase": "v12"}, "workspase", "did you mean workspace?"),
     ({"compute": 3}, "compute", "is a section\n    write one of compute.name,"),
     ({"resource_group": None}, "resource_group", "missing\n    write resource_group=NAME"),
     ({"workspace": "a b"}, "workspace", "'a b' is not allowed by Azure"),
-    ({"storage.data": "Data_1"}, "storage.data", "3 to 24 lower-case letters and digits"),
     ({"compute.min_nodes": 9}, "compute.max_nodes", "4 is less than min_nodes (9)"),
-    ({"compute.vm_size": "NC24adsA100_v4"}, "compute.vm_size", "Standard_NC24ads_A100_v4?"),
     ({"compute.vm_size": "Standard_NC6"}, "compute.vm_size", "retired Standard_NC6 on 2023-08-31"),
     ({"build_compute.name": "gpu-cluster"}, "build_compute.name", "the name of the other cluster"),
     ({"registry.sku": "Basic"}, "registry.sku", "need a Premium registry, not Basic"),
@@ -230,10 +229,6 @@ def test_which_subscription_and_who(run, store, monkeypatch, tmp_path, capsys):
     words = ["resource_group=ml", "workspace=vision", "private=false", "confirm=true"]
     words = ["azureml", *words, f"resource_manager={store.url}"]
     monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "AzureCliCredential")
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", "")
-        with pytest.raises(UserError, match=r"cannot sign you in(.|\n)*az login"):
-            verb.main(words)
     token = '{"accessToken": "from-az", "expiresOn": "2099-01-01 00:00:00.000000"}'
     program(tmp_path / "az", f"echo '{token}'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -254,9 +249,6 @@ def test_the_verb_needs_neither_azure_nor_torch(command, monkeypatch):
     for text in ("high_business_impact: true", "days         1 to 7", "# 1 resource group ml"):
         assert text in done.stdout
     assert "maxNodeCount: 2" in done.stdout and "The subscription is not set" in done.stdout
-    words = ("provision", "azureml", "resource_group=ml")
-    refused = command(*words, "workspase=x").err
-    assert "distdl: 2 problems, nothing was started" in refused
-    assert "did you mean workspace?" in refused and "Traceback" not in refused
     monkeypatch.setitem(sys.modules, "azure.identity", None)
-    assert "distdl[azure]" in command(*words, "workspace=vis").err
+    refused = command("provision", "azureml", "resource_group=ml", "workspace=vis").err
+    assert "distdl[azure]" in refused and "Traceback" not in refused
