@@ -16,7 +16,6 @@ def job(size, nodes, devices, jobs, **node):
     return settings, Resources(nodes, devices, "gpu" if devices else "cpu"), jobs
 
 
-
 # Size, nodes, devices (0: on the CPU), members of the sweep; topic -> what the advice says of that.
 # The golden file has the rest.
 ADVICE = [
