@@ -17,6 +17,7 @@ import yaml
 from distdl.job import JobSpec, JobState, Resources
 from distdl.launch import jobs
 from distdl.launchers.sagemaker import SageMakerLauncher, sagemaker_job, uploads
+from distdl.launchers.sagemaker.entry import Hosts
 from distdl.launchers.sagemaker.heartbeat import Heartbeat, HostEnd
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
@@ -331,3 +332,26 @@ def test_a_stranger_at_the_port_of_the_hosts_is_sent_away():
     first.report_end(failed)
     until(lambda: second.ends() == {"localhost": failed}, 30)
     assert first.ends() == {}
+
+
+STATES = """
+InProgress Interrupted PENDING; InProgress Training RUNNING; Stopping Stopping RUNNING;
+Completed Completed SUCCEEDED; Failed Failed FAILED; Stopped Stopped CANCELLED;
+Stopped MaxRuntimeExceeded PREEMPTED; Deleting Completed UNKNOWN; InProgress SomethingNew UNKNOWN
+"""
+
+
+def test_each_status_has_a_state():
+    for status, further, state in map(str.split, STATES.split(";")):
+        described = {"TrainingJobStatus": status, "SecondaryStatus": further}
+        assert sagemaker_job.state_of(described) is JobState(state), (status, further)
+
+
+def test_hosts_are_counted_the_same_everywhere(tmp_path):
+    config = {"current_host": "algo-2", "hosts": ["algo-10", "algo-2", "algo-1"]}
+    config |= {"current_instance_type": "ml.p4d.24xlarge", "network_interface_name": "eth0"}
+    write(tmp_path, {"input/config/resourceconfig.json": json.dumps(config)})
+    hosts = Hosts.read(tmp_path)
+    assert (hosts.names, hosts.number) == (("algo-1", "algo-2", "algo-10"), 1)
+    interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "eth0")
+    assert hosts.environment() == {**interfaces, "FI_PROVIDER": "efa"}
