@@ -18,7 +18,6 @@ TYPED = """
 model=resnet5 | model: no option 'resnet5' | did you mean model=resnet50?
 data=null | data: no option 'null' | available: imagenet, points, synthetic
 ~nothing_here | nothing_here
-nodes=2 | nodes: unknown key | trainer.num_nodes?
 # As Hydra, its templates and Lightning have it.
 hydra/launcher=joblib | hydra/launcher: | launcher=slurm
 --config-name train | --config-name: | experiment=NAME

@@ -123,13 +123,10 @@ def test_no_rendered_request_holds_it(said, without_stage_2, monkeypatch, tmp_pa
 LITERALS = """
 +callbacks.leaky.token=canary-literal-31 | export LEAKY_TOKEN
 +callbacks.leaky.token=${oc.env:SAMPLE_API_KEY,canary-literal-31} | export LEAKY_TOKEN
-+data.sas=canary-literal-31 | ${oc.env:DATA_SAS}
 +data.path="https://h/c?sv=1&sig=canary-literal-31" | export DATA_PATH
-+data.note=AKIACANARYKLMNOPQRST | export DATA_NOTE
 +data.keys=[fine,{secret:canary-literal-31}] | data.keys[1].secret: | export KEYS_SECRET
 +data.x=canary-literal-31 +data.api_token=${data.x} | data.api_token: refers to a secret that is pl
 tracking.mlflow.tracking_uri=https://me:canary-literal-31@example.org | ${oc.env:
-tags=[canary-only-in-the-environment-77] | export OTHER_TOKEN
 +model.note="before_canary-only-in-the-environment-77_after" | export OTHER_TOKEN
 +launcher.inputs.x.path="https://h/c?sv=1&sig=canary-literal-31" | azureml://datastores/NAME/paths/
 password=canary-literal-31 | password:

