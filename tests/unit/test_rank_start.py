@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy as LightningDDP
 from omegaconf import OmegaConf
 
 from distdl.distributed import process_group, rank_table
@@ -21,6 +22,7 @@ from distdl.job import JobState, Resources
 from distdl.launch import external
 from distdl.ranks.environment import Environment
 from distdl.ranks.stopping import Stopped, StopRequest
+from distdl.strategies import DDPStrategy, FSDPStrategy
 from distdl.util.errors import UserError
 from distdl.worker import allocator, main
 from distdl.worker.rank_context import RankContext
@@ -118,6 +120,15 @@ def test_the_group_is_bound_to_the_ranks_gpu(sees, monkeypatch):
     assert calls == [own, ("cpu:gloo,cuda:nccl", own), ("gloo", None)]
     with pytest.raises(UserError, match="has the same GPU as another rank: Duplicate GPU detected"):
         process_group.connect(rank(0, 2), "gpu")
+
+
+def test_a_group_of_one_rank_has_both_backends_unless_the_user_has_chosen():
+    """Lightning opens it, and knows the device alone."""
+    strategies = {LightningDDP(process_group_backend="nccl"): "nccl"}
+    strategies |= {cls(): "cpu:gloo,cuda:nccl" for cls in (DDPStrategy, FSDPStrategy)}
+    for strategy, expected in strategies.items():
+        process_group.give_backends(strategy, "gpu")
+        assert strategy._get_process_group_backend() == expected
 
 
 def test_a_list_cannot_choose_for_ranks_that_run_already():
