@@ -7,6 +7,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 
 from distdl.validation.kinds import locate
 from tests.conftest import ROOT
@@ -22,6 +23,7 @@ WITH_TORCH = (
 )
 HIGHEST = ("launchers", "launch", "planner", "data_check", "report", "scaling", "drill", "cli")
 LAYERS = (*LOWEST, *WITH_TORCH, *HIGHEST)
+LONGEST_CHAIN = 12
 # Names that stay: `python -m distdl`, `python -m distdl.agent`, and what users' own code imports.
 ALIASES = ("__main__", "agent", "build", "errors", "ranges", "tailing")
 HEAVY = ("torch", "torchvision", "lightning", "torchmetrics", "timm", "mlflow", "deepspeed")
@@ -100,6 +102,14 @@ def test_every_package_has_a_layer_and_one_sentence():
     assert [path for path in packages if not ast.get_docstring(TREES[path])] == []
 
 
+def test_the_longest_chain_of_packages():
+    lengths = {}
+    for layer in LAYERS:  # lowest first
+        below = {package(n) for name in INNER if package(name) == layer for n in IMPORTED[name]}
+        lengths[layer] = 1 + max((lengths[other] for other in below - {"", layer}), default=0)
+    assert max(lengths.values()) <= LONGEST_CHAIN, lengths
+
+
 def test_no_file_imports_itself_by_way_of_others():
     graphlib.TopologicalSorter(IMPORTED).prepare()  # raises a CycleError
 
@@ -146,3 +156,9 @@ def test_names_in_the_configs_of_runs_stay():
     public = {f"{package}.{name}" for package, names in lines for name in names.split()}
     assert written == public, "a run of any age must find what its config names"
     assert all(callable(locate(name)) for name in public)
+
+
+def test_a_class_name_occurs_once():
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, times in names.items() if times > 1] == []

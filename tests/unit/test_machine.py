@@ -1,5 +1,6 @@
 """What the kernel says about memory, and that it ends a process with its parent."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distdl.health import machine
+from distdl.util.orphans import PARENT
 from distdl.util.processes import start_time
 from tests.limits import MEMORY, little_memory
 from tests.waiting import until
@@ -61,3 +63,9 @@ def test_the_child_that_validates_ends_with_a_killed_command(tmp_path, backgroun
     command.until(lambda: pid.exists() and pid.read_text())
     command.process.kill()
     until(lambda: start_time(int(pid.read_text())) == "", 20)
+
+
+def test_a_child_whose_parent_is_gone_ends_at_once():
+    call = "from distdl.util.orphans import die_with_parent; die_with_parent()"
+    env = {**os.environ, PARENT: "1"}
+    assert subprocess.run([sys.executable, "-c", call], env=env).returncode == 1
