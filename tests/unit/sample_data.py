@@ -76,15 +76,12 @@ class Augmented(Dataset):
 
 
 class Loaders(LightningDataModule):
-    """Gives what `make` makes, in every stage."""
+    """Gives what `make` makes."""
 
     def __init__(self, make, exact=False):
         super().__init__()
-        self.train_dataloader = lambda: make()
-        self.val_dataloader = self.predict_dataloader = self.train_dataloader
-        self.test_dataloader = lambda: [make(), make()]
-        if exact:
-            self.exact_evaluation = True
+        self.exact_evaluation = exact
+        self.train_dataloader = self.val_dataloader = lambda: make()
 
 
 def share(source, rank=0, world_size=1, position=None, **kwargs):

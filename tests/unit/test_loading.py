@@ -101,11 +101,6 @@ def test_collections_of_loaders():
         assert len(list(source.train_dataloader()["a"])) == 12
 
 
-class ValidatesOnly(LightningDataModule):
-    def val_dataloader(self):
-        return []
-
-
 def test_uneven_evaluation_reports_how_many_count_twice():
     made = loader()()
     assert share(Loaders(lambda: made)).val_dataloader() is made, "one rank: as it is"
@@ -116,8 +111,7 @@ def test_uneven_evaluation_reports_how_many_count_twice():
         warnings.simplefilter("error")
         share(Loaders(loader(2, 9)), 0, 3).val_dataloader()
         share(Loaders(loader(2, 10)), 1, 3).val_dataloader()
-    source = share(ValidatesOnly())  # Lightning calls no other hook
-    assert is_overridden("val_dataloader", source)
+    source = share(LightningDataModule())  # Lightning calls what is overridden
     assert not is_overridden("test_dataloader", source)
 
 
@@ -273,7 +267,6 @@ def test_another_kind_of_loader_is_unchanged_with_one_warning():
         ({"sampler": range(5, 12), "batch_size": 2}, [*range(5, 12)]),
         ({"batch_sampler": Batches()}, sorted(i for b in Drawn(Batches()).order(0, 0) for i in b)),
     ],
-    ids=["all", "sampler", "batch_sampler"],
 )
 def test_exact_evaluation_counts_what_a_sampler_chose(world, options, expected):
     """Each sample once, and all ranks equally often."""
@@ -283,8 +276,6 @@ def test_exact_evaluation_counts_what_a_sampler_chose(world, options, expected):
         source = share(Loaders(make, exact=True), rank, world)
         batches = list(source.val_dataloader())
         assert all(torch.equal(b["x"][:, 0], b["index"].float()) for b in batches)
-        for tested in source.test_dataloader():
-            assert [b["index"].tolist() for b in tested] == [b["index"].tolist() for b in batches]
         lengths.add(len(batches))
         counted += [i for b in batches for i in b["index"][b["weight"] > 0].tolist()]
     assert sorted(counted) == expected and len(lengths) == 1

@@ -1,5 +1,7 @@
 """The samplers' promises, over many sizes, ranks and points of a kill."""
 
+import math
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,9 +13,9 @@ from tests.prepared import refusal
 SEEDS, SIZES = st.integers(0, 2**40), st.sampled_from((1, 2, 3, 4, 6, 12, 16))
 
 
-def train_batches(samples, batch, world, position=None, seed=0, shuffle=True, **kwargs):
+def train_batches(samples, batch, world, position=None, seed=0, **kwargs):
     """One sampler per rank."""
-    kwargs |= {"seed": seed, "shuffle": shuffle, "position": position or TrainPosition()}
+    kwargs |= {"seed": seed, "shuffle": True, "position": position or TrainPosition()}
     return [TrainBatches(samples, batch, rank=r, world_size=world, **kwargs) for r in range(world)]
 
 
@@ -27,13 +29,8 @@ def global_batches(samples, batch, world, position=None, **kwargs):
 
 def test_what_an_order_depends_on():
     alone = global_batches(101, 12, 1)
-    assert alone == global_batches(101, 6, 2) == global_batches(101, 4, 3)
     assert alone != global_batches(101, 12, 1, seed=1)
     assert alone != global_batches(101, 12, 1, TrainPosition(epoch=1))
-    restarted = global_batches(64, 4, 1, TrainPosition(2, 32), resume=False)
-    assert restarted == global_batches(64, 4, 1, TrainPosition(2))
-    unshuffled = global_batches(7, 2, 1, TrainPosition(epoch=5), shuffle=False)
-    assert unshuffled == [[0, 1], [2, 3], [4, 5]]
     # Literals: a change would break the resume of every run under way.
     assert stable_seed(0, 0, 0) == 9169699564768075551
     assert Windows((3, 2, 4), 2).order(5, 0).tolist() == [3, 4, 1, 0, 2, 6, 7, 8, 5]
@@ -46,33 +43,27 @@ def test_too_few_samples_for_one_global_batch():
 
 
 def evaluation(samples, batch, world, **kwargs):
-    samplers = [
-        EvalBatches(samples, batch, rank=r, world_size=world, **kwargs) for r in range(world)
-    ]
-    ranks = [list(sampler) for sampler in samplers]
-    assert {len(sampler) for sampler in samplers} == {len(rank) for rank in ranks}
-    assert len({tuple(len(keys) for keys in rank) for rank in ranks}) == 1, "unequal shapes"
-    return ranks
+    ranks = [EvalBatches(samples, batch, rank=r, world_size=world, **kwargs) for r in range(world)]
+    batches = [list(rank) for rank in ranks]
+    assert [len(rank) for rank in ranks] == [len(rank) for rank in batches]
+    assert len({tuple(len(keys) for keys in rank) for rank in batches}) == 1, "unequal shapes"
+    return batches
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 9))
+@given(st.integers(0, 200), st.integers(1, 20), st.integers(1, 9))
 def test_evaluation_counts_each_sample_once_or_repeats_some(samples, batch, world):
     ranks = evaluation(samples, batch, world)
     keys = [key for rank in ranks for keys in rank for key in keys]
     assert sorted(key.index for key in keys if key.weight) == list(range(samples))
     assert all(key.index == 0 for key in keys if not key.weight)
-    assert len({len(keys) for rank in ranks for keys in rank}) == 1
+    assert len({len(keys) for rank in ranks for keys in rank}) == min(samples, 1)
     ranks = evaluation(samples, batch, world, exact=False)
     keys = [key for rank in ranks for keys in rank for key in keys]
     assert {key.index for key in keys} == set(range(samples)) and all(k.weight for k in keys)
     assert len(keys) == samples + -samples % world
-
-
-def test_evaluations_at_the_edge():
-    dropped = evaluation(21, 4, 2, exact=False, drop_last=True)
-    assert [[len(keys) for keys in rank] for rank in dropped] == [[4, 4], [4, 4]]
-    assert evaluation(0, 4, 2) == [[], []]
+    for rank in evaluation(samples, batch, world, exact=False, drop_last=True):
+        assert [len(keys) for keys in rank] == [batch] * (math.ceil(samples / world) // batch)
 
 
 class Remote:
@@ -120,13 +111,3 @@ def test_killed_anywhere_and_resumed_at_any_size_the_order_is_the_same(data, see
             position.consumed = len(seen)
             tail = 2 if batch != last else tail
     assert seen == order[: len(seen)] and len(order) - len(seen) < tail * last
-
-
-def test_the_first_windows_are_small_and_the_last_one_counts_as_in_use():
-    windows = Windows((*[8] * 19, 3), 4).shards(1, 0)
-    assert [len(window) for window in windows] == [2, 4, 4, 4, 4, 2]
-    windows = Windows((10,) * 12, 3)
-    starts = {s: 30 * i for i, window in enumerate(windows.shards(0, 3)) for s in window}
-    later = {s: 120 + 30 * i for i, window in enumerate(windows.shards(0, 4)) for s in window}
-    uses = windows.next_uses(0, 3, position=65)  # in the third window; workers lag behind
-    assert uses.tolist() == [starts[s] if starts[s] >= 30 else later[s] for s in range(12)]
