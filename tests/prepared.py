@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from distdl.datasets.cache import Cache
 from distdl.datasets.format import MANIFEST, Manifest, ShardFile, write_index
@@ -15,7 +14,7 @@ from distdl.stores.files import FileStore
 from distdl.stores.remote import RemoteStore
 from distdl.util.errors import UserError
 from tests import limits
-from tests.miniature import encoded
+from tests.miniature import encoded, photograph
 
 PER_SHARD = 8  # samples
 
@@ -27,12 +26,9 @@ def refusal(action, *arguments, **options):
     return error.value.problems[0]
 
 
-def jpeg(number, side=24):
-    """An image that shows its number: smooth, so that a pixel's brightness survives."""
-    rng = np.random.default_rng(number)
-    pixels = np.full((side, side + 8, 3), number % 200 + 20, np.uint8)
-    pixels[::4] += rng.integers(0, 20, 3, dtype=np.uint8)
-    return encoded(Image.fromarray(pixels), quality=95)
+def jpeg(number):
+    """An image that no other number gives."""
+    return encoded(photograph(number, 32, 24), quality=95)
 
 
 def quiet_trainer(path, **options):

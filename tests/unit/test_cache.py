@@ -2,16 +2,16 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from distdl.datasets.cache import Cache, NoRoom, default_root
+from distdl.datasets.cache import Cache, NoRoom
 from distdl.datasets.order import Needs, Windows
 from distdl.datasets.prefetch import Prefetch
 from distdl.stores.files import FileStore
@@ -39,12 +39,6 @@ def unreliable(tmp_path, answer, patience):
     """A cache of a network store."""
     store = Unreliable(tmp_path / "far", answer, patience)
     return Cache(store, tmp_path / "cache", "0123456789abcdef")
-
-
-def test_the_folder_of_the_cache(monkeypatch, tmp_path):
-    for name, path in (("XDG_CACHE_HOME", tmp_path / "distdl"), ("DISTDL_CACHE", tmp_path)):
-        monkeypatch.setenv(name, str(tmp_path))
-        assert default_root() in (path, Path("/mnt/distdl"))
 
 
 @pytest.mark.parametrize("fault", ["cut", "flip"])
@@ -103,18 +97,6 @@ def test_a_killed_download_leaves_nothing_that_counts(tmp_path, shards):
     assert files(cache) == [shards[0].name]
 
 
-def test_a_bounded_cache_evicts_the_shard_that_is_needed_last(tmp_path, shards):
-    cache = open_cache(tmp_path, limit=sum(shard.bytes for shard in shards[:3]))
-    for shard in shards[:3]:
-        cache.fetch(shard)
-    with cache.path(shards[1]).open("rb") as opened:
-        with pytest.raises(NoRoom):
-            cache.fetch(shards[3])
-        cache.fetch(shards[3], lambda file: [shards[1].name, shards[0].name])
-        assert files(cache) == [shards[i].name for i in (0, 2, 3)]
-        assert len(opened.read()) == shards[1].bytes  # an open file stays readable
-
-
 def test_unused_data_sets_make_room_and_used_ones_stay(tmp_path, shards):
     limit = sum(shard.bytes for shard in shards[:2])
     ready, end = FORK.Event(), FORK.Event()
@@ -131,10 +113,8 @@ def test_unused_data_sets_make_room_and_used_ones_stay(tmp_path, shards):
     cache = open_cache(tmp_path, limit=limit)
     with pytest.raises(NoRoom):
         cache.fetch(shards[2])
-    assert cache.room() == 0
     end.set()
     child.join()
-    assert cache.room() == limit
     cache.fetch(shards[2])
     others = [*(tmp_path / "cache" / ("f" * 16)).glob("*.tar")]
     assert len(others) == 1 and cache.has(shards[2])
@@ -143,22 +123,17 @@ def test_unused_data_sets_make_room_and_used_ones_stay(tmp_path, shards):
 def test_a_full_disk_is_reported_and_leaves_nothing_unfinished(tmp_path, small_disk, monkeypatch):
     shards = prepare(tmp_path / "far", train=24, padding=20_000).splits["train"].shards  # 160 kB
     cache = Cache(FileStore(tmp_path / "far"), small_disk / "cache", "a" * 64)
-    (small_disk / "others").write_bytes(bytes(1_600_000))
     for shard in shards[:2]:
         cache.fetch(shard)
-    with pytest.raises(NoRoom, match=rf"no room for .* \(0.2 MB\) in {small_disk}/cache: .* MB le"):
-        cache.fetch(shards[2])
-    assert files(cache) == [shard.name for shard in shards[:2]]
-    (small_disk / "others").unlink()
-    assert cache.fetch(shards[2]).stat().st_size == shards[2].bytes
-    # Others write after the cache has looked: the same answer.
-    cache.drop(shards[2])
     (small_disk / "others").write_bytes(bytes(1_650_000))
     usage = SimpleNamespace(free=10**9, total=10**9)
-    monkeypatch.setattr("distdl.datasets.cache.shutil.disk_usage", lambda root: usage)
-    with pytest.raises(NoRoom):
-        cache.fetch(shards[2])
-    assert files(cache) == [shard.name for shard in shards[:2]]
+    for looked in (shutil.disk_usage, lambda root: usage):  # others write after it has looked
+        monkeypatch.setattr("distdl.datasets.cache.shutil.disk_usage", looked)
+        with pytest.raises(NoRoom, match=rf"no room for .* \(0.2 MB\) in {small_disk}/cache: "):
+            cache.fetch(shards[2])
+        assert files(cache) == [shard.name for shard in shards[:2]]
+    (small_disk / "others").unlink()
+    assert cache.fetch(shards[2]).stat().st_size == shards[2].bytes
 
 
 def test_prefetching_never_evicts_what_is_needed_sooner(tmp_path, made, monkeypatch):

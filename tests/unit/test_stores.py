@@ -35,7 +35,6 @@ def no_account(monkeypatch):
     ("uri", "server"),
     [
         ("/images", "/images"),
-        ("C:/images", "C:/images"),
         ("file:///a%20b", "/a b"),
         ("~/x", os.path.expanduser("~/x")),
         ("az://box/a/b", "https://mine.blob.core.windows.net/box"),
@@ -147,10 +146,8 @@ def test_a_response_that_is_lost_does_not_fail_an_upload(s3, tmp_path, size, cal
 @pytest.mark.parametrize(
     ("status", "code", "remedy"),
     [
-        (404, "ContainerNotFound", "az storage container create --name box"),
         (403, "AuthorizationPermissionMismatch", "Storage Blob Data Reader"),
         (403, "AuthenticationFailed", "docs/data/reading.md"),
-        (400, "InvalidVersion", ""),  # nothing that a user could do
         (503, "ServerBusy", ""),
     ],
 )
@@ -170,20 +167,6 @@ def test_what_azure_refuses_comes_with_a_remedy_and_no_signature(status, code, r
     assert "secret" not in str(error) + store.uri + repr(store) + store.address
 
 
-def test_a_kept_manifest_is_of_one_server(s3, tmp_path, monkeypatch):
-    prepare(tmp_path / "far")
-    uri, cache = "s3://box/kept", tmp_path / "cache"
-    open_store(uri, patience=2).upload(tmp_path / "far" / MANIFEST, MANIFEST)
-    open_data_set(uri, cache_root=cache).keep(cache)
-    (kept,) = (cache / "manifests").iterdir()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # another, with the same bucket
-    with pytest.raises(StoreError, match=f"{uri}/{MANIFEST}") as error:
-        open_store(uri, patience=0.5).read(MANIFEST)
-    assert error.value.transient
-    assert refusal(open_data_set, uri, patience=0.1, cache_root=cache).path == "data.root"
-    assert kept.read_bytes() == (tmp_path / "far" / MANIFEST).read_bytes()
-
-
 def test_each_outage_is_logged_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(remote_module.time, "sleep", lambda seconds: None)
     (tmp_path / "file").write_text("content")
@@ -197,10 +180,6 @@ def test_each_outage_is_logged_once(tmp_path, monkeypatch, caplog):
     for _ in range(4):
         assert store.read("file") == b"content"
     assert caplog.messages == ["box://data does not answer, trying again for 120 s: reset"] * 2
-    parts = iter((b"cut", b"content"))
-    monkeypatch.setattr(store, "_range", lambda *_: next(parts))
-    monkeypatch.setattr(store, "answer", lambda: None)
-    assert store.read("file") == b"content"
 
 
 def test_credentials_are_checked_and_requests_not_logged(monkeypatch):
@@ -290,7 +269,7 @@ def test_an_upload_resumes_and_the_manifest_comes_last(out, tmp_path, monkeypatc
 
 
 def test_other_files_are_never_replaced_or_mixed_with(out, tmp_path):
-    there, other, mine = (tmp_path / name for name in ("there", "other", "mine"))
+    there, other = tmp_path / "there", tmp_path / "other"
     prepare(other, train=30)
     send(other, there)
     before = everything(there)
@@ -298,10 +277,8 @@ def test_other_files_are_never_replaced_or_mixed_with(out, tmp_path):
     (there / MANIFEST).unlink()  # as if that upload was interrupted
     assert "holds another train-00003.tar" in refused(out, there)
     assert everything(there) == {k: v for k, v in before.items() if k != MANIFEST}
-    mine.mkdir()
-    (mine / "thesis.tex").write_text("years of work")
-    assert "holds something else: thesis.tex" in refused(out, mine)
-    assert [*everything(mine)] == ["thesis.tex"]
+    (there / "thesis.tex").touch()
+    assert "holds something else: thesis.tex" in refused(out, there)
 
 
 def test_a_damaged_data_set_is_not_published(out, tmp_path, monkeypatch):
