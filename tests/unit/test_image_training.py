@@ -53,7 +53,7 @@ def means(metrics, stage="val"):
 
 @pytest.mark.parametrize("samples, classes", [(1, 7), (4, 3), (11, 7)])
 def test_validation_equals_a_plain_loop(tmp_path, samples, classes):
-    module, source = classifier(classes), data(samples, classes)
+    module, source = classifier(classes, label_smoothing=0.3), data(samples, classes)
     expected = plain_loop(module, source, samples)
     (metrics,) = quiet_trainer(tmp_path).validate(module, source, verbose=False)
     assert metrics["val/samples"] == samples and means(metrics) == expected
@@ -77,17 +77,11 @@ def test_a_fillers_infinite_loss_does_not_count(tmp_path):
     assert metrics["val/samples"] == 1 and torch.tensor(means(metrics)).isfinite().all()
 
 
-def test_label_smoothing_counts_in_training_only(tmp_path):
-    source = data(4)
+def test_labels_are_smoothed_in_training():
+    module, source = classifier(label_smoothing=0.3).eval(), data(4)
     batch = first_batch(source.val_dataloader(), source)
-    plain, smooth = classifier().eval(), classifier(label_smoothing=0.3).eval()
-    losses = [m.training_step(batch, 0)["loss"].item() for m in (plain, smooth)]
-    logits = plain(batch["image"])
-    expected = F.cross_entropy(logits, batch["label"], label_smoothing=0.3)
-    assert losses[1] == pytest.approx(expected.item()) and losses[0] != losses[1]
-    trainer = quiet_trainer(tmp_path)
-    validated = [trainer.validate(m, data(4), verbose=False)[0] for m in (plain, smooth)]
-    assert validated[0] == validated[1]
+    expected = F.cross_entropy(module(batch["image"]), batch["label"], label_smoothing=0.3)
+    assert module.training_step(batch, 0)["loss"].item() == pytest.approx(expected.item())
 
 
 def test_half_precision_runs_throughout(tmp_path):
@@ -97,18 +91,6 @@ def test_half_precision_runs_throughout(tmp_path):
     trainer.fit(module, data(5))
     assert module.network[0].weight.dtype == torch.bfloat16
     assert trainer.callback_metrics["val/samples"] == 5
-
-
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_memory_layout(channels_last):
-    module, seen = classifier(channels_last=channels_last), []
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    assert module.network[0].weight.is_contiguous(memory_format=layout)
-    module.network.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    image = torch.rand(2, 3, 8, 8)
-    for each in (image, image.to(memory_format=torch.channels_last)):
-        module(each)
-        assert seen[-1].is_contiguous(memory_format=layout)
 
 
 def test_compiling_keeps_the_names_of_weights():
@@ -133,9 +115,7 @@ def test_group_norm_replaces_every_batch_norm():
     torch.testing.assert_close(module(images), parts), "it does not depend on the batch"
 
 
-@pytest.mark.parametrize(
-    "name, value", [("norm", "layer"), ("mixup", -1), ("cutmix", -0.1), ("label_smoothing", 1.0)]
-)
+@pytest.mark.parametrize("name, value", [("norm", "layer"), ("mixup", -1), ("label_smoothing", 1)])
 def test_arguments_out_of_range(name, value):
     assert [p.path for p in ImageClassifier.check({name: value})] == [name]
     assert refusal(classifier, **{name: value}).path == f"model.{name}"
@@ -174,20 +154,17 @@ def test_a_resumed_step_mixes_as_before_and_with_both_ways_each_comes_up():
 
 
 @pytest.mark.parametrize(
-    ("files", "repaired", "index", "label", "weight", "damaged"),
+    ("files", "repaired", "index", "label", "damaged"),
     [
-        ([PLAIN, BROKEN, BROKEN, GREY], None, 1, 3, 0, "file 1: "),
-        ([PLAIN, BROKEN], None, 1, 0, 0, "file 1: "),  # past the end is the beginning
-        ([BROKEN, GREY], PLAIN, 0, 0, 1, ""),
-        ([BROKEN, GREY], BROKEN, 0, 1, 0, "file 0: "),
+        ([PLAIN, BROKEN, BROKEN, GREY], None, 1, 3, "file 1: "),
+        ([PLAIN, BROKEN], None, 1, 0, "file 1: "),  # past the end is the beginning
+        ([BROKEN, GREY], PLAIN, 0, 0, ""),
+        ([BROKEN, GREY], BROKEN, 0, 1, "file 0: "),
     ],
-    ids=["next", "wraps", "repaired", "unrepaired"],
 )
-def test_the_next_intact_image_replaces_a_damaged_one(
-    files, repaired, index, label, weight, damaged
-):
+def test_the_next_intact_image_replaces_a_damaged_one(files, repaired, index, label, damaged):
     sample = Listed(files, repaired=repaired)[index]
-    assert (sample["label"], sample["weight"]) == (label, weight)
+    assert (sample["label"], sample["weight"]) == (label, not damaged)
     assert sample["damaged"][:8] == damaged
     shown = repaired if repaired and label == index else files[label]
     assert torch.equal(sample["image"], Listed([shown])[0]["image"])
@@ -230,13 +207,11 @@ class Images(ImageData):
 
 
 @pytest.mark.filterwarnings("ignore:.*")
-@pytest.mark.parametrize("hint_after, limit, hints", [(0, 0, 1), (600, 0, 0), (0, 1, 0)])
-def test_a_training_counts_damage_and_advises_once(
-    tmp_path, caplog, monkeypatch, hint_after, limit, hints
-):
+@pytest.mark.parametrize("after, hints", [(0, 1), (600, 0)])
+def test_a_training_counts_damage_and_advises_once(tmp_path, caplog, monkeypatch, after, hints):
     """Not in its first seconds, in which workers start."""
-    monkeypatch.setattr("distdl.callbacks.progress.HINT_AFTER", hint_after)
-    monkeypatch.setattr("distdl.callbacks.progress.DATA_WAIT_LIMIT", limit)
+    monkeypatch.setattr("distdl.callbacks.progress.HINT_AFTER", after)
+    monkeypatch.setattr("distdl.callbacks.progress.DATA_WAIT_LIMIT", 0)
     logger = CSVLogger(tmp_path)
     watched = {"logger": logger, "callbacks": [StepMetrics(2), Progress(bar=False)]}
     trainer = quiet_trainer(tmp_path, max_epochs=3, log_every_n_steps=1, **watched)
