@@ -60,13 +60,15 @@ def test_a_folder(check, folder):
     assert f"data=imagenet data.num_classes=2 data.root={folder}" in result.out
 
 
-def test_shards_by_their_index(check, shards):
+def test_shards_by_their_index(check, shards, monkeypatch):
+    monkeypatch.setattr(needs, "PREFETCH", 1 << 20)  # more than /dev/shm holds
     result = check(shards, "--rate", "1000000")
     assert result.code == 0, result.err
     assert row(result, "train")[1:3] == ["40", "5"] and "4 / 4 / 4" in result.out
     assert "val: 3 classes have no image: class 7, class 8, class 9" in result.out
     assert "verdict  starved" in result.out and "(data.decoder=nvjpeg)" in result.out
     assert "1,000,000 img/s for each GPU: your measurement" in result.out
+    assert ": too small. docker run --shm-size=" in result.out
 
 
 @EVERY
@@ -118,16 +120,13 @@ def test_of_a_store_one_shard_is_downloaded_or_all(check, shards, monkeypatch, e
     ("edit", "target", "text"),
     [
         ((), "{root}/none", "no such folder"),
-        ((), "", "the address is empty"),
         ((), "{root}", "must hold train/<class>/"),
         (("ILSVRC2012_img_train.tar",), "{root}", "prepare imagenet --source '{root}' --to OUT"),
         ((".preparing/plan.jsonl",), "{root}", "was interrupted"),
         ((), "{folder}/val/cat/0.jpg", "{folder}/val/cat/0.jpg: is a file"),
         (("../images/val/emu/0.jpg",), "{folder}", "only one of the two has emu"),
-        ((), "{folder} --smaple=3", "did you mean: --sample"),
         ((), "{folder} --gpu h10", "--gpu h100"),
         ((), "{folder} --model resnext", "no rate of resnext is known"),
-        ((), "{folder} --sample 0", "--sample: must be 1 or more"),
         ((), "{folder} --rate -1", "--rate: must be more than 0"),
         ((MANIFEST, b'8",\n  "class 9"', b'8"'), "{shards}", "label 9, dataset.json names 9"),
         ((MANIFEST, b'"samples": 40', b'"samples": 39'), "{shards}", "40 samples, dataset.json"),
@@ -148,8 +147,7 @@ def test_other_data_is_refused(check, tmp_path, folder, shards, edit, target, te
     elif edit:
         data = (shards / edit[0]).read_bytes()
         (shards / edit[0]).write_bytes(data.replace(*edit[1:], 1))
-    words = [word.format(**paths) for word in target.split()] or [""]
-    result = check(*words)
+    result = check(*(word.format(**paths) for word in target.split()))
     assert (result.code, result.out) == (2, ""), result
     assert text.format(**paths) in result.err and "data.root" not in result.err
 
@@ -199,7 +197,6 @@ NVJPEG = ("data.decoder=nvjpeg",)
         # 4 complete workers.
         (1000, [PLAIN, SMALL], 1e9, 11, 2, "80 % of what it can train on; 6 are needed", ()),
         (1000, [PLAIN, SMALL], 1e9, 1, 1, "has the training itself to do; 6 are", NVJPEG),
-        (801, [PLAIN], 1e9, 5, 1, "5 cores per GPU decode 99 % of", NVJPEG),
         (1e6, [PLAIN], 1e9, 5, 1, "decode less than 1 % of", NVJPEG),
     ],
 )
@@ -208,8 +205,3 @@ def test_verdicts(rate, formats, reading, cores, gpus, text, overrides):
     assert text in verdict.text and verdict.overrides == overrides
     assert verdict.fed == ("workers" in text)
     assert verdict.before == ("prepare ..." if not verdict.fed and not overrides else "")
-
-
-def test_dockers_own_shared_memory_is_too_small():
-    memory = needs.shm(workers=8, gpus=2, batch=256, image_size=224)
-    assert needs.Shm(None, memory.needed).fits and not needs.Shm(64 << 20, memory.needed).fits

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from distdl.config import compose, own_code
-from distdl.launch import external, planning, start
-from distdl.runs import snapshot
+from distdl.launch import planning, start
 from distdl.runs.directory import RunDirectory
 from distdl.validation import validate
 from distdl.validation.targets import lies_in
 from tests.conftest import ROOT, TINY, environment
-from tests.prepared import refusal
+from tests.written import write
 
 HERE = """
 import importlib, sys
@@ -39,26 +38,11 @@ assert Trust(tuple(mine)).covers(sys.argv[1]), mine
 {HERE}"""
 # Files, the folder that the command is typed in, overrides, the class, its file below the root.
 LAYOUTS = {
-    "src, a package itself": (
-        "src/__init__.py src/models/__init__.py src/models/net.py",
-        *(".", [], "src.models.net.Net", "src/models/net.py"),
-    ),
-    "namespaces in src, typed in a subfolder": (
-        "src/ns/a/net.py configs/x.yaml",
-        *("configs", [], "ns.a.net.Net", "src/ns/a/net.py"),
-    ),
-    "a monorepo's folder, named": (
-        "team/vision/net.py team/sound/large.py",
-        *(".", ["project.root=team/vision"], "net.Net", "net.py"),
-    ),
-    "a monorepo's folder, typed in": (
-        "team/vision/src/pkg/__init__.py team/vision/src/pkg/net.py common/__init__.py",
-        *("team/vision", [], "pkg.net.Net", "team/vision/src/pkg/net.py"),
-    ),
-    "a monorepo's top, from below": (
-        "team/vision/x.py common/__init__.py common/net.py",
-        *("team/vision", [], "common.net.Net", "common/net.py"),
-    ),
+    "src, a package": ("src/__init__.py src/net.py", ".", [], "src.net.Net", "src/net.py"),
+    "namespaces in src": ("src/ns/a/net.py b/x", "b", [], "ns.a.net.Net", "src/ns/a/net.py"),
+    "a folder, named": ("a/net.py sound/x.py", ".", ["project.root=a"], "net.Net", "net.py"),
+    "a folder, typed in": ("a/src/pkg/net.py", "a", [], "pkg.net.Net", "a/src/pkg/net.py"),
+    "the top, from below": ("a/x.py top/net.py", "a", [], "top.net.Net", "top/net.py"),
 }
 
 
@@ -113,27 +97,20 @@ def test_found_here_and_in_a_job(layout, project, tmp_path, without_stage_2):
 
 
 def test_what_python_looks_at_anyway_is_found_in_a_job(project, tmp_path, without_stage_2):
-    """As a package in editable mode is found here, or by $PYTHONPATH; and what pip has copied into
-    an environment inside the project is not the user's code."""
+    """As a package in editable mode is found here, or by $PYTHONPATH. What pip has copied into an
+    environment inside the project is not the user's code, nor is an editable package elsewhere."""
     installed = ".venv/lib/python3/site-packages"
     top = project(f"python/pkg/__init__.py python/pkg/net.py {installed}/x.py")
+    for name, home in (("pkg", top), ("other", tmp_path / "other")):
+        folder, url = f"{name}-1.dist-info", {"url": home.as_uri(), "dir_info": {"editable": True}}
+        files = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"}
+        files |= {"direct_url.json": json.dumps(url), "RECORD": f"{folder}/METADATA,,\n"}
+        write(tmp_path / folder, files)
     sys.path += [str(top / "python"), str(top / installed), str(tmp_path), "relative"]
     assert own_code.own_folders(top) == (str(top), str(top / "python"))
-    assert sent("pkg.net.Net", [], tmp_path / "elsewhere")[1] == Path("python/pkg/net.py")
-
-
-def test_a_job_gets_the_metadata_of_the_projects_editable_packages_only(project, tmp_path):
-    top = project("src/pkg/net.py")
-    for name, home in (("pkg", top), ("other", tmp_path / "other")):
-        folder = tmp_path / f"site-packages/{name}-1.0.dist-info"
-        folder.mkdir(parents=True)
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        url = {"url": home.as_uri(), "dir_info": {"editable": True}}
-        (folder / "direct_url.json").write_text(json.dumps(url))
-        (folder / "RECORD").write_text(f"{folder.name}/METADATA,,\n{folder.name}/RECORD,,\n")
-    sys.path.append(str(tmp_path / "site-packages"))
-    names = [name for _, name in snapshot.take(top, [], 300).files if name.endswith("METADATA")]
-    assert names == ["project/pkg-1.0.dist-info/METADATA"]
+    code, found = sent("pkg.net.Net", [], tmp_path / "elsewhere")
+    assert found == Path("python/pkg/net.py")
+    assert [path.name for path in code.glob("*.dist-info")] == ["pkg-1.dist-info"]
 
 
 def test_other_folders_runs_and_distdl_itself_are_not_the_users_code(project, monkeypatch):
@@ -151,12 +128,3 @@ def test_other_folders_runs_and_distdl_itself_are_not_the_users_code(project, mo
     assert own_code.own_folders(run.path) == () and own_code.python_path(run.path) == []
     assert not lies_in("distdl.runs.bundle.Bundle", [str(ROOT / "src")])
     assert lies_in("tests.conftest.distdl", [str(ROOT)])
-
-
-def test_ranks_that_somebody_else_has_started_have_what_is_here(without_stage_2, monkeypatch):
-    config = compose.compose([*TINY, "trainer.devices=1", "project.root=${oc.env:MINE}"])
-    config.launcher = {"_target_": external.TARGET}
-    monkeypatch.setenv("MINE", ".")
-    planning.size_of(config)
-    config.launcher._target_ = "distdl.launchers.slurm.SlurmLauncher"
-    assert "MINE, which the job will not have" in str(refusal(planning.size_of, config))
