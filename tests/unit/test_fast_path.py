@@ -7,23 +7,19 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging as LightningEMA
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from omegaconf import OmegaConf
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchvision.models import resnet18
 
 from distdl.callbacks import EMAWeightAveraging, Progress, StepMetrics
 from distdl.job import JobState
 from distdl.models import compilers
 from distdl.optim.optimizers import build_optimizer
 from distdl.ranks.stopping import Stopped, StopRequest
-from distdl.strategies import DDPStrategy
 from distdl.util.errors import UserError
 from distdl.worker import autotune, compiling
 from tests.conftest import UNCHECKED, distdl
@@ -168,19 +164,3 @@ def test_the_measured_way_is_frozen_in_the_run(tmp_path):
     assert [line.split()[0] for line in lines] == ["model.compile=false", "model.compile=default"]
     assert all("ms a step" in line for line in lines), "both trained"
     assert launch["changes"]["model.compile"] in (False, "default")
-
-
-@pytest.mark.parametrize("options, first_mb", [({}, 1), ({"first_bucket_mb": 25}, 25)])
-def test_the_first_bucket_of_ddp_is_small(options, first_mb):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        where = {"parallel_devices": [torch.device("cpu")], "gradient_as_bucket_view": True}
-        strategy = DDPStrategy(cluster_environment=LightningEnvironment(), **where, **options)
-        model = strategy._setup_model(resnet18(num_classes=10))
-        for _ in range(3):  # DDP makes its buckets anew after the first step
-            model(torch.randn(2, 3, 32, 32)).sum().backward()
-        sizes = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-    finally:
-        dist.destroy_process_group()
-    # A bucket is full with the parameter that reaches its size: 9 MB are layer4's convolution.
-    assert first_mb <= int(str(sizes).split(",")[0]) / 2**20 < first_mb + 9.1
