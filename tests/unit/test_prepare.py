@@ -214,9 +214,7 @@ AS_IT_IS, PHOTO = Treatment(), photograph(1)
 
 
 def opened(data):
-    image = Image.open(io.BytesIO(data))
-    image.load()
-    return image
+    return Image.open(io.BytesIO(data))
 
 
 def difference(a, b):
