@@ -146,6 +146,7 @@ def test_a_response_that_is_lost_does_not_fail_an_upload(s3, tmp_path, size, cal
 @pytest.mark.parametrize(
     ("status", "code", "remedy"),
     [
+        (404, "ContainerNotFound", "az storage container create --name box"),
         (403, "AuthorizationPermissionMismatch", "Storage Blob Data Reader"),
         (403, "AuthenticationFailed", "docs/data/reading.md"),
         (503, "ServerBusy", ""),
@@ -167,6 +168,20 @@ def test_what_azure_refuses_comes_with_a_remedy_and_no_signature(status, code, r
     assert "secret" not in str(error) + store.uri + repr(store) + store.address
 
 
+def test_a_kept_manifest_is_of_one_server(s3, tmp_path, monkeypatch):
+    prepare(tmp_path / "far")
+    uri, cache = "s3://box/kept", tmp_path / "cache"
+    open_store(uri, patience=2).upload(tmp_path / "far" / MANIFEST, MANIFEST)
+    open_data_set(uri, cache_root=cache).keep(cache)
+    (kept,) = (cache / "manifests").iterdir()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # another, with the same bucket
+    with pytest.raises(StoreError, match=f"{uri}/{MANIFEST}") as error:
+        open_store(uri, patience=0.5).read(MANIFEST)
+    assert error.value.transient
+    assert refusal(open_data_set, uri, patience=0.1, cache_root=cache).path == "data.root"
+    assert kept.read_bytes() == (tmp_path / "far" / MANIFEST).read_bytes()
+
+
 def test_each_outage_is_logged_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(remote_module.time, "sleep", lambda seconds: None)
     (tmp_path / "file").write_text("content")
@@ -180,6 +195,10 @@ def test_each_outage_is_logged_once(tmp_path, monkeypatch, caplog):
     for _ in range(4):
         assert store.read("file") == b"content"
     assert caplog.messages == ["box://data does not answer, trying again for 120 s: reset"] * 2
+    parts = iter((b"cut", b"content"))
+    monkeypatch.setattr(store, "_range", lambda *_: next(parts))
+    monkeypatch.setattr(store, "answer", lambda: None)
+    assert store.read("file") == b"content"
 
 
 def test_credentials_are_checked_and_requests_not_logged(monkeypatch):

@@ -85,8 +85,6 @@ class Preparation:
                 raise UserError.at("--to", what, "name a new folder: --to DIR")
 
     def _compare(self, before: dict[str, Any], how: str) -> None:
-        # An option of earlier versions that did not change pixels.
-        before.get("images", {}).pop("restart_markers", None)
         different = list(differences(before, json.loads(json.dumps(self.settings))))
         if different:
             remedy = "repeat the first command, name another folder (--to DIR), or remove this one"
