@@ -6,9 +6,9 @@ from the composed config on; what comes back is what rank 0 saw.
 
 import atexit
 import functools
-import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from tests.conftest import ROOT, environment, free_port
 from tests.warm import Popen
@@ -34,7 +33,6 @@ class Case:
     resume: Path | None = None  # a checkpoint
     fit: bool = True  # False: no training, only what follows
     validate: bool = False  # afterwards, the checkpoint that was written last
-    stop_after: int = 0  # step after which the last rank is asked to end, as by a signal; 0: none
     call: str = ""  # "module:function" to call instead, with the folder and the overrides
 
 
@@ -45,7 +43,7 @@ class Seen:
     losses: list[float] = field(default_factory=list)  # of each micro-batch, the mean of the ranks
     metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
     validated: dict[str, float] = field(default_factory=dict)  # those of the validation afterwards
-    ranks: list[Any] = field(default_factory=list)  # results of `call`, or how a pipeline loaded
+    ranks: list[Any] = field(default_factory=list)  # results of `call`, or what a pipeline has
     error: str = ""  # a traceback
 
 
@@ -105,11 +103,9 @@ def called(case):
     """The results of `case.call` on every rank, and the errors of a check that fails on one."""
     from distdl.distributed import process_group
 
-    module, _, name = case.call.partition(":")
-    function = getattr(importlib.import_module(module), name)
     results, error = {}, ""
     try:
-        results = dict(function(Path(case.folder), *case.overrides) or {})
+        results = dict(pkgutil.resolve_name(case.call)(Path(case.folder), *case.overrides) or {})
     except Exception:
         error = traceback.format_exc()
     errors = "".join(process_group.gather(error))
@@ -121,45 +117,34 @@ def trained(case):
     from lightning.pytorch import Callback
 
     from distdl import tasks
-    from distdl.data.loading import KeyedDataset
     from distdl.distributed import process_group
-    from distdl.job import JobState
-    from distdl.ranks import stopping
 
-    seen, stop = Seen(), stopping.StopRequest()
-    mine = {"devices": [], "asked": 0}
+    seen, mine = Seen(), {}
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index):
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs
             losses = process_group.gather(float(loss))
             seen.losses.append(sum(losses) / len(losses))
-            mine["devices"] = sorted({*mine["devices"], batch["image"].device.type})
-            last = trainer.global_rank == trainer.world_size - 1
-            if last and case.stop_after == trainer.global_step > 0:
-                stop.state, stop.signal = JobState.PREEMPTED, "SIGTERM"
+            mine["device"] = batch["image"].device.type
 
-    def read(dataset, keys, read=KeyedDataset.__getitems__):
-        mine["asked"] += len(keys)
-        return read(dataset, keys)
-
-    built = built_of(case, stop)
+    built = built_of(case)
     built.trainer.callbacks.insert(0, Watch())
     if case.fit:
-        with patch.object(KeyedDataset, "__getitems__", read), suppress(stopping.Stopped):
-            seen.metrics = tasks.train(built)
+        seen.metrics = tasks.train(built)
     if case.validate:
         mine["validated"] = seen.validated = tasks.validate(built, "last")
     seen.ranks = process_group.gather(mine)
     return seen
 
 
-def built_of(case, stop=None):
+def built_of(case):
     """A case from the command line's words on, as the worker builds it."""
     from distdl.checkpoint import fetching
     from distdl.config import compose, resources
     from distdl.config import recipe as configs
-    from distdl.ranks import environment, stopping
+    from distdl.ranks import environment
+    from distdl.ranks.stopping import StopRequest
     from distdl.runs.directory import Attempt, RunDirectory
     from distdl.worker.build import build
 
@@ -169,8 +154,8 @@ def built_of(case, stop=None):
     run = RunDirectory(Path(case.folder))
     run.path.mkdir(parents=True, exist_ok=True)
     chosen = fetching.provide(str(case.resume) if case.resume else None, run.path, here)
-    stop = stopping.StopRequest() if stop is None else stop  # one that is not asked is false
-    return build(config, run, Attempt(run.path / "attempts/001"), here, size, stop, [], chosen)
+    attempt = Attempt(run.path / "attempts/001")
+    return build(config, run, attempt, here, size, StopRequest(), [], chosen)
 
 
 def main(accelerator):

@@ -1,7 +1,6 @@
 """A small network, its data and its training, for tests of strategies on two ranks; and modules
 that step by hand, or do what FSDP2 cannot."""
 
-import warnings
 from functools import partial
 
 import torch
@@ -86,18 +85,14 @@ class ByHand(Small):
 
 
 class Penalty(Small):
-    """A gradient penalty, through a unit of FSDP2 (the module itself) or inside of it."""
-
-    def __init__(self, through):
-        super().__init__()
-        self.through = through
+    """A gradient penalty through a unit of FSDP2: the module itself."""
 
     def forward(self, images):
         return self.network(images)
 
     def training_step(self, batch, batch_idx):
         images = batch[0].requires_grad_()
-        answer = self(images) if self.through else self.network(images)
+        answer = self(images)
         (gradient,) = torch.autograd.grad(answer.sum(), images, create_graph=True)
         loss = cross_entropy(answer, batch[1]) + gradient.norm() / 10
         self.losses.append(float(loss.detach()))
@@ -126,9 +121,9 @@ class Target(Small):
             mean.lerp_(value, 0.1)
 
 
-UNDER_FSDP = (ByHand, partial(Target, after=True), partial(Penalty, through=False))
+UNDER_FSDP = (ByHand, partial(Target, after=True))
 NOT_UNDER_FSDP = {
-    partial(Penalty, through=True): "create_graph=True",
+    Penalty: "create_graph=True",
     partial(Target, after=False): "training_step changes weights (target.",
 }
 
@@ -173,7 +168,6 @@ def loader(rank=None, skip=0):
 
 def trainer(strategy, steps, folder, callbacks=(), **more):
     """A Trainer as distdl.worker.build makes it, on the process group that there is."""
-    warnings.filterwarnings("ignore")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if isinstance(strategy, Strategy):
         portable.use_names(strategy)

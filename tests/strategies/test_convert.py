@@ -46,7 +46,6 @@ def test_a_folder_becomes_the_file_of_the_same_training(name, runs, converted):
         assert f"equal: {part}, {TENSORS} tensors" in output
     assert "strategy=ddp trainer.devices=4 checkpoint.resume_from=whole.ckpt" in output
     assert difference(step(whole, HALF), Path("whole.ckpt")) == 0
-    matrix.read_by_lightning(Path("whole.ckpt"), step(whole, HALF))
     # It is read without conversion, too.
     direct = runs.train(f"sharded {name} then single", TOPOLOGIES["single"], resume=folder)
     assert difference(step(whole), step(direct)) < SAME_TO
@@ -107,10 +106,8 @@ def test_refused(words, message, source):
 
 
 def test_a_difference_is_found():
-    nan = [1.0, float("nan")]
-    one, same = ({"a": [torch.tensor(nan)], "b": 0.5} for _ in range(2))
+    one, same = ({"a": [torch.tensor([1.0, float("nan")])], "b": 0.5} for _ in range(2))
     assert parts.compare(one, same, "") == 1
-    other_type = {"a": [torch.tensor(nan, dtype=torch.float64)], "b": 0.5}
-    for other in ({**one, "a": [torch.tensor([1.0, 2.0])]}, {**one, "b": 0.25}, other_type):
+    for other in ({**one, "a": [torch.tensor([1.0, 2.0])]}, {**one, "b": 0.25}):
         with pytest.raises(RuntimeError, match="the written file"):
             parts.compare(one, other, "checkpoint")

@@ -23,7 +23,6 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 from distdl.callbacks.count_traffic import CountTraffic
 from distdl.callbacks.trace import Trace
 from distdl.distributed import process_group
-from distdl.distributed.traffic import Traffic, in_words
 from distdl.strategies import bucket_search
 from distdl.strategies.bucket_search import NOT_COUNTED, STEPS, BucketSearch
 from distdl.strategies.ddp import DDPStrategy
@@ -74,7 +73,7 @@ def trained(name):
         weights=weights[:2000].tolist(),
         checksum=checksum(module),
         bytes=4 * len(weights),
-        payload=traffic.per_step()["payload"],
+        **{name: traffic.per_step()[name] for name in ("payload", "sent")},
     )
 
 
@@ -243,6 +242,7 @@ def a_step_sends_as_much_as_arithmetic_says(folder):
     for name, payload in PAYLOADS.items():
         rank = trained(name)[0]
         assert rank.payload == payload(rank.bytes), name
+    assert trained("none")[0].sent == trained("none")[0].payload, "a ring of two: 2 x 1/2"
 
 
 CHECKS = [
@@ -267,21 +267,3 @@ def test_a_bucket_search_takes_the_slowest_rank_and_the_median():
         changes.append(search.add_step(5.0 if number < NOT_COUNTED else steps[search.size]))
     assert search.done and search.size == 5 and sum(changes) == 3 and changes[STEPS - 1]
     assert search.describe() == "1 MB 900.0 ms, 5 MB 300.0 ms, 21 MB 400.0 ms: 5 MB"
-    small = BucketSearch(0.5, lambda mine: [mine])  # nothing to search
-    assert small.done and small.size == 1 and not small.add_step(1.0)
-
-
-def test_the_ring_sends_all_but_its_own_part_twice():
-    tensor, four = torch.zeros(1000), torch.zeros(4000)
-    for name, arguments, ranks, sent in (
-        ("allreduce_", ([tensor],), 4, 6000),
-        ("_allgather_base_", (four, tensor), 4, 12_000),
-        ("_reduce_scatter_base_", (tensor, four), 4, 12_000),
-        ("send", ([tensor],), 4, 4000),
-        ("recv_", ([tensor],), 4, 0),
-        ("broadcast_", ([tensor],), 1, 0),
-    ):
-        traffic = Traffic()
-        traffic.add(name, arguments, ranks)
-        assert traffic.sent == sent, name
-    assert [*map(in_words, (102_228_128, 1_500, 3))] == ["102.2 MB", "1.5 kB", "3 B"]

@@ -11,7 +11,7 @@ from distdl.strategies.fsdp import units
 from distdl.worker import autotune
 from tests.conftest import UNCHECKED, distdl
 from tests.strategies import matrix
-from tests.strategies.matrix import HALF, SAME_TO, TOPOLOGIES, batch, difference, step, two
+from tests.strategies.matrix import SAME_TO, TOPOLOGIES, batch, difference, step, two
 from tests.strategies.ranks import Case, shared
 
 # With test_equality: they share the runs.
@@ -31,14 +31,6 @@ def test_validates_after_the_training_and_without_one(name, runs):
     assert seen.validated == pytest.approx(trained, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["fsdp x2", "zero3 x2"])
-def test_a_file_of_distdl_0_1_resumes(name, runs):
-    ddp = runs.train("ddp x2")
-    old = matrix.by_position(step(ddp, HALF), runs.folder / "old.ckpt", keep=True)
-    resumed = runs.train(f"old then {name}", TOPOLOGIES[name], resume=old)
-    assert difference(step(ddp), step(resumed)) < SAME_TO
-
-
 def test_settings_of_deepspeeds_own(runs):
     file = runs.folder / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": false}}')
@@ -46,17 +38,13 @@ def test_settings_of_deepspeeds_own(runs):
     assert difference(step(runs.train("ddp x2")), step(result)) < SAME_TO
 
 
-def block(width):
-    return nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU())
-
-
 def test_units_by_size_and_of_parts_that_are_called_by_themselves():
-    large, inside = block(10), nn.ModuleList([block(10), block(10)])
-    model = nn.Sequential(block(3), large, inside)
-    assert units(model, 100) == [large[0], inside[0][0], inside[1][0]]
+    large, one, other = (nn.Linear(10, 10, bias=False) for _ in range(3))
+    model = nn.Sequential(nn.Linear(3, 3), large, nn.ModuleList([one, other]))
+    assert units(model, 100) == [large, one, other]
     assert units(model, 101) == [], "a list gathers nothing, and nothing else is large enough"
-    model[1][0].weight = inside[0][0].weight
-    assert units(model, 100) == [inside[1][0]], "what is shared belongs to the whole"
+    large.weight = one.weight
+    assert units(model, 100) == [other], "what is shared belongs to the whole"
     attention = nn.MultiheadAttention(16, 2)
     model = nn.Sequential(nn.Linear(3, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), attention)
     assert units(model, 200) == [model[1][0], attention], "its out_proj is not called"
