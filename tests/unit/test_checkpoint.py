@@ -112,26 +112,23 @@ def order(monkeypatch) -> list[str]:
     """The names in the order in which files get them, and "removed" for the first checkpoint; what
     gets a name is on the disk by then, and before the removal so are the names."""
     synced: set[Path] = set()
-    unsettled: set[Path] = set()  # what was renamed, and whose folder was not synced since
     events: list[str] = []
     fsync, replace, remove = os.fsync, os.replace, checkpoints.remove
 
     def on_fsync(handle: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
-        synced.add(path)
-        unsettled.difference_update([p for p in unsettled if p.parent == path])
+        synced.add(Path(os.readlink(f"/proc/self/fd/{handle}")))
         fsync(handle)
 
     def on_replace(source: Path, target: Path) -> None:
         assert {source, *source.rglob("*")} <= synced
-        unsettled.add(target)
         synced.add(target)
+        synced.discard(target.parent)
         events.append(target.name)
         replace(source, target)
 
     def on_remove(path: Path) -> None:
         if path.name == "step_1.ckpt":
-            assert not unsettled
+            assert path.parent in synced
             events.append("removed")
         remove(path)
 

@@ -31,14 +31,11 @@ INF, NAN = math.inf, math.nan
 @pytest.mark.parametrize("every_n_steps", [None, 10, 11, 12])
 def test_what_is_due_by_time_is_saved_once(tmp_path, monkeypatch, every_n_steps):
     """Of 30 steps, a second each. Two ranks agree a step later; the other one never asks."""
-
-    def sent(*_: Any, **__: Any) -> Any:
-        return SimpleNamespace(wait=lambda: None)
-
     ranks = SimpleNamespace(world_size=lambda: 2, gather=lambda value: [value])
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    sent = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(agreement, "process_group", ranks)
-    monkeypatch.setattr(agreement.dist, "all_reduce", sent)
+    monkeypatch.setattr(agreement.dist, "all_reduce", lambda *_, **__: sent)
     monkeypatch.setattr("distdl.callbacks.checkpointer.time", clock)
     tick = after_batch(lambda trainer: setattr(clock, "now", float(trainer.global_step)))
     often = {"every_minutes": 10 / 60, "every_n_steps": every_n_steps}
@@ -206,19 +203,12 @@ def of_hydra_template(folder: Path, **more: Any) -> ModelCheckpoint:
     return ModelCheckpoint(**{"dirpath": folder / "checkpoints", "save_last": True, **name, **more})
 
 
-class ChoosesLate(ModelCheckpoint):
-    def setup(self, trainer, *arguments: Any, **options: Any) -> None:
-        super().setup(trainer, *arguments, **options)
-        self.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
-
-
 def test_a_users_own_checkpoints_are_apart_and_resume_their_state(tmp_path):
-    """Also one in a folder of ours, one without a folder, and one that chooses it late."""
+    """Also one in a folder of ours, and one without a folder."""
     top = {"monitor": "val/acc1", "mode": "max", "save_top_k": 2}
     inner = of_hydra_template(tmp_path, dirpath=tmp_path / "checkpoints/inner")
     nowhere = ModelCheckpoint(filename="n", monitor="val/acc1", mode="min")
-    others = [inner, nowhere, ChoosesLate(filename="late")]
-    fit(tmp_path, [0.5, 0.9, 0.1], of_hydra_template(tmp_path, **top), *others)
+    fit(tmp_path, [0.5, 0.9, 0.1], of_hydra_template(tmp_path, **top), inner, nowhere)
     store, theirs = CheckpointStore(tmp_path / "checkpoints"), tmp_path / "model_checkpoints"
     assert sorted(path.name for path in store.all()) == [f"epoch_00{i}.ckpt" for i in range(3)]
     assert all(damage_of(path) is None for path in [*store.all(), store.folder / "last.ckpt"])
@@ -227,7 +217,7 @@ def test_a_users_own_checkpoints_are_apart_and_resume_their_state(tmp_path):
     def kept() -> set[str]:
         return {str(path.relative_to(theirs)) for path in theirs.rglob("*.ckpt")}
 
-    of_others = {"n.ckpt", "late.ckpt", "inner/epoch_002.ckpt", "inner/last.ckpt"}
+    of_others = {"n.ckpt", "inner/epoch_002.ckpt", "inner/last.ckpt"}
     assert kept() == {"epoch_000.ckpt", "epoch_001.ckpt", "last.ckpt"} | of_others
     # It knows what it has saved, keeps the best of both attempts and deletes the others.
     fit(tmp_path, [0.7], of_hydra_template(tmp_path, **top), resume=newest(tmp_path), epochs=4)
