@@ -58,7 +58,6 @@ def test_scaling_rules():
         ("none", 512, "lr 0.1 (not scaled by the global batch of 512)"),
     ):
         assert optimizers.describe_lr({**SGD, "lr_scaling": rule}, batch) == line
-    assert "default" in optimizers.describe_lr({"_target_": "torch.optim.Adadelta"}, 512)
     for module, node, path, message in (
         (None, {**SGD, "lr_scaling": "cubic"}, "optimizer.lr_scaling", "linear, sqrt"),
         (nn.ReLU(), SGD, "model", "no trainable parameter"),
@@ -108,13 +107,13 @@ def test_weights_decay_and_biases_and_norms_do_not(make, every, expected):
 def test_a_fused_step_is_the_default_and_the_same_step(name, size):
     """Whatever the memory layout: torch's own takes a gradient's or momentum's numbers in the order
     of its parameter's."""
-    weights, built = [], []
+    weights = []
     for fused in (None, False):
         torch.manual_seed(0)
         module = nn.Conv2d(3, 4, size, bias=False).to(memory_format=torch.channels_last)
         more = {"momentum": 0.9} if name == "SGD" else {}
         node = {"_target_": f"torch.optim.{name}", "lr": 0.2, "fused": fused, **more}
-        built.append(optimizer := build(module, node))
+        optimizer = build(module, node)
         for step in range(3):
             numbers = torch.arange(12.0 * size**2) / (step + 1)
             module.weight.grad = numbers.reshape(4, 3, size, size)
@@ -124,19 +123,13 @@ def test_a_fused_step_is_the_default_and_the_same_step(name, size):
                 state.update({key: value.contiguous() for key, value in state.items()})
                 optimizer.load_state_dict(saved)
             optimizer.step()
+        assert optimizer.param_groups[0]["fused"] is (fused is None), "as before it was loaded"
         weights.append(module.weight)
     assert weights[0].is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(*weights)
-    # A resumed run uses its own kernels, and not those of the run that wrote the checkpoint.
-    states = [optimizer.state_dict() for optimizer in built]
-    for optimizer, other, fused in zip(built, reversed(states), (True, False), strict=True):
-        optimizer.load_state_dict(other)
-        assert optimizer.defaults["fused"] is fused is optimizer.param_groups[0]["fused"]
 
 
 def test_nothing_is_fused_where_it_cannot_be():
-    on_meta = list(nn.Linear(2, 2).to("meta").parameters())
-    assert not optimizers.can_fuse(torch.optim.SGD, [{"params": on_meta}])
     lars = {"_target_": "timm.optim.Lars", "lr": 0.3, "weight_decay": 1e-4, "trust_coeff": 1e-3}
     for node in ({"_target_": "torch.optim.Rprop"}, {**SGD, "foreach": True}, lars):
         module = nn.Linear(2, 2)
@@ -164,7 +157,6 @@ GOYAL += [0.8] * 250 + [0.08] * 300 + [8e-3] * 200 + [8e-4] * 100
         ("warmup_cosine", 512, {"epochs": 1, "warmup_epochs": 1}, WARMUP[1::2]),
         ("warmup_cosine", 512, {"warmup_epochs": 2, "min_lr_ratio": 0.1}, WARMUP + cosine(81, 0.1)),
         ("warmup_step", 2048, {"epochs": 90}, GOYAL),
-        ("warmup_step", 256, {"epochs": 9}, [0.1] * 90),  # the reference batch
         (f"{TORCHS}.StepLR", 512, {"step_size": 2}, [0.2, 0.2, 0.02]),
     ],
 )
@@ -205,7 +197,6 @@ def test_torchs_own_schedules():
     """Lightning gets its own keys; rescaling multiplies the rate."""
     built = schedule(f"{TORCHS}.ReduceLROnPlateau", build(), monitor="val/loss", factor=0.5)
     assert built["monitor"] == "val/loss" and built["scheduler"].factor == 0.5
-    assert optimizers.build_schedule(build(), {}, steps_per_epoch=10, max_epochs=4) == {}
     optimizer = build()
     built = schedule(f"{TORCHS}.StepLR", optimizer, step_size=2)
     rates(built, optimizer, 3)
@@ -227,8 +218,6 @@ LENGTHS = [
     *(((1000, 90, 100), 100), ((1000, -1, 1500), 1500), ((10, 3, 1000), 30)),
     *(((10, 3, -1, 4), 9), ((10, 3, 8, 4), 8), ((math.inf, 3, 70), 70)),
 ]
-
-
 ENDING = [COSINE | {"warmup_epochs": 0}, {"_target_": f"{TORCHS}.OneCycleLR", "max_lr": 0.2}]
 
 

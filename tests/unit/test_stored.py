@@ -10,7 +10,6 @@ from filelock import FileLock
 from distdl.data import StoredImages, TrainPosition
 from distdl.datasets.cache import Cache
 from distdl.datasets.format import MANIFEST
-from distdl.datasets.order import Windows
 from distdl.datasets.reading import Shards, open_data_set
 from tests import prepared
 from tests.prepared import PER_SHARD, files, flip, jpeg, open_cache, prepare, refusal
@@ -69,8 +68,8 @@ def damaged(batches):
     return dict.fromkeys(names, weight) or {"": weight}
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True)])
-def test_damage_in_a_folder_is_found_in_each_epoch(tmp_path, made, workers, persistent):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_damage_in_a_folder_is_found_in_each_epoch(tmp_path, made, workers):
     rows = {name: open_data_set(str(tmp_path / "far")).index(name, None) for name in made.splits}
 
     def damage(split, index):
@@ -83,8 +82,6 @@ def test_damage_in_a_folder_is_found_in_each_epoch(tmp_path, made, workers, pers
     data = images(tmp_path, num_workers=workers)
     data.setup()
     train, val = data.train_dataloader(), data.val_dataloader()
-    for loader in (train, val):  # DataLoader refuses it after its creation
-        object.__setattr__(loader, "persistent_workers", persistent)
     train.batch_sampler.position = TrainPosition(0, consumed=24)  # resumed: the rest is unread
     for number in range(3):
         result = damaged(train)
@@ -152,22 +149,15 @@ def test_a_cache_that_is_too_small_is_trained_from_in_windows(tmp_path):
     assert problem.path == "data.cache_gb" and enough * 1e9 >= 3 * size
 
 
-@pytest.mark.parametrize("limit", [None, 12])  # of the cache, in shards
-def test_only_shards_that_an_epoch_uses_are_fetched(tmp_path, limit):
-    manifest = prepare(tmp_path / "far", train=160, val=17)
-    size = max(shard.bytes for shard in manifest.splits["train"].shards)
-    bounded = {"cache_gb": limit * size / 1e9} if limit else {}
-    data = images(tmp_path, cache_dir=str(tmp_path / "cache"), shuffle_window=2, **bounded)
+def test_only_shards_that_an_epoch_uses_are_fetched(tmp_path):
+    prepare(tmp_path / "far", train=160, val=17)
+    data = images(tmp_path, cache_dir=str(tmp_path / "cache"))
     data.trainer = prepared.quiet_trainer(tmp_path, limit_train_batches=0.1, limit_val_batches=2)
     data.setup()
     loader = data.train_dataloader()
     loader.batch_sampler.position = TrainPosition(3)
     read = [i for _, batch in zip(range(4), loader, strict=False) for i in batch["index"].tolist()]
-    needed = shards_of(read)
-    if limit:  # all shards of the window
-        counts = tuple(shard.samples for shard in manifest.splits["train"].shards)
-        needed = {f"train-{n:05d}.tar" for n in Windows(counts, 2).shards(0, 3)[0]}
-    needed |= {"val-00000.tar"}
+    needed = shards_of(read) | {"val-00000.tar"}
     cache = cache_of(tmp_path)
     until(lambda: set(files(cache)) >= needed)
     time.sleep(0.3)  # for one that should not come
@@ -186,11 +176,9 @@ def test_check_and_setup_report_the_same(tmp_path, made):
         return list(StoredImages.check({"root": root, **node}, {"local": local}))
 
     root, manifest = str(tmp_path / "far"), tmp_path / "far" / MANIFEST
-    (problem,) = check(root, num_classes=11)
-    assert (problem.path, problem.remedy) == ("num_classes", "data.num_classes=10")
     problem = refusal(StoredImages(root, 4, 11, num_workers=0).setup)
     assert problem.path == "data.num_classes" and "is 11" in problem.what
-    assert check(root, num_classes=10) == []
+    assert check(f"file://{root}", num_classes=10) == []
     assert check("azure://box/a", local=False) == ["the job itself checks azure://box/a"]
     empty = replace(made.splits["val"], samples=0, shards=())
     manifest.write_text(replace(made, splits={**made.splits, "val": empty}).to_json())
@@ -201,15 +189,9 @@ def test_check_and_setup_report_the_same(tmp_path, made):
     flip(tmp_path / "far/train.index.npy", 500)
     problem = refusal(images(tmp_path).setup)
     assert problem.path == "data.root" and "train.index.npy" in problem.what
-    manifest.unlink()
-    assert [p.path for p in check(f"file://{root}")] == ["root", "root"]  # no train/ and no val/
 
 
 def test_ranks_that_see_different_data_sets_are_refused(tmp_path, monkeypatch):
-    write_photographs(tmp_path / "c", "ab", train=1, val=1)
-    write_photographs(tmp_path / "d", "ab", train=2, val=1)
-    for name, train in (("a", 39), ("b", 40)):
-        prepare(tmp_path / name, train=train)
     met = []
 
     def gather(value):
@@ -217,13 +199,14 @@ def test_ranks_that_see_different_data_sets_are_refused(tmp_path, monkeypatch):
         met.append(value)
         return [met[0], value]
 
-    def set_up(name, classes):
-        StoredImages(str(tmp_path / name), 4, classes, num_workers=0).setup()
-
     monkeypatch.setattr("distdl.data.stored.process_group.gather", gather)
-    for one, other, classes in (("a", "b", 10), ("c", "d", 2)):
+    for train in (1, 2):
+        write_photographs(tmp_path / f"folder {train}", "ab", train=train, val=1)
+        prepare(tmp_path / f"shards {train}", train=train)
+    for kind, classes in (("folder", 2), ("shards", 10)):
         met.clear()
-        set_up(one, classes), set_up(one, classes)
-        what = refusal(set_up, other, classes).what
-        assert "the ranks see different data sets" in what
-        assert f"{met[0][0]} is rank 0's, on" in what and f"{met[2][0]} is rank 1" in what
+        roots = (str(tmp_path / f"{kind} {number}") for number in (1, 1, 2))
+        first, same, other = (StoredImages(r, 4, classes, num_workers=0) for r in roots)
+        first.setup(), same.setup()
+        what = refusal(other.setup).what
+        assert f"different data sets: {met[0][0]} is rank 0's, on" in what and met[2][0] in what
