@@ -151,7 +151,7 @@ def test_a_cache_that_is_too_small_is_trained_from_in_windows(tmp_path):
 
 def test_only_shards_that_an_epoch_uses_are_fetched(tmp_path):
     prepare(tmp_path / "far", train=160, val=17)
-    data = images(tmp_path, cache_dir=str(tmp_path / "cache"))
+    data = images(tmp_path, cache_dir=str(tmp_path / "cache"), shuffle_window=2)
     data.trainer = prepared.quiet_trainer(tmp_path, limit_train_batches=0.1, limit_val_batches=2)
     data.setup()
     loader = data.train_dataloader()
