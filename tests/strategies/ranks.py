@@ -33,6 +33,7 @@ class Case:
     resume: Path | None = None  # a checkpoint
     fit: bool = True  # False: no training, only what follows
     validate: bool = False  # afterwards, the checkpoint that was written last
+    stop_after: int = 0  # step after which the last rank is asked to end, as by a signal; 0: none
     call: str = ""  # "module:function" to call instead, with the folder and the overrides
 
 
@@ -118,8 +119,10 @@ def trained(case):
 
     from distdl import tasks
     from distdl.distributed import process_group
+    from distdl.job import JobState
+    from distdl.ranks.stopping import Stopped, StopRequest
 
-    seen, mine = Seen(), {}
+    seen, mine, stop = Seen(), {}, StopRequest()
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index):
@@ -127,18 +130,22 @@ def trained(case):
             losses = process_group.gather(float(loss))
             seen.losses.append(sum(losses) / len(losses))
             mine["device"] = batch["image"].device.type
+            last = trainer.global_rank == trainer.world_size - 1
+            if last and case.stop_after == trainer.global_step > 0:
+                stop.state, stop.signal = JobState.PREEMPTED, "SIGTERM"
 
-    built = built_of(case)
+    built = built_of(case, stop)
     built.trainer.callbacks.insert(0, Watch())
     if case.fit:
-        seen.metrics = tasks.train(built)
+        with suppress(Stopped):
+            seen.metrics = tasks.train(built)
     if case.validate:
         mine["validated"] = seen.validated = tasks.validate(built, "last")
     seen.ranks = process_group.gather(mine)
     return seen
 
 
-def built_of(case):
+def built_of(case, stop=None):
     """A case from the command line's words on, as the worker builds it."""
     from distdl.checkpoint import fetching
     from distdl.config import compose, resources
@@ -155,7 +162,8 @@ def built_of(case):
     run.path.mkdir(parents=True, exist_ok=True)
     chosen = fetching.provide(str(case.resume) if case.resume else None, run.path, here)
     attempt = Attempt(run.path / "attempts/001")
-    return build(config, run, attempt, here, size, StopRequest(), [], chosen)
+    stop = StopRequest() if stop is None else stop  # one that is not asked is false
+    return build(config, run, attempt, here, size, stop, [], chosen)
 
 
 def main(accelerator):

@@ -12,9 +12,10 @@ from torchvision.models import resnet18
 from distdl.models import ImageClassifier
 from distdl.models.blocks import blocks_of
 from distdl.strategies.pipeline import balance, probe, splitting, stage_rules
+from distdl.strategies.pipeline.stage_rules import StagePosition
 from distdl.util.errors import UserError
 from tests.strategies import matrix
-from tests.strategies.matrix import HALF, SAME_TO, difference, step
+from tests.strategies.matrix import HALF, SAME_TO, TOPOLOGIES, difference, step
 
 # With test_equality: they share the ranks.
 pytestmark = pytest.mark.xdist_group("strategies")
@@ -105,6 +106,16 @@ def test_what_each_rank_has_validated_and_loaded(train, runs):
     assert [rank["device"] for rank in seen["1f1b"].ranks] == ["cpu", "meta"]
 
 
+def test_asked_to_stop_it_resumes_exactly(runs):
+    topology, complete = TOPOLOGIES["pipeline x2"], runs.train("pipeline x2")
+    cut = runs.train("pipeline cut", topology, stop_after=HALF - 1)
+    rest = runs.train("pipeline resumed", topology, resume=step(cut, HALF))
+    first, second = (runs.seen[f"pipeline {part}"].losses for part in ("cut", "resumed"))
+    assert len(first) == HALF, "agreed on a step later"
+    assert first + second == runs.seen["pipeline x2"].losses
+    assert difference(step(complete), step(rest)) == 0
+
+
 # ------------------------------------------------------------------ without any process
 
 
@@ -126,7 +137,15 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be_and_the_bubble_predicted():
     cuts = balance.even_out(costs, balance.partition(costs, 4), 2)
     loads = [sum(costs[cuts[i] : cuts[i + 1]]) for i in range(4)]
     assert sorted((loads[0] + loads[2], loads[1] + loads[3])) == [5, 5]
+    assert balance.bubble("gpipe", [1, 1], 1, 4) == pytest.approx(1 / 5)  # (p-1) / (m+p-1)
     assert balance.bubble("interleaved", [1, 1], 2, 4) == pytest.approx(1 / 9)
+    assert balance.bubble("1f1b", [1, 3], 1, 4) == pytest.approx(1 - 16 / 26)
+
+
+def test_each_rank_has_one_position():
+    for across, places in (("devices", "00 10 01 11"), ("nodes", "00 01 10 11")):
+        positions = [StagePosition.of_rank(rank, 4, 2, across) for rank in range(4)]
+        assert " ".join(f"{p.stage}{p.replica}" for p in positions) == places
 
 
 TORCHVISION = ("resnet18", "convnext_tiny", "mobilenet_v3_small", "vgg11")

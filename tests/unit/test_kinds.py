@@ -25,23 +25,32 @@ LAMBDA = "lightning.pytorch.callbacks.LambdaCallback"
 # {command} makes the file {file}; {pickle} makes it when it is unpickled; {hub} when imported.
 PICKLED = {"checkpoint_path": "{pickle}", "weights_only": False}
 SHELL = node(RUN, command="{command}")
+LATER = {**SHELL, "_partial_": True}
 CREATED = "{{_target_: " + RUN + ", command: '{command}'}}"
+TOUCH = node(CONTROLLER, "touch", "{file}")
 TIMM = "timm.create_model"
+IO = "lightning.fabric.plugins.TorchCheckpointIO.load_checkpoint"
 OUTSIDE = """
 builtins.eval subprocess.Popen distdl_evil.Thing resnet50 torch.nn. a/b.c foobar.Baz
 torch.nn.Module.__subclasses__
 """
 GADGETS = [
     *(("model.x", node(name)) for name in [*OUTSIDE.split(), "a b", 7]),
-    ("callbacks.x", node(LAMBDA, on_fit_start={**SHELL, "_partial_": True})),
+    ("callbacks.x", node(f"{RUN}_and_read_all", run_lambda=LATER, command="{command}")),
+    ("callbacks.x", node("torch.distributed.run.main", args=["--no-python", "touch", "{file}"])),
+    ("callbacks.x", node(LAMBDA, on_fit_start=LATER)),
+    ("tracking.x", TOUCH),
     ("task", node("distdl.worker.agent.run", ["-c", "{command}"])),
     ("model.x", node("timm.models._helpers.load_state_dict", **PICKLED)),
+    ("strategy.x", node(IO, None, "{pickle}", weights_only=False)),
     # What a function may be reached by, whatever the section.
     *((key, SHELL) for key in ("model.x", "optimizer", "schedule", "strategy", "data")),
-    *((key, SHELL) for key in ("trainer.profiler", "callbacks.x", "tracking.x")),
+    ("trainer.profiler", SHELL),
     ("launcher", node(CONTROLLER)),
-    ("launcher.env", {"X": node(CONTROLLER, "touch", "{file}")}),
+    ("launcher.env", {"X": TOUCH}),
     ("model.x", node("torch.load", f="{pickle}", weights_only=False)),
+    ("model.x", node("torch.hub.load", repo_or_dir="{hub}", model="m", source="local")),
+    ("model.x", node("torch.hub.os.system", "{command}")),
     ("model.x", node("own_kinds.os.system", "x")),
     ("model.x", node("own_kinds.run", command="{command}")),
     ("model", node("lightning.pytorch.LightningModule.load_from_checkpoint", **PICKLED)),
@@ -52,6 +61,7 @@ GADGETS = [
     ("model.x", node(TIMM, model_name="resnet10t", checkpoint_path="{pickle}")),
     ("model.x", node(TIMM, "resnet10t", False, None, None, "{pickle}")),
     ("model.x", node(TIMM, model_name="local-dir:{hub}")),
+    ("data.x", node("torchvision.datasets.LSUNClass", root="{hub}")),
     ("model.x", node("torch.fx.GraphModule", root={}, graph="x")),
 ]
 
@@ -93,7 +103,8 @@ strategy.x=lightning.pytorch.plugins.precision.MixedPrecision strategy.x=datetim
 strategy.x=torch.distributed.fsdp.CPUOffload callbacks.x=own_kinds.Thing.make
 trainer.profiler=lightning.pytorch.profilers.PyTorchProfiler model.x=own_kinds.Linear
 model.x=torch.optim.lr_scheduler.ReduceLROnPlateau model.x=torchvision.models.get_model
-model.x=torch.ones launcher=distdl.launchers.azureml.launcher.AzureMLLauncher
+model.x=torchvision.models.detection.ssd300_vgg16 model.x=torch.ones
+launcher=distdl.launchers.azureml.launcher.AzureMLLauncher
 """.split()  # noqa: SIM905
 
 
@@ -123,12 +134,15 @@ def test_a_refusal_says_what_to_write_and_what_is_allowed_may_be_anything(traps)
         kinds.refuse(values, Trust(allow=("torch.nn",)))
 
 
-def test_allowed_in_the_users_project_if_it_is_not_pythons_own(tmp_path, monkeypatch):
-    def refused(target):
-        return problems_of(sample({"model._target_": target}))
+def test_allowed_by_name_or_in_the_users_project(tmp_path, monkeypatch):
+    def refused(target, root=None, **changes):
+        return problems_of(sample({"model._target_": target, **changes}), project_root=root)
 
-    for name in ("mine", "subprocess"):
-        (tmp_path / f"{name}.py").touch()
-    assert refused("mine.Model")
+    assert not refused("foo.bar.Baz", **{"project.allow": ["foo"]})
+    (tmp_path / "package").mkdir()
+    for name in ("mine.py", "package/net.py", "subprocess.py"):
+        (tmp_path / name).touch()
+    for target in ("mine.Model", "package.net.Model"):
+        assert refused(target) and not refused(target, str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert not refused("mine.Model") and refused("subprocess.Popen")

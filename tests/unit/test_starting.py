@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distdl import tasks
 from distdl.config import compose, resources
 from distdl.config import recipe as configs
+from distdl.data.sampling import TrainBatches
 from distdl.ranks import environment
 from distdl.ranks.stopping import StopRequest
 from distdl.runs.directory import Attempt, RunDirectory
@@ -152,6 +153,16 @@ def test_a_training_resumes_as_lightning_would(ours, file, name, logged):
     fit(reference, 4, file=file.parent / name)
     assert same(built.module, reference)
     assert ("was saved after 3 batches of an epoch" in logged()) == (name != "a.ckpt")
+
+
+@pytest.mark.parametrize("kind, epochs", [("adam", [2, 3]), ("bare", [0, 1, 2, 3])])
+def test_the_order_of_the_data_is_that_of_the_epoch(ours, file, kind, epochs, monkeypatch):
+    used, iterate = [], TrainBatches.__iter__
+    monkeypatch.setattr(
+        TrainBatches, "__iter__", lambda self: used.append(self.position.epoch) or iterate(self)
+    )
+    train(ours("run", file, kind=kind))
+    assert used[1:] == epochs  # the first one is made before the checkpoint is read
 
 
 UNFIT = [

@@ -10,6 +10,7 @@ from filelock import FileLock
 from distdl.data import StoredImages, TrainPosition
 from distdl.datasets.cache import Cache
 from distdl.datasets.format import MANIFEST
+from distdl.datasets.order import Windows
 from distdl.datasets.reading import Shards, open_data_set
 from tests import prepared
 from tests.prepared import PER_SHARD, files, flip, jpeg, open_cache, prepare, refusal
@@ -149,15 +150,22 @@ def test_a_cache_that_is_too_small_is_trained_from_in_windows(tmp_path):
     assert problem.path == "data.cache_gb" and enough * 1e9 >= 3 * size
 
 
-def test_only_shards_that_an_epoch_uses_are_fetched(tmp_path):
-    prepare(tmp_path / "far", train=160, val=17)
-    data = images(tmp_path, cache_dir=str(tmp_path / "cache"), shuffle_window=2)
+@pytest.mark.parametrize("limit", [None, 12])  # of the cache, in shards
+def test_only_shards_that_an_epoch_uses_are_fetched(tmp_path, limit):
+    manifest = prepare(tmp_path / "far", train=160, val=17)
+    size = max(shard.bytes for shard in manifest.splits["train"].shards)
+    bounded = {"cache_gb": limit * size / 1e9} if limit else {}
+    data = images(tmp_path, cache_dir=str(tmp_path / "cache"), shuffle_window=2, **bounded)
     data.trainer = prepared.quiet_trainer(tmp_path, limit_train_batches=0.1, limit_val_batches=2)
     data.setup()
     loader = data.train_dataloader()
     loader.batch_sampler.position = TrainPosition(3)
     read = [i for _, batch in zip(range(4), loader, strict=False) for i in batch["index"].tolist()]
-    needed = shards_of(read) | {"val-00000.tar"}
+    needed = shards_of(read)
+    if limit:  # all shards of the window
+        counts = tuple(shard.samples for shard in manifest.splits["train"].shards)
+        needed = {f"train-{n:05d}.tar" for n in Windows(counts, 2).shards(0, 3)[0]}
+    needed |= {"val-00000.tar"}
     cache = cache_of(tmp_path)
     until(lambda: set(files(cache)) >= needed)
     time.sleep(0.3)  # for one that should not come
