@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import namedtuple
 from collections.abc import Callable, Generator, Iterator, Set
-from dataclasses import dataclass
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -143,16 +144,12 @@ def trained(*arguments: str, cwd: Path) -> str:
 
 
 def free_port() -> int:
-    """A port that is free, and so is the next one."""
-    while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            try:
-                two.bind(("127.0.0.1", port + 1))
-                return port
-            except (OSError, OverflowError):
-                continue
+    """A port that is free, and so is the next one, where ranks without a store agree."""
+    with socket.socket() as one, socket.socket() as two, suppress(OSError, OverflowError):
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", one.getsockname()[1] + 1))
+        return one.getsockname()[1]
+    return free_port()
 
 
 def filled(value: Any, words: dict[str, str]) -> Any:
@@ -164,13 +161,7 @@ def filled(value: Any, words: dict[str, str]) -> Any:
     return value.format(**words) if isinstance(value, str) else value
 
 
-@dataclass(frozen=True)
-class Said:
-    """The exit code and output of a command that ran in this process."""
-
-    code: int
-    out: str
-    err: str
+Said = namedtuple("Said", "code out err")  # of a command that ran in this process
 
 
 @pytest.fixture(autouse=True)

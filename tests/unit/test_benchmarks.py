@@ -3,15 +3,13 @@
 import importlib
 
 import pytest
-from lightning.pytorch.profilers import Profiler
 
-from benchmarks import goodput, gpu, run, runs, table
+from benchmarks import gpu, run, runs, table
 from benchmarks.table import Goal, Result
 from distdl.worker import main
 
 GOALS = [
     ("at most 0.25", 0.25, None, "reached"),
-    ("at least 1.3", 1.29, (0.5, 0.55), "**not reached**"),
     ("at least 0.99", 0.95, (0.96, 1.03), "**not reached**"),
     ("at most 1.01", 1.02, (0.97, 1.03), "reached"),
     ("at most 1.01", 1.02, (0.7, 1.3), "undecided"),
@@ -46,15 +44,12 @@ def test_the_page_and_a_part_that_fails(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("benchmarks.overhead.main", broken)
     assert run.main([]) == 1
     page = run.PAGE.read_text()
-    assert (
-        "**0.250** (goal: at most 0.5: reached)" in page and "| one | 2 | 1 | 3 | s | 3 |" in page
-    )
+    assert "**0.250** (goal: at most 0.5: reached)" in page
+    assert "| one | 2 | 1 | 3 | s | 3 |" in page
     assert "c to d: **1.500** (goal: at least 2: not reached)." in page
     assert "## overhead: failed\n\n```\nRuntimeError: no room on the disk\n```" in page
-    assert page.index("| where | ratio |") < page.index("## A (s)")
     assert page.count("| GPU | ") == page.count("| not run |") == 4
-    out = capsys.readouterr().out
-    assert "startup: done in" in out and "failed: overhead" in out
+    assert "failed: overhead" in capsys.readouterr().out
     # Some of them: nothing is written.
     run.PAGE.unlink()
     assert run.main(["startup"]) == 0 and not run.PAGE.exists()
@@ -63,43 +58,17 @@ def test_the_page_and_a_part_that_fails(monkeypatch, tmp_path, capsys):
     assert "needs an NVIDIA GPU" in capsys.readouterr().out
 
 
-# File of a rank and process -> lines of time, step, ranks and ids of samples: step 2 is done, lost,
-# and done again by the rank that is left over.
-NOTES = {
-    "0-11.txt": "10 1 2 0 1 2 3\n11 2 2 8 9 10 11\n",
-    "1-12.txt": "10 1 2 4 5 6 7\n11 2 2 12 13 14 15\n",
-    "0-21.txt": "14 2 1 8 9 10 11 12 13 14 15\n15 3 1 16 17 18 19 20 21 22 23\n",
-}
-
-
-def test_the_goodput_counts_what_was_done_last(tmp_path):
-    for name, lines in NOTES.items():
-        (tmp_path / name).write_text(lines)
-    training = goodput.Training(tmp_path, 3, kills=[11.5])
-    training.read()
-    assert (training.wrong_samples, training.healing) == (0, [3.5])
-    assert training.goodput == pytest.approx(3 * 1.0 / 5.0)
-    # One sample that is lost, and one that is repeated.
-    (tmp_path / "0-21.txt").write_text(NOTES["0-21.txt"].replace(" 23\n", " 22\n"))
-    training.read()
-    assert training.wrong_samples == 2
-
-
 TINY = ("model=tiny", "data=tiny", "data.steps=2", "optimizer=none", "schedule=none")
 TINY += ("tracking=none", "trainer.accelerator=cpu", "trainer.max_epochs=1")
 
 
-def test_what_a_worker_prints_at_the_end_and_enters_on_the_way(tmp_path, capsys, monkeypatch):
-    """Only a profiler that is asked for; and no training to resume after a benchmark."""
-    entered, profile = [], Profiler.profile
-    monkeypatch.setattr(Profiler, "profile", lambda s, n: entered.append(n) or profile(s, n))
+def test_what_a_worker_prints_at_the_end(tmp_path, capsys):
+    """The report of a profiler that is asked for; and no training to resume after a benchmark."""
     task = ("task=benchmark", "task.warmup=1", "task.windows=1", "task.steps=2")
     for overrides, resumes in (((), True), (("trainer.profiler=simple",), True), (task, False)):
-        entered.clear()
         made = runs.create_run(tmp_path, *TINY, *overrides)
         assert main.main([str(made.path)] * 2) == 0
         out = capsys.readouterr().out
         assert "python -m distdl report" in out and ("resume" in out) == resumes
-        assert any(name.endswith("training_step") for name in entered) == bool(overrides)
         log = (made.path / "attempts/001/logs/rank_0.log").read_text()
         assert ("FIT Profiler Report" in log) == ("trainer.profiler=simple" in overrides)

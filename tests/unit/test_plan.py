@@ -208,11 +208,10 @@ def test_the_verb(command, without_stage_2, monkeypatch, tmp_path):
     assert result.code == 0, result.err
     for text in (*SHOWN, *(f"\n{name}" for name in NAMES)):
         assert text in result.out
-    (staged,) = [line for line in result.out.splitlines() if line.startswith("pipeline ")]
-    assert not {"0.00", "0.0"} & set(staged.split()[1:5]), staged
-    step = {
-        line.split()[0]: line.split()[-1] for line in result.out.splitlines() if " yes " in line
-    }
+    rows = [line.split() for line in result.out.splitlines()]
+    (staged,) = [row for row in rows if row[:1] == ["pipeline"]]
+    assert not {"0.00", "0.0"} & {*staged[1:5]}, staged
+    step = {row[0]: row[-1] for row in rows if "yes" in row}
     assert float(step["single"]) == approx(4 * float(step["ddp"]), rel=0.01)
     assert not list(tmp_path.iterdir())
     refused = {"--devices=0": "--devices: must be more than 0", "lrr=1": "did you mean"}
@@ -225,5 +224,4 @@ def test_how_many_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert how_many({"devices": 4, "num_nodes": 2}, None) == (8, "")
     assert how_many({"devices": [0, 2]}, None) == (2, "")
-    assert how_many({"devices": 4}, 16) == (16, "")
     assert "(set --devices)" in how_many({"devices": "auto"}, None)[1]
