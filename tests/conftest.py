@@ -50,15 +50,14 @@ UNCHECKED = (
     "sys.argv[0] = command_line.__file__\n"
     "sys.exit(command_line.main())\n",
 )
+Done = subprocess.CompletedProcess[str]
 # These wait for their processes, for minutes: they come first. Those of a cluster, which wait for
 # its servers as well, come in turn with the others, which keep both cores busy.
 WAITING, FIRST = "cluster", ("strategies", "multiprocess", "adoption", "cli", "packaging")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--refresh-golden", action="store_true", help="write tests/golden/*.yaml as they are now"
-    )
+    parser.addoption("--refresh-golden", action="store_true", help="write tests/golden/*.yaml")
 
 
 def check_golden(config: pytest.Config, file: Path, text: str) -> None:
@@ -115,23 +114,19 @@ def _start(
     return kind([sys.executable, *words], env=variables, text=True, **options)
 
 
-def python(
-    *words: str, cwd: Path, input: str = "", timeout: float = 240, **options: Any
-) -> subprocess.CompletedProcess[str]:
+def python(*words: str, cwd: Path, timeout: float = 240, **options: Any) -> Done:
     """Runs `python ...` to its end; `options`: `env` and `fresh`, see `_start`."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with _start(words, cwd=cwd, **pipes, **options) as process:
         try:
-            out, err = process.communicate(input, timeout)
+            out, err = process.communicate(timeout=timeout)
         except BaseException:
             process.kill()
             raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return Done(process.args, process.returncode, out, err)
 
 
-def distdl(
-    *arguments: str, cwd: Path, module: tuple[str, ...] = DISTDL, **more: Any
-) -> subprocess.CompletedProcess[str]:
+def distdl(*arguments: str, cwd: Path, module: tuple[str, ...] = DISTDL, **more: Any) -> Done:
     """Runs `python -m distdl ...`, or what else `module` says; `more` is for `python`."""
     return python(*module, *arguments, cwd=cwd, **more)
 

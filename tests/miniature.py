@@ -14,6 +14,7 @@ from PIL import Image
 
 from distdl.cli.prepare import main
 from distdl.datasets.format import Manifest, load_index
+from tests.written import write
 
 SUBSET = ("--subset", "--shard-mb", "0.02", "--workers", "1")
 
@@ -80,9 +81,7 @@ def unpack(folder: Path, per_class: int, splits: Sequence[str] = ("train",)) -> 
     """Writes the training images into class folders of each split."""
     for split in splits:
         for wnid, members in images(per_class).items():
-            (folder / split / wnid).mkdir(parents=True)
-            for name, data in members.items():
-                (folder / split / wnid / name).write_bytes(data)
+            write(folder / split / wnid, members)
     return folder
 
 

@@ -59,10 +59,10 @@ LIBC = ctypes.PyDLL(None, use_errno=True)
 class Server:
     """The server from the side of the process that asks."""
 
-    def __init__(self, connection: socket.socket, log: str) -> None:
+    def __init__(self, connection: socket.socket, log: str, env: Mapping[str, str]) -> None:
         self.connection, self.log, self.owner = connection, log, os.getpid()
         self.lock = threading.Lock()
-        self.at_start = at_start(os.environ)
+        self.at_start = at_start(env)
 
     @classmethod
     def start(cls, env: Mapping[str, str]) -> Server:
@@ -76,9 +76,7 @@ class Server:
             command = [sys.executable, "-P", __file__, str(theirs.fileno()), " " * ROOM]
             subprocess.Popen(command, env={**env, **more}, **options)
         atexit.register(os.unlink, log.name)
-        server = cls(ours, log.name)
-        server.at_start = at_start(env)
-        return server
+        return cls(ours, log.name, env)
 
     def serves(self, env: Mapping[str, str]) -> bool:
         return (
@@ -237,7 +235,7 @@ def clone() -> int:
 def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
     """Runs the command of a request (with `cwd`, `env`, `new_session` and `files`, the numbers that
     its files shall have) and ends with its exit code."""
-    code = 70
+    code = 1
     try:
         if request["new_session"]:
             os.setsid()
@@ -284,7 +282,7 @@ def own_server(files: Sequence[int]) -> Server:
     # Out of the way as well, of the files that a spawned process gets.
     with ours:
         number = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 400)
-    return Server(socket.socket(fileno=number), os.devnull)
+    return Server(socket.socket(fileno=number), os.devnull, os.environ)
 
 
 def show(request: Mapping[str, Any]) -> None:
@@ -342,9 +340,6 @@ def exit_code(words: list[str]) -> int:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
-        return 1
-    except BaseException:
-        traceback.print_exc()
         return 1
     return 0
 

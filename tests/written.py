@@ -2,10 +2,10 @@
 
 
 def write(folder, files):
-    """Texts by their path in the folder."""
+    """Texts or bytes by their path in the folder."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
 
 def program(file, script):

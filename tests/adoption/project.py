@@ -16,7 +16,6 @@ import yaml
 from tests.adoption.table import Idiom
 from tests.conftest import distdl, python
 
-TASKS = ["validate", "test"]
 KILLED_AT = 13  # of batches, of which an epoch has eight: in the middle of the second
 KILLED = (-9, 137)  # the exit codes: of this process, and of one of several ranks
 PROJECTS = Path(__file__).parent / "projects"
@@ -38,8 +37,7 @@ class Project:
     folder: Path
 
     def __post_init__(self) -> None:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(PROJECTS, self.folder, ignore=ignored)
+        shutil.copytree(PROJECTS, self.folder, ignore=shutil.ignore_patterns("__pycache__"))
         groups = {"model": None, "data": None, "optimizer": "none", "schedule": "none"}
         groups["tracking"] = [self.idiom.tracking]
         experiment = self.idiom.experiment

@@ -68,6 +68,8 @@ GAN, BY_HAND, CONTRASTIVE = (of(f"modules.{name}") for name in ("GAN", "ByHand",
 UNUSED = ("strategy=ddp", "strategy.find_unused_parameters=true")
 # It begins in the epoch that is killed.
 SWA = theirs("StochasticWeightAveraging", swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)
+FIRST_SET = {"monitor": "val_loss/dataloader_idx_0"}
+BAR = {"bar": theirs("TQDMProgressBar"), "timer": theirs("Timer", duration={"hours": 1})}
 BESIDE = ("RichProgressBar", "LearningRateMonitor", "DeviceStatsMonitor", "ModelSummary")
 OFTEN, CLIPPED = {"val_check_interval": 2}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 
@@ -82,19 +84,11 @@ IDIOMS = {
     "vae": Idiom(of("modules.VAE"), "batches", tracking="tensorboard", two=(), quick=True),
     "contrastive": Idiom(CONTRASTIVE, two=()),
     "in-the-module": Idiom(of("modules.Complete", batch_size=4), None, quick=True),
-    "several-validations": Idiom(
-        data="two sets", checkpoint={"monitor": "val_loss/dataloader_idx_0"}, two=()
-    ),
+    "several-validations": Idiom(data="two sets", checkpoint=FIRST_SET, two=()),
     # A validation is due where checkpoints are written: before the plateau's step, and after it.
     "by-hand": Idiom(BY_HAND, "plain", OFTEN, {"monitor": None}, two=UNUSED, quick=True),
-    "by-hand-best": Idiom(BY_HAND, "plain", OFTEN, {"monitor": "val_up_to_ten", "mode": "max"}),
-    "swa": Idiom(
-        callbacks={"swa": SWA},
-        beside={"bar": theirs("TQDMProgressBar"), "timer": theirs("Timer", duration={"hours": 1})},
-        batches=32,  # the last epoch is that of the batch norm
-        two=(),
-        quick=True,
-    ),
+    # The last epoch is that of the batch norm.
+    "swa": Idiom(callbacks={"swa": SWA}, beside=BAR, batches=32, two=(), quick=True),
     # Its average is not in the last checkpoint.
     "swa-without-batch-norm": Idiom(CONTRASTIVE, callbacks={"swa": SWA}, evaluated=False),
     "ema": Idiom(callbacks={"ema": theirs("EMAWeightAveraging", decay=0.5)}),

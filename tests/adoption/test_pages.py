@@ -11,6 +11,7 @@ import subprocess
 from tests.adoption.project import command, metrics_of
 from tests.conftest import ROOT, losses, python
 from tests.unit.test_docs import FENCE, arguments
+from tests.written import write
 
 
 def fences(page):
@@ -18,17 +19,12 @@ def fences(page):
     return FENCE.findall((ROOT / "docs" / page).read_text())
 
 
-def write(folder, path, body):
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    (folder / path).write_text(body)
-
-
 def run_page(page, folder, *more):
     """Follows the page in its order; `more` is added to each start. What was printed."""
     printed = ""
     for language, path, body in fences(page):
         if path:
-            write(folder, path, body)
+            write(folder, {path: body})
         for line in body.splitlines() if language == "bash" else ():
             words = arguments(shlex.split(line, comments=True))
             if words is None:
@@ -44,7 +40,7 @@ def test_a_project_of_the_template_is_taken_over(tmp_path):
     page, runs = "from-lightning-hydra-template.md", tmp_path / "outputs/example"
     for _, path, body in fences(page):
         if path and not path.startswith("conf/"):
-            write(tmp_path, path, body)
+            write(tmp_path, {path: body})
     words = ("src/train.py", "experiment=example", "trainer.max_epochs=2")
     done = python(*words, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -76,9 +72,8 @@ def test_fine_tuning(tmp_path):
 def test_a_project_with_parts_of_its_own(tmp_path):
     run_page("your-own-project.md", tmp_path, "tracking=none")
     lines = (tmp_path / "lines.jsonl").read_text().splitlines()
-    assert {"val_loss", "val_within", "weights/norm"} <= {
-        k for row in lines for k in json.loads(row)
-    }
+    logged = {k for row in lines for k in json.loads(row)}
+    assert {"val_loss", "val_within", "weights/norm"} <= logged
     assert metrics_of(tmp_path / "outputs/ours/first").keys() >= {"val_loss"}
     manifest = tmp_path / "outputs/parts/parts/checkpoints/best.ckpt.manifest.json"
     assert 0 <= json.loads(manifest.read_text())["metrics"]["val_within"] <= 1

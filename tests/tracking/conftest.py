@@ -2,15 +2,14 @@
 environment; the tests of a file share a database."""
 
 import pytest
+from matplotlib.figure import Figure
 from mlflow.tracking import MlflowClient
 
 from distdl.cli import track
 from distdl.runs.records import journal_path, read
 from distdl.tracking import RunInfo, start_tracking
 from distdl.tracking.client import metric_name
-from distdl.tracking.delivery import Delivery
 from distdl.tracking.mlflow import MLflowLogger
-from distdl.tracking.outbox import Outbox
 from tests.waiting import until
 
 
@@ -89,11 +88,8 @@ class Tracked:
     @property
     def owed(self):
         """The points of the journal, which MLflow must have exactly once."""
-        return sorted(
-            (metric_name(key), round(record.time * 1000), record.step)
-            for record in self.records()
-            for key in record.metrics
-        )
+        points = ((key, record) for record in self.records() for key in record.metrics)
+        return sorted((metric_name(k), round(r.time * 1000), r.step) for k, r in points)
 
     def records(self, node=0):
         return [*read(journal_path(self.folder, node))]
@@ -108,19 +104,8 @@ class Tracked:
         files = MlflowClient(self.component.uri).list_artifacts(self.run.info.run_id)
         return [file.path for file in files]
 
-    def is_behind(self):
-        return Delivery(Outbox(self.folder), "").is_behind()
-
     def sync(self):
         return track.main(["sync", str(self.folder)])
-
-
-def figure():
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(1, 1))
-    drawn.subplots().plot([0, 1])
-    return drawn
 
 
 def draw(logger, picture, epoch):
@@ -130,7 +115,7 @@ def draw(logger, picture, epoch):
     mlflow.log_text(run, f"epoch {epoch}", f"notes/{epoch}.txt")
     mlflow.log_image(None, picture, f"samples/{epoch}.png")
     mlflow.log_image(run, picture, key="each/sample", step=epoch, synchronous=False)
-    mlflow.log_figure(run, figure(), f"figures/{epoch}.png")
+    mlflow.log_figure(run, Figure(figsize=(1, 1)), f"figures/{epoch}.png")
     mlflow.log_dict(run, {"epoch": epoch}, f"{epoch}.json")
     mlflow.log_metric(run, "mine", epoch, step=epoch)
     mlflow.log_metric(run, "mine@2", epoch, 1700000000123, epoch, synchronous=False).wait()

@@ -18,12 +18,8 @@ from tests.tracking.conftest import Tracked, logger
 from tests.waiting import until
 
 
-@pytest.fixture
-def path(tmp_path):
-    return journal_path(tmp_path)
-
-
-def test_every_value_is_kept_with_its_step_and_attempt(tmp_path, path):
+def test_every_value_is_kept_with_its_step_and_attempt(tmp_path):
+    path = journal_path(tmp_path)
     journal = Journal(path, tmp_path, attempt=3)
     before, tensor = time.time(), torch.tensor(0.1)
     journal.log_metrics({"train/loss": tensor, "größe": 2}, 7)
@@ -43,9 +39,9 @@ def test_every_value_is_kept_with_its_step_and_attempt(tmp_path, path):
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_each_record_is_read_once_whatever_a_kill_left(tmp_path, path):
+def test_each_record_is_read_once_whatever_a_kill_left(tmp_path):
     torn = (lambda f: f.write(b'{"t": 1.0, "step": 99, "att'), lambda f: f.truncate(f.tell() - 1))
-    steps, offset = [], 0
+    path, steps, offset = journal_path(tmp_path), [], 0
     for attempt in (1, 2, 3):
         journal = Journal(path, tmp_path, attempt)
         for step in (0, 1):

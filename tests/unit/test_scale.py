@@ -223,9 +223,7 @@ def test_efficiency_prediction_and_price():
     assert results.rows(measured[1:], None, None, ("weak",))[0].efficiency is None
     # Without a known link or strategy, nothing is predicted.
     one, two, *_ = (each.result for each in measured)
-    inside, between = (
-        results.links_of(measured[:2], None, each) for each in (None, Link(1e8, 1e-5))
-    )
+    inside, between = (results.links_of(measured[:2], None, x) for x in (None, Link(1e8, 1e-5)))
     assert results.prediction(one, two, inside, 2, 4) is None
     assert results.prediction(one, two, between, 2, 4).efficiency < 0.5
     assert results.prediction(one, bench(2, strategy="local_sgd"), between, 2) is None

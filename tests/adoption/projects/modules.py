@@ -114,11 +114,6 @@ class ByHand(Regression):
         if self.current_epoch == 1 and len(groups) == 1:
             self.optimizers().add_param_group({"params": self.network[-1].parameters()})
 
-    def validation_step(self, batch, batch_idx):
-        super().validation_step(batch, batch_idx)
-        if self.trainer.state.fn == "fit":  # validated by itself, Lightning starts at step 0
-            self.log("val_up_to_ten", float(min(self.global_step, 10)))
-
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.network[:-1].parameters(), 0.1, momentum=0.9)
         schedule = {"interval": "step", "frequency": 2, "monitor": "val_loss"}

@@ -5,19 +5,12 @@ The idioms are told apart in modules.py and in tests/adoption/table.py.
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
 
 COUNT, WIDTH = 32, 8
 
 
-class Points(Dataset):
+class Points(data.Dataset):
     def __init__(self, count=COUNT, seed=1):
         generator = torch.Generator().manual_seed(seed)
         self.x = torch.randn(count, WIDTH, generator=generator)
@@ -30,7 +23,7 @@ class Points(Dataset):
         return {"x": self.x[index], "y": self.y[index], "id": torch.tensor(index)}
 
 
-class Stream(IterableDataset):
+class Stream(data.IterableDataset):
     """States that it knows nothing of ranks, so that each takes its turn."""
 
     shards_itself = False
@@ -39,7 +32,7 @@ class Stream(IterableDataset):
         return map(Points().__getitem__, range(COUNT))
 
 
-class Counting(Sampler):
+class Counting(data.Sampler):
     """Another order in each epoch, by a count of its own."""
 
     epoch = 0
@@ -53,7 +46,7 @@ class Counting(Sampler):
         return iter(torch.randperm(COUNT, generator=generator).tolist())
 
 
-class Neighbours(Sampler):
+class Neighbours(data.Sampler):
     """A batch sampler: what lies together stays together."""
 
     def __init__(self, size):
@@ -67,7 +60,7 @@ class Neighbours(Sampler):
         return iter([list(range(start, start + self.size)) for start in starts.tolist()])
 
 
-class Named(DataLoader):
+class Named(data.DataLoader):
     """A subclass with an argument of its own."""
 
     def __init__(self, name, *args, **kwargs):
@@ -76,21 +69,21 @@ class Named(DataLoader):
 
 
 def weighted():
-    return WeightedRandomSampler(torch.arange(1.0, COUNT + 1), COUNT)
+    return data.WeightedRandomSampler(torch.arange(1.0, COUNT + 1), COUNT)
 
 
 def in_batches(size):
-    return BatchSampler(Counting(), size, False)
+    return data.BatchSampler(Counting(), size, False)
 
 
 LOADERS = {
-    "plain": lambda size: DataLoader(Points(), size),
-    "two sets": lambda size: DataLoader(Points(), size),
-    "stream": lambda size: DataLoader(Stream(), size),
-    "weighted": lambda size: DataLoader(Points(), size, sampler=weighted()),
-    "torchs batches": lambda size: DataLoader(Points(), batch_sampler=in_batches(size)),
-    "unbatched": lambda size: DataLoader(Points(), sampler=in_batches(size), batch_size=None),
-    "batches": lambda size: DataLoader(Points(), batch_sampler=Neighbours(size)),
+    "plain": lambda size: data.DataLoader(Points(), size),
+    "two sets": lambda size: data.DataLoader(Points(), size),
+    "stream": lambda size: data.DataLoader(Stream(), size),
+    "weighted": lambda size: data.DataLoader(Points(), size, sampler=weighted()),
+    "torchs batches": lambda size: data.DataLoader(Points(), batch_sampler=in_batches(size)),
+    "unbatched": lambda size: data.DataLoader(Points(), sampler=in_batches(size), batch_size=None),
+    "batches": lambda size: data.DataLoader(Points(), batch_sampler=Neighbours(size)),
     "subclass": lambda size: Named("mine", Points(), size, shuffle=True, num_workers=1),
 }
 
@@ -106,7 +99,7 @@ class PointsData(LightningDataModule):
         return LOADERS[self.kind](self.batch_size)
 
     def val_dataloader(self):
-        one, other = DataLoader(Points(10, seed=2), 4), DataLoader(Points(6, seed=3), 4)
+        one, other = data.DataLoader(Points(10, seed=2), 4), data.DataLoader(Points(6, seed=3), 4)
         return [one, other] if self.kind == "two sets" else one
 
     test_dataloader = val_dataloader
