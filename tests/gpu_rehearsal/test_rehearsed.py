@@ -1,7 +1,6 @@
 """A rehearsal on simulated GPUs (docs/gpu_rehearsal.md): each strategy trains, is saved and
-resumes, and nothing waits in a step; the cards that a run starts on; `task=benchmark`."""
+resumes, and nothing waits in a step; the cards that a run starts on."""
 
-import json
 import os
 import re
 import subprocess
@@ -16,7 +15,6 @@ from tests.strategies.matrix import MATRIX
 from tests.strategies.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(600)
-matrix_only = pytest.mark.skipif(not MATRIX, reason="make matrix")
 
 STEPS, HALF, LOG_EVERY = 12, 6, 4
 LEFT_OUT = ("trainer.", "checkpoint.every", "model.network")
@@ -100,11 +98,10 @@ def test_trains_and_resumes(strategy, size, ranks, tmp_path):
                 assert waited == [0, 0, 0], step
 
 
-TINY_GPU = (
+ONE_STEP = (
     *(o for o in TINY if not o.startswith(("trainer.", "callbacks"))),
-    *("trainer.accelerator=gpu", "name=here"),
+    *("trainer.accelerator=gpu", "trainer.max_steps=1", "name=here"),
 )
-ONE_STEP = (*TINY_GPU, "trainer.max_steps=1")
 CARDS = 8
 # $CUDA_VISIBLE_DEVICES, trainer.devices -> the cards
 VISIBLE = {
@@ -114,28 +111,23 @@ VISIBLE = {
 }
 
 
-def run(machine, folder, cards, *arguments, **env):
-    env = machine.environment(cards, **env)
-    done = distdl(*arguments, cwd=folder, env=env, module=UNCHECKED, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "outputs/default/here"
-
-
-def cards_in(run):
+def cards_in(folder):
     """The cards on which the ranks started, as rank 0's log names them."""
-    log = (run / "attempts/001/logs/rank_0.log").read_text()
+    log = (folder / "outputs/default/here/attempts/001/logs/rank_0.log").read_text()
     return [int(card) for card in re.findall(r"cuda:\d+ Simulated GPU (\d+)", log)]
 
 
 @pytest.mark.parametrize("case", VISIBLE if MATRIX else ["two of four"])
 def test_starts_on_these_cards(case, machine, tmp_path):
     visible, devices, cards = VISIBLE[case]
-    env = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    env = machine.environment(CARDS, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {}))
     words = (*ONE_STEP, "strategy=ddp", f"trainer.devices={devices}")
-    assert cards_in(run(machine, tmp_path, CARDS, *words, **env)) == cards
+    done = distdl(*words, cwd=tmp_path, env=env, module=UNCHECKED, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert cards_in(tmp_path) == cards
 
 
-@matrix_only
+@pytest.mark.skipif(not MATRIX, reason="make matrix")
 @pytest.mark.parametrize("strategy", ["ddp", "deepspeed_zero2"])
 def test_each_rank_starts_on_the_one_that_srun_gave_it(strategy, machine, tmp_path):
     """`srun --ntasks=2 --gpus-per-task=1 python -m distdl ...`: a rank sees one GPU, number 0."""
@@ -152,19 +144,5 @@ def test_each_rank_starts_on_the_one_that_srun_gave_it(strategy, machine, tmp_pa
         processes.append(subprocess.Popen(command, env=env, text=True, **options))
     outputs = [process.communicate(timeout=500)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    assert cards_in(tmp_path / "outputs/default/here") == [6, 3]
+    assert cards_in(tmp_path) == [6, 3]
 
-
-@matrix_only
-@pytest.mark.parametrize(("strategy", "size"), [("single", 1), ("ddp", 2)])
-def test_measures_a_step(strategy, size, machine, tmp_path):
-    """It gets to its end; its numbers say nothing."""
-    words = ("task=benchmark", "task.warmup=1", "task.windows=1", "task.steps=2")
-    words += ("task.trace=0",)  # torch's profiler ends with SIGSEGV here
-    words += (f"trainer.devices={size}", f"strategy={strategy}")
-    folder = run(machine, tmp_path, size, *TINY_GPU, *words)
-    ranks = json.loads((folder / "benchmark.json").read_text())["ranks"]
-    assert [rank["device"] for rank in ranks] == [f"Simulated GPU {n}" for n in range(size)]
-    for rank in ranks:
-        assert [window["input"] for window in rank["windows"]] == ["real", "held"]
-        assert rank["limits"]["matrix_flops"] and rank["limits"]["copy_bytes"]
