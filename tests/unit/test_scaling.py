@@ -7,7 +7,7 @@ import pytest
 from pytest import approx
 
 from benchmarks import held_out
-from distdl.scaling import STRATEGIES, Link, Links, Setting, fit, predict, table
+from distdl.scaling import STRATEGIES, Link, Links, Setting, fit, predict
 from distdl.scaling.links import ALGORITHMS, Group, all_reduce, exposed, fastest
 from distdl.util.errors import UserError
 
@@ -142,6 +142,7 @@ REFUSED = [
     # With a misspelt strategy the rest may be right.
     (lambda: a_setting(**{**PIECES, "strategy": "pipelin"}), "strategy", "not 'pipelin'"),
     (lambda: predict(a_setting(), "8"), "num_devices", "not '8'"),
+    (lambda: predict(a_setting(**STAGED), 2), "num_devices", "into pipelines of 4 stages"),
     (lambda: fit(a_setting(), {2: 0.1}), "measured", "one device is missing"),
     (lambda: fit(a_setting(), {1: 0.1, 8: 0.2}), "measured", "of one node are missing"),
     (lambda: fit(a_setting(), {1: 0.1, "2": 0.1}), "measured.2", "must be a number, not '2'"),
@@ -164,11 +165,3 @@ def test_all_problems_are_reported_at_once():
     assert problems.keys() == PIECES.keys()
     assert problems["stages"].what == "4 belongs to a pipeline, and deepspeed_zero3 has none"
     assert a_setting(stages=1, schedule="1f1b", activation_bytes=0) == a_setting()
-
-
-def test_a_table_has_the_reason_where_there_is_no_prediction():
-    rows = {row.devices: row for row in table(a_setting(), [0, 1, 2, 3, 6, 8])}
-    assert [n for n, row in rows.items() if row.prediction] == [1, 2, 3, 8]
-    assert rows[6].missing == "6 devices do not fill nodes of 4"
-    assert problems_of(lambda: predict(a_setting(), 6))["num_devices"].remedy == "4 or 8"
-    assert "into pipelines of 4 stages" in table(a_setting(**STAGED), [2])[0].missing
