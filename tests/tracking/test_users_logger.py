@@ -6,7 +6,6 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -16,6 +15,7 @@ from mlflow import MlflowClient, get_tracking_uri
 from mlflow.exceptions import MlflowException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from distdl.config import compose
 from distdl.tracking.journal import Journal
 from tests.prepared import quiet_trainer
 from tests.tracking.conftest import Tracked, database, draw, logger
@@ -63,9 +63,8 @@ def train(loggers, folder, epochs):
 
 def built(*options):
     """The `tracking` part of a config with these options, composed and built by Hydra."""
-    with initialize_config_module("distdl.conf", version_base="1.3"):
-        config = compose(overrides=[f"+tracking=[{','.join(options)}]"])
-    return dict(instantiate(config).get("tracking") or {})
+    config = compose.compose([f"tracking=[{','.join(options)}]"])
+    return dict(instantiate(config.tracking) or {})
 
 
 def test_tensorboard_is_lightnings_own_and_continues_its_curves(tmp_path):
