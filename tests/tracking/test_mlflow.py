@@ -170,7 +170,7 @@ def test_a_full_disk_costs_a_file_but_no_metric_and_not_the_training(outputs, ca
     ours = tracked.loggers[0]
     assert ours.run_id
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # bytes of a file
     try:
         ours.experiment.log_artifact(None, "large.bin")
         ours.log_hyperparams({f"many{i}": "x" * 400 for i in range(20)})  # their file is as large
