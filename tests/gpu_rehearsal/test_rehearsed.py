@@ -145,4 +145,3 @@ def test_each_rank_starts_on_the_one_that_srun_gave_it(strategy, machine, tmp_pa
     outputs = [process.communicate(timeout=500)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     assert cards_in(tmp_path) == [6, 3]
-
