@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from benchmarks import gpu, run, runs, table
+from benchmarks import goodput, gpu, run, runs, table
 from benchmarks.table import Goal, Result
 from distdl.worker import main
 
@@ -54,6 +54,32 @@ def test_the_page_and_a_part_that_fails(monkeypatch, tmp_path, capsys):
     assert "| CPU | A (s) | <= 0.5 | 0.250 | reached |" in capsys.readouterr().out
     assert run.main(["startups"]) == run.main(["gpu"]) == 2
     assert "needs an NVIDIA GPU" in capsys.readouterr().out
+
+
+TINY = ("model=tiny", "data=tiny", "data.steps=2", "optimizer=none", "schedule=none")
+TINY += ("tracking=none", "trainer.accelerator=cpu", "trainer.max_epochs=1")
+
+
+# File of a rank and process -> lines of time, step, ranks and ids of samples: step 2 is done, lost,
+# and done again by the rank that is left over.
+NOTES = {
+    "0-11.txt": "10 1 2 0 1 2 3\n11 2 2 8 9 10 11\n",
+    "1-12.txt": "10 1 2 4 5 6 7\n11 2 2 12 13 14 15\n",
+    "0-21.txt": "14 2 1 8 9 10 11 12 13 14 15\n15 3 1 16 17 18 19 20 21 22 23\n",
+}
+
+
+def test_the_goodput_counts_what_was_done_last(tmp_path):
+    for name, lines in NOTES.items():
+        (tmp_path / name).write_text(lines)
+    training = goodput.Training(tmp_path, 3, kills=[11.5])
+    training.read()
+    assert (training.wrong_samples, training.healing) == (0, [3.5])
+    assert training.goodput == pytest.approx(3 * 1.0 / 5.0)
+    # One sample that is lost, and one that is repeated.
+    (tmp_path / "0-21.txt").write_text(NOTES["0-21.txt"].replace(" 23\n", " 22\n"))
+    training.read()
+    assert training.wrong_samples == 2
 
 
 TINY = ("model=tiny", "data=tiny", "data.steps=2", "optimizer=none", "schedule=none")

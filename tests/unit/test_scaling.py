@@ -112,6 +112,17 @@ def test_what_cannot_be_fitted_keeps_the_hardwares_value():
     assert any("cannot tell" in note for note in one_size.notes)
 
 
+def test_a_known_setting_is_found_again():
+    true = a_setting(links=Links(Link(0.9 * GB), Link(0.3 * GB, 1e-5)), overhead_seconds=0.004)
+    start = replace(true, links=LINKS, overhead_seconds=0.0, step_seconds=9.0)
+    result = fit(start, measured(true, 1, 2, 3, 4, 8))
+    assert result.setting.links.inside.bandwidth == approx(0.9 * GB, rel=0.01)
+    assert result.setting.links.between.bandwidth == approx(0.3 * GB, rel=0.01)
+    assert result.setting.overhead_seconds == approx(0.004, rel=0.05)
+    assert result.setting.step_seconds == 0.1 and result.notes == ()
+    assert max(map(abs, result.errors.values())) < 0.003
+
+
 def test_the_page_is_as_the_script_writes_it(tmp_path, monkeypatch, capsys):
     page = tmp_path / "scaling.md"
     page.write_text(text := held_out.PAGE.read_text())
