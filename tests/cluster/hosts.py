@@ -4,9 +4,8 @@
         hosts.run("node1", ["hostname"], cwd=folder)     # a finished process; `popen` only starts
         hosts.ssh                                # "ssh -F <config>": how one host reaches the other
         hosts.cut("node2"), hosts.mend("node2")  # packets vanish without a word; and come again
-        hosts.hide("node2", folder)              # there the folder is empty: no shared file system
         hosts.bind("node1", folder, "/opt/ml")   # there /opt/ml is this folder
-        hosts.unmount("node2", folder)           # undoes `hide` and `bind`
+        hosts.unmount("node2", folder)           # undoes `bind`
 
 A host has its own network, host name, /etc/hosts and mounts; files and process ids are shared with
 this machine, on which nothing is changed. All of it ends with the test process, even with kill -9:
@@ -116,9 +115,6 @@ class Hosts:
     def mend(self, name: str) -> None:
         """Undoes `cut`."""
         ip("-n", self.switch, "link", "set", "dev", name, "master", "bridge")
-
-    def hide(self, name: str, folder: str | Path) -> None:
-        self.run(name, ["mount", "-t", "tmpfs", "distdl-test", str(folder)], check=True)
 
     def bind(self, name: str, source: str | Path, target: str | Path) -> None:
         """A target that is missing is created, on this machine, and removed at the end."""

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from distdl.runs.directory import RunDirectory
+from distdl.worker import main
 from tests.cluster import witness
 from tests.cluster.hosts import Hosts, why_not
-from tests.conftest import DISTDL, ROOT, TINY, UNCHECKED, distdl, environment, losses, status
+from tests.conftest import ROOT, TINY, UNCHECKED, distdl, environment, losses
 from tests.miniature import everything
 from tests.waiting import until
 
@@ -37,7 +39,7 @@ def hosts():
         yield both
 
 
-def test_two_hosts_train_as_one_machine_does(hosts, tmp_path):
+def test_two_hosts_train_as_one_machine_does(hosts, tmp_path, tmp_path_factory, capsys):
     """With Open MPI on a shared file system, with MPICH on hosts that share nothing."""
     shutil.copy(witness.__file__, tmp_path)
     (tmp_path / ".gitignore").write_text("outputs\n")  # each run in a folder of its own below it
@@ -46,39 +48,50 @@ def test_two_hosts_train_as_one_machine_does(hosts, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     reference = tmp_path / "outputs/here/default/one"
 
+    def on_node1(*words):
+        command, env = [sys.executable, *UNCHECKED, *words], environment(CANARY=SECRET)
+        done = hosts.run("node1", command, tmp_path, env, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     def train(mpi, *more):
         where = ("launcher=mpi", f"launcher.mpirun={MPIRUN[mpi]}", "launcher.hosts=[node1,node2]")
         where += ("trainer.num_nodes=2", "trainer.devices=1", f"launcher.ssh={hosts.ssh}")
         where += ("launcher.forward_env=[CANARY]", f"output_dir=outputs/{mpi}", *more)
-        command = [sys.executable, *UNCHECKED, *RECIPE, *where]
-        done = hosts.run("node1", command, tmp_path, environment(CANARY=SECRET), timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
-        run = tmp_path / f"outputs/{mpi}/default/one"
+        output, run = on_node1(*RECIPE, *where), tmp_path / f"outputs/{mpi}/default/one"
         assert (run / "config.yaml").read_bytes() == (reference / "config.yaml").read_bytes()
         assert losses(run) == losses(reference) and len(losses(run)) == 3
-        secrets = [rank["secret"] for rank in witness.seen(done.stdout).values()]
+        secrets = [rank["secret"] for rank in witness.seen(output).values()]
         assert secrets == [witness.digest(SECRET)] * 2
         files = everything(run).values()
         assert any(secrets[0].encode() in text for text in files)
         assert not any(SECRET.encode() in text for text in files)
-        return run, done.stdout
+        return run, output
 
     run, output = train("openmpi")
     for row in ("0     0     0      node1", "1     1     0      node2"):  # the table of ranks
         assert row in output
-    words = [sys.executable, *DISTDL, "jobs", "status", str(run)]  # from a later shell
-    later = hosts.run("node1", words, cwd=tmp_path, env=environment())
-    assert later.returncode == 0 and "SUCCEEDED" in later.stdout, later.stdout + later.stderr
-    assert "mpi://node1/" in later.stdout and status(run)["state"] == "SUCCEEDED"
+    shown = on_node1("jobs", "status", str(run))  # from a later shell
+    assert "SUCCEEDED" in shown and "mpi://node1/" in shown
 
-    hosts.hide("node2", tmp_path)
+    other = tmp_path_factory.mktemp("node2")  # what node2 has in the place of the folder
+    hosts.bind("node2", other, tmp_path)
     try:
-        train("mpich", "launcher.copy_bundle=true")
-        files = hosts.run("node2", ["find", str(tmp_path), "-type", "f"]).stdout
+        run, _ = train("mpich", "launcher.copy_bundle=true")
+        output = on_node1("resume", str(run), "trainer.max_epochs=2")
     finally:
         hosts.unmount("node2", tmp_path)
-    assert "attempts/001/bundle/code/project/witness.py" in files
-    assert "attempts/001/logs/rank_1.log" in files and "rank_0.log" not in files
+    there = other / run.relative_to(tmp_path)
+    assert (there / "attempts/001/bundle/code/project/witness.py").exists()
+    assert [path.name for path in there.glob("attempts/001/logs/rank_*")] == ["rank_1.log"]
+    assert "share no file system" in output and sorted(losses(run)) == list(range(1, 7))
+    (sent,) = there.glob("checkpoints/*.ckpt")  # to resume from: only rank 0 writes them
+    assert sent.read_bytes() == (run / "checkpoints" / sent.name).read_bytes()
+
+    RunDirectory(tmp_path / "taken").create("seed: 1\n", {})
+    assert main.main([str(run / "attempts/001/bundle"), str(tmp_path / "taken")]) == 2
+    assert "belongs to another run" in capsys.readouterr().err
+    assert (tmp_path / "taken/config.yaml").read_text() == "seed: 1\n"
 
 
 # How a job ends, with a worker that only waits
@@ -93,8 +106,6 @@ rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "-1
 asked = []
 signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Open MPI 4 sends it to the survivors of a failure
-names = ("MASTER_ADDR", "MASTER_PORT", "DISTDL_LAUNCHER")
-assert os.environ["CANARY"] and all(os.environ[name] for name in names)
 values = json.loads(os.environ["VALUES"])
 assert {name: os.environ[name] for name in values} == values
 print("born", rank, flush=True)
