@@ -148,8 +148,6 @@ def test_what_is_created(azure, project, trained):
     assert image == everything(ROOT / "launchers/azureml/image")
 
     run, job = project / "outputs/default/x", job_of(azure, trained.out).body["properties"]
-    distribution = {"distributionType": "PyTorch", "processCountPerInstance": 1}
-    assert job["distribution"] == distribution
     snapshot = snapshot_of(azure, job)
     assert snapshot == everything(run / "attempts/001/bundle")
     assert snapshot["config.yaml"] == (run / "config.yaml").read_bytes()
@@ -187,9 +185,7 @@ def test_a_job_in_the_queue(azure, project, trained, distdl):
         assert len(azure.asked("PUT", path)) == 1, "nothing was created again"
     assert "attempt 1 is pending" in distdl(*queued, code=2).err
     assert "there are no files in azureml://" in distdl("jobs", "fetch", name, code=2).err
-    asked = len(azure.asked("GET", "/details$"))
     assert distdl("jobs", "list").out.count("\tPENDING\t") == 2
-    assert len(azure.asked("GET", "^/jobs$")) == 1 and len(azure.asked("GET", "/details$")) == asked
     distdl("jobs", "cancel", name)
     handle = re.search(r"azureml://\S+", sent.out)[0]
     assert distdl("jobs", "wait", handle, code=130).out == f"CANCELLED  {handle}\n"
@@ -238,9 +234,9 @@ def test_a_sweep_is_one_job(azure, project, distdl, tmp_path, monkeypatch):
 
 def test_the_files_of_a_dry_run_are_a_job(azure, project, distdl):
     """Submitted by the SDK alone, as `az ml ... create --file` does."""
-    from azure.ai.ml import load_compute, load_environment, load_job
+    from azure.ai.ml import load_job
 
-    settings = ("launcher.compute=gpu", "launcher.tier=spot", "trainer.devices=1", "name=by_az")
+    settings = ("launcher.compute=gpu", "trainer.devices=1", "name=by_az")
     files = (*SMALL, *settings, "launcher.files=outputs/files")
     shown = distdl(*files, "dry_run=true").out
     folder = project / "outputs/files/default/by_az"
@@ -248,23 +244,15 @@ def test_the_files_of_a_dry_run_are_a_job(azure, project, distdl):
     assert re.findall(r"^file +\S+/(\S+)$", shown, re.M) == names
     assert {path.name for path in folder.iterdir()} == {*names, "bundle"}
     assert not (project / "outputs/default/by_az").exists()
-    load_environment(folder / "environment.yml")
-    assert load_compute(folder / "compute.yml").tier == "low_priority"
     client = Connection(Workspace(*NAMES.values()), None).client
     name = client.jobs.create_or_update(load_job(folder / "job.yml")).name
     sent = azure.jobs[name].body["properties"]
     assert sent["command"] in shown and sent["computeId"].endswith("/computes/gpu")
     snapshot = snapshot_of(azure, sent)
     assert snapshot == everything(folder / "bundle") and "code/project/witness.py" in snapshot
-    assert str(project).encode() not in snapshot["config.yaml"]
+    assert str(project).encode() not in snapshot["config.yaml"] + snapshot["launch.yaml"]
     assert "exists already" in distdl(*files, "dry_run=true", code=2).err
     assert "launcher.files: is only for a dry run" in distdl(*files, code=2).err
-
-
-def test_without_a_credential_there_is_one_sentence(distdl, monkeypatch):
-    monkeypatch.setenv("MSI_SECRET", "wrong")
-    sent = distdl(*SMALL, *TWO_NODES, "name=nobody", code=2)
-    assert "Traceback" not in sent.err and "az login" in sent.err
 
 
 # Deploying
@@ -300,6 +288,9 @@ def traffic(azure):
 
 def test_the_order_of_models(azure, models, deploy):
     """What is the same on every platform: tests/unit/test_deploy.py."""
+    shown = deploy(models[0], "dry_run=true").out
+    assert azure.requests == [] and "  model.pt2\n" in shown and "nothing was sent" in shown
+    assert "price per hour: 0.29 USD (1 x Standard_DS3_v2; list price, East US" in shown
     names = []
     for model in models:
         output = deploy(model)
@@ -343,6 +334,8 @@ def test_no_traffic_moves_to_a_model_that_fails(azure, models, deploy, monkeypat
 
 
 def test_a_batch_endpoint_has_the_new_model_as_its_default(azure, models, deploy):
+    shown = deploy(models[0], "dry_run=true", *BATCH).out
+    assert "price per hour: nothing while no job runs" in shown
     names = []
     for model in models:
         deploy(model, *BATCH)
@@ -356,19 +349,3 @@ def test_a_batch_endpoint_has_the_new_model_as_its_default(azure, models, deploy
     assert deploy("--rollback", "--batch").out == f"{names[1]} answers\n"
     deploy("--delete", "--batch")
     assert not azure.named("batchEndpoints")
-
-
-PRICES = {
-    (): "0.29 USD (1 x Standard_DS3_v2; list price, East US",
-    ("--instance-type", "Standard_D99_v9"): "not known to distdl",
-    BATCH: "nothing while no job runs",
-}
-
-
-def test_a_dry_run_contacts_nothing(azure, models, deploy):
-    size = next(models[0].glob("exports/*/model.pt2")).stat().st_size
-    for words, price in PRICES.items():
-        shown = deploy(models[0], "dry_run=true", *words).out
-        assert azure.requests == [] and f"price per hour: {price}" in shown
-        for part in ("endpoint_name: flowers\n", f"{size:,}  model.pt2\n", "nothing was sent"):
-            assert part in shown
