@@ -19,8 +19,9 @@ def output(*command: str | Path, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-def files(*options: str) -> list[str]:
-    names = output("git", "ls-files", "-o", "--exclude-standard", *options).splitlines()
+def files(*folders: str) -> list[str]:
+    """What git keeps, or would: what is not committed yet is tested as well."""
+    names = output("git", "ls-files", "-co", "--exclude-standard", *folders).splitlines()
     return [name for name in names if (ROOT / name).is_file()]
 
 
@@ -29,12 +30,9 @@ def installed(tmp_path_factory) -> Path:
     """A fresh environment with the wheel. The dependencies are this environment's own."""
     folder = tmp_path_factory.mktemp("wheel")
     source, venv, python = folder / "source", folder / "venv", sys.executable
-    output("git", "clone", "-q", ROOT, source)
-    for changed in files("-m"):  # what is not committed yet is tested as well
-        (source / changed).parent.mkdir(parents=True, exist_ok=True)
-        (source / changed).write_bytes((ROOT / changed).read_bytes())
-    for deleted in output("git", "ls-files", "-d").splitlines():
-        (source / deleted).unlink(missing_ok=True)
+    for name in files():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
     output(python, "-m", "build", "--wheel", "--no-isolation", "-o", folder, source, cwd=folder)
     output(python, "-m", "venv", "--without-pip", venv)
     packages = next(venv.glob("lib/python*/site-packages"))
@@ -55,6 +53,6 @@ def test_a_dry_run_from_another_folder(installed, tmp_path):
 def test_every_module_option_and_template_is_in_the_wheel(installed):
     """A package missing from pyproject's list works editable and vanishes from the wheel."""
     wheel = zipfile.ZipFile(next(installed.parent.glob("*.whl")))
-    sources = files("-c", "conf", "launchers", "src/distdl")
+    sources = files("conf", "launchers", "src/distdl")
     expected = {"distdl/" + name.removeprefix("src/distdl/") for name in sources}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
