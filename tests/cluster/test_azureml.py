@@ -255,6 +255,12 @@ def test_the_files_of_a_dry_run_are_a_job(azure, project, distdl):
     assert "launcher.files: is only for a dry run" in distdl(*files, code=2).err
 
 
+def test_without_a_credential_there_is_one_sentence(distdl, monkeypatch):
+    monkeypatch.setenv("MSI_SECRET", "wrong")
+    sent = distdl(*SMALL, *TWO_NODES, "name=nobody", code=2)
+    assert "Traceback" not in sent.err and "az login" in sent.err
+
+
 # Deploying
 
 BATCH = ("--batch", "launcher.compute=cpu")

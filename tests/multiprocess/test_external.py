@@ -53,8 +53,19 @@ def test_two_ranks_make_one_run(tmp_path):
     assert launch.changes == {"trainer.max_epochs": 2}
 
 
-def test_torchrun_names_rank_0_as_the_cause_of_a_refusal(tmp_path):
-    done = distdl(*SHORT, "trainer.devices=3", cwd=tmp_path, module=TORCHRUN)
+SLOW = """
+import atexit, os, time
+if os.environ.get('RANK') == '0':
+    atexit.register(time.sleep, 3)
+"""
+
+
+def test_torchrun_names_rank_0_as_the_cause_of_a_refusal(tmp_path, tmp_path_factory):
+    """However long that rank takes to end: torchrun names the first that does."""
+    slow = tmp_path_factory.mktemp("slow")
+    (slow / "sitecustomize.py").write_text(SLOW)
+    typed, env = (*SHORT, "trainer.devices=3"), {"PYTHONPATH": str(slow)}
+    done = distdl(*typed, cwd=tmp_path, module=TORCHRUN, env=env)
     assert done.returncode != 0
     assert done.stderr.count("distdl: 1 problem, nothing was started") == 1
     assert "trainer.devices: the run asks for 3 per node, but the node has 2" in done.stderr
