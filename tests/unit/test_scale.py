@@ -109,7 +109,6 @@ def test_only_what_is_missing_is_measured(command, started):
     assert "45.0 %" in result.out and "$3.06 an hour" in result.out
     assert "most efficient of several: ddp on 1 x 2 (weak), 45 %" in result.out
     (folder,) = Path("outputs/default").glob("scale-*")
-    assert (folder / "scale.png").stat().st_size > 10_000
     record = json.loads((folder / "scale.json").read_text())
     assert [r["efficiency"] for r in record["rows"]] == [1.0, approx(0.45)]
     assert record["rows"][1]["predicted"] and record["vm"] == "Standard_NC6s_v3"
