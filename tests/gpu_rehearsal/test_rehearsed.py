@@ -1,6 +1,7 @@
 """A rehearsal on simulated GPUs (docs/gpu_rehearsal.md): each strategy trains, is saved and
-resumes, and nothing waits in a step; the cards that a run starts on."""
+resumes, and nothing waits in a step; the cards that a run starts on; `task=benchmark`."""
 
+import json
 import os
 import re
 import subprocess
@@ -145,3 +146,16 @@ def test_each_rank_starts_on_the_one_that_srun_gave_it(strategy, machine, tmp_pa
     outputs = [process.communicate(timeout=500)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     assert cards_in(tmp_path) == [6, 3]
+
+
+@pytest.mark.skipif(not MATRIX, reason="make matrix")
+@pytest.mark.parametrize(("strategy", "size"), [("single", 1), ("ddp", 2)])
+def test_measures_a_step(strategy, size, machine, tmp_path):
+    """It gets to its end; its numbers say nothing. (torch's profiler ends with SIGSEGV here.)"""
+    words = ("task=benchmark", "task.warmup=1", "task.windows=1", "task.steps=2", "task.trace=0")
+    words += (*ONE_STEP, f"trainer.devices={size}", f"strategy={strategy}")
+    env = machine.environment(size)
+    done = distdl(*words, cwd=tmp_path, env=env, module=UNCHECKED, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = json.loads((tmp_path / "outputs/default/here/benchmark.json").read_text())["ranks"]
+    assert [rank["device"] for rank in ranks] == [f"Simulated GPU {n}" for n in range(size)]
