@@ -187,8 +187,8 @@ def _differs(ranks: Sequence[Rank]) -> Cause | None:
     on, else the second."""
     waiting = [rank for rank in ranks if rank.inside]
     times = Counter(rank.call for rank in waiting)
-    # The sender of a broadcast may be one further on than those that have not received it. A rank
-    # that gloo has aborted left no number.
+    # Ranks with different numbers are not at the same collective: the sender of a broadcast goes on
+    # to the next one while others still receive. A rank that gloo has aborted has no number (None).
     numbers = {rank.inside.seq for rank in waiting if rank.inside} - {None}
     if len(times) < 2 or len(numbers) > 1:
         return None
