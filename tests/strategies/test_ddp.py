@@ -20,6 +20,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 
+from distdl.callbacks import StepMetrics
 from distdl.callbacks.count_traffic import CountTraffic
 from distdl.callbacks.trace import Trace
 from distdl.distributed import process_group
@@ -220,6 +221,25 @@ def fsdp_trains_what_ddp_trains_or_refuses_it_on_all_ranks(folder):
         with pytest.raises(UserError) as error:
             trainer(FSDPStrategy(), 8, folder).fit(make(), loader())
         assert message in str(error.value) and "strategy=ddp" in str(error.value)
+
+
+class SilentOnOne(small.ByHand):
+    """Returns a loss on rank 0, and on rank 1 in its third step alone."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        returns = self.global_rank == 0 or batch_idx == 2
+        return torch.tensor(10.0 + self.global_rank) if returns else None
+
+
+def a_rank_that_returns_no_loss_keeps_nobody_waiting(folder):
+    metrics, logged = StepMetrics(None), []
+    metrics.listeners.append(SimpleNamespace(on_metrics=lambda *args: logged.append(args[-1])))
+    strategy = DDPStrategy(find_unused_parameters=True)
+    fitted = trainer(strategy, 8, folder, [metrics], log_every_n_steps=1)
+    fitted.fit(SilentOnOne(), loader())
+    (zero, _) = both(losses=[entry["train/loss"] for entry in logged])
+    assert zero.losses == [10, 10, 10.5, 10]
 
 
 # powersgd of rank 1: rows + columns of each matrix that this makes smaller, and all other numbers

@@ -4,6 +4,7 @@ the real thing; and errors of Lightning during a training are explained."""
 from __future__ import annotations
 
 import pytest
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule  # noqa: F401
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping
@@ -200,11 +201,59 @@ class Memory(CSVLogger):
         self.__dict__.setdefault("logged", []).append({"step": step, **metrics})
 
 
-def train(folder, model, *callbacks):
+def train(folder, model, *callbacks, **more):
     options = {"logger": Memory(folder), "callbacks": [StepMetrics(None), *callbacks]}
     options |= {"limit_train_batches": 4, "limit_val_batches": 1, "log_every_n_steps": 1}
-    quiet_trainer(folder, max_epochs=1, **options).fit(model)
+    quiet_trainer(folder, **{"max_epochs": 1, **options, **more}).fit(model)
     return options["logger"].logged
+
+
+class Counts(BoringModel):
+    """Its losses are 1, 2, 3, ..., in one of the forms that Lightning takes; of "none" every second
+    one is missing."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.batch = form, 0
+        self.automatic_optimization = form not in ("by hand", "by hand, a loss per sample")
+
+    def training_step(self, batch, batch_idx):
+        self.batch += 1
+        loss = self.layer(batch).sum() * 0 + self.batch
+        if self.form == "dict":
+            return {"loss": loss, "more": 1}
+        if self.form == "one element":
+            return loss[None]
+        if self.form == "by hand, a loss per sample":
+            return {"loss": loss + torch.tensor([-0.5, 0.5])}
+        return None if self.form == "none" and self.batch % 2 else loss
+
+
+TWICE = {"accumulate_grad_batches": 2}
+PAIRS = [1.5, 3.5, 5.5, 7.5]  # the mean of each two batches
+
+
+@pytest.mark.parametrize(
+    "form, more, losses",
+    [
+        ("tensor", {}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ("tensor", TWICE, PAIRS),
+        ("tensor", {"accumulate_grad_batches": 3}, [2, 4, 6, 8]),  # an epoch of four: three and one
+        ("dict", TWICE, PAIRS),
+        ("one element", TWICE, PAIRS),
+        ("none", TWICE, [2, 4, 6, 8]),
+        ("tensor", {"scheduling": {0: 1, 1: 2}}, [1, 2, 3, 4, 5.5, 7.5]),
+        ("by hand", {}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ("by hand, a loss per sample", {}, [1, 2, 3, 4, 5, 6, 7, 8]),
+    ],
+)
+def test_the_loss_is_the_one_that_the_module_returns(tmp_path, form, more, losses):
+    """However many batches make a step."""
+    settings = dict(more)
+    schedule = settings.pop("scheduling", None)
+    callbacks = [pl_callbacks.GradientAccumulationScheduler(schedule)] if schedule else []
+    logged = train(tmp_path, Counts(form), *callbacks, max_epochs=2, **settings)
+    assert [e["train/loss"] for e in logged if "train/loss" in e] == pytest.approx(losses)
 
 
 def test_no_value_of_ours_under_a_name_of_theirs(tmp_path):

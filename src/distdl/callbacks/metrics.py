@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -77,9 +77,9 @@ class StepMetrics(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        loss = returned_loss(trainer, outputs)
         if loss is not None:
-            self._loss += loss.detach()
+            self._loss += loss
             self._losses += 1
         self._batches += 1
         self._queue_limit.step()
@@ -124,8 +124,13 @@ class StepMetrics(Callback):
 
     def _log(self, trainer: Trainer, step: int) -> None:
         metrics: dict[str, float] = {}
-        if self._losses:
-            metrics["train/loss"] = float(trainer.strategy.reduce(self._loss / self._losses))
+        # By the ranks that have a loss, as a step of manual optimization may return none. All ranks
+        # reduce: one that does not would leave the others waiting.
+        has_loss = torch.full_like(self._loss, float(self._losses > 0))
+        mine = torch.stack([self._loss / max(self._losses, 1), has_loss])
+        total, share = trainer.strategy.reduce(mine).tolist()
+        if share:
+            metrics["train/loss"] = total / share
             # Reading the loss waits for the steps that the GPU has queued: count their time too.
             now = time.perf_counter()
             self._seconds += now - self._batch_end
@@ -179,6 +184,26 @@ def steps_of(trainer: Trainer) -> int:
     if trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def returned_loss(trainer: Trainer, outputs: Any) -> torch.Tensor | None:
+    """The loss that `training_step` returned, without dimensions; None if it returned none.
+
+    Args:
+        outputs: What Lightning passes to `on_train_batch_end`. Its loss is divided by the number of
+            batches per optimizer step, unless the module optimises by hand. A loss with dimensions
+            counts as the mean of its values.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if loss is None:
+        return None
+    loss = loss.detach()
+    if loss.ndim:
+        loss = loss.float().mean()
+    parts = trainer.accumulate_grad_batches  # of this epoch: GradientAccumulationScheduler sets it
+    if parts == 1 or not trainer.lightning_module.automatic_optimization:
+        return loss
+    return loss.float() * parts
 
 
 def rates(optimizers: list[Any]) -> dict[str, float]:
