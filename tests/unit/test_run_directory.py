@@ -183,7 +183,7 @@ def test_provenance_has_the_state_of_git(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "experiments")
     assert provenance.git_state(tmp_path) == {} and provenance.project_root(None) == Path.cwd()
     git("init", "-b", "trunk")
-    assert provenance.git_state(tmp_path) == {}, "there is no commit yet"
+    assert provenance.git_state(tmp_path)["error"] == "there is no commit yet"
     (tmp_path / "train.py").write_text("lr = 0.1\n")
     git("add", "train.py")
     git("commit", "-m", "first")
@@ -201,7 +201,8 @@ def test_provenance_has_the_state_of_git(tmp_path, monkeypatch):
     # The folder that a command is typed in comes first, if it is part of the project.
     assert own_code.python_path(tmp_path) == ["experiments", "."]
     monkeypatch.setenv("PATH", "")  # without git
-    assert provenance.git_state(tmp_path) == {}
+    (error,) = provenance.git_state(tmp_path).values()
+    assert "git is not installed" in error
 
 
 # What happens to an attempt, as functions that record it.

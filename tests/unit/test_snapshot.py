@@ -6,14 +6,16 @@ import base64
 import json
 import os
 import random
+import shutil
 import string
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distdl.runs import snapshot
+from distdl.runs import provenance, snapshot
 from distdl.runs.bundle import Bundle
 from distdl.runs.directory import RunDirectory
 from distdl.runs.snapshot import Snapshot
@@ -84,6 +86,181 @@ def test_outside_git_what_is_neither_hidden_nor_ignored(project):
         sent(project, limit_mb=1)
     written(project, **{".amlignore": "data/\n"})
     assert "data/images.tar" not in sent(project, limit_mb=1)
+
+
+def assumed_foreign(repository: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    return f"git config --global --add safe.directory {repository}"
+
+
+def without_its_folder(repository: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (repository / ".git").rename(repository.parent / "moved")
+    (repository / ".git").write_text("gitdir: ../removed\n")
+    return "not a git repository: .*removed"
+
+
+def damaged(repository: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (repository / ".git/HEAD").write_text("")
+    return f"repair it, or remove {repository}/.git"
+
+
+def inside_another(repository: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    damaged(repository, monkeypatch)
+    git(repository.parent, "init", "-q")
+    return "its own .git is damaged"
+
+
+def without_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PATH", "")
+    return "git is not installed here"
+
+
+def nested(repository: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    inner = written(repository / "vendored", **{"layers.py": "", "private.csv": ""})
+    git(inner, "init", "-q")
+    written(inner, **{".git/info/exclude": "private.csv\n", ".git/HEAD": ""})
+    return "a part of the repository .*project"
+
+
+REFUSALS = (assumed_foreign, without_its_folder, damaged, inside_another, without_git, nested)
+
+
+@pytest.mark.parametrize("spoilt", REFUSALS)
+def test_a_repository_that_git_refuses_sends_nothing(spoilt, repository, monkeypatch):
+    """Which files it ignores is unknown then: those must not leave this machine."""
+    expected = spoilt(repository, monkeypatch)
+    with pytest.raises(UserError, match=expected) as error:
+        sent(repository)
+    assert str(repository) in str(error.value)
+    state = provenance.git_state(repository)
+    assert spoilt is nested or {*state} == {"error"}, "what is unknown is not recorded as nothing"
+
+
+def test_what_git_ignores_stays_and_is_said_wherever_git_reads_it(repository, monkeypatch):
+    """Also in a hook, where git points every command to the repository of the hook."""
+    inner = written(repository / "vendored", **{"layers.py": "", "private.csv": "", "a/b.csv": ""})
+    git(inner, "init", "-q")
+    files = {"data/.gitignore": "private.csv\n", "data/private.csv": "", "data/public.csv": ""}
+    files |= {".git/info/exclude": "notes.txt\n", "vendored/.gitignore": "private.csv\na/\n"}
+    written(repository, **files)
+    monkeypatch.setenv("GIT_DIR", ".git")
+    taken = take(repository)
+    ignored = {"data/private.csv", "notes.txt", "big.bin"}
+    assert {*taken.ignored} == {*ignored, "vendored/private.csv", "vendored/a/"}
+    assert not sent(repository) & {*taken.ignored} and "data/public.csv" in sent(repository)
+    (line, hint) = taken.lines_left_out()
+    assert line.startswith("ignored by git, or hidden: big.bin, ") and "!big.bin" in hint
+    written(repository, **{".amlignore": "!notes.txt\nvendored/\n"})
+    assert "notes.txt" in sent(repository), "sent, as the hint says"
+    assert {*take(repository).ignored} == {*ignored}
+
+
+def test_outside_git_every_gitignore_counts_and_nothing_is_missed(project):
+    """A folder that is left out says nothing about the size of the rest, nor does a name."""
+    files = {"a/.gitignore": "*.csv\n", "a/b/x.csv": "", "a/x.py": "", "attempts/x.py": ""}
+    files |= {".amlignore": "big/\n", "big/x": bytes(2_000_000), "game/attempts/x.py": ""}
+    files |= {"inner/.git/x": "", "z.py": ""}
+    written(project, **files)
+    (project / "inner/.git/x").unlink()
+    git(project / "inner", "init", "-q")
+    written(project / "inner", **{".git/info/exclude": "private\n", "private": "", "x.py": ""})
+    taken = {"train.py", "package/model.py", "notes.txt", "z.py", "a/x.py", "attempts/x.py"}
+    assert sent(project, limit_mb=0.1) == {*taken, "game/attempts/x.py", "inner/x.py"}
+    assert {"a/b/x.csv", "inner/private", "big.bin"} <= {*take(project).ignored}
+
+
+def as_another_user(root: Path) -> str:
+    """What a refusal says if this process is no administrator, who may read everything."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.setuid(1234 if os.getuid() == 0 else os.getuid())
+            take(root)
+        except Exception as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        return pipe.read()
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_a_folder_that_cannot_be_read_is_refused(with_git):
+    with tempfile.TemporaryDirectory() as folder:
+        root = written(Path(folder), **{"x.py": "", "shut/y.py": ""})
+        if with_git:
+            git(root, "init", "-q")
+        for path in (root, *root.rglob("*")):
+            os.chown(path, 1234 if os.getuid() == 0 else os.getuid(), -1)
+        (root / "shut").chmod(0)
+        assert "shut: cannot be read: Permission denied" in as_another_user(root)
+        written(root, **{".amlignore": "shut/\n"})
+        assert as_another_user(root) == ""
+        (root / "shut").chmod(0o700)
+
+
+LINKED = {
+    "pkg/inner": "../real/inner",
+    "pkg/z_link.py": "../real/inner/z.py",
+    "pkg/deep": "../real",
+}
+LEFT_OUT = {
+    "around": (".", "is a link to a folder that it is in"),
+    "real/back": ("../pkg", ""),
+    "nothing": ("nowhere", "is a link to nothing"),
+    "itself": ("itself", "is a link to nothing"),
+    "helpers": ("../outside/helpers", "is a link that leads out of the project"),
+    "shared.py": ("../outside/shared.py", "is a link that leads out of the project"),
+    "private": ("data/private.csv", "is a link to data/private.csv, which is not sent"),
+    "generated": ("data/generated", "is a link to data/generated, which is not sent"),
+}
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_a_link_is_followed_inside_the_project_and_named_otherwise(with_git, project, tmp_path):
+    written(tmp_path / "outside", **{"helpers/h.py": "y = 1", "shared.py": ""})
+    files = {"real/inner/z.py": "", ".gitignore": "*.bin\ndata/\n", "pkg/__init__.py": ""}
+    written(project, **files, **{"data/private.csv": "", "data/generated/x.py": ""})
+    for name, target in {**LINKED, **{k: v for k, (v, _) in LEFT_OUT.items()}}.items():
+        (project / name).symlink_to(target)
+    if with_git:
+        git(project, "init", "-q")
+        git(project, "add", ".")
+    names = sent(project)
+    expected = {"pkg/inner/z.py", "pkg/z_link.py", "pkg/deep/inner/z.py", "real/inner/z.py"}
+    assert expected <= names and "real/back/__init__.py" in names
+    reasons = dict(take(project).left_out)
+    assert {k: v for k, (_, v) in LEFT_OUT.items() if v}.items() <= reasons.items()
+    assert not {*LEFT_OUT} & names and not [n for n in names if "private" in n or "helpers" in n]
+    written(project, **{".amlignore": "!helpers\n!shared.py\n"})
+    assert {"helpers/h.py", "shared.py"} <= sent(project), "sent, as the hint says"
+    shutil.rmtree(project / "real")  # git still lists what is in it
+    (project / "real").symlink_to("../outside")
+    assert not [n for n in sent(project) if n.startswith("real/")]
+    assert "real" in dict(take(project).left_out)
+
+
+def test_a_module_that_is_imported_here_and_not_sent_is_refused(repository, tmp_path):
+    """Without it the job would fail on the nodes, or find another module of that name."""
+    helpers = written(tmp_path / "outside", **{"h.py": ""})
+    (repository / "helpers").symlink_to(helpers)
+    names = ("package/model.py", "package/_version.py", "gen/a_pb2.py", "helpers/h.py", "cut/x.py")
+    written(repository, **{name: "" for name in names if name != "helpers/h.py"})
+    written(repository, **{".gitignore": "_version.py\ngen/\n", ".amlignore": "cut/\n"})
+    imported = [str(repository / name) for name in names]
+    with pytest.raises(UserError) as error:
+        take(repository, imported=[*imported, "/usr/lib/python3/abc.py"])
+    problems = {p.path: str(p) for p in error.value.problems}
+    assert {*problems} == {*names} - {"package/model.py"}
+    assert "git ignores gen/" in problems["gen/a_pb2.py"]
+    assert "git ignores package/_version.py" in problems["package/_version.py"]
+    assert "helpers is a link that leads out of the project" in problems["helpers/h.py"]
+    assert ".amlignore leaves it out" in problems["cut/x.py"]
+    lines = "!gen/a_pb2.py\n!package/_version.py\n!helpers\ncut/*\ncut/x.py\n"
+    written(repository, **{".amlignore": lines})  # as the messages say
+    taken = take(repository, imported=imported)
+    assert {*names} - {name.removeprefix("project/") for _, name in taken.files} == {"cut/x.py"}
 
 
 def test_files_made_for_secrets_stay_and_are_reported(repository):

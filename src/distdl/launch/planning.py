@@ -53,6 +53,7 @@ class Plan:
         notes: Notes for the user, to read before it starts.
         old_run: The new path of an old run of this name that failed before its first checkpoint.
         overrides, swept: `key=value` of a new run; those that vary in its sweep.
+        imported: Files of the user's modules that the config's targets import, for a job elsewhere.
         left_out: If the attempt does without some hosts of the run: these `hosts`, and `where` the
             run uses all of them.
     """
@@ -67,6 +68,7 @@ class Plan:
     old_run: Path | None = None
     overrides: Sequence[str] = ()
     swept: Sequence[str] = ()
+    imported: Sequence[str] = ()
     left_out: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -243,6 +245,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
         raise UserError(*problems)
     if facts.get("model_configures_optimizers") and config.get("optimizer"):
         notes.append("the model's configure_optimizers is used; optimizer= and schedule= are not")
+    planned.imported = facts.get("imported") or ()
     planned.notes += [*notes, *notes_of(config)]
 
 

@@ -120,7 +120,7 @@ def _submit(
     request = make_request(launcher, specs_of(planned, expected))
     if request is None:
         return None
-    code = snapshot_of(planned[0])
+    code = snapshot_of(*planned)
     if hasattr(launcher, "reach"):
         launcher.reach(request)
     attempts = [create_attempt(each, command, code) for each in planned]
@@ -174,7 +174,10 @@ def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None)
         if new:
             recipe = configs.to_yaml(planned.recipe)
             chosen = (planned.overrides, planned.swept)
-            planned.run.create(recipe, provenance.collect(command, root, *chosen))
+            record = provenance.collect(command, root, *chosen)
+            if unknown := record["git"].get("error"):
+                print(f"note       no commit is recorded: {unknown}", file=sys.stderr, flush=True)
+            planned.run.create(recipe, record)
         record = launch_record(planned, root)
         attempt = planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
     except OSError as error:  # such as a full disk or quota, which earlier checks cannot see
@@ -247,15 +250,18 @@ def runs_in_turn(config: DictConfig) -> bool:
     return is_foreground(config) or bool(getattr(launcher_class(config), "in_turn", False))
 
 
-def snapshot_of(planned: Plan) -> Snapshot | None:
-    """The snapshot of the code for the job; None if the job runs in this process."""
-    if is_foreground(planned.config):
+def snapshot_of(*planned: Plan) -> Snapshot | None:
+    """The snapshot of the code for one job, or for the members of a sweep; None if it runs in this
+    process."""
+    first = planned[0]
+    if is_foreground(first.config):
         return None
     return snapshot.take(
-        root_of(planned.config),
-        exclude=[Path(planned.config.output_dir).resolve(), planned.run.path],
-        limit_mb=planned.config.project.max_snapshot_mb,
-        secret_names=forwarded_names(planned),
+        root_of(first.config),
+        exclude=[Path(first.config.output_dir).resolve(), first.run.path],
+        limit_mb=first.config.project.max_snapshot_mb,
+        secret_names=forwarded_names(first),
+        imported=sorted({file for each in planned for file in each.imported}),
     )
 
 

@@ -6,13 +6,13 @@ import functools
 import importlib.metadata
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from distdl import __version__
+from distdl.runs import git
 from distdl.util.redact import redact_command, redact_diff
 
 DIFF_LIMIT = 200_000  # characters; a longer diff is cut and marked as such
@@ -38,19 +38,32 @@ def collect(
 
 
 def git_state(root: Path) -> dict[str, Any]:
-    """Commit, branch, changed files and the redacted diff of `root`; empty outside git."""
-    if not (commit := _git(root, "rev-parse", "HEAD")):
+    """Commit, branch, changed files and the redacted diff of `root`; empty outside git. `error` is
+    what git says if it refuses the repository. Before the first commit there is no commit."""
+    if git.top_of(root) is None:
         return {}
+    try:
+        return _git_state(root)
+    except git.GitRefuses as refused:
+        return {"error": str(refused)}
+
+
+def _git_state(root: Path) -> dict[str, Any]:
+    git.check(root)
+    changed = git.output(root, "status", "--porcelain").splitlines()
+    state: dict[str, Any] = {"dirty": bool(changed), "changed": changed[:200]}
+    if not git.output(root, "rev-list", "--all", "--max-count=1"):
+        return {**state, "error": "there is no commit yet"}
+    # No program that the repository's settings name, and no colours: this is read by programs.
+    diff = git.output(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
     # A diff holds the bytes of the files, which need not be UTF-8.
-    diff = redact_diff(os.fsencode(_git(root, "diff", "HEAD")).decode("utf-8", "replace"))
+    diff = redact_diff(os.fsencode(diff).decode("utf-8", "replace"))
     if len(diff) > DIFF_LIMIT:
         diff = diff[:DIFF_LIMIT] + "\n[cut here]\n"
-    changed = _git(root, "status", "--porcelain").splitlines()
     return {
-        "commit": commit.strip(),
-        "branch": _git(root, "rev-parse", "--abbrev-ref", "HEAD").strip(),
-        "dirty": bool(changed),
-        "changed": changed[:200],
+        "commit": git.output(root, "rev-parse", "HEAD").strip(),
+        "branch": git.output(root, "rev-parse", "--abbrev-ref", "HEAD").strip(),
+        **state,
         "diff": diff,
     }
 
@@ -59,8 +72,7 @@ def project_root(chosen: str | None) -> Path:
     """The user's code: `chosen`, else the git top, else the current folder."""
     if chosen:
         return Path(chosen).resolve()
-    top = _git(Path.cwd(), "rev-parse", "--show-toplevel").strip()
-    return Path(top) if top else Path.cwd()
+    return git.top_of(Path.cwd()) or Path.cwd()
 
 
 @functools.cache
@@ -70,11 +82,3 @@ def packages() -> tuple[str, ...]:
     metadata = (each.metadata for each in importlib.metadata.distributions())
     versions = {each["Name"] or "": each["Version"] for each in metadata}
     return tuple(f"{name}=={version}" for name, version in sorted(versions.items()) if name)
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    try:
-        return os.fsdecode(subprocess.run(command, capture_output=True, check=True).stdout)
-    except (OSError, subprocess.CalledProcessError):
-        return ""

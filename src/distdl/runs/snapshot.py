@@ -1,10 +1,10 @@
 """Which files leave this machine with a job: distdl as imported, and the user's own project.
 
-In a git repository these are the tracked files and the untracked ones that git does not ignore.
-Elsewhere they are all files that are neither hidden nor ignored. `.amlignore` (gitignore's syntax)
-excludes more, as it does for Azure ML. Secrets stay here: a file that is meant for secrets, or in
-which one is found, is left out and reported. If a module contains a secret, the job is refused,
-since it could fail without that module.
+`distdl.runs.project` lists the project: in a git repository the tracked files and the
+untracked ones that git does not ignore, elsewhere all files that are neither hidden nor ignored.
+`.amlignore` (gitignore's syntax) excludes more, as it does for Azure ML. Secrets stay here: a file
+that is meant for secrets, or in which one is found, is left out and reported. A job that could fail
+is refused: a module holds a secret, or was imported here and is left out.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from __future__ import annotations
 import functools
 import os
 import re
-import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import distdl
 from distdl.config import own_code
+from distdl.runs.project import IGNORE_FILE, OUTSIDE, SKIPPED_FOLDERS, Listing, listing
 from distdl.util.errors import Problem, UserError
 from distdl.util.redact import looks_secret, secret_values
+from distdl.util.safe_paths import above
 from distdl.util.secret_shapes import find
 
-IGNORE_FILE = ".amlignore"
 # Files in which people keep secrets. No training needs them. They are left out, and reported.
 SECRET_FILE = re.compile(
     r".*\.env(\..+)?|\.envrc|.*\.(pem|key|pfx|p12|kdbx|keystore|jks|ppk)"
@@ -37,8 +37,7 @@ SECRET_FILE = re.compile(
 EXAMPLE = re.compile(r".*[._-](example|sample|template|dist)$", re.IGNORECASE)
 # Bytes of a file that are searched at once, and bytes that overlap with the next piece.
 PIECE, OVERLAP = 8 * 2**20, 2**16
-SHOWN = 10  # of the files left out
-SKIPPED_FOLDERS = ("__pycache__", "node_modules")
+SHOWN, SHOWN_IGNORED = 10, 5  # of the files left out, and of the ignored ones
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,16 @@ class Snapshot:
 
     Args:
         files: The path of each file here, and its name there.
-        left_out: Name and reason of each file that stays because it may hold a secret, or is a link
-            that leads out of the project.
+        left_out: Name and reason of each file that stays because it may hold a secret, or that
+            cannot travel as it is: a link that leads out of the project.
+        ignored: Names of what git ignores, and outside git also of what is hidden.
         size: Bytes.
         searched: Size and modification time of each file when it was searched for secrets.
     """
 
     files: tuple[tuple[Path, str], ...]
     left_out: tuple[tuple[str, str], ...]
+    ignored: tuple[str, ...]
     size: int
     searched: Mapping[Path, tuple[int, int]]
 
@@ -66,7 +67,10 @@ class Snapshot:
         lines = [f"{name}: {why}" for name, why in self.left_out[:SHOWN]]
         if (more := len(self.left_out) - SHOWN) > 0:
             lines.append(f"and {more} more")
-        for name, _ in self.left_out[:1]:
+        if self.ignored:
+            lines.append(f"ignored by git, or hidden: {in_short(self.ignored)}")
+        names = [*(name for name, _ in self.left_out), *self.ignored]
+        for name in [name for name in names if not name.endswith("/")][:1]:
             lines.append(f"(to send one anyway, name it in {IGNORE_FILE}: !{name})")
         return lines
 
@@ -77,8 +81,22 @@ class Snapshot:
             raise UserError.at(name.partition("/")[2], what, "start the job again")
 
 
+def in_short(names: Sequence[str]) -> str:
+    more = f", and {len(names) - SHOWN_IGNORED} more"
+    shown = ", ".join(map(printable, names[:SHOWN_IGNORED]))
+    return shown + (more if len(names) > SHOWN_IGNORED else "")
+
+
+def printable(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
+
+
 def take(
-    root: Path, exclude: Sequence[Path], limit_mb: float, secret_names: Sequence[str] = ()
+    root: Path,
+    exclude: Sequence[Path],
+    limit_mb: float,
+    secret_names: Sequence[str] = (),
+    imported: Iterable[str] = (),
 ) -> Snapshot:
     """Lists what a job gets; writes nothing.
 
@@ -86,62 +104,89 @@ def take(
         root: The user's project.
         exclude: Folders below it that are left out: where runs are written.
         secret_names: Further variables whose values must not be in any file.
+        imported: Files of the modules that the config's targets import here.
 
     Raises:
-        UserError: The snapshot is too large, a file cannot be read, or a module holds a secret.
+        UserError: The snapshot is too large, git or the system refuses to read something, a module
+            holds a secret, or an imported module would not be sent.
     """
-    project = project_files(root, exclude, limit_mb)
-    candidates = [(path, f"project/{path.relative_to(root).as_posix()}") for path in project]
+    root = root.resolve()
+    project = listing(root, exclude)
+    candidates = [(root / name, f"project/{name}") for name in project.names]
     candidates += metadata_of(root)
-    links = (path for path, _ in candidates if path.is_symlink())
-    outside = {path for path in links if not path.resolve().is_relative_to(root.resolve())}
-    refuse_large(root, [pair for pair in candidates if pair[0] not in outside], limit_mb)
+    refuse_large(root, candidates, limit_mb)
     secrets = {**secret_values(), **{n: v for n in secret_names if (v := os.environ.get(n, ""))}}
     values = tuple((name, os.fsencode(v)) for name, v in secrets.items() if len(v) >= 8)
-    # Files named one by one are sent whatever they hold. A pattern does not count: `!*.py` after
-    # `*` only says where the code is.
-    negated = (line[1:].strip() for line in lines_of(root / IGNORE_FILE) if line.startswith("!"))
-    anyway = {name.lstrip("/") for name in negated}
     files: list[tuple[Path, str]] = []
-    left_out: list[tuple[str, str]] = []
+    left_out = [(printable(name), why) for name, why in project.left_out]
     problems: list[Problem] = []
     searched: dict[Path, tuple[int, int]] = {}
     for path, target in [*((path, f"distdl/{name}") for path, name in distdl_files()), *candidates]:
         name = target.removeprefix("project/")
-        shown = name if name.isprintable() else ascii(name)
+        shown = printable(name)
         try:
-            if path in outside:
-                why = "is a link that leads out of the project"
-            else:
-                searched[path] = state_of(path)
-                # distdl's own code may contain a weak value (DB_PASSWORD=password) as a word.
-                known = values if target.startswith("project/") else ()
-                why = "" if name in anyway else secret_in(path, searched[path], known)
+            searched[path] = state_of(path)
+            # distdl's own code may contain a weak value (DB_PASSWORD=password) as a word.
+            known = values if target.startswith("project/") else ()
+            why = "" if name in project.chosen else secret_in(path, searched[path], known)
         except OSError as error:
             remedy = f"name it in {IGNORE_FILE}"
             problems.append(Problem(shown, f"cannot be read: {error.strerror}", remedy))
             continue
         if not why:
             files.append((path, target))
-        elif is_module(path, name) and path not in outside:
+        elif is_module(path, name):
             problems.append(secret_problem(shown, why))
         else:
             left_out.append((shown, why))
+    problems += missing_modules(root, project, imported)
     if problems:
         raise UserError(*problems)
-    return Snapshot(tuple(files), tuple(left_out), size_of(files), searched)
+    ignored = tuple(n for n in project.ignored if not is_clutter(n))
+    return Snapshot(tuple(files), tuple(left_out), ignored, size_of(files), searched)
+
+
+def is_clutter(name: str) -> bool:
+    """Whether nobody wonders why an ignored file or folder is not sent: caches, packages' data."""
+    last = name.rstrip("/").rpartition("/")[2]
+    cache = last in SKIPPED_FOLDERS or last.startswith(".") or last.endswith((".egg-info", ".pyc"))
+    return cache and not SECRET_FILE.fullmatch(last)
+
+
+def missing_modules(root: Path, project: Listing, imported: Iterable[str]) -> list[Problem]:
+    """Modules that were imported here and are not sent, unless .amlignore names them one by one."""
+    sent = {*project.names, *project.refused}
+    below = [Path(file).relative_to(root) for file in imported if Path(file).is_relative_to(root)]
+    names = sorted({path.as_posix() for path in below} - sent)
+    problems = [missing_problem(project, name) for name in names[:SHOWN]]
+    if (more := len(names) - SHOWN) > 0:
+        problems.append(Problem("", f"and {more} more modules are imported here and not sent"))
+    return problems
+
+
+def missing_problem(project: Listing, name: str) -> Problem:
+    folders = above(name)
+    reasons = dict(project.left_out)
+    links = (folder for folder in folders if folder in reasons)
+    ignored = {name, *(f"{folder}/" for folder in folders)} & {*project.ignored}
+    why = f"{IGNORE_FILE} leaves it out"
+    if ignored:
+        why = f"git ignores {min(ignored)}"
+    remedy = f"write a line into {IGNORE_FILE}: !{name} sends it, {name} says that no job needs it"
+    for link in links:
+        why = f"{link} {reasons[link]}"
+        if reasons[link] == OUTSIDE:
+            remedy = (
+                "choose a project.root that contains both, or pip install it here and on the nodes "
+                f"and remove the link; or write a line into {IGNORE_FILE}: !{link} sends all of it"
+            )
+    what = f"is imported here, and the job would be without it: {why}"
+    return Problem(printable(name), what, printable(remedy))
 
 
 def state_of(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
-
-
-def lines_of(path: Path) -> list[str]:
-    """The lines of an ignore file; none if there is no file."""
-    if not path.is_file():
-        return []
-    return path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
 
 
 def is_module(path: Path, name: str) -> bool:
@@ -218,59 +263,12 @@ def metadata_of(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def project_files(root: Path, exclude: Sequence[Path], limit_mb: float) -> Iterator[Path]:
-    import pathspec
-
-    lines, listed = lines_of(root / IGNORE_FILE), git_files(root)
-    if listed is None:
-        lines += lines_of(root / ".gitignore")
-        listed = list(walked(root, limit_mb))
-    # Runs, wherever they were written, hold no code, and checkpoints are large.
-    configs = [path.parent for path in listed if path.name == "config.yaml"]
-    exclude = [*exclude, *(folder for folder in configs if (folder / "attempts").is_dir())]
-    ignored = pathspec.GitIgnoreSpec.from_lines(lines)
-    for path in listed:
-        stays = any(path.is_relative_to(folder) for folder in exclude)
-        stays = stays or ignored.match_file(path.relative_to(root).as_posix())
-        if not stays and path.is_file():  # git also lists deleted, uncommitted files
-            yield path
-
-
-def git_files(root: Path) -> list[Path] | None:
-    """Tracked and untracked files, including those of submodules; None outside git."""
-    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others"]
-    try:
-        done = subprocess.run([*command, "--exclude-standard"], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    files: list[Path] = []
-    for name in dict.fromkeys(os.fsdecode(done.stdout).split("\0")):
-        path = root / name
-        if name and path.is_dir() and not path.is_symlink():  # a submodule or a nested clone
-            files += git_files(path) or [] if (path / ".git").exists() else []
-        elif name:
-            files.append(path)
-    return sorted(files)
-
-
-def walked(root: Path, limit_mb: float) -> Iterator[Path]:
-    """Every file that is not hidden. It stops early in a folder that is far too large (a home)."""
-    size = 0
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(
-            f
-            for f in folders
-            if not f.startswith(".")
-            and f not in SKIPPED_FOLDERS
-            and not (Path(folder) / f / "pyvenv.cfg").exists()
-            and not (Path(folder) / f / "attempts").is_dir()
-        )
-        for name in sorted(names):
-            path = Path(folder) / name
-            if not name.startswith(".") or SECRET_FILE.fullmatch(name):
-                size += path.stat().st_size if path.is_file() else 0
-                yield path
-        if size > 10 * limit_mb * 1e6:
-            return
+    """The files that a job may take of the project, before they are searched for secrets. For
+    scripts that want to look; raises as `take`."""
+    root = root.resolve()
+    files = [(root / name, f"project/{name}") for name in listing(root, exclude).names]
+    refuse_large(root, files, limit_mb)
+    yield from (path for path, _ in files)
 
 
 def refuse_large(root: Path, files: Sequence[tuple[Path, str]], limit_mb: float) -> None:

@@ -15,6 +15,7 @@ import os
 import pkgutil
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -81,6 +82,7 @@ class Binding:
             lightnings.trainer(self, self.config["trainer"])
         if not self.local:
             self.check_imported_modules()
+            self.facts["imported"] = sorted(self.imported_files())
         self.problems = [each for each in self.problems if not self.follows(each.path, each.what)]
 
     def follows(self, path: str, what: str) -> bool:
@@ -130,6 +132,15 @@ class Binding:
                 self.add(("project", "root"), what, f"pip install it, here and there; {remedy}")
             else:
                 self.notes.append(f"{what}: install it on the nodes, {remedy}")
+
+    def imported_files(self) -> Iterator[str]:
+        """Files of the user's modules, which the nodes need as well."""
+        for module in [*sys.modules.values()]:
+            file = vars(module).get("__file__")  # some modules claim to have any attribute
+            if isinstance(file, str) and FilePath(file).is_absolute():
+                own = any(FilePath(file).is_relative_to(f) for f in self.trust.folders)
+                if own and not is_installed(FilePath(file)):
+                    yield file
 
     def visit(self, value: Any, path: Path) -> None:
         """Checks a node and the nodes inside it. Nodes below `_recursive_: false` are not bound:

@@ -122,7 +122,7 @@ def check_bindings(
     Returns:
         Problems; notes for the user ("not checked: ..."); facts: `model_configures_optimizers` is
         True or False if the model is a class, and None if it is a function or could not be
-        imported.
+        imported; for a job elsewhere, `imported`: the files of the user's modules.
     """
     resolved = resolve(config)
     known, trust = size or Resources(accelerator="auto"), _trust(resolved, project_root)
