@@ -129,6 +129,13 @@ def test_a_fused_step_is_the_default_and_the_same_step(name, size):
     torch.testing.assert_close(*weights)
 
 
+def test_every_stage_of_a_pipeline_fuses_as_one_process_does():
+    """A fused step rounds once less. The other stages' blocks are on meta."""
+    stage = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    optimizer = build(stage, {"_target_": "torch.optim.SGD", "lr": 0.2})
+    assert all(group["fused"] for group in optimizer.param_groups)
+
+
 def test_nothing_is_fused_where_it_cannot_be():
     lars = {"_target_": "timm.optim.Lars", "lr": 0.3, "weight_decay": 1e-4, "trust_coeff": 1e-3}
     for node in ({"_target_": "torch.optim.Rprop"}, {**SGD, "foreach": True}, lars):

@@ -166,8 +166,12 @@ def can_fuse(target: Callable[..., Any], groups: list[dict[str, Any]]) -> bool:
     """
     # DTensors of FSDP: torch has no sharding rule for SGD's fused step (2.15).
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    # On meta are the parameters of a pipeline's other stages: every stage must choose as one
+    # process does, or the results differ in the last bit.
     return "fused" in inspect.signature(target).parameters and all(
-        p.device.type in ("cpu", "cuda") and p.is_floating_point() and not isinstance(p, sharded)
+        p.device.type in ("cpu", "cuda", "meta")
+        and p.is_floating_point()
+        and not isinstance(p, sharded)
         for group in groups
         for p in group["params"]
     )
