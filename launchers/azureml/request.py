@@ -19,6 +19,7 @@ from distdl.job import JobSpec, unprintable
 from distdl.job import variables as as_variables
 from distdl.launchers.azureml.settings import AzureSettings
 from distdl.launchers.common import digest, slug
+from distdl.util.names import kept_apart
 
 SCHEMAS = "https://azuremlschemas.azureedge.net/latest"
 IMAGE = Path(__file__).parent / "image"
@@ -158,7 +159,7 @@ def titles(settings: AzureSettings, run: str) -> dict[str, Any]:
     experiment = settings.experiment_name or run.partition("/")[0]
     return {
         "display_name": settings.display_name or run,
-        "experiment_name": re.sub(r"[^A-Za-z0-9_-]+", "-", experiment),
+        "experiment_name": kept_apart(experiment, re.sub(r"[^A-Za-z0-9_-]+", "-", experiment)),
         "tags": {"distdl.run": run, **{key: str(value) for key, value in settings.tags.items()}},
     }
 
@@ -181,7 +182,13 @@ def secret_names(spec: JobSpec) -> dict[str, str]:
     Source: https://learn.microsoft.com/azure/key-vault/general/about-keys-secrets-certificates
     """
     run = f"{slug(spec.name)[:60]}-{digest(spec.name, 8)}"
-    return {name: f"distdl-{run}-{slug(name)[:45]}" for name in spec.forward_env}
+    return {name: f"distdl-{run}-{_secret_part(name)}" for name in spec.forward_env}
+
+
+def _secret_part(variable: str) -> str:
+    """At most 45 letters, digits and hyphens, which differ for different variables: a Key Vault
+    takes `http-proxy` and `HTTP-PROXY` for one, and `A_B` and `A__B` would both be `A-B`."""
+    return slug(kept_apart(variable, slug(variable).replace("-", "_").upper(), 45))
 
 
 def variables(settings: AzureSettings, spec: JobSpec) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distdl.job import JobSpec, unprintable, variables
+from distdl.util.names import kept_apart
 
 if TYPE_CHECKING:
     from distdl.launchers.slurm.slurm_settings import SlurmSettings
@@ -73,8 +74,9 @@ def sweep_name(specs: Sequence[JobSpec]) -> str:
 def directives(settings: SlurmSettings, specs: Sequence[JobSpec], array: bool) -> Iterator[str]:
     """Options of sbatch, from https://slurm.schedmd.com/sbatch.html."""
     size = specs[0].resources
-    name = re.sub(r"[^\w./+=-]", "_", sweep_name(specs) if array else specs[0].name)
-    yield f"--job-name={name}"
+    name = sweep_name(specs) if array else specs[0].name
+    accepted = kept_apart(name, re.sub(r"[^\w./+=-]", "_", name))
+    yield f"--job-name={accepted}"
     yield f"--nodes={size.num_nodes}"
     yield f"--ntasks-per-node={size.devices}"
     if settings.cpus_per_task:

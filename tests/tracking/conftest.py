@@ -1,6 +1,8 @@
 """Runs that are tracked in this process, and what MLflow holds of them. Every test has its own
 environment; the tests of a file share a database."""
 
+import hashlib
+
 import pytest
 from matplotlib.figure import Figure
 from mlflow.tracking import MlflowClient
@@ -60,6 +62,7 @@ class Tracked:
         self.experiment = run_id.split("/")[0]
         fields = {"rank": 0, "local_rank": 0, "node_rank": 0, "world_size": 1, **fields}
         fields |= {"experiment_name": self.experiment, "artifacts": [config]}
+        fields = {"key": hashlib.md5(run_id.encode()).hexdigest(), **fields}
         info = RunInfo(self.folder, run_id, attempt, output_dir=outputs, **fields)
         components = {"mlflow": logger()} if components is None else components
         self.tracking = start_tracking(info, components)

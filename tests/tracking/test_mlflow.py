@@ -55,8 +55,53 @@ def test_one_mlflow_run_across_attempts(outputs, caplog):
     assert sent.read_bytes() == own.read_bytes()
     assert "torch==" in (tracked.stored / "packages.txt").read_text()
     assert not any(Path.cwd().iterdir()), "MLflow wrote into the current folder"
-    Tracked(outputs, "a/r").finish()
+    Tracked(outputs, "a/r", key="b" * 32).finish()
     assert len(runs_of(database(outputs), "a")) == 2, "a new run of the same name is another one"
+
+
+def test_names_stay_apart_across_attempts(outputs, caplog):
+    """Of metrics, parameters, tags and files; and of the runs of one name in two folders."""
+    values = {
+        "IoU<0.5": 0.2,
+        "IoU>0.5": 0.8,
+        "IoU_0.5": 0.5,
+        f"{'x' * 300}1": 1,
+        f"{'x' * 300}2": 2,
+    }
+    folder = Path("folder")
+    folder.mkdir()
+    (folder / "config.yaml").write_text("mine")
+    for attempt in (1, 2):
+        tracked = Tracked(outputs, "apart/r", attempt, params={"a<b": 1, "a>b": 2, "seed": 3})
+        ours = tracked.loggers[0]
+        tracked.log(values, attempt)
+        ours.log_hyperparams({"seed": 4})
+        for name in ("t<1", "t>1"):
+            ours.experiment.set_tag(None, name, name)
+        ours.experiment.log_artifacts(None, folder)
+        tracked.connected()
+        run = tracked.finish().run
+    assert sorted(run.data.metrics.values()) == sorted(values.values())
+    assert run.data.metrics["IoU_0.5"] == 0.5
+    steps = {(name, step) for name, _, step in tracked.delivered}
+    assert len(steps) == 2 * len(values), "each curve goes on in the second attempt"
+    assert sorted(run.data.params.values()) == ["1", "2", "3", "4"]
+    assert run.data.params["seed"] == "3"
+    assert {"t<1", "t>1"} <= {*run.data.tags.values()}
+    (mine,) = (name for name in tracked.artifacts() if name.startswith("config-"))
+    assert (tracked.stored / mine).read_text() == "mine"
+    assert (tracked.stored / "config.yaml").read_text() != "mine"
+    for line in (
+        "'IoU<0.5' is IoU_0.5-663209e0",
+        "config.yaml describes the run",
+        "parameter seed",
+    ):
+        assert line in caplog.text
+    shared = {"mlflow": logger(tracking_uri=database(outputs))}
+    other = Tracked(outputs / "other", "apart/r", 2, shared, key="b" * 32)
+    other.connected()
+    other.finish()
+    assert len(runs_of(database(outputs), "apart")) == 2
 
 
 def test_a_server_that_refuses_some_data_gets_the_rest(outputs, monkeypatch, caplog):

@@ -16,6 +16,7 @@ from mlflow.exceptions import MlflowException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distdl.config import compose
+from distdl.tracking.client import metric_name
 from distdl.tracking.journal import Journal
 from tests.prepared import quiet_trainer
 from tests.tracking.conftest import Tracked, database, draw, logger
@@ -131,7 +132,7 @@ def test_mlflow_has_what_a_module_logs_through_its_logger(outputs):
     points = tracked.delivered
     assert [p[2] for p in points if p[0] == "loss"] == [*range(12)]  # each once
     assert [p[2] for p in points if p[0] == "mine"] == [0, 1, 2]
-    assert [p[1] for p in points if p[0] == "mine_2"] == [1700000000123] * 3
+    assert [p[1] for p in points if p[0] == metric_name("mine@2")] == [1700000000123] * 3
 
 
 def test_metrics_are_recorded_once_and_before_a_logger_raises(tmp_path):
@@ -175,9 +176,9 @@ def test_no_name_and_no_value_leads_out_or_delays_the_others(outputs, monkeypatc
     mlflow.log_metric(None, "m@", "no number")
     run = tracked.finish().run
     params = run.data.params
-    assert (params["acc_1"], len(params["long"]), len(params)) == ("1", 500, 154)
+    assert (params[metric_name("acc@1")], len(params["long"]), len(params)) == ("1", 500, 154)
     assert (params["key"], params["a/password"]) == ("is ***MY_SECRET***", "***")
-    assert run.data.tags["t_g"] == "***MY_SECRET***"
+    assert run.data.tags[metric_name("t@g")] == "***MY_SECRET***"
     for path in ("copied/folder/inner/own.txt", "inner/own.txt", "größe 1%.txt"):
         assert (tracked.stored / path).read_text() in ("own", "odd")
     assert {"a\nb.txt", "a#b", "both", ".hidden"} <= {x.name for x in tracked.stored.iterdir()}

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl.config import user_conf, words
 from distdl.config.recipe import LAYERS, is_own
 from distdl.util.errors import Problem, UserError
+from distdl.util.names import kept_apart
 from distdl.util.redact import redact
 from distdl.util.suggest import closest
 
@@ -54,6 +55,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
         try:
             prepared = prepare_overrides(overrides)
             config = hydra_compose(PRIMARY, overrides=prepared, return_hydra_config=True)
+            flat = group_options("experiment")
             if config.hydra.runtime.choices.get("debug"):
                 _remove_debug_keys(config, prepared)
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -66,7 +68,10 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
     HydraConfig.instance().set_config(config)
     OmegaConf.set_struct(config, False)
     experiment = str(config.hydra.runtime.choices.get("experiment") or "default")
-    empty = {"experiment_name": experiment.replace("/", "_"), "tracking": {}, "callbacks": {}}
+    named = experiment.replace("/", "_")
+    if named in flat:  # experiment=a_b exists beside experiment=a/b
+        named = kept_apart(experiment, named)
+    empty = {"experiment_name": named, "tracking": {}, "callbacks": {}}
     for key, value in empty.items():
         # Interpolations are not resolved here: validation reports a broken one with the others.
         if not OmegaConf.is_interpolation(config, key) and config.get(key) is None:

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ def collect(
     typed = ["python", "-m", "distdl"] if command[0].endswith("__main__.py") else ["distdl"]
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "id": uuid.uuid4().hex,  # runs of one name in two folders may start in the same second
         "distdl": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -11,12 +11,25 @@ from lightning.fabric.utilities.logger import _convert_params
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
+from distdl.util.names import kept_apart
+
 # What `Task.init` would record or patch by default. `detect_repository` would take minutes and send
 # the complete git diff.
 CAPTURED = (
     "detect_repository matplotlib tensorflow tensorboard pytorch xgboost scikit fastai lightgbm "
     "hydra tfdefines joblib megengine catboost gradio jsonargparse"
 )
+
+
+def curve_of(name: str) -> tuple[str, str]:
+    """The plot and the curve in it: `val/loss` is the curve `loss` of the plot `val`, and `loss`
+    that of `loss`. `loss/loss`, `/loss` and `loss/` become curves of their own."""
+    if "/" not in name:
+        return name, name
+    title, _, series = name.rpartition("/")
+    if title and series and title != series:
+        return title, series
+    return title or series or "_", kept_apart(name, series or "_")
 
 
 class ClearMLLogger(Logger):
@@ -78,8 +91,7 @@ class ClearMLLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         report = self.experiment.get_logger().report_scalar
         for name, value in metrics.items():
-            title, _, series = name.rpartition("/")
-            report(title or series, series, float(value), iteration=step or 0)
+            report(*curve_of(name), float(value), iteration=step or 0)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:

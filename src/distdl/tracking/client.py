@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from distdl.tracking.outbox import database_path, is_local
+from distdl.util.names import kept_apart
 
 log = logging.getLogger(__name__)
 
+LONGEST_NAME = 250  # MLflow's own limit
 CREATION = 5.0  # seconds since the last write, in which a database may still be being created
 # Errors that the same data cause every time: sending them again would block everything after them.
 PERMANENT = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
@@ -70,11 +73,15 @@ def prepare_environment() -> None:
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 
+@functools.lru_cache(maxsize=10_000)
 def metric_name(name: str) -> str:
-    """The most similar name that MLflow accepts for a metric, parameter or tag. MLflow refuses
-    `acc@1`, `a//b`, `/x` and long names."""
-    name = re.sub(r"[^\w\-. :/]", "_", name)
-    return posixpath.normpath(name).replace("../", "").strip("/")[:250] or "_"
+    """The name itself if MLflow accepts it for a metric, parameter or tag. Of `acc@1`, `a//b`, `/x`
+    and long names it makes a similar name that no other name becomes."""
+    plain = posixpath.normpath(re.sub(r"[^\w\-. :/]", "_", name))
+    plain = re.sub(r"^(\.\./)+", "", plain).strip("/")
+    if plain == "." or plain.startswith(".."):
+        plain = plain.lstrip(".")
+    return kept_apart(name, plain or "_", LONGEST_NAME)
 
 
 def is_permanent(error: Exception) -> bool:

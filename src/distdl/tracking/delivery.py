@@ -7,15 +7,17 @@ import functools
 import logging
 import os
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from distdl.runs.records import journals, read
 from distdl.tracking.client import import_client, is_permanent, last_written, metric_name, set_aside
 from distdl.tracking.outbox import Cursor, Outbox, database_path, is_local, redact
 
 log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 BATCH = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's own limits per request
 ENOUGH = 8  # after so many refused parameters in a row, the server accepts no more
@@ -40,6 +42,7 @@ class Delivery:
         self.delivered = 0  # points
         self.refused: set[str] = set()  # names
         self.in_a_row = 0  # refused parameters since the last accepted one
+        self.renamed: set[str] = set()  # names that MLflow does not accept, and that were reported
 
     def connect(self) -> bool:
         """Finds the MLflow run, or creates it (node 0). False if it does not exist yet."""
@@ -102,13 +105,11 @@ class Delivery:
         return experiment and str(experiment.experiment_id)
 
     def _search(self) -> str | None:
-        """Finds the run by our tags, since the server's answer or our file may have been lost."""
+        """Finds the run by our tag, since the server's answer or our file may have been lost."""
         experiment = self.experiment_id = self._experiment()
         if experiment is None:
             return None
         query = f"tags.`distdl.run_key` = '{self.outbox.state.key}'"
-        if self.node_rank or self.outbox.lost:
-            query = f"tags.`distdl.run_id` = '{self.outbox.state.distdl_run}'"
         order = ["attributes.start_time DESC"]
         runs = self.client.search_runs([experiment], query, max_results=1, order_by=order)
         return str(runs[0].info.run_id) if runs else None
@@ -130,7 +131,7 @@ class Delivery:
         if params:
             # MLflow cannot change a parameter. A tag of the attempt records the changes.
             known = self.client.get_run(self.run_id).data.params
-            named = {metric_name(k): v for k, v in params.items()}
+            named = self._accepted("parameter", params)
             before, self.in_a_row = {*self.refused}, 0
             self._send("params", [Param(k, v) for k, v in named.items() if k not in known])
             outbox.mark_sent("params", params)
@@ -139,7 +140,7 @@ class Delivery:
                 text = "MLflow at %s refuses %d of %d parameters (%s); config.yaml has all of them"
                 log.warning(text, redact(self.uri), len(left_out), len(named), names)
         if tags:
-            self._send("tags", [RunTag(metric_name(k), v) for k, v in tags.items()])
+            self._send("tags", [RunTag(k, v) for k, v in self._accepted("tag", tags).items()])
             outbox.mark_sent("tags", tags)
 
     def send_artifacts(self) -> None:
@@ -195,13 +196,24 @@ class Delivery:
 
         for record in read(path, cursor.offset(self.run_id)):
             at = round(record.time * 1000)
-            points = [Metric(metric_name(k), v, at, record.step) for k, v in record.metrics.items()]
+            values = self._accepted("metric", record.metrics).items()
+            points = [Metric(name, value, at, record.step) for name, value in values]
             if batch and len(batch) + len(points) > BATCH["metrics"]:
                 send()
             batch += points
             end = record.end
         if batch:
             send()
+
+    def _accepted(self, what: str, values: Mapping[str, Value]) -> dict[str, Value]:
+        """The values by names that MLflow accepts. One line reports each name that is changed."""
+        names = {name: metric_name(name) for name in values}
+        changed = {k: new for k, new in names.items() if new != k and k not in self.renamed}
+        if changed:
+            self.renamed |= changed.keys()
+            text = ", ".join(f"{name!r} is {new}" for name, new in changed.items())
+            log.warning("MLflow does not accept these names. The %s %s", what, text)
+        return {names[name]: value for name, value in values.items()}
 
     def _send(self, kind: str, points: list[Any]) -> None:
         """Sends points, in halves if they are too many for a request or if one of them is refused.

@@ -178,7 +178,7 @@ class MLflowLogger:
     def _describe(self, outbox: Outbox) -> None:
         """Fills the outbox with the facts about this attempt."""
         info, state = self.info, outbox.state
-        outbox.lost = not outbox.exists and info.attempt > 1
+        state.key = info.key or state.key
         state.distdl_run, state.name = info.run_id, info.name
         state.server = redact(self.tracking_uri) if self.tracking_uri else None
         state.output_dir = os.path.relpath(info.output_dir, info.run_dir)
@@ -188,7 +188,7 @@ class MLflowLogger:
         if not self.artifact_location and re.match(r"(sqlite|mysql|postgresql|mssql)[+:]", uri):
             folder = database_path(uri).parent if is_local(uri) else info.output_dir.absolute()
             state.artifact_location = (folder / "mlflow-artifacts").as_uri()
-        state.tags |= {k: str(v)[:5000] for k, v in info.tags.items()} | self._tags()
+        state.tags |= {k: str(v)[:5000] for k, v in info.tags.items()} | self._tags(state.key)
         if self.job_run and self.job_run != state.run_id:
             if state.run_id:
                 state.tags["distdl.previous_job"] = state.run_id
@@ -196,9 +196,10 @@ class MLflowLogger:
         state.job_run = bool(self.job_run)
         state.status, state.end_time = "RUNNING", None
 
-    def _tags(self) -> dict[str, str]:
+    def _tags(self, key: str) -> dict[str, str]:
         info, attempt = self.info, f"distdl.runs.attempt.{self.info.attempt}"
         tags = {"distdl.run_id": info.run_id, "distdl.attempts": str(info.attempt)}
+        tags["distdl.run_key"] = key
         tags[f"{attempt}.state"] = "RUNNING"
         if info.changed:
             tags[f"{attempt}.changed"] = json.dumps(info.changed, default=str)[:5000]
@@ -213,8 +214,7 @@ class MLflowLogger:
 
     def _keep(self, path: Path) -> None:
         assert self.delivery is not None
-        folder = "" if self.info.attempt == 1 else f"attempts/{self.info.attempt:03d}"
-        self.delivery.outbox.add_file(path, os.path.join(folder, path.name))
+        self.delivery.outbox.add_own(path, self.info.attempt)
 
     def _run(self) -> None:
         with contextlib.suppress(Exception):  # `_follow` meets the error again and reports it

@@ -18,10 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from distdl.runs.files import write_json
+from distdl.util.names import kept_apart
 from distdl.util.redact import hide_shapes, looks_secret
 from distdl.util.redact import redact as without_secrets
 
 log = logging.getLogger(__name__)
+
+# The names that `own_artifact` makes.
+OWN_ARTIFACT = re.compile(r"(attempts/\d{3,}/)?(config\.yaml|provenance\.json|packages\.txt)")
 
 
 def redact(address: str) -> str:
@@ -46,6 +50,11 @@ def database_path(address: str) -> Path:
     return Path(address.removeprefix("sqlite:///")).absolute()
 
 
+def own_artifact(name: str, attempt: int) -> str:
+    """Where MLflow has a file that describes an attempt."""
+    return name if attempt == 1 else f"attempts/{attempt:03d}/{name}"
+
+
 @dataclass
 class State:
     """Facts about the MLflow run, and what is still to be sent: `RUN/tracking/mlflow.json`."""
@@ -59,7 +68,8 @@ class State:
     run_id: str | None = None  # MLflow's, once it is known
     experiment_id: str | None = None
     job_run: bool = False  # the run belongs to the platform's job (Azure ML), which ends it
-    # A tag of the MLflow run, by which the run is found if the server's answer was lost.
+    # A tag of the MLflow run, by which other nodes find it, and this one if the server's answer or
+    # this file was lost. Not the run's name, which runs in other folders may have too.
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     start_time: float = field(default_factory=time.time)
     # The rest is still to be sent, and so are the files in `RUN/tracking/artifacts`.
@@ -79,7 +89,6 @@ class Outbox:
         self.lock = threading.RLock()
         self.replaced: set[Path] = set()  # copies that were replaced while they were being sent
         self.exists = self.load()
-        self.lost = False  # an earlier attempt's file is gone: search by the run's name
 
     def load(self) -> bool:
         """Reads the file. Returns False if that is not possible."""
@@ -109,14 +118,27 @@ class Outbox:
             pending |= {k: v for k, v in texts.items() if kind == "tags" or k not in pending}
             self.save()
 
-    def add_file(self, path: str | Path, to: str) -> None:
+    def add_own(self, path: Path, attempt: int) -> None:
+        """Adds a file that describes the run, such as config.yaml."""
+        self.add_file(path, own_artifact(path.name, attempt), ours=True)
+
+    def add_file(self, path: str | Path, to: str, ours: bool = False) -> None:
         """Adds a copy of a file, or of all files in a folder, to send. It replaces a pending file
-        of the same name. Raises an OSError if the path is missing. A full disk causes a warning."""
+        of the same name. Raises an OSError if the path is missing. A full disk causes a warning.
+
+        A module's file gets a name of its own if it would replace one that describes the run.
+        """
         if os.path.isdir(path):
             for name in os.listdir(path):
-                self.add_file(os.path.join(path, name), os.path.join(to, name))
+                self.add_file(os.path.join(path, name), os.path.join(to, name), ours)
             return
         os.stat(path)
+        folder, name = os.path.split(os.path.normpath(to))
+        if not ours and OWN_ARTIFACT.fullmatch(os.path.join(folder, name)):
+            stem, ending = os.path.splitext(name)
+            to = os.path.join(folder, kept_apart(name, f"{stem}-yours") + ending)
+            text = "%s describes the run in MLflow, so the file %s is sent as %s"
+            log.warning(text, os.path.join(folder, name), path, to)
         copy = self.copies / to
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 
 from distdl.tracking.outbox import redact
+from distdl.util.names import kept_apart
 
 if TYPE_CHECKING:
     from distdl.tracking.journal import Journal
@@ -50,10 +51,18 @@ class RunLogger(MLFlowLogger):
     save_dir = log_dir = property(lambda self: str(self.sender.info.run_dir))
 
     def log_hyperparams(self, params: Any, *_: Any, **kw: Any) -> None:
-        """Sends the run's parameters, nested ones as `a/b`, cut at 500 characters."""
-        if self.delivery is not None:
-            flat = _flatten_dict(_convert_params(params))
-            self.delivery.outbox.add("params", flat, longest=500)
+        """Sends the run's parameters, nested ones as `a/b`, cut at 500 characters. One that has the
+        name of a setting of the run (`seed`), and another value, gets a name of its own."""
+        if self.delivery is None:
+            return
+        flat, ours = _flatten_dict(_convert_params(params)), self.sender.info.params
+        differ = [k for k, v in flat.items() if k in ours and str(v) != str(ours[k])]
+        for name in differ:
+            other = kept_apart(name, f"{name}-hparam")
+            text = f"the hyperparameter {name} is {other} in MLflow, as the config has {name} too"
+            self.journal.warn_once(f"parameter {name}", text)
+            flat[other] = flat.pop(name)
+        self.delivery.outbox.add("params", flat, longest=500)
 
     def _nothing(self, *args: Any, **kw: Any) -> None:
         """The journal has the metrics, the run the checkpoints; `MLflowLogger` sends the end."""

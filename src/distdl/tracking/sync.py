@@ -35,7 +35,6 @@ def sync(run: Path) -> int:
                 print("The run is still active and sends its metrics itself.")
                 return 0
         outbox.load()  # the run may have ended before the lock was acquired
-        outbox.lost = False
         print(f"Sending to {redact(uri)} ...", flush=True)
         try:
             with _bar(sender.pending()) as progress:

@@ -20,6 +20,7 @@ from distdl.job import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED
 from distdl.ranks import stopping
 from distdl.runs import failures
 from distdl.runs.directory import Attempt
+from distdl.util.names import kept_apart
 from distdl.util.orphans import PARENT
 
 # Seconds. torch's agent kills ranks that are still running 30 s after the first one ended. A rank
@@ -64,7 +65,11 @@ def run(
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ[variable] = os.environ.get(variable) or interface
     options: dict[str, Any] = {"min_nodes": nodes, "max_nodes": nodes, "nproc_per_node": devices}
-    options |= {"run_id": name.replace("/", "_"), "rdzv_endpoint": main, "max_restarts": 0}
+    options |= {
+        "run_id": kept_apart(name, name.replace("/", "_")),
+        "rdzv_endpoint": main,
+        "max_restarts": 0,
+    }
     options |= {"monitor_interval": 0.1, "shutdown_timeout": grace_seconds}
     if nodes > 1:
         options["rdzv_backend"] = "static"

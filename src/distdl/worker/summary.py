@@ -20,6 +20,7 @@ from distdl.optim import optimizers
 from distdl.ranks.environment import Environment
 from distdl.runs.directory import CONFIG, PROVENANCE, Attempt, read_json, shown
 from distdl.tracking import RunInfo
+from distdl.util.names import kept_apart
 from distdl.validation.resolve import resolve
 from distdl.worker.build import Built
 from distdl.worker.rank_context import RankContext
@@ -46,7 +47,7 @@ def run_info(config: DictConfig, context: RankContext) -> RunInfo:
         output_dir=path.parents[run_id.count("/")] if str(path).endswith(run_id) else path,
         experiment_name=run_id.split("/")[0],
         name=member_name(provenance.get("swept") or ()) or run_id.rpartition("/")[2],
-        key=configs.hash_of(f"{run_id} {provenance.get('created')}", 32),
+        key=configs.hash_of(f"{run_id} {provenance.get('created')}{provenance.get('id', '')}", 32),
         params=params,
         changed=launch.get("changes") or {},
         artifacts=[path / CONFIG, path / PROVENANCE],
@@ -85,7 +86,8 @@ def member_name(swept: Sequence[str]) -> str:
     are equal, all keys are written in full."""
     shorts = [re.sub(r"^[^=]*\.", "", override) for override in swept]
     keys = {override.partition("=")[0] for override in shorts}
-    return " ".join(shorts if len(keys) == len(shorts) else swept)[:250]
+    name = " ".join(shorts if len(keys) == len(shorts) else swept)
+    return kept_apart(name, name)
 
 
 def for_rank(info: RunInfo, environment: Environment) -> RunInfo:
