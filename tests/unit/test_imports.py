@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "distdl"
 LOWEST = ("util", "job", "stores", "ranks", "config", "datasets", "runs", "health", "validation")
 WITH_TORCH = (
     *("distributed", "optim", "checkpoint", "tracking", "models", "data", "strategies"),
-    *("callbacks", "doctor", "worker", "benchmark", "serving", "tasks"),
+    *("loops", "callbacks", "doctor", "worker", "benchmark", "serving", "tasks"),
 )
 HIGHEST = ("launchers", "launch", "planner", "data_check", "report", "scaling", "drill", "cli")
 LAYERS = (*LOWEST, *WITH_TORCH, *HIGHEST)

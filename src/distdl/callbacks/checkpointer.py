@@ -3,7 +3,8 @@
 A checkpoint is saved at one of three moments, from each of which Lightning (2.6) can resume:
 
 - after an optimizer step inside an epoch, except the epoch's last step;
-- inside a validation, which a resume repeats from its first batch;
+- inside a validation that a signal cuts short (`loops/validation.py`): the state is that of before
+  it, and a resume repeats it from its first batch;
 - at the end of an epoch, after all hooks of Lightning and the module. An epoch that was cut short
   is saved too, and a resume continues it.
 
@@ -29,6 +30,7 @@ from distdl.checkpoint.saving import Saver, refuse_pickles
 from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
 from distdl.distributed.agreement import Agreement, least_of_all, refuse_uneven
+from distdl.loops.generators import rng_state
 from distdl.optim import optimizers
 from distdl.ranks.stopping import StopRequest
 from distdl.runs.checkpoints import CheckpointStore
@@ -45,6 +47,12 @@ def class_names(datamodule: object) -> list[str] | None:
     """The names in a data module's `classes`, in the order of the labels; None if it has none."""
     names = getattr(datamodule, "classes", None)
     return [*map(str, names)] if isinstance(names, list | tuple) else None
+
+
+def rounds(optimizer: object) -> bool:
+    """Whether an optimizer exchanges weights for a validation by arithmetic (`eval` and `train`, as
+    schedule-free ones do): what is put back is rounded, so a validation may not be run twice."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 
 class Checkpointer(Callback):
@@ -127,6 +135,7 @@ class Checkpointer(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         apart.separate_folders(trainer, self.saver.store.folder)  # a `setup` may set one
+        self._agreement = Agreement(3)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = trainer.fit_loop
@@ -135,7 +144,6 @@ class Checkpointer(Callback):
         loop.on_advance_end = functools.partial(self._after_epoch, trainer)  # type: ignore[method-assign]
         loop.epoch_loop.on_advance_end = functools.partial(self._after_batch, trainer)  # type: ignore[method-assign]
         refuse_uneven(trainer.num_training_batches)
-        self._agreement = Agreement(3)
         built = [optimizer.param_groups for optimizer in trainer.optimizers]
         self.rates = self.rates or resume_state.built_rates(built)
         self._saved_step, self._stepped = steps_of(trainer), trainer.global_step
@@ -190,7 +198,7 @@ class Checkpointer(Callback):
             trainer.should_stop = True
             # If only the stop causes this validation, a resumed run does not repeat it: save the
             # generators as they are before it.
-            self._rng = None if due else resume_state.rng_state()
+            self._rng = None if due else rng_state()
         if validates and stepped:
             self._validates = inside
             self._batch_ended(trainer)
@@ -217,18 +225,38 @@ class Checkpointer(Callback):
             self._save(trainer, "step" if by_step else "time")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            # Ranks may have different numbers of batches: exchange flags only in common ones.
-            self._common_batches = least_of_all(
-                sum(trainer.fit_loop.epoch_loop.val_loop.max_batches)
-            )
-
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        if trainer.state.fn != "fit" or trainer.sanity_checking or not self._common_batches:
+        if trainer.state.fn != "fit":
             return
+        loop = trainer.fit_loop.epoch_loop
+        # Ranks may have different numbers of batches: exchange flags only in common ones.
+        self._common_batches = least_of_all(sum(loop.val_loop.max_batches))
+        if loop._should_accumulate() or any(map(rounds, trainer.optimizers)):
+            self._common_batches = 0  # it cannot be cut short
+
+    def cuts_validation(self, trainer: Trainer) -> bool:
+        if not self._common_batches:
+            return False
         self._common_batches -= 1
         stop, _save, failed = self._agreement.exchange(*self._flags())
-        self._obey(trainer, stop, failed)
+        if failed:
+            self.saver.settle()
+        return stop
+
+    def validation_was_cut(self, trainer: Trainer, changed_weight: str) -> None:
+        if trainer.sanity_checking:
+            self._end(trainer)
+        changed = next(filter(None, process_group.gather(changed_weight)), "")
+        if changed:
+            log.warning(
+                "nothing is saved here, as the validation was cut short and has changed %s: a "
+                "callback or the module has not put it back. A resume continues from the last "
+                "checkpoint",
+                changed,
+            )
+        else:
+            self._validates = True
+            self._save(trainer, "signal")
+        self._end(trainer)
 
     def _obey(self, trainer: Trainer, stop: bool, failed: bool) -> None:
         if failed:
@@ -327,10 +355,10 @@ class Checkpointer(Callback):
             "world_size": trainer.world_size,
             "classes": class_names(trainer.datamodule),  # type: ignore[attr-defined]
             **self.best.state(),
-            "rng": process_group.gather(self._rng or resume_state.rng_state()),
+            "rng": process_group.gather(self._rng or rng_state()),
             **resume_state.of_parameters(pl_module, self._half_a_step),
         }
-        if self._validates or (trainer.validating and self._reason == "signal"):
+        if self._validates:
             resume_state.restart_validation(checkpoint["loops"]["fit_loop"])
         if self._reason == "cut":
             resume_state.reopen_epoch(checkpoint["loops"]["fit_loop"])

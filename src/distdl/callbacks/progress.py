@@ -16,6 +16,7 @@ from rich import console
 from distdl.callbacks.metrics import StepMetrics
 from distdl.config.recipe import unit_of
 from distdl.data.images import default_workers
+from distdl.loops.validation import ValidationLoop
 from distdl.util.progress_bar import Line
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,9 @@ class Progress(Callback):
             self._line.remove_task(self._line.task_ids[-1])
         else:
             self._close()
-        if trainer.is_global_zero and not trainer.sanity_checking:
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        cut = isinstance(loop, ValidationLoop) and loop.was_cut  # without a result
+        if trainer.is_global_zero and not trainer.sanity_checking and not cut:
             logged = sorted(trainer.callback_metrics.items())
             shown = "  ".join(f"{k} {float(v):.4g}" for k, v in logged if k.startswith("val"))
             log.info("epoch %d  %s", trainer.current_epoch + 1, shown)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch import callbacks as lightnings
 from torch import nn
 
 from distdl.distributed import process_group
+from distdl.loops.generators import set_rng_state
 from distdl.optim import optimizers as optim
 
 log = logging.getLogger(__name__)
@@ -24,10 +23,12 @@ SET_UP_THE_EPOCH = (lightnings.GradientAccumulationScheduler, lightnings.Stochas
 
 
 def restart_validation(fit_loop: dict[str, Any]) -> None:
-    """For a save inside a validation, which the resumed run repeats from its first batch."""
+    """For a save before a validation, which the resumed run begins with. `total` counts the batches
+    of the validations in this epoch."""
     progress = fit_loop["epoch_loop.val_loop.batch_progress"]
-    for part in ("total", "current"):
-        progress[part].update(ready=1, started=1, processed=0, completed=0)
+    done = progress["total"]["completed"]
+    progress["total"].update(ready=done + 1, started=done + 1, processed=done, completed=done)
+    progress["current"].update(ready=1, started=1, processed=0, completed=0)
     progress["is_last_batch"] = False
 
 
@@ -82,19 +83,6 @@ def built_rates(optimizers: list[Any]) -> list[list[float]]:
     return [[float(g.get("initial_lr", g["lr"])) for g in groups] for groups in optimizers]
 
 
-def rng_state() -> dict[str, Any]:
-    """The state of this rank's random generators, in types that `weights_only` loads."""
-    numpy: Any = np.random.get_state()
-    name, keys, position, has_gauss, cached = numpy
-    version, internal, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-        "python": [version, list(internal), gauss],
-    }
-
-
 def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
     """Restores this rank's state; at another world size, reseeds from `seed` and `rank`."""
     from lightning.pytorch import seed_everything
@@ -102,14 +90,7 @@ def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
     if len(states) != process_group.world_size():
         seed_everything(seed + 1000 * rank, verbose=False)
         return
-    state = states[rank]
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    set_rng_state(states[rank])
 
 
 def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
 from distdl.job import Resources
+from distdl.loops.validation import ValidationLoop
 from distdl.optim import optimizers
 from distdl.optim.schedules import length_of
 from distdl.ranks.environment import Environment
@@ -115,6 +116,7 @@ def build(
             callback.run_dir, callback.attempt = run.path, attempt.number
     callbacks = [metrics, *callbacks, checkpointer]
     trainer = build_trainer(config, strategy, environment, resources, callbacks, loggers, run)
+    trainer.fit_loop.epoch_loop.val_loop = ValidationLoop(trainer, checkpointer)
     parts = (config, run, trainer, module, datamodule, metrics, checkpointer)
     return Built(*parts, checkpoint, own_optimizer)
 
