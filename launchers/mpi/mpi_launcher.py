@@ -22,7 +22,7 @@ from distdl.job import JobSpec, JobState, Resources, variables
 from distdl.launchers.common import Count, LauncherSettings, ListOf, Values, forwarded, relative
 from distdl.launchers.mpi import flavours, supervisor
 from distdl.launchers.mpi import hosts as machines
-from distdl.launchers.mpi.flavours import LOCALHOST, Host, Start
+from distdl.launchers.mpi.flavours import FLAVOURS, LOCALHOST, Host, Start
 from distdl.launchers.mpi.mpi_job import MpiJob
 from distdl.util.errors import Problem, UserError
 
@@ -32,6 +32,7 @@ FIRST_PORT, PORTS = 15000, 10000
 # forwarded by name, so that ranks on all machines have the same environment.
 KEPT = {"HOME", "USER", "LOGNAME", "SHELL", "PATH", "LD_LIBRARY_PATH", "LANG", "TZ", "TMPDIR"}
 KEPT |= {"SSH_AUTH_SOCK", "KRB5CCNAME", "OPAL_PREFIX"}
+MPIRUN = "mpirun"  # on the user's PATH
 KEPT_PREFIXES = ("LC_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "HYDRA_")
 
 
@@ -75,12 +76,10 @@ class MpiLauncher(LauncherSettings):
     """Starts a job on machines reached over ssh, with the installed mpirun."""
 
     in_turn: ClassVar = True
-    # Settings, with defaults, that name a program whose version a dry run queries.
-    programs: ClassVar = {"mpirun": "mpirun"}
 
     hosts: ListOf[Any] = []
     hostfile: str | None = None
-    mpirun: str = "mpirun"
+    mpirun: str = MPIRUN
     flavour: Literal["auto", "openmpi4", "openmpi5", "mpich", "intel"] = "auto"
     agent: bool = False
     copy_bundle: bool = False
@@ -130,6 +129,12 @@ class MpiLauncher(LauncherSettings):
         if odd := [f"{host.name}:{host.slots}" for host in hosts if host.slots != devices]:
             what = f"{', '.join(odd)}, but trainer.devices is {devices}"
             yield Problem(key, what, "every host needs one slot per device")
+
+    def starts_to_know(self) -> Iterator[Problem]:
+        """What a request starts a program for that the config names, so that a dry run has none."""
+        if self.flavour == "auto" and self.mpirun != MPIRUN:
+            what = f"a dry run does not start {self.mpirun} to see which kind of mpirun it is"
+            yield Problem("launcher.flavour", what, f"write one of {', '.join(FLAVOURS)}")
 
     def chosen_hosts(self, devices: int) -> tuple[Host, ...]:
         """The hosts that a job runs on, in rank order."""

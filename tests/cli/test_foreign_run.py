@@ -141,13 +141,19 @@ def test_the_run_folder_is_not_a_project(foreign, said, monkeypatch):
     assert str(its.run) not in sys.path and not its.ran.exists()
 
 
-def test_its_mpirun_is_started_only_if_typed(foreign, said):
+def test_its_programs_are_not_started_and_none_by_a_dry_run(foreign, said):
     its = foreign("a program")
-    typed, mpirun = ("resume", str(its.run), "dry_run=true"), f"launcher.mpirun={its.run}/mpirun"
-    assert f"if you trust it: {mpirun}" in said(*typed, code=2)
+    mpirun, ssh = f"launcher.mpirun={its.run}/mpirun", f"launcher.ssh={its.run}/mpirun"
+    for more in ([], ["dry_run=true"]):
+        refused = said("resume", str(its.run), *more, code=2)
+        assert "2 problems" in refused
+        assert f"if you trust it: {mpirun}" in refused and f"if you trust it: {ssh}" in refused
+    # Typed, they are trusted; a dry run starts none, and needs to be told what it cannot ask.
+    refused = said("resume", str(its.run), mpirun, ssh, "dry_run=true", code=2)
+    assert f"a dry run does not start {its.run}/mpirun" in refused
+    flavour = "launcher.flavour=openmpi5"
+    assert f"{its.run}/mpirun" in said("resume", str(its.run), mpirun, ssh, flavour, "dry_run=true")
     assert not its.ran.exists()
-    said(*typed, mpirun)
-    assert its.ran.exists()
 
 
 def test_its_model_is_not_imported_to_be_checked(tmp_path, said):

@@ -92,21 +92,21 @@ def test_mpi_goes_on_with_the_others(case: str, hosts: Path, tmp_path: Path) -> 
 
 
 def test_it_grows_back_when_the_host_answers(hosts: Path, tmp_path: Path) -> None:
-    plan = planned(tmp_path, 2)
+    plan, ssh = planned(tmp_path, 2), [f"launcher.ssh={tmp_path / 'ssh'}"]
     attempted(plan, lost="node2")
     hosts.write_text("node2\n")
     for _ in range(2):  # also in a later command, as long as it does not answer
-        resumed = resuming.plan(plan.run, [])
+        resumed = resuming.plan(plan.run, ssh)
         smaller = left_out.fit(resumed, set())
         assert hosts_of(smaller) == ["node1"] and global_batch(smaller) == (24, 24)
         record = attempted(smaller).launch()
         assert record["left_out"]["hosts"] == ["node2"] and record["global_batch_size"] == 24
     hosts.write_text("")
-    whole = left_out.fit(resuming.plan(plan.run, []), set())
+    whole = left_out.fit(resuming.plan(plan.run, ssh), set())
     assert hosts_of(whole) == ["node1", "node2"] and global_batch(whole) == (12, 24)
     assert "left_out" not in attempted(whole).launch()
     hosts.write_text("node2\n")  # no attempt has lost it: the launcher refuses it, by its name
-    whole = resuming.plan(plan.run, [])
+    whole = resuming.plan(plan.run, ssh)
     assert left_out.fit(whole, set()) is whole
 
 

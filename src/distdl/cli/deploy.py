@@ -72,7 +72,8 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.P
     """The platform with the user's launcher, and whether this is a dry run."""
     from omegaconf import OmegaConf
 
-    from distdl.config.compose import compose
+    from distdl.config import consent
+    from distdl.config.compose import compose, typed
     from distdl.launch.jobs import instantiate
     from distdl.validation.kinds import locate
 
@@ -84,6 +85,7 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.P
             remedy = did_you_mean(word.partition("=")[0], known) or "see --help"
             raise UserError.at(word, "is not a setting of deploy", remedy)
     config = compose([chosen, *words])
+    consent.refuse(config, typed(config))
     launcher = instantiate(OmegaConf.to_container(config.launcher, resolve=True))
     kind = locate(f"distdl.launchers.{PLATFORMS[options.platform]}.KINDS")[options.batch]
     options.instance_type = options.instance_type or kind.default_type

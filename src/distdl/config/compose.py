@@ -36,6 +36,12 @@ def hydra_session(config_dirs: Sequence[str] = ()) -> Iterator[None]:
         yield
 
 
+def typed(config: DictConfig) -> list[str]:
+    """The overrides of the command line that a config was composed with, as they were typed."""
+    written = OmegaConf.select(config, "hydra.overrides.task")
+    return [] if written is None else list(OmegaConf.to_container(written, resolve=False))
+
+
 def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
     """One composed config, which also has the node `hydra`.
 
@@ -65,6 +71,8 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
                 raise
             raise UserError(*broken) from None
     OmegaConf.set_readonly(config.hydra, None)
+    # Hydra adds them to what a file may have written there, in the user's name.
+    config.hydra.overrides.task = prepared
     HydraConfig.instance().set_config(config)
     OmegaConf.set_struct(config, False)
     experiment = str(config.hydra.runtime.choices.get("experiment") or "default")

@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -161,6 +162,16 @@ def flat_paths(config: Any, prefix: str = "", *, leaves: bool = True) -> list[st
             paths.append(path)
         paths += flat_paths(value, f"{path}.", leaves=leaves)
     return paths
+
+
+def values_at(node: Any, path: str) -> Iterator[Any]:
+    """The values at a dotted path, where keys may be dotted themselves: `launcher.env: {A: 1}`."""
+    if not path:
+        yield node
+    elif isinstance(node, dict):
+        for key, inner in node.items():
+            if path == key or path.startswith(f"{key}."):
+                yield from values_at(inner, path[len(str(key)) + 1 :])
 
 
 def _written(config: DictConfig) -> dict[str, Any]:

@@ -92,15 +92,30 @@ def _read(file: Path) -> dict[str, Any]:
     return {}
 
 
-def allowed() -> tuple[str, ...]:
-    """The entries of `project.allow` in the user's own files: this user trusts them here."""
+def own_folder() -> Path | None:
+    """The folder of configs whose words are the user's own: `./conf`. One that $DISTDL_CONF names
+    is so only inside the current folder, since elsewhere it may be somebody else's."""
     path = folder()
-    names: list[Any] = []
+    inside = path is not None and path.is_relative_to(Path.cwd()) and not in_a_run(path)
+    return path if inside or not os.environ.get(VARIABLE) else None
+
+
+def contents() -> list[dict[str, Any]]:
+    """What the files of the user's own folder say: each by itself, and below its group, where Hydra
+    puts it unless the file has another `@package`."""
+    path, said = own_folder(), []
     for file in sorted(path.rglob("*.yaml")) if path else ():
         with suppress(UnicodeDecodeError):
-            project = _read(file).get("project")
-            allow = project.get("allow") if isinstance(project, dict) else None
-            names += allow if isinstance(allow, list) else []
+            group = file.parent.relative_to(path).as_posix().replace("/", ".")
+            said += [(content := _read(file)), {group: content}]
+    return said
+
+
+def allowed() -> tuple[str, ...]:
+    """The entries of `project.allow` in the user's own files: this user trusts them here."""
+    projects = [content.get("project") for content in contents()]
+    lists = [project.get("allow") for project in projects if isinstance(project, dict)]
+    names = [name for each in lists if isinstance(each, list) for name in each]
     return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 

@@ -7,13 +7,14 @@ import shutil
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
 
 from omegaconf import DictConfig, OmegaConf
 
+from distdl.config import compose, consent
 from distdl.config import recipe as configs
 from distdl.drill import table, trial
 from distdl.drill.drilled_run import DrilledRun
@@ -67,12 +68,15 @@ def drill(config: DictConfig, options: Namespace) -> int:
     """Trains the twin, does each fault, prints the table. Returns 0 if the run survived all.
 
     Args:
-        options: `faults` (names), `seed`, `steps` (of the optimizer), and `tolerance` (the largest
-            difference of weights that counts as none).
+        options: `run` (the words of the command line), `faults` (names), `seed`, `steps` (of the
+            optimizer), and `tolerance` (the largest difference of weights that counts as none).
     """
+    typed = compose.typed(config) or options.run[1:]  # of a run: after its folder
+    consent.refuse(config, typed)
     refuse(config)
     short, began = shortened(config, options.steps), time.monotonic()
-    planned = planning.plan(short, name=f"drill-{time.strftime('%Y-%m-%d_%H-%M-%S')}/{TWIN}")
+    name = f"drill-{time.strftime('%Y-%m-%d_%H-%M-%S')}/{TWIN}"
+    planned = planning.plan(short, name, typed)
     planning.check_classes(planned, apart=True)
     print(f"{TWIN}: {options.steps} steps without a fault", flush=True)
     with closing(DrilledRun(planned, TWIN_LIMIT_S)) as twin:
@@ -93,7 +97,7 @@ def drill(config: DictConfig, options: Namespace) -> int:
         if not row.note:
             random = Random(f"{options.seed} {row.fault}")
             moment = random.randint(batches // 3, 3 * batches // 4)
-            with started(copy.deepcopy(short), row.fault, above, limit) as run:
+            with started(copy.deepcopy(short), row.fault, above, limit, typed) as run:
                 trial.inject(row, run, moment, random)
             trial.compare(row, run, twin.run.path, options.tolerance)
             if row.survived:  # its checkpoints may be large
@@ -108,13 +112,15 @@ def drill(config: DictConfig, options: Namespace) -> int:
 
 
 @contextmanager
-def started(config: DictConfig, fault: str, above: Path, limit: float) -> Iterator[DrilledRun]:
+def started(
+    config: DictConfig, fault: str, above: Path, limit: float, typed: Sequence[str]
+) -> Iterator[DrilledRun]:
     """A copy of the twin, as the fault needs it."""
     server = TrackingServer(above / "server") if fault == "tracking_down" else None
     try:
         if server:
             config.tracking = {"mlflow": MLFLOW | {"tracking_uri": server.uri}}
-        planned = planning.plan(config, name=f"{above.name}/{fault}")
+        planned = planning.plan(config, f"{above.name}/{fault}", typed)
         with closing(DrilledRun(planned, limit, fault == "cut_link", server)) as run:
             yield run
     finally:

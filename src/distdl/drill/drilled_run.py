@@ -7,10 +7,11 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from distdl.config import consent
 from distdl.drill import processes, samples
 from distdl.drill.tracking_server import TrackingServer
 from distdl.job import JobState
@@ -54,7 +55,8 @@ class DrilledRun:
         """Starts a run by its plan, or resumes one."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")
-        arguments = (what, self.log, self.own_network, os.getpid())
+        agreed = consent.repeated(self.planned.typed)
+        arguments = (what, agreed, self.log, self.own_network, os.getpid())
         self.process: Any = context.Process(target=_command, args=arguments)
         self.process.start()
 
@@ -100,7 +102,9 @@ class DrilledRun:
         processes.act(action, on, dict(self.planned.config.launcher), code)
 
 
-def _command(what: Plan | RunDirectory, log: Path, own_network: bool, parent: int) -> None:
+def _command(
+    what: Plan | RunDirectory, agreed: Sequence[str], log: Path, own_network: bool, parent: int
+) -> None:
     """The command in its own process: its output goes to a file."""
     die_with_parent(parent)
     with log.open("ab") as file:
@@ -110,5 +114,5 @@ def _command(what: Plan | RunDirectory, log: Path, own_network: bool, parent: in
         assert LIBC is not None
         LIBC.unshare(NEW_NETWORK)
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    planned = what if isinstance(what, Plan) else resuming.plan(what, [])
+    planned = what if isinstance(what, Plan) else resuming.plan(what, agreed)
     sweeps.start_here(planned, ["distdl", "resume", shown(planned.run.path)], parent)

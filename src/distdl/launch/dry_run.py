@@ -21,7 +21,7 @@ from distdl.util.errors import UserError
 def render(planned: Plan) -> str:
     """One run as text. Starts nothing, and writes only the files of `launcher.files`."""
     attempt, code = start.next_attempt(planned), start.snapshot_of(planned)
-    launcher = jobs.instantiate(planned.config.launcher)
+    launcher = _launcher(planned)
     request = launcher.request(*start.specs_of([planned], [attempt]))
     files = write_files(planned, launcher, code)
     size, batch = planned.resources, batches.describe(planned.config, planned.resources)
@@ -44,12 +44,20 @@ def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
     """All members of a sweep, as one request if the launcher supports that. The names are what each
     member varies, such as "seed=1 optimizer.lr=0.1"."""
     if start.same_launcher(planned):
-        launcher = jobs.instantiate(planned[0].config.launcher)
+        launcher = _launcher(planned[0])
         attempts = [start.next_attempt(each) for each in planned]
         request = start.sweep_request(launcher, start.specs_of(planned, attempts))
         if request is not None:
             return "\n".join([*(f"# {i}: {n}" for i, n in enumerate(names)), request.render()])
     return "\n".join(f"\n# {n}\n{render(p)}" for n, p in zip(names, planned, strict=True))
+
+
+def _launcher(planned: Plan) -> Launcher:
+    """The launcher. Raises a UserError if its request needs a program that the config names."""
+    launcher = jobs.instantiate(planned.config.launcher)
+    if problems := [*getattr(launcher, "starts_to_know", tuple)()]:
+        raise UserError(*problems)
+    return launcher
 
 
 def write_files(planned: Plan, launcher: Launcher, code: Snapshot | None) -> list[Path]:

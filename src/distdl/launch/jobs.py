@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
-from distdl.config import user_conf
+from distdl.config import trust, user_conf
 from distdl.config.own_code import make_importable, own_folders
 from distdl.health import incident
 from distdl.job import Job, JobState, Launcher
@@ -40,9 +40,10 @@ def record(attempt: Attempt, job: Job) -> None:
 
 def project_trust(allow: Sequence[str] = ()) -> Trust:
     """The code that may run while a run is inspected or resumed: the current folder's project, and
-    what its `conf/` and the command line (`project.allow`) allow. The run's own files are not
-    trusted, because they may come from somebody else."""
-    return Trust(own_folders(provenance.project_root(None)), (*user_conf.allowed(), *allow))
+    what its `conf/`, trust.yaml and the command line (`project.allow`) allow. The run's own files
+    are not trusted, because they may come from somebody else."""
+    allowed = (*user_conf.allowed(), *trust.allowed(), *allow)
+    return Trust(own_folders(provenance.project_root(None)), allowed)
 
 
 class Platforms:

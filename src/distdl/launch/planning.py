@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distdl.config import batches, resources
+from distdl.config import batches, compose, consent, resources
 from distdl.config import recipe as configs
 from distdl.config.own_code import make_importable, own_folders
 from distdl.job import JobState, Resources
@@ -52,6 +52,7 @@ class Plan:
         changes: What this attempt changes in the recipe, by path.
         notes: Notes for the user, to read before it starts.
         old_run: The new path of an old run of this name that failed before its first checkpoint.
+        typed: The overrides of the command line, as they were typed.
         overrides, swept: `key=value` of a new run; those that vary in its sweep.
         imported: Files of the user's modules that the config's targets import, for a job elsewhere.
         left_out: If the attempt does without some hosts of the run: these `hosts`, and `where` the
@@ -66,6 +67,7 @@ class Plan:
     changes: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     old_run: Path | None = None
+    typed: Sequence[str] = ()
     overrides: Sequence[str] = ()
     swept: Sequence[str] = ()
     imported: Sequence[str] = ()
@@ -89,9 +91,12 @@ class Plan:
         )
 
 
-def plan(config: DictConfig, name: str | None = None) -> Plan:
+def plan(config: DictConfig, name: str | None = None, typed: Sequence[str] | None = None) -> Plan:
     """Plans a new run, or the next attempt of the run with this name if its recipe is the same. The
-    name of a sweep's member replaces the name in the config."""
+    name of a sweep's member replaces the name in the config. `typed`: the overrides of the command
+    line, if the config does not know them."""
+    typed = compose.typed(config) if typed is None else typed
+    consent.refuse(config, typed)
     member, stamp = name is not None, time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
         recipe = configs.recipe_of(config)
@@ -101,9 +106,8 @@ def plan(config: DictConfig, name: str | None = None) -> Plan:
     except OmegaConfBaseException:  # a broken interpolation, which size_of reports better
         size_of(config)
         raise
-    planned = Plan(config, recipe, size_of(config, run), run, run_id)
-    composed = OmegaConf.select(config, "hydra.overrides.task") or ()
-    planned.overrides = [each.lstrip("+") for each in composed if not each.startswith("~")]
+    planned = Plan(config, recipe, size_of(config, run), run, run_id, typed=typed)
+    planned.overrides = [each.lstrip("+") for each in typed if not each.startswith("~")]
     if not run.exists:
         return planned
     stored = run.recipe()

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import compose
+from distdl.config import compose, consent
 from distdl.config import recipe as configs
 from distdl.launch import external, jobs, planning
 from distdl.ranks import environment
@@ -22,9 +22,9 @@ def plan(
     run: RunDirectory, overrides: Sequence[str], started: environment.Environment | None = None
 ) -> planning.Plan:
     """Plans the next attempt of `run`. `started` describes ranks that another tool (torchrun) has
-    started. The run's files define the run, but do not decide whose code is trusted: only the
-    current folder's project is, and what `project.root` and `project.allow` of the command line
-    add. On a UserError no untrusted code has been imported."""
+    started. The run's files define the run, but do not decide whose code is trusted, nor which
+    programs are started (`config.consent`): only the current folder's project is, and what the user
+    says. On a UserError no untrusted code has been imported."""
     recipe = run.recipe()
     last = run.main_attempt()  # an evaluation's settings were for itself
     before = last.launch() if last else new_launch_record(run, recipe)
@@ -45,14 +45,16 @@ def plan(
     new = [p for p in changes if p in typed_paths and select(config, p) != select(so_far, p)]
     # Setting the same value again is not a change: a finished run stays finished.
     changes = {p: value for p, value in changes.items() if p in new or p in earlier}
+    typed_words = [str(override.input_line) for override in parsed]
+    consent.refuse(config, typed_words)
     with missing_code_located(config, before["where"]):
         size = planning.size_of(config, run)
-    refuse_programs(config, typed_paths)
     notes = [] if last else [recorded_start(run)]
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
     since = "in this attempt" if configs.evaluates(config) else "from this attempt on"
     notes += [f"{p} is {typed[p]} {since}" for p in new]
     planned = planning.Plan(config, recipe, size, run, before["run_id"], changes, notes)
+    planned.typed = typed_words
     planning.refuse_second(planned)
     planning.continue_run(planned, typed_paths)
     with missing_code_located(config, before["where"]):
@@ -152,19 +154,6 @@ def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator
         remedy = f"cd {root}, or if you trust that code: project.root={root}"
         others = [p for p in error.problems if p not in refused]
         raise type(error)(Problem("project.root", what, remedy), *others) from None
-
-
-def refuse_programs(config: DictConfig, typed_paths: Sequence[str]) -> None:
-    """Keeps a dry run from starting a program that only the run's files name."""
-    launcher = planning.launcher_class(config)
-    if not config.dry_run or "launcher" in typed_paths:
-        return
-    for name, default in getattr(launcher, "programs", {}).items():
-        value = config.launcher.get(name)
-        if value not in (None, default) and f"launcher.{name}" not in typed_paths:
-            what = f"a dry run does not start the program {value} of the run's launch.yaml"
-            remedy = f"if you trust it: launcher.{name}={value}"
-            raise UserError.at(f"launcher.{name}", what, remedy)
 
 
 def _refused(path: str, known: Sequence[str] = ()) -> Problem:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distdl.benchmark.step_profile import MeasuredStep, measure
-from distdl.config import batches, compose, own_code, resources
+from distdl.config import batches, compose, consent, own_code, resources
 from distdl.job import Resources
 from distdl.launch.planning import root_of
 from distdl.planner.estimate import Estimate, Machine, estimates
@@ -41,6 +41,7 @@ def plan_strategy(
         UserError: The config or the training step has an error.
     """
     config = compose.compose(overrides)
+    consent.refuse(config, compose.typed(config))
     devices, note = how_many(config.trainer, devices)
     size = Resources(1, devices, "gpu")
     root = root_of(config)

@@ -1,0 +1,62 @@
+"""Whether the user has agreed to what a config executes (`distdl.config.doors`)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from distdl.config import doors, trust
+from distdl.config.compose import parse_overrides
+from distdl.config.own_words import OwnWords, Speaker
+from distdl.util.errors import Problem, UserError
+from distdl.util.redact import redact
+
+
+def refuse(config: DictConfig, typed: Sequence[str]) -> None:
+    """Refuses, before any of it is used, what only a file that may come from somebody else says.
+
+    Args:
+        config: As composed, with its interpolations.
+        typed: The overrides of the command line.
+
+    Raises:
+        UserError: with all such keys, and how the user says the same.
+    """
+    words = OwnWords(tuple(typed))
+    plain = OmegaConf.to_container(config, resolve=False)
+    said = [(*opened, words.speaker(*opened[:2])) for opened in doors.opened(plain)]
+    if wrong := [_problem(*each) for each in said if not _agreed(each[2], each[3])]:
+        raise UserError(*wrong)
+
+
+def repeated(typed: Sequence[str]) -> list[str]:
+    """The overrides that say what executes something: a resume needs them again, because the run's
+    own files cannot say it."""
+    return [o.input_line for o in parse_overrides(typed) if doors.names(o.key_or_group)]
+
+
+def _agreed(door: doors.Door, speaker: Speaker) -> bool:
+    if speaker is Speaker.CONF:
+        return door.conf
+    return speaker is not Speaker.ELSEWHERE
+
+
+def _problem(key: str, value: Any, door: doors.Door, speaker: Speaker) -> Problem:
+    text = _typed(value)
+    who = "./conf" if speaker is Speaker.CONF else "the file that says it"
+    what = f"{redact(text)} is {door.what}, and {who} cannot agree to that in your name"
+    override = f"{key}=[{text}]" if door.each == "element" else f"{key}={text}"
+    # The value may be anybody's text, and the command is there to be copied into a shell.
+    remedy = f"if you trust it: {shlex.quote(redact(override))}, or allow it in {trust.file()}"
+    return Problem(key, what, remedy)
+
+
+def _typed(value: Any) -> str:
+    """A value as Hydra reads it on the command line, in one line of printable text."""
+    if isinstance(value, str) and value.isprintable() and value == value.strip():
+        return value
+    return json.dumps(value)

@@ -1,0 +1,83 @@
+"""Who said a value: the user, or a file that may come from somebody else.
+
+A config is put together from many files: a run's folder, `--config-dir`, a file from a mail. What
+such a file says is used, but it is not the user's own word: it cannot consent in the user's name,
+and it does not decide where the user's credentials go. The user's own words are
+
+- the command line,
+- `./conf` of the folder in which the command is typed,
+- `~/.config/distdl/trust.yaml` (`distdl.config.trust`).
+
+A value is compared as it is written, before interpolations are resolved: `${model.name}` on the
+command line is what some file says. Only `${oc.env:NAME}` stays the user's own.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from distdl.config import trust, user_conf
+from distdl.config.compose import parse_overrides
+from distdl.config.recipe import values_at
+
+# Interpolations that no config file decides.
+_OWN_INTERPOLATION = re.compile(r"\$\{(oc\.env:|hydra:runtime\.cwd|now:)[^${}]*\}")
+
+
+class Speaker(enum.Enum):
+    """Where a value was said."""
+
+    COMMAND_LINE = "the command line"
+    CONF = "./conf"
+    TRUST = "trust.yaml"
+    ELSEWHERE = "a file that may come from somebody else"
+
+
+@dataclass(frozen=True)
+class OwnWords:
+    """What the user says in this process. `typed` are the overrides of the command line."""
+
+    typed: Sequence[str] = ()
+
+    def speaker(self, path: str, value: Any) -> Speaker:
+        """Who gave this value, as it is written, to a key such as `launcher.mpirun`. An element of
+        a list (`project.allow`) was said by whoever gave the key a list that holds it.
+
+        Raises:
+            UserError: trust.yaml cannot be read.
+        """
+        if _is_interpolated(value):
+            return Speaker.ELSEWHERE
+        places = (
+            (Speaker.COMMAND_LINE, self._command_line),
+            (Speaker.CONF, user_conf.contents()),
+            (Speaker.TRUST, trust.read()),
+        )
+        for speaker, said in places:
+            if any(_gives(given, value) for each in said for given in values_at(each, path)):
+                return speaker
+        return Speaker.ELSEWHERE
+
+    @cached_property
+    def _command_line(self) -> list[dict[str, Any]]:
+        overrides = [o for o in parse_overrides(self.typed) if not o.is_delete()]
+        return [{o.key_or_group: o.value()} for o in overrides if not o.is_sweep_override()]
+
+
+def _is_interpolated(value: Any) -> bool:
+    """Whether a config decides a value, or a part of it."""
+    if isinstance(value, dict):
+        return any(_is_interpolated(item) for pair in value.items() for item in pair)
+    if isinstance(value, list):
+        return any(map(_is_interpolated, value))
+    return isinstance(value, str) and "${" in _OWN_INTERPOLATION.sub("", value)
+
+
+def _gives(given: Any, value: Any) -> bool:
+    same = type(given) is type(value) and given == value
+    return same or (isinstance(given, list) and any(_gives(each, value) for each in given))
