@@ -259,6 +259,10 @@ class Forgotten(UserError):
     """The platform does not know the job, or has forgotten it."""
 
 
+class NoRight(UserError):
+    """The platform answers, but not to this user: to ask again changes nothing."""
+
+
 class QueriedJob(ABC):
     """Base class of jobs whose platform is queried over a network, for one job or many at once.
 
@@ -301,7 +305,8 @@ class QueriedJob(ABC):
             return JobState.UNKNOWN
 
     def wait(self) -> JobState:
-        """Waits until the job has ended, also through an outage of up to `patience` seconds."""
+        """Waits until the job has ended, also through an outage of up to `patience` seconds. Raises
+        Forgotten, or NoRight if the credentials are no longer valid or have lost their right."""
         answered = time.monotonic()
         for _ in pace(self.poll_seconds):
             try:
@@ -310,7 +315,10 @@ class QueriedJob(ABC):
                 if state.ended:
                     return state
             except UserError as error:
-                if isinstance(error, Forgotten) or time.monotonic() - answered > self.patience:
+                if (
+                    isinstance(error, Forgotten | NoRight)
+                    or time.monotonic() - answered > self.patience
+                ):
                     raise
         raise AssertionError
 

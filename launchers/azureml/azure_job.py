@@ -12,7 +12,7 @@ from distdl.job import JobState
 from distdl.launchers.azureml import datastore
 from distdl.launchers.azureml.client import Connection, Workspace, azure_errors
 from distdl.launchers.azureml.run_history import LogFile, RunHistory, by_rank
-from distdl.launchers.common import QueriedJob, from_pages, pace
+from distdl.launchers.common import NoRight, QueriedJob, from_pages, pace
 from distdl.util.errors import UserError
 
 # https://learn.microsoft.com/rest/api/azureml/jobs/get#jobstatus
@@ -90,7 +90,7 @@ class AzureMLJob(QueriedJob):
             except UserError as error:
                 # The job continues anyway, so a short network outage must not end the command.
                 misses += 1
-                if not follow or misses > MISSES:
+                if not follow or misses > MISSES or isinstance(error, NoRight):
                     raise
                 yield f"azureml: no answer, trying again: {error.problems[0].what}"
                 next(steps)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from distdl.launchers.common import NoRight
 from distdl.util.errors import Problem, UserError
 
 
@@ -225,10 +226,11 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
         remedy = "az login, or export AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, "
         remedy += "or run this on a machine with a managed identity"
         what = f"Azure cannot sign you in: {brief(error.message)}"
-        raise UserError.at(path, what, remedy) from error
+        raise NoRight.at(path, what, remedy) from error
     except core.HttpResponseError as error:
         what = f"Azure refuses ({error.status_code}): {brief(error.message)}"
-        raise UserError.at(path, what, remedies.get(code_of(error), "")) from error
+        kind = NoRight if error.status_code in (401, 403) else UserError
+        raise kind.at(path, what, remedies.get(code_of(error), "")) from error
     except core.AzureError as error:
         raise UserError.at(path, f"Azure does not answer: {brief(error)}") from error
     except Exception as error:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from distdl.launchers.common import NoRight
 from distdl.util.errors import UserError
 
 _SIGN_IN = ("launcher", "aws configure, aws sso login, AWS_PROFILE=NAME or launcher.profile=NAME")
@@ -18,6 +19,8 @@ ABOUT = {
     "NoRegionError": ("launcher.region", "launcher.region=eu-west-1"),
     "EndpointConnectionError": ("launcher.region", "is the region right?"),
 }
+# AWS's codes, which do not all come with a status of 401 or 403.
+NO_RIGHT = ("AccessDeniedException", "ExpiredTokenException", "UnrecognizedClientException")
 
 
 @dataclass
@@ -61,8 +64,11 @@ def aws_errors() -> Iterator[None]:
         yield
     except ClientError as error:
         what = f"{code_of(error)}: {error.response['Error'].get('Message', '')}"
-        raise UserError.at("launcher", f"AWS refuses {error.operation_name}. {what}") from None
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        kind = NoRight if status in (401, 403) or code_of(error) in NO_RIGHT else UserError
+        raise kind.at("launcher", f"AWS refuses {error.operation_name}. {what}") from None
     except (BotoCoreError, Boto3Error) as error:
         path, remedy = about = ABOUT.get(type(error).__name__, ("launcher", ""))
         prefix = "no AWS credentials" if about is _SIGN_IN else "AWS"
-        raise UserError.at(path, f"{prefix}: {error}", remedy) from None
+        kind = NoRight if about is _SIGN_IN else UserError
+        raise kind.at(path, f"{prefix}: {error}", remedy) from None

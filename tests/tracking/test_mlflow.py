@@ -18,7 +18,7 @@ from mlflow.exceptions import MlflowException
 
 from distdl.cli import track
 from distdl.tracking.client import set_aside
-from distdl.tracking.mlflow import how_to_open
+from distdl.tracking.mlflow import MLflowLogger, how_to_open
 from distdl.tracking.outbox import Outbox, redact
 from distdl.util.errors import UserError
 from tests.tracking.conftest import Tracked, database, delivered, logger, runs_of
@@ -342,3 +342,48 @@ def test_sync_leaves_a_running_run_alone_and_sends_no_file_from_elsewhere(output
         shutil.rmtree(kept, ignore_errors=True)
         kept.unlink(missing_ok=True)
         kept.symlink_to(mine)
+
+
+def test_a_deleted_experiment_is_named_with_both_remedies(outputs, caplog, capsys):
+    uri = database(outputs)
+    mlflow = MlflowClient(uri)
+    Tracked(outputs, "bin/first").finish()
+    number = mlflow.get_experiment_by_name("bin").experiment_id
+    mlflow.delete_experiment(number)
+    tracked = Tracked(outputs, "bin/second")
+    tracked.log({"x": 1.0}, 1)
+    until(lambda: "was deleted" in caplog.text)
+    tracked.finish()
+    restore = f"mlflow experiments restore --experiment-id {number}"
+    for fragment in (restore, "tracking.mlflow.experiment_name=<other>", "once that is done"):
+        assert fragment in caplog.text
+    assert caplog.text.count("was deleted") == 1 and "server is back" not in caplog.text
+    assert tracked.sync() == 1
+    error = capsys.readouterr().err
+    assert restore in error and "--experiment <other>" in error and "is back" not in error
+    node = {"config": {"output_dir": str(outputs), "experiment_name": "bin"}, "local": True}
+    (problem,) = MLflowLogger.check({}, {**node, "new": True})
+    assert problem.path == "experiment_name" and restore in problem.remedy
+    assert not [*MLflowLogger.check({}, {**node, "new": False})]
+    assert track.main(["sync", str(tracked.folder), "--experiment", "elsewhere"]) == 0
+    (run,) = runs_of(uri, "elsewhere")
+    assert run.data.metrics == {"x": 1.0}
+    done = subprocess.run(
+        [sys.executable, "-m", *restore.split()],
+        env={**os.environ, "MLFLOW_TRACKING_URI": uri},
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not [*MLflowLogger.check({}, {**node, "new": True})]
+
+
+def test_a_run_that_is_gone_is_named(outputs, caplog):
+    tracked = Tracked(outputs, "gone/r")
+    tracked.connected()
+    tracked.finish()
+    MlflowClient(database(outputs)).delete_run(tracked.run.info.run_id)
+    again = Tracked(outputs, "gone/r", 2)
+    again.connected()
+    again.finish()
+    assert "has no active run" in caplog.text and "gets another" in caplog.text
+    assert again.run.info.status == "FINISHED"

@@ -11,7 +11,7 @@ import yaml
 from distdl.job import JobSpec, JobState, Resources, variables
 from distdl.launchers.azureml.launcher import AzureMLLauncher
 from distdl.launchers.azureml.request import to_yaml
-from distdl.launchers.common import QueriedJob, RemoteFile, fetch_files
+from distdl.launchers.common import NoRight, QueriedJob, RemoteFile, fetch_files
 from distdl.launchers.local import LocalLauncher
 from distdl.launchers.mpi import MpiLauncher
 from distdl.launchers.sagemaker import SageMakerLauncher
@@ -66,6 +66,8 @@ class Asked(QueriedJob):
 def test_waiting_outlives_an_outage_but_not_any(monkeypatch):
     down = UserError("out of reach")
     assert Asked("RUNNING", down, down, "SUCCEEDED").wait() is JobState.SUCCEEDED
+    with pytest.raises(NoRight, match="expired"):
+        Asked("RUNNING", NoRight("expired"), "SUCCEEDED").wait()
     monkeypatch.setattr(Asked, "patience", -1.0)
     with pytest.raises(UserError, match="out of reach"):
         Asked(down).wait()

@@ -14,4 +14,8 @@ def main(argv: list[str]) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("sync", help="send the metrics that the tracking server has missed")
     verb.add_argument("run", metavar="RUN", help="the run's folder")
-    return sync(find_run(parser.parse_args(argv).run))
+    verb.add_argument(
+        "--experiment", metavar="NAME", help="send the run to this experiment instead"
+    )
+    options = parser.parse_args(argv)
+    return sync(find_run(options.run), options.experiment)

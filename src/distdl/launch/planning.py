@@ -243,7 +243,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     trains_here = starts_here and size.world_size == 1 and not other_process
     with imported_in_background(AGENT) if starts_here and not trains_here else nullcontext():
         problems, notes, facts = validate.check_bindings(
-            config, size, str(root_of(config)), in_process=trains_here
+            config, size, str(root_of(config)), in_process=trains_here, new=not planned.run.exists
         )
     if problems:
         raise UserError(*problems)

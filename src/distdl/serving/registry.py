@@ -11,10 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from distdl.runs.directory import RunDirectory, shown
 from distdl.serving.model_folder import read
 from distdl.tracking.outbox import Outbox, redact
+from distdl.tracking.refusals import described, refusal
 from distdl.tracking.sync import server_of
 from distdl.util.errors import Unfinished, UserError
 
 CHAMPION = "champion"
+GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")  # MLflow's codes for a deleted run
 # Tags of a version: what its metric was measured on, and by which two versions are compared.
 SHA256, METRIC, VALUE, DATA = (f"distdl.{key}" for key in ("sha256", "metric", "value", "data"))
 
@@ -44,8 +46,16 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
         if name := OmegaConf.select(config, "tracking.mlflow.register"):
             _register(client, str(name), run_id, folder, config.checkpoint)
     except (MlflowException, OSError) as error:
-        what = f"MLflow at {redact(uri)} fails: {str(error).replace(uri, redact(uri))[:300]}"
-        remedy = f"the model is in {shown(folder)}; the same command sends it"
+        again = f"the model is in {shown(folder)}; the same command sends it"
+        if refused := refusal(error, uri):
+            what = f"MLflow at {redact(uri)} {refused.what}"
+            raise Unfinished.at("tracking.mlflow", what, f"{refused.remedy}; {again}") from error
+        if getattr(error, "error_code", "") in GONE:
+            what = f"MLflow at {redact(uri)} has no active run {run_id}"
+            remedy = f"python -m distdl track sync {shown(run.path)} makes another; {again}"
+            raise Unfinished.at("tracking.mlflow", what, remedy) from error
+        what = f"MLflow at {redact(uri)} fails: {described(error, uri)}"
+        remedy = again
         raise Unfinished.at("tracking.mlflow", what, remedy) from error
 
 

@@ -126,22 +126,33 @@ class S3Store(RemoteStore):
 
     def _is_transient(self, error: Exception) -> bool | None:
         from boto3.exceptions import Boto3Error
-        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+        from botocore import exceptions
+        from botocore.exceptions import BotoCoreError, ClientError
 
         if isinstance(error, ClientError):
             return _status(error) in _BUSY
-        if isinstance(error, NoCredentialsError):
+        # They are raised on this machine, and the same every time.
+        settings: tuple[type[Exception], ...] = (
+            *(exceptions.NoCredentialsError, exceptions.PartialCredentialsError),
+            *(exceptions.NoRegionError, exceptions.ProfileNotFound, exceptions.SSOError),
+            *(exceptions.TokenRetrievalError, exceptions.ParamValidationError),
+        )
+        if isinstance(error, settings):
             return False
         # boto3 wraps the errors of an upload and of a broken stream.
         return True if isinstance(error, (BotoCoreError, Boto3Error)) else None
 
     def _remedy(self, error: Exception) -> str:
+        from botocore import exceptions
         from botocore.exceptions import ClientError, NoCredentialsError
 
         if self._is_absent(error):
             return f"create the bucket (aws s3 mb s3://{self._bucket}), or name another"
         refused = isinstance(error, ClientError) and _status(error) in (400, 401, 403)
-        if refused or isinstance(error, NoCredentialsError):
+        if isinstance(error, exceptions.SSOError | exceptions.TokenRetrievalError):
+            return "aws sso login"
+        own = isinstance(error, NoCredentialsError | exceptions.PartialCredentialsError)
+        if refused or own:
             return (
                 "aws configure, or export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...; they "
                 f"need the right to read s3://{self._bucket} (to upload: to list and write it)"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.tracking.outbox import database_path, is_local
+from distdl.tracking.refusals import status_of
 from distdl.util.names import kept_apart
 
 log = logging.getLogger(__name__)
@@ -86,8 +87,9 @@ def metric_name(name: str) -> str:
 
 def is_permanent(error: Exception) -> bool:
     """Whether sending the same data again can never succeed."""
-    answer = getattr(getattr(error, "response", None), "status_code", None)  # an artifact
-    if answer in (400, 413, 414, 422) or isinstance(error, FileExistsError | NotADirectoryError):
+    if status_of(error) in ("400", "413", "414", "422"):
+        return True
+    if isinstance(error, FileExistsError | NotADirectoryError):
         return True
     return getattr(error, "error_code", None) in PERMANENT
 

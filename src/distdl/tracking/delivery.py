@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from distdl.runs.records import journals, read
 from distdl.tracking.client import import_client, is_permanent, last_written, metric_name, set_aside
 from distdl.tracking.outbox import Cursor, Outbox, database_path, is_local, redact
+from distdl.tracking.refusals import ADDRESS, OTHER, LastingRefusal, deleted, refusal
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,9 @@ class Delivery:
                 self.outbox.load()
             state = self.outbox.state
             run_id = state.run_id if state.run_id and self._is_active(state.run_id) else None
+            if state.run_id and not run_id and not self.node_rank:
+                text = "MLflow at %s has no active run %s (was it deleted?); the run gets another"
+                log.warning(text, redact(self.uri), state.run_id)
             run_id = run_id or self._search() or (None if self.node_rank else self._create())
         if run_id and self.node_rank == 0:
             with self.outbox.lock:
@@ -93,16 +97,33 @@ class Delivery:
             raise
 
     def _experiment(self) -> str | None:
-        state = self.outbox.state
-        experiment = self.client.get_experiment_by_name(state.experiment)
+        """Our experiment's id; node 0 creates it. Raises LastingRefusal if its name is unusable."""
+        try:
+            experiment = self._found_or_created(self.outbox.state.experiment)
+        except Exception as error:
+            if refusal(error, self.uri) or not is_permanent(error):
+                raise
+            what = f"does not accept the experiment {self.outbox.state.experiment!r}: {error}"
+            raise LastingRefusal(what[:300], OTHER) from error
+        if experiment is None:
+            return None
+        if not experiment.experiment_id:  # any JSON is taken for an experiment
+            raise LastingRefusal("does not answer like an MLflow server", ADDRESS)
+        if experiment.lifecycle_stage != "active":
+            raise deleted(self.uri, experiment.name, experiment.experiment_id)
+        return str(experiment.experiment_id)
+
+    def _found_or_created(self, name: str) -> Any:
+        experiment = self.client.get_experiment_by_name(name)
         if experiment is None and not self.node_rank:
             try:
-                return str(self.client.create_experiment(state.experiment, state.artifact_location))
+                new = self.client.create_experiment(name, self.outbox.state.artifact_location)
+                return self.client.get_experiment(new)
             except Exception:  # another run may have just created it
-                experiment = self.client.get_experiment_by_name(state.experiment)
+                experiment = self.client.get_experiment_by_name(name)
                 if experiment is None:
                     raise
-        return experiment and str(experiment.experiment_id)
+        return experiment
 
     def _search(self) -> str | None:
         """Finds the run by our tag, since the server's answer or our file may have been lost."""

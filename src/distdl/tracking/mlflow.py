@@ -20,6 +20,7 @@ from distdl.tracking import services
 from distdl.tracking.client import exclusive, import_client, prepare_environment
 from distdl.tracking.delivery import Delivery
 from distdl.tracking.outbox import Outbox, database_path, is_local, redact
+from distdl.tracking.refusals import deleted_in, described, refusal
 from distdl.util.errors import Problem
 
 if TYPE_CHECKING:
@@ -81,12 +82,14 @@ class MLflowLogger:
         # Read now: a user's mlflow.start_run() removes MLFLOW_RUN_ID from the environment.
         job_run = os.environ.get("MLFLOW_RUN_ID") or os.environ.get("AZUREML_RUN_ID")
         self.job_run = job_run if variable and self.tracking_uri == variable else None
-        self.experiment_name, self.artifact_location = experiment_name, artifact_location
+        self.experiment_name = None if experiment_name is None else str(experiment_name)
+        self.artifact_location = artifact_location
         self.system_metrics_interval = system_metrics_interval
         self.flush_timeout, self.interval, self.register = flush_timeout, interval, register
         self.delivery: Delivery | None = None
         self.uri = ""
         self._failures = 0
+        self._told: set[str] = set()  # the refusals since the last success, and "" for an outage
         self._finishing = self._done = False
         self._wake, self._imported = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -96,6 +99,18 @@ class MLflowLogger:
         config: Mapping[str, Any], context: Mapping[str, Any] | None = None
     ) -> Iterable[Problem]:
         """Problems of the arguments; paths are relative to the tracker's node."""
+        experiment = config.get("experiment_name")
+        if isinstance(experiment, bool | float | list | dict):
+            yield Problem("experiment_name", f"{experiment!r} is not a name", f"'{experiment!s}'")
+        elif experiment is not None and not 0 < len(str(experiment).strip()) <= 500:
+            yield Problem("experiment_name", "has no character, or more than 500", "a shorter name")
+        elif context and context["new"] and context["local"]:
+            outputs = os.path.abspath(str(context["config"].get("output_dir")))
+            uri = config.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
+            uri = str(uri or f"sqlite:///{outputs}/mlflow.db")
+            own = context["config"].get("experiment_name")
+            if refused := deleted_in(uri, str(experiment or own)):
+                yield Problem("experiment_name", f"MLflow {refused.what}", refused.remedy)
         name = config.get("register")
         if name is not None and not re.fullmatch(NAME, str(name)):
             yield Problem("register", f"{name!r} has other characters", f"as in {NAME}")
@@ -164,9 +179,10 @@ class MLflowLogger:
             text = (
                 "MLflow at %s has not received everything (%d points and %d files left). To send "
             )
-            text += "the rest: python -m distdl track sync %s"
+            text += "the rest%s: python -m distdl track sync %s"
+            then = ", once that is done" if self._told - {""} else ""
             folder = shlex.quote(str(self.info.run_dir))
-            log.warning(text, redact(self.uri), points, files, folder)
+            log.warning(text, redact(self.uri), points, files, then, folder)
 
     def how_to_open(self) -> list[str]:
         """The commands and addresses that show the run."""
@@ -243,18 +259,35 @@ class MLflowLogger:
                 if self._failures:
                     log.warning("MLflow at %s is back: sending continues", redact(self.uri))
                     self._failures = 0
+                    self._told.clear()
                 if finishing:
                     self._done = complete
                     return
                 self._wait(self.interval)
             except Exception as error:
                 self._failures += 1
-                if self._failures == 1:
-                    reason = str(error).replace(self.uri, redact(self.uri))[:300]
-                    text = "MLflow at %s fails; training continues, and what is logged is sent "
-                    text += "when the server is back. The error: %s"
-                    log.warning(text, redact(self.uri), reason)
+                self._tell(error)
+                if finishing and refusal(error, self.uri):
+                    return
                 self._wait(1.0 if finishing else min(2.0**self._failures, LONGEST_WAIT))
+
+    def _tell(self, error: Exception) -> None:
+        """Says once what is wrong: an outage, which passes, or what somebody has to do."""
+        refused = refusal(error, self.uri)
+        topic = refused.what if refused else ""
+        if topic in self._told:
+            return
+        self._told.add(topic)
+        if refused is not None:
+            text = (
+                "MLflow at %s %s. Training continues, and what is logged stays in the run. To send "
+            )
+            text += "it: %s"
+            log.warning(text, redact(self.uri), refused.what, refused.remedy)
+            return
+        text = "MLflow at %s fails; training continues, and what is logged is sent "
+        text += "when the server is back. The error: %s"
+        log.warning(text, redact(self.uri), described(error, self.uri))
 
     def _wait(self, seconds: float) -> None:
         if self._wake.wait(seconds):

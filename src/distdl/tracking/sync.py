@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from distdl.runs.directory import shown
 from distdl.runs.records import journals
 from distdl.tracking.outbox import Outbox, redact
+from distdl.tracking.refusals import OTHER, described, refusal
 from distdl.util.errors import UserError
+
+if TYPE_CHECKING:
+    from distdl.tracking.delivery import Delivery
 
 LONG = 5000  # points; from this number on a progress bar is shown
 WAITS = (2.0, 4.0)  # seconds before each further try
 
 
-def sync(run: Path) -> int:
-    """Sends the rest of a run. Returns 1 if the server fails, else 0. Raises a UserError if the run
-    was not tracked in MLflow, or if the server's password is missing."""
+def sync(run: Path, experiment: str | None = None) -> int:
+    """Sends the rest of a run, or the whole run to another experiment. Returns 1 if the server
+    fails, else 0. Raises a UserError if the run was not tracked in MLflow, or if the server's
+    password is missing."""
     from distdl.tracking.client import exclusive, prepare_environment
     from distdl.tracking.delivery import Delivery
     from distdl.tracking.mlflow import how_to_open
@@ -35,23 +43,24 @@ def sync(run: Path) -> int:
                 print("The run is still active and sends its metrics itself.")
                 return 0
         outbox.load()  # the run may have ended before the lock was acquired
+        if experiment not in (None, outbox.state.experiment):
+            outbox.state.experiment, outbox.state.run_id = str(experiment), None
+            outbox.save()
         print(f"Sending to {redact(uri)} ...", flush=True)
         try:
             with _bar(sender.pending()) as progress:
-                for wait in WAITS:
-                    with contextlib.suppress(Exception):
-                        sender.send_all(progress)
-                        break
-                    time.sleep(wait)
-                else:
-                    sender.send_all(progress)
+                _send(sender, progress)
         except Exception as error:
-            text = str(error).replace(uri, redact(uri))[:300]
-            print(
-                f"The server fails: {text}\n{sender.pending()} points stay in {outbox.run_dir}. "
-                "Repeat the command when the server is back.",
-                file=sys.stderr,
-            )
+            stays = f"{sender.pending()} points stay in {outbox.run_dir}."
+            if refused := refusal(error, uri):
+                print(f"MLflow at {redact(uri)} {refused.what}.", file=sys.stderr)
+                print(f"{stays} To send them: {refused.remedy}", file=sys.stderr)
+                again = f"python -m distdl track sync {shlex.quote(shown(run))}"
+                other = " --experiment <other>" if refused.remedy.endswith(OTHER) else ""
+                print(f"Then: {again}{other and f', or now: {again}{other}'}", file=sys.stderr)
+                return 1
+            print(f"The server fails: {described(error, uri)}", file=sys.stderr)
+            print(f"{stays} Repeat the command when the server is back.", file=sys.stderr)
             return 1
     print(f"{sender.delivered} points sent." if sender.delivered else "Nothing was left to send.")
     print("To see it: " + "\n           ".join(how_to_open(uri, outbox)))
@@ -76,6 +85,17 @@ def server_of(outbox: Outbox) -> str:
         remedy = "set MLFLOW_TRACKING_URI to the complete address and repeat the command"
         raise UserError.at(str(outbox.path), what, remedy)
     return uri
+
+
+def _send(sender: Delivery, progress: Callable[[int], None]) -> None:
+    """Sends everything, in several tries if the server does not answer."""
+    for wait in (*WAITS, None):
+        try:
+            return sender.send_all(progress)
+        except Exception as error:
+            if wait is None or refusal(error, sender.uri):
+                raise
+        time.sleep(wait)
 
 
 @contextlib.contextmanager

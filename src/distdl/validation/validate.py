@@ -111,6 +111,7 @@ def check_bindings(
     *,
     local: bool | None = None,
     in_process: bool = False,
+    new: bool = False,
 ) -> tuple[list[Problem], list[str], dict[str, Any]]:
     """Stage 2: imports each `_target_` and binds its arguments, in a child process.
 
@@ -118,6 +119,7 @@ def check_bindings(
         config, local, project_root: As in `problems_of`, which must have found nothing.
         size: The size of the run; None if only the launcher knows it.
         in_process: Import everything in this process, which becomes the worker afterwards.
+        new: Whether the run has no attempt yet: a resume is not refused for its tracker.
 
     Returns:
         Problems; notes for the user ("not checked: ..."); facts: `model_configures_optimizers` is
@@ -126,7 +128,7 @@ def check_bindings(
     """
     resolved = resolve(config)
     known, trust = size or Resources(accelerator="auto"), _trust(resolved, project_root)
-    more = {"world_size": known.world_size, "local": is_local(resolved, local)}
+    more = {"world_size": known.world_size, "local": is_local(resolved, local), "new": new}
     request = {
         "config": resolved.values,
         "expressions": list(resolved.expressions.items()),
