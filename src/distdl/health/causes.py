@@ -151,9 +151,10 @@ def _lost(ranks: Sequence[Rank]) -> Cause | None:
     sights = [rank.sight for rank in ranks if rank.seen]
     if not sights:
         return None
-    listener = max(sights, key=lambda s: (sum(p.fresh for p in s.peers.values()), -s.rank))
+    listener = max(sights, key=lambda s: (s.heard, len(s.peers), -s.rank))
     fresh = {key: peer.fresh for key, peer in listener.peers.items()}
-    silent = [rank for rank in ranks if not fresh.get(str(rank.sight.rank), rank.left)]
+    heard = listener.others > 0  # of those that are not named
+    silent = [rank for rank in ranks if not fresh.get(str(rank.sight.rank), heard or rank.left)]
     gone = [rank for rank in silent if not rank.left]
     lost = gone or [rank for rank in silent if rank.seen and rank.waits]
     if lost and lost[0].sight.phase == "end":

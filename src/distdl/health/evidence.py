@@ -70,7 +70,8 @@ class Place(BaseModel, frozen=True):
 
 class Sight(Place, frozen=True):
     """A rank as it was when the job failed, or as another rank last heard of it (then `fresh` is
-    False if it was silent); or one of its loader's workers. `age`: seconds without progress."""
+    False if it was silent); or one of its loader's workers. `age`: seconds without progress.
+    `others`: of how many ranks it heard that are not among its `peers`."""
 
     world_size: Annotated[int, Field(ge=1, le=MOST)] = 1
     pid: Count = 0
@@ -86,6 +87,12 @@ class Sight(Place, frozen=True):
     collective: Collective | None = None
     last: Collective | None = None
     peers: dict[str, Sight] = {}
+    others: Annotated[int, Field(ge=0, le=MOST)] = 0
+
+    @property
+    def heard(self) -> int:
+        """Of how many ranks it heard."""
+        return self.others + sum(peer.fresh for peer in self.peers.values())
 
     @property
     def busy_worker(self) -> Sight:

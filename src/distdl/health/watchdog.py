@@ -151,6 +151,7 @@ class Watchdog:
             now, used = time.monotonic(), time.process_time()
             if now - self._looked > AWAY:
                 self._progress += now - self._looked
+                self.peers.paused(now - self._looked)
             before = self.peers.pulse
             works = not before["in_step"] and used - self._used > BUSY * (now - self._looked)
             self.heartbeat.look(self._stack())
@@ -257,7 +258,7 @@ class Watchdog:
         return {
             **self._pulse(stack),
             "how": how,
-            "peers": self.peers.pulses,
+            **self.peers.facts(),
             **machine.facts(os.getpid(), self.attempt.path, self._kills),
             "enqueued": started[-1].number if started else None,
             "collective": waits[-1].describe() if waits else None,
