@@ -199,7 +199,7 @@ def empty(folder):
     ("damage", "message"),
     [
         (truncate, "missing or damaged"),
-        (pickle, "can run any code"),
+        (pickle, "which distdl does not write"),
         (empty, "cannot be read"),
     ],
 )

@@ -38,8 +38,8 @@ def hydra_session(config_dirs: Sequence[str] = ()) -> Iterator[None]:
 
 def typed(config: DictConfig) -> list[str]:
     """The overrides of the command line that a config was composed with, as they were typed."""
-    written = OmegaConf.select(config, "hydra.overrides.task")
-    return [] if written is None else list(OmegaConf.to_container(written, resolve=False))
+    written = OmegaConf.select(config, "hydra.overrides.task") or OmegaConf.create([])
+    return [str(each) for each in OmegaConf.to_container(written, resolve=False) or ()]
 
 
 def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:

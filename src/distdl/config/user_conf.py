@@ -103,8 +103,10 @@ def own_folder() -> Path | None:
 def contents() -> list[dict[str, Any]]:
     """What the files of the user's own folder say: each by itself, and below its group, where Hydra
     puts it unless the file has another `@package`."""
-    path, said = own_folder(), []
-    for file in sorted(path.rglob("*.yaml")) if path else ():
+    path, said = own_folder(), list[dict[str, Any]]()
+    if path is None:
+        return said
+    for file in sorted(path.rglob("*.yaml")):
         with suppress(UnicodeDecodeError):
             group = file.parent.relative_to(path).as_posix().replace("/", ".")
             said += [(content := _read(file)), {group: content}]

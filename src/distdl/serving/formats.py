@@ -34,9 +34,10 @@ class Disagrees(UserError):
 
 def write_pt2(network: nn.Module, file: Path, image_size: int) -> None:
     """An archive of `torch.export` (https://docs.pytorch.org/docs/stable/export.html)
-    without pickles: its weights are raw bytes, and it has no example inputs."""
+    without pickles: its weights are raw bytes, and it has no example inputs and no guards."""
     program = _exported(network, image_size)
     program.example_inputs = None
+    program._guards_code = []  # torch would execute them; `Scorer` scores no other shapes
     with warnings.catch_warnings():
         # torch reports each weight that is channels_last; it is stored with its strides.
         warnings.filterwarnings("ignore", message="No complete tensor found")

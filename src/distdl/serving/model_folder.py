@@ -23,6 +23,7 @@ CHECKED = (".py", ".pt2", ".onnx", ".safetensors")  # endings of files with a ch
 PACKAGE = "distdl_scoring"
 COPIED = (
     *("datasets/image_files.py", "data/decoding.py", "data/crop.py"),
+    *("serving/json_rules.py", "serving/exported_program.py", "serving/safe_loading.py"),
     *("serving/scorer.py", "serving/requests.py"),
     *("serving/batching.py", "serving/server.py", "serving/settings.py"),
 )

@@ -6,11 +6,8 @@ without distdl.
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
-import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,8 @@ from PIL import Image
 from distdl.data.crop import central_crop
 from distdl.data.decoding import decoder
 from distdl.datasets.image_files import DamagedImage
+from distdl.serving.safe_loading import DESCRIPTION, checked_archive, read, refuse_onnx
 
-DESCRIPTION = "model.json"
 # What untrusted bytes may be; PIL has readers for more, and one of them starts Ghostscript.
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
 # A file of some kilobytes can hold a billion pixels, which would fill the memory.
@@ -41,26 +38,26 @@ class TooLarge(DamagedImage):
 class Scorer:
     """The model of a folder that `distdl export` wrote.
 
+    distdl's own copy of this class, under `distdl serve` and `deploy`, executes nothing of the
+    folder (`safe_loading`). The copy in a folder is Python of whoever wrote the folder, and by
+    design `mlflow models serve`, the scoring scripts and `python -m distdl_scoring.server` run it.
+
     Args:
         folder: With `model.json`, and `model.pt2` or `model.onnx`.
 
     Raises:
-        ValueError: The folder is incomplete or damaged, or the model could run code when loaded.
+        ValueError: The folder is incomplete or damaged, or holds what could run code.
     """
 
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
         try:
-            description = json.loads((folder / DESCRIPTION).read_bytes())
-            self.classes = [str(name) for name in description["classes"]]
-            self.image_size = int(description["image_size"])
-            self.short_side = int(description["short_side"])
-            for name, digest in description["files"].items():
-                with (folder / name).open("rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                        raise ValueError(f"{name} is missing or damaged")
-            load = _load_onnx if "model.onnx" in description["files"] else _load_pt2
-            self._network: Network = load(folder)
+            description, name, data = read(folder)
+            self.classes: list[str] = description["classes"]
+            self.image_size: int = description["image_size"]
+            self.short_side: int = description["short_side"]
+            load = {"model.pt2": _load_pt2, "model.onnx": _load_onnx}[name]
+            self._network: Network = load(data, description)
         except Exception as error:  # torch and onnxruntime raise many
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"{folder} cannot be read; export it again: {what}") from error
@@ -114,28 +111,21 @@ def refuse_large(data: bytes) -> None:
         raise TooLarge(f"has {pixels / 1e6:.0f} megapixels, more than {MOST_PIXELS / 1e6:.0f}")
 
 
-def _load_pt2(folder: Path) -> Network:
-    refuse_pickle(folder / "model.pt2")
-    network = torch.export.load(folder / "model.pt2").module()
+def _load_pt2(data: bytes, description: Mapping[str, Any]) -> Network:
+    archive = checked_archive(data, description)
+    network = torch.export.load(archive).module()
     return lambda pixels: network(pixels).numpy()
 
 
-def _load_onnx(folder: Path) -> Network:
+def _load_onnx(data: bytes, description: Mapping[str, Any]) -> Network:
     import onnxruntime
 
-    model = str(folder / "model.onnx")
-    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-    return lambda pixels: session.run(None, {"images": pixels.contiguous().numpy()})[0]
-
-
-def refuse_pickle(path: Path) -> None:
-    """Raises ValueError if torch would unpickle a part of this archive, which can run any code."""
-    with zipfile.ZipFile(path) as archive:
-        for item in archive.infolist():
-            if item.filename.endswith("_config.json"):
-                entries = json.loads(archive.read(item))["config"].values()
-                pickled = any(entry["use_pickle"] for entry in entries)
-            else:
-                pickled = item.filename.endswith((".pt", ".pkl")) and item.file_size > 0
-            if pickled:
-                raise ValueError(f"{item.filename} is a pickle, which can run any code")
+    refuse_onnx(data)
+    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    taken = [each.shape[1:] for each in session.get_inputs()]
+    given = [each.shape[1:] for each in session.get_outputs()]
+    side, count = description["image_size"], len(description["classes"])
+    if taken != [[3, side, side]] or given != [[count]]:
+        raise ValueError(f"model.onnx takes {taken} and gives {given}, unlike {DESCRIPTION}")
+    name = session.get_inputs()[0].name
+    return lambda pixels: session.run(None, {name: pixels.contiguous().numpy()})[0]
