@@ -37,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     if refusal := not_exportable(run.recipe()):
         raise UserError.at(options.source, refusal)
     words = [*HERE, written("task.checkpoint", checkpoint)]
+    if options.to != "mlflow":  # nothing is sent to the run's server, which may be somebody else's
+        words.append("tracking=none")
     if options.register:
         if options.to != "mlflow" or "mlflow" not in (run.recipe().get("tracking") or {}):
             what = "takes MLflow models, of runs that MLflow tracks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from distdl.runs.records import find_run
-from distdl.tracking.sync import sync
+from distdl.tracking.sync import SEND_TO, sync
 
 
 def main(argv: list[str]) -> int:
@@ -17,5 +17,6 @@ def main(argv: list[str]) -> int:
     verb.add_argument(
         "--experiment", metavar="NAME", help="send the run to this experiment instead"
     )
+    verb.add_argument(SEND_TO, metavar="URI", help="the server of the run, if you trust it")
     options = parser.parse_args(argv)
-    return sync(find_run(options.run), options.experiment)
+    return sync(find_run(options.run), options.experiment, options.send_credentials_to)

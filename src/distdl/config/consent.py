@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import doors, trust
+from distdl.config import credentials, doors, trust
 from distdl.config.compose import parse_overrides
 from distdl.config.own_words import OwnWords, Speaker
 from distdl.util.errors import Problem, UserError
@@ -29,14 +29,16 @@ def refuse(config: DictConfig, typed: Sequence[str]) -> None:
     words = OwnWords(tuple(typed))
     plain = OmegaConf.to_container(config, resolve=False)
     said = [(*opened, words.speaker(*opened[:2])) for opened in doors.opened(plain)]
-    if wrong := [_problem(*each) for each in said if not _agreed(each[2], each[3])]:
+    wrong = [_problem(*each) for each in said if not _agreed(each[2], each[3])]
+    if wrong := [*wrong, *credentials.refuse(config, words)]:
         raise UserError(*wrong)
 
 
 def repeated(typed: Sequence[str]) -> list[str]:
-    """The overrides that say what executes something: a resume needs them again, because the run's
-    own files cannot say it."""
-    return [o.input_line for o in parse_overrides(typed) if doors.names(o.key_or_group)]
+    """The overrides that say what executes something, or where credentials go: a resume needs them
+    again, because the run's own files cannot say it."""
+    keys = [(o.key_or_group, o.input_line) for o in parse_overrides(typed)]
+    return [text for key, text in keys if doors.names(key) or credentials.names(key, text)]
 
 
 def _agreed(door: doors.Door, speaker: Speaker) -> bool:

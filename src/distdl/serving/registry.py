@@ -16,6 +16,7 @@ from distdl.tracking.sync import server_of
 from distdl.util.errors import Unfinished, UserError
 
 CHAMPION = "champion"
+SERVER = "tracking.mlflow.tracking_uri"
 GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")  # MLflow's codes for a deleted run
 # Tags of a version: what its metric was measured on, and by which two versions are compared.
 SHA256, METRIC, VALUE, DATA = (f"distdl.{key}" for key in ("sha256", "metric", "value", "data"))
@@ -34,7 +35,9 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
     from distdl.tracking.client import import_client, prepare_environment
 
     outbox = Outbox(run.path)
-    uri, run_id = server_of(outbox), outbox.state.run_id
+    # What the config says was agreed to when the export was planned (`config.consent`).
+    agreed = OmegaConf.select(config, SERVER)
+    uri, run_id = server_of(outbox, agreed, f"{SERVER}="), outbox.state.run_id
     if not run_id:
         remedy = f"python -m distdl track sync {shown(run.path)}, and then this command again"
         raise UserError.at(shown(run.path), "is not on the MLflow server yet", remedy)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distdl.config import credentials
 from distdl.runs.directory import shown
 from distdl.runs.records import journals
 from distdl.tracking.outbox import Outbox, redact
@@ -20,20 +21,20 @@ from distdl.util.errors import UserError
 if TYPE_CHECKING:
     from distdl.tracking.delivery import Delivery
 
+SEND_TO = "--send-credentials-to"  # an option of `track sync`
 LONG = 5000  # points; from this number on a progress bar is shown
 WAITS = (2.0, 4.0)  # seconds before each further try
 
 
-def sync(run: Path, experiment: str | None = None) -> int:
+def sync(run: Path, experiment: str | None = None, confirmed: str | None = None) -> int:
     """Sends the rest of a run, or the whole run to another experiment. Returns 1 if the server
-    fails, else 0. Raises a UserError if the run was not tracked in MLflow, or if the server's
-    password is missing."""
+    fails, else 0. Raises the UserErrors of `server_of`."""
     from distdl.tracking.client import exclusive, prepare_environment
     from distdl.tracking.delivery import Delivery
     from distdl.tracking.mlflow import how_to_open
 
     outbox = Outbox(run)
-    uri = server_of(outbox)
+    uri = server_of(outbox, confirmed)
     prepare_environment()
     sender = Delivery(outbox, uri, alone=True)
     with contextlib.ExitStack() as locks:
@@ -67,11 +68,13 @@ def sync(run: Path, experiment: str | None = None) -> int:
     return 0
 
 
-def server_of(outbox: Outbox) -> str:
-    """The address of the run's MLflow server.
+def server_of(outbox: Outbox, confirmed: str | None, typed: str = f"{SEND_TO} ") -> str:
+    """The address of the run's MLflow server. `confirmed` is one that the user says may get their
+    credentials, by typing `typed` before it.
 
     Raises:
-        UserError: The run was not tracked in MLflow, or the server's password is missing.
+        UserError: The run was not tracked in MLflow, the server's password is missing, or only the
+            run's folder names the server, and it would get credentials.
     """
     if not outbox.exists:
         what = "was not tracked in MLflow, so there is nothing to send"
@@ -84,6 +87,7 @@ def server_of(outbox: Outbox) -> str:
         what = f"the server {outbox.state.server} needs a password, which is never stored"
         remedy = "set MLFLOW_TRACKING_URI to the complete address and repeat the command"
         raise UserError.at(str(outbox.path), what, remedy)
+    credentials.confirm(str(outbox.path), uri, typed, confirmed)
     return uri
 
 
