@@ -55,7 +55,8 @@ class Project:
         printed += self.resume(run)
         first = self._lines(run)[before]["batch"]
         assert first == (11 if self.idiom.every else 9), "after the newest checkpoint"
-        assert "not resumable" not in printed and "anew" not in printed
+        alarms = ("not resumable", "anew", "checkpoint holds", "does not hold", "came late")
+        assert not [alarm for alarm in alarms if alarm in printed], printed
         return printed
 
     def start(self, run: str, *more: str, kill: str = "") -> str:

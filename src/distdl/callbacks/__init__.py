@@ -3,7 +3,15 @@
 from distdl.callbacks.averaging import EMAWeightAveraging
 from distdl.callbacks.checkpointer import Checkpointer
 from distdl.callbacks.metrics import StepMetrics
+from distdl.callbacks.module_state import ModuleState
 from distdl.callbacks.progress import Progress
 from distdl.callbacks.record_samples import RecordSamples
 
-__all__ = ["Checkpointer", "EMAWeightAveraging", "Progress", "RecordSamples", "StepMetrics"]
+__all__ = [
+    "Checkpointer",
+    "EMAWeightAveraging",
+    "ModuleState",
+    "Progress",
+    "RecordSamples",
+    "StepMetrics",
+]

@@ -26,6 +26,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from distdl.callbacks import apart, resume_state
 from distdl.callbacks.best import Best
 from distdl.callbacks.metrics import steps_of
+from distdl.callbacks.module_state import ModuleState
 from distdl.checkpoint.saving import Saver, refuse_pickles
 from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
@@ -68,6 +69,7 @@ class Checkpointer(Callback):
         optimizer: The config's optimizer node, to rescale the learning rate if a run resumes with
             another global batch; None if the module configures its own optimizer.
         seed: Reseeds the generators if a run resumes at another world size.
+        modules: Adds the state of layers to checkpoints.
         every_n_steps, every_minutes, every_n_epochs, keep_last, monitor, mode, background,
             trust_pickle: As in `conf/distdl.yaml`.
     """
@@ -82,6 +84,7 @@ class Checkpointer(Callback):
         accumulate: int = 1,
         optimizer: dict[str, Any] | None = None,
         seed: int = 0,
+        modules: ModuleState | None = None,
         every_n_steps: int | None = None,
         every_minutes: float | None = 10,
         every_n_epochs: int = 1,
@@ -92,6 +95,7 @@ class Checkpointer(Callback):
         trust_pickle: bool = False,
     ) -> None:
         self.stop, self.position, self.optimizer = stop, position, optimizer
+        self.modules = modules
         self.saver = Saver(store, keep_last=keep_last, background=background)
         self._declared, self.accumulate, self.seed = global_batch_size, accumulate, seed
         self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
@@ -358,6 +362,8 @@ class Checkpointer(Callback):
             "rng": process_group.gather(self._rng or rng_state()),
             **resume_state.of_parameters(pl_module, self._half_a_step),
         }
+        if self.modules is not None:
+            self.modules.save(trainer, pl_module, checkpoint)
         if self._validates:
             resume_state.restart_validation(checkpoint["loops"]["fit_loop"])
         if self._reason == "cut":

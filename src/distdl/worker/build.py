@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig
 
-from distdl.callbacks import Checkpointer, RecordSamples, StepMetrics
+from distdl.callbacks import Checkpointer, ModuleState, RecordSamples, StepMetrics
 from distdl.checkpoint import portable
 from distdl.checkpoint.formats import AnyCheckpoint
 from distdl.config import batches
@@ -82,6 +82,7 @@ def build(
     # Every rank gets the same weights, whether or not the strategy broadcasts them.
     seed_everything(config.seed, workers=True, verbose=False)
     module: LightningModule = make(config.model)
+    modules = ModuleState(module)
     datamodule = make(config.get("data")) if config.get("data") else None
     own_optimizer = configures_optimizers(module)
     nodes = (config.get("callbacks") or {}).items()
@@ -109,12 +110,13 @@ def build(
         accumulate=accumulate,
         optimizer=None if own_optimizer else plain(config.get("optimizer")),
         seed=config.seed,
+        modules=modules,
         **{k: v for k, v in config.checkpoint.items() if k not in ("resume_from", "sharded")},
     )
     for callback in callbacks:
         if isinstance(callback, RecordSamples):
             callback.run_dir, callback.attempt = run.path, attempt.number
-    callbacks = [metrics, *callbacks, checkpointer]
+    callbacks = [modules, metrics, *callbacks, checkpointer]
     trainer = build_trainer(config, strategy, environment, resources, callbacks, loggers, run)
     trainer.fit_loop.epoch_loop.val_loop = ValidationLoop(trainer, checkpointer)
     parts = (config, run, trainer, module, datamodule, metrics, checkpointer)

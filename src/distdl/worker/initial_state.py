@@ -17,6 +17,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from distdl.callbacks import module_state
 from distdl.callbacks.checkpointer import KEY
 from distdl.callbacks.resume_state import built_rates
 from distdl.optim.optimizers import KERNELS
@@ -65,6 +66,9 @@ def prepare(context: Built, path: str) -> None:
                 raise
             what = f"its weights do not fit {type(module).__name__} as configured: {error}"
             remedy = "the class and arguments that wrote it, or strict_loading = False in the class"
+            if late := module_state.late_in(checkpoint, names):
+                what = f"{late} came into the model, or left it, after the training had started"
+                remedy = module_state.REMEDY
             raise UserError.at(file, what, remedy) from None
         if trainer.state.fn != TrainerFn.FITTING:  # Lightning loads only the weights
             loop.epoch_loop._batches_that_stepped = int(checkpoint.get("global_step") or 0)
