@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from distdl.util.redact import looks_secret, redact, redact_command, redact_diff
+from distdl.util.redact import redact, redact_command, redact_diff
+from distdl.util.secret_names import looks_secret
 
 CANARY = "canary-5f2a9c81d7"
 SECRET = """

@@ -321,7 +321,7 @@ SECRETS = {
     "a Hugging Face token": {"hub": HUB, "run.ipynb": json.dumps(NOTEBOOK)},
     "a GitHub token": {
         "clone.sh": f"git clone https://ghp_{made(36)}@github.com/o/r",
-        "pat": f"github_pat_{made(82)}",
+        "fine-grained": f"github_pat_{made(82)}",
     },
     "a password in a URL": {"dsn.ini": "url = postgres://me:hunter2-vq8@db.corp.net/x"},
     "an AWS secret key": {"2:aws": f"[default]\naws_secret_access_key = {made(40)}\n"},

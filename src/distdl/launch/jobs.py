@@ -23,7 +23,7 @@ from distdl.job import Job, JobState, Launcher
 from distdl.runs import failures, provenance
 from distdl.runs.directory import Attempt, RunDirectory, shown, write_json
 from distdl.util.errors import Problem, UserError
-from distdl.util.redact import looks_secret
+from distdl.util.secret_names import looks_secret
 from distdl.validation import kinds
 from distdl.validation.resolve import resolve
 from distdl.validation.targets import Trust, target_problems

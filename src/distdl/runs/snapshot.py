@@ -10,20 +10,23 @@ is refused: a module holds a secret, or was imported here and is left out.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import distdl
 from distdl.config import own_code
 from distdl.runs.project import IGNORE_FILE, OUTSIDE, SKIPPED_FOLDERS, Listing, listing
+from distdl.util import archives, secret_search
 from distdl.util.errors import Problem, UserError
-from distdl.util.redact import looks_secret, secret_values
+from distdl.util.redact import secret_values
 from distdl.util.safe_paths import above
-from distdl.util.secret_shapes import find
+from distdl.util.secret_names import looks_secret
 
 # Files in which people keep secrets. No training needs them. They are left out, and reported.
 SECRET_FILE = re.compile(
@@ -203,25 +206,60 @@ def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes
         state: As from `state_of`: a changed file is searched again.
         values: Name and value of variables that are secret.
     """
-    if path.suffix != ".py" and not EXAMPLE.fullmatch(path.name):
-        plain = path.suffix in ("", ".txt") and looks_secret(path.stem)
-        if SECRET_FILE.fullmatch(path.name) or plain:
-            return "is a file for secrets, by its name"
+    if path.suffix != ".py" and is_for_secrets(path.name):
+        return "is a file for secrets, by its name"
+    with path.open("rb") as file:
+        start = file.read(512)
+        file.seek(0)
+        if why := secret_within(pieces_of(file), path.name, values):
+            return why
+    return secret_in_archive(path, values) if archives.is_archive(start) else ""
+
+
+def is_for_secrets(name: str) -> bool:
+    if EXAMPLE.fullmatch(name) or name.endswith(".pub"):
+        return False
+    stem, _, ending = name.rpartition(".")
+    plain = looks_secret(name) if not stem else ending == "txt" and looks_secret(stem)
+    return plain or SECRET_FILE.fullmatch(name) is not None
+
+
+def pieces_of(file: BinaryIO) -> Iterator[bytes]:
+    while piece := file.read(PIECE):
+        yield piece
+
+
+def secret_within(pieces: Iterable[bytes], name: str, values: tuple[tuple[str, bytes], ...]) -> str:
+    """Why a file with these contents must stay here; "" if it may leave."""
     lines_of_kinds: dict[str, int] = {}
     lines, before = 0, b""
-    with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            content = before + piece
-            kinds = [*find(content)]
-            for variable, value in values:
-                if (start := content.find(value)) >= 0:
-                    kinds.append((content.count(b"\n", 0, start) + 1, f"the value of ${variable}"))
-            for line, kind in kinds:
-                lines_of_kinds.setdefault(kind, lines + line)
-            before = content[-OVERLAP:]
-            lines += content.count(b"\n", 0, len(content) - len(before))
+    for piece in pieces:
+        content = before + piece
+        kinds = [*secret_search.search(content, name)]
+        for variable, value in values:
+            if (start := content.find(value)) >= 0:
+                kinds.append((content.count(b"\n", 0, start) + 1, f"the value of ${variable}"))
+        for line, kind in kinds:
+            lines_of_kinds.setdefault(kind, lines + line)
+        before = content[-OVERLAP:]
+        lines += content.count(b"\n", 0, len(content) - len(before))
     in_order = sorted(lines_of_kinds.items(), key=lambda item: item[1])
     return ", ".join(f"line {line} holds {kind}" for kind, line in in_order)
+
+
+def secret_in_archive(path: Path, values: tuple[tuple[str, bytes], ...]) -> str:
+    """As `secret_in`, for the files in an archive. Archives in it are not opened."""
+    try:
+        for name, pieces in itertools.groupby(archives.members(path), key=lambda item: item[0]):
+            last = name.rpartition("/")[2]
+            why = secret_within((piece for _, piece in pieces), last or path.stem, values)
+            if name and not why and is_for_secrets(last):
+                why = "is a file for secrets, by its name"
+            if why:
+                return f"{printable(name)} in it: {why}" if name else f"unpacked, {why}"
+    except archives.Unsearched as unsearched:
+        return f"is an archive that was not searched: {unsearched}"
+    return ""
 
 
 def secret_problem(name: str, why: str) -> Problem:

@@ -19,8 +19,9 @@ from typing import Any
 
 from distdl.runs.files import write_json
 from distdl.util.names import kept_apart
-from distdl.util.redact import hide_shapes, looks_secret
 from distdl.util.redact import redact as without_secrets
+from distdl.util.secret_names import looks_secret
+from distdl.util.secret_shapes import hide_shapes
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ hides more. A false alarm costs a few stars, a miss costs a key.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -15,21 +14,8 @@ import re
 from collections.abc import Sequence
 from urllib.parse import quote
 
+from distdl.util.secret_names import looks_secret
 from distdl.util.secret_shapes import KEY_BLOCK, STARS, hide_shapes, is_random
-
-# Secret names. Words inside a name count (`HF_TOKEN`, `PGPASSWORD`), `sas` only as a whole word.
-_SECRET_NAME = re.compile(
-    r"token|secret|passw(or)?d|passphrase|credential|canary|authorization|access_signature"
-    r"|(api|access|account|private|storage|encryption|signing|ssh|master|subscription|shared|auth"
-    r"|license)_?key|connection_?string|conn_?str|(^|_)(sas|pwd|bearer|jwt)(_|$)"
-)
-# Names that have such a word but no secret: vocabulary (`pad_token`), counts, paths of files.
-_PLAIN_NAME = re.compile(
-    r"tokeni[sz]|(^|_)(max|min|num|n)_|tokens$|(^|_)(pad|eos|bos|cls|unk|sep|mask|class|dist|reg"
-    r"|image|patch|special)_tokens?(_|$)|(^|_)token_(dim|type|mixer|dropout|shift|embed)"
-    r"|^(old)?pwd$|_(file|path|dir|folder|env|type|length|len|size)$"
-    r"|^azure_token_credentials$"  # which of azure-identity's classes asks for the token
-)
 
 # Secret values; patterns that need no name are in `distdl.util.secret_shapes`.
 _CURL_USER = re.compile(r"(\s(?:-u|--user)[ =])(\S+?):\S+")
@@ -49,16 +35,6 @@ _QUOTED = re.compile(r"(\"\"\"|'''|[\"'])(?:\\.|(?!\1).)*(?:\1|$)")
 _RANDOM = re.compile(r"[A-Za-z0-9+/=_-]{20,}")
 _XML = re.compile(r"(<[^<>]+>)[^<>]+(?=</)")
 _HEADER = re.compile(r"diff --git |index [0-9a-f]+\.\.|--- |\+\+\+ |@@ |similarity index |rename ")
-
-
-@functools.lru_cache(maxsize=4096)
-def looks_secret(name: str) -> bool:
-    """Whether a key, option, variable or dotted path of this name usually holds a secret."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
-    return any(
-        _SECRET_NAME.search(part) and not _PLAIN_NAME.search(part)
-        for part in (part.strip("_") for part in words.split("."))
-    )
 
 
 def secret_values() -> dict[str, str]:

@@ -8,17 +8,25 @@ alarm costs a file, so examples (`AKIAIOSFODNN7EXAMPLE`, `user:password@`) and p
 from __future__ import annotations
 
 import base64
+import binascii
+import itertools
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from urllib.parse import unquote
 
+_CHECKSUM = re.compile(rb"sha(?:1|256|384|512)[=:-][\w+/=-]+")
 STARS = "***"
+LONG, LONGEST = 24, 1000  # characters of words that may be tokens by their form alone
+_TOKEN_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.+/")
+_IN_TOKENS = bytes(byte if byte in _TOKEN_BYTES else 32 for byte in range(256))
 
 Sure = Callable[[re.Match[str]], bool]
 
 _IDENTIFIER_PART = re.compile(r"[A-Za-z]{0,24}|\d{1,8}|\d{0,3}[A-Za-z]{1,12}\d{0,3}[a-z]?")
 _EXAMPLE = re.compile(
     r"example|sample|dummy|fake|canary|placeholder|changeme|redacted|your|xxxx"
+    r"|eyJzb21lIjoicGF5bG9hZCJ9|IkpvaG4gRG9l"  # the usual JSON web tokens of tutorials
     r"|\*\*\*|\.\.\.|12345|01234|23456|abcdef|0000000|deadbeef|[<>{}$]|%[sr(]",
     re.IGNORECASE,
 )
@@ -33,12 +41,8 @@ _NOBODYS_HOST = re.compile(
     re.IGNORECASE,
 )
 _KEY = re.compile(r"PRIVATE KEY( BLOCK)?-----.{0,300}?(?P<key>[A-Za-z0-9+/=]{40,})", re.DOTALL)
-# The text before an assigned value: `"api_token"]`, `SECRET_KEY: str `.
-_NAME = re.compile(
-    r"(?:token|secret|passw(?:or)?d|passphrase|(?:api|access|account|private|storage|auth)_?key)"
-    r"\w{0,12}[\"']?\]?[ \t]*(?::[ \t]*str[ \t]*)?$",
-    re.IGNORECASE,
-)
+# Services whose tokens are their name and hexadecimal digits, as identifiers of others are.
+HEX_PREFIXES = ("shpat", "shpca", "shppa", "shpss", "dop_v1", "doo_v1", "dor_v1", "key", "dapi")
 # Not a secret: the key of Azurite's default account, the same everywhere.
 _AZURITE = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2"
 
@@ -70,15 +74,31 @@ def _value(match: re.Match[str]) -> bool:
     return len(value) >= 20 and is_random(value) and not is_example(value)
 
 
-def _random_value(match: re.Match[str]) -> bool:
-    """Whether the value is not only a hash in a name or a UUID, which identify something."""
-    parts = re.split(r"[_.-]+", match["value"])
-    return _value(match) and any(len(part) >= 16 and is_random(part) for part in parts)
+def _header(match: re.Match[str]) -> bool:
+    """Whether it is a token, or USER:PASSWORD in base64."""
+    text = match["value"].encode()
+    with suppress(binascii.Error, ValueError):
+        if re.fullmatch(rb"[\w.@-]+:[!-~]{4,}", base64.b64decode(text, validate=True)):
+            return True
+    return _value(match)
 
 
-def _named(match: re.Match[str]) -> bool:
-    before = match.string[max(0, match.start() - 60) : match.start()]
-    return _random_value(match) and _NAME.search(before) is not None
+def _body_of_token(match: re.Match[str]) -> bool:
+    """Whether the part after a service's name is random: in hexadecimal digits, or with letters of
+    both cases and digits in turn. Names, hashes and identifiers of other things are not."""
+    name, body = match["name"], max(re.split(r"[_-]", match["body"]), key=len)
+    if is_example(body) or name.startswith(("sha", "md5", "blake")):
+        return False
+    if re.fullmatch(r"[0-9a-f]{32}|[0-9a-f]{64}", body):
+        return name in HEX_PREFIXES
+    return len(body) >= 20 and is_mixed(body)
+
+
+def is_mixed(text: str) -> bool:
+    """Whether it has digits and letters of both cases in turn, as random text and no name has."""
+    kinds = [1 + c.isupper() if c.isalpha() else 0 for c in text]
+    changes = sum(a != b for a, b in itertools.pairwise(kinds))
+    return {*kinds} == {0, 1, 2} and changes >= 0.42 * len(text) and not is_example(text)
 
 
 def _password(match: re.Match[str]) -> bool:
@@ -106,17 +126,22 @@ class Shape:
         kind: Its name in messages: "a GitHub token".
         pattern: Finds it. Its group `value` is hidden; without that group, the whole match.
         needles: Every match contains one of them, so most files are skipped without the pattern.
+            Without needles, a match is (part of) a long word, only those are looked at, and only a
+            sure match is hidden.
         sure: Whether a match is certainly a secret, not an example.
     """
 
     def __init__(self, kind: str, pattern: str, *needles: str, sure: Sure | None = None) -> None:
-        self.kind, self.pattern, self.needles = kind, re.compile(pattern), needles
+        self.kind, self.pattern = kind, re.compile(pattern)
+        self.needles = [needle.encode() for needle in needles]
         self.sure = sure or (_value if "<value>" in pattern else _token)
 
     def hide(self, text: str) -> str:
         return self.pattern.sub(self._hidden, text)
 
     def _hidden(self, match: re.Match[str]) -> str:
+        if not self.needles and not self.sure(match):  # any long word may match
+            return match[0]
         if "value" not in self.pattern.groupindex:
             return "***PRIVATE KEY***" if self is KEY_BLOCK else STARS
         start, end = (position - match.start() for position in match.span("value"))
@@ -157,8 +182,9 @@ SHAPES = (
     ),
     Shape(
         "a bearer token",
-        r"(?i)\b(?:bearer|authorization:?\s*basic)\s+(?!\$\{)(?P<value>[A-Za-z0-9._~+/=-]{6,})",
-        *("earer", "EARER", "asic", "ASIC"),
+        r"(?i)\b(?:bearer|authorization:?\s*(?:basic|token|apikey))\s+(?!\$\{)(?P<value>[A-Za-z0-9._~+/=-]{6,})",
+        *("earer", "EARER", "uthorization", "UTHORIZATION"),
+        sure=_header,
     ),
     Shape(
         "the key of a storage account",
@@ -203,15 +229,62 @@ SHAPES = (
     Shape("an npm token", r"\bnpm_[A-Za-z0-9]{36}\b", "npm_"),
     Shape("a SendGrid key", r"\bSG\.[\w-]{16,}\.[\w-]{16,}", "SG."),
     Shape("a Stripe key", r"\b[sr]k_live_[A-Za-z0-9]{16,}", "k_live_"),
-)
-
-# A random literal under a secret-looking name. Only for files: in logs and diffs the name alone is
-# enough (`distdl.util.redact`).
-_NAMED = Shape(
-    "a secret by its name",
-    r"[=:]{1,2}>?[ \t]*(?P<quote>[\"']?)(?P<value>[\w+/=~.-]{20,200}+)(?P=quote)(?![\w(\[])",
-    *("=", ":"),
-    sure=_named,
+    Shape("a Telegram bot's token", r"\b\d{8,10}:AA[\w-]{33}(?![\w-])", ":AA"),
+    Shape(
+        "a Discord bot's token",
+        r"\b[MNO][A-Za-z\d]{23,27}\.[\w-]{6}\.[\w-]{27,}",
+        sure=lambda match: is_random(match[0]) and _token(match),
+    ),
+    Shape(
+        "a webhook",
+        r"https://[\w.-]*(?:webhook|hook|discord|chat\.googleapis|logic\.azure)[\w./:-]*"
+        r"(?:hook|services|spaces|triggers|workflows)\w*/(?P<value>[^\s\"'<>)\]}]{24,})",
+        *("webhook", "hooks.", "googleapis.com/v1/spaces", "logic.azure"),
+    ),
+    Shape(
+        "an Azure client secret",
+        r"\dQ~[\w~.-]{31,34}(?![\w~-])",
+        "Q~",
+    ),
+    Shape("a Twilio key", r"\b(?:AC|SK)[0-9a-f]{32}\b"),
+    Shape(
+        "a one-time password's seed", r"otpauth://\S*?secret=(?P<value>[A-Z2-7]{16,})", "otpauth:"
+    ),
+    Shape(
+        "the hash of a password",
+        r"\$(?:2[aby]|apr1|[156y]|argon2(?:id|i|d))\$[\w./,=$+-]{20,}",
+        *("$2", "$apr1$", "$1$", "$5$", "$6$", "$y$", "$argon2"),
+        sure=lambda match: not re.search(r"[.]{3}|[*]{3}|x{4}", match[0]),
+    ),
+    Shape(
+        "a key (OpenVPN)",
+        r"BEGIN OpenVPN Static key V1-----\s+(?P<value>[0-9a-f\s]{32,})",
+        "OpenVPN Static key",
+        sure=bool,
+    ),
+    Shape(
+        "cookies of a browser",
+        r"HTTP Cookie File[^\n]*\n(?:[#\r\n][^\n]*\n)*(?P<value>[^\n\t]+\t[^\n]+)",
+        "HTTP Cookie File",
+        sure=bool,
+    ),
+    # Most services begin their tokens with their name: gsk_, lin_api_, dop_v1_, hvs., glsa_, xai-.
+    Shape(
+        "a token",
+        r"(?<![\w./+-])(?P<value>(?P<name>[a-z]{3,10}(?:_[a-z]{1,6})?(?:_?v?\d)?|r8)[_-]"
+        r"(?P<body>[A-Za-z\d_-]{24,200}))(?![\w./+-])",
+        sure=_body_of_token,
+    ),
+    Shape(
+        "a service's token",
+        r"(?<![\w-])(?:hv[sbr]\.|dp\.(?:pt|st|ct|sa|scim)\.|gl(?:rt|ptt|dt|ft|soat|cbt|imt|agent)-"
+        r"|EAA[A-C](?=\w*\d)|ya29\.|xapp-\d-|AT(?:ATT3|BB|CTT3)|PMAK-|NRAK-|NRII-|sq0[a-z]{3}-"
+        r"|ops_eyJ|eyJrIjoi|glc_eyJ|r8_|pul-|sbp_|dapi|do[opr]_v1_|shp(?:at|ca|pa|ss)_|[ts]k\.eyJ"
+        r"|sk-or-v1-|lin_api_|ddog_|pat-na1-|CCIPAT_|rubygems_|heroku_|HRKU-|cio|flyv1_|nfp_|duffel_)"
+        r"[\w.=-]{20,}",
+        sure=lambda match: is_random(match[0]) and _token(match),
+    ),
+    Shape("a Terraform token", r"\b[A-Za-z0-9]{14}\.atlasv1\.[\w-]{40,}"),
 )
 
 
@@ -227,10 +300,25 @@ def find(content: bytes) -> Iterator[tuple[int, str]]:
     from 1, of the first one of each kind, and the kind."""
     if content.count(0) > len(content) // 4:  # UTF-16: every other byte of ASCII
         content = content.replace(b"\0", b"")
-    text = ""
-    for shape in (*SHAPES, _NAMED):
-        if any(needle.encode() in content for needle in shape.needles):
-            text = text or content.decode("latin-1")
-            matches = (m.start() for m in shape.pattern.finditer(text) if shape.sure(m))
+    text, words = "", "\n".join(_long_words(content))
+    for shape in SHAPES:
+        if not shape.needles:
+            matches = (m for m in shape.pattern.finditer(words) if shape.sure(m))
             if (first := next(matches, None)) is not None:
-                yield text.count("\n", 0, first) + 1, shape.kind
+                start = content.find(first[0].encode())
+                yield content.count(b"\n", 0, max(0, start)) + 1, shape.kind
+        elif any(needle in content for needle in shape.needles):
+            text = text or content.decode("latin-1")
+            matches = (m for m in shape.pattern.finditer(text) if shape.sure(m))
+            if (first := next(matches, None)) is not None:
+                yield text.count("\n", 0, first.start()) + 1, shape.kind
+
+
+def _long_words(content: bytes) -> Iterator[str]:
+    """Words of a text in which a token fits."""
+    if b"\0" in content[:8192]:
+        return
+    if b"sha" in content:
+        content = _CHECKSUM.sub(b"", content)
+    words = {word for word in content.translate(_IN_TOKENS).split() if LONG <= len(word) <= LONGEST}
+    yield from (word.decode("ascii") for word in sorted(words))

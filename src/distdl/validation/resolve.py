@@ -27,7 +27,8 @@ from distdl.config import recipe as configs  # (it registers ${input:NAME})
 from distdl.config import words
 from distdl.config.schema import Path, path_text
 from distdl.util.errors import Problem
-from distdl.util.redact import looks_secret, redact
+from distdl.util.redact import redact
+from distdl.util.secret_names import looks_secret
 from distdl.util.suggest import did_you_mean, plain_text
 
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*[\"']?([A-Za-z_]\w*)[\"']?\s*(,?)")

@@ -17,7 +17,8 @@ from distdl.config.resources import replicas
 from distdl.config.schema import COLLECTIONS, COMPONENTS, known_paths, path_text, walk
 from distdl.job import Resources, unprintable, variable_problems
 from distdl.util.errors import Problem
-from distdl.util.redact import holds_secret, looks_secret, redact
+from distdl.util.redact import holds_secret, redact
+from distdl.util.secret_names import looks_secret
 from distdl.util.suggest import did_you_mean
 from distdl.validation import lightning_1
 from distdl.validation.resolve import Resolved
