@@ -8,9 +8,9 @@ READY  := $(VENV)/.ready
 GPUS   := $(shell nvidia-smi -L 2>/dev/null)
 DEBUG  := $(if $(GPUS),,debug=cpu)
 
-# Real servers for tests/cluster (MPI, sshd, Slurm, network namespaces, a Blob server), and a
-# compiler for tests/gpu_rehearsal.
-SERVERS := g++ openmpi-bin mpich openssh-server munge slurm-wlm iproute2
+# Real servers for tests/cluster (MPI, sshd, Slurm, network namespaces, a Blob server), a store that
+# hangs (bindfs), and a compiler for tests/gpu_rehearsal.
+SERVERS := g++ openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs
 
 .PHONY: train test setup servers lint matrix bench clean
 

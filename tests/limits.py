@@ -1,10 +1,14 @@
-"""A disk and a control group that are soon full. A test is skipped where there can be none."""
+"""A disk and a control group that are soon full, and a store that hangs. A test is skipped where
+there can be none."""
 
 import os
+import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -26,6 +30,42 @@ def small_disk(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+class HangingStore(NamedTuple):
+    """A mounted folder, `path`, that shows another one, `behind`."""
+
+    path: Path
+    behind: Path
+    process: subprocess.Popen[bytes]
+
+    def hang(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def answer(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def hanging_store(folder: Path) -> Iterator[HangingStore]:
+    """A store that can be made to hang, as a network mount does: each access blocks in the
+    kernel."""
+    if not shutil.which("bindfs"):
+        pytest.skip("bindfs is not installed (make servers)")
+    path, behind = folder / "store", folder / "behind"
+    path.mkdir(), behind.mkdir()
+    process = subprocess.Popen(["bindfs", "-f", str(behind), str(path)], stderr=subprocess.DEVNULL)
+    store = HangingStore(path, behind, process)
+    try:
+        until(lambda: os.path.ismount(path) or process.poll() is not None, 20)
+        if process.poll() is not None:
+            pytest.skip("bindfs cannot mount: no FUSE here")
+        yield store
+    finally:
+        store.answer()
+        subprocess.run(["umount", "--lazy", str(path)], check=False)
+        process.kill()
+        process.wait()
 
 
 @contextmanager

@@ -116,6 +116,8 @@ class Net(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         if self.global_step == AT:
             self.misbehave(batch_idx)
+        if "steady" in FAULTS:
+            time.sleep(0.3)
         return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
 
     def misbehave(self, batch_idx):

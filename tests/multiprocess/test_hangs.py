@@ -16,7 +16,7 @@ import pytest
 from distdl.job import EXIT_HUNG
 from tests.cluster.hosts import Hosts, why_not
 from tests.conftest import UNCHECKED, distdl, environment, free_port, status
-from tests.limits import little_memory, small_disk
+from tests.limits import hanging_store, little_memory, small_disk
 from tests.multiprocess import faults
 from tests.waiting import until
 
@@ -194,3 +194,27 @@ def test_what_only_takes_long_is_no_hang(excuse, project, background):
     assert not [*attempt.glob("errors/*")]
     for number in (ours, terminal):
         os.close(number)
+
+
+@pytest.mark.skipif(not MATRIX, reason="make matrix")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_store_that_hangs_is_waited_for(devices, project, background):
+    """The user is told, nobody is ended for that time, and the run goes on."""
+    with hanging_store(project) as store:
+        words = (*TWO, f"trainer.devices={devices}", f"output_dir={store.path}")
+        words += (SAVED, "trainer.log_every_n_steps=1", "trainer.max_epochs=1")
+        job = background(*words, cwd=project, env={"FAULT": "steady"}, module=UNCHECKED)
+        job.until(lambda: [*store.behind.glob("default/r/checkpoints/*.manifest.json")])
+        begin = time.monotonic()
+        store.hang()
+        job.until(lambda: "has not answered" in job.output())
+        assert time.monotonic() - begin < TIMEOUT_S + 10
+        refused = distdl("jobs", "list", str(store.path), cwd=project)
+        assert refused.returncode == 2 and "its store has not answered" in refused.stderr
+        end = begin + 20
+        job.until(lambda: time.monotonic() > end)
+        store.answer()
+        assert job.wait() == 0, job.output()
+        assert "answers again" in job.output()
+        assert status(store.path / "default/r")["state"] == "SUCCEEDED"
+        assert not [*store.behind.glob("default/r/attempts/001/errors/*")]

@@ -42,9 +42,12 @@ def test_a_control_group_with_its_limit_and_kills():
         process.stdin.write("100\n")
         process.stdin.close()
         assert process.wait() == -signal.SIGKILL
-        facts = machine.facts(watcher.pid, Path.cwd())
+        facts = machine.facts(watcher.pid, machine.disk(Path.cwd()))
         assert facts["memory"]["oom_kills"] == 1 and facts["disk"]["run"] > 0
-        assert machine.facts(watcher.pid, Path.cwd(), kills=1)["memory"]["oom_kills"] == 0
+        assert (
+            machine.facts(watcher.pid, machine.disk(Path.cwd()), kills=1)["memory"]["oom_kills"]
+            == 0
+        )
         watcher.stdin.close()
 
 

@@ -14,6 +14,7 @@ from distdl.launch.job_status import state_of
 from distdl.launch.jobs import Target
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.runs.files import Damaged
+from distdl.util.answering import refuse_silent
 from distdl.util.errors import Problem, UserError
 from distdl.util.tail import plain, tail
 
@@ -157,6 +158,7 @@ def fetch(job: Job, attempt: Attempt | None, to: Path | None) -> int:
 
 
 def list_runs(folder: Path) -> int:
+    refuse_silent(folder)
     rows, notes = job_status.table(folder)
     if sys.stdout.isatty():
         from rich.console import Console

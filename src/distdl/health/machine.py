@@ -67,11 +67,12 @@ def disk(run: Path) -> dict[str, int]:
     return free
 
 
-def facts(pid: int, run: Path, kills: int = 0) -> dict[str, Any]:
-    """All of the above, as a sight has it; without the first `kills` of the control group."""
+def facts(pid: int, free: dict[str, int], kills: int = 0) -> dict[str, Any]:
+    """All of the above, as a sight has it; without the first `kills` of the control group. `free`
+    is from `disk`, which a store that hangs blocks."""
     used = memory(pid)
     used["oom_kills"] = used.get("oom_kills", kills) - kills
-    return {**state(pid), "memory": used, "disk": disk(run)}
+    return {**state(pid), "memory": used, "disk": free}
 
 
 def oom_kills(pid: int) -> int:

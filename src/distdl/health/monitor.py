@@ -38,9 +38,11 @@ class Monitor:
         self.hello, self.pid, self.attempt = hello, int(hello["pid"]), Path(hello["attempt"])
         sys.path[:] = hello["path"]
         from distdl.health import machine
+        from distdl.health.store import RunStore
 
         self.machine, self.kills = machine, machine.oom_kills(self.pid)
-        self.facts = machine.facts(self.pid, self.attempt)
+        self.store = RunStore(self.attempt)
+        self.facts = machine.facts(self.pid, {})
         self.pulse: dict[str, Any] = {"rank": hello["rank"], "limit": None, "age": 0.0}
 
     def run(self) -> None:
@@ -58,10 +60,12 @@ class Monitor:
                 return
             if (ready and not data) or os.getppid() != self.pid:
                 return self.write("died")
-            self.facts = self.machine.facts(self.pid, self.attempt)
+            self.store.ask()
+            self.facts = self.machine.facts(self.pid, self.store.free)
             ranks = [self.machine.state(pid)["process"] for pid in self.pulse.get("pids") or ()]
             stopped = self.facts["process"] in self.machine.STOPPED
-            if ranks and all(state in self.machine.STOPPED for state in ranks):  # by Ctrl-Z
+            by_ctrl_z = ranks and all(state in self.machine.STOPPED for state in ranks)
+            if by_ctrl_z or self.store.away:
                 silent = 0.0
             age, limit = self.pulse["age"] + silent, self.pulse["limit"]
             if stopped and limit is not None:  # perhaps in a step that began after its last pulse
@@ -72,15 +76,19 @@ class Monitor:
 
     def end_rank(self, age: float, stopped: bool) -> None:
         """Records why, and ends the rank."""
-        from distdl.health import sights
+        from distdl.health import sights, store
 
         what = "was stopped by a signal" if stopped else "does not answer: C code holds Python"
         if not stopped:
             os.kill(self.pid, signal.SIGUSR2)
             time.sleep(STACKS_S)
         self.pulse["age"] = age
-        self.write("hang")
-        sights.record_hang(self.attempt, self.pulse, f"{what}; no progress for {age:.0f} s")
+
+        def record() -> None:
+            self.write("hang")
+            sights.record_hang(self.attempt, self.pulse, f"{what}; no progress for {age:.0f} s")
+
+        store.within(store.WRITE_S, record)
         os.kill(self.pid, signal.SIGKILL)
         sights.conclude(self.attempt, self.pulse, alone=self.hello["alone"])
 

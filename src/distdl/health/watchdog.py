@@ -37,9 +37,11 @@ from distdl.config.own_code import innermost, main_thread
 from distdl.health import flight, machine, sights
 from distdl.health.heartbeat import OPTIMIZER, PREPARE, Frame, RankHeartbeat
 from distdl.health.peers import Peers
+from distdl.health.store import LOOK_S, WRITE_S, RunStore, within
 from distdl.health.straggler import Slowdown
 from distdl.job import EXIT_HUNG
 from distdl.ranks.environment import Environment
+from distdl.runs import failures
 from distdl.runs.directory import Attempt
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ BUSY = 0.02  # of a core: elsewhere, a process that uses more makes progress
 OTHERS_S = 2.5  # for the other ranks to write what they were doing
 REPORT_S = 10.0  # for a rank to report its own hang
 END_S = 5.0  # for the monitor to end
+TELL_S = 8.0  # without an answer of the store: the user is told
 SOON = 1.0  # seconds without progress after which a rank asks what it waits for
 INNERMOST = 12  # frames in which a debugger shows that it waits for its user
 DEBUGGERS = re.compile(r"/(bdb|pdb)\.py$|/(pydevd|debugpy|pudb|ipdb)[/_.]")
@@ -76,6 +79,10 @@ class Watchdog:
         self.peers = Peers(environment, self.heartbeat, self._report_straggler)
         self._main = threading.main_thread().ident or 0
         self._host = socket.gethostname()
+        # It has to be written to: a store may still answer what it remembers.
+        reserve = failures.reserved(attempt.errors, environment.rank)
+        self.store = RunStore(attempt.path, reserve)
+        self._away = 0.0  # seconds for which the store has not answered
         self._pids = [os.getpid()] if environment.world_size == 1 else []  # unknown yet
         self._stop, self._kills = threading.Event(), machine.oom_kills(os.getpid())
         self._number, self._done = 0, self.heartbeat.progress
@@ -144,7 +151,9 @@ class Watchdog:
     def _report_straggler(self, verdict: Slowdown) -> None:
         log.warning("%s", verdict.sentence)
         slow = {"host": verdict.host, "share": verdict.excess_ms / verdict.step_ms}
-        self.attempt.update(straggler=verdict.sentence, slow=slow if verdict.host else {})
+        slow = slow if verdict.host else {}
+        # The thread that tells the other ranks how this one is does not wait for the disk.
+        within(0.0, lambda: self.attempt.update(straggler=verdict.sentence, slow=slow))
 
     def _watch(self) -> None:
         while not self._stop.wait(TICK):
@@ -160,11 +169,35 @@ class Watchdog:
                     self._longest = max(self._longest, now - self._progress)
                 self._done, self._progress = done, now
             self._looked, self._used = now, used
+            self._look_after_store(now)
             pulse = self._announce()
             limit = pulse["limit"]
             late = limit is not None and pulse["age"] > limit and not self.peers.excuse(limit)
-            if (late or self.peers.hang) and not self._stop.is_set():
+            if ((late and not self.store.silent) or self.peers.hang) and not self._stop.is_set():
                 self._hang()
+
+    def _look_after_store(self, now: float) -> None:
+        """While the store of the run's folder does not answer, no time counts."""
+        if now - self._progress < SOON and not self.store.silent:
+            return  # it is not asked while the rank makes progress
+        lost = self.store.ask()
+        self._progress = min(now, self._progress + lost)
+        told, self._away = self._away > TELL_S, self.store.silent or self._away
+        run = self.attempt.path.parents[1]
+        if not told and self._away > TELL_S:
+            self._tell_user(
+                f"the store of {run} has not answered for {self._away:.0f} s. The run waits, and "
+                "goes on when it does; no process is ended for that time"
+            )
+        if not self.store.silent:
+            if told:
+                self._tell_user(f"the store of {run} answers again, after {self._away:.0f} s")
+            self._away = 0.0
+
+    def _tell_user(self, what: str) -> None:
+        """Not by the log, which is a file of the store. The screen may be one as well."""
+        if self.environment.local_rank == 0:
+            within(0.0, lambda: os.write(2, f"distdl: {what}\n".encode()))
 
     def _announce(self) -> dict[str, Any]:
         """Tells the monitor and the other ranks what this rank is doing."""
@@ -195,7 +228,7 @@ class Watchdog:
             "number": self._number,
             "pids": self._pids,
             "in_step": in_step,
-            "limit": self._limit(short, files),
+            "limit": None if self.store.away else self._limit(short, files),
             "waits": waits,
             "where": innermost(stack),
             **self.heartbeat.facts(),
@@ -237,29 +270,34 @@ class Watchdog:
         faulthandler.dump_traceback(self._stacks)
         sight["workers"] = [*self._workers()]
         stacks = os.pread(self._stacks.fileno(), 1 << 20, 0).decode(errors="replace")
+        within(WRITE_S, lambda: self._record_hang(sight, stacks))
+        if self.environment.world_size > 1:
+            time.sleep(OTHERS_S)
+        alone = self.environment.world_size == 1
+        within(WRITE_S, lambda: sights.conclude(self.attempt.path, sight, alone))
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
+        os._exit(EXIT_HUNG)
+
+    def _record_hang(self, sight: Mapping[str, Any], stacks: str) -> None:
         sights.write(self.attempt.path, sight, stacks)
         what = f"no progress for {sight['age']:.0f} s in {sight['phase']}"
         sights.record_hang(self.attempt.path, sight, what, stacks)
         if not sight["collective"]:
             where = f" at {sight['where']}" if sight["where"] else ""
             log.error("%s%s; the stacks are in health/stacks_%d.txt", what, where, sight["rank"])
-        if self.environment.world_size > 1:
-            time.sleep(OTHERS_S)
-        sights.conclude(self.attempt.path, sight, alone=self.environment.world_size == 1)
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                child.kill()
-        os._exit(EXIT_HUNG)
 
     def _sight(self, how: str, stack: Sequence[Frame] = ()) -> dict[str, Any]:
         """All that is known of this rank now, or in an earlier stack of its main thread."""
         started = flight.collectives()
         waits = self._waits_for(stack or self._stack())
+        within(LOOK_S, self.store.look)
         return {
             **self._pulse(stack),
             "how": how,
             **self.peers.facts(),
-            **machine.facts(os.getpid(), self.attempt.path, self._kills),
+            **machine.facts(os.getpid(), self.store.free, self._kills),
             "enqueued": started[-1].number if started else None,
             "collective": waits[-1].describe() if waits else None,
             "last": started[-1].describe() if started else None,

@@ -22,6 +22,7 @@ from distdl.health import incident
 from distdl.job import Job, JobState, Launcher
 from distdl.runs import failures, provenance
 from distdl.runs.directory import Attempt, RunDirectory, shown, write_json
+from distdl.util.answering import refuse_silent
 from distdl.util.errors import Problem, UserError
 from distdl.util.secret_names import looks_secret
 from distdl.validation import kinds
@@ -99,6 +100,7 @@ def targets(text: str, number: int | None, allow: Sequence[str] = ()) -> list[Ta
     if "://" in text:
         return [(job_from_handle(text), None)]
     folder = Path(text)
+    refuse_silent(folder)
     below = [] if (folder / "config.yaml").is_file() else runs_below(folder)
     attempts = [attempt_of(run, number) for run in below or [RunDirectory.open(text)]]
     platforms = Platforms(allow)

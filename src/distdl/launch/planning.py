@@ -26,6 +26,7 @@ from distdl.job import JobState, Resources
 from distdl.launch import checkpoint_checks, jobs
 from distdl.runs import checkpoints, provenance
 from distdl.runs.directory import PREDICTING, Attempt, RunDirectory, shown
+from distdl.util.answering import refuse_silent
 from distdl.util.errors import Problem, UserError
 from distdl.util.imports import uncollected
 from distdl.util.suggest import written
@@ -102,6 +103,7 @@ def plan(config: DictConfig, name: str | None = None, typed: Sequence[str] | Non
         recipe = configs.recipe_of(config)
         name = name or config.name or f"{stamp}-{configs.hash_of(configs.to_yaml(recipe))}"
         run_id = f"{config.experiment_name}/{name}"
+        refuse_silent(Path(str(config.output_dir)))
         run = RunDirectory(Path(str(config.output_dir)).resolve() / run_id)
     except OmegaConfBaseException:  # a broken interpolation, which size_of reports better
         size_of(config)

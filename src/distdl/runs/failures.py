@@ -70,12 +70,18 @@ def record(
 def reserve(folder: Path, rank: int) -> None:
     """Keeps space on the disk for what is written about a rank's failure. `folder` is as above."""
     with suppress(OSError):
-        write_bytes(folder.parent / f".reserve-{rank}", os.urandom(RESERVED), durable=False)
+        write_bytes(reserved(folder, rank), os.urandom(RESERVED), durable=False)
+
+
+def reserved(folder: Path, rank: int) -> Path:
+    """The file that keeps the space for a rank."""
+    return folder.parent / f".reserve-{rank}"
 
 
 def release(folder: Path, rank: int) -> None:
     """Frees the space that was kept for a rank."""
-    (folder.parent / f".reserve-{rank}").unlink(missing_ok=True)
+    with suppress(OSError):  # a disk that cannot be written must not hide the failure
+        reserved(folder, rank).unlink(missing_ok=True)
 
 
 def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from distdl.util.answering import refuse_silent
 from distdl.util.errors import UserError
 
 
@@ -76,8 +77,10 @@ def read(path: Path, offset: int = 0) -> Iterator[Record]:
 
 def find_run(text: str) -> Path:
     """Finds the run directory that a user named. If it is not one, raises a UserError that lists
-    the runs below it, newest first, or the runs in outputs/ with this name."""
+    the runs below it, newest first, or the runs in outputs/ with this name. Also raises one if its
+    store does not answer."""
     path = Path(text).expanduser()
+    refuse_silent(path)
     if (path / "config.yaml").is_file() or journals(path):
         return path
     if inside := [p for p in path.absolute().parents if (p / "config.yaml").is_file()]:
