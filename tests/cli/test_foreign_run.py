@@ -156,6 +156,37 @@ def test_its_programs_are_not_started_and_none_by_a_dry_run(foreign, said):
     assert not its.ran.exists()
 
 
+ASKS = """# @package _global_
+defaults: [{override /launcher: mpi}, {override /model: classifier}]
+project: {root: THEIRS}
+checkpoint: {trust_pickle: true}
+launcher: {mpirun: THEIRS/mpirun, env: {TORCH_HOME: THEIRS}}
+model: {_target_: evil.Model}
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["dry_run=true"], ["-m", "seed=1,2"]], ids=str)
+def test_an_experiment_of_somebody_else_agrees_to_nothing(more, foreign, said):
+    its = foreign("a program")
+    (its.run / "options/experiment").mkdir(parents=True)
+    (its.run / "options/experiment/asks.yaml").write_text(ASKS.replace("THEIRS", str(its.run)))
+    refused = said("--config-dir", str(its.run / "options"), "experiment=asks", *more, code=2)
+    assert refused.startswith("distdl: 4 problems, nothing was started\n")
+    for key in ("project.root", "checkpoint.trust_pickle", "launcher.mpirun", "env.TORCH_HOME"):
+        assert f"{key}: " in refused and f"{key}=" in refused
+    assert not its.ran.exists() and "evil" not in sys.modules
+
+
+@pytest.mark.parametrize("verb", ["plan", "doctor", "scale", "drill"])
+def test_no_verb_takes_its_word(verb, foreign, said, monkeypatch):
+    its = foreign("a program")
+    (its.run / "options/experiment").mkdir(parents=True)
+    (its.run / "options/experiment/asks.yaml").write_text(ASKS.replace("THEIRS", str(its.run)))
+    monkeypatch.setenv("DISTDL_CONF", str(its.run / "options"))
+    assert "launcher.mpirun: " in said(verb, "experiment=asks", code=2)
+    assert not its.ran.exists() and "evil" not in sys.modules
+
+
 def test_its_model_is_not_imported_to_be_checked(tmp_path, said):
     """With the real child, which imports what a config names."""
     its = Foreign(tmp_path, "local", "model._target_=evil.Model")

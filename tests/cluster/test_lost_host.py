@@ -79,6 +79,7 @@ def test_a_lost_host_is_left_out_until_it_answers(hosts: Hosts, tmp_path: Path) 
 
     hosts.mend("node2")
     again = [sys.executable, *DISTDL, "resume", str(run), "trainer.max_epochs=2"]
+    again += ["launcher.mpirun=mpirun.openmpi", f"launcher.ssh={hosts.ssh}"]
     done = hosts.run("node1", again, tmp_path, environment(), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     whole = launch(run, 3)

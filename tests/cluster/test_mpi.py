@@ -78,7 +78,8 @@ def test_two_hosts_train_as_one_machine_does(hosts, tmp_path, tmp_path_factory, 
     hosts.bind("node2", other, tmp_path)
     try:
         run, _ = train("mpich", "launcher.copy_bundle=true")
-        output = on_node1("resume", str(run), "trainer.max_epochs=2")
+        programs = (f"launcher.mpirun={MPIRUN['mpich']}", f"launcher.ssh={hosts.ssh}")
+        output = on_node1("resume", str(run), "trainer.max_epochs=2", *programs)
     finally:
         hosts.unmount("node2", tmp_path)
     there = other / run.relative_to(tmp_path)

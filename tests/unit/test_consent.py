@@ -3,14 +3,18 @@ A file of somebody else (`--config-dir`, a foreign $DISTDL_CONF, a run's folder)
 
 from __future__ import annotations
 
+import json
 import os
+import re
+from fnmatch import fnmatchcase
 
 import pytest
 import yaml
 
-from distdl.config import compose, consent, trust
+from distdl.config import compose, consent, doors, recipe, schema, trust
 from distdl.config.own_words import OwnWords, Speaker
 from distdl.util.errors import UserError
+from tests.conftest import ROOT
 
 # A value of each kind of key that executes something, as a file and as the command line say it.
 ASKED = {
@@ -113,6 +117,109 @@ def test_it_is_the_value_that_is_agreed_to(folders, monkeypatch):
     assert check(config_dirs=theirs).startswith("launcher.env.TORCH_HOME: /x is a variable")
     says(folders / "theirs", "project.allow", ["evil", "worse"])
     assert check(config_dirs=theirs).startswith("project.allow: worse is code")
+
+
+def test_a_section_is_not_hidden_behind_an_interpolation(folders):
+    file = folders / "theirs/experiment/asks.yaml"
+    launcher = {"_target_": "distdl.launchers.mpi.MpiLauncher", "mpirun": "./evil.sh"}
+    hidden = yaml.safe_dump({"launcher": "${tags[0]}", "tags": [launcher]})
+    file.write_text(f"# @package _global_\n{hidden}")
+    refused = check(config_dirs=["../theirs"])
+    assert refused.startswith("launcher: ${tags[0]} is") and refused.count("\n") == 1
+
+
+RUNS = (
+    "PYTHONPATH",
+    "PYTHONSTARTUP",
+    "LD_PRELOAD",
+    "LD_AUDIT",
+    "BASH_ENV",
+    "TORCH_HOME",
+    "HF_HOME",
+)
+RUNS += ("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+RUNS += (
+    "NCCL_NET_PLUGIN",
+    "NCCL_TUNER_PLUGIN",
+    "OMPI_MCA_plm_rsh_agent",
+    "I_MPI_HYDRA_BOOTSTRAP_EXEC",
+)
+RUNS += (
+    "CUDA_INJECTION64_PATH",
+    "OMP_TOOL_LIBRARIES",
+    "MPLBACKEND",
+    "PYTHONWARNINGS",
+    "PATH",
+    "CC",
+)
+RUNS += (
+    "MLFLOW_TRACKING_AUTH",
+    "AWS_CONFIG_FILE",
+    "GIT_SSH_COMMAND",
+    "SLURM_TASK_PROLOG",
+    "TMPDIR",
+)
+PLAIN = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+PLAIN += ("CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "MY_FLAG")
+PLAIN += (
+    "HF_HUB_OFFLINE",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "HYDRA_FULL_ERROR",
+    "NODE_RANK",
+    "TZ",
+    "LANG",
+)
+PLAIN += ("PYTORCH_CUDA_ALLOC_CONF", "MKL_NUM_THREADS", "AWS_REGION", "WANDB_MODE", "KILLED_RANK")
+
+
+def test_what_a_resume_repeats():
+    typed = ["++launcher.mpirun=x", "model=resnet18", "project.allow=[a]", "seed=2"]
+    assert consent.repeated(typed) == ["++launcher.mpirun=x", "project.allow=[a]"]
+
+
+def test_which_variables_make_programs_load_something():
+    assert [name for name in RUNS if not doors.loads(name)] == []
+    assert [name for name in PLAIN if doors.loads(name)] == []
+
+
+SETTINGS = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+IMPORTS = {"torch_autocast": {"lower_precision_safe_modules": ["evil.Net"]}}
+
+
+def test_deepspeeds_settings_import_nothing(folders):
+    for content, refused in ((SETTINGS, False), ({**SETTINGS, **IMPORTS}, True)):
+        (folders / "theirs/ds.json").write_text(json.dumps(content))
+        for config in (str(folders / "theirs/ds.json"), content):
+            opened = [*doors.opened({"strategy": {"config": config}})]
+            assert [key for key, *_ in opened] == (["strategy.config"] if refused else [])
+    assert [*doors.opened({"strategy": {"config": "absent.json"}})]
+
+
+# What a key's name has if it may be of a program, a library, a module, or options of one.
+LOOKS = re.compile(
+    r"mpi|ssh|srun|sbatch|python|program|command|cmd|exec|script|shell|hook|before|after|setup|image$"
+    r"|container|docker|build|module|package|class|plugin|preload|lib|env|args|allow|trust|root|code"
+    r"|backend|target|entry|service|pickle|config|weights|checkpoint|resume|decoder|file|identity"
+    r"|network|compile|profiler"
+)
+
+
+def test_every_key_that_looks_like_it_is_in_the_table():
+    """All keys of the schema and of the shipped YAML files."""
+    keys = set(schema.known_paths())
+    for file in (ROOT / "conf").rglob("*.yaml"):
+        group = file.parent.relative_to(ROOT / "conf").as_posix()
+        top = "" if group in (".", *recipe.LAYERS) else f"{group}."
+        paths = recipe.flat_paths(yaml.safe_load(file.read_text()) or {}, leaves=False)
+        keys |= {top + path for path in paths}
+    keys = {key for key in keys if "." in key and not key.startswith(("hydra.", "defaults"))}
+    looking = {key for key in keys if LOOKS.search(key.rpartition(".")[2])}
+    assert len(looking) > 50
+    known = [*doors.DOORS, *(f"{door}.*" for door in doors.DOORS), *doors.HARMLESS]
+    assert [k for k in sorted(looking) if not any(fnmatchcase(k, each) for each in known)] == []
+    # Nothing in the table is of a key that is gone.
+    gone = [k for k in (*doors.DOORS, *doors.HARMLESS) if not any(fnmatchcase(p, k) for p in keys)]
+    assert gone == ["strategy._args_", "launcher._args_"]
 
 
 def test_a_file_cannot_write_the_command_line(folders):

@@ -29,8 +29,8 @@ def refuse(config: DictConfig, typed: Sequence[str]) -> None:
     words = OwnWords(tuple(typed))
     plain = OmegaConf.to_container(config, resolve=False)
     said = [(*opened, words.speaker(*opened[:2])) for opened in doors.opened(plain)]
-    wrong = [_problem(*each) for each in said if not _agreed(each[2], each[3])]
-    if wrong := [*wrong, *credentials.refuse(config, words)]:
+    asked = {each[0]: _problem(*each) for each in said if not _agreed(each[2], each[3])}
+    if wrong := [*asked.values(), *credentials.refuse(config, words)]:
         raise UserError(*wrong)
 
 

@@ -145,6 +145,8 @@ DOORS: Mapping[str, Door] = {
         conf=True,
         harmless=_deepspeed_is_harmless,
     ),
+    "strategy._args_": Door("arguments without names, which no table knows", conf=True),
+    "launcher._args_": Door("arguments without names, which no table knows", conf=True),
     # Everywhere: variables of every rank.
     "launcher.env": Door(
         "a variable that makes programs load or execute something", conf=True, each="key"
@@ -170,7 +172,33 @@ DOORS: Mapping[str, Door] = {
 }
 
 # Keys that look like a program, a library or a path to one, and execute nothing.
-HARMLESS: Mapping[str, str] = {}
+HARMLESS: Mapping[str, str] = {
+    "*._target_": "checked by validation.targets and validation.kinds, by its own rules",
+    "*.num_classes": "a number",
+    "callbacks.*": "arguments of a callback, whose _target_ is checked",
+    "checkpoint.resume_from": "a checkpoint, which is read without running code",
+    "data.decoder": "one of a list of names",
+    "data.root": "a folder that is read",
+    "launcher.compute_identity": "a name of Azure's",
+    "launcher.container_runtime": "pyxis or apptainer",
+    "launcher.files": "a folder that a dry run writes",
+    "launcher.forward_env": "names of variables; their values are the user's own",
+    "launcher.hostfile": "a list of hosts, which is read",
+    "launcher.identity": "one of a list of names",
+    "launcher.mount.*": "sizes and times of Azure's mounts",
+    "launcher.profile": "a section of the user's own ~/.aws/config",
+    "launcher.subscription": "a name of Azure's",
+    "model.compile": "a mode of torch.compile",
+    "model.network": "a node, whose _target_ is checked",
+    "model.weights": "a file of weights, which is read without running code",
+    "optimizer.trust_coeff": "a number",
+    "strategy.comm_hook": "one of a list of names",
+    "strategy.hook_start_step": "a number",
+    "strategy.reshard_after_forward": "true or false",
+    "task.checkpoint": "a checkpoint, which is read without running code",
+    "tracking.comet.log_code": "true or false",
+    "trainer.profiler": "a name, or a node, whose _target_ is checked",
+}
 
 
 def names(key: str) -> bool:
@@ -185,6 +213,10 @@ def opened(config: Any) -> Iterator[tuple[str, Any, Door]]:
         config: Plain containers, before interpolations are resolved.
     """
     for key, door in DOORS.items():
+        section = config.get(key.partition(".")[0])
+        if isinstance(section, str):  # an interpolation: what it leads to is not looked at
+            yield key.partition(".")[0], section, door
+            continue
         value = _select(config, key)
         if door.each == "element" and isinstance(value, list):
             yield from ((key, element, door) for element in value)

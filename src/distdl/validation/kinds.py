@@ -52,7 +52,7 @@ _TASKS = ("benchmark", "doctor", "predict", "test", "train", "validate")
 TASKS = tuple(f"distdl.tasks.{name}" for name in _TASKS)
 TRACKERS = ("distdl.tracking.mlflow.MLflowLogger",)
 # Arguments of timm's models that name a file to load, or describe where weights come from.
-TIMM_LOADS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "_args_")
+TIMM_LOADS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir", "_args_")
 
 
 @dataclass(frozen=True)
