@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torchvision
 from omegaconf import OmegaConf
 from sample_config import node, problems, sample
 
@@ -60,6 +62,7 @@ GADGETS = [
     ("model.x", node("torchvision.models.resnet18", y=r"\${{oc.create:" + CREATED + "}}")),
     ("model.x", node(TIMM, model_name="resnet10t", checkpoint_path="{pickle}")),
     ("model.x", node(TIMM, "resnet10t", False, None, None, "{pickle}")),
+    ("model.x", node(TIMM, model_name="resnet10t", pretrained=True, cache_dir="{pickle}")),
     ("model.x", node(TIMM, model_name="local-dir:{hub}")),
     ("data.x", node("torchvision.datasets.LSUNClass", root="{hub}")),
     ("model.x", node("torch.fx.GraphModule", root={}, graph="x")),
@@ -146,3 +149,20 @@ def test_allowed_by_name_or_in_the_users_project(tmp_path, monkeypatch):
         assert refused(target) and not refused(target, str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert not refused("mine.Model") and refused("subprocess.Popen")
+
+
+def test_published_weights_are_read_without_running_code(tmp_path, monkeypatch):
+    """torchvision unpickles what has their name in $TORCH_HOME, and looks at no hash."""
+    from distdl.worker.build import make
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    (tmp_path / "hub/checkpoints").mkdir(parents=True)
+    file, ran = tmp_path / "hub/checkpoints/resnet18-f37072fd.pth", tmp_path / "ran"
+    torch.save(Gadget(ran), file)
+    network = node("torchvision.models.resnet18", weights="IMAGENET1K_V1")
+    assert kinds.locate(network["_target_"])  # as the check of the targets does
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        make(OmegaConf.create(network))
+    assert not ran.exists()
+    torch.save(torchvision.models.resnet18().state_dict(), file)
+    assert isinstance(make(OmegaConf.create(network)), torch.nn.Module)

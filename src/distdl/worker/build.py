@@ -28,6 +28,7 @@ from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
 from distdl.job import Resources
 from distdl.loops.validation import ValidationLoop
+from distdl.models.weights import read_published_without_code
 from distdl.optim import optimizers
 from distdl.optim.schedules import length_of
 from distdl.ranks.environment import Environment
@@ -138,6 +139,7 @@ def make(node: Any) -> Any:
         values = plain(node)
         typed = with_dtypes(values)
         node = node if typed == values else typed
+    read_published_without_code()  # by now the check of the targets has imported torchvision
     try:
         return instantiate(node, _convert_=(node or {}).get("_convert_", "all"))
     except InstantiationException as error:
