@@ -66,7 +66,7 @@ def test_the_watchdog_waits_and_tells_the_user_once(tmp_path, capfd):
         attempt.path.mkdir(parents=True)
         failures.reserve(attempt.errors, 0)
         watchdog = Watchdog(attempt, Environment("local", 0, 1), timeout=1.0)
-        watchdog.heartbeat.count, said = 1, []
+        said = []
         watchdog._tell_user = said.append
         watchdog._hang = lambda: said.append("hang")
         watchdog._tell = lambda message: None
