@@ -272,7 +272,7 @@ def test_16_bits_are_scaled_to_8_and_not_clipped(mode):
 def test_an_image_that_cannot_be_written_is_not_damaged(tmp_path):
     for split in ("train", "val"):
         (tmp_path / "photos" / split / "cat").mkdir(parents=True)
-        wide = Image.new("L", (70_000, 1))  # a JPEG has at most 65,535 pixels
+        wide = Image.new("L", (70_000, 200))  # a JPEG has at most 65,535 pixels
         (tmp_path / "photos" / split / "cat/a.JPEG").write_bytes(encoded(wide, "PNG"))
     options = (*ONE, "--skip-damaged")
     problem = refusal(prepare, "folder", tmp_path / "photos", tmp_path / "out", *options)

@@ -21,7 +21,7 @@ from distdl.data.loading import KeyedDataset
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.sampling import SampleKey
 from distdl.data.views import EvalView, TrainView, check_views
-from distdl.datasets.image_files import DamagedImage
+from distdl.datasets.image_headers import DamagedImage
 from tests.conftest import ROOT
 from tests.miniature import encoded, photograph
 from tests.unit.sample_data import BROKEN, GREY, PICTURE, PLAIN, Listed

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from distdl.cli.prepare import DataParser
+from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import closest
 
@@ -37,12 +38,14 @@ def main(argv: Sequence[str]) -> int:
     add("--rate", type=float, help="img/s of one GPU in training, if you measured it")
     add("--batch-size", type=int, default=256, help="images per GPU and step (256)")
     add("--image-size", type=int, default=224, help="in pixels (224)")
+    limit = f"an image with more pixels counts as damaged ({MOST_PIXELS:,})"
+    add("--max-pixels", type=int, default=MOST_PIXELS, help=limit)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         near = closest(unknown[0].partition("=")[0], verb._option_string_actions)
         remedy = f"did you mean: {near}" if near else "python -m distdl data check --help"
         raise UserError.at(unknown[0], "is not an option of data check", remedy)
-    counts = ("sample", "gpus", "batch_size", "image_size")
+    counts = ("sample", "gpus", "batch_size", "image_size", "max_pixels")
     problems = [
         Problem(f"--{name.replace('_', '-')}", f"must be 1 or more, not {value}")
         for name in counts

@@ -15,13 +15,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
 from distdl.config.resources import cpu_cores
 from distdl.datasets import shard_plan as plans
+from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.datasets.images import DEFAULT_QUALITY, Treatment
 from distdl.datasets.next_steps import SPLITS, how_to_provide, print_next
 from distdl.datasets.shard_plan import Part, ShardPlan
@@ -55,12 +55,12 @@ def main(argv: Sequence[str]) -> int:
     next."""
     module, rest = kind_of(list(argv))
     options = parse(module, rest)
-    treatment = Treatment(options.max_side, options.short_side, options.quality)
+    treatment = Treatment(options.max_side, options.short_side, options.quality, options.max_pixels)
     check(options, treatment)
     with readable("--source"):
         source: Source = module.open_source(options)
         described = source.describe()
-    settings = {"source": described, "images": asdict(treatment)}
+    settings = {"source": described, "images": treatment.settings()}
     settings |= {key: getattr(options, key) for key in ("format", "seed", "shard_mb")}
     work = Preparation(options.to, settings)
     if options.upload and (options.dry_run or not work.complete):
@@ -76,6 +76,9 @@ def main(argv: Sequence[str]) -> int:
         else:
             with Bar("reading headers") as bar:
                 plan = plans.make(source, work.settings, bar)
+            # A source of the user's may lack it.
+            if left_out := getattr(source, "left_out", None):
+                print(*(f"note: {line}" for line in left_out.lines()), sep="\n")
         describe(plan, options, treatment)
         if options.dry_run:
             print("nothing was written (--dry-run)")
@@ -153,6 +156,8 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     add("--short-side", type=int, help="scale the shorter side down to N pixels; lossy")
     quality = f"re-encode all JPEGs (by default only scaled images, at {DEFAULT_QUALITY}); lossy"
     add("--quality", type=int, metavar="Q", help=quality)
+    limit = f"an image with more pixels counts as damaged ({MOST_PIXELS:,})"
+    add("--max-pixels", type=int, default=MOST_PIXELS, help=limit)
     flag("--skip-damaged", help="leave out images that cannot be decoded")
     add("--seed", type=int, default=0, metavar=None, help="of the order of the training images (0)")
     add("--workers", type=int, default=cpu_cores(), help=f"number of processes ({cpu_cores()})")

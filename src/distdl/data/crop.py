@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from distdl.datasets.image_headers import MOST_PIXELS, TooLarge
+
 
 class Crop(NamedTuple):
     """Cuts out a box, resizes it, keeps its centre, and flips it. All sizes are in pixels.
@@ -48,10 +50,16 @@ class Crop(NamedTuple):
 
 
 def central_crop(height: int, width: int, short_side: int, size: int) -> Crop:
-    """Resizes the short side, and keeps the centre, as validation does."""
+    """Resizes the short side, and keeps the centre, as validation does.
+
+    Raises:
+        TooLarge: The image is so long and narrow that its long side would fill the memory.
+    """
     short = min(height, width)
     # Rounded down, as torchvision does.
     to_height, to_width = (int(short_side * side / short) for side in (height, width))
+    if to_height * to_width > max(MOST_PIXELS, 4 * short_side**2):
+        raise TooLarge(f"is {width} x {height} pixels: too long and narrow to resize")
     return Crop(0, 0, height, width, to_height, to_width, size)
 
 

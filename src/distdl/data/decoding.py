@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import torch
 
 from distdl.datasets.image_files import load_image
+from distdl.datasets.image_headers import MOST_PIXELS, Header, examine
 
 Decoder = Callable[[bytes], torch.Tensor]
 
@@ -24,14 +25,16 @@ CPU_DECODERS = ("simplejpeg", "torchcodec", "pil")
 DECODERS = ("auto", *CPU_DECODERS, "nvjpeg")
 
 
-def decoder(name: str = "auto") -> Decoder:
+def decoder(name: str = "auto", most_pixels: int = MOST_PIXELS) -> Decoder:
     """A function from a file's bytes to RGB pixels, uint8 [3, H, W].
 
     The memory layout is channels_last. The function can be pickled. It raises `DamagedImage` if the
-    bytes are not an image or are truncated: it never returns an image with a grey bottom.
+    bytes are not an image or are truncated (it never returns an image with a grey bottom), and if
+    `distdl.datasets.image_headers` refuses them.
 
     Args:
         name: One of `CPU_DECODERS`; "auto": the first that is installed and works.
+        most_pixels: An image with more is refused.
 
     Raises:
         ImportError: The package of that name is missing, or does not load.
@@ -44,11 +47,11 @@ def decoder(name: str = "auto") -> Decoder:
     if name == "torchcodec":
         from torchcodec.decoders import decode_jpeg  # noqa: F401, new in torchcodec 0.16
 
-        return decode_torchcodec
+        return partial(decode_torchcodec, most_pixels=most_pixels)
     if name == "pil":
-        return decode_pil
+        return partial(decode_pil, most_pixels=most_pixels)
     importlib.import_module(name)
-    return decode_simplejpeg
+    return partial(decode_simplejpeg, most_pixels=most_pixels)
 
 
 def works(name: str) -> bool:
@@ -62,34 +65,34 @@ def works(name: str) -> bool:
     return True
 
 
-def decode_pil(data: bytes) -> torch.Tensor:
+def decode_pil(data: bytes, most_pixels: int = MOST_PIXELS) -> torch.Tensor:
     """Decodes with PIL, the reference."""
-    return torch.from_numpy(np.array(load_image(data, "RGB"))).permute(2, 0, 1)
+    return torch.from_numpy(np.array(load_image(data, "RGB", most_pixels))).permute(2, 0, 1)
 
 
-def decode_simplejpeg(data: bytes) -> torch.Tensor:
+def decode_simplejpeg(data: bytes, most_pixels: int = MOST_PIXELS) -> torch.Tensor:
     """Decodes with libjpeg-turbo, through https://gitlab.com/jfolz/simplejpeg."""
     import simplejpeg
 
-    if not is_plain(jpeg_header(data)):
-        return decode_pil(data)
+    if not is_plain(examine(data, most_pixels)):
+        return decode_pil(data, most_pixels)
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB")
     except ValueError:  # PIL decides, since it corrects some errors
-        return decode_pil(data)
+        return decode_pil(data, most_pixels)
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def decode_torchcodec(data: bytes) -> torch.Tensor:
+def decode_torchcodec(data: bytes, most_pixels: int = MOST_PIXELS) -> torch.Tensor:
     """Decodes with libjpeg-turbo, through https://github.com/meta-pytorch/torchcodec."""
     from torchcodec.decoders import decode_jpeg
 
-    if not is_plain(jpeg_header(data)):
-        return decode_pil(data)
+    if not is_plain(examine(data, most_pixels)):
+        return decode_pil(data, most_pixels)
     try:
         pixels = decode_jpeg(torch.frombuffer(without_exif(data), dtype=torch.uint8), mode="RGB")
     except RuntimeError:
-        return decode_pil(data)
+        return decode_pil(data, most_pixels)
     assert isinstance(pixels, torch.Tensor)  # a list is returned only for a list of files
     return pixels
 
@@ -103,37 +106,6 @@ def without_exif(data: bytes) -> bytearray:
     return copy
 
 
-class Header(NamedTuple):
-    """Size of a JPEG in pixels, and its `components`: 1 for grey, 3 for colour, 4 for CMYK."""
-
-    height: int
-    width: int
-    components: int
-
-
-def is_plain(header: Header | None) -> bool:
+def is_plain(header: Header) -> bool:
     """Whether a file is a JPEG in grey or in colour; PIL decodes all others."""
-    return header is not None and header.components in (1, 3)
-
-
-def jpeg_header(data: bytes) -> Header | None:
-    """Size and components of a JPEG, without decoding it; None: it is not a JPEG, or is broken.
-
-    The format is in ITU-T T.81, annex B (https://www.w3.org/Graphics/JPEG/itu-t81.pdf).
-    """
-    if data[:2] != b"\xff\xd8":
-        return None
-    at = 2
-    while at + 9 < len(data):
-        if data[at] != 0xFF:
-            return None
-        marker = data[at + 1]
-        if marker == 0xFF:  # padding
-            at += 1
-            continue
-        # Start of frame; C4, C8 and CC in that range mean something else.
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height, width = data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
-            return Header(height, width, data[at + 9]) if height and width else None
-        at += 2 + (data[at + 2] << 8 | data[at + 3])
-    return None
+    return header.format == "JPEG" and header.components in (1, 3)

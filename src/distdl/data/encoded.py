@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, default_collate
 
 from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.views import View
-from distdl.datasets.image_files import DamagedImage
+from distdl.datasets.image_headers import DamagedImage
 from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,11 @@ import numpy as np
 
 from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
-from distdl.datasets.folder import different_classes
+from distdl.datasets.folder import different_classes, no_image
 from distdl.datasets.format import WORK
-from distdl.datasets.image_files import EXTENSIONS, DamagedImage, is_image
+from distdl.datasets.image_headers import DamagedImage
+from distdl.datasets.left_out import LeftOut
+from distdl.stores.files import read_file
 from distdl.stores.walking import ClassFolders, class_names
 from distdl.util.errors import Problem, UserError
 
@@ -41,6 +43,8 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
     train, val = class_names(root / "train"), class_names(root / "val")
     if train != val:
         yield different_classes("root", train, val)
+    elif not train:
+        yield Problem("root", f"{root / 'train'} has no class folder", remedy)
     if num_classes is not None and num_classes != len(train):
         what = f"is {num_classes}, but {root / 'train'} has {len(train)} class folders"
         yield Problem("num_classes", what, f"data.num_classes={len(train)}")
@@ -57,15 +61,24 @@ class FolderImages(EncodedImages):
             ImageFolder. A folder that several links lead to counts once.
         view: See `distdl.data.views`.
         folders: Shared with the other split, so that a folder belongs to one class only.
+        left_out: Counts the files that are no images.
 
     Raises:
         UserError: A class folder has no image, or a folder belongs to two classes.
         OSError: A folder cannot be read.
     """
 
-    def __init__(self, folder: Path, view: View, folders: ClassFolders | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        view: View,
+        folders: ClassFolders | None = None,
+        left_out: LeftOut | None = None,
+    ) -> None:
         super().__init__(view)
         folders = folders or ClassFolders(folder.parent, "data.root")
+        left_out = LeftOut() if left_out is None else left_out
+        left_out.beside(folder)
         self.folder, self.classes = folder, class_names(folder)
         paths: list[bytes] = []
         counts: list[int] = []
@@ -73,10 +86,10 @@ class FolderImages(EncodedImages):
             before = len(paths)
             for inner, _, files in sorted(folders.walk(folder, name)):
                 prefix = os.fsencode(os.path.join(os.path.relpath(inner, folder), ""))
-                paths += [prefix + os.fsencode(file) for file in sorted(files) if is_image(file)]
+                images = left_out.images(inner, sorted(files))
+                paths += [prefix + os.fsencode(file) for file in images]
             if len(paths) == before:
-                what = f"{folder / name} holds no image"
-                raise UserError.at("data.root", what, f"names end in {', '.join(EXTENSIONS)}")
+                raise UserError.at("data.root", *no_image(folder / name, left_out))
             counts.append(len(paths) - before)
         self._paths = np.array(paths, dtype=np.bytes_)
         self._labels = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
@@ -97,7 +110,7 @@ class FolderImages(EncodedImages):
 
     def read(self, index: int) -> bytes:
         try:
-            return self.path(index).read_bytes()
+            return read_file(self.path(index))
         except OSError as error:  # it concerns only this file: a dangling link, no permission
             raise DamagedImage(f"cannot be read: {error.strerror}") from error
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 
 import numpy as np
 
 from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
-from distdl.datasets.image_files import EXTENSIONS, DamagedImage, is_image
+from distdl.datasets.image_headers import FORMATS, DamagedImage
+from distdl.datasets.left_out import NO_IMAGE, NO_IMAGES, LeftOut, ending
 from distdl.stores import StoreError, open_store
 from distdl.util.errors import UserError
 
 
 class ListedImages(EncodedImages):
-    """All images below a folder or URI, in the order of their names.
+    """All files below a folder or URI, in the order of their names, but for hidden ones and those
+    whose ending says that they are no images, which `left_out` counts. One that turns out to be no
+    image has a row, too.
 
     The first folder of a name is the image's label (`label_name`); an image without a folder has
     none. `label` is always 0.
@@ -32,13 +36,26 @@ class ListedImages(EncodedImages):
     def __init__(self, root: str, view: View) -> None:
         super().__init__(view)
         self.store = open_store(root)
-        listed = [name for name in self.store.names() if is_image(name)]
+        self.left_out = LeftOut()
+        listed = [*self._listed([*self.store.names()])]
         if not listed:
-            what = f"{self.store.uri} holds no image"
-            raise UserError.at("data.root", what, f"files that end with {', '.join(EXTENSIONS)}")
+            others = self.left_out.of(NO_IMAGE)
+            what = f"{self.store.uri} holds no image" + f" (left out: {others})" * bool(others)
+            raise UserError.at("data.root", what, f"{', '.join(FORMATS)} are read")
         # In one array, of which workers make no copies: see `FolderImages`.
         self._names = np.array([os.fsencode(name) for name in listed])
         self.key = hashlib.sha256(os.fsencode(self.store.uri) + self._names.tobytes()).hexdigest()
+
+    def _listed(self, names: list[str]) -> Iterator[str]:
+        # Some stores list a folder as an empty file of its name, or of its name and a slash.
+        folders = {"", *(name.rpartition("/")[0] for name in names)}
+        for name in names:
+            if name in folders or name.endswith("/") or name.startswith(".") or "/." in name:
+                continue
+            if ending(name) in NO_IMAGES:
+                self.left_out.add(name, NO_IMAGE)
+            else:
+                yield name
 
     def __len__(self) -> int:
         return len(self._names)

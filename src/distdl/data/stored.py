@@ -21,6 +21,8 @@ from distdl.data.shards import ShardImages, TrainOrder
 from distdl.data.views import EvalView, TrainView, View, check_views
 from distdl.datasets.cache import REMEDY, Cache, default_root
 from distdl.datasets.format import MANIFEST, Manifest
+from distdl.datasets.image_headers import MOST_PIXELS
+from distdl.datasets.left_out import LeftOut
 from distdl.datasets.order import Needs, Windows
 from distdl.datasets.prefetch import Prefetch
 from distdl.datasets.reading import DataSet, Shards, open_data_set
@@ -72,6 +74,8 @@ class StoredImages(ImageData):
             (https://github.com/pytorch/vision/blob/main/references/classification/train.py).
         val_resize_size: The short side before that crop, in pixels; None: 256/224 of it, rounded.
         on_damaged: "skip" or "error", for an image that cannot be decoded.
+        max_pixels: An image with more counts as damaged, so that a small file cannot fill the
+            memory. An export has the same limit.
         cache_dir: Where shards of a URI are cached; None: `datasets.cache.default_root`. If set,
             shards of a local `root`, such as a slow mount, are copied there, too.
         cache_gb: Size limit of `cache_dir`, in 10**9 bytes; None: limited by the disk. If it is
@@ -103,14 +107,19 @@ class StoredImages(ImageData):
         cache_dir: str | None = None,
         cache_gb: AboveZero | None = None,
         shuffle_window: Positive = 32,
+        max_pixels: Positive = MOST_PIXELS,
     ) -> None:
         super().__init__(batch_size, num_workers, mean, std, on_damaged)
         self.root = _expanded(root)
         self.num_classes, self.image_size = num_classes, image_size
+        self.max_pixels = max_pixels
         self.cache_dir, self.cache_gb, self.shuffle_window = cache_dir, cache_gb, shuffle_window
         augmented = Augment(augment, mean, std)
-        self._train_view: View = TrainView(image_size, scale, ratio, decoder, augmented, resize)
-        self._val_view: View = EvalView(val_crop_size or image_size, val_resize_size, decoder)
+        crop = val_crop_size or image_size
+        self._train_view: View = TrainView(
+            image_size, scale, ratio, decoder, augmented, resize, max_pixels
+        )
+        self._val_view: View = EvalView(crop, val_resize_size, decoder, max_pixels)
         self._splits: dict[str, EncodedImages] = {}
         self._order: TrainOrder | None = None
 
@@ -154,19 +163,27 @@ class StoredImages(ImageData):
             return
         with readable("data.root"):
             if stage == "predict" and _is_listed(self.root):
-                self._splits["val"] = ListedImages(self.root, self._val_view)
-                return
+                listed = ListedImages(self.root, self._val_view)
+                self._splits["val"] = listed
+                return self._say(listed.left_out)
             if not (prepared := _is_prepared(self.root)):
                 _refuse(check_folder(Path(self.root), self.num_classes))
-                folders = ClassFolders(Path(self.root), "data.root")
+                folders, left_out = ClassFolders(Path(self.root), "data.root"), LeftOut()
                 splits = {
-                    split: FolderImages(Path(self.root, split), view, folders)
+                    split: FolderImages(Path(self.root, split), view, folders, left_out)
                     for split, view in (("train", self._train_view), ("val", self._val_view))
                 }
         if prepared:
             return self._open_shards()
         refuse_different_data("-".join(images.key[:12] for images in splits.values()))
+        self._say(left_out)
         self._splits.update(splits)
+
+    def _say(self, left_out: LeftOut) -> None:
+        """Names what is left out of the data, once."""
+        if self.trainer is None or self.trainer.global_rank == 0:
+            for line in left_out.lines():
+                log.warning("data: %s", line)
 
     @property
     def classes(self) -> list[str] | None:

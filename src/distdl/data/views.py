@@ -12,13 +12,14 @@ import torch
 
 from distdl.data.augment import Augment
 from distdl.data.crop import Crop, central_crop, random_crop
-from distdl.data.decoding import DECODERS, is_plain, jpeg_header, without_exif, works
+from distdl.data.decoding import DECODERS, is_plain, without_exif, works
 from distdl.data.decoding import decoder as make_decoder
 from distdl.data.nvjpeg import END_OF_IMAGE
 from distdl.data.resizing import Resizing
+from distdl.datasets.image_headers import MOST_PIXELS, examine
 from distdl.util.errors import Problem
 
-MOST_PIXELS = 8192  # per side: more is probably a typo, and would fill any GPU
+LONGEST_SIDE = 8192  # in pixels: more is probably a typo, and would fill any GPU
 
 
 def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Problem]:
@@ -52,8 +53,8 @@ def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
     common = {"image_size": 224, "val_crop_size": 224, "val_resize_size": 256}
     sizes = {key: config[key] for key in common if type(config.get(key)) is int}
     for key, size in sizes.items():
-        if not 1 <= size <= MOST_PIXELS:
-            what = f"is {size}, not a number of pixels from 1 to {MOST_PIXELS:,}"
+        if not 1 <= size <= LONGEST_SIDE:
+            what = f"is {size}, not a number of pixels from 1 to {LONGEST_SIDE:,}"
             yield Problem(key, what, f"data.{key}={common[key]}")
     crop = sizes.get("val_crop_size", sizes.get("image_size", 224))
     if "val_resize_size" in sizes and 1 <= sizes["val_resize_size"] < crop:
@@ -78,23 +79,24 @@ class View(ABC):
     Args:
         decoder: As `distdl.data.decoding.decoder` takes it, or "nvjpeg": samples then have the
             form that `distdl.data.nvjpeg.EncodedBatch` takes.
+        max_pixels: An image with more is refused, as a damaged one.
     """
 
-    def __init__(self, decoder: str) -> None:
-        self.on_gpu = decoder == "nvjpeg"
-        self.decode = make_decoder("pil" if self.on_gpu else decoder)
+    def __init__(self, decoder: str, max_pixels: int = MOST_PIXELS) -> None:
+        self.on_gpu, self.max_pixels = decoder == "nvjpeg", max_pixels
+        self.decode = make_decoder("pil" if self.on_gpu else decoder, max_pixels)
 
     @abstractmethod
     def crop(self, height: int, width: int, epoch: int) -> Crop:
         """The crop of an image of that size."""
 
     def __call__(self, data: bytes, epoch: int = 0) -> dict[str, Any]:
-        """Raises DamagedImage if the bytes are not a complete image."""
+        """Raises DamagedImage if the bytes are not a complete image, or are refused."""
         if not self.on_gpu:
             return {"image": self.pixels(data, epoch)}
-        header = jpeg_header(data)
+        header = examine(data, self.max_pixels)
         # PIL decodes files that nvJPEG reads differently, and truncated ones, which it may accept.
-        if header is None or not is_plain(header) or not data.endswith(END_OF_IMAGE):
+        if not is_plain(header) or not data.endswith(END_OF_IMAGE):
             return {"image": self.pixels(data, epoch), "crop": torch.zeros(8, dtype=torch.int64)}
         crop = self.crop(header.height, header.width, epoch)
         encoded = torch.frombuffer(without_exif(data), dtype=torch.uint8)
@@ -119,6 +121,7 @@ class TrainView(View):
         decoder: See `View`.
         augment: `data.augment`; None: a flip.
         resize: `data.resize`, already checked: S depends on the epoch, and `image_size` is unused.
+        max_pixels: See `View`.
 
     Raises:
         UserError: If `augment` is invalid.
@@ -132,8 +135,9 @@ class TrainView(View):
         decoder: str = "auto",
         augment: Augment | Mapping[str, Any] | None = None,
         resize: Mapping[str, Any] | None = None,
+        max_pixels: int = MOST_PIXELS,
     ) -> None:
-        super().__init__(decoder)
+        super().__init__(decoder, max_pixels)
         self.image_size, self.scale, self.ratio = image_size, tuple(scale), tuple(ratio)
         self.augment = augment if isinstance(augment, Augment) else Augment(augment)
         self.resizing = Resizing.from_config(resize)
@@ -158,13 +162,17 @@ class EvalView(View):
     Args:
         image_size: S, in pixels.
         short_side: Its length before the crop, S or more; None: 256/224 of S.
-        decoder: See `View`.
+        decoder, max_pixels: See `View`.
     """
 
     def __init__(
-        self, image_size: int, short_side: int | None = None, decoder: str = "auto"
+        self,
+        image_size: int,
+        short_side: int | None = None,
+        decoder: str = "auto",
+        max_pixels: int = MOST_PIXELS,
     ) -> None:
-        super().__init__(decoder)
+        super().__init__(decoder, max_pixels)
         self.image_size = image_size
         self.short_side = short_side or round(image_size * 256 / 224)
 

@@ -32,6 +32,7 @@ def check(options: argparse.Namespace) -> int:
         source = f"{wanted.source}; this machine has none: --gpu names yours"
         wanted = replace(wanted, source=source)
     data = sources.find(options.uri)
+    data.max_pixels = options.max_pixels
     screen = show.Screen()
     show.contents(screen, data)
     try:

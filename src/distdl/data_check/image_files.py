@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from distdl.data_check.sources import DataAtUri, ImageReader, SplitImages
-from distdl.datasets.image_files import converted
+from distdl.datasets.image_files import load_image
 from distdl.util.orphans import end_with_parent
 
 CHUNK = 64  # images per task of a process
@@ -52,8 +51,6 @@ class Findings:
 
 def inspect_images(reader: ImageReader, indices: Sequence[int]) -> Findings:
     """Reads the images of some indices, compares their sha256, and decodes them with PIL."""
-    from PIL import Image
-
     seen = Findings()
     values = np.arange(256) / 255
     for index in map(int, indices):
@@ -65,10 +62,9 @@ def inspect_images(reader: ImageReader, indices: Sequence[int]) -> Findings:
                 raise ValueError("its bytes are not those of the index (sha256)")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # broken EXIF data is not damage
-                with Image.open(io.BytesIO(data)) as file:
-                    image = converted(file, "RGB")
-        except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
-            reason = "is not an image" if "BytesIO" in str(error) else error
+                image = load_image(data, "RGB", reader.max_pixels)
+        except (ValueError, OSError) as error:
+            reason = str(error)
             if isinstance(error, OSError) and error.strerror:  # its text would repeat the path
                 reason = f"cannot be read: {error.strerror}"
             seen.damaged.append(f"{reader.name(index)}: {reason}")

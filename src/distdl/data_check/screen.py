@@ -54,6 +54,8 @@ def contents(screen: Screen, data: DataAtUri) -> None:
             have = "class has" if len(empty) == 1 else "classes have"
             screen.line("note", f"{name}: {len(empty)} {have} no image: {shown}{more}")
     screen.table(("split", "images", "files", "size", "per class: min / median / max"), rows)
+    for line in data.left_out:
+        screen.line("note", line)
 
 
 def images(screen: Screen, seen: dict[str, Findings], every: bool) -> None:

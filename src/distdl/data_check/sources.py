@@ -20,10 +20,11 @@ import numpy as np
 from distdl.datasets import parquet, tfrecord
 from distdl.datasets.folder import Folder
 from distdl.datasets.format import MANIFEST, WORK, load_index
+from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.datasets.reading import DataSet, open_data_set, refuse_misfit
 from distdl.datasets.source import Files, Sample
 from distdl.stores import Store, StoreError, is_remote, open_store
-from distdl.stores.files import readable
+from distdl.stores.files import read_file, readable, regular
 from distdl.util.errors import UserError
 
 Array = np.ndarray[Any, Any]
@@ -54,6 +55,7 @@ class ImageReader:
 
     images: SplitImages
     folder: Path
+    max_pixels: int = MOST_PIXELS  # an image with more counts as damaged
 
     @cached_property
     def _files(self) -> Files:
@@ -64,7 +66,7 @@ class ImageReader:
         name, offset, size = self.location(index)
         if self.images.names:
             return self._files.read(name, offset, size)
-        return (self.folder / name).read_bytes()
+        return read_file(self.folder / name)
 
     def location(self, index: int) -> tuple[str, int, int]:
         """File, offset and size of an image, in bytes."""
@@ -89,14 +91,15 @@ class ImageReader:
         """A reader of only those images, small enough to be pickled to another process."""
         where, empty = self.images.where, np.empty(0)
         where = where[indices] if self.images.names else [where[int(i)] for i in indices]
-        return ImageReader(SplitImages(empty, empty, 0, where, self.images.names), self.folder)
+        part = SplitImages(empty, empty, 0, where, self.images.names)
+        return ImageReader(part, self.folder, self.max_pixels)
 
     def forget(self, indices: Sequence[int]) -> None:
         """Drops images from the page cache, so that the next read comes from the disk."""
         for index in indices if hasattr(os, "posix_fadvise") else ():
             name, offset, size = self.location(index)
-            with suppress(OSError), (self.folder / name).open("rb") as file:
-                os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError), regular(self.folder / name) as file:
+                os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)
 
 
 @dataclass
@@ -106,6 +109,8 @@ class DataAtUri:
     Args:
         kind: "shards", "shards in a store" or "folders of images".
         store: Source of its files; None: they are in `folder`, on this machine.
+        max_pixels: An image with more counts as damaged.
+        left_out: Lines about files that are no images.
     """
 
     uri: str
@@ -114,6 +119,8 @@ class DataAtUri:
     splits: dict[str, SplitImages]
     store: Store | None = None
     folder: Path = Path()
+    max_pixels: int = MOST_PIXELS
+    left_out: Sequence[str] = ()
     # Totals of the downloads from a store.
     downloaded_bytes: int = 0
     download_seconds: float = 0.0
@@ -130,7 +137,7 @@ class DataAtUri:
         `shard` is ignored for files on this machine.
         """
         if self.store is None:
-            yield ImageReader(images, self.folder)
+            yield ImageReader(images, self.folder, self.max_pixels)
             return
         assert shard is not None
         with tempfile.TemporaryDirectory(prefix="distdl-check-") as folder:
@@ -138,7 +145,7 @@ class DataAtUri:
             self.store.download(name, Path(folder, name))
             self.download_seconds += time.perf_counter() - start
             self.downloaded_bytes += Path(folder, name).stat().st_size
-            yield ImageReader(images, Path(folder))
+            yield ImageReader(images, Path(folder), self.max_pixels)
 
 
 def find(uri: str) -> DataAtUri:
@@ -215,4 +222,6 @@ def _folder(folder: Path) -> DataAtUri:
         chosen = [sample for sample in samples if sample.split == name]
         labels, sizes = (np.array([getattr(s, key) for s in chosen]) for key in ("label", "bytes"))
         splits[name] = SplitImages(labels, sizes, len(chosen), chosen)
-    return DataAtUri(str(folder), "folders of images", source.classes, splits, folder=folder)
+    data = DataAtUri(str(folder), "folders of images", source.classes, splits, folder=folder)
+    data.left_out = source.left_out.lines()
+    return data

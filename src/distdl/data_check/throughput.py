@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distdl.data_check.sources import ImageReader
+from distdl.datasets.image_headers import examine
 from distdl.datasets.images import Treatment
 
 SECONDS = 1.0  # least CPU time of the measurement for each format
@@ -46,26 +46,27 @@ def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rat
             files.append(reader.read(int(index)))
     seconds = max(1e-9, time.perf_counter() - start)
 
-    view, images = TrainView(image_size), []
+    view, images = TrainView(image_size, max_pixels=reader.max_pixels), []
     for data in files:
         with suppress(ValueError):  # damaged images are counted in `inspect_images`
             view(data)
             images.append(data)
     if not images:
         return None
-    smaller = [small for data in images if (small := shrunk(data)) is not None]
+    most = reader.max_pixels
+    smaller = [small for data in images if (small := shrunk(data, most)) is not None]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         decoding_rate, smaller_rate = _decode([images, smaller or images], view)
     finally:
         torch.set_num_threads(threads)
-    most = len(smaller) > len(images) // 2
+    usual = len(smaller) > len(images) // 2
     return Rates(
         len(files) / seconds,
         sum(map(len, files)) / seconds,
         decoding_rate,
-        smaller_rate if most else None,
+        smaller_rate if usual else None,
         next(name for name in decoding.CPU_DECODERS if decoding.works(name)),
     )
 
@@ -88,10 +89,9 @@ def _decode(sets: Sequence[Sequence[bytes]], view: Callable[[bytes], Any]) -> li
     return [rounds * batch / spent for spent in seconds]
 
 
-def shrunk(data: bytes) -> bytes | None:
+def shrunk(data: bytes, most_pixels: int) -> bytes | None:
     """The image after `prepare --short-side 256 --quality 90`; None: it is not larger."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data)) as file:
-        larger = min(file.size) > SHORT_SIDE
-    return SMALLER.apply(data, "")[0] if larger else None
+    header = examine(data, most_pixels)
+    if min(header.height, header.width) <= SHORT_SIDE:
+        return None
+    return replace(SMALLER, max_pixels=most_pixels).apply(data, "")[0]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from distdl.datasets.image_files import EXTENSIONS
-from distdl.datasets.source import Progress, Sample, files_below, no_folder, refuse_changed
+from distdl.datasets.image_headers import FORMATS
+from distdl.datasets.left_out import NO_IMAGE, LeftOut
+from distdl.datasets.source import Progress, Sample, no_folder, refuse_changed
+from distdl.stores.files import read_file
 from distdl.stores.walking import ClassFolders, class_names
 from distdl.util.errors import Problem, UserError
 
@@ -37,7 +38,7 @@ class Folder:
     in_blocks = False
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.left_out = folder, LeftOut()
         missing = [split for split in SPLITS if not (folder / split).is_dir()]
         if missing:
             what = f"{folder} has no {' and no '.join(f'{split}/' for split in missing)}"
@@ -46,19 +47,26 @@ class Folder:
         self.classes, val = class_names(folder / "train"), class_names(folder / "val")
         if self.classes != val:
             raise UserError(different_classes("--source", self.classes, val))
+        if not self.classes:
+            remedy = "it must hold train/<class>/ and val/<class>/"
+            raise UserError.at("--source", f"{folder / 'train'} has no class folder", remedy)
 
     @cached_property
     def _images(self) -> list[Sample]:
         samples, folders = [], ClassFolders(self.folder, "--source")
         for split in SPLITS:
+            self.left_out.beside(self.folder / split)
             for label, name in enumerate(self.classes):
                 top = self.folder / split / name
-                walk = folders.walk(self.folder / split, name)
-                images = [(path, *_size_and_mtime(path)) for path in files_below(top, walk=walk)]
-                if not images:
-                    endings = f"names end in {', '.join(EXTENSIONS)}"
-                    raise UserError.at("--source", f"{top} holds no image", endings)
-                for path, size, mtime in images:
+                paths = [
+                    Path(inner, file)
+                    for inner, _, files in folders.walk(self.folder / split, name)
+                    for file in self.left_out.images(inner, sorted(files))
+                ]
+                if not paths:
+                    raise UserError.at("--source", *no_image(top, self.left_out))
+                for path in paths:
+                    size, mtime = _size_and_mtime(path)
                     where = path.relative_to(self.folder).as_posix()
                     inner = path.relative_to(top).as_posix()
                     # The class makes keys unique: many data sets number each class's images from 1.
@@ -81,9 +89,8 @@ class Folder:
 
     def read(self, sample: Sample) -> bytes:
         path = self.folder / str(sample.where[0])
-        with path.open("rb") as file:
-            data = file.read()
-            refuse_changed(path, os.fstat(file.fileno()), sample.mtime_ns, sample.bytes)
+        data = read_file(path)
+        refuse_changed(path, path.stat(), sample.mtime_ns, sample.bytes)
         return data
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,6 +105,13 @@ def different_classes(path: str, train: Sequence[str], val: Sequence[str]) -> Pr
     what = f"train/ has {len(train)} classes and val/ {len(val)}; only one of the two has {names}"
     remedy = "both need the same class folders, or labels would differ in meaning"
     return Problem(path, what, remedy)
+
+
+def no_image(folder: Path, left_out: LeftOut) -> tuple[str, str]:
+    """The problem and the remedy of a class folder that holds no image."""
+    others = left_out.of(NO_IMAGE)
+    what = f"{folder} holds no image" + f" (left out so far: {others})" * bool(others)
+    return what, f"{', '.join(FORMATS)} are read"
 
 
 def _size_and_mtime(path: Path) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distdl.datasets.image_files import EXTENSIONS, is_image
+from distdl.datasets.left_out import NO_IMAGE, LeftOut
 from distdl.datasets.source import Files, Progress, Sample, files_below, no_folder
 from distdl.util.errors import UserError
 
@@ -63,7 +64,7 @@ class ImageNet:
     in_blocks = False
 
     def __init__(self, folder: Path, subset: bool = False) -> None:
-        self.folder, self.subset = folder, subset
+        self.folder, self.subset, self.left_out = folder, subset, LeftOut()
         self.classes: list[str] = []
         self._files = Files(folder)
         self._parts = {split: _part(folder, split) for split in TARS}
@@ -96,12 +97,15 @@ class ImageNet:
             if wnid in labels:
                 counts["val"] += 1
                 yield Sample("val", base, labels[wnid], where[2], where, mtime)
+            else:
+                self.left_out.add(base, "of classes that train/ does not have")
         self._check(counts)
 
     def _images(self, split: str, progress: Progress) -> Iterator[tuple[str, LocationAndMtime]]:
         """Every image of a split, by its path inside the tar or folder."""
         top = self._parts[split]
-        paths = [top] if top.is_file() else list(files_below(top, (*EXTENSIONS, ".tar")))
+        endings = (*EXTENSIONS, ".tar")
+        paths = [top] if top.is_file() else [*files_below(top, self.left_out, endings)]
         size = top.stat().st_size
         for number, path in enumerate(paths):
             name, stat = path.relative_to(self.folder).as_posix(), path.stat()
@@ -112,7 +116,7 @@ class ImageNet:
             inside = "" if path == top else f"{path.stem}/"
             try:
                 with path.open("rb") as file:
-                    for inner, where in _members(file, name, 0, inside):
+                    for inner, where in _members(file, name, 0, inside, self.left_out):
                         yield inner, (where, stat.st_mtime_ns)
                         if path == top:
                             progress(where[1], size)
@@ -166,14 +170,23 @@ def _part(folder: Path, split: str) -> Path:
     raise UserError.at("--source", what if folder.is_dir() else no_folder(folder), remedy)
 
 
-def _members(file: BinaryIO, name: str, start: int, inside: str) -> Iterator[tuple[str, Location]]:
+def _members(
+    file: BinaryIO, name: str, start: int, inside: str, left_out: LeftOut
+) -> Iterator[tuple[str, Location]]:
     """Images in the tar that begins at `start`, and in tars inside it. Reads only headers."""
     file.seek(start)
+    members = 0
     for member in tarfile.TarFile(fileobj=file):  # its offsets count from the file's beginning
+        members += 1
         if member.isfile() and member.name.endswith(".tar"):
-            yield from _members(file, name, member.offset_data, f"{Path(member.name).stem}/")
+            inner = f"{Path(member.name).stem}/"
+            yield from _members(file, name, member.offset_data, inner, left_out)
         elif member.isfile() and is_image(member.name):
             yield inside + member.name, (name, member.offset_data, member.size)
+        elif not member.isdir() and not _base(member.name).startswith("."):
+            left_out.add(member.name, NO_IMAGE)
+    if not members:
+        left_out.add(f"{inside.rstrip('/')}.tar", "empty")
 
 
 def _wnid(name: str) -> str:

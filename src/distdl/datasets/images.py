@@ -14,17 +14,18 @@ An EXIF orientation stays in the file, and pixels are not rotated, as usual for 
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from PIL import Image, ImageFile
 
 from distdl.datasets.image_files import converted, load_image
+from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.util.errors import UserError
 
 # PIL's names of the formats that are kept; MPO, from phones, is a JPEG followed by other JPEGs.
 KEPT = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png", "WEBP": ".webp"}
-JPEGS, JPEG_NAMES = ("JPEG", "MPO"), (".jpg", ".jpeg")
+JPEGS, JPEG_NAMES = ("JPEG", "MPO"), (".jpg", ".jpeg", ".jpe", ".jfif")
 DEFAULT_QUALITY = 90
 WORTH_IT = 0.9  # re-encoding is lossy, so it must save at least a tenth
 ORIENTATION = 0x0112  # EXIF's tag
@@ -40,12 +41,20 @@ class Treatment:
 
     Images are scaled down until the longer side has at most `max_side` pixels, and the shorter side
     at most `short_side`. Every JPEG is encoded again at `quality`, if that saves a tenth of its
-    bytes; None: only scaled images, at 90.
+    bytes; None: only scaled images, at 90. An image with more than `max_pixels` counts as damaged.
     """
 
     max_side: int | None = None
     short_side: int | None = None
     quality: int | None = None
+    max_pixels: int = MOST_PIXELS
+
+    def settings(self) -> dict[str, int | None]:
+        """As JSON, by which interrupted work is recognised; without what older versions lack."""
+        values = asdict(self)
+        if self.max_pixels == MOST_PIXELS:
+            del values["max_pixels"]
+        return values
 
     @property
     def lossy(self) -> bool:
@@ -70,7 +79,8 @@ class Treatment:
 
     def check(self) -> None:
         """Raises UserError if a value is out of its range."""
-        for option, side in (("--max-side", self.max_side), ("--short-side", self.short_side)):
+        sides = {"--max-side": self.max_side, "--short-side": self.short_side}
+        for option, side in (sides | {"--max-pixels": self.max_pixels}).items():
             if side is not None and side < 1:
                 raise UserError.at(option, f"{side} is not a number of pixels", f"{option} 256")
         if self.quality is not None and not 1 <= self.quality <= 100:
@@ -92,7 +102,7 @@ class Treatment:
             DamagedImage: It cannot be decoded.
             Unwritten: It can be decoded, but not encoded again.
         """
-        image = load_image(data)
+        image = load_image(data, most_pixels=self.max_pixels)
         size = self.size(*image.size)
         named_jpeg = name.lower().endswith(JPEG_NAMES)
         oddity = ""

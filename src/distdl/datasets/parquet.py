@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.datasets import records
+from distdl.datasets.left_out import LeftOut
 from distdl.datasets.source import Progress, Sample, refuse_changed
 from distdl.util.errors import UserError
 
@@ -61,7 +62,9 @@ class ParquetImages:
         label_offset: int | None = None,
     ) -> None:
         self.classes: list[str] = []
-        self._folder, self._splits = records.find_files(Path(path), FILES, NAMED, split)
+        self.left_out = LeftOut()
+        found = records.find_files(Path(path), FILES, NAMED, split, self.left_out)
+        self._folder, self._splits = found
         self._label_offset = label_offset
         # The file and the row group that were read last, for the next read.
         self._file: tuple[str, Any] = ("", None)
@@ -82,6 +85,8 @@ class ParquetImages:
         for name, split in self._splits.items():
             path = self._folder / name
             mtime = path.stat().st_mtime_ns
+            if not self._opened(name).metadata.num_rows:
+                self.left_out.add(name, "empty")
             for group in range(self._opened(name).metadata.num_row_groups):
                 labels, names = self._row_group(name, group)
                 size = self._mean_bytes(name, group)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distdl.datasets.left_out import LeftOut
 from distdl.datasets.source import Sample
 from distdl.stores.walking import walk_once
 from distdl.util.errors import UserError
@@ -38,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def find_files(
-    source: Path, names: str, shown: str, split: str | None
+    source: Path, names: str, shown: str, split: str | None, left_out: LeftOut
 ) -> tuple[Path, dict[str, str]]:
     """A folder, and its record files with the split of each: "train" or "val".
 
@@ -46,6 +47,7 @@ def find_files(
         source: The folder, or one file in it. Subfolders are searched, too.
         names, shown: A regular expression that is searched for in file names; the same in words.
         split: The split of all files; None: from the names of the files or their folders.
+        left_out: Counts the other files, those of a test set and empty ones.
 
     Raises:
         UserError: There is no such file, or a file's name does not show its split.
@@ -53,7 +55,7 @@ def find_files(
     if not source.exists():
         raise UserError.at("--source", f"no such folder: {source}")
     folder = source if source.is_dir() else source.parent
-    files = sorted(_below(folder, names)) if source.is_dir() else [source.name]
+    files = sorted(_below(folder, names, left_out)) if source.is_dir() else [source.name]
     if not files:
         raise UserError.at("--source", f"{source} holds no file named {shown}")
     if split is not None:
@@ -66,6 +68,8 @@ def find_files(
     if not any(splits.values()):
         what = f"{source} holds files of a test set only"
         raise UserError.at("--source", what, "--split val, to validate with them")
+    for name in (name for name, named in splits.items() if not named):
+        left_out.add(name, "of a test set")
     return folder, {name: named for name, named in splits.items() if named}
 
 
@@ -82,7 +86,7 @@ def split_of(path: str) -> str | None:
     return None
 
 
-def _below(folder: Path, names: str) -> Iterator[str]:
+def _below(folder: Path, names: str, left_out: LeftOut) -> Iterator[str]:
     def kind(path: str) -> str | None:  # a linked folder is entered once per split
         return split_of(os.path.relpath(path, folder))
 
@@ -90,8 +94,12 @@ def _below(folder: Path, names: str) -> Iterator[str]:
         # Skip hidden files, and those of Spark and Petastorm: _common_metadata, _SUCCESS.
         folders[:] = [f for f in folders if not f.startswith((".", "_"))]
         for name in files:
-            if not name.startswith((".", "_")) and re.search(names, name):
+            if name.startswith((".", "_")):
+                continue
+            if re.search(names, name):
                 yield os.path.relpath(Path(inner, name), folder)
+            else:
+                left_out.add(name, "named otherwise")
 
 
 def no_class(sample: str, label: int) -> UserError:

@@ -9,12 +9,13 @@ A source is a module of this package (or of yours) with two functions::
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from distdl.datasets.image_files import EXTENSIONS, is_image
+from distdl.datasets.left_out import NO_IMAGE, LeftOut
 from distdl.stores.walking import walk_once
 from distdl.util.errors import Unfinished
 
@@ -51,6 +52,8 @@ class Source(Protocol):
     # Whether samples are stored in blocks that can only be read at once (a row group of Parquet).
     # Samples of one block have the same `where`, except for its last item.
     in_blocks: bool
+    # What `scan` passes over; complete at its end. A source may lack it.
+    left_out: LeftOut
 
     def scan(self, progress: Progress) -> Iterator[Sample]:
         """Every sample, in the same order each time. Reads headers, but no images.
@@ -109,18 +112,20 @@ def refuse_changed(
 
 def files_below(
     folder: Path,
+    left_out: LeftOut,
     endings: tuple[str, ...] = EXTENSIONS,
-    walk: Iterable[tuple[str, list[str], list[str]]] | None = None,
 ) -> Iterator[Path]:
     """Files with certain `endings` (in lower case), sorted, also in subfolders, except hidden ones.
 
-    `walk` leads through `folder`; None: `walk_once`. Raises OSError if a folder cannot be read.
+    `left_out` counts the others. Raises OSError if a folder cannot be read.
     """
-    for inner, folders, names in walk or walk_once(folder):
+    for inner, folders, names in walk_once(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in sorted(names):
             if is_image(name, endings):
                 yield Path(inner, name)
+            elif not name.startswith("."):
+                left_out.add(name, NO_IMAGE)
 
 
 class Files:

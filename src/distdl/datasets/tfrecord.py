@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.datasets import records
+from distdl.datasets.left_out import LeftOut
 from distdl.datasets.source import Files, Progress, Sample
 from distdl.util.errors import UserError
 
@@ -58,7 +59,8 @@ class TFRecords:
         self, path: str | Path, split: str | None = None, label_offset: int | None = None
     ) -> None:
         masked_crc(b"")  # raises here, and not in a worker, if google-crc32c is missing
-        folder, self._splits = records.find_files(Path(path), FILES, NAMED, split)
+        self.left_out = LeftOut()
+        folder, self._splits = records.find_files(Path(path), FILES, NAMED, split, self.left_out)
         self.classes: list[str] = []
         self._label_offset, self._files = label_offset, Files(folder)
 
@@ -68,6 +70,8 @@ class TFRecords:
         stats = {name: (self._files.folder / name).stat() for name in self._splits}
         done, total = 0, sum(stat.st_size for stat in stats.values())
         for name, split in self._splits.items():
+            if not stats[name].st_size:
+                self.left_out.add(name, "empty")
             for start, length, image, (label, class_name, file_name) in _records(self._files, name):
                 if label < 0:
                     position = f"{self._files.folder / name}, record at byte {start - 12},"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from distdl.datasets.format import ROW, WORK, Shard, ShardFile
-from distdl.datasets.image_files import DamagedImage
+from distdl.datasets.image_headers import DamagedImage
 from distdl.datasets.images import Treatment, Unwritten
 from distdl.datasets.shard_plan import Part
 from distdl.datasets.source import Sample, Source

@@ -141,6 +141,7 @@ class Export:
             "classes": self.classes,
             "image_size": self.view.image_size,
             "short_side": self.view.short_side,
+            "max_pixels": self.view.max_pixels,
             "run": f"{self.config.experiment_name}/{self.run.path.name}",
             "checkpoint": manifest.get("alias_of") or self.checkpoint.name,
             "sha256": checkpoints.identity(self.checkpoint),

@@ -35,6 +35,7 @@ from distdl.serving.json_rules import Unsafe, listed, mapping, text, whole
 DESCRIPTION = "model.json"
 MODELS = ("model.pt2", "model.onnx")
 MOST_CLASSES, LARGEST_SIDE = 1_000_000, 8192
+MOST_PIXELS = 2**31 - 1  # of an image, whatever the run allowed
 MOST_JSON = 256 * 2**20  # bytes
 _BYTES_OF = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 2, 7: 4, 8: 8, 12: 1, 13: 2}  # by torch's dtype
 _UINT8 = 1
@@ -57,6 +58,8 @@ def read(folder: Path) -> tuple[dict[str, Any], str, bytes]:
         "short_side": whole(1, LARGEST_SIDE),
         "files": mapping(_file_name, text(r"[0-9a-f]{64}", "a sha256")),
     }
+    if "max_pixels" in description:  # older exports have none
+        rules["max_pixels"] = whole(1, MOST_PIXELS)
     for key, rule in rules.items():
         if key not in description:
             raise Unsafe(f"{DESCRIPTION}: {key} is missing")

@@ -6,33 +6,20 @@ without distdl.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from distdl.data.crop import central_crop
 from distdl.data.decoding import decoder
-from distdl.datasets.image_files import DamagedImage
+from distdl.datasets.image_headers import MOST_PIXELS, Header, examine
 from distdl.serving.safe_loading import DESCRIPTION, checked_archive, read, refuse_onnx
-
-# What untrusted bytes may be; PIL has readers for more, and one of them starts Ghostscript.
-FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
-# A file of some kilobytes can hold a billion pixels, which would fill the memory.
-MOST_PIXELS = 50_000_000
 
 # Pixels, uint8 [B, 3, S, S], to probabilities, float32 [B, number of classes].
 Network = Callable[[torch.Tensor], np.ndarray]
-
-
-class TooLarge(DamagedImage):
-    """More than `MOST_PIXELS` pixels."""
-
-    status_code = 413  # of the answer over HTTP
 
 
 class Scorer:
@@ -56,27 +43,28 @@ class Scorer:
             self.classes: list[str] = description["classes"]
             self.image_size: int = description["image_size"]
             self.short_side: int = description["short_side"]
+            self.max_pixels: int = description.get("max_pixels", MOST_PIXELS)
             load = {"model.pt2": _load_pt2, "model.onnx": _load_onnx}[name]
             self._network: Network = load(data, description)
         except Exception as error:  # torch and onnxruntime raise many
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"{folder} cannot be read; export it again: {what}") from error
-        self._decode = decoder("auto")
+        self._decode = decoder("auto", self.max_pixels)
+
+    def examine(self, data: bytes) -> Header:
+        """Format and size of an encoded image. Raises DamagedImage and TooLarge."""
+        return examine(data, self.max_pixels)
 
     def pixels(self, data: bytes) -> torch.Tensor:
         """An encoded image as the validation sees it, uint8 [3, S, S].
 
         Raises:
-            DamagedImage: It is not a complete image of `FORMATS`.
-            TooLarge: It has more than `MOST_PIXELS`.
+            DamagedImage: It is not a complete image of a format that is read.
+            TooLarge: It has more than `max_pixels`, or would be too much work.
         """
-        refuse_large(data)
         image = self._decode(data)
         height, width = image.shape[-2:]
-        crop = central_crop(height, width, self.short_side, self.image_size)
-        if crop.to_height * crop.to_width > MOST_PIXELS:
-            raise TooLarge(f"is {width} x {height} pixels: too long and narrow to resize")
-        return crop.apply(image)
+        return central_crop(height, width, self.short_side, self.image_size).apply(image)
 
     @torch.inference_mode()
     def probabilities(self, pixels: Sequence[torch.Tensor]) -> np.ndarray:
@@ -96,19 +84,6 @@ class Scorer:
     def score(self, images: Sequence[bytes], top_k: int = 5) -> list[dict[str, Any]]:
         """`answers` of encoded images."""
         return self.answers([self.pixels(data) for data in images], top_k)
-
-
-def refuse_large(data: bytes) -> None:
-    """Raises DamagedImage or TooLarge by the header alone."""
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            pixels = image.height * image.width
-    except Image.DecompressionBombError as error:
-        raise TooLarge(str(error)) from None
-    except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and others
-        raise DamagedImage(f"is not an image ({', '.join(FORMATS)})") from error
-    if pixels > MOST_PIXELS:
-        raise TooLarge(f"has {pixels / 1e6:.0f} megapixels, more than {MOST_PIXELS / 1e6:.0f}")
 
 
 def _load_pt2(data: bytes, description: Mapping[str, Any]) -> Network:

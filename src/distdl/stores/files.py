@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from distdl.stores.store import Progress, StoreError
+from distdl.stores.walking import walk_once
 from distdl.util.atomic_files import atomic_file
 from distdl.util.errors import UserError
 
 _PIECE = 8 << 20  # bytes copied at a time
+_MOST = 4 << 30  # bytes of a file that is read at once
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class FileStore:
 
     def read(self, name: str) -> bytes:
         try:
-            return (self.folder / name).read_bytes()
+            return read_file(self.folder / name)
         except OSError as error:
             raise StoreError(f"{self.folder / name}: {error.strerror}") from error
 
@@ -68,15 +71,44 @@ class FileStore:
             raise StoreError(f"{target} exists already") from None
 
     def names(self, prefix: str = "") -> Iterator[str]:
-        # A killed upload leaves a hidden file.
-        paths = (p for p in self.folder.rglob("*") if p.is_file() and not p.name.startswith("."))
-        names = (path.relative_to(self.folder).as_posix() for path in paths)
+        paths = []
+        try:
+            for inner, _, files in walk_once(self.folder) if self.folder.exists() else ():
+                below = os.path.relpath(inner, self.folder)
+                # A killed upload leaves a hidden file.
+                paths += [os.path.join(below, file) for file in files if not file.startswith(".")]
+        except OSError as error:
+            raise StoreError(f"{error.filename}: {error.strerror}") from error
+        names = map(os.path.normpath, paths)
         return iter(sorted(name for name in names if name.startswith(prefix)))
 
 
-def reraise(error: OSError) -> None:
-    """An `onerror` for os.walk, which otherwise skips a folder that it cannot read."""
-    raise error
+@contextmanager
+def regular(path: str | Path) -> Iterator[int]:
+    """Yields the descriptor of a file to read.
+
+    Raises:
+        OSError: It cannot be read, or is not a regular file: a pipe may never end.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        yield file
+    finally:
+        os.close(file)
+
+
+def read_file(path: str | Path, most: int | None = None) -> bytes:
+    """The content of a file, or its first `most` bytes.
+
+    Raises:
+        OSError: As `regular`; or the file is far larger than any image.
+    """
+    with regular(path) as file, open(file, "rb", closefd=False) as content:
+        if most is None and os.fstat(file).st_size > _MOST:
+            raise OSError(errno.EFBIG, f"larger than {_MOST >> 30} GiB", str(path))
+        return content.read(-1 if most is None else most)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
-from distdl.stores.files import reraise
 from distdl.util.errors import UserError
 
 # Device and inode of a folder: independent of the path or link that leads to it.
@@ -16,6 +15,11 @@ Identity = tuple[int, int]
 def identity(folder: Path | str) -> Identity:
     stat = os.stat(folder)
     return stat.st_dev, stat.st_ino
+
+
+def reraise(error: OSError) -> None:
+    """An `onerror` for os.walk, which otherwise skips a folder that it cannot read."""
+    raise error
 
 
 def walk_once(
@@ -40,9 +44,20 @@ def walk_once(
 
 
 def class_names(folder: Path) -> list[str]:
-    """Names of the class folders, sorted: a class's index in the list is its label."""
-    entries = (entry for entry in os.scandir(folder) if entry.is_dir())
-    return sorted(entry.name for entry in entries if not entry.name.startswith("."))
+    """Names of the class folders, sorted: a class's index in the list is its label.
+
+    Raises:
+        OSError: The folder, or a link without an ending in it, leads nowhere: it may be a class.
+    """
+    names = []
+    for entry in os.scandir(folder):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_symlink() and "." not in entry.name:
+            os.stat(entry.path)
+        if entry.is_dir():
+            names.append(entry.name)
+    return sorted(names)
 
 
 class ClassFolders:
