@@ -4,6 +4,7 @@ was never disturbed, in every value of its last checkpoint."""
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,21 @@ class Plateau(Net):
         optimizer = super().configure_optimizers()
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_loss"}
+
+
+class OnTraining(Net):
+    """What it logs over an epoch of training decides the rate and the end."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss.detach(), on_step=True, on_epoch=True)
+        self.log("lowest", loss.detach(), on_step=False, on_epoch=True, reduce_fx="min")
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "loss_epoch"}
 
 
 class ByHand(Plateau):
@@ -197,6 +213,10 @@ class Loaders(LightningDataModule):
         return self.val
 
 
+def stops(name):
+    return EarlyStopping(name, patience=2, check_on_train_epoch_end=True)
+
+
 INSIDE = {"val_check_interval": 2}
 EMA, SWA = EMAWeightAveraging, StochasticWeightAveraging
 # Module, callbacks, arguments of the Trainer, and the reason of the last checkpoint before the end.
@@ -208,6 +228,8 @@ CASES: dict[str, Any] = {
     "own average": (Net, lambda: [Swaps()], {}, "signal"),
     "own average inside": (Net, lambda: [Swaps()], INSIDE, "signal"),
     "plateau": (Plateau, lambda: [EarlyStopping("val_loss", patience=1)], {}, "signal"),
+    "training metrics": (OnTraining, lambda: [stops("lowest")], {}, "signal"),
+    "training metrics inside": (OnTraining, lambda: [stops("lowest")], INSIDE, "signal"),
     "by hand": (ByHand, list, INSIDE, "signal"),
     "two loaders": (Net, lambda: [EMA(decay=0.5)], {"loaders": 2}, "signal"),
     # What cannot be cut short ends first; of what is not as it was, nothing is saved.
@@ -288,6 +310,17 @@ def test_it_leaves_no_file_and_no_line_of_its_own(tmp_path, caplog, monkeypatch)
     assert len([*(tmp_path / "own").iterdir()]) == 1, "of the first validation"
     assert caplog.text.count("val_loss") == 1
     assert "Net.on_validation_epoch_end failed in a validation that was cut short" in caplog.text
+
+
+def test_one_that_is_due_by_time_is_repeated(tmp_path, monkeypatch):
+    """Also if it would not be due in the resumed run."""
+    for interval in (timedelta(0), timedelta(hours=1)):
+        more = {"val_check_interval": interval, "num_sanity_val_steps": 0}
+        monkeypatch.setitem(CASES, str(interval), (Net, list, more, ""))
+    with pytest.raises(Stopped):
+        fit(tmp_path, "0:00:00", signal=1)
+    fit(tmp_path, "1:00:00", resume=newest(tmp_path))
+    assert torch.load(newest(tmp_path), weights_only=False)["count"] == VAL_BATCHES
 
 
 def test_a_sanity_check_ends_at_once(tmp_path):

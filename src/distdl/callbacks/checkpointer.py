@@ -25,6 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl.callbacks import apart, resume_state
 from distdl.callbacks.best import Best
+from distdl.callbacks.epoch_metrics import epoch_metrics, restore_epoch_metrics
 from distdl.callbacks.metrics import steps_of
 from distdl.callbacks.module_state import ModuleState
 from distdl.checkpoint.saving import Saver, refuse_pickles
@@ -148,6 +149,9 @@ class Checkpointer(Callback):
         loop.on_advance_end = functools.partial(self._after_epoch, trainer)  # type: ignore[method-assign]
         loop.epoch_loop.on_advance_end = functools.partial(self._after_batch, trainer)  # type: ignore[method-assign]
         refuse_uneven(trainer.num_training_batches)
+        if loop.epoch_loop.val_loop.restarted_mid_evaluation:
+            # With an interval of time, it would not be due.
+            trainer._last_val_time = -math.inf  # type: ignore[attr-defined]
         built = [optimizer.param_groups for optimizer in trainer.optimizers]
         self.rates = self.rates or resume_state.built_rates(built)
         self._saved_step, self._stepped = steps_of(trainer), trainer.global_step
@@ -162,6 +166,8 @@ class Checkpointer(Callback):
                 # This epoch's loaders drew their seeds before `restore_rng`: draw them again.
                 iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
             resume_state.set_up_epoch_again(trainer)
+            if trainer.fit_loop.restarted_mid_epoch:
+                restore_epoch_metrics(trainer, self._loaded.get("epoch_metrics", ()))
             # Not in `on_load_checkpoint`: the loaders, which know the batch size, are built later.
             resume_state.recount_batches(trainer, self._loaded, self.samples_per_batch)
             before = self._loaded["global_batch_size"]
@@ -360,6 +366,7 @@ class Checkpointer(Callback):
             "classes": class_names(trainer.datamodule),  # type: ignore[attr-defined]
             **self.best.state(),
             "rng": process_group.gather(self._rng or rng_state()),
+            "epoch_metrics": process_group.gather(epoch_metrics(trainer)),
             **resume_state.of_parameters(pl_module, self._half_a_step),
         }
         if self.modules is not None:
