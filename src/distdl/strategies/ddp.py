@@ -5,21 +5,25 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from distdl.distributed import process_group
 from distdl.strategies import hooks
+from distdl.strategies.arrival_order import ArrivalOrder, arrange
 from distdl.strategies.bucket_search import BucketSearch
 from distdl.strategies.drifting import DriftingStrategy
 from distdl.util.errors import Problem
 from distdl.util.ranges import AboveZero, Count, Positive
 
 log = logging.getLogger(__name__)
+
+KEY = "ddp_arrival_order"  # in a checkpoint
 
 
 class DDPStrategy(DriftingStrategy):
@@ -59,6 +63,8 @@ class DDPStrategy(DriftingStrategy):
         self._hook: hooks.Hook | None = None
         self.search: BucketSearch | None = None
         self._steps = 0
+        self._order: ArrivalOrder | None = None
+        self._order_before: Sequence[str] = ()  # in the checkpoint
 
     @staticmethod
     def check(config: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
@@ -94,6 +100,15 @@ class DDPStrategy(DriftingStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
         self._steps = int(checkpoint.get("global_step", 0))
+        self._order_before = checkpoint.get(KEY, ())
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
+    ) -> None:
+        """Adds the order in which gradients arrive; other strategies ignore it."""
+        if self._order is not None and self._order.complete:
+            checkpoint = {**checkpoint, KEY: self._order.names}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def configure_ddp(self) -> None:
         if self.world_size == 1 and self.comm_hook != "none":
@@ -124,6 +139,12 @@ class DDPStrategy(DriftingStrategy):
         # Lightning would build DDP on a side stream. All gradients would then be accumulated on
         # that stream, and the stream and each backward would wait for each other.
         ids = self.determine_ddp_device_ids()
+        if self._order is not None:
+            self._order.stop()
+        # The sum of two values does not depend on their order, and with find_unused_parameters DDP
+        # does not change its buckets.
+        matters = self.world_size > 2 and not self._ddp_kwargs.get("find_unused_parameters")
+        self._order = ArrivalOrder(model) if matters else None
         return DistributedDataParallel(model, device_ids=ids, **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
@@ -141,6 +162,11 @@ class DDPStrategy(DriftingStrategy):
         # BackboneFinetuning unfreezes others later.
         if any(parameter.requires_grad for parameter in self._frozen):
             self._wrap_again()
+        names, self._order_before = self._order_before, ()
+        # Hooks that keep a state per bucket start with plain steps of their own.
+        if names and self._order is not None and self.comm_hook in ("none", "bf16", "fp16"):
+            assert isinstance(self.model, DistributedDataParallel)
+            arrange(self.model, names)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.search is None or self.search.done:
