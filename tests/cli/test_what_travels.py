@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 
 import pytest
@@ -53,3 +54,29 @@ def test_a_repository_that_git_refuses_starts_no_job_and_a_run_here_says_what_it
     done = distdl(*typed, cwd=project, env=foreign, module=UNCHECKED)
     assert done.returncode == 0, done.stderr
     assert "note       no commit is recorded" in done.stderr and "safe.directory" in done.stderr
+
+
+ESCAPE = "\x1b]0;title\x07\x1b[31m"
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "mpi", "sagemaker"])
+def test_a_dry_run_and_a_refusal_show_no_control_character(
+    launcher, said, without_stage_2, tmp_path
+):
+    """A value from somebody else's config, or a file's name, would else act on the terminal."""
+    write(
+        tmp_path,
+        {
+            f"{ESCAPE}.env": "x",
+            "conf/experiment/theirs.yaml": f"""
+# @package _global_
+launcher: {{env: {{NOTE: {json.dumps(ESCAPE)}}}}}
+""",
+        },
+    )
+    typed = ("+experiment=theirs", f"launcher={launcher}", "trainer.devices=1", "dry_run=true")
+    shown = said(*typed)
+    assert "\\x1b" in shown or "\\u001b" in shown, shown
+    assert not [c for c in shown if not (c.isprintable() or c in "\n\t")]
+    shown = said(*typed, f"trainer.max_epochs={ESCAPE}", code=2)
+    assert not [c for c in shown if not (c.isprintable() or c in "\n\t")]

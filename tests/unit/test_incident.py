@@ -340,3 +340,17 @@ def test_a_restart_keeps_the_report_of_the_start_before(attempt):
     names = {path.name for path in attempt.path.iterdir()}
     assert {"errors-001", "health-001", "incident-001.json", "incident-001.md"} <= names
     assert not {"errors", "health", "incident.json", "incident.md"} & names
+
+
+def test_no_file_about_a_failure_holds_a_secret_of_an_exception(attempt):
+    """Whoever records it: the text of an exception is whatever a library puts into it."""
+    secret = "Kro" + "plo47x"
+    message = f"mysql -h db -u me -p{secret} failed: login://me:{secret}@db.corp.net refused"
+    trace = f"File net.py, line 1\nValueError: wrong password '{secret}', password={secret}"
+    attempt.record_error(0, "ValueError", message, trace, rank_says=1)
+    attempt.fail(f"rank 0: {message}", 1)
+    assert incident.write(attempt) is not None
+    files_of = [path for path in attempt.path.rglob("*") if path.is_file()]
+    names = {path.name for path in files_of}
+    assert {"rank_0.json", "status.json", "incident.json", "incident.md"} <= names
+    assert [path.name for path in files_of if secret in path.read_text()] == []

@@ -31,6 +31,11 @@ env: API_TOKEN=x7, note: my token = x8 -> env: API_TOKEN=***, note: my token = *
 train --api-key x7 --lr 1 -> train --api-key *** --lr 1
 Authorization: Bearer abcdef123 -> Authorization: *** ***
 curl -u me:x7 host -> curl -u me:*** host
+mysql -h db -u me -pKroplo47 app -> mysql -h db -u me -p*** app
+returned 1: sshpass -p 'Kroplo47' ssh me@n1 -> returned 1: sshpass -p '***' ssh me@n1
+no user me with the password 'Kroplo47' -> no user me with the password '***'
+GET /bot123456789:AAabcdefgHIJKLMNOPqrstuvwxyz0987_-x -> GET /bot***
+tests/unit/test_a_very_long_name_of_a_test_2.py::test_another_long_name_3
 step 10 loss 0.53 img/s 1200 lr=0.1 val/acc1: 0.75
 tokenizer=bert-base max_tokens: 512
 api_key=${{oc.env:SAMPLE_API_KEY}}

@@ -19,6 +19,7 @@ from typing import Any
 
 from distdl.launchers import deploying
 from distdl.util.errors import UserError
+from distdl.util.screen import escaped
 from distdl.util.suggest import did_you_mean
 
 # Platform -> its module below `launchers`. KINDS there: an endpoint, and what `--batch` makes.
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             text, expected = deploying.render(platform, folder), example(folder, request)
             if not dry_run:
                 text = deploying.deploy(platform, folder, request, expected)
-    print(text)
+    print(escaped(text))
     return 0
 
 

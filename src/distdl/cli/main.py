@@ -18,6 +18,7 @@ from distdl.config.own_code import in_a_run
 from distdl.ranks import process_exit, stopping
 from distdl.util import lightning_names
 from distdl.util.errors import UserError
+from distdl.util.screen import escaped
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -212,4 +213,5 @@ def print_problems(error: UserError) -> None:
     count = len(error.problems)
     lines = [f"distdl: {count} problem{'s' if count > 1 else ''}, {error.outcome}"]
     lines += [f"  {problem}".replace("\n    ", "\n      ") for problem in error.problems]
-    print(*lines, *([error.further] if error.further else []), sep="\n", file=sys.stderr)
+    lines += [error.further] if error.further else []
+    print(escaped("\n".join(lines)), file=sys.stderr)

@@ -20,6 +20,7 @@ from distdl.runs.checkpoints import SUFFIX
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.runs.files import read_json, write_json, write_text
 from distdl.util.errors import UserError
+from distdl.util.redact import redact
 from distdl.util.tail import plain
 
 JSON, MARKDOWN = "incident.json", "incident.md"
@@ -65,9 +66,18 @@ def write(attempt: Attempt) -> Incident | None:
     incident = read(attempt)
     if incident is not None:
         with suppress(OSError):
-            write_json(attempt.path / JSON, incident.model_dump())
-            write_text(attempt.path / MARKDOWN, markdown(incident))
+            write_json(attempt.path / JSON, without_secrets(incident.model_dump()))
+            write_text(attempt.path / MARKDOWN, redact(markdown(incident)))
     return incident
+
+
+def without_secrets(value: object) -> object:
+    """The same value with its texts redacted: they come from exceptions and from logs."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {key: without_secrets(each) for key, each in value.items()}
+    return [*map(without_secrets, value)] if isinstance(value, list) else value
 
 
 def await_monitors(attempt: Attempt) -> None:

@@ -16,10 +16,12 @@ from distdl.launch.planning import Plan
 from distdl.runs.directory import RunDirectory, shown
 from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
+from distdl.util.screen import escaped
 
 
 def render(planned: Plan) -> str:
-    """One run as text. Starts nothing, and writes only the files of `launcher.files`."""
+    """One run as text, without control characters. Starts nothing, and writes only the files of
+    `launcher.files`."""
     attempt, code = start.next_attempt(planned), start.snapshot_of(planned)
     launcher = _launcher(planned)
     request = launcher.request(*start.specs_of([planned], [attempt]))
@@ -37,7 +39,7 @@ def render(planned: Plan) -> str:
         "",
         request.render(),
     ]
-    return "\n".join(lines)
+    return escaped("\n".join(lines))
 
 
 def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
@@ -48,8 +50,10 @@ def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
         attempts = [start.next_attempt(each) for each in planned]
         request = start.sweep_request(launcher, start.specs_of(planned, attempts))
         if request is not None:
-            return "\n".join([*(f"# {i}: {n}" for i, n in enumerate(names)), request.render()])
-    return "\n".join(f"\n# {n}\n{render(p)}" for n, p in zip(names, planned, strict=True))
+            numbered = (f"# {i}: {n}" for i, n in enumerate(names))
+            return escaped("\n".join([*numbered, request.render()]))
+    members = zip(names, planned, strict=True)
+    return "\n".join(f"\n# {escaped(n)}\n{render(p)}" for n, p in members)
 
 
 def _launcher(planned: Plan) -> Launcher:

@@ -29,6 +29,7 @@ from distdl.runs.failures import describe
 from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
 from distdl.util.redact import redact, redact_command
+from distdl.util.screen import escaped
 
 # Makes one request for several attempts; None if the launcher cannot.
 RequestMaker = Callable[[Launcher, list[JobSpec]], Any]
@@ -125,7 +126,7 @@ def _submit(
         launcher.reach(request)
     attempts = [create_attempt(each, command, code) for each in planned]
     for line in code.lines_left_out() if code else ():
-        print(f"left out   {line}", file=sys.stderr, flush=True)
+        print(escaped(f"left out   {line}"), file=sys.stderr, flush=True)
     if attempts != expected:  # another start took the expected number in between, and has ended
         request = make_request(launcher, specs_of(planned, attempts))
     with ExitStack() as stack:
@@ -176,7 +177,8 @@ def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None)
             chosen = (planned.overrides, planned.swept)
             record = provenance.collect(command, root, *chosen)
             if unknown := record["git"].get("error"):
-                print(f"note       no commit is recorded: {unknown}", file=sys.stderr, flush=True)
+                note = escaped(f"note       no commit is recorded: {unknown}")
+                print(note, file=sys.stderr, flush=True)
             planned.run.create(recipe, record)
         record = launch_record(planned, root)
         attempt = planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
@@ -230,7 +232,7 @@ def wait_or_follow(job: Job, attempt: Attempt, planned: Plan) -> JobState | None
         return job.wait()
     print(f"submitted  {job.handle}")
     for note in planned.notes:
-        print(f"note       {note}")
+        print(escaped(f"note       {note}"))
     if job.url:
         print(f"watch      {job.url}")
     if not planned.config.follow:

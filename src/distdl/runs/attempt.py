@@ -17,6 +17,7 @@ from distdl.job import JobState, Resources
 from distdl.runs import failures, files
 from distdl.runs.files import Damaged, write_json
 from distdl.util.processes import is_alive, this_process
+from distdl.util.redact import redact
 
 LAUNCH, STATUS, RANKS = "launch.yaml", "status.json", "ranks.json"
 NUMBER = (int, float)
@@ -141,6 +142,8 @@ class Attempt:
     def update(self, **fields: Any) -> None:
         """Merges `fields` into status.json. A damaged file is kept beside it and replaced by a new
         one, since continuing the run is worth more than the old contents."""
+        if isinstance(error := fields.get("error"), str):  # may have an exception's text
+            fields["error"] = redact(error)
         before = self._status_or_new()
         if (after := {**before, **fields}) != before:
             write_json(self.path / STATUS, after)

@@ -21,6 +21,7 @@ from distdl.job import EXIT_REFUSED
 from distdl.ranks import stopping
 from distdl.runs.files import read_json, write_json
 from distdl.util.atomic_files import write_bytes
+from distdl.util.redact import redact
 
 KILLED, ENDED = "Killed", "Ended"  # types of failures that a rank could not record itself
 RESERVED = 1 << 16  # bytes for what is written about the failure of one rank
@@ -37,8 +38,8 @@ LOST_PEER = re.compile(
 def record(
     folder: Path, rank: int, kind: str, message: str, trace: str = "", code: int = 1, **more: Any
 ) -> bool:
-    """Records how a rank failed. Only its first failure is kept: errors during its shutdown are not
-    the cause.
+    """Records how a rank failed, without secrets in its free text. Only its first failure is kept:
+    errors during its shutdown are not the cause.
 
     Args:
         folder: The attempt's errors/.
@@ -58,12 +59,12 @@ def record(
         "rank": rank,
         "host": socket.gethostname(),
         "type": kind,
-        "message": message,
+        "message": redact(message),
         "exit_code": code,
         "run": str(_run_of(folder)),
     }
     with suppress(OSError):  # the disk is so full that the failure is only in the log
-        write_json(path, {**fields, **more, "traceback": trace})
+        write_json(path, {**fields, **more, "traceback": redact(trace)})
     return True
 
 

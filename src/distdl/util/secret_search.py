@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from distdl.util import secret_formats
 from distdl.util.secret_names import is_password_name, looks_secret
-from distdl.util.secret_shapes import find, is_random
+from distdl.util.secret_shapes import STARS, find, is_random
 from distdl.util.secret_values import is_password, is_token
 
 BY_NAME, PASSWORD = "a secret by its name", "a password"
@@ -179,3 +179,20 @@ def by_command(text: str, lowered: bytes) -> Iterator[Found]:
         for match in pattern.finditer(text) if needle in lowered else ():
             if is_token(match["value"], "secret"):
                 yield match.start(), "a token of a command"
+
+
+def hide_commands(text: str) -> str:
+    """Hides secrets on command lines, which exceptions of programs repeat."""
+    lowered = text.lower().encode(errors="replace")
+    for needle, pattern in (*_PASSWORD_COMMANDS, *_TOKEN_COMMANDS):
+        if needle in lowered:
+            text = pattern.sub(_hidden, text)
+    return text
+
+
+def _hidden(match: re.Match[str]) -> str:
+    value = match["value"]
+    if not (is_password(value) or is_token(value, "secret")):
+        return match[0]
+    start, end = (position - match.start() for position in match.span("value"))
+    return match[0][:start] + STARS + match[0][end:]

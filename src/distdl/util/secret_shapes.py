@@ -229,7 +229,7 @@ SHAPES = (
     Shape("an npm token", r"\bnpm_[A-Za-z0-9]{36}\b", "npm_"),
     Shape("a SendGrid key", r"\bSG\.[\w-]{16,}\.[\w-]{16,}", "SG."),
     Shape("a Stripe key", r"\b[sr]k_live_[A-Za-z0-9]{16,}", "k_live_"),
-    Shape("a Telegram bot's token", r"\b\d{8,10}:AA[\w-]{33}(?![\w-])", ":AA"),
+    Shape("a Telegram bot's token", r"(?<!\d)\d{8,10}:AA[\w-]{33}(?![\w-])", ":AA"),
     Shape(
         "a Discord bot's token",
         r"\b[MNO][A-Za-z\d]{23,27}\.[\w-]{6}\.[\w-]{27,}",
