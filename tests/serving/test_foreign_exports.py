@@ -374,6 +374,13 @@ CHANGES = {
         lambda its: (its.folder / "model.json").write_text("[" * 10**5),
         "is not JSON",
     ),
+    "a description elsewhere": (
+        lambda its: (
+            (its.folder / "model.json").rename(its.folder.parent / "model.json"),
+            (its.folder / "model.json").symlink_to("../model.json"),
+        ),
+        LINK,
+    ),
     # model.onnx
     "weights elsewhere": (lambda its: graph_of(its, external), "weights in another file"),
     "the same in a branch": (lambda its: graph_of(its, inner_external), "in another file"),

@@ -49,7 +49,10 @@ def read(folder: Path) -> tuple[dict[str, Any], str, bytes]:
     Raises:
         ValueError, OSError: A file is missing or damaged, or the description cannot be true.
     """
-    description = _json((folder / DESCRIPTION).read_bytes(), DESCRIPTION)
+    file = inside(folder, DESCRIPTION)
+    if file.stat().st_size > MOST_JSON:
+        raise Unsafe(f"{DESCRIPTION} is too large")
+    description = _json(file.read_bytes(), DESCRIPTION)
     if not isinstance(description, dict):
         raise Unsafe(f"{DESCRIPTION} is not a mapping")
     rules = {
@@ -168,6 +171,8 @@ def _members(data: bytes) -> dict[str, bytes]:
         raise Unsafe(f"model.pt2 is not an archive: {error}") from None
     members: dict[str, bytes] = {}
     top = archive.namelist()[0].partition("/")[0] if archive.namelist() else ""
+    if sum(item.file_size for item in archive.infolist()) > len(data):
+        raise Unsafe("model.pt2 is compressed: its members are larger than it is")
     for item in archive.infolist():
         folder, _, name = item.filename.partition("/")
         known = name in (_PROGRAM, _WEIGHTS, _CONSTANTS, *_SMALL) or _RAW.fullmatch(name)
@@ -175,7 +180,7 @@ def _members(data: bytes) -> dict[str, bytes]:
             raise Unsafe(f"model.pt2 holds {item.filename!a}, which distdl does not write")
         if name in members:
             raise Unsafe(f"model.pt2 holds {name} twice")
-        if item.compress_type != zipfile.ZIP_STORED or item.file_size > len(data):
+        if item.compress_type != zipfile.ZIP_STORED:
             raise Unsafe(f"model.pt2: {name} is compressed")
         try:
             members[name] = archive.read(item)
