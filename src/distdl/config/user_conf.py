@@ -94,10 +94,10 @@ def _read(file: Path) -> dict[str, Any]:
 
 def own_folder() -> Path | None:
     """The folder of configs whose words are the user's own: `./conf`. One that $DISTDL_CONF names
-    is so only inside the current folder, since elsewhere it may be somebody else's."""
+    is so only in the place of `./conf`, since elsewhere it may be somebody else's."""
     path = folder()
-    inside = path is not None and path.is_relative_to(Path.cwd()) and not in_a_run(path)
-    return path if inside or not os.environ.get(VARIABLE) else None
+    beside = path is not None and path.parent == Path.cwd() and not in_a_run(path)
+    return path if beside or not os.environ.get(VARIABLE) else None
 
 
 def contents() -> list[dict[str, Any]]:
