@@ -98,7 +98,7 @@ def test_what_the_own_conf_may_agree_to(key, folders, monkeypatch):
     os.rename(run / "conf", folders / "mine/outputs/conf")
     monkeypatch.setenv("DISTDL_CONF", "outputs/conf")
     assert check().startswith(key)
-    os.rename(folders / "mine/outputs/conf", folders / "mine/settings")  # here it is the user's again
+    os.rename(folders / "mine/outputs/conf", folders / "mine/settings")  # the user's
     monkeypatch.setenv("DISTDL_CONF", "settings")
     assert check().startswith(key) is (key not in BY_CONF)
 
