@@ -136,7 +136,7 @@ def faults(run: Path, done: Any, each: Disturbance, ranks: int) -> list[str]:
         return [] if done.returncode in (-9, 137) else [f"code {done.returncode}"]
     if not killed:
         ends = [(EXIT_PREEMPTED, "PREEMPTED")]
-        if each.phase in ("checkpoint", "end"):  # perhaps after the last step
+        if each.phase in ("checkpoint", "end") or each.share > 0.9:  # perhaps after the last step
             ends.append((0, "SUCCEEDED"))
         ended = (done.returncode, record.get("state")) in ends
         unnamed = "first_error" not in record and not report.exists()

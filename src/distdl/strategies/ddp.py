@@ -106,8 +106,9 @@ class DDPStrategy(DriftingStrategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
     ) -> None:
         """Adds the order in which gradients arrive; other strategies ignore it."""
-        if self._order is not None and self._order.complete:
-            checkpoint = {**checkpoint, KEY: self._order.names}
+        if self._order is not None:
+            names = self._order.names if self._order.complete else self._order_before
+            checkpoint = {**checkpoint, KEY: [*names]}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def configure_ddp(self) -> None:
