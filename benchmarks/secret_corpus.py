@@ -390,13 +390,14 @@ def second_set(make: Maker) -> Iterator[File]:
 def third_set(make: Maker) -> Iterator[File]:
     """Further services and forms, of which some were missed at first."""
     p, w = make.password, make.weak
+    word, digits = "sword" + "fish", "1234" + "5678"
     upper = string.ascii_uppercase + string.digits
     yield "", "a.yaml", f"mail:\n  smtp_pass: {p()}\n"
-    yield "", "b.ini", "[db]\nuser=me\npass = swordfish\n"
+    yield "", "b.ini", f"[db]\nuser=me\npass = {word}\n"
     yield "", "c.env.local.cfg", "SECRET=q8w3e7r1\n"
-    yield "", "d.json", '{"user":"me","password":"swordfish"}'
-    yield "", "e.py", 'PASSWORD = "swordfish"\nUSER = "me"\n'
-    yield "", "f.py", 'conn = psycopg2.connect(host="db", user="me", password="swordfish")\n'
+    yield "", "d.json", f'{{"user":"me","password":"{word}"}}'
+    yield "", "e.py", f'PASSWORD = "{word}"\nUSER = "me"\n'
+    yield "", "f.py", f'conn = psycopg2.connect(host="db", user="me", password="{word}")\n'
     yield "", "g.yaml", f"deploy:\n  env:\n    - name: DB_PASSWORD\n      value: {p()}\n"
     yield "", "h.toml", f'[tool.x]\npassword = "{p()}"\n'
     yield (
@@ -546,7 +547,7 @@ def third_set(make: Maker) -> Iterator[File]:
     yield "", "bn.md", f"Login with `me` / password: `{p()}`\n"
     yield "", "bo.yaml", f'password: "{p()} {p()} x9"\n'
     yield "", "bp.yaml", f"auth:\n  basic: me:{p()}\n"
-    yield "", "bq.yaml", 'db:\n  user: me\n  password: "12345678"\n'
+    yield "", "bq.yaml", f'db:\n  user: me\n  password: "{digits}"\n'
     yield "", "br.toml", f'[registries.x]\ntoken = "Bearer {make.of(30)}"\n'
     yield "", "bs.npmrc.txt", f"_auth={base64.b64encode(('me:' + p()).encode()).decode()}\n"
     yield "", "bt.yaml", f"gitlab:\n  runner: glrt-{make.of(20)}\n"

@@ -252,7 +252,7 @@ SHAPES = (
     ),
     Shape(
         "the hash of a password",
-        r"\$(?:2[aby]|apr1|[156y]|argon2(?:id|i|d))\$[\w./,=$+-]{20,}",
+        r"\$(?:2[aby]|apr1|[156y]|argon2(?:id|i|d))\$(?:[\w./,=+-]{1,60}\$){0,4}[\w./+-]{20,}",
         *("$2", "$apr1$", "$1$", "$5$", "$6$", "$y$", "$argon2"),
         sure=lambda match: not re.search(r"[.]{3}|[*]{3}|x{4}", match[0]),
     ),
