@@ -85,7 +85,8 @@ resume outputs/nothing/here | outputs/nothing/here | there is no such folder
 convert x --to zero3 | --to: there is no 'zero3' | --to deepspeed_zero3?
 # In this project, which was taken over from lightning-hydra-template or LightningCLI.
 data.data_dir=${paths.data_dir} | data.data_dir: refers to paths. | data.root=FOLDER
-task=predict | task.checkpoint=best: this run has no best.ckpt | a .ckpt file
+task=predict | task.checkpoint=best: this run has no best.ckpt | train first: python -m distdl; \
+then: python -m distdl resume RUN task=predict
 src/train.py experiment=example | src/train.py:  | python -m distdl experiment=example
 experiment=example +experiment=example | chosen twice: example, example | `- example` und
 model/net=wide_ | model/net: no option 'wide_' | did you mean model/net=wide?

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from distdl.config.recipe import not_exportable
+from distdl.config.recipe import exportable_instead, not_exportable
 from distdl.runs import checkpoints
-from distdl.runs.directory import RunDirectory
+from distdl.runs.directory import RunDirectory, shown
 from distdl.util.errors import UserError
 from distdl.util.suggest import written
 
@@ -35,14 +36,17 @@ def main(argv: Sequence[str]) -> int:
     run = RunDirectory.open(path.parents[1] if named else options.source)
     checkpoint = path if named else checkpoints.best_or_last(run.checkpoints)
     if refusal := not_exportable(run.recipe()):
-        raise UserError.at(options.source, refusal)
+        instead = exportable_instead(run.recipe(), shlex.quote(shown(run.path)))
+        raise UserError.at(options.source, refusal, instead)
     words = [*HERE, written("task.checkpoint", checkpoint)]
     if options.to != "mlflow":  # nothing is sent to the run's server, which may be somebody else's
         words.append("tracking=none")
     if options.register:
-        if options.to != "mlflow" or "mlflow" not in (run.recipe().get("tracking") or {}):
-            what = "takes MLflow models, of runs that MLflow tracks"
-            raise UserError.at("--register", what, "--to mlflow, and a run with tracking=mlflow")
+        if options.to != "mlflow":
+            raise UserError.at("--register", "takes MLflow models", "--to mlflow")
+        if "mlflow" not in (run.recipe().get("tracking") or {}):
+            what = "takes models of runs that MLflow tracks, and this one was not"
+            raise UserError.at("--register", what, "train with tracking=mlflow, or omit --register")
         words.append(written("tracking.mlflow.register", f"'{options.register}'"))
 
     from distdl.launch import resuming

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -98,13 +99,21 @@ def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
         table.add_row(row.name, *sizes, fits, in_words(row.sent), seconds)
     console.print(table)
     for note in (*notes, *plan.notes):
-        console.print(f"note    {note}", markup=False)
-    chosen = " ".join(plan.advice.overrides)
-    console.print(f"\n[bold]advice  {chosen or 'none'}[/bold]")
-    console.print(f"        {plan.advice.reason}.", markup=False)
+        console.print(f"note    {note}", markup=False, soft_wrap=True)
+    chosen = plan.advice.overrides
+    heading = f"\nadvice  {shlex.join(chosen) or 'none'}"
+    console.print(heading, style="bold", markup=False, soft_wrap=True)
+    console.print(f"        {plan.advice.reason}.", markup=False, soft_wrap=True)
     if chosen:
-        command = " ".join(["python -m distdl", *options.overrides, chosen])
-        console.print(f"        {command}", markup=False, soft_wrap=True)
+        console.print(f"        {command(options.overrides, chosen)}", markup=False, soft_wrap=True)
+
+
+def command(typed: Sequence[str], chosen: Sequence[str]) -> str:
+    """The run with the advice, which takes the place of what was typed for the same keys."""
+    replaced = {override.partition("=")[0] for override in chosen}
+    keys = [(each.lstrip("+~").partition("=")[0], each) for each in typed]
+    kept = [each for key, each in keys if key not in replaced and key.split(".")[0] not in replaced]
+    return shlex.join(["python", "-m", "distdl", *kept, *chosen])
 
 
 def digits(size: float) -> str:

@@ -129,6 +129,17 @@ def not_exportable(config: Any) -> str | None:
     return None
 
 
+def exportable_instead(config: Any, run: str) -> str:
+    """What to type instead of an export that `not_exportable` refuses. `run` is its folder, as it
+    is written in a shell."""
+    lacking = {s for s, t in EXPORTABLE.items() if (config.get(s) or {}).get("_target_") != t}
+    weights = f"its weights alone: python -m distdl convert {run} --to weights"
+    if lacking == {"data"}:
+        train = "python -m distdl data=imagenet data.root=FOLDER"
+        return f"train on images, as {train} does, and export that run; or {weights}"
+    return weights
+
+
 def plain(node: Any) -> dict[str, Any]:
     """A mapping node as plain Python, resolved; empty for None."""
     values = OmegaConf.to_container(node, resolve=True) if node else {}

@@ -28,6 +28,7 @@ from distdl.data.rebuilding import NotRebuilt, Striding, rebuilt
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
 from distdl.data.worker_signals import Surviving
 from distdl.util.errors import UserError
+from distdl.util.ordinals import ordinal
 from distdl.util.seeds import stable_seed
 
 LEAVE = "trainer.use_distributed_sampler=false"
@@ -278,7 +279,8 @@ class _Share:
         what = f"train_dataloader: it is unknown whether {name}, an iterable dataset, gives "
         what += f"{self.world_size} ranks different samples"
         remedy = f"set shards_itself = True on {name} if it asks for the rank itself, or False to "
-        remedy += f"let each rank take every {self.world_size}th sample; or leave all loaders alone"
+        remedy += f"let each rank take every {ordinal(self.world_size)} sample; or leave all "
+        remedy += "loaders alone"
         raise UserError.at("data", what, f"{remedy}: {LEAVE}")
 
     def _refuse_unsharded(self, loader: DataLoader[Any], why: str) -> Any:

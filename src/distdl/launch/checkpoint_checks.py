@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from distdl.config import compose
 from distdl.config import recipe as configs
+from distdl.launch import jobs
 from distdl.runs import checkpoints
-from distdl.runs.directory import RunDirectory
+from distdl.runs.directory import RunDirectory, shown
 from distdl.util.errors import Problem, UserError
+from distdl.util.redact import redact_command
 from distdl.validation import rules
 
 
@@ -18,9 +23,27 @@ def for_task(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
     """Checks that `task.checkpoint` exists, if the task takes one and runs here."""
     named = str(config.task.get("checkpoint", "best"))
     is_local = rules.runs_here(str(config.launcher["_target_"]))
-    if is_local and named != "none" and configs.evaluates(config):
-        return problems_of(named, "task.checkpoint", run.checkpoints)
-    return ()
+    if not is_local or named == "none" or not configs.evaluates(config):
+        return ()
+    problems = problems_of(named, "task.checkpoint", run.checkpoints)
+    if problems and named in ("best", "last") and not any(run.checkpoints.glob("*.ckpt")):
+        return [replace(each, remedy=_with_checkpoint(config)) for each in problems]
+    return problems
+
+
+def _with_checkpoint(config: DictConfig) -> str:
+    """What to type for a task that needs a checkpoint, when this run has none."""
+    task = str(config.task["_target_"]).rpartition(".")[2]
+    runs = jobs.runs_below(Path(str(config.output_dir)))
+    trained = (run for run in runs if any(run.checkpoints.glob("*.ckpt")))
+    if newest := next(trained, None):
+        folder = shlex.quote(shown(newest.path))
+        command = f"python -m distdl resume {folder} task={task}"
+        return f"the newest run that has one: {command}; or task.checkpoint=FILE of another"
+    typed = [each.lstrip("+") for each in compose.typed(config)]
+    others = redact_command([each for each in typed if not each.startswith("task")])
+    train = shlex.join(["python", "-m", "distdl", *others])
+    return f"train first: {train}; then: python -m distdl resume RUN task={task}"
 
 
 def for_start(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:

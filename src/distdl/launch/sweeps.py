@@ -7,6 +7,7 @@ the members that succeeded and resumes the others.
 from __future__ import annotations
 
 import functools
+import math
 import multiprocessing
 import os
 import shlex
@@ -26,6 +27,7 @@ from distdl.job import JobState
 from distdl.launch import dry_run, job_status, jobs, planning, start
 from distdl.launch.planning import Plan
 from distdl.ranks import stopping
+from distdl.runs import checkpoints
 from distdl.runs.directory import shown
 from distdl.util.errors import Problem, Unchecked, UserError
 from distdl.util.orphans import die_with_parent
@@ -33,6 +35,7 @@ from distdl.util.redact import redact_command
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Ended = tuple[str, Plan, JobState | None]  # a member's text, plan and state
 Member = tuple[str, Plan]  # the text has its values of the swept keys: "seed=1 optimizer.lr=0.1"
 
 
@@ -103,7 +106,7 @@ def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]
 
 
 def _run_all(planned: Sequence[Member]) -> int:
-    results: list[tuple[str, Plan, JobState]] = []
+    results: list[Ended] = []
     with MemberRunner() as runner:
         for number, (chosen, each) in enumerate(planned, 1):
             last = each.last_attempt
@@ -120,9 +123,9 @@ def _run_all(planned: Sequence[Member]) -> int:
             results.append((chosen, each, state))
     _print_table(results)
     if runner.state is not None:
-        again = shlex.join(redact_command(sys.argv[1:]))
-        print(f"{runner.state.lower()}. To resume:\n  python -m distdl {again}", flush=True)
+        print(f"{runner.state.lower()}. To resume:\n  {_again()}", flush=True)
         return runner.state.exit_code
+    _print_next(results)
     return 0 if all(state is JobState.SUCCEEDED for _, _, state in results) else 1
 
 
@@ -161,7 +164,11 @@ def _submit_all(planned: Sequence[Member]) -> int:
             due.append(each)
     if due:
         start.submit_sweep(due, sys.argv)
-    _print_table([(chosen, each, _state_of(each)) for chosen, each in planned])
+    results = [(chosen, each, _state_of(each)) for chosen, each in planned]
+    _print_table(results)
+    if not due and all(state is not None and state.ended for _, _, state in results):
+        _print_next(results)
+        return 0
     folder = shown(planned[0][1].run.path.parent)
     print(f"watch   python -m distdl jobs list {folder}")
     print(f"cancel  python -m distdl jobs cancel {folder}")
@@ -204,14 +211,72 @@ def start_here(planned: Plan, command: list[str], parent: int) -> None:
         sys.exit(error.exit_code)
 
 
-def _print_table(results: Sequence[tuple[str, Plan, JobState | None]]) -> None:
+def _print_table(results: Sequence[Ended]) -> None:
     table = Table("overrides", "state", "metrics", "run", title="sweep")
-    for chosen, each, state in results:
+    best = _best(results)
+    for number, (chosen, each, state) in enumerate(results):
         last = each.last_attempt
         values = job_status.metrics_text(last.status()) if last else ""
-        table.add_row(chosen, str(state or "UNKNOWN").lower(), values, shown(each.run.path))
+        mark = ", best" if number == best else ""
+        word = str(state or "UNKNOWN").lower()
+        table.add_row(chosen, word + mark, values, shown(each.run.path))
     # A log has no width, and a path that is broken over lines cannot be copied.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _monitored(planned: Plan) -> float:
+    """A member's best value of `checkpoint.monitor`, which is that of its best.ckpt; without one,
+    the value at its end; NaN if it has neither."""
+    last, monitor = planned.last_attempt, planned.config.checkpoint.monitor
+    if not last or not monitor:
+        return math.nan
+    best = checkpoints.manifest_at(planned.run.checkpoints / "best.ckpt").get("metrics")
+    for values in (best, last.status().get("metrics")):
+        value = values.get(monitor) if isinstance(values, dict) else None
+        if isinstance(value, int | float):
+            return float(value)
+    return math.nan
+
+
+def _best(results: Sequence[Ended]) -> int | None:
+    """The index of the best of the members that succeeded; None if there are no two to compare."""
+    values = {
+        number: value
+        for number, (_, each, state) in enumerate(results)
+        if state is JobState.SUCCEEDED and not math.isnan(value := _monitored(each))
+    }
+    choose = max if results[0][1].config.checkpoint.mode == "max" else min
+    return choose(values, key=values.__getitem__) if len(values) > 1 else None
+
+
+def _print_next(results: Sequence[Ended]) -> None:
+    """Prints what to type after a sweep whose members have ended."""
+    succeeded = [each for _, each, state in results if state is JobState.SUCCEEDED]
+    failed = [each for _, each, state in results if state is not JobState.SUCCEEDED]
+    if failed:
+        print(f"failed  python -m distdl jobs status {shlex.quote(shown(failed[0].run.path))}")
+        print(f"again   {_again()}")
+    best = _best(results)
+    if best is None and len(succeeded) > 1:
+        monitor = succeeded[0].config.checkpoint.monitor
+        lacks = f"no two runs have a {monitor} at their end" if monitor else "no metric is chosen"
+        print(f"best    unknown, as {lacks}: checkpoint.monitor=NAME checkpoint.mode=min|max")
+    chosen = succeeded[:1]
+    if best is not None:
+        text, each, _ = results[best]
+        print(f"best    {text}: {each.config.checkpoint.monitor} {_monitored(each):.4g}")
+        chosen = [each]
+    for each in chosen:
+        folder = shlex.quote(shown(each.run.path))
+        print(f"next    python -m distdl report {folder}")
+        if any(each.run.checkpoints.glob("*.ckpt")) and not configs.not_exportable(each.config):
+            print(f"        python -m distdl export {folder} --to pt2")
+    print(end="", flush=True)
+
+
+def _again() -> str:
+    """The command that was typed; it starts only the members that have not succeeded."""
+    return shlex.join(["python", "-m", "distdl", *redact_command(sys.argv[1:])])
 
 
 def _is_where(key: str) -> bool:

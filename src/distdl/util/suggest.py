@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import SequenceMatcher
 from typing import Any
 
 _CLOSE = 0.65  # "lrr" and "lr" score 0.8, "epochs" and "max_epochs" 0.75, unrelated words below 0.6
+_NUMBERS = 0.3  # the most that numbers reduce the similarity
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _OTHER_SECTION = 0.05  # of equal names, that in the section that the user wrote is preferred
 
 
 def _ratio(left: str, right: str) -> float:
-    return SequenceMatcher(None, left.lower(), right.lower()).ratio()
+    """How similar two names are, from 0 to 1. Of names that differ in numbers only, those with near
+    numbers are: resnet51 is more like resnet50 than like resnet18."""
+    left, right = left.lower(), right.lower()
+    spelt = SequenceMatcher(None, left, right).ratio()
+    words = _NUMBER.sub("#", left)
+    numbers = [[*map(int, _NUMBER.findall(each))] for each in (left, right)]
+    if words != _NUMBER.sub("#", right) or not numbers[0] or len(words.replace("#", "")) < 3:
+        return spelt
+    apart = max(abs(a - b) / max(a, b, 1) for a, b in zip(*numbers, strict=True))
+    return max(spelt, 1 - _NUMBERS * apart)
 
 
 def closest(word: str, choices: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from distdl.util.errors import Problem, UserError
+from distdl.util.ordinals import ordinal
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -72,7 +73,9 @@ def misfits(
         what = f"{_MANUAL} the Trainer does not clip for it"
         yield Problem("trainer.gradient_clip_val", what, remedy)
     if manual and accumulate != 1:
-        remedy = f"trainer.accumulate_grad_batches=1, and step at each {accumulate}th batch_idx"
+        remedy = (
+            f"trainer.accumulate_grad_batches=1, and step at each {ordinal(accumulate)} batch_idx"
+        )
         yield Problem("trainer.accumulate_grad_batches", not_accumulated, remedy)
     if manual and strategy.endswith("PipelineStrategy"):
         yield Problem("strategy", f"{_MANUAL} a pipeline steps them too", "strategy=ddp")
