@@ -92,8 +92,10 @@ def disturbances(ranks: int, idiom: str) -> list[Disturbance]:
         kinds += [(signal.SIGKILL, "rank"), (signal.SIGUSR1, "command"), (signal.SIGTERM, "rank")]
         kinds = draw.sample(kinds * 2, len(TRAININGS))
         index = TRAININGS.index((ranks, idiom))
-        number, to = kinds[index] if MATRIX else (signal.SIGTERM, "rank")
+        number, to = kinds[index]
         share = (places[index] + draw.random()) / len(TRAININGS)
+        if not MATRIX:  # in the second of three validations
+            number, to, share = signal.SIGTERM, "rank", 0.5
         rank = random.Random(f"{SEED} {phase} {index}").randrange(ranks)
         chosen.append(Disturbance(phase, rank, number, to, share))
     return chosen
