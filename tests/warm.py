@@ -1,11 +1,12 @@
 """Starts of distdl that cost 20 ms instead of 7 s: forks of a process that has imported torch.
 
 `Popen` is `subprocess.Popen` for a command of `sys.executable`. What it starts is a real child of
-the caller, with its own working directory, environment, standard streams, session, signals and exit
-code; `ps` shows the command and `/proc/PID/environ` its variables. Python processes that distdl
-starts from there (the child that validates, the agent's ranks, the members of a sweep) are started
-the same way. What a fork cannot show (what is imported when, signals during the start-up, modules
-that shadow others, a shell) needs `fresh=True` in `tests.conftest.distdl` and `Background`.
+the caller, with its own working directory, environment, standard streams, session, signals (of
+which the caller's mask holds back some) and exit code; `ps` shows the command and
+`/proc/PID/environ` its variables. Python processes that distdl starts from there (the child that
+validates, the agent's ranks, the members of a sweep) are started the same way. What a fork cannot
+show (what is imported when, signals during the start-up, modules that shadow others, a shell) needs
+`fresh=True` in `tests.conftest.distdl` and `Background`.
 
 This file is also the program of the server, `python -P warm.py SOCKET`. It imports torch, Lightning
 and distdl, none of which starts a thread, and waits. For each request it clones itself with
@@ -87,6 +88,7 @@ class Server:
 
     def clone(self, files: Mapping[int, int], **request: Any) -> int:
         """The number of a new child, with open files: number there -> number here; see `become`."""
+        request["mask"] = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))]
         with self.lock:
             message = json.dumps({**request, "files": [*files]}).encode()
             try:
@@ -215,9 +217,11 @@ def serve(connection: socket.socket) -> NoReturn:
         pid = clone()
         if not pid:
             connection.close()
+            request = json.loads(message)
+            signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            become(json.loads(message), files)
+            become(request, files)
         for number in files:
             os.close(number)
         connection.send(str(pid).encode())

@@ -22,8 +22,9 @@ class MpiJob:
     """One attempt whose mpirun has a supervisor. Its state is read from the attempt's folder."""
 
     url = None
-    # SIGTERM to the command that started the job on this machine also cancels the job.
+    # SIGTERM to the command that started the job on this machine also ends the job.
     ends_with_shell = True
+    preempted_here = False  # whether it did
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.why = folder, ""
@@ -64,6 +65,8 @@ class MpiJob:
             self.exit_code, self.killed = record["exit_code"], record.get("killed") or ""
             if record.get("cancelled"):
                 return JobState.CANCELLED
+            if record.get("preempted"):
+                return JobState.PREEMPTED
             return JobState.FAILED if record["exit_code"] else JobState.SUCCEEDED
         if not record or record["host"] != socket.gethostname():
             self.why = f"it is on {record['host']}" if record else "its files are elsewhere"
@@ -87,6 +90,14 @@ class MpiJob:
 
     def cancel(self) -> None:
         """Asks every rank for a checkpoint; ranks that run after `grace_seconds` are ended."""
+        self._ask(signal.SIGINT)
+
+    def preempt(self) -> None:
+        """The same, for the platform that ends this command, not for the user."""
+        self.preempted_here = True
+        self._ask(signal.SIGTERM)
+
+    def _ask(self, number: signal.Signals) -> None:
         record = self.record()
         if "exit_code" in record or not record:
             return
@@ -94,7 +105,7 @@ class MpiJob:
             what = f"mpirun runs on {record['host']}, not on {socket.gethostname()}"
             raise UserError.at(self.handle, what, "cancel the job there")
         if self._is_supervised(record):
-            os.kill(record["pid"], signal.SIGTERM)
+            os.kill(record["pid"], number)
 
     def _is_supervised(self, record: dict[str, Any]) -> bool:
         """Whether the supervisor runs, and not a later process with the same pid."""

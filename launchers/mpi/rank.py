@@ -52,6 +52,7 @@ def main(errors: str, command: list[str]) -> int:
 
     for number in FORWARDED:
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # mpirun itself never sees them
     # In its own session, so that the rank gets each signal once: mpirun signals the process group.
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_me)
     for each in early:

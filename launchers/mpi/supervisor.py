@@ -3,10 +3,11 @@
 It records how mpirun ended in the attempt's `mpirun.json`. `jobs cancel` signals this process. The
 file is run by its path, and imports only modules of distdl that need the standard library alone.
 
-- On SIGTERM it sends SIGUSR1 to mpirun. All flavours forward that signal to the ranks, which then
-  write a checkpoint. After `grace_seconds` mpirun is terminated, then killed. (SIGTERM itself is
-  not forwarded: Open MPI then kills the ranks within a second, and with a longer
-  `odls_base_sigkill_timeout` every failure takes four times that timeout.)
+- On SIGINT (a cancel), SIGTERM or SIGUSR1 (a preemption) it sends SIGUSR1 to mpirun. All flavours
+  forward that signal to the ranks, which then write a checkpoint. After `grace_seconds` mpirun is
+  interrupted, then killed. (SIGTERM itself is not forwarded: Open MPI then kills the ranks within a
+  second, and with a longer `odls_base_sigkill_timeout` every failure takes four times that timeout.
+  So mpirun never sees a SIGTERM, which a platform may send to every process of this machine.)
 - The ssh script records a host whose connection is lost. Open MPI then ends by itself, but hydra,
   the process manager of MPICH and Intel MPI, does not. So mpirun is killed, and its proxies on the
   other hosts end with it.
@@ -54,12 +55,13 @@ class Supervisor:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.record: dict[str, Any] = json.loads((folder / RECORD).read_text())
-        self.cancelled = self.ending = False
+        self.cancelled = self.preempted = self.ending = False
 
     def run(self) -> None:
         prctl(SET_CHILD_SUBREAPER, 1)  # mpirun's orphans become children of this process
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_cancel)
+        signal.signal(signal.SIGINT, self._on_cancel)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_preemption)
         # Not SIG_IGN: mpirun and the ranks would inherit it.
         signal.signal(signal.SIGHUP, lambda *_: None)
         self.write(pid=os.getpid(), birth=start_time(os.getpid()), started=time.time())
@@ -68,7 +70,7 @@ class Supervisor:
             mpirun = subprocess.Popen(
                 self.record["command"],
                 stdin=subprocess.DEVNULL,
-                preexec_fn=lambda: prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM),
+                preexec_fn=outlive_signals,
                 env={PORT: str(listener.getsockname()[1]), **os.environ},
             )
         except OSError as error:
@@ -80,25 +82,29 @@ class Supervisor:
         killed = ""
         if code < 0 and not self.ending:  # the ranks died with mpirun, so none of them is the cause
             killed = f"mpirun was killed by {signal.Signals(-code).name} on {socket.gethostname()}"
-        elif code and not self.cancelled:
+        elif code and not (self.cancelled or self.preempted):
             self.record_cause()
         code = code if code >= 0 else 128 - code
-        self.write(exit_code=code, killed=killed, cancelled=self.cancelled, ended=time.time())
+        asked = {"cancelled": self.cancelled, "preempted": self.preempted}
+        self.write(exit_code=code, killed=killed, **asked, ended=time.time())
 
     def _on_cancel(self, *_: object) -> None:
         self.cancelled = True
+
+    def _on_preemption(self, *_: object) -> None:
+        self.preempted = True
 
     def watch(self, mpirun: subprocess.Popen[bytes]) -> int:
         """Waits for mpirun. After a cancel or the loss of a host, also takes steps to end it."""
         steps: Steps | None = None
         lost, deadline = False, 0.0
         cancel = [(signal.SIGUSR1, float(self.record["grace_seconds"]))]
-        cancel.append((signal.SIGTERM, TERM_SECONDS))
+        cancel.append((signal.SIGINT, TERM_SECONDS))
         kill = repeat((signal.SIGKILL, TERM_SECONDS))
         while mpirun.poll() is None:
             if not lost and (self.folder / LOST).exists():
                 lost, steps, deadline = True, chain([(None, LOST_SECONDS)], kill), 0.0
-            elif self.cancelled and steps is None:
+            elif (self.cancelled or self.preempted) and steps is None:
                 steps, deadline = chain(cancel, kill), 0.0
             if steps is not None and time.monotonic() >= deadline:
                 number, seconds = next(steps)
@@ -162,6 +168,12 @@ class Supervisor:
     def write(self, **fields: Any) -> None:
         self.record |= fields
         write_json(self.folder / RECORD, self.record)
+
+
+def outlive_signals() -> None:
+    """Called in mpirun's process before it begins. rank.py lets them come again."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
+    prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGINT)
 
 
 def listen() -> socket.socket:

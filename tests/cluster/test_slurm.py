@@ -8,6 +8,7 @@ slurm.conf. The nodes are called n1 and n2, names that no resolver knows, as on 
 import getpass
 import json
 import os
+import random
 import re
 import shutil
 import sqlite3
@@ -17,11 +18,14 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from distdl.launchers.slurm import commands
+from distdl.runs.checkpoints import CheckpointStore
 from tests.cluster import witness
 from tests.conftest import TINY, free_port, last_step, losses, samples, status, trained
 from tests.miniature import everything
+from tests.multiprocess.test_signals import COMMON, differing, make_project
 from tests.waiting import until
 
 # Daemons are in folders that an ordinary user's PATH does not have.
@@ -202,6 +206,7 @@ def test_two_nodes_train_as_two_processes_of_this_machine(slurm, on_cluster, tmp
 def test_a_job_resumes_after_requeue_and_preemption(slurm, on_cluster, tmp_path):
     """Requeued by hand, preempted by a more important job, and cancelled in the end."""
     typed = ("name=b", "trainer.num_nodes=2", "trainer.max_epochs=200", "tracking=mlflow")
+    typed += ("data.num_workers=1",)  # which get each signal too
     on_cluster(*SLURM, *typed)
     run = tmp_path / "outputs/default/b"
     job = handle_of(run)
@@ -251,6 +256,48 @@ def test_a_killed_rank_is_named(on_cluster, tmp_path):
     assert (record["state"], record["exit_code"]) == ("FAILED", 137)
     first = {"rank": 1, "host": "n2", "signal": "SIGKILL", "exit_code": 137}
     assert record["first_error"] == first
+
+
+@pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
+def test_five_of_five_are_requeued(slurm, on_cluster, tmp_path, capsys):
+    """A user's own module and loader, preempted at any step, complete as if nobody had."""
+    make_project(tmp_path)
+    size = ("launcher=slurm", "trainer.devices=1", "trainer.num_nodes=2", "follow=false")
+    size += ("launcher.forward_env=[GLOO_SOCKET_IFNAME,OMP_NUM_THREADS]", "data.pause=0.02")
+    seed = int(os.environ.get("DISTDL_SEED", 33))
+    draw, ends, rows = random.Random(seed), [], []
+
+    def train(name):
+        on_cluster(*COMMON, *size, f"name={name}")
+        return tmp_path / "outputs/e" / name
+
+    def ended(run):
+        until(lambda: status(run).get("state") == "SUCCEEDED", 120, lambda: log_of(run))
+        newest = CheckpointStore(run / "checkpoints").newest()
+        ends.append(torch.load(newest, weights_only=True))
+
+    def steps():
+        file = tmp_path / "steps-0"
+        return file.read_text().split() if file.exists() else []
+
+    ended(train("whole"))
+    for number in range(5):
+        (tmp_path / "steps-0").unlink()
+        run, step = train(f"p{number}"), draw.randint(2, 50)
+        job = handle_of(run)
+        until(lambda step=step: str(step) in steps(), 120, lambda run=run: log_of(run))
+        wrap = ("--exclusive", "-o", "/dev/null", "--wrap", "sleep 1")
+        slurm.run("sbatch", "-p", "high", "-N2", *wrap)
+        slurm.start_again(job, "now")
+        saved = json.loads((run / "checkpoints/last.ckpt.manifest.json").read_text())
+        last = int(steps()[-1])
+        ended(run)
+        wrong = differing(ends[-1], ends[0])
+        rows.append((step, last, saved["step"], saved["reason"], wrong))
+    with capsys.disabled():
+        print(f"\nslurm, preempted at step, last step, saved, why, what differs (seed {seed})")
+        print(*rows, sep="\n")
+    assert all(last == saved and not wrong for _, last, saved, _, wrong in rows)
 
 
 GRES = "launcher.gpus: sbatch refuses it: Invalid generic resource (gres) specification"

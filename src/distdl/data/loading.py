@@ -26,7 +26,7 @@ from torch.utils.data import (
 from distdl.data.drawing import Drawn, random_states_kept, seed_all, shards_itself
 from distdl.data.rebuilding import NotRebuilt, Striding, rebuilt
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
-from distdl.data.worker_signals import Surviving
+from distdl.data.worker_end import EndingWithRank
 from distdl.util.errors import UserError
 from distdl.util.ordinals import ordinal
 from distdl.util.seeds import stable_seed
@@ -186,8 +186,8 @@ class _Share:
     def _one(self, loader: Any, resume: bool) -> Any:
         if loader is None:
             return None
-        if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, Surviving):
-            loader.worker_init_fn = Surviving(loader.worker_init_fn)
+        if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, EndingWithRank):
+            loader.worker_init_fn = EndingWithRank(loader.worker_init_fn)
         if not self.share:
             return self._unchanged(loader)
         if not isinstance(loader, DataLoader):

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from distdl.data.sampling import EvalBatches, InOrder, TrainBatches
-from distdl.data.worker_signals import Surviving
+from distdl.data.worker_end import EndingWithRank
 
 # Arguments that a DataLoader keeps as attributes, except for the dataset and the samplers.
 SETTINGS: tuple[str, ...] = ("num_workers", "prefetch_factor", "persistent_workers", "in_order")
@@ -69,8 +69,8 @@ def _of_subclass(
         raise NotRebuilt("its __init__ does not pass sampler and batch_size to DataLoader")
     # Set only now, since `__init__` may check the dataset's type. DataLoader forbids setattr.
     object.__setattr__(made, "dataset", dataset)
-    if not isinstance(made.worker_init_fn, Surviving):
-        made.worker_init_fn = Surviving(made.worker_init_fn)
+    if not isinstance(made.worker_init_fn, EndingWithRank):
+        made.worker_init_fn = EndingWithRank(made.worker_init_fn)
     return made
 
 

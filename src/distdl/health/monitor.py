@@ -23,8 +23,10 @@ STACKS_S = 0.5  # for the rank to write its stacks
 
 def main() -> None:
     """Returns when the rank has ended."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    for number in numbers:
         signal.signal(number, signal.SIG_IGN)  # those of the job, which the rank handles
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     # Unbuffered: the next line is read by its number.
     if hello := open(0, "rb", 0, closefd=False).readline():  # noqa: SIM115
         Monitor(json.loads(hello)).run()

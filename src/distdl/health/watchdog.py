@@ -43,6 +43,7 @@ from distdl.job import EXIT_HUNG
 from distdl.ranks.environment import Environment
 from distdl.runs import failures
 from distdl.runs.directory import Attempt
+from distdl.util import helpers
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +103,10 @@ class Watchdog:
         # Who reads the rank's output must see its end when the rank ends.
         null = subprocess.DEVNULL
         error = None if self.environment.world_size == 1 else null
-        self._monitor = subprocess.Popen(
-            monitor, stdin=subprocess.PIPE, stdout=null, stderr=error, pass_fds=files
-        )
+        with helpers.held():  # the monitor outlives the rank
+            self._monitor = subprocess.Popen(
+                monitor, stdin=subprocess.PIPE, stdout=null, stderr=error, pass_fds=files
+            )
         self._tell(
             {
                 "pid": os.getpid(),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from distdl.job import Job, JobState
 from distdl.launch import jobs
+from distdl.ranks import stopping
 from distdl.runs.directory import Attempt, shown
 from distdl.util.errors import UserError
 from distdl.util.tail import plain
@@ -56,14 +57,16 @@ def print_left(job: Job, attempt: Attempt) -> None:
 
 @contextmanager
 def ends_with_this_shell(job: Job) -> Iterator[None]:
-    """Lets SIGTERM to this command cancel a job on this machine (mpirun): batch systems and
-    supervisors end commands in this way. A job in a queue continues."""
+    """Passes a signal by which a platform ends this command on to a job on this machine (mpirun):
+    a container's first process gets it alone. A job in a queue continues."""
     if not getattr(job, "ends_with_shell", False):
         yield
         return
-    # Cancelling only asks the job to end: its log is followed until its last checkpoint.
-    previous = signal.signal(signal.SIGTERM, lambda *_: job.cancel())
+    # The job is only asked to end: its log is followed until its last checkpoint.
+    preempt: Callable[[], None] = getattr(job, "preempt", job.cancel)
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    previous = stopping.set_handlers(dict.fromkeys(numbers, lambda *_: preempt()))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        stopping.set_handlers(previous)

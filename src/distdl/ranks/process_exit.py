@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import multiprocessing
 import os
 import signal
 import stat
@@ -94,5 +95,9 @@ def exit_process(code: int, launcher: str) -> NoReturn:
         time.sleep(float(os.environ.get(LINGER, 0)))
     if code in GRACEFUL and launcher in KILL_OTHER_RANKS:
         code = 0
+    # Python would end them, but its exit may take long: it waits for threads and other processes.
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
     # Library threads must not delay the exit of a rank: the other ranks wait for it.
     os._exit(code)

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from distdl.job import JobState
+from distdl.util import helpers
 
 # The state after each signal. Slurm (--signal=USR1@60) and mpirun can send SIGUSR1 before the end;
 # closing a terminal sends SIGHUP.
@@ -103,6 +104,7 @@ class StopRequest:
     def install(self) -> None:
         """Installs the handlers; before slow work, so that no signal is lost during set-up."""
         self._previous |= set_handlers(dict.fromkeys({*signals()} - {*self._previous}, self._note))
+        helpers.let_come()  # those that came while whoever started this process held them back
 
     def uninstall(self) -> None:
         set_handlers(self._previous)

@@ -104,8 +104,7 @@ def _run(
         options = {"rdzv_backend": rendezvous.register(), **options, "logs_specs": output.specs}
         options["signals_to_handle"] = signals
         config = LaunchConfig(**{k: v for k, v in options.items() if k in fields})
-        if standby:
-            standby_ranks.use(attempt.path / "status.json")
+        standby_ranks.use(attempt.path / "status.json", standby)
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:

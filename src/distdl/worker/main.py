@@ -29,7 +29,7 @@ from distdl.ranks.stopping import Stopped, StopRequest
 from distdl.runs import failures
 from distdl.runs.bundle import Bundle
 from distdl.runs.directory import Attempt, RunDirectory
-from distdl.util import lightning_names
+from distdl.util import helpers, lightning_names
 from distdl.util.errors import UserError
 from distdl.util.imports import uncollected
 from distdl.util.redact import redact
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
 
     stop = stop or StopRequest()
     stop.install()
+    helpers.outlived_by_helpers()
     survive_closed_pipes()
     run, bundle = RunDirectory(arguments.store.absolute()), Bundle(arguments.bundle.absolute())
     try:

@@ -2,7 +2,8 @@
 
 A restarted attempt's ranks then start without the seconds of these imports, which are paid once,
 not for each rank and attempt. `distdl.worker.standby_ranks` starts this process and asks it over
-the socket FD. Only the forks, which are the ranks, touch a device or start threads.
+the socket FD. Only the forks, which are the ranks, touch a device or start threads. The agent
+starts it with the signals that end a job held back; a rank lets them come once it handles them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Ranks under torch's agent that are forks of a standby process (`distdl.worker.standby`).
+"""How torch's agent starts ranks: none loses a signal, and some are forks of a standby process.
 
-torch's agent starts each rank by a SubprocessHandler. From the second attempt of a command on, the
-one here asks the standby process for a fork; if it gets none, the rank starts as always.
+torch's agent starts each rank by a SubprocessHandler. The one here holds back the signals that end
+a job until the rank handles them. From the second attempt of a command on, it asks the standby
+process (`distdl.worker.standby`) for a fork; if it gets none, the rank starts as always.
 """
 
 from __future__ import annotations
@@ -23,23 +24,22 @@ from typing import Any, ClassVar
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from distdl.util import helpers
 from distdl.worker.standby import SIZE
 
 ANSWER_S = 60.0  # longer than the imports, which the process may not have finished
 
 
-def use(status: Path) -> None:
-    """Changes how torch's agent starts the ranks of this attempt: as forks of the standby process.
-
-    If an earlier attempt has left no standby process, the ranks start as always, and one is started
-    for the next attempt.
+def use(status: Path, standby: bool) -> None:
+    """Changes how torch's agent starts the ranks of this attempt.
 
     Args:
         status: The status.json of this attempt.
+        standby: Start them as forks of the standby process. If an earlier attempt has left none,
+            they start as always, and one is started for the next attempt.
     """
-    # Not with another torch, nor without Linux.
-    if hasattr(api, "get_subprocess_handler") and hasattr(os, "pidfd_open"):
-        RankHandler.status = status
+    if hasattr(api, "get_subprocess_handler"):  # not with another torch
+        RankHandler.status, RankHandler.by_standby = status, standby and hasattr(os, "pidfd_open")
         api.get_subprocess_handler = RankHandler  # type: ignore[assignment]
 
 
@@ -58,7 +58,7 @@ class Standby:
         self.status, self.ended = status, False
         self.codes: dict[int, int | None] = {}  # by process number; None: it runs
         command = [sys.executable, "-m", "distdl.worker.standby", str(theirs.fileno()), str(status)]
-        with theirs:
+        with theirs, helpers.held():  # it never lets them come: it ends with the command
             self._process = subprocess.Popen(
                 command, env=env, pass_fds=[theirs.fileno()], start_new_session=True
             )
@@ -119,17 +119,23 @@ class RankHandler(SubprocessHandler):
     """Starts and ends one rank for torch's agent."""
 
     status: ClassVar[Path]
+    by_standby: ClassVar = False
     standby: ClassVar[Standby | None] = None
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         standby = RankHandler.standby
-        if standby is None or standby.ended:
+        if not self.by_standby:
+            pass
+        elif standby is None or standby.ended:
             RankHandler.standby = Standby(env, self.status)
         elif standby.status != self.status and args[1:3] == ("-m", "distdl.worker"):  # no numactl
             files = [file.fileno() for file in (self._stdout, self._stderr) if file]
             with contextlib.suppress(OSError):
                 return standby.fork([*args[3:]], env, files)
-        return super()._popen(args, env)
+        if args[1:3] != ("-m", "distdl.worker"):  # it would never let them come
+            return super()._popen(args, env)
+        with helpers.held():
+            return super()._popen(args, env)
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         # The standby process waits for its ranks, so the process group of one can be gone already.

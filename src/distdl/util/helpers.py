@@ -1,0 +1,145 @@
+"""Processes that help a rank outlive the signals that end a job; only the ranks act on these.
+
+Slurm, systemd and a terminal's Ctrl-C signal every process of a job, also the workers of loaders,
+pools and managers, without which a rank cannot finish its step and save. Such a process ends when
+its rank says so, or when the rank is gone.
+
+- It is born with these signals held back (`held`): a signal during its start is not lost on it.
+- It handles them by a function that does nothing (`outlive`). This holds for all its threads,
+  unlike a mask, and not in the programs that it starts, unlike an ignored signal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import popen_fork, util
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# How a rank says so to a process that may have a handler of its own for SIGTERM.
+END = getattr(signal, "SIGRTMIN", signal.SIGKILL)
+
+_parent = 0  # of this process, if it is such a helper
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Holds the signals back in this thread, and in the processes that it starts meanwhile, which
+    must let them come again. This process gets its own afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_come() -> None:
+    """Lets the signals come that were held back when this process was started."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def outlive() -> None:
+    """Makes this process outlive the signals as long as its parent lives."""
+    global _parent
+    _parent = os.getppid()
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # SIGHUP under nohup
+            signal.signal(number, _stay)
+    if END is not signal.SIGKILL:
+        signal.signal(END, _end)
+    let_come()
+
+
+def _stay(number: int, frame: FrameType | None) -> None:
+    if os.getppid() != _parent:  # nobody is left who would end this process
+        _default(number)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Does what SIGTERM would do in a process that is no helper."""
+    if signal.getsignal(signal.SIGTERM) is _stay:
+        _default(signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _default(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+class _Inherited:
+    """Calls `outlived_by_helpers` in the spawned process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return outlived_by_helpers, ()
+
+
+_inherited = _Inherited()
+
+
+def outlived_by_helpers() -> None:
+    """From now on the processes that multiprocessing starts for this one outlive the signals, for
+    every start method: loader workers, pools, managers, a user's own.
+
+    `terminate()` still ends them: a daemonic process (a loader's or pool's worker) at once, by
+    SIGKILL, as it may hang in C code; in another one SIGTERM's own handler is called, if it has
+    one.
+    """
+    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if Started.outlives:
+        return
+    Started.outlives = True
+    settings["distdl-helpers"] = _inherited  # every process hands its settings on
+    util.register_after_fork(_inherited, _began)
+    start, spawn = popen_fork.Popen.__init__, util.spawnv_passfds
+
+    def held_start(popen: Any, process: BaseProcess) -> None:
+        popen.ended_by = signal.SIGKILL if process.daemon else END
+        with held():
+            start(popen, process)
+
+    def held_spawn(path: Any, arguments: Sequence[Any], files: Sequence[int]) -> int:
+        with held():  # also multiprocessing's resource tracker and its server of forks
+            return spawn(path, arguments, files)
+
+    def terminate(popen: Any) -> None:
+        popen._send_signal(getattr(popen, "ended_by", signal.SIGTERM))
+
+    replaced: list[tuple[type, str, Any]] = [
+        (popen_fork.Popen, "__init__", held_start),  # the other start methods' are subclasses
+        (popen_fork.Popen, "terminate", terminate),
+        (SpawnProcess, "_after_fork", staticmethod(_began)),  # which does nothing
+    ]
+    for kind, name, method in replaced:
+        setattr(kind, name, method)
+    util.spawnv_passfds = held_spawn
+    # At its end multiprocessing ends daemons, which torch would report as lost loader workers.
+    atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
+
+
+class Started:
+    outlives = False  # whether `outlived_by_helpers` was called in this process
+
+
+def _began(_: object = None) -> None:
+    """Runs in a process that multiprocessing has started, before anything else."""
+    outlive()
+    # A loader's worker installs torch's handlers next, of which that of SIGTERM would end it.
+    if torchs := sys.modules.get("torch.utils.data._utils.signal_handling"):
+        install: Callable[[], None] = torchs._set_worker_signal_handlers
+
+        def install_and_outlive() -> None:
+            with held():
+                install()
+                outlive()
+
+        vars(torchs)["_set_worker_signal_handlers"] = install_and_outlive
