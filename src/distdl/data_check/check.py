@@ -18,6 +18,7 @@ from distdl.data_check import image_files, needs, sources, throughput
 from distdl.data_check import screen as show
 from distdl.data_check.sources import DataAtUri
 from distdl.datasets.next_steps import override
+from distdl.ranks import scratch
 from distdl.stores import StoreError
 from distdl.util.errors import UserError
 from distdl.util.progress_bar import Bar
@@ -25,6 +26,7 @@ from distdl.util.progress_bar import Bar
 
 def check(options: argparse.Namespace) -> int:
     """Prints the report; see `distdl.cli.data.main` for options, exit status and errors."""
+    scratch.refuse(None, 1)
     gpu = options.gpu or gpu_of_this_machine()
     gpus = options.gpus or resources.visible_gpus() or 1
     wanted = needs.need(options.model, (gpu or "h100").lower(), options.rate)

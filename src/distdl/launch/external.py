@@ -20,6 +20,7 @@ from distdl.job import EXIT_REFUSED
 from distdl.launch import dry_run, planning, start
 from distdl.launch.planning import Plan
 from distdl.ranks import environment as environments
+from distdl.ranks import scratch
 from distdl.util.errors import UserError
 
 TARGET = "distdl.launchers.external.ExternalLauncher"
@@ -90,6 +91,7 @@ def _create(planned: Plan) -> str:
     if planned.finished:
         print(start.how_to_train_longer(planned))
         return NOTHING_TO_DO
+    scratch.refuse(planned.config.get("data"), planned.resources.devices)
     start.move_failed_run(planned)
     attempt = start.create_attempt(planned, sys.argv, None)
     return f"{attempt.number} {planned.run.path}"

@@ -21,7 +21,7 @@ from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher
 from distdl.launch import following, jobs, left_out
 from distdl.launch.planning import Plan, launcher_class, never_trained, root_of
 from distdl.launch.retrying import Retries
-from distdl.ranks import stopping
+from distdl.ranks import scratch, stopping
 from distdl.runs import provenance, snapshot
 from distdl.runs.bundle import Bundle
 from distdl.runs.directory import Attempt, shown
@@ -117,6 +117,8 @@ def _submit(
     """Each attempt and its job. None, with nothing written, if `make_request` returns None."""
     launcher = jobs.instantiate(planned[0].config.launcher)
     refuse_unset(planned)
+    if is_foreground(planned[0].config):  # elsewhere each rank looks
+        scratch.refuse(planned[0].config.get("data"), planned[0].resources.devices)
     expected = [next_attempt(each) for each in planned]
     request = make_request(launcher, specs_of(planned, expected))
     if request is None:

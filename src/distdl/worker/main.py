@@ -24,6 +24,7 @@ from distdl.health import incident
 from distdl.health.watchdog import Watchdog
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.ranks import environment as environments
+from distdl.ranks import scratch
 from distdl.ranks.process_exit import survive_closed_pipes
 from distdl.ranks.stopping import Stopped, StopRequest
 from distdl.runs import failures
@@ -113,13 +114,14 @@ def import_torch() -> None:
 
 def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     """Joins the process group, builds the run and performs the task. Returns the task's metrics."""
+    config = effective_config(bundle, context.launch)
+    scratch.refuse(config.get("data"), context.environment.local_world_size)
     import_torch()  # do the slow imports before ranks wait for each other
     from distdl.distributed import process_group, rank_table
     from distdl.doctor import examination, reach
     from distdl.worker import allocator, registration
 
     adopt_lightnings_loggers()
-    config = effective_config(bundle, context.launch)
     # The user's code takes precedence over installed packages.
     python_path = bundle.python_path(context.launch)
     lightning_names.serve()
