@@ -114,14 +114,14 @@ def outlived_by_helpers() -> None:
     def terminate(popen: Any) -> None:
         popen._send_signal(getattr(popen, "ended_by", signal.SIGTERM))
 
-    replaced: list[tuple[type, str, Any]] = [
+    replaced: list[tuple[object, str, Any]] = [
         (popen_fork.Popen, "__init__", held_start),  # the other start methods' are subclasses
         (popen_fork.Popen, "terminate", terminate),
         (SpawnProcess, "_after_fork", staticmethod(_began)),  # which does nothing
+        (util, "spawnv_passfds", held_spawn),
     ]
-    for kind, name, method in replaced:
-        setattr(kind, name, method)
-    util.spawnv_passfds = held_spawn
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
     # At its end multiprocessing ends daemons, which torch would report as lost loader workers.
     atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
 
