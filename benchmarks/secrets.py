@@ -73,9 +73,9 @@ class Secrets:
                 "## Secrets in files",
                 "Made-up secrets of 30 kinds (first set) and of further services and forms, and "
                 "files without any: made-up ones that resemble them, this repository's, installed "
-                "packages'. The patterns were corrected on all three sets, so the numbers show a fit: "
-                "before that, the first two sets gave 58 of 60 each with 19 harmless files held back, "
-                "and the third 73 of 103. Nothing was validated.",
+                "packages'. The patterns were corrected on all three sets, so the numbers show a "
+                "fit: before that, the first two sets gave 58 of 60 each with 19 harmless files "
+                "held back, and the third 73 of 103. Nothing was validated.",
                 "\n".join(lines),
                 f"distdl held back: {names}.",
                 "`python -m benchmarks.run secrets`",
