@@ -98,7 +98,7 @@ def without_distdl(model):
 
 class Gated(Server):
     """A server whose model is loaded when no file `loading` is in the folder, waits while the file
-    `closed` is, and fails while `broken` is (see `main`)."""
+    `closed` is, and fails while `broken` is; decoding waits while `hung` is (see `main`)."""
 
     def __init__(self, background, model, folder, *settings):
         self.folder = folder
@@ -125,7 +125,7 @@ class Gated(Server):
 
     def set(self, *names):
         """These files are in the folder, and no others."""
-        for name in ("loading", "closed", "broken"):
+        for name in ("loading", "closed", "broken", "hung"):
             if name in names:
                 (self.folder / name).touch()
             else:
@@ -144,6 +144,10 @@ def main(model, folder, *settings):
             wait("loading")
             super().__init__(folder)
             self.score_open, self.probabilities = self.probabilities, self.score_gated
+
+        def pixels(self, data):
+            wait("hung")
+            return super().pixels(data)
 
         def score_gated(self, images):
             wait("closed")

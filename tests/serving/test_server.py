@@ -13,6 +13,7 @@ from concurrent import futures
 import pytest
 
 from distdl.cli.serve import model as find_model
+from distdl.serving.batching import DECODERS
 from tests.conftest import UNCHECKED, status
 from tests.serving.colours import Gated, Server, photo, without_distdl, write_model
 from tests.serving.conftest import RUN, accuracy, validation_images
@@ -253,6 +254,38 @@ def test_the_token_and_the_time_limit_of_a_request(background, model, tmp_path):
     server.set()
     assert server.score(**known)[0] == 200
     assert server.health()["batches"] == {"1": 2}, "what nobody waits for is not scored"
+
+
+def test_readiness_is_red_while_all_decoders_hang_and_green_again(
+    background, model, tmp_path, pool
+):
+    server = Gated(background, model, tmp_path, "serve.timeout_s=1").make_ready()
+    server.set("hung")
+    answers = [pool.submit(server.score) for _ in range(DECODERS + 1)]
+    assert {answer.result(60)[0] for answer in answers} == {504}
+    until(lambda: server.ask("GET", "/ping")[0] == 503)
+    assert server.ask("GET", "/ready")[0] == 503 and server.health()["status"] == "stuck"
+    server.set()
+    until(lambda: server.ask("GET", "/ping")[0] == 200)
+    assert server.score()[0] == 200 and server.health()["status"] == "ready"
+    # It ends although they hang.
+    server.set("hung")
+    answers = [pool.submit(server.score) for _ in range(DECODERS)]
+    until(lambda: server.health()["queue"] == DECODERS)
+    server.process.send_signal(signal.SIGTERM)
+    assert {answer.result(60)[0] for answer in answers} == {504}
+    assert server.started.wait() == 0
+
+
+def test_a_second_sigterm_ends_it_at_once(background, model, tmp_path, pool):
+    server = Gated(background, model, tmp_path, "serve.timeout_s=600").make_ready()
+    server.set("hung")
+    pool.submit(server.score)
+    until(lambda: server.health()["queue"] == 1)
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: not server.listens())
+    server.process.send_signal(signal.SIGTERM)
+    server.process.wait(60)
 
 
 @pytest.mark.parametrize(

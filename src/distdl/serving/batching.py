@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from distdl.serving.requests import decoded, parse
+from distdl.serving.requests import decoded, opened
 from distdl.serving.settings import Settings
+from distdl.serving.threads import Threads
 
 log = logging.getLogger("distdl.serving")
-DECODERS = min(8, os.cpu_count() or 1)  # threads
+DECODERS = max(2, min(8, os.cpu_count() or 1))  # threads
+# Pixels, in all passes of the decoder. An image with more takes some 40 ms or longer.
+LARGE = 4_000_000
 
 
 class Batcher:
-    """Decodes images in `DECODERS` threads and scores them in another one, in batches.
+    """Decodes images in `DECODERS` threads and scores them in another one, in batches. Large images
+    have threads of their own, one less, so that no number of them holds up an ordinary photograph.
 
     A batch is scored when it is full, when it has as many images as were under way at the end of
     the last one (their clients probably send more), or when the model has waited `max_delay_ms`
@@ -39,6 +44,24 @@ class Batcher:
         # The pixels of images that wait for the model, by the future probabilities.
         self._waiting: dict[asyncio.Future[Any], Any] = {}
         self._changed = asyncio.Condition()
+        one = partial(_set_threads, 1)
+        self._decoding = Threads(DECODERS, "decode", one)
+        self._decoding_large = Threads(DECODERS - 1, "decode-large", one)
+        self._scoring = Threads(1, "score", _set_threads)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether no image can be answered, since all threads of one kind have been busy with the
+        same work for longer than a request may take."""
+        limit = self.settings.timeout_s
+        return self._decoding.stuck(limit) or self._scoring.stuck(limit)
+
+    def finish(self, seconds: float) -> None:
+        """Waits until no thread has work, for so long at most: torch must not be cut off."""
+        end = time.monotonic() + seconds
+        pools = (self._decoding, self._decoding_large, self._scoring)
+        while time.monotonic() < end and not self.stuck and not all(p.idle() for p in pools):
+            time.sleep(0.05)
 
     async def answers(self, body: bytes, content_type: str | None) -> list[Any]:
         """The answers for the images of a request. If it is cancelled, they are not scored.
@@ -46,13 +69,18 @@ class Batcher:
         Raises:
             HTTPException: The body is wrong, the queue is full, or the model failed.
         """
-        images, top_k = await asyncio.to_thread(parse, body, content_type)
+        loop = asyncio.get_running_loop()
+        task = loop.run_in_executor(self._decoding, opened, self.scorer, body, content_type)
+        images, works, top_k = await task
         if self.queued >= self.settings.max_queue:
             raise HTTPException(503, "the queue is full: try again later")
         self.queued += len(images)
         try:
             # All of them end before the queue has room again: their memory stays bounded.
-            each = (self._answer(number, data, top_k) for number, data in enumerate(images))
+            each = (
+                self._answer(number, data, work, top_k)
+                for number, (data, work) in enumerate(zip(images, works, strict=True))
+            )
             results = await asyncio.gather(*each, return_exceptions=True)
         finally:
             self.queued -= len(images)
@@ -61,8 +89,10 @@ class Batcher:
                 raise result
         return results
 
-    async def _answer(self, number: int, data: bytes, top_k: int) -> Any:
-        pixels = await asyncio.to_thread(decoded, self.scorer, number, data)
+    async def _answer(self, number: int, data: bytes, work: int, top_k: int) -> Any:
+        threads = self._decoding_large if work > LARGE else self._decoding
+        loop = asyncio.get_running_loop()
+        pixels = await loop.run_in_executor(threads, decoded, self.scorer, number, data)
         future: asyncio.Future[Any] = asyncio.Future()
         try:
             async with self._changed:
@@ -78,9 +108,8 @@ class Batcher:
     async def run(self, folder: str, on_ready: Callable[[Any], None]) -> None:
         """Loads the model of a folder, calls `on_ready(scorer)`, and scores until cancelled."""
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(ThreadPoolExecutor(DECODERS, "decode", _set_threads, (1,)))
-        model = ThreadPoolExecutor(1, "score", _set_threads)
-        self.scorer = await loop.run_in_executor(model, _load, folder, self.settings.max_batch)
+        load = partial(_load, folder, self.settings.max_batch)
+        self.scorer = await loop.run_in_executor(self._scoring, load)
         on_ready(self.scorer)
         score = self.scorer.probabilities
         while True:
@@ -88,7 +117,7 @@ class Batcher:
                 continue
             self.sizes[len(batch)] += 1
             try:
-                rows = await loop.run_in_executor(model, score, [*batch.values()])
+                rows = await loop.run_in_executor(self._scoring, score, [*batch.values()])
             except Exception:
                 log.exception("the model failed on %d images", len(batch))
                 rows = [None] * len(batch)

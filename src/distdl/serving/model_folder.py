@@ -27,6 +27,7 @@ COPIED = (
     *("serving/json_rules.py", "serving/exported_program.py", "serving/safe_loading.py"),
     *("serving/scorer.py", "serving/requests.py"),
     *("serving/batching.py", "serving/server.py", "serving/settings.py"),
+    "serving/threads.py",
 )
 # Azure ML's scoring scripts, in a folder of their own, which is sent beside the model.
 SCRIPTS = ("serving/score.py", "serving/batch_score.py")

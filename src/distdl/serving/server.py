@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -54,23 +55,29 @@ class Service:
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.scoring = asyncio.create_task(self.batcher.run(self.folder, self.on_ready))
         # If the model cannot be loaded, the server ends.
-        self.scoring.add_done_callback(lambda _: signal.raise_signal(signal.SIGTERM))
+        self.scoring.add_done_callback(_end_unless_cancelled)
         yield
         self.scoring.cancel()
 
     async def ready(self, request: Request) -> Response:
-        """200 when the model answers."""
-        ready = self.batcher.scorer is not None
+        """200 when the model answers: not while it is loaded, nor while its threads are stuck."""
+        ready = self.batcher.scorer is not None and not self.batcher.stuck
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def health(self, request: Request) -> Response:
         """200 while the process lives, with counts and latencies."""
         return JSONResponse(self.counts())
 
+    @property
+    def status(self) -> str:
+        if self.batcher.scorer is None:
+            return "loading"
+        return "stuck" if self.batcher.stuck else "ready"
+
     def counts(self) -> dict[str, Any]:
         latencies = np.percentile(self.seconds or [0.0], (50, 95, 99)).round(6) * 1000
         return {
-            "status": "ready" if self.batcher.scorer else "loading",
+            "status": self.status,
             "requests": self.answered,
             "rejected": self.refused,
             "queue": self.batcher.queued,
@@ -122,6 +129,26 @@ class Service:
         return JSONResponse({"error": what}, error.status_code, headers.get(error.status_code))
 
 
+def _end_unless_cancelled(scoring: asyncio.Task[None]) -> None:
+    if not scoring.cancelled():
+        signal.raise_signal(signal.SIGTERM)
+
+
+class Server(uvicorn.Server):
+    """Ends at once on a second signal, also on SIGTERM: uvicorn does so on SIGINT only."""
+
+    over = hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and not self.over:
+            self.hurried = self.force_exit = True
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self.over = True  # uvicorn now raises the signals again that have ended it
+
+
 def run(folder: str, settings: Settings, on_ready: Callable[[str, Any], None]) -> dict[str, Any]:
     """Serves until SIGTERM or SIGINT, and returns what `/health` does.
 
@@ -162,10 +189,14 @@ def run(folder: str, settings: Settings, on_ready: Callable[[str, Any], None]) -
         limit_concurrency=MOST_CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
-    server = uvicorn.Server(config)
+    server = Server(config)
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
         signal.signal(number, server.handle_exit)
     server.run(sockets=[listener])
+    if not server.hurried:
+        for number in (signal.SIGINT, signal.SIGTERM):  # from now on one ends the process at once
+            signal.signal(number, signal.SIG_DFL)
+        service.batcher.finish(settings.timeout_s)
     if not service.scoring.cancelled():
         service.scoring.result()
     return service.counts()
