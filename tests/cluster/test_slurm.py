@@ -258,6 +258,7 @@ def test_a_killed_rank_is_named(on_cluster, tmp_path):
     assert record["first_error"] == first
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
 def test_five_of_five_are_requeued(slurm, on_cluster, tmp_path, capsys):
     """A user's own module and loader, preempted at any step, complete as if nobody had."""

@@ -155,6 +155,7 @@ def test_the_last_step_is_saved_in_a_second_attempt(background, project, undistu
 
 
 @pytest.mark.skipif(not MATRIX, reason="make matrix")
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("attempt", [1, 2])
 @pytest.mark.parametrize("kind", [EVERY, FIRST])
 @pytest.mark.parametrize("how", STARTS)
