@@ -100,7 +100,9 @@ class Net(pl.LightningModule):
             return DataLoader(Stream(), None)
         if "refused" in FAULTS:
             return DataLoader([(torch.ones(8), 1)] * (3 - RANK), 1)
-        return DataLoader(Rows(), ROWS, num_workers=2 * ("worker" in FAULTS))
+        return DataLoader(
+            Rows(), ROWS, num_workers=2 * bool({"worker", "stopped-worker"} & {*FAULTS})
+        )
 
     def val_dataloader(self):
         uneven = DataLoader([0] * (3 - RANK), 1)
@@ -132,6 +134,14 @@ class Net(pl.LightningModule):
             time.sleep(PAUSE_S / 5)  # slow
         if "shape" in FAULTS:
             distributed.all_reduce(torch.ones(7 if chosen("shape") else 5))  # shape
+        if chosen("log"):
+            self.log("alone", 1.0, sync_dist=True)  # log
+        if chosen("lone-checkpoint"):
+            self.trainer.save_checkpoint("alone.ckpt")  # lone-checkpoint
+        if chosen("stopped-worker"):
+            for child in psutil.Process().children():
+                if "monitor" not in " ".join(child.cmdline()):
+                    child.suspend()
         if "skip" in FAULTS and not chosen("skip"):
             distributed.all_reduce(torch.ones(5))  # skip
         if chosen("asleep"):
@@ -145,6 +155,10 @@ class Net(pl.LightningModule):
             chosen("disk", 0)
             if chosen("checkpoint", 0):
                 compute()
+
+    def on_fit_end(self):
+        if chosen("end"):
+            time.sleep(PAUSE_S)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)

@@ -55,6 +55,10 @@ CASES = {
     # gloo aborts one of the ranks: which one, nobody can tell.
     "skip": Expected("skipped collective", code=134),
     "shape": Expected("mismatched collective", "misbehave", code=134),
+    "log": Expected("skipped collective", "misbehave"),
+    "lone-checkpoint": Expected("skipped collective", "misbehave"),
+    # Its worker had two more batches ready.
+    "stopped-worker": Expected("stopped", steps=AFTER),
     "uneven": Expected("uneven batches", code=134),
     "memory": Expected("out of memory (killed)", code=137),
 }
@@ -108,6 +112,7 @@ def check(project, fault, expected, seconds):
     until(lambda: not running(project), 10, lambda: str(running(project)))
     record = status(project / RUN)
     assert (record["state"], record["exit_code"]) == ("FAILED", expected.code)
+    assert record["first_error"]["rank"] == expected.rank, "as the report has it"
     return report
 
 
@@ -194,6 +199,19 @@ def test_what_only_takes_long_is_no_hang(excuse, project, background):
     assert not [*attempt.glob("errors/*")]
     for number in (ours, terminal):
         os.close(number)
+
+
+@pytest.mark.skipif(not MATRIX, reason="make matrix")
+def test_a_run_is_not_done_while_a_rank_is_in_its_last_hook(project, background):
+    job = background(
+        *TWO, "trainer.max_epochs=1", cwd=project, env={"FAULT": "end"}, module=UNCHECKED
+    )
+    job.until(lambda: [*project.glob("began-*")])
+    end = time.monotonic() + faults.PAUSE_S / 2  # in which rank 0 has ended its own
+    job.until(lambda: time.monotonic() > end)
+    assert status(project / RUN)["state"] == "RUNNING"
+    assert job.wait() == 0, job.output()
+    assert status(project / RUN)["state"] == "SUCCEEDED"
 
 
 @pytest.mark.skipif(not MATRIX, reason="make matrix")

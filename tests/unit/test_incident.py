@@ -354,3 +354,37 @@ def test_no_file_about_a_failure_holds_a_secret_of_an_exception(attempt):
     names = {path.name for path in files_of}
     assert {"rank_0.json", "status.json", "incident.json", "incident.md"} <= names
     assert [path.name for path in files_of if secret in path.read_text()] == []
+
+
+# Ranks whose exceptions alone name another one than the whole picture does.
+ALONE = waits(action="module.log", phase="forward", collective={"op": "barrier"})
+STOPPED_WORKER = {"workers": [{"pid": 8, "process": "stopped"}], "phase": "data", "where": ""}
+VERDICTS = [
+    (1, "skipped collective", [waits(), ALONE]),  # self.log(sync_dist=True) behind `if rank == 1`
+    (0, "skipped collective", [ALONE, waits()]),
+    (1, "stopped", [waits(), hung(**STOPPED_WORKER)]),
+    (1, "mismatched collective", [aborted(ABORT, phase="backward"), LOSES]),
+    (1, "killed", [leaves(LOST), killed(None)]),
+    (2, "lost host", [waits(**each) for each in (*OTHERS, CUT_OFF)]),
+    (1, "exception", [leaves(LOST), leaves(BUG)]),
+]
+
+
+@pytest.mark.parametrize("rank, cause, ranks", VERDICTS)
+def test_the_report_and_the_status_name_one_rank(attempt, rank, cause, ranks):
+    for number, leave in enumerate(ranks):
+        leave(attempt, number)
+    attempt.conclude(JobState.FAILED, 1)
+    report = incident.write(attempt)
+    status = attempt.status()
+    assert (report.rank, report.cause) == (rank, cause)
+    assert status["first_error"]["rank"] == rank
+    assert status["error"].startswith(f"rank {rank}: ")
+    assert report.title.startswith(f"rank {rank} was killed") == (cause == "killed")
+
+
+def test_what_ended_the_job_from_outside_stays_in_the_status(attempt):
+    leaves(LOST)(attempt, 0)
+    attempt.conclude(JobState.FAILED, 1, killed="mpirun was killed by SIGKILL")
+    incident.write(attempt)
+    assert attempt.status()["error"] == "mpirun was killed by SIGKILL"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from distdl.health.evidence import MISMATCH, STEP, Rank
+from distdl.health.evidence import MISMATCH, STEP, Rank, Sight
 from distdl.health.heartbeat import BETWEEN_EPOCHS
 from distdl.health.machine import ON_DISK, RUNNING, STOPPED
 from distdl.runs import failures
@@ -166,13 +166,22 @@ def _lost(ranks: Sequence[Rank]) -> Cause | None:
 def _did_not_come(ranks: Sequence[Rank], free: Sequence[Rank]) -> Cause:
     """Of the ranks that waited for no other: a stopped one, else that with the fewest
     collectives."""
-    rank = min(free, key=lambda r: (r.sight.process not in STOPPED, r.sight.enqueued))
+    rank = min(
+        free,
+        key=lambda r: (
+            r.sight.process not in STOPPED,
+            r.sight.stopped_worker is None,
+            r.sight.enqueued,
+        ),
+    )
     seen, age = rank.sight, max((r.sight.age for r in ranks if r.waits), default=0.0)
-    busy = seen.busy_worker
+    busy, stopped = seen.busy_worker, seen.stopped_worker or Sight()
+    asleep = f"its loader's worker {stopped.pid} was stopped; kill -CONT {stopped.pid} continues it"
     slow = f"it made progress {seen.age:.0f} s ago, while others had waited for {age:.0f} s"
     slept = f"its main thread slept ({seen.wchan})" if seen.wchan else "it made no progress"
     table = (
         (seen.process in STOPPED, "stopped", "its process was stopped; kill -CONT continues it"),
+        (stopped.process, "stopped", asleep),
         (busy.where, "data worker blocked", f"its loader's worker {busy.pid} was in {busy.where}"),
         (seen.age < age / 2, "slow rank", slow),
         (seen.wchan.startswith("futex"), "lock", "its main thread waited for a lock or a thread"),
@@ -184,8 +193,8 @@ def _did_not_come(ranks: Sequence[Rank], free: Sequence[Rank]) -> Cause:
 
 
 def _differs(ranks: Sequence[Rank]) -> Cause | None:
-    """The rank whose collective is not that of most others; of two ranks the one that is further
-    on, else the second."""
+    """The rank whose collective is not that of most others; of two ranks the one that waits in a
+    call of Lightning's which it alone made, else the one that is further on, else the second."""
     waiting = [rank for rank in ranks if rank.inside]
     times = Counter(rank.call for rank in waiting)
     # Ranks with different numbers are not at the same collective: the sender of a broadcast goes on
@@ -193,7 +202,10 @@ def _differs(ranks: Sequence[Rank]) -> Cause | None:
     numbers = {rank.inside.seq for rank in waiting if rank.inside} - {None}
     if len(times) < 2 or len(numbers) > 1:
         return None
-    odd = max(waiting, key=lambda rank: (-times[rank.call], rank.moment, rank.sight.rank))
+    odd = max(
+        waiting,
+        key=lambda rank: (-times[rank.call], rank.sight.alone, rank.moment, rank.sight.rank),
+    )
     other = next(rank for rank in waiting if rank.call != odd.call)
     name = "mismatched collective" if odd.moment == other.moment else "skipped collective"
     places = (f"rank {r.sight.rank} was in {r.inside} in {r.sight.phase}" for r in (odd, other))

@@ -25,6 +25,7 @@ MOST = 100_000  # ranks
 LENGTH = 300  # characters of a text
 STEP = ("data", "copy", "forward", "backward", "optimizer")  # the phases of a training step
 ABORTED = "aborted"  # in a collective, by gloo, which may be the mistake of another rank
+AGREED = ("module.log", "module.log_dict", "module.all_gather")  # see `heartbeat.seen_in`
 # gloo and torch say so if ranks make different calls. The mistake may be another rank's.
 MISMATCH = r"op\.preamble\.length <= op\.nbytes|Detected mismatch between collectives"
 
@@ -98,6 +99,17 @@ class Sight(Place, frozen=True):
     def busy_worker(self) -> Sight:
         """The worker that it waited for, in a line of the user's code; empty if there is none."""
         return next((w for w in self.workers if w.where and self.phase == "data"), Sight())
+
+    @property
+    def stopped_worker(self) -> Sight | None:
+        """The worker that it waited for, if a signal has stopped that."""
+        stopped = (worker for worker in self.workers if worker.process in STOPPED)
+        return next(stopped, None) if self.phase == "data" else None
+
+    @property
+    def alone(self) -> bool:
+        """Whether it was in a call of Lightning's that all ranks have to make."""
+        return self.action in AGREED
 
 
 def sight_of(fields: Mapping[str, Any]) -> Sight:

@@ -40,6 +40,8 @@ _FUNCTIONS = (
     (SET_UP, r"/loops/fit_loop\.py:(setup_data|on_run_start|reset)$"),
     (CALLBACKS, r"/loops/(training_epoch|fit)_loop\.py:"),
 )
+# Calls that all ranks have to make. They tell no phase, but what the rank does in it.
+_CALLS = re.compile(r"/core/(module)\.py:(log|log_dict|all_gather)$")
 _PHASE = re.compile("|".join(f"(?P<p{phase}>{pattern})" for phase, pattern in _FUNCTIONS))
 # These run once per batch.
 _BATCH = re.compile(r"/training_epoch_loop\.py:advance$|:_(evaluation|predict)_step$|:__next__$")
@@ -79,10 +81,12 @@ def begins(action: str) -> int | None:
 def seen_in(stack: Iterable[Frame]) -> tuple[int | None, str, bool]:
     """The phase that a stack is in (the innermost frame first; None: outside all loops), the
     function that tells it, and whether this is part of a batch."""
+    stack = [*stack]
     functions = [each for file, _, name in stack if (each := _function(file, name)).known]
     if not functions:
         return None, "", False
-    phase, action = functions[0].phase, functions[0].action
+    calls = (match.expand(r"\1.\2") for f, _, n in stack if (match := _CALLS.search(f"{f}:{n}")))
+    phase, action = functions[0].phase, next(calls, functions[0].action)
     if phase != CHECKPOINT and any(each.phase == VALIDATION for each in functions):
         phase = VALIDATION
     return phase, action, phase != CHECKPOINT and any(each.in_batch for each in functions)

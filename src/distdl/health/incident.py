@@ -61,10 +61,13 @@ class Incident(Place, frozen=True):
 
 
 def write(attempt: Attempt) -> Incident | None:
-    """Writes the report, again if more is known by now. None if no rank of the attempt failed. If
-    it cannot be written, for example on a full disk, it is returned all the same."""
+    """Writes the report, again if more is known by now, and its verdict into status.json: both name
+    one rank. None if no rank of the attempt failed. If it cannot be written, for example on a full
+    disk, it is returned all the same."""
     incident = read(attempt)
     if incident is not None:
+        with suppress(OSError, UserError):  # a damaged status.json
+            record_verdict(attempt, incident)
         with suppress(OSError):
             write_json(attempt.path / JSON, without_secrets(incident.model_dump()))
             write_text(attempt.path / MARKDOWN, redact(markdown(incident)))
@@ -78,6 +81,19 @@ def without_secrets(value: object) -> object:
     if isinstance(value, dict):
         return {key: without_secrets(each) for key, each in value.items()}
     return [*map(without_secrets, value)] if isinstance(value, list) else value
+
+
+def record_verdict(attempt: Attempt, incident: Incident) -> None:
+    """Puts the rank that the report names into status.json, of an attempt that has failed.
+    `Attempt.conclude`, which knows only the exceptions, may have named another one."""
+    status = attempt.status()
+    if status.get("state") != JobState.FAILED or status.get("killed"):
+        return
+    error = next((e for e in failures.recorded(attempt.errors) if e["rank"] == incident.rank), {})
+    own = error and not error.get("lost_peer") and not error.get("waiting")
+    known = failures.describe(error) if own else f"{incident.cause}: {incident.evidence}"
+    first = failures.facts(error) or {"rank": incident.rank, "host": incident.host}
+    attempt.update(error=redact(f"rank {incident.rank}: {known}"), first_error=first)
 
 
 def await_monitors(attempt: Attempt) -> None:
@@ -174,7 +190,8 @@ def _title(rank: Rank, size: int) -> str:
         return f"rank {seen.rank} {first}: {one_line(failures.describe(rank.error))}{on}"
     step = f"step {seen.step}" if seen.step is not None else ""
     place = ", ".join(filter(None, (step, seen.phase, seen.where))) or "nothing is known of it"
-    return f"rank {seen.rank} {'was killed' if rank.text else 'did not come'}: {place}{on}"
+    killed = rank.text.startswith("Killed: ")
+    return f"rank {seen.rank} {'was killed' if killed else 'did not come'}: {place}{on}"
 
 
 def _state(rank: Rank) -> str:

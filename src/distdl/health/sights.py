@@ -20,10 +20,10 @@ def write(attempt: Path, sight: Mapping[str, Any], stacks: str = "") -> None:
     """Writes the first sight of a rank, and the stacks of its threads; later ones are of its
     shutdown."""
     folder, rank = attempt / "health", sight["rank"]
-    if (folder / f"rank_{rank}.json").exists():
-        return
-    failures.release(attempt / "errors", rank)
-    with suppress(OSError):  # a full disk must not hide the failure
+    with suppress(OSError):  # a full disk, or a lost one, must not hide the failure
+        if (folder / f"rank_{rank}.json").exists():
+            return
+        failures.release(attempt / "errors", rank)
         write_json(folder / f"rank_{rank}.json", sight)
         if stacks:
             write_text(folder / f"stacks_{rank}.txt", redact(stacks))
@@ -43,7 +43,7 @@ def conclude(attempt: Path, sight: Mapping[str, Any], alone: bool) -> None:
     if sight["rank"] != 0:
         return
     if first := failures.first(attempt / "errors"):
-        with suppress(OSError):
+        with suppress(OSError):  # the report puts its own verdict there
             Attempt(attempt).fail(f"rank {first['rank']}: {failures.describe(first)}", EXIT_HUNG)
     if (report := incident.write(Attempt(attempt))) and alone:
         print(incident.head(report), file=sys.stderr, flush=True)

@@ -310,6 +310,10 @@ class Watchdog:
         for child in psutil.Process().children():
             if child.pid == self._monitor.pid or not _handles(child.pid, signal.SIGUSR2):
                 continue
+            process = {"pid": child.pid, **machine.state(child.pid)}
+            if process["process"] in machine.STOPPED:  # it answers no signal
+                yield process
+                continue
             self._stacks.write(f"\nloader worker, process {child.pid}\n".encode())
             begin = os.fstat(self._stacks.fileno()).st_size
             os.kill(child.pid, signal.SIGUSR2)
@@ -318,7 +322,7 @@ class Watchdog:
                 if (size := os.fstat(self._stacks.fileno()).st_size) > begin:
                     break
             text = os.pread(self._stacks.fileno(), size - begin, begin).decode(errors="replace")
-            yield {"pid": child.pid, "where": innermost(main_thread(text))}
+            yield {**process, "where": innermost(main_thread(text))}
 
 
 def _frames(stack: Iterable[tuple[FrameType, int]]) -> list[Frame]:

@@ -26,6 +26,7 @@ STATUS_SHAPE: files.Shape = {
     **dict.fromkeys(("pid", "exit_code", "restarts"), int),
     **dict.fromkeys(("started", "ended"), NUMBER),
     **dict.fromkeys(("metrics", "parameters", "slow"), dict),
+    "killed": bool,
 }
 LAUNCH_SHAPE: files.Shape = {"run_id": str, "where": dict}
 
@@ -186,7 +187,7 @@ class Attempt:
         fields: dict[str, Any] = {}
         if killed and recorded is not JobState.SUCCEEDED and (not first or first.get("lost_peer")):
             state = JobState.FAILED
-            fields = {**_ended(state), "error": killed}
+            fields = {**_ended(state), "error": killed, "killed": True}
         elif first:  # whatever state rank 0 recorded
             state = JobState.FAILED
             error = f"rank {first['rank']}: {failures.describe(first)}"

@@ -51,8 +51,9 @@ def record(
         Whether this is the rank's first failure.
     """
     path = folder / f"rank_{rank}.json"
-    if path.exists():
-        return False
+    with suppress(OSError):  # the store has failed: nothing can be kept there
+        if path.exists():
+            return False
     release(folder, rank)
     fields = {
         "time": time.time(),

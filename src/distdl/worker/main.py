@@ -223,6 +223,7 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
 
                 built.metrics.on_start = on_start
             metrics = task(built, **arguments) or {}
+            process_group.gather(None)  # nobody is done while another rank is not
         state = JobState.SUCCEEDED
         if rank == 0:
             started = attempt.status().get("started", 0)
@@ -323,7 +324,8 @@ def fail(
     code = record_failure(attempt, rank, error, watchdog)
     if rank == 0:
         facts = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
-        attempt.fail(failures.describe(facts), code)
-        incident.await_monitors(attempt)
-        incident.write(attempt)  # again by whoever follows the job, if anybody does
+        with contextlib.suppress(OSError):  # the store has failed, and the error says so
+            attempt.fail(failures.describe(facts), code)
+            incident.await_monitors(attempt)
+            incident.write(attempt)  # again by whoever follows the job, if anybody does
     return code
