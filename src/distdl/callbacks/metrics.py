@@ -53,6 +53,7 @@ class StepMetrics(Callback):
         self.latest: dict[str, float] = {}
         self.listeners: list[Any] = []
         self.images_per_second: list[float] = []
+        self.has_trained = False  # whether a batch has ended
         self._status_at = 0.0
         self._warned = False
 
@@ -82,6 +83,7 @@ class StepMetrics(Callback):
             self._loss += loss
             self._losses += 1
         self._batches += 1
+        self.has_trained = True
         self._queue_limit.step()
         now = time.perf_counter()
         self._seconds += now - self._batch_end

@@ -141,6 +141,7 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
             values.append("++" + body)
         else:
             problems += _unknown_options(override)
+            body = f"{body.partition('=')[0]}={_named(override)}"
             if key in LAYERS:
                 layers[key].append("+" + body)
             elif "/" in key:
@@ -245,13 +246,28 @@ def sweep_keys(overrides: Sequence[str]) -> list[str]:
     return [o.key_or_group for o in parse_overrides(overrides) if o.is_sweep_override()]
 
 
+def _named(override: Any) -> str:
+    """The options that an override of a group chooses, as Hydra takes them: a text, not a number
+    such as 2024."""
+    value, text = override.value(), str(override.input_line).partition("=")[2]
+    if isinstance(value, list) and not all(isinstance(each, str) for each in value):
+        return "[" + ",".join(f'"{option_name(each)}"' for each in value) + "]"
+    return f'"{text}"' if isinstance(value, bool | int | float) else text
+
+
+def option_name(value: Any) -> str:
+    """The name of an option, as it was typed, for a value that Hydra's grammar has read."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _unknown_options(override: Any) -> Iterable[Problem]:
     group = override.key_or_group
     known = group_options(group)
     swept = override.is_sweep_override()
     chosen = override.sweep_iterator() if swept else override.value()
-    for option in map(str, chosen if swept or isinstance(chosen, list) else [chosen]):
-        option = "null" if option == "None" else option
+    for option in map(option_name, chosen if swept or isinstance(chosen, list) else [chosen]):
         folder, _, name = option.rpartition("/")
         inner = folder and name in group_options(f"{group}/{folder}")
         if option not in known and not option.startswith("$") and not inner:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from distdl.config import epochs
 from distdl.data.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
 from distdl.data.encoded import EncodedImages, OnDamaged
 from distdl.data.folder import FolderImages, check_folder
@@ -147,14 +148,19 @@ class StoredImages(ImageData):
                 if predicts and _is_listed(root, QUICK):
                     return
                 if not _is_prepared(root):
-                    yield from check_folder(Path(root), classes)
+                    yield from (found := [*check_folder(Path(root), classes)])
+                    if not found and _counts_batches(context):
+                        images = FolderImages(Path(root, "train"), EvalView(1, 1))
+                        yield from _of_epoch(context, len(images))
                     return
             data = open_data_set(
                 root, patience=QUICK, cache_root=_cache_root(config.get("cache_dir"))
             )
             if data.note:
                 yield data.note
-            yield from _misfits(data, classes)
+            yield from (found := [*_misfits(data, classes)])
+            if not found:
+                yield from _of_epoch(context, data.manifest.splits["train"].samples)
         except UserError as error:
             yield from (Problem("root", p.what, p.remedy) for p in error.problems)
 
@@ -303,6 +309,22 @@ def _refuse(problems: Iterable[Problem]) -> None:
     listed = [Problem(f"data.{p.path}", p.what, p.remedy) for p in problems]
     if listed:
         raise UserError(*listed)
+
+
+def _counts_batches(context: Mapping[str, Any] | None) -> bool:
+    """Whether a setting depends on the number of batches. Listing a folder may take seconds."""
+    trainer = ((context or {}).get("config") or {}).get("trainer") or {}
+    return epochs.is_count(trainer.get("val_check_interval"))
+
+
+def _of_epoch(context: Mapping[str, Any] | None, samples: int) -> Iterable[Problem]:
+    """What does not fit the epochs of a run; the path is that of the data node."""
+    config = (context or {}).get("config")
+    world_size = (context or {}).get("world_size", 1)
+    for problem in epochs.problems(config, samples, world_size) if config else ():
+        section, _, key = problem.path.partition(".")
+        what = problem.what if section == "data" else f"{problem.path} {problem.what}"
+        yield Problem(key if section == "data" else "", what, problem.remedy)
 
 
 def _misfits(data: DataSet, num_classes: int | None) -> Iterable[Problem]:

@@ -43,10 +43,11 @@ def shortened(config: DictConfig, steps: int) -> DictConfig:
         "checkpoint.every_minutes": None,
         "callbacks.record_samples": recorder | {"step_seconds": trial.STEP_S},
         "tracking": {},
-        "launcher.max_attempts": max(1, config.launcher.max_attempts),
         "follow": True,
         "name": None,
     }
+    if "max_attempts" in config.launcher:  # else its runs are started once
+        settings["launcher.max_attempts"] = max(1, config.launcher.max_attempts or 1)
     for path, value in settings.items():
         OmegaConf.update(short, path, value, force_add=True, merge=False)
     return short

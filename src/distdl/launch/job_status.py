@@ -35,7 +35,11 @@ def lines(job: Job, attempt: Attempt | None, state: JobState) -> Iterator[str]:
     restarts = f", restarted {facts['restarts']} times" if facts.get("restarts") else ""
     yield f"{shown(attempt.path.parents[1])}  (attempt {attempt.number})"
     yield f"  state   {state}{restarts}"
-    yield from (f"  because {reason}" for reason in (why, "" if facts else MISSING) if reason)
+    recorded = facts.get("state")
+    copied = "" if recorded == state else attempt.copy_of(facts)
+    copied = copied and f"this folder is a copy of {plain(copied)}, which was {recorded}"
+    reasons = why, "" if facts else MISSING, copied
+    yield from (f"  because {reason}" for reason in reasons if reason)
     yield f"  job     {plain(where_of(attempt))}"
     if job.url:
         yield f"  watch   {plain(job.url)}"

@@ -8,6 +8,7 @@ the platform is queried.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from distdl.config.own_code import make_importable, own_folders
 from distdl.health import incident
 from distdl.job import Job, JobState, Launcher
 from distdl.runs import failures, provenance
+from distdl.runs.attempt import place_of
 from distdl.runs.directory import Attempt, RunDirectory, shown, write_json
 from distdl.util.answering import refuse_silent
 from distdl.util.errors import Problem, UserError
@@ -36,7 +38,8 @@ NO_RUNS_INSIDE = ("attempts", "checkpoints", "logs", "tracking")
 
 def record(attempt: Attempt, job: Job) -> None:
     """Records the submitted job, for later shells."""
-    write_json(attempt.path / "job.json", {"handle": job.handle, "url": job.url})
+    place = {"host": socket.gethostname(), **place_of(attempt.path)}
+    write_json(attempt.path / "job.json", {"handle": job.handle, "url": job.url, **place})
 
 
 def project_trust(allow: Sequence[str] = ()) -> Trust:
@@ -67,6 +70,9 @@ class Platforms:
         launcher = self._known[key]
         if not isinstance(launcher, Problem) and names_another_folder(str(handle), attempt):
             what = f"not queried: job.json names a job of another folder, {handle}"
+            launcher = Problem("launcher", what)
+        elif not isinstance(launcher, Problem) and (original := attempt.copy_of(attempt.job())):
+            what = f"not queried: job.json names the job of {original}, of which this is a copy"
             launcher = Problem("launcher", what)
         if isinstance(launcher, Problem):
             return Unqueried(str(handle), launcher)

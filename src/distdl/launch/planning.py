@@ -262,7 +262,8 @@ def notes_of(config: DictConfig) -> list[str]:
 
 
 def is_local(config: DictConfig) -> bool:
-    return str((config.get("launcher") or {}).get("_target_", LOCAL)) == LOCAL
+    path, quiet = "launcher._target_", {"throw_on_resolution_failure": False}
+    return str(OmegaConf.select(config, path, default=LOCAL, **quiet)) == LOCAL
 
 
 def root_of(config: DictConfig) -> Path:

@@ -143,6 +143,10 @@ def draw(chart: Chart, start: float) -> tuple[str, list[tuple[str, str]]]:
         return finish(), [(str(line.get_label()), str(line.get_color())) for line in drawn]
 
 
+# Beyond it, matplotlib's own arithmetic overflows.
+LARGEST = 1e100
+
+
 def _line(
     axes: Any, label: str, series: MetricSeries, times_from: float | None, scale: float
 ) -> None:
@@ -150,8 +154,12 @@ def _line(
     x = np.array(series.steps, dtype=float)
     if times_from is not None:
         x = (np.array(series.times) - times_from) / 60
-    y = scale * np.array(series.values)
-    y[~np.isfinite(y)] = math.nan
+    y = np.array(series.values, dtype=float)
+    hidden = ~(np.abs(y) <= LARGEST)  # NaN, too
+    y[hidden] = math.nan
+    y *= scale
+    if hidden.any():
+        label += f" ({hidden.sum()} of {len(y)} values are NaN, infinite or too large to draw)"
     if (size := math.ceil(len(y) / POINTS)) == 1:
         marker = "o" if len(y) < 40 else ""
         axes.plot(x, y, label=label, marker=marker, markersize=3, linewidth=1.4)

@@ -18,12 +18,13 @@ from distdl.runs import failures, files
 from distdl.runs.files import Damaged, write_json
 from distdl.util.processes import is_alive, this_process
 from distdl.util.redact import redact
+from distdl.util.strict_json import numbers
 
 LAUNCH, STATUS, RANKS = "launch.yaml", "status.json", "ranks.json"
 NUMBER = (int, float)
 STATUS_SHAPE: files.Shape = {
-    **dict.fromkeys(("state", "host", "birth", "error", "not_restarted"), str),
-    **dict.fromkeys(("pid", "exit_code", "restarts"), int),
+    **dict.fromkeys(("state", "host", "birth", "folder", "error", "not_restarted"), str),
+    **dict.fromkeys(("pid", "inode", "exit_code", "restarts"), int),
     **dict.fromkeys(("started", "ended"), NUMBER),
     **dict.fromkeys(("metrics", "parameters", "slow"), dict),
     "killed": bool,
@@ -38,6 +39,15 @@ class RankProcess(NamedTuple):
     host: str
     process: str
     agent: str
+
+
+def place_of(folder: Path, name: Path | None = None) -> dict[str, Any]:
+    """Identifies the folder of an attempt in a record: a copy of it has another path and inode.
+
+    Args:
+        name: The path that the folder will get, if it is another one.
+    """
+    return {"folder": str((name or folder).resolve()), "inode": folder.stat().st_ino}
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,8 @@ class Attempt:
         status = files.load_json(path, STATUS_SHAPE, remedy)
         if status.get("state") is not None and status["state"] not in list(JobState):
             raise Damaged(path, f"state is {status['state'][:40]!r}", remedy)
+        if status.get("metrics"):
+            status["metrics"] = numbers(status["metrics"])
         for name, value in (status.get("metrics") or {}).items():
             if not isinstance(value, NUMBER):
                 raise Damaged(path, f"metrics.{name} is {str(value)[:40]!r}", remedy)
@@ -113,8 +125,17 @@ class Attempt:
         remote = status.get("host") != socket.gethostname()
         if recorded not in (JobState.PENDING, JobState.RUNNING) or self.job() or remote:
             return recorded
-        alive = is_alive(status.get("pid") or 0, status.get("birth"))
+        alive = is_alive(status.get("pid") or 0, status.get("birth")) and not self.copy_of(status)
         return recorded if alive else JobState.FAILED
+
+    def copy_of(self, record: Mapping[str, Any]) -> str:
+        """The folder for which this host wrote a record that has the keys of `place_of`, if this
+        attempt is a copy of that folder; "" if it is the same, also after it was moved."""
+        folder = str(record.get("folder") or "")
+        if not folder or record.get("host") != socket.gethostname():
+            return ""  # another host may see the same folder under other names
+        here = place_of(self.path)
+        return "" if here["folder"] == folder or here["inode"] == record.get("inode") else folder
 
     def is_under_way(self) -> bool:
         """Whether it runs or is being started, as far as this host can know. (For a job that waits
@@ -165,7 +186,7 @@ class Attempt:
             if restarts and path.exists():
                 os.replace(path, path.with_name(f"{path.stem}-{restarts:03d}{path.suffix}"))
         new = {"state": JobState.RUNNING, "started": time.time(), "ended": None, "error": None}
-        self.update(**new, **this_process(), restarts=restarts)
+        self.update(**new, **this_process(), **place_of(self.path), restarts=restarts)
 
     def end(self, state: JobState, **fields: Any) -> None:
         self.update(**{**_ended(state), **fields})

@@ -20,6 +20,7 @@ from typing import Any
 
 from distdl.runs.directory import read_json, sync, write_json
 from distdl.util.errors import UserError
+from distdl.util.strict_json import numbers
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,10 @@ def manifest_at(path: Path) -> dict[str, Any]:
         return {}
     entries = files.values()
     readable = all(isinstance(e, dict) and {"size", "sha256"} <= e.keys() for e in entries)
-    return manifest if readable else {}
+    if not readable:
+        return {}
+    metrics = manifest.get("metrics")
+    return {**manifest, "metrics": numbers(metrics)} if isinstance(metrics, dict) else manifest
 
 
 def age(path: Path) -> tuple[float, float, bool]:

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl.job import JobState
 from distdl.runs import files
-from distdl.runs.attempt import LAUNCH, STATUS
+from distdl.runs.attempt import LAUNCH, STATUS, place_of
 from distdl.runs.attempt import Attempt as Attempt
 from distdl.runs.files import read_json as read_json
 from distdl.runs.files import write_json, write_text
@@ -170,6 +170,7 @@ class RunDirectory:
                 self.refuse_under_way()
                 Attempt(prepared).write_launch(launch)
                 new = {"state": JobState.PENDING, "started": time.time(), **this_process()}
+                new |= place_of(prepared, attempt.path)
                 write_json(prepared / STATUS, new)
                 try:
                     os.rename(prepared, attempt.path)

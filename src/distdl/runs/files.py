@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
+from distdl.util import strict_json
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import Problem, UserError
 
@@ -45,7 +46,7 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
-    text = json.dumps(value, indent=2, sort_keys=False, default=str) + "\n"
+    text = strict_json.dumps(value, indent=2, default=str) + "\n"
     write_text(path, text, durable=durable)
 
 

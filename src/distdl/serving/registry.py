@@ -68,7 +68,7 @@ def _register(client: Any, name: str, run_id: str, folder: Path, best: DictConfi
     metric = best.monitor or "val/acc1"
     tags = {SHA256: trained["sha256"], DATA: trained["data_key"]}
     if metric in trained["metrics"]:
-        tags |= {METRIC: metric, VALUE: repr(trained["metrics"][metric])}
+        tags |= {METRIC: metric, VALUE: repr(float(trained["metrics"][metric]))}
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
     versions = client.search_model_versions(f"name = '{name}'")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from distdl.tasks.prediction_rows import Rows
 
 HALVES = (torch.float16, torch.bfloat16)  # which NumPy or JSON lack
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+NUMBERS = (torch.bool, torch.float32, torch.float64, torch.uint16, torch.uint32, *INTEGERS)
+Columns = dict[str, tuple[str, tuple[int, ...]]]  # name -> type, and shape of a sample's value
 
 
 def predict(
@@ -113,6 +116,7 @@ class Collector(Callback):
         self.ranked = type(context.module).predict_step is ImageClassifier.predict_step
         self.agreement = Agreement(1)
         self.outputs: list[dict[str, torch.Tensor]] = []
+        self.columns: Columns | None = None
         self.errors: list[str] = []
 
     def opened(self, loader: Any, *_: Any, **__: Any) -> Any:
@@ -140,12 +144,27 @@ class Collector(Callback):
             self.outputs.append({"class": best.indices, "probability": best.values})
         else:
             size = min(per_batch, self.batches.rows - batch_idx * per_batch)
-            self.outputs.append(on_host(outputs, size))
+            self.outputs.append(on_host(outputs, size, self.reserved))
+            self._refuse_other_columns(self.outputs[-1])
         if isinstance(self.dataset, EncodedImages):
             self.errors += batch["damaged"]
         (stop,) = self.agreement.exchange(bool(self.context.checkpointer.stop))
         if stop or len(self.outputs) * per_batch * self.batches.world_size >= self.part_samples:
             self._store()
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        """The names of distdl's own columns."""
+        return ("name", "label", "error") if isinstance(self.dataset, EncodedImages) else ("index",)
+
+    def _refuse_other_columns(self, outputs: dict[str, torch.Tensor]) -> None:
+        """All batches of all ranks give the same columns: refuses what differs from the first."""
+        now = {name: (str(value.dtype), tuple(value.shape[1:])) for name, value in outputs.items()}
+        if self.columns is None:
+            self.columns = now
+            for other in process_group.gather(now):
+                refuse_difference(now, other)
+        refuse_difference(self.columns, now)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.outputs:
@@ -200,15 +219,56 @@ class Collector(Callback):
         self.rows.add(table, missing, **counts)
 
 
-def on_host(outputs: Any, size: int) -> dict[str, torch.Tensor]:
-    """What `predict_step` returned for a batch, each [size, ...]."""
+def on_host(outputs: Any, size: int, reserved: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+    """What `predict_step` returned for a batch, each [size, ...]. Raises UserError if it is no
+    table of `size` rows, or has a column of a `reserved` name."""
     tensors = outputs if isinstance(outputs, Mapping) else {"prediction": outputs}
-    fits = [isinstance(v, torch.Tensor) and v.shape[:1] == (size,) for v in tensors.values()]
-    if not fits or not all(fits):
-        what = f"predict_step did not return tensors of {size} rows, one for each sample"
-        remedy = "return a tensor, or a dict of tensors, whose first dimension is the batch"
-        raise UserError.at("model", what, remedy)
+    if not tensors:
+        refuse_output("predict_step returned an empty dict")
+    names = [*map(str, tensors)]
+    for name, value in zip(names, tensors.values(), strict=True):
+        if name in reserved or names.count(name) > 1:
+            whose = "a column of distdl" if name in reserved else "another key"
+            what = f"predict_step returned {name!r}, which is also the name of {whose}"
+            raise UserError.at("model", what, "return it under another name")
+        if why := unfit(value, size):
+            refuse_output(
+                f"predict_step returned {why}" + (f" as {name!r}" if outputs is tensors else "")
+            )
     return {
-        str(name): (value.float() if value.dtype in HALVES else value).detach().cpu()
-        for name, value in tensors.items()
+        name: (value.float() if value.dtype in HALVES else value).detach().cpu()
+        for name, value in zip(names, tensors.values(), strict=True)
     }
+
+
+def unfit(value: Any, size: int) -> str:
+    """Why a value cannot be a column of `size` rows; "" if it can."""
+    if not isinstance(value, torch.Tensor):
+        return f"a value of type {type(value).__name__}"
+    if value.is_nested:
+        return "a nested tensor, whose rows differ in length"
+    if value.layout is not torch.strided or value.is_quantized:
+        return "a sparse or quantized tensor"
+    if value.is_complex() or (value.dtype not in NUMBERS and value.dtype not in HALVES):
+        return f"a tensor of {value.dtype}, which a table cannot hold"
+    if value.shape[:1] != (size,):
+        return f"a tensor of shape {[*value.shape]} for {size} samples"
+    if 0 in value.shape:
+        return f"a tensor of shape {[*value.shape]}, which has no values"
+    return ""
+
+
+def refuse_output(what: str) -> NoReturn:
+    remedy = "return a tensor of numbers, or a dict of such tensors, whose first dimension is the "
+    remedy += "batch: complex numbers by torch.view_as_real, rows of other lengths padded"
+    raise UserError.at("model", what, remedy)
+
+
+def refuse_difference(one: Columns, other: Columns) -> None:
+    for name in one.keys() | other.keys():
+        if one.get(name) != other.get(name):
+            before, now = (
+                f"{c[name][0]} {[*c[name][1]]}" if name in c else "none" for c in (one, other)
+            )
+            what = f"{name!r} is {before} per sample in one batch of predict_step, {now} in another"
+            refuse_output(what)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from pyarrow.parquet import write_table
 
 from distdl.runs.directory import PREDICTING, shown
 from distdl.runs.files import Shape, load_json
+from distdl.util import strict_json
 from distdl.util.atomic_files import remove_leftovers, write_bytes
 from distdl.util.errors import Unfinished, UserError
 
@@ -48,7 +48,7 @@ def encoded(table: pyarrow.Table, format: str) -> bytes:
         return file.getvalue()
     rows = table.to_pylist()
     if format == "jsonl":
-        return "".join(json.dumps(row) + "\n" for row in rows).encode()
+        return "".join(strict_json.dumps(row) + "\n" for row in rows).encode()
     lines = [table.column_names, *(row.values() for row in rows)]
     csv.writer(text := io.StringIO(), lineterminator="\n").writerows(lines)
     return text.getvalue().encode()
@@ -122,7 +122,7 @@ class Rows:
             (self.folder / PROGRESS).replace(self.folder / MANIFEST)
 
     def _write_record(self) -> None:
-        self._write(PROGRESS, json.dumps(self.record, indent=1).encode())
+        self._write(PROGRESS, strict_json.dumps(self.record, indent=1).encode())
 
     def _write(self, name: str, data: bytes) -> None:
         path = self.folder / name

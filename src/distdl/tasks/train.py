@@ -19,12 +19,25 @@ def train(context: Built) -> dict[str, float]:
     """Fits the module and returns the last value of every metric."""
     start(context, context.checkpoint, context.trainer.fit)
     warn_of_time_limit(context)
+    warn_of_nothing(context)
     metrics = {k: float(v) for k, v in context.trainer.callback_metrics.items()}
     speeds = sorted(context.metrics.images_per_second)
     if speeds:
         metrics["perf/images_per_second"] = speeds[len(speeds) // 2]
     latest = context.metrics.latest
     return {**{k: v for k, v in latest.items() if k in ("train/loss", "perf/data_wait")}, **metrics}
+
+
+def warn_of_nothing(context: Built) -> None:
+    """Warns if this attempt has not trained a batch, which looks like any other end."""
+    trainer = context.trainer
+    if context.metrics.has_trained or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    why = f"epoch {trainer.current_epoch}, step {trainer.global_step} of trainer.max_epochs="
+    why += f"{trainer.max_epochs}, trainer.max_steps={trainer.max_steps}"
+    if trainer.num_training_batches == 0:
+        why = "train_dataloader gave no batch"
+    log.warning("nothing was trained: %s", why)
 
 
 def warn_of_time_limit(context: Built) -> None:

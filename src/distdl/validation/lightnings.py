@@ -83,12 +83,20 @@ def trainer(binding: Binding, node: dict[str, Any]) -> None:
 def try_trainer(arguments: Mapping[str, Any]) -> Problem | str | None:
     """Builds a Trainer: Lightning refuses values that no type check can find. Returns a problem, or
     the name of a missing package, or None."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.pytorch import Trainer
 
-    # The devices may be on another machine, and distdl sets loggers and the bar itself.
-    neutral = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "sync_batchnorm": False}
+    # The devices may be on another machine, and distdl sets loggers, the bar and the cluster
+    # itself: Lightning would look for Slurm, LSF, ... in the variables of this shell.
+    neutral: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "num_nodes": 1,
+        "sync_batchnorm": False,
+    }
     neutral |= {"deterministic": None, "benchmark": None}  # these would change this process
     neutral |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    neutral["plugins"] = [LightningEnvironment()]
     passed = {**arguments, **neutral}
     logging.disable(logging.INFO)  # the Trainer that trains logs these messages again
     try:

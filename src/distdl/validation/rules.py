@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from distdl.config import epochs, words
 from distdl.config import recipe as configs
-from distdl.config import words
 from distdl.config.resources import replicas
 from distdl.config.schema import COLLECTIONS, COMPONENTS, known_paths, path_text, walk
 from distdl.job import Resources, unprintable, variable_problems
@@ -31,6 +31,14 @@ _ON_THIS_MACHINE = (_LOCAL, "distdl.launchers.external")  # the workers run wher
 PACKAGES = {"WandbLogger": "wandb", "CometLogger": "comet_ml", "ClearMLLogger": "clearml"}
 # Launcher keys whose names look secret, but whose values only name something.
 _NO_SECRETS = ("kms_key", "key_vault")
+
+
+# Values of 0 with which a training does nothing, and what to write instead.
+_NOTHING = {
+    "limit_train_batches": ("0 would train on no batches", "null for all batches"),
+    "max_epochs": ("0 would train for no epoch", "1"),
+    "max_steps": ("0 would train for no step", "-1 for no limit"),
+}
 
 
 def strings(value: Any) -> list[str]:
@@ -68,9 +76,9 @@ def trainer(resolved: Resolved) -> Iterator[Problem]:
             near = did_you_mean(path, [f"trainer.{name}" for name in takes])
             remedy = near or words.for_key(key) or did_you_mean(key, known_paths())
             yield Problem(path, f"lightning's Trainer takes no argument {key!r}", remedy)
-        elif key == "limit_train_batches" and value == 0 and target == configs.TRAIN:
-            remedy = f"write {path}=null for all batches, or task=validate"
-            yield Problem(path, "0 would train on no batches", remedy)
+        elif key in _NOTHING and value == 0 and target == configs.TRAIN:
+            what, remedy = _NOTHING[key]
+            yield Problem(path, what, f"{path}={remedy}, or task=validate")
 
 
 def _trainer_takes() -> list[str]:
@@ -187,6 +195,28 @@ def topology(resolved: Resolved, size: Resources | None, local: bool) -> Iterato
     if size.accelerator == "mps" and size.devices > 1:
         yield Problem("trainer.devices", "an Apple GPU is one device", "trainer.devices=1")
     yield from _batches(resolved, size.world_size)
+    yield from _epochs(resolved, size.world_size)
+
+
+def classes(resolved: Resolved) -> Iterator[Problem]:
+    """A model with fewer classes than the data: its first label above them would end the run."""
+    model, data = resolved.section("model"), resolved.section("data")
+    labels, network = data.get("num_classes"), model.get("network")
+    sizes = {"model.num_classes": model.get("num_classes")}
+    if isinstance(network, dict) and network.get("num_classes") != model.get("num_classes"):
+        sizes["model.network.num_classes"] = network.get("num_classes")
+    for path, size in sizes.items() if configs.is_own(model.get("_target_")) else ():
+        if type(size) is int and type(labels) is int and 0 < size < labels:
+            what = f"is {size}, and the data have {labels} classes (data.num_classes)"
+            yield Problem(path, what, f"{path}={labels}, or leave it out")
+
+
+def _epochs(resolved: Resolved, world: int) -> Iterator[Problem]:
+    """Settings that do not fit an epoch, where the config states its samples."""
+    data = resolved.section("data")
+    samples = data.get("train_samples")
+    if configs.is_own(data.get("_target_")) and epochs.is_count(samples):
+        yield from epochs.problems(resolved.values, samples, world)
 
 
 def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ callback must be a Callback, an optimizer an Optimizer. A `Trust` says whose cod
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -79,13 +80,13 @@ def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | 
         return None
     package, *inner = target.split(".")
     if package not in ALLOWED:
+        # Of a launcher, a run's own file may name one that is there, but not trusted.
+        searched = path[:1] != ("launcher",) and package not in sys.stdlib_module_names
+        if searched and (missing := not_found(target, trust)):
+            return missing
         what = f"{target} is outside the allowed packages ({', '.join(ALLOWED)}, your project's)"
         if package in sys.stdlib_module_names:
             return what, ""  # hardly ever intended, so never suggested
-        files = [file for folder in trust.folders for file in FilePath(folder).glob("*")]
-        names = [file.stem for file in files if file.suffix == ".py" or any(file.glob("*.py"))]
-        if near := closest(package, names):
-            return what, f"did you mean {'.'.join((near, *inner))}?"
         return what, f"if you trust it: project.allow=[{package}]"
     section = str(path[0]) if path else ""
     within = WITHIN.get(section)
@@ -94,6 +95,29 @@ def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | 
     if within and not (len(path) == 1 and target.startswith(f"{within}.")):
         return f"{target} is not a {section} of distdl", advice(target)
     return None
+
+
+def not_found(target: str, trust: Trust) -> tuple[str, str] | None:
+    """Where a module was looked for that is neither in the user's folders nor installed, and the
+    remedy; None if it is there. Imports nothing."""
+    package, *inner = target.split(".")
+    folders = [folder for folder in trust.folders if (FilePath(folder) / package).is_dir()]
+    # Without a file of Python in it, a folder counts for `find_spec`, too.
+    if not folders and importlib.util.find_spec(package) is not None:
+        return None
+    where = " and ".join(trust.folders) or "no folder"
+    if folders:
+        what = f"{folders[0]}/{package} has no module {inner[0]!r}, which {target} names"
+        return what, f"write {folders[0]}/{package}/{inner[0]}.py, or correct the name"
+    what = f"there is no module {package!r}, which {target} names, in {where}, nor is it installed"
+    files = [file for folder in trust.folders for file in FilePath(folder).glob("*")]
+    names = [file.stem for file in files if file.suffix == ".py" or any(file.glob("*.py"))]
+    if near := closest(package, names):
+        return what, f"did you mean {'.'.join((near, *inner))}?"
+    return (
+        what,
+        "start distdl in the folder that holds it, name that by project.root=, or install it",
+    )
 
 
 def advice(target: str) -> str:

@@ -70,6 +70,7 @@ def problems_of(
         *rules.services(resolved, local),
         *(each for _, each in target_problems(resolved.values, _trust(resolved, project_root))),
         *rules.topology(resolved, topology, local),
+        *rules.classes(resolved),
         *rules.secrets(resolved),
     ]
     # A value that did not resolve is None now, and must not be reported a second time.
