@@ -260,7 +260,7 @@ data.cache_dir=${oc.env:NOT_SET} | data.cache_dir: the environment variable NOT_
 model.num_classes=${data.num_clases} | model.num_classes: refers to | mean data.num_classes?
 +model.api_token=canary-5e11a0 | model.api_token: holds a secret
 model.network._target_=mine:Net | model.network._target_: is not a dotted path | write mine.Net
-+callbacks.other._target_=foo.Bar | callbacks.other._target_: foo.Bar is | project.allow=[foo]
++callbacks.other._target_=foo.Bar | callbacks.other._target_: there is no module 'foo' | [foo]
 callbacks.early_stoping.patience=3 | callbacks.early_stoping: names no class | early_stopping?
 """)
 # Right, and refers to what is wrong: that is reported once.

@@ -258,4 +258,4 @@ def test_any_module_with_a_predict_step_on_two_ranks(tmp_path):
     }
     done = distdl(*OWN, "+model.wrong=true", "name=w", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
-    assert "predict_step did not return tensors of 2 rows, one for each sample" in done.stderr
+    assert "predict_step returned a tensor of shape [5] for 2 samples" in done.stderr

@@ -105,19 +105,18 @@ def not_found(target: str, trust: Trust) -> tuple[str, str] | None:
     # Without a file of Python in it, a folder counts for `find_spec`, too.
     if not folders and importlib.util.find_spec(package) is not None:
         return None
-    where = " and ".join(trust.folders) or "no folder"
     if folders:
         what = f"{folders[0]}/{package} has no module {inner[0]!r}, which {target} names"
         return what, f"write {folders[0]}/{package}/{inner[0]}.py, or correct the name"
+    where = " and ".join(trust.folders) or "no folder"
     what = f"there is no module {package!r}, which {target} names, in {where}, nor is it installed"
     files = [file for folder in trust.folders for file in FilePath(folder).glob("*")]
     names = [file.stem for file in files if file.suffix == ".py" or any(file.glob("*.py"))]
     if near := closest(package, names):
         return what, f"did you mean {'.'.join((near, *inner))}?"
-    return (
-        what,
-        "start distdl in the folder that holds it, name that by project.root=, or install it",
-    )
+    remedy = "start distdl in the folder that holds it, or name that by project.root=; "
+    remedy += f"if only the nodes have it, and you trust it: project.allow=[{package}]"
+    return what, remedy
 
 
 def advice(target: str) -> str:
