@@ -123,7 +123,7 @@ def trained(command: Any, folder: Path, steps: int, wait: float, every: float = 
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     chosen, due = random.Random(0), math.inf
     limit = time.time() + 2 * steps * WAIT_S + 60
-    with open(folder / "output.log", "w") as log:
+    with open(folder / "output.log", "w", encoding="utf-8") as log:
         options: dict[str, Any] = {"cwd": folder, "env": env, "stdout": log, "stderr": log}
         process = subprocess.Popen(command(folder, steps, wait), **options)
         try:
@@ -171,7 +171,10 @@ def shrunk(folder: Path, steps: int) -> Training:
     folder.mkdir()
     words = [word for word in ours(folder, steps, WAIT_S) if "launcher." not in word]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with Hosts("node1", "node2") as hosts, open(folder / "output.log", "w") as log:
+    with (
+        Hosts("node1", "node2") as hosts,
+        open(folder / "output.log", "w", encoding="utf-8") as log,
+    ):
         where = ["launcher=mpi", f"launcher.mpirun={MPIRUN}", f"launcher.ssh={hosts.ssh}"]
         where += ["launcher.hosts=[node1,node2]", "trainer.num_nodes=2", "trainer.devices=1"]
         options: dict[str, Any] = {"cwd": folder, "env": env, "stdout": log, "stderr": log}

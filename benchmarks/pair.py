@@ -30,7 +30,10 @@ def start(code: str, plan: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         path = Path(name) / "plan.json"
         path.write_text(json.dumps(plan))
-        logs = [stack.enter_context(open(Path(name) / f"{r}.log", "w+")) for r in range(RANKS)]
+        logs = [
+            stack.enter_context(open(Path(name) / f"{r}.log", "w+", encoding="utf-8"))
+            for r in range(RANKS)
+        ]
         ranks = []
         for rank, log in enumerate(logs):
             process = subprocess.Popen(
@@ -85,7 +88,7 @@ def rank_main(plan: str) -> None:
     from benchmarks import runs
     from distdl.runs.directory import RunDirectory
 
-    jobs = json.loads(Path(plan).read_text())
+    jobs = json.loads(Path(plan).read_text(encoding="utf-8"))
     for path, port in zip(jobs["runs"], jobs["ports"], strict=True):
         os.environ["MASTER_PORT"] = str(port)
         runs.work(RunDirectory(Path(path)))

@@ -202,7 +202,7 @@ def servers(folder: Path, names: list[str]) -> Iterator[dict[str, str]]:
             elif name == MLFLOW:
                 command = [sys.executable, "-m", "mlflow", "models", "serve", "-m"]
                 command += [folder / "mlflow", "--env-manager", "local", "-p", str(port)]
-            log = stack.enter_context(open(folder / f"{port}.log", "w"))
+            log = stack.enter_context(open(folder / f"{port}.log", "w", encoding="utf-8"))
             more = {"OMP_NUM_THREADS": "1"} if name == TUNED else {}
             process = subprocess.Popen(
                 command, env=env | more, stdout=log, stderr=log, start_new_session=True
@@ -231,7 +231,7 @@ def until_it_answers(
             latencies(url, images, 0.1)
             return
         time.sleep(0.5)
-    raise RuntimeError(f"{url} does not answer: {log.read_text()[-2000:]}")
+    raise RuntimeError(f"{url} does not answer: {log.read_text(encoding='utf-8')[-2000:]}")
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -90,9 +90,9 @@ def rank_main(plan: str) -> None:
     peers.EXCHANGE_S = EXCHANGE_S
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of `traceml run`
     os.environ |= {"DISTDL_LAUNCHER": "local", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    if hosts := json.loads(Path(plan).read_text()).get("hosts"):
+    if hosts := json.loads(Path(plan).read_text(encoding="utf-8")).get("hosts"):
         os.environ |= {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0"}
-        with open(f"/run/netns/{hosts[int(os.environ['RANK'])]}") as network:
+        with open(f"/run/netns/{hosts[int(os.environ['RANK'])]}", encoding="utf-8") as network:
             if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), NEW_NETWORK):
                 raise OSError(ctypes.get_errno(), "setns")
     pair.rank_main(plan)
@@ -149,7 +149,7 @@ def work_with_traceml(run: Run) -> None:
     """As `work`, and TraceML watches."""
     with tempfile.TemporaryDirectory() as name:
         plan, folder = Path(name, "plan.json"), Path(name, "traceml")
-        plan.write_text(json.dumps(plan_of([run])))
+        plan.write_text(json.dumps(plan_of([run])), encoding="utf-8")
         command = [str(TRACEML), "run", __file__, f"--nproc-per-node={pair.RANKS}"]
         command += ["--mode=summary", "--logs-dir", str(folder), "--run-name", "run"]
         command += ["--no-save-training-output", "--args", str(plan)]

@@ -181,7 +181,7 @@ def machine() -> str:
 
 def _cpu() -> str:
     try:
-        with open("/proc/cpuinfo") as file:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if "model name" in line]
     except OSError:
         names = []

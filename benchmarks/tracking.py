@@ -99,7 +99,7 @@ def slow_server(folder: Path, latency: float) -> Iterator[str]:
     command += ["--port", str(port), "--backend-store-uri", f"sqlite:///{folder}/server.db"]
     command += ["--artifacts-destination", str(folder / "artifacts")]
     started: list[subprocess.Popen[str]] = []
-    with open(folder / "server.log", "w") as log:
+    with open(folder / "server.log", "w", encoding="utf-8") as log:
         try:
             started.append(
                 subprocess.Popen(
@@ -133,7 +133,9 @@ def until_it_answers(uri: str, log: Path, seconds: float = 180) -> None:
             urllib.request.urlopen(f"{uri}/health", timeout=2).close()
             return
         time.sleep(0.2)
-    raise RuntimeError(f"the MLflow server does not answer: {log.read_text()[-2000:]}")
+    raise RuntimeError(
+        f"the MLflow server does not answer: {log.read_text(encoding='utf-8')[-2000:]}"
+    )
 
 
 def requests(uri: str) -> int:

@@ -63,8 +63,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def check_golden(config: pytest.Config, file: Path, text: str) -> None:
     """Compares what was rendered with what was meant; `--refresh-golden` makes it meant."""
     if config.getoption("--refresh-golden"):
-        file.write_text(text)
-    golden = file.read_text() if file.exists() else ""
+        file.write_text(text, encoding="utf-8")
+    golden = file.read_text(encoding="utf-8") if file.exists() else ""
     changed = "\n".join(difflib.unified_diff(golden.splitlines(), text.splitlines(), "was", "is"))
     assert golden == text, f"{file.name}; to accept: pytest ... --refresh-golden\n{changed}"
 
@@ -226,7 +226,7 @@ class Background:
 
     def __init__(self, *arguments: str, module: tuple[str, ...] = DISTDL, **options: Any) -> None:
         # Not in its folder, which a test may copy.
-        self.log = tempfile.NamedTemporaryFile("w+", prefix="background-")  # noqa: SIM115
+        self.log = tempfile.NamedTemporaryFile("w+", encoding="utf-8", prefix="background-")  # noqa: SIM115
         streams = {"stdout": self.log, "stderr": subprocess.STDOUT, "start_new_session": True}
         self.process = _start((*module, *arguments), **streams, **options)
 
@@ -248,7 +248,7 @@ class Background:
 
     def output(self) -> str:
         self.log.flush()
-        return Path(self.log.name).read_text()
+        return Path(self.log.name).read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ def losses(run: Path) -> dict[int, float]:
 
 def _recorded(path: Path) -> Iterator[tuple[int, int, int, list[int]]]:
     """attempt, epoch, step and ids of each complete line that a rank has recorded."""
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         if line.count(",") == 3:
             attempt, epoch, step, ids = line.split(",")
             yield int(attempt), int(epoch), int(step), [*map(int, ids.split())]

@@ -72,7 +72,10 @@ def hanging_store(folder: Path) -> Iterator[HangingStore]:
 def little_memory() -> Iterator[Path]:
     """A control group of MEMORY bytes: below that of this process, or with version 2 beside it,
     since there a group with processes has no other groups."""
-    rows = [line.split(":") for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    rows = [
+        line.split(":")
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    ]
     version_1 = next((path for _, names, path in rows if "memory" in names.split(",")), None)
     version_2 = next((path for number, _, path in rows if number == "0"), "/")
     if version_1 is not None:

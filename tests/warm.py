@@ -96,7 +96,7 @@ class Server:
                 answer = self.connection.recv(ROOM)
             except ConnectionError:
                 answer = b""
-        assert answer, f"the server ended:\n{Path(self.log).read_text()[-4000:]}"
+        assert answer, f"the server ended:\n{Path(self.log).read_text(encoding='utf-8')[-4000:]}"
         return int(answer)
 
 
@@ -291,7 +291,7 @@ def own_server(files: Sequence[int]) -> Server:
 
 def show(request: Mapping[str, Any]) -> None:
     """Writes the command line and the variables where `ps` and psutil look for them."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     variables = [f"{k}={v}" for k, v in request["env"].items()]
     # arg_start and env_start in proc(5)
     for first, words in ((45, request["command"]), (47, variables)):

@@ -104,7 +104,7 @@ def report(errors: str, code: int) -> str:
     rank = next((os.environ[name] for name in names if name in os.environ), "0")
     how = f"exit code {code}" if code > 0 else f"signal {-code}"
     try:
-        error = json.loads(Path(errors, f"rank_{rank}.json").read_text())
+        error = json.loads(Path(errors, f"rank_{rank}.json").read_text(encoding="utf-8"))
         why = ": {}: {}".format(error["type"], str(error["message"]).partition("\n")[0])
     except (OSError, ValueError, KeyError):
         why = ""

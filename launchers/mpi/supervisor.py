@@ -194,7 +194,7 @@ def remove_orphans(seconds: float = 3.0) -> None:
         except ChildProcessError:
             return
         if time.monotonic() > deadline:
-            for pid in children.read_text().split() if children.exists() else []:
+            for pid in children.read_text(encoding="utf-8").split() if children.exists() else []:
                 os.kill(int(pid), signal.SIGKILL)
         if time.monotonic() > deadline + seconds:
             return

@@ -180,7 +180,9 @@ class Waiting:
         lines = []
         for pid in (pid for name in self.hosts.names for pid in self.hosts.pids(name)):
             with suppress(OSError):
-                lines.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+                lines.append(
+                    Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").replace("\0", " ")
+                )
         return [line for line in lines if str(self.store) in line]
 
 

@@ -90,7 +90,9 @@ class Points(pl.Callback):
     def teardown(self, *_, stage):
         point("end")
         if "COUNTS" in os.environ:
-            Path(f"{os.environ['COUNTS']}-{RANK}.json").write_text(json.dumps(passed))
+            Path(f"{os.environ['COUNTS']}-{RANK}.json").write_text(
+                json.dumps(passed), encoding="utf-8"
+            )
 
 
 class Noisy(Dataset):

@@ -23,7 +23,7 @@ def chosen(name, rank=1):
     """Whether this rank has the fault; notes the time if so."""
     if name not in FAULTS or rank != RANK:
         return False
-    Path(f"began-{os.getpid()}").write_text(str(time.time()))
+    Path(f"began-{os.getpid()}").write_text(str(time.time()), encoding="utf-8")
     return True
 
 
@@ -42,7 +42,7 @@ def deadlock():
 def exhaust_memory():
     """In a control group with little memory, together with the rank's monitor."""
     for process in (psutil.Process(), *psutil.Process().children()):
-        Path(os.environ["GROUP"], "cgroup.procs").write_text(str(process.pid))
+        Path(os.environ["GROUP"], "cgroup.procs").write_text(str(process.pid), encoding="utf-8")
     pages = []
     while True:
         pages.append(b"x" * (1 << 22))

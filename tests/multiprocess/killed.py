@@ -30,12 +30,16 @@ class Net(pl.LightningModule):
 
     def on_train_start(self):
         parent = psutil.Process().parent()
-        Path(f"started-{self.global_step}-{RANK}").write_text(" ".join(parent.cmdline()))
-        Path(f"threads-{self.global_step}-{RANK}").write_text(str(parent.num_threads()))
+        Path(f"started-{self.global_step}-{RANK}").write_text(
+            " ".join(parent.cmdline()), encoding="utf-8"
+        )
+        Path(f"threads-{self.global_step}-{RANK}").write_text(
+            str(parent.num_threads()), encoding="utf-8"
+        )
 
     def training_step(self, batch, batch_idx):
         if self.kill and RANK == LAST and self.global_step == AT and not Path("killed").exists():
-            Path("killed").write_text(str(time.time()))
+            Path("killed").write_text(str(time.time()), encoding="utf-8")
             for process in psutil.Process().parent().children() if self.kill == "both" else ():
                 if "distdl.worker.standby" in process.cmdline():
                     process.kill()
@@ -44,7 +48,7 @@ class Net(pl.LightningModule):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.global_step == AT + 1:  # the first step that was not done before
-            Path(f"healed-{RANK}").write_text(str(time.time()))
+            Path(f"healed-{RANK}").write_text(str(time.time()), encoding="utf-8")
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)

@@ -63,7 +63,7 @@ class Net(pl.LightningModule):
         return nn.functional.mse_loss(self.layers(batch[0]), batch[1])
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        with Path(f"steps-{RANK}").open("a") as file:
+        with Path(f"steps-{RANK}").open("a", encoding="utf-8") as file:
             file.write(f"{self.global_step}\n")
 
     def configure_optimizers(self):

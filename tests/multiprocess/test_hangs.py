@@ -96,7 +96,7 @@ def text_of(path):
 
 def line_of(fault, function):
     """The user's lines that may be named."""
-    lines = enumerate(Path(faults.__file__).read_text().splitlines(), 1)
+    lines = enumerate(Path(faults.__file__).read_text(encoding="utf-8").splitlines(), 1)
     return {f"mine.py, line {n}, in {function}" for n, line in lines if line.endswith(f"# {fault}")}
 
 

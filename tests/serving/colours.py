@@ -77,7 +77,7 @@ class Server:
 
     def memory(self):
         """The most memory that the process has had, in bytes."""
-        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        text = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
         return int(re.search(r"VmHWM:\s+(\d+)", text)[1]) * 1024
 
 

@@ -109,9 +109,9 @@ def test_a_server_that_is_down_comes_up_fails_and_comes_back(server, tmp_path, c
 def log_changing_values(mlflow):
     """Files are sent as they are now; of a parameter the first value stays, of a tag the last."""
     changing = Path("changing.txt")
-    changing.write_text("then")
+    changing.write_text("then", encoding="utf-8")
     mlflow.log_artifact(None, changing)
-    changing.write_text("now")
+    changing.write_text("now", encoding="utf-8")
     for text in ("old", "new"):
         mlflow.set_tag(None, "twice", text)
         mlflow.log_param(None, "twice", text)

@@ -165,7 +165,7 @@ def test_no_name_and_no_value_leads_out_or_delays_the_others(outputs, monkeypatc
     with pytest.raises(FileNotFoundError):
         mlflow.log_artifact(None, "nothing.txt")
     Path("folder/inner").mkdir(parents=True)
-    Path("folder/inner/own.txt").write_text("own")
+    Path("folder/inner/own.txt").write_text("own", encoding="utf-8")
     mlflow.log_artifact(None, Path("folder"), "copied")
     mlflow.log_artifacts(None, Path("folder"))
     for name in ("größe 1%.txt", "a\nb.txt", "a#b", "x" * 200, ".hidden/y", "both", "both/x.txt"):

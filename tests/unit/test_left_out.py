@@ -82,7 +82,7 @@ def test_mpi_goes_on_with_the_others(case: str, hosts: Path, tmp_path: Path) -> 
     nodes, down, status, expected = MPI[case]
     plan = planned(tmp_path, nodes)
     attempted(plan, **status)
-    hosts.write_text(f"{down}\n")
+    hosts.write_text(f"{down}\n", encoding="utf-8")
     fitted = left_out.fit(plan, set(), retry=True)
     left, total = expected.split(), 12 * nodes
     assert hosts_of(fitted) == left and fitted.resources.num_nodes == len(left)
@@ -94,18 +94,20 @@ def test_mpi_goes_on_with_the_others(case: str, hosts: Path, tmp_path: Path) -> 
 def test_it_grows_back_when_the_host_answers(hosts: Path, tmp_path: Path) -> None:
     plan, ssh = planned(tmp_path, 2), [f"launcher.ssh={tmp_path / 'ssh'}"]
     attempted(plan, lost="node2")
-    hosts.write_text("node2\n")
+    hosts.write_text("node2\n", encoding="utf-8")
     for _ in range(2):  # also in a later command, as long as it does not answer
         resumed = resuming.plan(plan.run, ssh)
         smaller = left_out.fit(resumed, set())
         assert hosts_of(smaller) == ["node1"] and global_batch(smaller) == (24, 24)
         record = attempted(smaller).launch()
         assert record["left_out"]["hosts"] == ["node2"] and record["global_batch_size"] == 24
-    hosts.write_text("")
+    hosts.write_text("", encoding="utf-8")
     whole = left_out.fit(resuming.plan(plan.run, ssh), set())
     assert hosts_of(whole) == ["node1", "node2"] and global_batch(whole) == (12, 24)
     assert "left_out" not in attempted(whole).launch()
-    hosts.write_text("node2\n")  # no attempt has lost it: the launcher refuses it, by its name
+    hosts.write_text(
+        "node2\n", encoding="utf-8"
+    )  # no attempt has lost it: the launcher refuses it, by its name
     whole = resuming.plan(plan.run, ssh)
     assert left_out.fit(whole, set()) is whole
 

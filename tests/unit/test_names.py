@@ -62,6 +62,6 @@ def test_experiments_in_folders(both, tmp_path, monkeypatch):
     for option in options:
         file = Path(f"conf/experiment/{option}.yaml")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("# @package _global_\nseed: 3\n")
+        file.write_text("# @package _global_\nseed: 3\n", encoding="utf-8")
     names = [compose.compose([f"+experiment={each}"]).experiment_name for each in options]
     assert names[-1] == "a_b" and len({*names}) == len(options)

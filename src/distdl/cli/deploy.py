@@ -106,5 +106,5 @@ def example(folder: Path, request: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError.at(str(folder), str(error)) from None
     encoded = base64.b64encode(file.getvalue()).decode()
-    request.write_text(json.dumps({"images": [encoded], "top_k": 1}))
+    request.write_text(json.dumps({"images": [encoded], "top_k": 1}), encoding="utf-8")
     return answer["top"][0]

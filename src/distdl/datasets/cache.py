@@ -245,7 +245,7 @@ def default_root() -> Path:
 def _on_azure() -> bool:
     """Detects Azure by the chassis tag, like cloud-init (cloudinit/sources/DataSourceAzure.py)."""
     try:
-        tag = Path("/sys/class/dmi/id/chassis_asset_tag").read_text().strip()
+        tag = Path("/sys/class/dmi/id/chassis_asset_tag").read_text(encoding="utf-8").strip()
     except OSError:
         return False
     return tag == "7783-7084-3265-9085-8269-3286-77"

@@ -27,7 +27,7 @@ def state(pid: int) -> dict[str, str]:
     process = waits_in = ""
     with suppress(psutil.Error, OSError):
         process = psutil.Process(pid).status()
-        waits_in = Path(f"/proc/{pid}/wchan").read_text().strip("0")
+        waits_in = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8").strip("0")
     return {"process": process, "wchan": waits_in}
 
 
@@ -49,7 +49,7 @@ def memory(pid: int) -> dict[str, int]:
 def control_group(pid: int) -> list[Path]:
     """The files with the memory use, limit and events of a process's control group.
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/memory.html"""
-    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         top, names = HIERARCHIES.get(controllers, (GROUPS, ()))
         for folder in (top / path.lstrip("/"), top):  # the path may be the host's

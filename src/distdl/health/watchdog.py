@@ -332,6 +332,11 @@ def _frames(stack: Iterable[tuple[FrameType, int]]) -> list[Frame]:
 def _handles(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal, which would end it otherwise."""
     with suppress(OSError, ValueError, IndexError):
-        caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+        caught = (
+            Path(f"/proc/{pid}/status")
+            .read_text(encoding="utf-8")
+            .partition("SigCgt:")[2]
+            .split()[0]
+        )
         return bool(int(caught, 16) >> (number - 1) & 1)
     return False

@@ -223,7 +223,7 @@ def _parsed(text: str, parse: Callable[[str], Any]) -> dict[str, Any]:
 def _read(path: Path, run: Path) -> str:
     """The text of a run's file; empty if there is none."""
     try:
-        return path.read_text(errors="replace") if _is_of(path, run) else ""
+        return path.read_text(encoding="utf-8", errors="replace") if _is_of(path, run) else ""
     except OSError:
         return ""
 

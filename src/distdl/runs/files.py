@@ -62,7 +62,7 @@ def digest(text: str) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """For optional files: empty if the file is absent, incomplete, or not a mapping."""
     with suppress(OSError, ValueError, RecursionError):
-        if isinstance(loaded := json.loads(path.read_text()), dict):
+        if isinstance(loaded := json.loads(path.read_text(encoding="utf-8")), dict):
             return loaded
     return {}
 

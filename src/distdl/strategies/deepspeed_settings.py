@@ -43,7 +43,7 @@ def settings_of(path: Path) -> dict[str, Any]:
             relative to the node.
     """
     try:
-        settings = json.loads(path.read_text())
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError.at("config", f"{path} is not JSON: {error}") from error
     if not isinstance(settings, dict):

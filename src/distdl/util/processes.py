@@ -28,8 +28,10 @@ def start_time(pid: int) -> str:
     Empty if the process has ended (zombies included), or if there is no /proc. Source:
     https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html, field 22"""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] == "Z" else f"{BOOT.read_text().strip()}/{fields[19]}"
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return (
+            "" if fields[0] == "Z" else f"{BOOT.read_text(encoding='utf-8').strip()}/{fields[19]}"
+        )
     except (OSError, IndexError):
         return ""
 

@@ -30,7 +30,7 @@ def main() -> None:
     die_with_parent()
     connection, status = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     while not select.select([connection], [], [], POLL_S)[0]:
-        if status.exists() and TRAINS in status.read_text():
+        if status.exists() and TRAINS in status.read_text(encoding="utf-8"):
             break
     # Lightning then asks NVML for devices: in a fork of a process that asked CUDA, CUDA fails.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -46,5 +46,5 @@ trainer.fit(model, *data)
 metrics = {"fit": {k: float(v) for k, v in trainer.callback_metrics.items()}}
 metrics["validate"] = trainer.validate(model, *data, verbose=False)
 metrics["test"] = trainer.test(model, *data, verbose=False)
-with open("control.json", "w") as file:
+with open("control.json", "w", encoding="utf-8") as file:
     json.dump(metrics, file)

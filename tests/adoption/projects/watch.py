@@ -40,5 +40,7 @@ class Watch(Callback):
             "weights": float(weights @ torch.arange(1.0, len(weights) + 1, dtype=torch.double)),
             "rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
         }
-        with Path(os.environ["SEEN"], f"rank{trainer.global_rank}.jsonl").open("a") as file:
+        with Path(os.environ["SEEN"], f"rank{trainer.global_rank}.jsonl").open(
+            "a", encoding="utf-8"
+        ) as file:
             file.write(json.dumps(line) + "\n")
