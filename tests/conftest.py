@@ -30,6 +30,9 @@ TESTS = Path(__file__).resolve().parent
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# For a test that takes long, and of whose kind CI has another one.
+matrix_only = pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
+
 # A real ResNet-18 with GroupNorm on 32-pixel images: 40 ms a step, and SyncBatchNorm, which does
 # not run on a CPU, is not needed for one and two ranks to agree.
 TINY = (

@@ -17,7 +17,7 @@ from distdl.runs.directory import RunDirectory
 from distdl.worker import main
 from tests.cluster import witness
 from tests.cluster.hosts import Hosts, why_not
-from tests.conftest import ROOT, TINY, UNCHECKED, distdl, environment, losses
+from tests.conftest import ROOT, TINY, UNCHECKED, distdl, environment, losses, matrix_only
 from tests.miniature import everything
 from tests.waiting import until
 
@@ -206,6 +206,7 @@ def test_cancel_leaves_time_for_a_checkpoint(hosts, tmp_path, mpi):
     until(lambda: not job.processes(), 240, job.log)
 
 
+@matrix_only
 def test_a_host_that_vanishes_ends_the_job(hosts, tmp_path):
     """On both at once: what takes time is to notice. The host itself lives on, and ends its ranks:
     hydra's proxy there waits for a connection that says nothing, as long as TCP does."""

@@ -20,7 +20,7 @@ import yaml
 from distdl.launchers.sagemaker import uploads
 from tests.cluster import witness
 from tests.cluster.hosts import Hosts, why_not
-from tests.conftest import TINY, UNCHECKED, environment, last_step, losses, status
+from tests.conftest import TINY, UNCHECKED, environment, last_step, losses, matrix_only, status
 from tests.waiting import until
 
 pytestmark = pytest.mark.xdist_group("sagemaker")
@@ -191,6 +191,7 @@ def test_an_interrupted_job_resumes(cloud, containers):
     assert [p for p in files if SECRET.encode() in p.read_bytes()] == []
 
 
+@matrix_only
 def test_hosts_that_lose_each_other_end(cloud, containers):
     """The network is gone without a word: ranks would wait for each other for half an hour."""
     both = containers("lost")
@@ -205,6 +206,7 @@ def test_hosts_that_lose_each_other_end(cloud, containers):
     until(lambda: not cloud.running("algo-2"), 120, both.log)
 
 
+@matrix_only
 def test_a_rank_that_fails_ends_every_host_and_is_named(cloud, containers):
     both = containers("failing", FAILING_RANK="1")
     assert both.wait() == [1, 1]

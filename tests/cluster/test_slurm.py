@@ -23,7 +23,7 @@ import torch
 from distdl.launchers.slurm import commands
 from distdl.runs.checkpoints import CheckpointStore
 from tests.cluster import witness
-from tests.conftest import TINY, free_port, last_step, losses, samples, status, trained
+from tests.conftest import TINY, free_port, last_step, losses, matrix_only, samples, status, trained
 from tests.miniature import everything
 from tests.multiprocess.test_signals import COMMON, differing, make_project
 from tests.waiting import until
@@ -247,6 +247,7 @@ def test_a_job_resumes_after_requeue_and_preemption(slurm, on_cluster, tmp_path)
     assert mlflow_runs() == before and len(before) == 1
 
 
+@matrix_only
 def test_a_killed_rank_is_named(on_cluster, tmp_path):
     shutil.copy(witness.__file__, tmp_path)
     killed = ("launcher.env={KILLED_RANK: 1}", WITNESS, "follow=true", "name=k")

@@ -40,8 +40,7 @@ STRATEGIES = {
     "ddp ema": ("ddp callbacks=[default,ema]", (2,)),
 }
 EVERY = [(name, size) for name, (_, sizes) in STRATEGIES.items() for size in sizes]
-# One rank opens its own group; two have everything else.
-FEW = [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("pipeline", 2)]
+FEW = [("ddp", 2), ("pipeline", 2)]
 CASES = EVERY if MATRIX else FEW
 
 

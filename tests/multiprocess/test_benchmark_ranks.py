@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.conftest import TINY, UNCHECKED, distdl, status
+from tests.conftest import TINY, UNCHECKED, distdl, matrix_only, status
 
 MATRIX = bool(os.environ.get("DISTDL_MATRIX"))
 SHORT = ("task=benchmark", "task.warmup=2", "task.windows=1", "task.steps=3", "task.trace=2")
@@ -60,6 +60,7 @@ def test_under_every_strategy_communication_is_seen(tmp_path, strategy):
     assert result["real"]["images_per_second"] == pytest.approx(rate, rel=0.25)
 
 
+@matrix_only
 def test_a_run_with_a_slow_loader_is_measured_and_stays_what_it_was(tmp_path):
     (tmp_path / "mine.py").write_text(SLOW)
     slow = ("data._target_=mine.Slow", "project.allow=[mine]", "data.train_samples=40")

@@ -9,7 +9,7 @@ from torch import nn
 
 from distdl.strategies.fsdp import units
 from distdl.worker import autotune
-from tests.conftest import UNCHECKED, distdl
+from tests.conftest import UNCHECKED, distdl, matrix_only
 from tests.strategies import matrix
 from tests.strategies.matrix import SAME_TO, TOPOLOGIES, batch, difference, step, two
 from tests.strategies.ranks import Case, shared
@@ -51,6 +51,7 @@ def test_units_by_size_and_of_parts_that_are_called_by_themselves():
     assert units(model, 300, every_part=True) == [attention, model[0], model[1][0]]
 
 
+@matrix_only
 def test_autotune_freezes_what_it_measured(tmp_path):
     left_out = ("callbacks", "trainer.max_steps", "model.network")
     own = (o for o in matrix.COMMON if not o.startswith(left_out))

@@ -8,6 +8,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from tests.conftest import matrix_only
+
 # A rank, whose helpers get every signal that ends a job: from their birth on, on every thread.
 RANK = """
 import multiprocessing, os, signal, subprocess, sys, threading, time
@@ -79,7 +81,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("start", ["fork", "spawn", pytest.param("forkserver", marks=matrix_only)])
 def test_a_helper_ends_when_its_rank_says_so(start, tmp_path):
     """By `terminate()`, or once the rank is gone: no signal that ends a job does it before."""
     (tmp_path / "rank.py").write_text(RANK)
