@@ -30,6 +30,10 @@ TESTS = Path(__file__).resolve().parent
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What chooses a processor's kernels (`ATEN_CPU_CAPABILITY=avx2 make test`). The ranks of another
+# host have it only if it is forwarded, and equal bits need equal kernels.
+KERNELS = [name for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA") if name in os.environ]
+
 # For a test that takes long, and of whose kind CI has another one.
 matrix_only = pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
 

@@ -17,7 +17,7 @@ from distdl.runs.directory import RunDirectory
 from distdl.worker import main
 from tests.cluster import witness
 from tests.cluster.hosts import Hosts, why_not
-from tests.conftest import ROOT, TINY, UNCHECKED, distdl, environment, losses, matrix_only
+from tests.conftest import KERNELS, ROOT, TINY, UNCHECKED, distdl, environment, losses, matrix_only
 from tests.miniature import everything
 from tests.waiting import until
 
@@ -57,7 +57,11 @@ def test_two_hosts_train_as_one_machine_does(hosts, tmp_path, tmp_path_factory, 
     def train(mpi, *more):
         where = ("launcher=mpi", f"launcher.mpirun={MPIRUN[mpi]}", "launcher.hosts=[node1,node2]")
         where += ("trainer.num_nodes=2", "trainer.devices=1", f"launcher.ssh={hosts.ssh}")
-        where += ("launcher.forward_env=[CANARY]", f"output_dir=outputs/{mpi}", *more)
+        where += (
+            f"launcher.forward_env=[{','.join(['CANARY', *KERNELS])}]",
+            f"output_dir=outputs/{mpi}",
+            *more,
+        )
         output, run = on_node1(*RECIPE, *where), tmp_path / f"outputs/{mpi}/default/one"
         assert (run / "config.yaml").read_bytes() == (reference / "config.yaml").read_bytes()
         assert losses(run) == losses(reference) and len(losses(run)) == 3

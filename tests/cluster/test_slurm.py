@@ -23,7 +23,17 @@ import torch
 from distdl.launchers.slurm import commands
 from distdl.runs.checkpoints import CheckpointStore
 from tests.cluster import witness
-from tests.conftest import TINY, free_port, last_step, losses, matrix_only, samples, status, trained
+from tests.conftest import (
+    KERNELS,
+    TINY,
+    free_port,
+    last_step,
+    losses,
+    matrix_only,
+    samples,
+    status,
+    trained,
+)
 from tests.miniature import everything
 from tests.multiprocess.test_signals import COMMON, differing, make_project
 from tests.waiting import until
@@ -184,7 +194,8 @@ def test_two_nodes_train_as_two_processes_of_this_machine(slurm, on_cluster, tmp
     trained(*same, "trainer.devices=2", "output_dir=here", cwd=folder)
     for name, value in {**STALE, "CANARY": SECRET}.items():
         monkeypatch.setenv(name, value)
-    names = "launcher.forward_env=[GLOO_SOCKET_IFNAME,OMP_NUM_THREADS,CANARY]"
+    forwarded = ["GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "CANARY", *KERNELS]
+    names = f"launcher.forward_env=[{','.join(forwarded)}]"
     typed = (*same, "follow=true", "trainer.num_nodes=2", "launcher.walltime=0:10:00", names)
     said = on_cluster(*SLURM, *typed)
 

@@ -14,8 +14,14 @@ from lightning.pytorch import Trainer
 
 STATES = ("value", "cumulated_batch_size")  # of Lightning's metric; the second one of means alone
 SETTINGS = (
-    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch"),
-    *("enable_graph", "add_dataloader_idx"),
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
 )
 
 

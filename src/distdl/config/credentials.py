@@ -33,9 +33,9 @@ from distdl.util.redact import redact
 KEY = "credentials.to"  # in trust.yaml
 _PORTS = {"http": 80, "https": 443}
 _AZURE = (
-    r"[a-z0-9-]+(\.z\d+)?\.(blob|dfs)\.(core\.(windows\.net|chinacloudapi\.cn|usgovcloudapi\.net)"
+    r"[a-z0-9-]+(\.z\d+)?\.(blob|dfs)\."
+    r"(core\.(windows\.net|chinacloudapi\.cn|usgovcloudapi\.net)|storage\.azure\.net)"
 )
-_AZURE += r"|storage\.azure\.net)"
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,12 @@ class Client:
 MLFLOW = Client(
     ("MLFLOW_TRACKING_URI",),
     (
-        *("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
-        *("MLFLOW_TRACKING_AWS_SIGV4", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_CLIENT_CERT_PATH"),
+        "MLFLOW_TRACKING_USERNAME",
+        "MLFLOW_TRACKING_PASSWORD",
+        "MLFLOW_TRACKING_TOKEN",
+        "MLFLOW_TRACKING_AWS_SIGV4",
+        "MLFLOW_TRACKING_AUTH",
+        "MLFLOW_TRACKING_CLIENT_CERT_PATH",
     ),
     (".mlflow/credentials",),
 )

@@ -15,8 +15,19 @@ if TYPE_CHECKING:
 # Names are compared in lower case, so `.JPEG` counts. A file with another ending is an image by its
 # content (`distdl.datasets.left_out`).
 EXTENSIONS = (
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff"),
-    *(".ppm", ".pgm", ".pbm", ".pnm"),
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+    ".pnm",
 )
 
 

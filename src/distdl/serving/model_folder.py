@@ -22,9 +22,13 @@ CHECKED = (".py", ".pt2", ".onnx", ".safetensors")  # endings of files with a ch
 # The package in every model folder, and the files of distdl that it holds copies of.
 PACKAGE = "distdl_scoring"
 COPIED = (
-    *("datasets/image_headers.py", "datasets/image_files.py"),
-    *("data/decoding.py", "data/crop.py"),
-    *("serving/json_rules.py", "serving/exported_program.py", "serving/safe_loading.py"),
+    "datasets/image_headers.py",
+    "datasets/image_files.py",
+    "data/decoding.py",
+    "data/crop.py",
+    "serving/json_rules.py",
+    "serving/exported_program.py",
+    "serving/safe_loading.py",
     *("serving/scorer.py", "serving/requests.py"),
     *("serving/batching.py", "serving/server.py", "serving/settings.py"),
     "serving/threads.py",

@@ -183,7 +183,10 @@ SHAPES = (
     Shape(
         "a bearer token",
         r"(?i)\b(?:bearer|authorization:?\s*(?:basic|token|apikey))\s+(?!\$\{)(?P<value>[A-Za-z0-9._~+/=-]{6,})",
-        *("earer", "EARER", "uthorization", "UTHORIZATION"),
+        "earer",
+        "EARER",
+        "uthorization",
+        "UTHORIZATION",
         sure=_header,
     ),
     Shape(
@@ -239,7 +242,10 @@ SHAPES = (
         "a webhook",
         r"https://[\w.-]*(?:webhook|hook|discord|chat\.googleapis|logic\.azure)[\w./:-]*"
         r"(?:hook|services|spaces|triggers|workflows)\w*/(?P<value>[^\s\"'<>)\]}]{24,})",
-        *("webhook", "hooks.", "googleapis.com/v1/spaces", "logic.azure"),
+        "webhook",
+        "hooks.",
+        "googleapis.com/v1/spaces",
+        "logic.azure",
     ),
     Shape(
         "an Azure client secret",
@@ -253,7 +259,13 @@ SHAPES = (
     Shape(
         "the hash of a password",
         r"\$(?:2[aby]|apr1|[156y]|argon2(?:id|i|d))\$(?:[\w./,=+-]{1,60}\$){0,4}[\w./+-]{20,}",
-        *("$2", "$apr1$", "$1$", "$5$", "$6$", "$y$", "$argon2"),
+        "$2",
+        "$apr1$",
+        "$1$",
+        "$5$",
+        "$6$",
+        "$y$",
+        "$argon2",
         sure=lambda match: not re.search(r"[.]{3}|[*]{3}|x{4}", match[0]),
     ),
     Shape(
