@@ -300,15 +300,6 @@ def metadata_of(root: Path) -> Iterator[tuple[Path, str]]:
                     yield Path(str(file.locate())), f"project/{file.parent.name}/{file.name}"
 
 
-def project_files(root: Path, exclude: Sequence[Path], limit_mb: float) -> Iterator[Path]:
-    """The files that a job may take of the project, before they are searched for secrets. For
-    scripts that want to look; raises as `take`."""
-    root = root.resolve()
-    files = [(root / name, f"project/{name}") for name in listing(root, exclude).names]
-    refuse_large(root, files, limit_mb)
-    yield from (path for path, _ in files)
-
-
 def refuse_large(root: Path, files: Sequence[tuple[Path, str]], limit_mb: float) -> None:
     if size_of(files) <= limit_mb * 1e6:
         return
