@@ -1,13 +1,15 @@
 """What a rank is doing, as its watchdog and its monitor see it, by a real Trainer."""
 
 import functools
+import gc
 import sys
+import threading
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
-from distdl.health import heartbeat, straggler
+from distdl.health import heartbeat, stacks, straggler
 from distdl.health.heartbeat import PHASES, RankHeartbeat
 from tests.prepared import quiet_trainer
 
@@ -118,3 +120,30 @@ def test_what_is_seen_of_a_training(tmp_path):
         assert times == sorted(times)
     parts = straggler.record([rank.steps[0]], [])["parts"]
     assert [part[0] for part in parts] == order[:6]
+
+
+def test_no_garbage_is_collected_while_the_watchdog_looks(monkeypatch) -> None:
+    """On Python 3.11 a finalizer that runs then can block the process, and the loader workers that
+    it forks meanwhile."""
+    collected, frames = [], sys._current_frames
+
+    def looked() -> object:
+        gc.callbacks.append(note)
+        try:
+            return frames()
+        finally:
+            gc.callbacks.remove(note)
+
+    def note(phase: str, info: object) -> None:
+        collected.append(phase)
+
+    monkeypatch.setattr(sys, "_current_frames", looked)
+    looks = threading.Thread(target=stacks.of_thread, args=(threading.get_ident(),))
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        looks.start()
+        looks.join()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert collected == [] and gc.isenabled()

@@ -25,16 +25,15 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
 
 from distdl.config.own_code import innermost, main_thread
-from distdl.health import flight, machine, sights
+from distdl.health import flight, machine, sights, stacks
 from distdl.health.heartbeat import OPTIMIZER, PREPARE, Frame, RankHeartbeat
 from distdl.health.peers import Peers
 from distdl.health.store import LOOK_S, WRITE_S, RunStore, within
@@ -146,7 +145,7 @@ class Watchdog:
     def failed(self, error: BaseException) -> dict[str, Any]:
         """Writes what this rank was doing when an exception ended it; returns facts for the record
         of the failure."""
-        sight = self._sight("failed", _frames(traceback.walk_tb(error.__traceback__))[::-1])
+        sight = self._sight("failed", stacks.listed(traceback.walk_tb(error.__traceback__))[::-1])
         sights.write(self.attempt.path, sight)
         return {key: sight[key] for key in ("step", "enqueued") if sight.get(key) is not None}
 
@@ -244,7 +243,7 @@ class Watchdog:
 
     def _stack(self) -> list[Frame]:
         """That of the main thread, the innermost frame first."""
-        return _frames(traceback.walk_stack(sys._current_frames()[self._main]))
+        return stacks.of_thread(self._main)
 
     def _limit(self, short: bool, files: Sequence[str]) -> float | None:
         """Seconds without progress until this rank hangs; None: none. `short`: the limit of a step.
@@ -271,8 +270,8 @@ class Watchdog:
         sight = self._sight("hang")
         faulthandler.dump_traceback(self._stacks)
         sight["workers"] = [*self._workers()]
-        stacks = os.pread(self._stacks.fileno(), 1 << 20, 0).decode(errors="replace")
-        within(WRITE_S, lambda: self._record_hang(sight, stacks))
+        dump = os.pread(self._stacks.fileno(), 1 << 20, 0).decode(errors="replace")
+        within(WRITE_S, lambda: self._record_hang(sight, dump))
         if self.environment.world_size > 1:
             time.sleep(OTHERS_S)
         alone = self.environment.world_size == 1
@@ -282,10 +281,10 @@ class Watchdog:
                 child.kill()
         os._exit(EXIT_HUNG)
 
-    def _record_hang(self, sight: Mapping[str, Any], stacks: str) -> None:
-        sights.write(self.attempt.path, sight, stacks)
+    def _record_hang(self, sight: Mapping[str, Any], dump: str) -> None:
+        sights.write(self.attempt.path, sight, dump)
         what = f"no progress for {sight['age']:.0f} s in {sight['phase']}"
-        sights.record_hang(self.attempt.path, sight, what, stacks)
+        sights.record_hang(self.attempt.path, sight, what, dump)
         if not sight["collective"]:
             where = f" at {sight['where']}" if sight["where"] else ""
             log.error("%s%s; the stacks are in health/stacks_%d.txt", what, where, sight["rank"])
@@ -323,10 +322,6 @@ class Watchdog:
                     break
             text = os.pread(self._stacks.fileno(), size - begin, begin).decode(errors="replace")
             yield {**process, "where": innermost(main_thread(text))}
-
-
-def _frames(stack: Iterable[tuple[FrameType, int]]) -> list[Frame]:
-    return [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack]
 
 
 def _handles(pid: int, number: int) -> bool:
