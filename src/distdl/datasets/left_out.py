@@ -13,17 +13,41 @@ from distdl.stores.files import read_file
 
 NO_IMAGE = f"no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 BESIDE = "beside the class folders"
+_TEXT = {
+    ".txt",
+    ".csv",
+    ".tsv",
+    ".json",
+    ".jsonl",
+    ".xml",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".ini",
+    ".md",
+    ".html",
+    ".htm",
+    ".log",
+}
+_OFFICE = {".pdf", ".doc", ".docx", ".xls", ".xlsx", ".db", ".lnk"}
+_CODE = {".py", ".pyc", ".ipynb", ".sh", ".js", ".css", ".c", ".h", ".cpp", ".so", ".dll", ".exe"}
+_ARRAYS = {
+    ".npy",
+    ".npz",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".pkl",
+    ".safetensors",
+    ".onnx",
+    ".h5",
+    ".parquet",
+    ".tfrecord",
+}
+_ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
+_MEDIA = {".mp4", ".mov", ".avi", ".mkv", ".webm", ".mp3", ".wav"}
 # Files with these endings are no images; of the others the first bytes decide.
-NO_IMAGES = frozenset(
-    (
-        *(".txt", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml", ".toml", ".ini"),
-        *(".md", ".html", ".htm", ".pdf", ".doc", ".docx", ".xls", ".xlsx", ".log", ".db", ".lnk"),
-        *(".py", ".pyc", ".ipynb", ".sh", ".js", ".css", ".c", ".h", ".cpp", ".so", ".dll", ".exe"),
-        *(".npy", ".npz", ".pt", ".pth", ".ckpt", ".pkl", ".safetensors", ".onnx", ".h5"),
-        *(".parquet", ".tfrecord", ".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"),
-        *(".mp4", ".mov", ".avi", ".mkv", ".webm", ".mp3", ".wav"),
-    )
-)
+NO_IMAGES = _TEXT | _OFFICE | _CODE | _ARRAYS | _ARCHIVES | _MEDIA
 HEAD = 64  # bytes that show a format
 SHOWN = 8  # endings that a line names
 

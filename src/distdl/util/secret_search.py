@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from distdl.util import secret_formats
 from distdl.util.secret_names import is_password_name, looks_secret
@@ -46,10 +46,15 @@ _PAIR = re.compile(  # {"key": "api_token", "value": "..."}; - name: TOKEN <newl
     r"[\"']?value[\"']?[ \t]*[:=][ \t]*[\"']?(?P<value>[^\s\"',}]{4,300})"
 )
 _PLIST = re.compile(r"<key>(?P<name>[\w.-]+)</key>\s*<string>(?P<value>[^<]{4,300})</string>")
-# A word (in lower case) that every match has, and the pattern.
-_PASSWORD_COMMANDS = tuple(
-    (needle.encode(), re.compile(pattern))
-    for needle, pattern in (
+
+
+def _compiled(patterns: Sequence[tuple[str, str]]) -> list[tuple[bytes, re.Pattern[str]]]:
+    """For each pattern, a word in lower case that every match has comes first."""
+    return [(needle.encode(), re.compile(pattern)) for needle, pattern in patterns]
+
+
+_PASSWORD_COMMANDS = _compiled(
+    [
         ("-u", r"(?:\s-u|--user)[ =][\"']?[\w.@-]+:(?P<value>[^\s\"']{4,})"),
         ("mysql", r"\bmysql\w*\b[^\n|;]{0,200}?\s-p(?P<value>[^\s\"'-][^\s\"']{3,})"),
         ("sshpass", r"\bsshpass\s+-p[ ]?[\"']?(?P<value>[^\s\"']{4,})"),
@@ -71,17 +76,16 @@ _PASSWORD_COMMANDS = tuple(
         ),
         ("requirepass", r"(?m)^[ \t]*requirepass[ \t]+[\"']?(?P<value>[^\s\"']{4,})"),
         ("masterauth", r"(?m)^[ \t]*masterauth[ \t]+[\"']?(?P<value>[^\s\"']{4,})"),
-    )
+    ]
 )
-_TOKEN_COMMANDS = tuple(
-    (needle.encode(), re.compile(pattern))
-    for needle, pattern in (
+_TOKEN_COMMANDS = _compiled(
+    [
         ("login", r"\blogin\b[^\n|;()=]{0,60}?\s[\"']?(?P<value>[\w.+/-]{20,})"),
         ("auth", r"\bauth\b[^\n|;()=]{0,60}?\s[\"']?(?P<value>[\w.+/-]{20,})"),
         ("token", r"(?<=-)token[ =][\"']?(?P<value>[\w.+/=-]{10,})"),
         ("key", r"(?<=-)(?:api|access|secret|account)[_-]?key[ =][\"']?(?P<value>[\w.+/=-]{10,})"),
         ("secret", r"(?<=-)secret[ =][\"']?(?P<value>[\w.+/=-]{10,})"),
-    )
+    ]
 )
 
 Found = tuple[int, str]  # where it is in the text, and its kind
