@@ -153,6 +153,14 @@ class Wide(Chain):
     width = 4096
 
 
+class Dropping(Chain):
+    """Draws in both halves: each stage of a pipeline has generators of its own."""
+
+    def __init__(self, num_classes, zero_init_residual):
+        super().__init__(num_classes, zero_init_residual)
+        self.act, self.wide = nn.Dropout(0.5), nn.Dropout(0.5)
+
+
 def shard(rank, steps=16):
     """A rank's own samples, in the order they are trained on."""
     generator = torch.Generator().manual_seed(100 + rank)

@@ -39,6 +39,7 @@ def piped(schedule, *overrides, count=2, rows=8, repeat=1, resume=None):
 RESNET = "model.network._target_=torchvision.models.resnet18"
 BF16 = (RESNET, "model.norm=batch", "+trainer.precision=bf16-mixed")
 EMA = ("callbacks=[ema]", "callbacks.ema.decay=0.5")
+DROPPING = ("model.network._target_=tests.strategies.small.Dropping", "data.num_workers=1")
 CLIP = "+trainer.gradient_clip_val=0.05"
 # name -> topology, and the training from whose middle it resumes
 TRAININGS = {
@@ -54,6 +55,8 @@ TRAININGS = {
     "ema": piped("1f1b", *EMA),
     "ema resumed": piped("gpipe", *EMA, resume="ema"),
     "resumed": piped(ZERO_BUBBLE, resume="1f1b"),
+    "dropping": piped("1f1b", *DROPPING),
+    "dropping resumed": piped("1f1b", *DROPPING, resume="dropping"),
     "from alone": piped("interleaved", resume="alone"),
     "to alone": (alone(4)[0], "1f1b"),
     # 8 rows in 4 micro-batches, and that twice before the optimizer steps.
@@ -80,6 +83,7 @@ def train(runs):
     [
         ("gpipe, 1f1b, interleaved, zero_bubble, resumed, to alone, from alone", "alone", 0),
         ("bf16 measured", "alone bf16", 0),
+        ("dropping resumed", "dropping", 0),
         ("ema, ema resumed", "alone ema", 0),
         # But for the order of sums; the last three are two pipelines, and average gradients.
         ("clipped, twice, twice zero, twice often", "alone clipped", SAME_TO),

@@ -35,12 +35,17 @@ class FirstStageLoader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._position.first:
-            for batch in self.loader:
-                self._share((without_inputs(batch, self._key),))
-                yield batch
-            self._share(())
-            return
+        # Not a generator: the loader draws its seed now, as without a pipeline, and not at the
+        # first `next`, which in a resumed run comes after the generators were restored.
+        return self._loaded(iter(self.loader)) if self._position.first else self._received()
+
+    def _loaded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._share((without_inputs(batch, self._key),))
+            yield batch
+        self._share(())
+
+    def _received(self) -> Iterator[Any]:
         pin = torch.cuda.is_available() and getattr(self.loader, "pin_memory", False)
         while received := self._share(None):
             yield tree_map(_pinned, received[0]) if pin else received[0]
