@@ -112,6 +112,7 @@ def test_the_group_is_bound_to_the_ranks_gpu(sees, monkeypatch):
             raise dist.DistBackendError(text)
 
     monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(process_group, "attempts_store", lambda attempt: dist.HashStore())
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     sees(2)
     own = torch.device("cuda", 1)
@@ -120,6 +121,19 @@ def test_the_group_is_bound_to_the_ranks_gpu(sees, monkeypatch):
     assert calls == [own, ("cpu:gloo,cuda:nccl", own), ("gloo", None)]
     with pytest.raises(UserError, match="has the same GPU as another rank: Duplicate GPU detected"):
         process_group.connect(rank(0, 2), "gpu")
+
+
+def test_an_attempt_reads_nothing_that_the_one_before_has_left(monkeypatch):
+    """As under torchrun, whose agent keeps its store when it starts the ranks again."""
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    process_group.attempts_store(1).set("address of rank 1", "127.0.0.1:6575")
+    assert process_group.attempts_store(1).check(["address of rank 1"])
+    assert not process_group.attempts_store(2).check(["address of rank 1"])
 
 
 def test_a_group_of_one_rank_has_both_backends_unless_the_user_has_chosen():
@@ -156,7 +170,8 @@ def test_who_fails_does_not_wait_for_the_others(monkeypatch, error, world, left)
     monkeypatch.setattr(rank_table, "announce", fail)
     monkeypatch.setattr(allocator, "keep_freed_memory", lambda: kept.append(1))
     bundle = SimpleNamespace(python_path=lambda _: [])
-    attempt = SimpleNamespace(record_error=lambda *_, **__: None, path=Path("r/attempts/1"))
+    record = {"record_error": lambda *_, **__: None}
+    attempt = SimpleNamespace(number=1, path=Path("r/attempts/1"), **record)
     size = Resources(accelerator="cpu")
     with pytest.raises(type(error)):
         main.perform(bundle, RankContext(attempt, {}, size, rank(0, world), StopRequest()))

@@ -20,7 +20,22 @@ from distdl.util.errors import UserError
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def connect(environment: Environment, accelerator: str, store: Any = None) -> None:
+def attempts_store(attempt: int, timeout: datetime.timedelta = TIMEOUT) -> dist.Store:
+    """The store by which the ranks of an attempt find each other.
+
+    torchrun's agent may keep one store over its restarts (`--rdzv-backend=static`, torch 2.15).
+    What an attempt writes there, such as the addresses of its ranks, is not for the next one.
+
+    Raises:
+        torch.distributed.DistStoreError, DistNetworkError: Not all ranks came in time.
+    """
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"distdl/attempt/{attempt}", store)
+
+
+def connect(
+    environment: Environment, accelerator: str, attempt: int = 1, store: Any = None
+) -> None:
     """Joins the ranks of a run, for Lightning to find; does nothing for a single rank.
 
     Both backends are used, so that small agreements use gloo and never wait for the GPU's stream.
@@ -40,7 +55,7 @@ def connect(environment: Environment, accelerator: str, store: Any = None) -> No
     try:
         dist.init_process_group(
             backend(accelerator),
-            store=store,
+            store=attempts_store(attempt) if store is None else store,
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=TIMEOUT,

@@ -28,7 +28,7 @@ NAMES = "give the hosts names by DNS or /etc/hosts, or use addresses"
 OPEN = "let the job's hosts reach each other at all TCP ports (firewall, network security group)"
 
 
-def rendezvous(environment: Environment) -> Any:
+def rendezvous(environment: Environment, attempt: int) -> Any:
     """The store by which the ranks find each other, once all hosts have reached each other.
 
     Raises:
@@ -45,7 +45,7 @@ def rendezvous(environment: Environment) -> Any:
         _await_rank_0(environment, who, main)
     try:
         limit = datetime.timedelta(seconds=LISTEN_S)
-        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        store = process_group.attempts_store(attempt, limit)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         what = f"not all ranks came to {main} within {LISTEN_S:.0f} s: {str(error).splitlines()[0]}"
         raise UserError.at("MASTER_PORT", f"{who}: {what}", OPEN) from error

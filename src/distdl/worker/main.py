@@ -135,11 +135,11 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     if accelerator == "cpu":
         allocator.keep_freed_memory()
     log.debug("imports are done; joining the other ranks")  # each may take minutes
-    store = None
+    store, attempt = None, context.attempt.number
     if examination.wanted(config) and environment.world_size > 1:
-        store = reach.rendezvous(environment)
+        store = reach.rendezvous(environment, attempt)
         examination.record_transport(context)
-    process_group.connect(environment, accelerator, store)
+    process_group.connect(environment, accelerator, attempt, store)
     failed = False
     try:
         metrics = build_and_run(config, context)
