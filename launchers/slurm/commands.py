@@ -29,21 +29,45 @@ DEFAULTS = {
     "SBATCH_TIMELIMIT": "walltime",
     "SBATCH_RESERVATION": "",
 }
-# Words in sbatch's error -> the setting that the error is about, and the remedy.
+# Words of sbatch's errors -> the setting that the error is about, and the remedy. The first that
+# fits counts: several errors name a partition, an account or a node by the way.
 REFUSALS = {
-    "partition": ("launcher.partition", "sinfo -s lists the partitions"),
-    "account": ("launcher.account", "sacctmgr show associations user=$USER lists yours"),
-    "qos": ("launcher.qos", "sacctmgr show qos lists every QOS"),
-    "time limit": ("launcher.walltime", "sinfo -s shows the limit of each partition"),
-    "feature": ("launcher.constraint", "sinfo -o '%N %f' lists the features of the nodes"),
-    "gres": ("launcher.gpus", "sinfo -o '%N %G' lists the GPUs; launcher.gpus=gres or none"),
-    "memory": ("launcher.mem", "sinfo -o '%N %m' lists the megabytes of the nodes"),
-    "node count": ("trainer.num_nodes", "sinfo -s shows how many nodes there are"),
-    "node configuration": (
-        "trainer.num_nodes",
-        "ask for less: trainer.devices, launcher.cpus_per_task, launcher.mem or launcher.gpus",
+    **dict.fromkeys(
+        ("unrecognized option", "requires an argument", "allow an argument", "invalid option"),
+        ("launcher.sbatch", "sbatch --help lists the options of this cluster"),
     ),
+    "invalid directive": ("launcher.sbatch", "each element is one option, with its value"),
+    "account/partition": (
+        "launcher.account",
+        "sacctmgr show associations user=$USER lists your accounts and their partitions",
+    ),
+    "accounting/qos policy": (
+        "launcher.qos",
+        "sacctmgr show qos and sacctmgr show associations list the limits of size and time",
+    ),
+    "time limit": ("launcher.walltime", "sinfo -s shows the limit of each partition"),
+    "node count": ("trainer.num_nodes", "sinfo -s shows how many nodes there are"),
+    "number of nodes": ("trainer.num_nodes", "launcher.sbatch lists more nodes than it"),
+    **dict.fromkeys(
+        ("node configuration", "cpu count", "processors"),
+        (
+            "trainer.num_nodes",
+            "ask for less: trainer.devices, launcher.cpus_per_task, launcher.mem or launcher.gpus",
+        ),
+    ),
+    "memory": ("launcher.mem", "sinfo -o '%N %m' lists the megabytes of the nodes"),
+    "preferred feature": ("launcher.sbatch", "sinfo -o '%N %f' lists the features of the nodes"),
+    "feature": ("launcher.constraint", "sinfo -o '%N %f' lists the features of the nodes"),
+    **dict.fromkeys(
+        ("gres", "generic resource"),
+        ("launcher.gpus", "sinfo -o '%N %G' lists the GPUs; launcher.gpus=gres or none"),
+    ),
+    "qos": ("launcher.qos", "sacctmgr show qos lists every QOS"),
+    "account": ("launcher.account", "sacctmgr show associations user=$USER lists yours"),
     "array": ("launcher", "scontrol show config | grep MaxArraySize shows the limit"),
+    "reservation": ("launcher.sbatch", "scontrol show reservation lists them"),
+    "license": ("launcher.sbatch", "scontrol show licenses lists them"),
+    "partition": ("launcher.partition", "sinfo -s lists the partitions"),
 }
 # Parts of the error that each command prints when no controller answers.
 DOWN = ("unable to contact slurm controller", "process configuration", "configuration source")
@@ -111,11 +135,20 @@ def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str
     number = re.search(r"^(\d+)(;\S+)?$", done.stdout, re.MULTILINE)
     if done.returncode == 0 and number:
         return number[1]
-    errors = re.sub(r"^sbatch: (error: |fatal: )?", "", done.stderr, flags=re.MULTILINE)
-    reason = " / ".join(filter(None, errors.strip().splitlines()))
-    known = (about for words, about in REFUSALS.items() if words in reason.lower())
-    key, remedy = next(known, ("launcher", ""))
-    raise UserError.at(key, f"sbatch refuses it: {reason or 'without a reason'}", remedy)
+    raise refusal(done.stderr)
+
+
+def refusal(said: str) -> UserError:
+    """The error for what sbatch says instead of a job's number."""
+    lines = re.sub(r"^sbatch: ", "", said, flags=re.MULTILINE).split("\n")
+    # With -v all options are printed, and a site's plugin may print advice: they are no errors.
+    errors = [line for line in lines if line.startswith(("error: ", "fatal: "))] or lines
+    reason = "\n".join(errors).lower()
+    key, remedy = next(
+        (about for words, about in REFUSALS.items() if words in reason), ("launcher", "")
+    )
+    shown = " / ".join(re.sub(r"^(error|fatal): ", "", line) for line in lines if line.strip())
+    return UserError.at(key, f"sbatch refuses it: {shown or 'without a reason'}", remedy)
 
 
 def query(number: str) -> Status:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from distdl.job import JobSpec, Resources
 from distdl.launchers.common import refuse
 from distdl.launchers.slurm import commands, script
+from distdl.launchers.slurm.options import SBATCH, words
 from distdl.launchers.slurm.slurm_job import SlurmJob
 from distdl.launchers.slurm.slurm_settings import SlurmSettings
 from distdl.util.errors import UserError
@@ -51,7 +52,8 @@ class SlurmLauncher(SlurmSettings):
             nodes = commands.nodes(self.partition or os.environ.get("SBATCH_PARTITION"))
             others = min(others, sum(nodes[name] for name in nodes.keys() - {*hosts}))
             hosts = [name for name in hosts if name in nodes]
-        if not hosts or any(re.match(r"-x|--exclude\b", option) for option in self.sbatch):
+        typed = (option.name for line in self.sbatch for option in SBATCH.read(words(line)))
+        if not hosts or "exclude" in typed:
             return
         exclude = {"launcher.sbatch": [*self.sbatch, f"--exclude={','.join(hosts)}"]}
         for count in range(others, 0, -1):

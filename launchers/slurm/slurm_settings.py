@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -18,40 +18,56 @@ from distdl.launchers.common import (
     Walltime,
     matching,
 )
+from distdl.launchers.slurm.options import SBATCH, SRUN, Option, words
 from distdl.util.errors import Problem
 
-# sbatch options that the launcher writes itself -> the key that sets them, if there is one.
+# Options that are the launcher's to write, or that contradict one -> what to write instead.
 RESERVED = {
-    **{name: f"launcher.{name}" for name in ("mem", "partition", "account", "qos", "constraint")},
-    "cpus-per-task": "launcher.cpus_per_task",
-    "time": "launcher.walltime",
-    "nodes": "trainer.num_nodes",
-    "ntasks-per-node": "trainer.devices",
-    "ntasks": "trainer.num_nodes and trainer.devices",
-    "gpus-per-node": "launcher.gpus and trainer.devices",
-    "gres": "launcher.gpus and launcher.gpu_type",
-    **dict.fromkeys(("requeue", "no-requeue"), "launcher.requeue"),
-    "signal": "launcher.grace_seconds",
-    "array": "launcher.max_parallel",
-    "export": "launcher.forward_env",
-    "container-image": "launcher.container",
+    **{n: f"set launcher.{n}" for n in ("mem", "partition", "account", "qos", "constraint")},
+    "cpus-per-task": "set launcher.cpus_per_task",
+    "time": "set launcher.walltime",
+    "nodes": "set trainer.num_nodes",
+    "ntasks-per-node": "set trainer.devices",
+    "ntasks": "set trainer.num_nodes and trainer.devices",
+    "gpus-per-node": "set launcher.gpus and trainer.devices",
+    "gres": "set launcher.gpus and launcher.gpu_type",
+    **dict.fromkeys(("requeue", "no-requeue"), "set launcher.requeue"),
+    "signal": "set launcher.grace_seconds",
+    "array": "set launcher.max_parallel",
+    **dict.fromkeys(("export", "export-file"), "set launcher.forward_env or launcher.env"),
+    "container-image": "set launcher.container",
+    "container-mounts": "set launcher.container_mounts",
+    "container-env": "set launcher.forward_env or launcher.env",
+    "test-only": "it would start nothing; dry_run=true shows the script",
     **dict.fromkeys(("output", "error", "open-mode", "job-name", "parsable", "wait"), ""),
     "clusters": "",
 }
-SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "p": "partition"}
-SHORT |= {"A": "account", "q": "qos", "C": "constraint", "a": "array", "o": "output", "e": "error"}
-SHORT |= {"J": "job-name", "W": "wait", "M": "clusters"}
+# Those of srun, besides: the launcher writes the first, and with the others no rank starts.
+RESERVED_SRUN = {"kill-on-bad-exit": "", "multi-prog": "", "jobid": "", "het-group": ""}
+RESERVED_SRUN |= dict.fromkeys(("version", "help", "usage"), "it would start nothing")
 
 
-def _not_reserved(option: str) -> str:
-    """Rejects an option of RESERVED."""
-    short = re.match(r"-(\w)", option)
-    name = re.split("[= ]", option.lstrip("-"))[0]
-    name = SHORT.get(short[1], name) if short else name
-    if name in RESERVED:
-        remedy = f"leave it out, and set {RESERVED[name]}" if RESERVED[name] else "leave it out"
-        raise Refused(f"{option} is written by the launcher itself", remedy)
-    return option
+def _refuse_reserved(text: str, found: Iterable[Option], reserved: Mapping[str, str]) -> None:
+    for option in found:
+        if option.name in reserved:
+            remedy = ", and ".join(filter(None, ("leave it out", reserved[option.name])))
+            raise Refused(f"{text}: --{option.name} is reserved for the launcher", remedy)
+
+
+def _of_sbatch(line: str) -> str:
+    """Rejects a line of #SBATCH that sets an option of RESERVED, or that sbatch cannot read."""
+    _refuse_reserved(line, SBATCH.read(words(line)), RESERVED)
+    return line
+
+
+def _of_srun(word: str) -> str:
+    """Rejects the same for srun, which gets each element as one word."""
+    if re.match(r"[^=]*\s", word):
+        split = word.split(maxsplit=1)
+        joined = "=".join(split) if word.startswith("--") else "".join(split)
+        raise Refused(f"{word!r} has a blank, and srun gets it as one word", f"write {joined}")
+    _refuse_reserved(word, SRUN.read([word]), RESERVED | RESERVED_SRUN)
+    return word
 
 
 _OPTION = r"--?[A-Za-z].*"
@@ -60,8 +76,8 @@ _MOUNT = r"/[^\s,:]*(:/[^\s,:]*(:[\w+]+)?)?"
 _SBATCH = matching(_OPTION, "an option of sbatch, such as --exclusive")
 _SRUN = matching(_OPTION, "an option of srun, such as --label")
 _MEMORY = matching(r"\d+[KMGT]?", 'an amount such as "64G", in quotes ("0": all of a node)')
-SbatchOption = Annotated[str, _SBATCH, AfterValidator(_not_reserved)]
-SrunOption = Annotated[str, _SRUN, AfterValidator(_not_reserved)]
+SbatchOption = Annotated[str, _SBATCH, AfterValidator(_of_sbatch)]
+SrunOption = Annotated[str, _SRUN, AfterValidator(_of_srun)]
 Word = Annotated[str, matching(_WORD, "one word without quotes")]
 Line = Annotated[str, matching(r".*\S.*", "one line of text")]
 Module = Annotated[str, matching(_WORD, "the name of a module")]

@@ -22,6 +22,7 @@ import torch
 
 from distdl.launchers.slurm import commands
 from distdl.runs.checkpoints import CheckpointStore
+from tests import slurm_spellings
 from tests.cluster import witness
 from tests.conftest import (
     KERNELS,
@@ -317,7 +318,7 @@ GRES = "launcher.gpus: sbatch refuses it: Invalid generic resource (gres) specif
 REFUSED = {
     "launcher.partition=nosuch": "launcher.partition: sbatch refuses it: invalid partition",
     "trainer.accelerator=gpu": GRES,
-    'launcher.sbatch=["--reservation=none"]': "launcher: sbatch refuses it",
+    'launcher.sbatch=["--reservation=none"]': "launcher.sbatch: sbatch refuses it",
 }
 
 
@@ -336,6 +337,20 @@ def test_what_slurm_refuses(slurm, tmp_path, monkeypatch, on_cluster):
     shown = on_cluster(*SLURM, "name=down", code=2).err
     assert "Slurmctld(primary) at " in shown and " is DOWN\n" in shown
     assert not Path("outputs/default/down").exists()
+
+
+@matrix_only
+def test_sbatch_reads_the_spellings_as_listed(slurm, tmp_path):
+    """With -v it names what was set. The unit tests check what the launcher makes of the list."""
+    listed = slurm_spellings.RESERVED | slurm_spellings.OTHERS
+    for spelling, name in listed.items():
+        script = f"#!/bin/bash\n#SBATCH --time=10\n#SBATCH {spelling}\nsleep 1\n"
+        (tmp_path / "job.sh").write_text(script)
+        command = ["sbatch", "-v", "--test-only", str(tmp_path / "job.sh")]
+        done = subprocess.run(command, env=slurm.env, capture_output=True, text=True, timeout=30)
+        assert f"sbatch: {name} " in done.stderr, f"{spelling}: {done.stderr}"
+        if spelling in slurm_spellings.OTHERS:
+            assert done.returncode == 0, f"{spelling}: {done.stderr}"
 
 
 def test_a_sweep_is_one_array(slurm, on_cluster, tmp_path, monkeypatch):

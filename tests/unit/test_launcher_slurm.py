@@ -9,6 +9,7 @@ from distdl.job import JobSpec, JobState, Resources
 from distdl.launchers.slurm import SlurmLauncher, commands
 from distdl.launchers.slurm.slurm_job import SlurmJob
 from distdl.util.errors import UserError
+from tests import slurm_spellings
 from tests.conftest import ROOT, check_golden
 
 CPU, GPUS = Resources(1, 2, "cpu"), Resources(2, 8, "gpu")
@@ -68,6 +69,23 @@ REFUSED = [
     ({"sbatch": ["--exclusive\nrm -rf ~"]}, ""),
     ({"sbatch": ["--nodes=4"]}, "set trainer.num_nodes"),
     ({"sbatch": ["-t 10"]}, "set launcher.walltime"),
+    (
+        {"sbatch": ["--arr=0-3"]},
+        "--arr=0-3: --array is reserved for the launcher\nleave it out, and",
+    ),
+    ({"sbatch": ["--test-only"]}, "dry_run=true shows the script"),
+    ({"sbatch": ["--exclu"]}, "write --exclude or --exclusive"),
+    ({"sbatch": ["--comment=my job"]}, """'job' is not an option\na value with blanks is quoted"""),
+    ({"sbatch": ["--comment=my'job"]}, "close the quotation mark"),
+    ({"sbatch": ["--comment=#1"]}, "put the value in quotes"),
+    ({"sbatch": ["-x"]}, "-x needs a value\n--exclude=..."),
+    ({"srun_args": ["-K0"]}, "--kill-on-bad-exit is reserved"),
+    ({"srun_args": ["--tasks=3"]}, "set trainer.devices"),
+    ({"srun_args": ["-lW5"]}, "--wait is reserved"),
+    ({"srun_args": ["--container-m=/a"]}, "set launcher.container_mounts"),
+    ({"srun_args": ["--cpu-bind cores"]}, "write --cpu-bind=cores"),
+    ({"srun_args": ["-w n1"]}, "write -wn1"),
+    ({"srun_args": ["--gpu-bind"]}, "needs a value"),
     ({"inputs": ["/data"]}, "['/data'] is not a mapping"),
 ]
 
@@ -80,6 +98,42 @@ def test_refused_settings(node, message):
     with pytest.raises(UserError) as error:
         SlurmLauncher(**node).request(spec())
     assert error.value.problems[0].path == f"launcher.{problem.path}"
+
+
+def test_options_of_sbatch_in_any_spelling():
+    """What sbatch itself makes of these: tests/cluster/test_slurm.py."""
+
+    def refused(spellings):
+        return {each for each in spellings if [*SlurmLauncher.check({"sbatch": [each]}, {})]}
+
+    assert refused(slurm_spellings.RESERVED) == {*slurm_spellings.RESERVED}
+    assert refused(slurm_spellings.OTHERS) == set()
+    # A plugin's, or of a version to come.
+    assert list(SlurmLauncher.check({"sbatch": ["--of-a-plugin=1", "-Iv"]}, {})) == []
+    kept = ["-lu", "--cpu-bind=cores", "--mpi=pmix", "-wn1", "--lab", "--exclusive", "--hint=x"]
+    assert list(SlurmLauncher.check({"srun_args": kept}, {})) == []
+
+
+SAID = {
+    "error: Batch job submission failed: Invalid account or account/partition combination specified"
+    "": "launcher.account",
+    "error: invalid partition specified: x\nsbatch: error: ...": "launcher.partition",
+    "partition         : low\nsbatch: error: Requested node configuration is not available"
+    "": "trainer.num_nodes",
+    "error: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+    "": "launcher.qos",
+    "error: Requested time limit is invalid (missing or exceeds some limit)": "launcher.walltime",
+    "error: Requested partition configuration not available now": "launcher.partition",
+    "error: Memory specification can not be satisfied": "launcher.mem",
+    "unrecognized option '--partitions=x'": "launcher.sbatch",
+    "error: it is Friday": "launcher",
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_the_key_that_sbatch_refuses(said):
+    (problem,) = commands.refusal(f"sbatch: {said}\n").problems
+    assert problem.path == SAID[said]
 
 
 def test_a_job_inherits_the_users_defaults_that_no_setting_replaces(monkeypatch):

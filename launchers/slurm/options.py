@@ -1,0 +1,158 @@
+"""Which options a text sets, read as sbatch and srun read it themselves: by getopt_long, with
+abbreviations (`--arr=0-3`), other names (`--tasks-per-node`) and bundled letters (`-vN2`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from distdl.launchers.common import Refused
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option by the first of its long names, without dashes. `value`: "=" needs one, "[=]" may
+    have one (`--nice=5`, `-k1`), "" has none."""
+
+    name: str
+    value: str
+
+
+def options(text: str) -> dict[str, Option]:
+    """Every name of the options of a table, with its dashes, and its option. Entries are separated
+    by commas, and the names of one option by blanks."""
+    named: dict[str, Option] = {}
+    for entry in text.split(","):
+        names = re.findall(r"--?[\w-]+", entry)
+        value = re.search(r"[\[=\]]*$", entry.strip())
+        first = next(name for name in names if name.startswith("--"))
+        named |= dict.fromkeys(names, Option(first[2:], value[0] if value else ""))
+    return named
+
+
+@dataclass(frozen=True)
+class Table:
+    """The options of a program: those of every version of Slurm in use, and those that only newer
+    versions or plugins know."""
+
+    always: Mapping[str, Option]
+    sometimes: Mapping[str, Option]
+
+    def read(self, words: Sequence[str]) -> Iterator[Option]:
+        """The options that words set, or may set. Unknown ones are left to the program, which may
+        know them from a plugin.
+
+        Raises:
+            Refused: The program would refuse the words, too.
+        """
+        rest = iter(words)
+        for word in rest:
+            if not re.match(r"-[^-]|--.", word):
+                what = f"{word!r} is not an option"
+                raise Refused(what, 'a value with blanks is quoted: --comment="my job"')
+            if word.startswith("--"):
+                name, equals, _ = word.partition("=")
+                found = self.possible(name)
+                needs_next = not equals and any(option.value == "=" for option in found)
+            else:
+                found, needs_next = self.bundle(word[1:])
+            yield from found
+            if needs_next and next(rest, None) is None:
+                raise Refused(f"{word} needs a value", f"--{found[-1].name}=...")
+
+    def possible(self, name: str) -> list[Option]:
+        """What a long name means. Of an abbreviation that only newer options or a plugin's begin
+        with, these are several: which of them the cluster knows is not known here."""
+        for names in (self.always, self.sometimes):
+            if name in names:
+                return [names[name]]
+        if known := distinct(self.always, name):
+            if len(known) > 1:
+                these = " or ".join(f"--{option.name}" for option in known)
+                raise Refused(f"{name} is ambiguous", f"write {these}")
+            return known
+        return distinct(self.sometimes, name)
+
+    def bundle(self, letters: str) -> tuple[list[Option], bool]:
+        """The options of `-vN2`, without the dash, and whether the next word is the last one's
+        value."""
+        found = []
+        for position, letter in enumerate(letters, start=1):
+            option = self.always.get(f"-{letter}")
+            if option is None:
+                continue
+            found.append(option)
+            if option.value:
+                return found, option.value == "=" and position == len(letters)
+        return found, False
+
+
+def distinct(names: Mapping[str, Option], start: str) -> list[Option]:
+    """The options with a name that begins so; other names of one option count once."""
+    return list(dict.fromkeys(names[name] for name in names if name.startswith(start)))
+
+
+# A backslash and a character, a quoted text, or what needs no quotes. Outside quotes a backslash
+# does not keep a blank from ending the word.
+_PIECE = r"""\\(\S|(?=\s|$))|"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([^\s"'\\#]+)"""
+_WORD = re.compile(rf"\s*((?:{_PIECE})+)")
+
+
+def words(line: str) -> list[str]:
+    """The words of a #SBATCH line, as sbatch splits it. A comment (` # ...`) may follow.
+
+    Raises:
+        Refused: A quotation mark is missing, or sbatch would cut a word at #.
+    """
+    found, position = [], 0
+    while match := _WORD.match(line, position):
+        pieces = (piece for groups in re.findall(_PIECE, match[1]) for piece in groups)
+        found.append("".join(re.sub(r"\\(.)", r"\1", piece) for piece in pieces))
+        position = match.end()
+    rest = line[position:]
+    if rest.startswith("#"):
+        raise Refused(f"{line}: for sbatch {rest!r} is a comment", "put the value in quotes")
+    if rest.strip() and not rest.lstrip().startswith("#"):
+        raise Refused(f"{line}: {rest.strip()!r} has no end", "close the quotation mark")
+    return found
+
+
+# From the programs' own tables of Slurm 22.05, which are the arguments of their getopt_long.
+_BOTH = """
+-A --account=, --acctg-freq=, -b --begin=, --bb=, --bbf=, --cluster-constraint=, -D --chdir=,
+-M --clusters= --cluster=, --comment=, --container=, --context=, --contiguous, -C --constraint=,
+-S --core-spec=, --cores-per-socket=, --cpu-freq=, --cpus-per-gpu=, -c --cpus-per-task=,
+--deadline=, --delay-boot=, -d --dependency=, -m --distribution=, -e --error=, -x --exclude=,
+--exclusive[=], --export=, -B --extra-node-info=, --gid=, --gpu-bind=, --gpu-freq=, -G --gpus=,
+--gpus-per-node=, --gpus-per-socket=, --gpus-per-task=, --gres=, --gres-flags=, -h --help, --hint=,
+-H --hold, -i --input=, -J --job-name=, -L --licenses=, --mail-type=, --mail-user=, --mcs-label=,
+--mem=, --mem-bind=, --mem-per-cpu=, --mem-per-gpu=, --mincpus=, --network=, --nice[=],
+-k --no-kill[=], -F --nodefile=, -w --nodelist=, -N --nodes=, -n --ntasks=, --ntasks-per-core=,
+--ntasks-per-gpu=, --ntasks-per-node= --tasks-per-node=, --ntasks-per-socket=, --ntasks-per-tres=,
+--open-mode=, -o --output=, -O --overcommit, -s --oversubscribe, -p --partition=, --power=,
+--prefer=, --priority=, --profile=, --propagate[=], -q --qos=, -Q --quiet, --reboot, --reservation=,
+--signal=, --sockets-per-node=, --spread-job, --switches=, --test-only, --thread-spec=,
+--threads-per-core=, -t --time=, --time-min=, --tmp=, --uid=, --use-min-nodes, -v --verbose,
+-V --version, --usage, --wckey="""
+_SBATCH = """
+-a --array=, --batch=, --export-file=, --get-user-env[=], --ignore-pbs, --kill-on-invalid-dep=,
+--no-requeue, --parsable, --requeue, -W --wait, --wait-all-nodes=, --wrap="""
+_SRUN = """
+--accel-bind=, --bcast[=], --bcast-exclude=, --compress[=], --cpu-bind= --cpu_bind=,
+--debugger-test, -X --disable-status, --epilog=, --exact, --het-group= --pack-group=,
+-I --immediate[=], --interactive, --jobid=, -K --kill-on-bad-exit[=], -l --label, -T --threads=,
+--mpi=, --msg-timeout=, --multi-prog, -Z --no-allocate, --overlap[=], -E --preserve-env, --prolog=,
+--pty, --quit-on-interrupt, -r --relative=, --resv-ports[=], --send-libs[=], --slurmd-debug=,
+--task-epilog=, --task-prolog=, -u --unbuffered, -W --wait=, --whole, --x11[=]"""
+# Of Slurm 23.02 to 26.05, and of the plugin pyxis.
+_SOMETIMES = """
+--container-id=, --container-type=, --consolidate-segments, --extra=, --external-launcher[=],
+--mem-update=, --oom-kill-step[=], --resources=, --resv-ports[=], --segment=, --spread-segments,
+--stepmgr, --tres-bind=, --tres-per-task=, --tree-width=,
+--container-image=, --container-mounts=, --container-env=, --container-workdir=, --container-name=,
+--container-save=, --container-mount-home, --no-container-mount-home, --container-remap-root,
+--no-container-remap-root, --container-entrypoint, --no-container-entrypoint,
+--container-entrypoint-log, --container-writable, --container-readonly"""
+SBATCH = Table(options(f"{_BOTH},{_SBATCH}"), options(_SOMETIMES))
+SRUN = Table(options(f"{_BOTH},{_SRUN}"), options(_SOMETIMES))
