@@ -36,6 +36,12 @@ SHORTEST, LONGEST = 1.0, 10.0  # seconds between two polls of the log
 MISSES = 20  # consecutive polls without an answer, after which following ends
 
 
+def member_in(trial: dict[str, Any]) -> str:
+    """The member that a trial of a sweep runs."""
+    values = json.loads((trial.get("tags") or {}).get("hyperparameters") or "{}")
+    return str(values.get("member", ""))
+
+
 class AzureMLJob(QueriedJob):
     """One job, or the trial of `member` in a sweep job. Azure names a trial when it starts."""
 
@@ -53,27 +59,50 @@ class AzureMLJob(QueriedJob):
     def url(self) -> str | None:
         return self._connection.page(self._name)
 
+    @property
+    def platform(self) -> str:
+        workspace = self._connection.workspace
+        return f"Azure ML (workspace {workspace.name} in {workspace.resource_group})"
+
     @classmethod
     def _query_all(cls, jobs: Sequence[AzureMLJob]) -> Iterable[tuple[AzureMLJob, Any]]:
-        """As in the base class, without trials, which the workspace's lists do not contain."""
+        """As in the base class. The trials of a sweep are in a list of its own."""
         workspaces: dict[Workspace, dict[str, AzureMLJob]] = {}
+        sweeps: dict[tuple[Workspace, str], dict[str, AzureMLJob]] = {}
         for job in jobs:
+            workspace = job._connection.workspace
             if job._member is None:
-                workspaces.setdefault(job._connection.workspace, {})[job._name] = job
+                workspaces.setdefault(workspace, {})[job._name] = job
+            else:
+                sweeps.setdefault((workspace, job._name), {})[job._member] = job
         for named in workspaces.values():
             with azure_errors():
                 listed = next(iter(named.values()))._connection.client.jobs.list().by_page()
                 # The SDK lists a job of a kind that it does not know as None.
                 pages = ([(j.name, {"status": j.status}) for j in page if j] for page in listed)
                 yield from from_pages(named, pages)
+        for members in sweeps.values():
+            yield from next(iter(members.values()))._trials(members)
 
     def _query(self) -> dict[str, Any]:
         if run := self._run():
             return self._history.details(run)
+        return self._not_started()
+
+    def _not_started(self) -> dict[str, Any]:
+        """The answer about a trial that has not started. While the sweep runs, it still can."""
         sweep = self._history.details(self._name)
-        # While the sweep runs, the trial can still start.
         ended = self._state_from(sweep).ended
         return {"status": "Canceled" if ended else "Queued", "error": sweep.get("error")}
+
+    def _trials(self, members: dict[str, AzureMLJob]) -> Iterator[tuple[AzureMLJob, Any]]:
+        """The answers about several members of this sweep, from its list of trials."""
+        trials = {member_in(child): child for child in self._history.children(self._name)}
+        waiting = None if trials.keys() >= members.keys() else self._not_started()
+        for member, job in members.items():
+            answer = trials.get(member, waiting)
+            if answer and answer.get("status"):  # else the trial is queried on its own
+                yield job, answer
 
     def _state_from(self, answer: Any) -> JobState:
         return STATES.get(answer["status"], JobState.UNKNOWN)
@@ -136,8 +165,7 @@ class AzureMLJob(QueriedJob):
             return self._name
         if self._trial is None:
             for child in self._history.children(self._name):
-                values = json.loads((child.get("tags") or {}).get("hyperparameters") or "{}")
-                if values.get("member") == self._member:
+                if member_in(child) == self._member:
                     self._trial = str(child["runId"])
         return self._trial
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from distdl.launchers.common import NoRight
+from distdl.launchers.common import NoRight, NotSignedIn
 from distdl.util.errors import Problem, UserError
 
 
@@ -43,6 +43,13 @@ NAMED_BY = {
     "subscription": ("AZURE_SUBSCRIPTION_ID", "subscription_id"),
     "resource_group": ("AZURE_RESOURCE_GROUP", "resource_group"),
     "workspace": ("AZUREML_WORKSPACE_NAME", "workspace_name"),
+}
+# The SDKs would wait 300 s for a connection and 300 s for an answer, up to four times each.
+PATIENCE: dict[str, Any] = {
+    "connection_timeout": 5,
+    "read_timeout": 20,
+    "retry_connect": 1,
+    "retry_read": 1,
 }
 OLD_NAME = "AZURE_WORKSPACE_NAME"  # the old name of the variable for the workspace
 # A name that becomes part of an address: all characters of Azure's names, but no `..`.
@@ -148,7 +155,7 @@ class Connection:
 
             logging.getLogger("azure.ai.ml").setLevel(logging.ERROR)
             options: dict[str, Any] = {"cloud": self.cloud} if self.cloud else {}
-            options |= {"enable_telemetry": False, "show_progress": sys.stderr.isatty()}
+            options |= {"enable_telemetry": False, "show_progress": sys.stderr.isatty(), **PATIENCE}
             return MLClient(self.credential, *astuple(self.workspace), **options)
 
     @property
@@ -183,8 +190,8 @@ def sign_in(cloud: str | None = None) -> Any:
         from azure.identity import DefaultAzureCredential
     # It warns about each unavailable method; the final error lists them once.
     logging.getLogger("azure").setLevel(logging.ERROR)
-    options = {"authority": CLOUDS[cloud].login} if cloud in CLOUDS else {}
-    return DefaultAzureCredential(**options)
+    options: dict[str, Any] = {"authority": CLOUDS[cloud].login} if cloud in CLOUDS else {}
+    return DefaultAzureCredential(**options, **PATIENCE)
 
 
 def rest_client(credential: Any = None, scope: str = "", base_url: str = "") -> Any:
@@ -194,10 +201,13 @@ def rest_client(credential: Any = None, scope: str = "", base_url: str = "") -> 
     from azure.core.pipeline import policies
 
     chain: list[Any] = [policies.RequestIdPolicy()]  # pollers need it
-    chain += [policies.UserAgentPolicy("distdl"), policies.RetryPolicy()]
+    chain += [policies.UserAgentPolicy("distdl"), policies.RetryPolicy(**PATIENCE)]
     if credential is not None:
         chain.append(policies.BearerTokenCredentialPolicy(credential, scope))
-    return PipelineClient(base_url, policies=chain)
+    return PipelineClient(base_url, policies=chain, **PATIENCE)
+
+
+REFUSALS: dict[int | None, type[UserError]] = {401: NotSignedIn, 403: NoRight}
 
 
 @contextmanager
@@ -226,10 +236,10 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
         remedy = "az login, or export AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, "
         remedy += "or run this on a machine with a managed identity"
         what = f"Azure cannot sign you in: {brief(error.message)}"
-        raise NoRight.at(path, what, remedy) from error
+        raise NotSignedIn.at(path, what, remedy) from error
     except core.HttpResponseError as error:
         what = f"Azure refuses ({error.status_code}): {brief(error.message)}"
-        kind = NoRight if error.status_code in (401, 403) else UserError
+        kind = REFUSALS.get(error.status_code, UserError)
         raise kind.at(path, what, remedies.get(code_of(error), "")) from error
     except core.AzureError as error:
         raise UserError.at(path, f"Azure does not answer: {brief(error)}") from error

@@ -65,7 +65,8 @@ def secrets(names: dict[str, str], identity: str) -> dict[str, str]:
         return {}
     from azure.keyvault.secrets import SecretClient
 
-    vault = SecretClient(os.environ["DISTDL_KEY_VAULT"], credential(identity))
+    limits = {"connection_timeout": 10, "read_timeout": 30}  # seconds; by default 300 each
+    vault = SecretClient(os.environ["DISTDL_KEY_VAULT"], credential(identity), **limits)
     return {name: vault.get_secret(secret).value or "" for name, secret in names.items()}
 
 

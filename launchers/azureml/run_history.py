@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distdl.launchers.azureml.client import Connection, azure_errors, rest_client
+from distdl.launchers.common import Forgotten
 
 # user_logs/std_log_process_00.txt is rank 0's, ..01.txt rank 1's; a single process has std_log.txt.
 USER_LOG = re.compile(r"user_logs/std_log(?:_process_(\d+))?\.txt")
@@ -50,9 +51,16 @@ class RunHistory:
         return response
 
     def details(self, job: str) -> dict[str, Any]:
-        """`status`, `logFiles` (name -> address), `error`, and more."""
+        """`status`, `logFiles` (name -> address), `error`, and more. Forgotten if there is no such
+        job."""
         with azure_errors():
-            return self._get(self._service, f"{self._runs}/{job}/details").json()
+            from azure.core.exceptions import ResourceNotFoundError
+
+            runs = self._runs
+            try:
+                return self._get(self._service, f"{runs}/{job}/details").json()
+            except ResourceNotFoundError as error:
+                raise Forgotten.at(job, "unknown to Azure ML") from error
 
     def children(self, job: str) -> Iterator[dict[str, Any]]:
         """The trials of a sweep that have started: `runId`, `status`, `tags`."""

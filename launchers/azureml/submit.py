@@ -12,7 +12,7 @@ from typing import Any
 
 from distdl.job import JobSpec
 from distdl.launchers.azureml import datastore
-from distdl.launchers.azureml.client import Connection, azure_errors, brief, quiet
+from distdl.launchers.azureml.client import PATIENCE, Connection, azure_errors, brief, quiet
 from distdl.launchers.azureml.request import MEMBERS, AzureMLRequest, member_of, to_yaml
 from distdl.launchers.common import newest_checkpoint, slug
 from distdl.util.errors import Problem, UserError
@@ -104,7 +104,7 @@ def store_secrets(connection: Connection, vault: str, values: Mapping[str, str])
     with azure_errors("launcher.forward_env"):
         from azure.keyvault.secrets import SecretClient
 
-        client = SecretClient(vault, connection.credential)
+        client = SecretClient(vault, connection.credential, **PATIENCE)
         try:
             for name, value in values.items():
                 client.set_secret(name, value, content_type="distdl: a forwarded variable of a run")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from distdl.launchers.common import NoRight
+from distdl.launchers.common import NoRight, NotSignedIn
 from distdl.util.errors import UserError
 
 _SIGN_IN = ("launcher", "aws configure, aws sso login, AWS_PROFILE=NAME or launcher.profile=NAME")
@@ -20,7 +20,16 @@ ABOUT = {
     "EndpointConnectionError": ("launcher.region", "is the region right?"),
 }
 # AWS's codes, which do not all come with a status of 401 or 403.
-NO_RIGHT = ("AccessDeniedException", "ExpiredTokenException", "UnrecognizedClientException")
+REFUSALS = {
+    **dict.fromkeys(("ExpiredTokenException", "UnrecognizedClientException"), NotSignedIn),
+    **dict.fromkeys(("ExpiredToken", "InvalidClientTokenId", "InvalidAccessKeyId"), NotSignedIn),
+    **dict.fromkeys(("SignatureDoesNotMatch", "InvalidSignatureException"), NotSignedIn),
+    "AccessDeniedException": NoRight,
+}
+# By default a client waits 60 s for a connection and 60 s for an answer, five times each: a user
+# would wait for minutes to read that AWS does not answer.
+TRIES, CONNECT_S, READ_S = 3, 5, 10
+READ_S_OF = {"s3": 20, "sagemaker-runtime": 70}  # files; a model may compute for 60 s
 
 
 @dataclass
@@ -35,14 +44,27 @@ class Aws:
     def __call__(self, service: str) -> Any:
         if service not in self.clients:
             with aws_errors():
-                import boto3
-
-                session = boto3.Session(region_name=self.region, profile_name=self.profile)
-                self.clients[service] = session.client(service)
+                self.clients[service] = client(service, self.region, self.profile)
         return self.clients[service]
 
     def resolved_region(self) -> str:
-        return str(self("sagemaker").meta.region_name)
+        return self.region or str(self("sagemaker").meta.region_name)
+
+
+def client(service: str, region: str | None, profile: str | None = None) -> Any:
+    """A boto3 client that gives up early. So do the clients with which boto3 itself signs in."""
+    import boto3
+    from botocore.config import Config
+    from botocore.session import Session
+
+    session = Session(profile=profile)
+    retries = {"mode": "standard", "total_max_attempts": TRIES}
+    timeouts = {"connect_timeout": CONNECT_S, "read_timeout": READ_S}
+    session.set_default_client_config(Config(retries=retries, **timeouts))
+    config = Config(read_timeout=READ_S_OF.get(service, READ_S))
+    return boto3.Session(region_name=region, botocore_session=session).client(
+        service, config=config
+    )
 
 
 def code_of(error: Exception) -> str:
@@ -65,10 +87,11 @@ def aws_errors() -> Iterator[None]:
     except ClientError as error:
         what = f"{code_of(error)}: {error.response['Error'].get('Message', '')}"
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        kind = NoRight if status in (401, 403) or code_of(error) in NO_RIGHT else UserError
+        other = {401: NotSignedIn, 403: NoRight}.get(status, UserError)
+        kind = REFUSALS.get(code_of(error), other)
         raise kind.at("launcher", f"AWS refuses {error.operation_name}. {what}") from None
     except (BotoCoreError, Boto3Error) as error:
         path, remedy = about = ABOUT.get(type(error).__name__, ("launcher", ""))
         prefix = "no AWS credentials" if about is _SIGN_IN else "AWS"
-        kind = NoRight if about is _SIGN_IN else UserError
+        kind = NotSignedIn if about is _SIGN_IN else UserError
         raise kind.at(path, f"{prefix}: {error}", remedy) from None

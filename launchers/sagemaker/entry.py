@@ -133,8 +133,11 @@ def secrets(env: Mapping[str, str]) -> dict[str, str]:
     if not names:
         return {}
     import boto3
+    from botocore.config import Config
 
-    read = boto3.client("secretsmanager", region_name=env.get(REGION)).get_secret_value
+    config = Config(connect_timeout=10, read_timeout=20)  # seconds; by default 60 each
+    client = boto3.client("secretsmanager", region_name=env.get(REGION), config=config)
+    read = client.get_secret_value
     return {name: read(SecretId=secret)["SecretString"] for name, secret in names.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from distdl.job import JobState
-from distdl.launchers.common import Forgotten, QueriedJob, RemoteFile, fetch_files, from_pages
+from distdl.launchers.common import (
+    Forgotten,
+    Lasting,
+    QueriedJob,
+    RemoteFile,
+    fetch_files,
+    from_pages,
+)
 from distdl.launchers.sagemaker.aws import Aws, aws_errors, code_of
 from distdl.util.errors import Problem, UserError
 
@@ -54,6 +62,11 @@ class SageMakerJob(QueriedJob):
     @property
     def handle(self) -> str:
         return f"sagemaker://{self.region}/{self.name}"
+
+    @property
+    def platform(self) -> str:
+        profile = f" (profile {self.aws.profile})" if self.aws.profile else ""
+        return f"SageMaker in {self.region}{profile}"
 
     @property
     def url(self) -> str:
@@ -107,18 +120,29 @@ class SageMakerJob(QueriedJob):
     def logs(self, follow: bool = False) -> Iterator[str]:
         """Lines of all hosts; lines of hosts other than the first start with the host's name."""
         tokens: dict[str, str] = {}  # stream -> position up to which it was read
-        while True:
+        ended, outage_began = False, math.inf
+        while not ended:
             # Query the state before reading: after the end, everything is read once more.
             ended = not follow or self.state().ended
             if ended and follow:
                 time.sleep(self.poll_seconds)  # the last lines are not in CloudWatch yet
-            for stream in self._streams():
-                host = stream.rpartition("/")[2].rpartition("-")[0]
-                label = "" if host == "algo-1" else f"[{host}] "
-                yield from (label + line for line in self._new_lines(stream, tokens))
-            if ended:
-                break
-            time.sleep(self.poll_seconds)
+            try:
+                for stream in self._streams():
+                    host = stream.rpartition("/")[2].rpartition("-")[0]
+                    label = "" if host == "algo-1" else f"[{host}] "
+                    yield from (label + line for line in self._new_lines(stream, tokens))
+                outage_began = math.inf
+            except UserError as error:
+                # The job continues anyway, so a short network outage must not end the command.
+                now, lasting = time.monotonic(), isinstance(error, Lasting)
+                if not follow or lasting or now - outage_began > self.patience:
+                    raise
+                if outage_began == math.inf:
+                    outage_began = now
+                    yield self._outage(error)
+                ended = False
+            if not ended:
+                time.sleep(self.poll_seconds)
         if follow and (failure := self.failure()):
             yield f"SageMaker: {failure}"
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.launchers.common import Forgotten
+from distdl.launchers.common import Forgotten, Lasting
 from distdl.launchers.slurm.slurm_settings import SlurmSettings
 from distdl.util.errors import UserError
 
@@ -75,6 +75,10 @@ DOWN = ("unable to contact slurm controller", "process configuration", "configur
 
 class Unreachable(UserError):
     """Slurm does not answer: its commands are not installed, or its controller is down."""
+
+
+class NotInstalled(Unreachable, Lasting):
+    """This machine has no Slurm."""
 
 
 def forgotten_job(number: str) -> Forgotten:
@@ -167,8 +171,9 @@ def query(number: str) -> Status:
     raise forgotten_job(number)
 
 
-def query_all(numbers: Sequence[str]) -> dict[str, Status]:
-    """The status of several jobs, by one query. Jobs that Slurm has forgotten are absent."""
+def query_all(numbers: Sequence[str]) -> Iterator[dict[str, Status]]:
+    """The status of several jobs, by one query: first of those that the controller knows, then of
+    those in the accounting. Jobs that Slurm has forgotten are absent."""
     statuses: dict[str, Status] = {}
     for batch in batches(numbers):
         done = run("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", batch)
@@ -177,7 +182,8 @@ def query_all(numbers: Sequence[str]) -> dict[str, Status]:
         for line in done.stdout.splitlines():
             number, state, reason = line.split("|", 2)
             statuses[number] = Status(state, "" if reason == "None" else reason)
-    return query_accounting([number for number in numbers if number not in statuses]) | statuses
+    yield statuses
+    yield query_accounting([number for number in numbers if number not in statuses])
 
 
 def query_accounting(numbers: Sequence[str]) -> dict[str, Status]:
@@ -231,7 +237,7 @@ def run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.Compl
             timeout=TIMEOUT,
         )
     except FileNotFoundError:
-        raise Unreachable(f"{command[0]} is not installed on this machine") from None
+        raise NotInstalled(f"{command[0]} is not installed on this machine") from None
     except subprocess.TimeoutExpired:
         raise Unreachable(f"{command[0]} did not end within {TIMEOUT} seconds") from None
     if done.returncode != 0 and any(words in done.stderr.lower() for words in DOWN):

@@ -55,18 +55,20 @@ class SlurmJob(QueriedJob):
     def handle(self) -> str:
         return f"slurm://{self.number}"
 
+    @property
+    def platform(self) -> str:
+        return "Slurm"
+
     def _query(self) -> commands.Status:
         return commands.query(self.number)
 
     @classmethod
     def _query_all(cls, jobs: Sequence[SlurmJob]) -> Iterator[tuple[SlurmJob, Any]]:
-        try:
-            looks = commands.query_all([job.number for job in jobs])
-        except commands.Unreachable as error:
-            yield from ((job, error) for job in jobs)
-            return
-        for job in jobs:
-            yield job, looks.get(job.number) or commands.forgotten_job(job.number)
+        missing = list(jobs)
+        for statuses in commands.query_all([job.number for job in jobs]):
+            yield from ((job, statuses[job.number]) for job in missing if job.number in statuses)
+            missing = [job for job in missing if job.number not in statuses]
+        yield from ((job, commands.forgotten_job(job.number)) for job in missing)
 
     def _state_from(self, answer: commands.Status) -> JobState:
         self.killed = f"ended by Slurm: {answer}" if answer.state in KILLS else ""
@@ -101,17 +103,17 @@ class SlurmJob(QueriedJob):
         from distdl.util.tail import tail
 
         last = ""
-        while follow and self._state_from(answer := self._query()) is JobState.PENDING:
+        while follow and self._state_from(answer := self._awaited()) is JobState.PENDING:
             if str(answer) != last:
                 last = str(answer)
                 yield f"{self.handle}: {last}"
             time.sleep(self.poll_seconds)
-        path = self.log or self._query().log
+        path = self.log or (answer if follow else self._query()).log
         if path is None or not (follow or path.exists()):
             return
         yield from tail(path, self._under_way() if follow else lambda: False)
         if follow:
-            yield f"{self.handle}: {self._query()}"
+            yield f"{self.handle}: {self._awaited()}"
 
     def cancel(self) -> None:
         commands.cancel(self.number)

@@ -200,13 +200,16 @@ class Job(Protocol):
     `distdl.launch.jobs` combines the two. Optional members:
 
     - `fetch(to)` copies a store that is not on this machine into the folder `to`.
-    - `why`: the reason for the last UNKNOWN.
+    - `why`: the reason for the last UNKNOWN, and `reached`: False if there was no answer.
+    - `platform`: what is asked, in words. Jobs with the same words are asked together, in a thread
+      beside those of other platforms.
     - `exit_code` of a job that has ended, if one process represents the job.
     - `killed`: a sentence on what ended the job from outside; empty if nothing did.
     - `first_end(logs)`, if only the platform saw the ranks end: rank, exit code (-N for signal N)
       and host of the first rank that failed, or None. `logs` is the attempt's folder of logs.
     - A static `ask(jobs)` queries the platform once about several jobs of the class. The next
-      `state()` of each job returns that answer.
+      `state()` of each job returns that answer. `ask_each(jobs)` yields each job as soon as it has
+      its answer.
     """
 
     @property

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from distdl.job import JobSpec, JobState, Resources
-from distdl.launch import jobs
+from distdl.launch import asking
 from distdl.launchers.sagemaker import SageMakerLauncher, sagemaker_job, uploads
 from distdl.launchers.sagemaker.entry import Hosts
 from distdl.launchers.sagemaker.heartbeat import Heartbeat, HostEnd
@@ -252,8 +252,8 @@ def test_states_from_a_later_shell_one_by_one_and_at_once(submit, monkeypatch):
     described, describe = [], SageMakerJob.describe
     recorded = lambda job: (described.append(job.name), describe(job))[1]  # noqa: E731
     monkeypatch.setattr(SageMakerJob, "describe", recorded)
-    jobs.query_all(attached)
-    assert [job.state() for job in attached] == [*[JobState.SUCCEEDED] * 3, JobState.UNKNOWN]
+    reported = [report.state for report in asking.ask_all(attached)]
+    assert reported == [*[JobState.SUCCEEDED] * 3, JobState.UNKNOWN]
     assert described == ["never-was"], "the others are in the list"
     with pytest.raises(UserError, match="unknown to SageMaker"):
         attached[3].wait()

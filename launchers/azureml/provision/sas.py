@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from distdl.launchers.azureml.client import azure_errors, sign_in
+from distdl.launchers.azureml.client import PATIENCE, azure_errors, sign_in
 from distdl.launchers.common import matching, problems
 from distdl.util.errors import UserError
 
@@ -73,7 +73,7 @@ def signed(settings: SasSettings, endpoint: str, credential: Any) -> tuple[str, 
     now = datetime.now(UTC)
     # Clocks differ: a server whose clock is a second behind rejects a link that starts now.
     start, expiry = now - timedelta(minutes=5), now + timedelta(days=settings.days)
-    client = blob.BlobServiceClient(endpoint, credential=credential)
+    client = blob.BlobServiceClient(endpoint, credential=credential, **PATIENCE)
     signature = blob.generate_container_sas(
         settings.account,
         settings.container,

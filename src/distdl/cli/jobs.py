@@ -10,12 +10,11 @@ from pathlib import Path
 
 from distdl.job import Job, JobState
 from distdl.launch import job_status, jobs
-from distdl.launch.job_status import state_of
 from distdl.launch.jobs import Target
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.runs.files import Damaged
 from distdl.util.answering import refuse_silent
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import UserError
 from distdl.util.tail import plain, tail
 
 VERBS = {
@@ -44,15 +43,34 @@ def main(argv: Sequence[str]) -> int:
     targets = jobs.targets(options.target, options.attempt, allowed(options.overrides))
     if options.verb == "logs" and len(targets) > 1:
         raise UserError.at(options.target, f"has {len(targets)} runs", "name one of them")
-    if options.verb == "status":
-        return status(targets)
+    if options.verb in ("status", "cancel"):
+        return {"status": status, "cancel": cancel}[options.verb](targets)
     verbs: dict[str, Callable[[Job, Attempt | None], int]] = {
-        "cancel": cancel,
         "fetch": functools.partial(fetch, to=getattr(options, "to", None)),
         "wait": wait,
         "logs": functools.partial(show_logs, follow=getattr(options, "follow", False)),
     }
-    return max(verbs[options.verb](*target) for target in targets)
+    return for_each(targets, verbs[options.verb])
+
+
+def for_each(targets: Sequence[Target], act: Callable[[Job, Attempt | None], int]) -> int:
+    """Acts on every target, also after one that failed, and returns the largest exit code. Then
+    raises the problems of all."""
+    codes, errors = [0], list[UserError]()
+    for target in targets:
+        try:
+            codes.append(act(*target))
+        except UserError as error:
+            errors.append(error)
+    raise_all(errors)
+    return max(codes)
+
+
+def raise_all(errors: Sequence[UserError]) -> None:
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise UserError(*(problem for error in errors for problem in error.problems))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -93,20 +111,35 @@ def allowed(overrides: Sequence[str]) -> list[str]:
 
 
 def status(targets: Sequence[Target]) -> int:
-    jobs.query_all(job for job, attempt in targets if not (attempt and jobs.is_settled(attempt)))
-    states, problems = set[JobState](), list[Problem]()
-    for job, attempt in targets:
-        state = state_of(job, attempt)
-        states.add(state)
-        print(*job_status.lines(job, attempt, state), sep="\n")
+    states, errors = set[JobState](), list[UserError]()
+    for job, attempt, report in jobs.answered(targets):
+        states.add(report.state)
+        print(*job_status.lines(job, attempt, report.state, report.why), sep="\n", flush=True)
         try:
             if attempt is not None:
                 RunDirectory(attempt.path.parents[1]).check_config()
         except Damaged as damaged:  # the state is known, and printed nevertheless
-            problems += damaged.problems
-    if problems:
-        raise UserError(*problems)
+            errors.append(damaged)
+    raise_all(errors)
     return int(JobState.UNKNOWN in states)
+
+
+def cancel(targets: Sequence[Target]) -> int:
+    errors: list[UserError] = []
+    for job, _, report in jobs.answered(targets):
+        if report.state.ended:
+            print(f"{job.handle}: {report.state.lower()} already", flush=True)
+            continue
+        try:
+            if not report.reached:
+                raise UserError.at(job.handle, f"was not asked to end: {report.why}")
+            job.cancel()
+        except UserError as error:  # the others are asked nevertheless
+            errors.append(error)
+            continue
+        print(f"{job.handle}: asked to end; its checkpoint is being written", flush=True)
+    raise_all(errors)
+    return 0
 
 
 def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
@@ -131,19 +164,9 @@ def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
 
 def wait(job: Job, attempt: Attempt | None) -> int:
     job.wait()
-    state = state_of(job, attempt)
+    state = jobs.state(attempt, job) if attempt else job.state()
     print(f"{state}  {job.handle}", flush=True)
     return state.exit_code
-
-
-def cancel(job: Job, attempt: Attempt | None) -> int:
-    state = state_of(job, attempt)
-    if state.ended:
-        print(f"{job.handle}: {state.lower()} already")
-    else:
-        job.cancel()
-        print(f"{job.handle}: asked to end; its checkpoint is being written")
-    return 0
 
 
 def fetch(job: Job, attempt: Attempt | None, to: Path | None) -> int:
@@ -159,17 +182,23 @@ def fetch(job: Job, attempt: Attempt | None, to: Path | None) -> int:
 
 def list_runs(folder: Path) -> int:
     refuse_silent(folder)
-    rows, notes = job_status.table(folder)
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*job_status.COLUMNS)
-        for row in rows:
-            table.add_row(*row)
-        Console(markup=False, emoji=False).print(table)  # brackets are text here
-    else:  # for `cut`, `awk` and spreadsheets
-        print(*("\t".join(map(str, row)) + "\n" for row in rows), sep="", end="")
+    notes: dict[str, None] = {}
+    for rows in job_status.tables(folder, notes):
+        if rows:
+            print_rows(rows)
     for note in notes:
         print(f"note: {plain(note)}", file=sys.stderr)
     return 0
+
+
+def print_rows(rows: Sequence[job_status.Row]) -> None:
+    if not sys.stdout.isatty():  # for `cut`, `awk` and spreadsheets
+        print(*("\t".join(row) + "\n" for row in rows), sep="", end="", flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*job_status.COLUMNS)
+    for row in rows:
+        table.add_row(*row)
+    Console(markup=False, emoji=False).print(table)  # brackets are text here

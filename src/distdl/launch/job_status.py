@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,25 +10,29 @@ from typing import Any
 
 from distdl.health import incident
 from distdl.job import Job, JobState
-from distdl.launch import jobs
+from distdl.launch import asking, jobs
+from distdl.launch.asking import Report
 from distdl.runs import failures
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.runs.files import Damaged
 from distdl.util.errors import UserError
 from distdl.util.tail import plain
 
+Row = tuple[str, ...]  # of COLUMNS
 COLUMNS = ("run", "attempt", "state", "where", "started", "metrics")
 MISSING = "status.json is missing"
+LONGEST = 200  # characters of a reason in a row; `jobs status` has all of it
 
 
-def state_of(job: Job, attempt: Attempt | None) -> JobState:
-    return jobs.state(attempt, job) if attempt else job.state()
+def lines(job: Job, attempt: Attempt | None, state: JobState, why: str = "") -> Iterator[str]:
+    """All lines about one job.
 
-
-def lines(job: Job, attempt: Attempt | None, state: JobState) -> Iterator[str]:
-    """All lines about one job. `attempt` is None if the user named the job by its handle alone."""
+    Args:
+        attempt: None if the user named the job by its handle alone.
+        why: Why its platform does not say more.
+    """
     unknown = state is JobState.UNKNOWN or isinstance(job, jobs.Unqueried)
-    why = plain(getattr(job, "why", "")) if unknown else ""
+    why = plain(why) if unknown else ""
     if attempt is None:
         yield f"{state}  {job.handle}" + (f"  ({why})" if why else "")
         return
@@ -54,49 +59,89 @@ def lines(job: Job, attempt: Attempt | None, state: JobState) -> Iterator[str]:
         yield f"  error   {plain(facts['error'])}"
 
 
-def table(folder: Path) -> tuple[list[tuple[str, ...]], list[str]]:
-    """A row of COLUMNS for every run of a folder, and notes about the rows."""
+class ListedRun:
+    """A run of `jobs list`, whose row is complete once its platform has answered."""
+
+    def __init__(self, run: RunDirectory, platforms: jobs.Platforms) -> None:
+        self.run, self.attempt = run, jobs.attempt_of(run)
+        self.main = self.attempt
+        self.jobs: dict[int, Job] = {}  # by the number of the attempt, as are the reports
+        self.reports: dict[int, Report] = {}
+        self.error: Exception | None = None
+        try:
+            self.main = run.main_attempt() or self.attempt
+            for attempt in (self.attempt, self.main):
+                if not jobs.is_settled(attempt):
+                    self.jobs[attempt.number] = platforms.job(attempt)
+        except Exception as error:  # its row shows it
+            self.error, self.jobs = error, {}
+
+    @property
+    def complete(self) -> bool:
+        return self.jobs.keys() == self.reports.keys()
+
+    def is_unanswered(self) -> bool:
+        return any(not report.reached for report in self.reports.values())
+
+    def state(self, attempt: Attempt) -> JobState:
+        number = attempt.number
+        return jobs.state(attempt, self.jobs.get(number), self.reports.get(number))
+
+    def row(self) -> Row:
+        attempt = self.attempt
+        try:
+            if self.error is not None:
+                raise self.error
+            known = self.state(attempt)
+            state, number = str(known), attempt.number
+            self.run.check_config()
+            attempt.check_launch()
+            if self.main.number != number:  # the newest attempt only tested: show the training
+                task = attempt.task.rpartition(".")[2] or "unknown task"
+                attempt, known = self.main, self.state(self.main)
+                state = f"{known} ({task}: {state})"
+            facts = attempt.status()
+            started = time_of(facts, "started")
+            date = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
+            last = metrics_text(facts) if facts else MISSING
+            if known is JobState.UNKNOWN and attempt.number in self.reports:
+                last = in_short(self.reports[attempt.number].why) or last
+            cells = (where_of(attempt), date, last)
+        except Damaged as damaged:
+            file, what = damaged.problems[0].path, damaged.problems[0].what
+            state, cells = "DAMAGED", ("?", "", f"{shown(Path(file))} {what}")
+        except Exception as error:  # one run that cannot be read must not hide the others
+            state, cells = f"UNKNOWN ({type(error).__name__})", ("?", "", in_short(str(error)))
+        return tuple(map(plain, (shown(self.run.path), attempt.number, state, *cells)))
+
+
+def tables(folder: Path, notes: dict[str, None]) -> Iterator[list[Row]]:
+    """The rows of all runs of a folder: soon those whose platform answers soon or is not asked, the
+    newest first, then the others as their platforms answer or are given up.
+
+    Args:
+        notes: Gets the notes about the rows, each once.
+    """
     runs = jobs.runs_below(folder)
     if not runs:
         raise UserError.at(str(folder), "has no runs", "python -m distdl jobs list DIR")
     platforms = jobs.Platforms()
-    entries: list[tuple[RunDirectory, Attempt, Job | Exception | None]] = []
-    for run in runs:
-        attempt = jobs.attempt_of(run)
-        job: Job | Exception | None
-        try:
-            job = None if jobs.is_settled(attempt) else platforms.job(attempt)
-        except Exception as error:  # its row shows it
-            job = error
-        entries.append((run, attempt, job))
-    jobs.query_all(job for _, _, job in entries if job and not isinstance(job, Exception))
-    rows = [_row(*each) for each in entries]
-    return rows, list(dict.fromkeys(j.why for _, _, j in entries if isinstance(j, jobs.Unqueried)))
+    left = [ListedRun(run, platforms) for run in runs]
+    every = [job for line in left for job in line.jobs.values()]
+    notes |= dict.fromkeys(job.why for job in every if isinstance(job, jobs.Unqueried))
+    asked = [(line, number) for line in left for number in line.jobs]
+    for block in asking.blocks([line.jobs[number] for line, number in asked]):
+        for position, report in block.items():
+            line, number = asked[position]
+            line.reports[number] = report
+        complete = [line for line in left if line.complete]
+        yield [line.row() for line in sorted(complete, key=ListedRun.is_unanswered)]
+        left = [line for line in left if not line.complete]
 
 
-def _row(run: RunDirectory, attempt: Attempt, job: Job | Exception | None) -> tuple[str, ...]:
-    try:
-        if isinstance(job, Exception):
-            raise job
-        state = str(jobs.state(attempt, job))
-        run.check_config()
-        attempt.check_launch()
-        main = run.main_attempt() or attempt
-        if main.number != attempt.number:  # the newest attempt only tested, so show the training
-            task = attempt.task.rpartition(".")[2] or "unknown task"
-            state = f"{jobs.state(main)} ({task}: {state})"
-            attempt = main
-        facts = attempt.status()
-        started = time_of(facts, "started")
-        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
-        cells = (where_of(attempt), date, metrics_text(facts) if facts else MISSING)
-    except Damaged as damaged:
-        file, what = damaged.problems[0].path, damaged.problems[0].what
-        state, cells = "DAMAGED", ("?", "", f"{shown(Path(file))} {what}")
-    except Exception as error:  # one run that cannot be read must not hide the others
-        reason = str(error).partition("\n")[0]
-        state, cells = f"UNKNOWN ({type(error).__name__})", ("?", "", reason)
-    return tuple(map(plain, (shown(run.path), attempt.number, state, *cells)))
+def in_short(reason: str) -> str:
+    """The first line of a reason, without what to do about it."""
+    return textwrap.shorten(reason.partition("\n")[0], LONGEST, placeholder=" ...")
 
 
 def where_of(attempt: Attempt) -> str:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +20,7 @@ from distdl.config import trust, user_conf
 from distdl.config.own_code import make_importable, own_folders
 from distdl.health import incident
 from distdl.job import Job, JobState, Launcher
+from distdl.launch import asking
 from distdl.runs import failures, provenance
 from distdl.runs.attempt import place_of
 from distdl.runs.directory import Attempt, RunDirectory, shown, write_json
@@ -123,17 +123,6 @@ def attempt_of(run: RunDirectory, number: int | None = None) -> Attempt:
     return attempts[number or max(attempts)]
 
 
-def query_all(jobs: Iterable[Job]) -> None:
-    """Queries all jobs of a platform at once, if it supports that."""
-    by_class: dict[type, list[Job]] = {}
-    for job in jobs:
-        by_class.setdefault(type(job), []).append(job)
-    for kind, group in by_class.items():
-        if len(group) > 1 and hasattr(kind, "ask"):
-            with suppress(Exception):  # each job is then queried separately, and reports the error
-                kind.ask(group)
-
-
 def names_another_folder(handle: str, attempt: Attempt) -> bool:
     """Whether a handle contains a folder (local, mpi) that is not the attempt's."""
     scheme, _, rest = handle.partition("://")
@@ -193,6 +182,35 @@ def instantiate(node: Any) -> Launcher:
         raise
 
 
+def states(attempts: Sequence[Attempt]) -> list[JobState]:
+    """The states of several attempts. Each platform is asked once, and beside the others."""
+    platforms = Platforms()
+    jobs = [None if is_settled(attempt) else platforms.job(attempt) for attempt in attempts]
+    reports = iter(asking.ask_all([job for job in jobs if job is not None]))
+    return [
+        state(attempt, job, None if job is None else next(reports))
+        for attempt, job in zip(attempts, jobs, strict=True)
+    ]
+
+
+def answered(targets: Sequence[Target]) -> Iterator[tuple[Job, Attempt | None, asking.Report]]:
+    """Each target with its state, and why that is UNKNOWN: first those whose files have the state,
+    then the others as their platforms answer or are given up."""
+    asked: list[Target] = []
+    for job, attempt in targets:
+        if attempt is not None and is_settled(attempt):
+            yield job, attempt, asking.Report(attempt.state(), str(getattr(job, "why", "")))
+        else:
+            asked.append((job, attempt))
+    for block in asking.blocks([job for job, _ in asked]):
+        for position, report in block.items():
+            job, attempt = asked[position]
+            if report.error is not None:
+                raise report.error
+            known = state(attempt, job, report) if attempt else report.state
+            yield job, attempt, replace(report, state=known)
+
+
 def is_settled(attempt: Attempt) -> bool:
     """Whether the attempt's own files have its final state, so that no platform is queried."""
     if not attempt.job():
@@ -200,13 +218,23 @@ def is_settled(attempt: Attempt) -> bool:
     return attempt.state().ended and bool(attempt.status().get("concluded"))
 
 
-def state(attempt: Attempt, job: Job | None = None) -> JobState:
-    """The state of an attempt. Once its job has ended, records what the platform reports."""
+def state(
+    attempt: Attempt, job: Job | None = None, report: asking.Report | None = None
+) -> JobState:
+    """The state of an attempt. Once its job has ended, records what the platform reports.
+
+    Args:
+        job: Its job, if the caller has it.
+        report: What the platform has said about the job; None to ask it now.
+    """
     recorded = attempt.state()
     if is_settled(attempt):
         return recorded
     job = job or job_of(attempt)
-    reported = job.state()
+    report = report or asking.ask(job)
+    if report.error is not None:
+        raise report.error
+    reported = report.state
     if reported.ended:
         code, killed = getattr(job, "exit_code", None), getattr(job, "killed", "")
         first_end = getattr(job, "first_end", lambda logs: None)(attempt.logs)

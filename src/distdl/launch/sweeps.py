@@ -156,15 +156,15 @@ class MemberRunner(stopping.StopRequest):
 def _submit_all(planned: Sequence[Member]) -> int:
     """Submits all members: as one array if the launcher supports it, else one by one."""
     due = []
-    for chosen, each in planned:
-        state = _state_of(each)
+    for (chosen, each), state in zip(planned, _states_of(planned), strict=True):
         if state in (JobState.SUCCEEDED, JobState.PENDING, JobState.RUNNING):
             print(f"{chosen}: {state.lower()}, skipped")
         else:
             due.append(each)
     if due:
         start.submit_sweep(due, sys.argv)
-    results = [(chosen, each, _state_of(each)) for chosen, each in planned]
+    states = _states_of(planned)
+    results = [(*member, state) for member, state in zip(planned, states, strict=True)]
     _print_table(results)
     if not due and all(state is not None and state.ended for _, _, state in results):
         _print_next(results)
@@ -175,9 +175,11 @@ def _submit_all(planned: Sequence[Member]) -> int:
     return 0
 
 
-def _state_of(planned: Plan) -> JobState | None:
-    last = planned.last_attempt
-    return jobs.state(last) if last else None
+def _states_of(planned: Sequence[Member]) -> list[JobState | None]:
+    """The state of each member's last attempt; None if it has none."""
+    last = [each.last_attempt for _, each in planned]
+    known = iter(jobs.states([attempt for attempt in last if attempt]))
+    return [next(known) if attempt else None for attempt in last]
 
 
 def run_one(planned: Plan, runner: MemberRunner | None = None) -> JobState:
