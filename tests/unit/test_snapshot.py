@@ -411,3 +411,45 @@ def test_what_changed_after_the_search_is_not_sent(tmp_path):
     written(project, **{"train.py": f"TOKEN = '{HUB}'\n"})
     with pytest.raises(UserError, match=r"train\.py: was changed"):
         Bundle.write(run, attempt, taken)
+
+
+AZURE = ("launcher=azureml", "trainer.devices=1", "trainer.accelerator=gpu", "dry_run=true")
+
+
+def test_the_files_of_a_dry_run_are_not_in_the_next_one(command, tmp_path, without_stage_2):
+    """Wherever they are in the project; a bundle alone neither."""
+    written(tmp_path, **{"train.py": "x = 1\n", "bundle/launch.yaml": "mine: 1\n"})
+    described = set[str]()
+    for number in range(2):
+        done = command("model=resnet18", *AZURE, "launcher.files=azure", f"name=n{number}")
+        assert done.code == 0, done.err
+        described.add(next(x for x in done.out.splitlines() if x.startswith("code  ")))
+        assert (tmp_path / f"azure/default/n{number}/bundle/code/project/train.py").is_file()
+        shutil.copytree(tmp_path / f"azure/default/n{number}/bundle", tmp_path / f"copy{number}")
+    assert len(described) == 1, described
+    own = {"train.py", "bundle/launch.yaml"}
+    assert sent(tmp_path) == own
+    git(tmp_path, "init", "-q")
+    assert sent(tmp_path) == own
+
+
+def test_a_failed_dry_run_keeps_nothing_and_says_so(
+    command, tmp_path, without_stage_2, monkeypatch
+):
+    written(tmp_path, **{"train.py": "x = 1\n"})
+    blocked = command("model=resnet18", *AZURE, "launcher.files=train.py", "name=n")
+    assert blocked.code == 2 and "launcher.files: train.py/default cannot be written" in blocked.err
+    assert "choose another: launcher.files=FOLDER" in blocked.err
+    snapshot.secret_in.cache_clear()
+    real = shutil.copy
+
+    def edited(source: Path, target: Path) -> None:
+        real(source, target)
+        if Path(source) == tmp_path / "train.py":
+            Path(source).write_text("x = 1  # edited meanwhile\n", encoding="utf-8")
+
+    monkeypatch.setattr("distdl.runs.bundle.shutil.copy", edited)
+    done = command("model=resnet18", *AZURE, "launcher.files=azure", "name=n")
+    assert done.code == 2 and "was changed while the job was being prepared" in done.err
+    assert "is kept" not in done.err and "resume" not in done.err
+    assert not [*(tmp_path / "azure/default").iterdir()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from distdl.config import batches
 from distdl.job import Launcher
 from distdl.launch import jobs, start
 from distdl.launch.planning import Plan
+from distdl.runs.bundle import Bundle
 from distdl.runs.directory import RunDirectory, shown
 from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
@@ -74,10 +76,15 @@ def write_files(planned: Plan, launcher: Launcher, code: Snapshot | None) -> lis
         raise UserError.at("launcher.files", what, "remove it, or name another folder")
     (spec,) = start.specs_of([planned], [start.next_attempt(planned)])
     request: Any = launcher.request(replace(spec, bundle="bundle"))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
+    with ExitStack() as stack:
+        stack.enter_context(start.must_be_written("launcher.files", target.parent))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = stack.enter_context(
+            tempfile.TemporaryDirectory(dir=target.parent, prefix=".", ignore_cleanup_errors=True)
+        )
         run, folder = RunDirectory(Path(temporary, "run")), Path(temporary, "files")
-        attempt = start.create_attempt(replace(planned, run=run), sys.argv, code)
+        attempt = start.begin_attempt(replace(planned, run=run), sys.argv)
+        Bundle.write(run, attempt, code)
         folder.mkdir()
         (attempt.path / "bundle").rename(folder / "bundle")
         for name, text in request.files().items():

@@ -170,30 +170,47 @@ def refuse_unset(planned: Sequence[Plan]) -> None:
 
 
 def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
-    """Creates the run, if it is new, and its next attempt."""
-    root, new = root_of(planned.config), not planned.run.exists
-    jobs.refuse_second(planned.run)
-    try:
-        if new:
-            recipe = configs.to_yaml(planned.recipe)
-            chosen = (planned.overrides, planned.swept)
-            record = provenance.collect(command, root, *chosen)
-            if unknown := record["git"].get("error"):
-                note = escaped(f"note       no commit is recorded: {unknown}")
-                print(note, file=sys.stderr, flush=True)
-            planned.run.create(recipe, record)
-        record = launch_record(planned, root)
-        attempt = planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
-    except OSError as error:  # such as a full disk or quota, which earlier checks cannot see
-        if new:
-            with suppress(OSError):
-                planned.run.undo_create()
-        what = f"{shown(planned.run.path)} cannot be written: {error.strerror}"
-        raise UserError.at("output_dir", what, "choose another: output_dir=FOLDER") from error
-    if code is not None:
-        with refusal_recorded(attempt):
-            Bundle.write(planned.run, attempt, code)
+    """Creates the run, if it is new, and its next attempt. Raises a UserError if they cannot be
+    written."""
+    new = not planned.run.exists
+    with must_be_written("output_dir", planned.run.path):
+        try:
+            attempt = begin_attempt(planned, command)
+        except OSError:
+            if new:
+                with suppress(OSError):
+                    planned.run.undo_create()
+            raise
+        if code is not None:
+            with refusal_recorded(attempt):
+                Bundle.write(planned.run, attempt, code)
     return attempt
+
+
+def begin_attempt(planned: Plan, command: Sequence[str]) -> Attempt:
+    """Writes the run, if it is new, and its next attempt, without a bundle."""
+    root = root_of(planned.config)
+    jobs.refuse_second(planned.run)
+    if not planned.run.exists:
+        recipe = configs.to_yaml(planned.recipe)
+        record = provenance.collect(command, root, planned.overrides, planned.swept)
+        if unknown := record["git"].get("error"):
+            note = escaped(f"note       no commit is recorded: {unknown}")
+            print(note, file=sys.stderr, flush=True)
+        planned.run.create(recipe, record)
+    record = launch_record(planned, root)
+    return planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
+
+
+@contextmanager
+def must_be_written(key: str, folder: Path) -> Iterator[None]:
+    """Refuses the folder of a setting when the system does, as with a full disk or quota, which
+    earlier checks cannot see."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{shown(folder)} cannot be written: {error.strerror}"
+        raise UserError.at(key, what, f"choose another: {key}=FOLDER") from error
 
 
 @contextmanager

@@ -61,6 +61,18 @@ def is_run(folder: Path) -> bool:
     return os.path.isfile(folder / "config.yaml") and os.path.isdir(folder / "attempts")
 
 
+def is_written_by_distdl(folder: Path) -> bool:
+    """Whether it is the folder of a run, a job's bundle (`distdl.runs.bundle`), or of a dry run's
+    files beside one. A bundle has a copy of the project: each job would take all earlier ones."""
+    return is_run(folder) or is_bundle(folder) or is_bundle(folder / "bundle")
+
+
+def is_bundle(folder: Path) -> bool:
+    files = ("config.yaml", "launch.yaml", "provenance.json")
+    has_code = os.path.isdir(folder / "code/distdl")
+    return has_code and all(os.path.isfile(folder / name) for name in files)
+
+
 def listing(root: Path, exclude: Sequence[Path]) -> Listing:
     """Lists the project.
 
@@ -92,11 +104,11 @@ class _Lister:
         entries = {*self.inside(self.root, "")}
         entries |= {name for name in self.found.chosen if self.is_there(name)}
         folders = {folder for name in entries for folder in above(name)}
-        runs = {folder for folder in folders if is_run(self.root / folder)}
+        ours = {folder for folder in folders if is_written_by_distdl(self.root / folder)}
         # git's list has files in folders that have become links since they were added.
         moved = {folder for folder in folders if (self.root / folder).is_symlink()} - entries
         self.leave_out((folder, "is a link that git does not know") for folder in sorted(moved))
-        entries = {name for name in entries if not (runs | moved | entries) & {*above(name)}}
+        entries = {name for name in entries if not (ours | moved | entries) & {*above(name)}}
         self.links = sorted(name for name in entries if (self.root / name).is_symlink())
         self.files = sorted(filter(self.is_file, entries.difference(self.links)))
         through_links = {name for link in self.links for name in self.linked(link, link)}
@@ -227,6 +239,7 @@ class _Lister:
 
 
 def is_no_code(folder: Path) -> bool:
-    """Whether a folder holds what nobody wants on the nodes: an environment, a run, caches."""
+    """Whether a folder holds what nobody wants on the nodes: an environment, a run, a bundle of an
+    earlier job, caches."""
     environment = os.path.exists(folder / "pyvenv.cfg")
-    return folder.name in SKIPPED_FOLDERS or environment or is_run(folder)
+    return folder.name in SKIPPED_FOLDERS or environment or is_written_by_distdl(folder)
