@@ -24,8 +24,8 @@ from types import FrameType
 from distdl.job import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED
 from distdl.launchers.common import attempt_at
 from distdl.launchers.sagemaker.heartbeat import VANISHED, Heartbeat, HostEnd
+from distdl.launchers.sagemaker.instances import instances
 from distdl.launchers.sagemaker.sagemaker_request import REGION, SECRETS
-from distdl.launchers.sagemaker.sagemaker_settings import instances
 from distdl.util.errors import UserError
 
 ROOT = "DISTDL_SAGEMAKER_ROOT"  # a folder to use instead of /opt/ml
@@ -48,7 +48,7 @@ class Hosts:
     names: tuple[str, ...]
     current: str
     interface: str = ""
-    instance_type: str = ""
+    instance_types: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, root: Path) -> Hosts:
@@ -61,11 +61,15 @@ class Hosts:
         # Sorted by number, so that algo-10 comes after algo-2: each host needs the same order.
         parts = {name: re.split(r"(\d+)", name) for name in config["hosts"]}
         numbers = {name: [int(x) if x.isdigit() else x for x in parts[name]] for name in parts}
+        groups = config.get("instance_groups") or ()
+        types = [g.get("instance_type", "") for g in groups] or [
+            config.get("current_instance_type")
+        ]
         return cls(
             tuple(sorted(numbers, key=numbers.__getitem__)),
             config["current_host"],
             config.get("network_interface_name", ""),
-            config.get("current_instance_type", ""),
+            tuple(types),
         )
 
     @property
@@ -82,8 +86,8 @@ class Hosts:
         EFA: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-start-nccl.html
         """
         names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if self.interface else ()
-        instance = instances().get(self.instance_type)
-        efa = instance is not None and instance.efa and len(self.names) > 1
+        known = [instances().get(str(name)) for name in self.instance_types]
+        efa = len(self.names) > 1 and all(instance and instance.efa for instance in known)
         return dict.fromkeys(names, self.interface) | ({"FI_PROVIDER": "efa"} if efa else {})
 
     def await_primary(self, seconds: float = 300) -> None:
@@ -129,7 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def secrets(env: Mapping[str, str]) -> dict[str, str]:
     """The forwarded variables' values, read with the job's role. They must not be printed."""
-    names = json.loads(env.get(SECRETS) or "{}")
+    parts = [value for name, value in env.items() if re.fullmatch(rf"{SECRETS}(_\d+)?", name)]
+    names = {name: secret for part in parts for name, secret in json.loads(part or "{}").items()}
     if not names:
         return {}
     import boto3

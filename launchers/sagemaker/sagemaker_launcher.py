@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from distdl.job import JobSpec
+from distdl.launchers.common import with_paths
+from distdl.launchers.sagemaker import limits
 from distdl.launchers.sagemaker.aws import Aws, aws_errors
+from distdl.launchers.sagemaker.instances import instances
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
-from distdl.launchers.sagemaker.sagemaker_settings import SageMakerSettings, instances
+from distdl.launchers.sagemaker.sagemaker_settings import SageMakerSettings
 from distdl.util.errors import UserError
 
 SCHEME = "sagemaker://"
-LONGEST_VALUE = 512  # characters of a variable's value
+SHARDED = "distdl's own data modules need all of it on every host"
 
 
 class SageMakerLauncher(SageMakerSettings):
@@ -38,15 +41,32 @@ class SageMakerLauncher(SageMakerSettings):
 
     @staticmethod
     def devices(node: Mapping[str, Any]) -> tuple[int, str] | None:
-        """The devices and accelerator of a host; None if its type is not in instance_types.yaml."""
-        instance = instances().get(str(node.get("instance_type")))
-        return instance and ((instance.gpus, "gpu") if instance.gpus else (1, "cpu"))
+        """The devices and accelerator of a host, of the smallest if there are instance groups; None
+        if a type is not in instance_types.yaml."""
+        groups = node.get("instance_groups") or {}
+        kinds = [group.get("instance_type") for group in groups.values()]
+        found = [instances().get(str(kind)) for kind in kinds or [node.get("instance_type")]]
+        gpus = [instance.gpus for instance in found if instance]
+        if len(gpus) < len(found):
+            return None
+        return (min(gpus), "gpu") if min(gpus) else (1, "cpu")
+
+    @staticmethod
+    def notes(node: Mapping[str, Any]) -> Iterator[str]:
+        """Notes on what could not be checked, and on what the ranks do without."""
+        if limits.input_shape() is None:
+            yield "SageMaker's limits were not checked: pip install 'distdl[sagemaker]'"
+        if node.get("network_isolation"):
+            what = "launcher.network_isolation: the ranks reach each other and nothing else: "
+            yield f"{what}no tracking server, no store, no model hub"
+        for name, entry in with_paths(node.get("inputs")).items():
+            if entry.get("sharded"):
+                yield f"launcher.inputs.{name}: each host has only its part; {SHARDED}"
 
     def request(self, spec: JobSpec) -> SageMakerRequest:
         request = SageMakerRequest(spec, self)
-        for name, value in request.environment(self.region).items():
-            if (length := len(value)) > LONGEST_VALUE:
-                raise UserError.at(name, f"has {length} characters; the limit is {LONGEST_VALUE}")
+        if problems := limits.problems(request.body(), self):
+            raise UserError(*problems)
         return request
 
     def reach(self, request: SageMakerRequest) -> None:

@@ -7,22 +7,22 @@ https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from distdl.job import JobSpec, variables
 from distdl.launchers.common import digest, slug
+from distdl.launchers.sagemaker.instances import Instance, alike, instances
 from distdl.launchers.sagemaker.sagemaker_settings import (
     BUNDLE,
     FILE_SYSTEM,
     LONGEST_WAIT,
-    Instance,
     SageMakerSettings,
-    alike,
-    instances,
     mode_of,
 )
+from distdl.util.names import kept_apart
 
 # Folders in the container; SageMaker defines the first two.
 # https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo.html
@@ -37,9 +37,11 @@ ENTRY = (
     f"python -m tarfile --filter data -e {INPUTS}/{BUNDLE}/{ARCHIVE} {UNPACKED} && "
     f'PYTHONPATH={UNPACKED}/code exec python -m distdl.launchers.sagemaker.entry "$@"'
 )
-SECRETS = "DISTDL_SECRETS"  # variable -> name of its secret, as JSON
+# Variable -> name of its secret, as JSON; DISTDL_SECRETS_2 and so on if there are many.
+SECRETS = "DISTDL_SECRETS"
 REGION = "AWS_DEFAULT_REGION"
 LONGEST_NAME = 63
+LONGEST_VALUE = 512  # characters of a variable's value
 
 
 @dataclass(frozen=True)
@@ -78,27 +80,47 @@ class SageMakerRequest:
     @property
     def secrets(self) -> dict[str, str]:
         """Forwarded variable -> the name of its secret in Secrets Manager."""
-        return {name: f"{self.key}/{name}" for name in self.spec.forward_env}
+        named = {}
+        for name in self.spec.forward_env:
+            full = f"{self.key}/{name}"
+            accepted = re.sub(r"[^\w/+=.@-]", "_", full, flags=re.ASCII)
+            named[name] = kept_apart(full, accepted, LONGEST_VALUE - len(json.dumps({name: ""})))
+        return named
+
+    @property
+    def tag(self) -> str:
+        """The run's name as a tag's value, which has at most 256 characters of some kinds."""
+        return kept_apart(self.spec.name, re.sub(r"[^\w .:/=+@-]", "_", self.spec.name))
 
     def body(self, region: str | None = None) -> dict[str, Any]:
         """The arguments of `create_training_job`; `region` is that of the job and its secrets."""
         s, size, attempt = self.settings, self.spec.resources, self.spec.attempt
-        resources: dict[str, Any] = {
-            "InstanceType": s.instance_type,
-            "InstanceCount": size.num_nodes,
-            "VolumeSizeInGB": s.volume_gb,
-        }
+        resources: dict[str, Any] = {"VolumeSizeInGB": s.volume_gb}
+        if s.instance_groups:
+            resources["InstanceGroups"] = [
+                {
+                    "InstanceGroupName": name,
+                    "InstanceType": group["instance_type"],
+                    "InstanceCount": group.get("count", 1),
+                }
+                for name, group in s.instance_groups.items()
+            ]
+        else:
+            hosts = {"InstanceType": s.instance_type, "InstanceCount": size.num_nodes}
+            resources = hosts | resources
         output: dict[str, Any] = {"S3OutputPath": self.uri(f"{self.key}/output")}
         if s.kms_key:
             resources["VolumeKmsKeyId"] = output["KmsKeyId"] = s.kms_key
         if s.keep_alive:
             resources["KeepAlivePeriodInSeconds"] = s.keep_alive
+        if s.training_plan:
+            resources["TrainingPlanArn"] = s.training_plan
         stopping = {"MaxRuntimeInSeconds": s.walltime}
         if s.spot:
             stopping["MaxWaitTimeInSeconds"] = s.max_wait or min(2 * s.walltime, LONGEST_WAIT)
         bundle = {"path": self.uri(self.bundle_key).rpartition("/")[0] + "/"}
         channels = [channel(*each) for each in ({BUNDLE: bundle} | s.inputs).items()]
-        tags = {"distdl:run": self.spec.name, **s.tags}
+        tags = {"distdl:run": self.tag, **s.tags}
         body: dict[str, Any] = {
             "TrainingJobName": self.name,
             "AlgorithmSpecification": {
@@ -117,6 +139,12 @@ class SageMakerRequest:
             "Environment": self.environment(region or s.region),
             "Tags": [{"Key": key, "Value": str(value)} for key, value in tags.items()],
         }
+        if s.metrics:
+            body["AlgorithmSpecification"]["MetricDefinitions"] = [
+                {"Name": name, "Regex": pattern} for name, pattern in s.metrics.items()
+            ]
+        if s.network_isolation:
+            body["EnableNetworkIsolation"] = True
         if s.subnets:
             body["VpcConfig"] = {"Subnets": s.subnets, "SecurityGroupIds": s.security_groups}
         if s.encrypt_traffic:
@@ -132,8 +160,8 @@ class SageMakerRequest:
         env = (
             variables(self.settings.env, self.spec.env) | {"DISTDL_LAUNCHER": "sagemaker"} | inputs
         )
-        if self.secrets:
-            env[SECRETS] = json.dumps(self.secrets)
+        for number, part in enumerate(packed(self.secrets), start=1):
+            env[SECRETS if number == 1 else f"{SECRETS}_{number}"] = json.dumps(part)
         if region:
             env[REGION] = region
         return env
@@ -153,8 +181,14 @@ class SageMakerRequest:
 
     def notes(self) -> Iterator[str]:
         """Notes on settings that are allowed but probably not intended."""
-        size, name = self.spec.resources, str(self.settings.instance_type)
-        instance = instances().get(name, Instance(name))
+        groups = self.settings.instance_groups.values()
+        if len(types := {str(group["instance_type"]) for group in groups}) > 1:
+            yield f"hosts of {' and '.join(sorted(types))}: the slowest rank sets the pace"
+        for name in sorted(types) or [str(self.settings.instance_type)]:
+            yield from self._notes_on(instances().get(name, Instance(name)))
+
+    def _notes_on(self, instance: Instance) -> Iterator[str]:
+        size, name = self.spec.resources, instance.name
         gpus, one_host = instance.gpus, size.num_nodes == 1
         if size.accelerator == "cpu" and gpus:
             yield f"{name} has {gpus} GPUs, but none of them is used"
@@ -178,7 +212,29 @@ def channel(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
             "DirectoryPath": disk[3] or "/",
         }
         return {"ChannelName": name, "DataSource": {"FileSystemDataSource": source}}
-    source = {"S3DataType": "S3Prefix", "S3Uri": str(entry["path"])}
-    # Every host gets all the data; the data module decides which rank reads which part.
-    data = {"S3DataSource": {**source, "S3DataDistributionType": "FullyReplicated"}}
-    return {"ChannelName": name, "DataSource": data, "InputMode": mode_of(entry)}
+    # By default every host gets all the data; the data module decides which rank reads which part.
+    distribution = "ShardedByS3Key" if entry.get("sharded") else "FullyReplicated"
+    source = {
+        "S3DataType": "S3Prefix",
+        "S3Uri": str(entry["path"]),
+        "S3DataDistributionType": distribution,
+    }
+    if entry.get("groups"):
+        source["InstanceGroupNames"] = entry["groups"]
+    return {
+        "ChannelName": name,
+        "DataSource": {"S3DataSource": source},
+        "InputMode": mode_of(entry),
+    }
+
+
+def packed(secrets: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """The secrets in parts, each of which is short enough for one variable, as JSON."""
+    part: dict[str, str] = {}
+    for name, secret in secrets.items():
+        if part and len(json.dumps({**part, name: secret})) > LONGEST_VALUE:
+            yield part
+            part = {}
+        part[name] = secret
+    if part:
+        yield part

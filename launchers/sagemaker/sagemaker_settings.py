@@ -1,6 +1,7 @@
-"""The settings under `launcher.*` with launcher=sagemaker, and the known instance types.
+"""The settings under `launcher.*` with launcher=sagemaker.
 
-An input is s3://bucket/folder, with mode File (copied before the start), FastFile or Pipe. Or it is
+An input is s3://bucket/folder, with mode File (copied before the start), FastFile or Pipe; with
+`sharded` each host gets a part of it, with `groups` only hosts of these instance groups. Or it is
 a file system inside the VPC, with mode ro or rw: efs://fs-0123456789abcdef0/folder or
 fsx://fs-0123456789abcdef0/mount/folder.
 """
@@ -9,13 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
 from itertools import permutations
-from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from distdl.launchers.common import (
     LauncherSettings,
@@ -28,6 +26,7 @@ from distdl.launchers.common import (
     matching,
     unknown_keys,
 )
+from distdl.launchers.sagemaker import instances
 from distdl.util import walltime
 from distdl.util.errors import Problem
 
@@ -42,11 +41,18 @@ BUNDLE = "bundle"  # the channel (SageMaker's word for an input) with the code
 MOST_INPUTS = 19  # SageMaker allows 20 channels, and the bundle uses one
 S3_MODES, DISK_MODES = ("File", "FastFile", "Pipe"), ("ro", "rw")
 FILE_SYSTEM = re.compile(r"(efs|fsx)://(fs-[0-9a-f]{8,})(/.*)?")
+# The root of a file system of FSx is the name of its mount.
+NO_MOUNT = re.compile(r"fsx://[^/]+/*")
+INPUT_KEYS, GROUP_KEYS = ("path", "mode", "sharded", "groups"), ("instance_type", "count")
 DAY = 86400  # seconds
 LONGEST_WAIT = 30 * DAY
 _PART = r"(?!\.+(?:/|$))[A-Za-z0-9_.+=@-]+"
 
 
+# Name -> {instance_type: ..., count: ...}
+Groups = Annotated[
+    dict[str, dict[str, Any]], BeforeValidator(lambda value: {} if value is None else value)
+]
 ROLE_ARN = matching(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", "the ARN of a role", REQUIRED["role"])
 PREFIX = matching(
     rf"/*({_PART}(/{_PART})*)?/*",
@@ -72,6 +78,19 @@ def _at_most(days: int) -> AfterValidator:
     return AfterValidator(validate)
 
 
+def _metric(name: str, pattern: Any) -> Iterator[Problem]:
+    """Problems of a regular expression that finds a metric's values in the log."""
+    at, remedy = f"metrics.{name}", f"launcher.metrics.{name}='{name} ([0-9.e+-]+)'"
+    try:
+        groups = re.compile(pattern).groups
+    except (re.error, TypeError) as error:
+        yield Problem(at, f"{pattern!r} is not a regular expression: {error}", remedy)
+        return
+    if groups != 1:
+        what = f"{pattern!r} has {groups} groups; the value is what its one group ( ) finds"
+        yield Problem(at, what, remedy)
+
+
 class SageMakerSettings(LauncherSettings):
     role: Annotated[str, ROLE_ARN] | None = None
     image: str | None = None
@@ -92,13 +111,24 @@ class SageMakerSettings(LauncherSettings):
     kms_key: str | None = None
     tags: Values = {}
     env: Values = {}
+    metrics: Values = {}
+    network_isolation: bool = False
+    training_plan: str | None = None
+    instance_groups: Groups = {}
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         for key, remedy in REQUIRED.items():
-            if not getattr(self, key):
+            if not getattr(self, key) and not (key == "instance_type" and self.instance_groups):
                 yield Problem(key, "missing", remedy)
-        if self.instance_type:
-            yield from _instance(self.instance_type, context)
+        if self.instance_groups:
+            yield from self._groups(context)
+        elif self.instance_type:
+            yield from instances.misfits(self.instance_type, "instance_type", context)
+        for name, pattern in self.metrics.items():
+            yield from _metric(name, pattern)
+        if self.network_isolation and self.forward_env:
+            what = "an isolated container reaches no Secrets Manager, so forward_env cannot be read"
+            yield Problem("network_isolation", what, "launcher.forward_env=[]")
         if self.max_wait is not None and not self.spot:
             yield Problem("max_wait", "applies only to spot jobs", "launcher.spot=true")
         elif self.max_wait is not None and self.max_wait < self.walltime:
@@ -114,11 +144,37 @@ class SageMakerSettings(LauncherSettings):
                 yield Problem(missing, f"missing, but launcher.{other} is set", "a VPC needs both")
         yield from self._inputs()
 
+    def _groups(self, context: Mapping[str, Any]) -> Iterator[Problem]:
+        if self.instance_type:
+            what = "each of launcher.instance_groups has its own type"
+            yield Problem("instance_type", what, "launcher.instance_type=null")
+        hosts = 0
+        for name, group in self.instance_groups.items():
+            at = f"instance_groups.{name}"
+            for key in sorted(set(group) - set(GROUP_KEYS)):
+                yield Problem(
+                    f"{at}.{key}", "not a setting of a group", did_you_mean(key, GROUP_KEYS)
+                )
+            kind, count = group.get("instance_type"), group.get("count", 1)
+            if not isinstance(kind, str):
+                yield Problem(f"{at}.instance_type", "missing", REQUIRED["instance_type"])
+            else:
+                yield from instances.misfits(kind, f"{at}.instance_type", context)
+            if type(count) is not int or count < 1:
+                yield Problem(
+                    f"{at}.count", f"{count!r} is not a number of hosts", "write 1 or more"
+                )
+                return
+            hosts += count
+        if hosts != context["num_nodes"]:
+            what = f"{hosts} hosts in all, but trainer.num_nodes is {context['num_nodes']}"
+            yield Problem("instance_groups", what, f"trainer.num_nodes={hosts}")
+
     def _inputs(self) -> Iterator[Problem]:
         if len(self.inputs) > MOST_INPUTS:
             what = f"{len(self.inputs)} inputs, but SageMaker allows {MOST_INPUTS} besides the code"
             yield Problem("inputs", what)
-        yield from unknown_keys(self.inputs, ("path", "mode"))
+        yield from unknown_keys(self.inputs, INPUT_KEYS)
         for name, entry in self.inputs.items():
             path, on_disk = str(entry.get("path") or ""), is_on_disk(entry)
             at, modes = f"inputs.{name}", DISK_MODES if on_disk else S3_MODES
@@ -127,6 +183,10 @@ class SageMakerSettings(LauncherSettings):
                 yield Problem(at, what, "use letters, digits and _, but not the name bundle")
             if on_disk and not FILE_SYSTEM.fullmatch(path):
                 yield Problem(at, f"{path} names no file system", "write efs://fs-0123456789/dir")
+            elif on_disk and NO_MOUNT.fullmatch(path):
+                what = f"{path} lacks the name of the file system's mount"
+                remedy = f"{path.rstrip('/')}/MOUNT/folder: `aws fsx describe-file-systems` has it"
+                yield Problem(at, what, remedy)
             elif not on_disk and not re.fullmatch(r"s3://[^/]+/?.*", path):
                 what = f"a SageMaker job cannot read {path or 'an empty path'}"
                 remedy = f"aws s3 sync {path or 'FOLDER'} s3://BUCKET/FOLDER, and write that URI"
@@ -137,6 +197,24 @@ class SageMakerSettings(LauncherSettings):
             elif on_disk and not (self.subnets and self.security_groups):
                 remedy = "launcher.subnets=[subnet-...] launcher.security_groups=[sg-...]"
                 yield Problem(at, f"{path} can be reached only inside its VPC", remedy)
+            yield from self._parts(at, entry)
+
+    def _parts(self, at: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
+        """Problems of what each host gets of an input."""
+        for key in ("sharded", "groups"):
+            if entry.get(key) and is_on_disk(entry):
+                what = "every host sees the whole file system"
+                yield Problem(f"{at}.{key}", what, "leave it out, or use an input on S3")
+        if not isinstance(entry.get("sharded", False), bool):
+            yield Problem(f"{at}.sharded", f"{entry['sharded']!r} is not true or false")
+        groups = entry.get("groups") or []
+        if not isinstance(groups, list):
+            yield Problem(f"{at}.groups", f"{groups!r} is not a list", f"write [{groups}]")
+            return
+        for name in groups:
+            if name not in self.instance_groups:
+                hint = did_you_mean(name, self.instance_groups) or "launcher.instance_groups"
+                yield Problem(f"{at}.groups", f"there is no instance group {name}", hint)
 
 
 def is_on_disk(entry: Mapping[str, Any]) -> bool:
@@ -146,61 +224,3 @@ def is_on_disk(entry: Mapping[str, Any]) -> bool:
 
 def mode_of(entry: Mapping[str, Any]) -> str:
     return str(entry.get("mode") or ("ro" if is_on_disk(entry) else "File"))
-
-
-@dataclass(frozen=True)
-class Instance:
-    """One instance type. `network` is in Gbit/s and `memory` in GiB; 0 means unknown."""
-
-    name: str
-    gpus: int = 0
-    gpu: str = ""
-    cpus: int = 0
-    memory: int = 0
-    network: int = 0
-    efa: bool = False
-
-
-@cache
-def instances() -> dict[str, Instance]:
-    """Name -> instance, for all types in instance_types.yaml."""
-    import yaml
-
-    facts = yaml.safe_load((Path(__file__).parent / "instance_types.yaml").read_text())
-    with_gpu = {name: Instance(name, **fields) for name, fields in facts["gpu"].items()}
-    names = [f"ml.{family}.{size}" for family, sizes in facts["cpu"].items() for size in sizes]
-    return {**with_gpu, **{name: Instance(name) for name in names}}
-
-
-def _is_newer_than_the_file(name: str) -> bool:
-    """Whether the installed boto3 knows an instance type that the file lacks."""
-    try:
-        from botocore.session import Session
-    except ImportError:
-        return False
-    shape = Session().get_service_model("sagemaker").shape_for("TrainingInstanceType")
-    return name in shape.enum
-
-
-def _instance(name: str, context: Mapping[str, Any]) -> Iterator[Problem]:
-    instance = instances().get(name)
-    devices, wants_gpu = int(context["devices"]), context["accelerator"] == "gpu"
-    if instance is None:
-        if not _is_newer_than_the_file(name):
-            hint = did_you_mean(name, instances()) or "names begin with ml., e.g. ml.g5.12xlarge"
-            yield Problem("instance_type", f"SageMaker has no instance type {name}", hint)
-    elif wants_gpu and not instance.gpus:
-        remedy = "choose a type of ml.g or ml.p, or write trainer.accelerator=cpu"
-        yield Problem("instance_type", f"{name} has no GPU", remedy)
-    elif wants_gpu and devices > instance.gpus:
-        larger = [i.name for i in alike(instance) if i.gpus >= devices]
-        hint = f", or launcher.instance_type={larger[0]}" if larger else ""
-        yield Problem(
-            "instance_type",
-            f"{name} has {instance.gpus} {instance.gpu.split()[0]}, but trainer.devices={devices}",
-            f"trainer.devices={instance.gpus} trainer.num_nodes=<hosts>{hint}",
-        )
-
-
-def alike(instance: Instance) -> list[Instance]:
-    return [each for each in instances().values() if each.gpu == instance.gpu]

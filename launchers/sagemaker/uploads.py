@@ -52,7 +52,7 @@ def upload(request: SageMakerRequest, aws: Aws) -> None:
         send(Path(request.spec.bundle), aws("s3"), bucket, request.bundle_key)
         upload_history(request, aws)
         for name, value in forwarded(request.spec).items():
-            put_secret(aws("secretsmanager"), request.secrets[name], value, request.spec.name)
+            put_secret(aws("secretsmanager"), request.secrets[name], value, request.tag)
 
 
 def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:

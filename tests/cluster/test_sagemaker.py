@@ -8,6 +8,7 @@ request. What is uploaded and fetched: tests/unit/test_launcher_sagemaker.py.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,16 @@ import yaml
 from distdl.launchers.sagemaker import uploads
 from tests.cluster import witness
 from tests.cluster.hosts import Hosts, why_not
-from tests.conftest import TINY, UNCHECKED, environment, last_step, losses, matrix_only, status
+from tests.conftest import (
+    ROOT,
+    TINY,
+    UNCHECKED,
+    environment,
+    last_step,
+    losses,
+    matrix_only,
+    status,
+)
 from tests.waiting import until
 
 pytestmark = pytest.mark.xdist_group("sagemaker")
@@ -36,6 +46,8 @@ JOB = (
     "launcher.image=123456789012.dkr.ecr.eu-west-1.amazonaws.com/distdl:1",
     *("launcher=sagemaker", "launcher.instance_type=ml.m5.large", f"launcher.bucket={BUCKET}"),
     *(f"launcher.region={REGION}", "launcher.forward_env=[CANARY]", "name=x"),
+    """launcher.metrics={train/loss: "step .* loss ([0-9.e+-]+)","""
+    """ val/acc1: "val/acc1 ([0-9.e+-]+)"}""",
 )
 
 
@@ -171,6 +183,13 @@ def test_an_interrupted_job_resumes(cloud, containers):
     lines = (store / "logs/samples-rank0.csv").read_text().split("\n")
     assert len([*filter(None, lines)]) < 15 + saved, "it began anew"
     assert not (second.opt_ml["algo-1"] / "output/failure").exists()
+
+    # CloudWatch reads metrics from the log, by the expressions that the documents show.
+    found = {}
+    for metric in cloud.request["AlgorithmSpecification"]["MetricDefinitions"]:
+        assert metric["Regex"] in (ROOT / "docs/launchers/sagemaker.md").read_text()
+        found[metric["Name"]] = float(re.findall(metric["Regex"], log)[-1])
+    assert found["train/loss"] > 0 and 0 <= found["val/acc1"] <= 1
 
     # The table of ranks, on the network that SageMaker named.
     assert "distdl: host algo-1, 1 of 2, primary algo-1, interface eth0, 1 ranks" in log

@@ -16,12 +16,13 @@ import yaml
 
 from distdl.job import JobSpec, JobState, Resources
 from distdl.launch import asking
-from distdl.launchers.sagemaker import SageMakerLauncher, sagemaker_job, uploads
+from distdl.launchers.sagemaker import SageMakerLauncher, entry, limits, sagemaker_job, uploads
 from distdl.launchers.sagemaker.entry import Hosts
 from distdl.launchers.sagemaker.heartbeat import Heartbeat, HostEnd
+from distdl.launchers.sagemaker.instances import instances
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
-from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
-from distdl.launchers.sagemaker.sagemaker_settings import instances
+from distdl.launchers.sagemaker.sagemaker_request import LONGEST_VALUE, SageMakerRequest
+from distdl.launchers.sagemaker.sagemaker_settings import MOST_INPUTS
 from distdl.util.errors import UserError
 from tests.aws import REGION, aws, moto
 from tests.conftest import ROOT, check_golden, free_port
@@ -39,11 +40,19 @@ EVERYTHING = NODE | yaml.safe_load("""
  spot: true, max_wait: "4-00:00:00", retries: 3, subnets: [subnet-0123, subnet-4567],
  security_groups: [sg-0123], encrypt_traffic: true,
  kms_key: "arn:aws:kms:eu-west-1:123456789012:key/1234", tags: {team: vision},
- env: {NCCL_DEBUG: INFO}, forward_env: [WANDB_API_KEY], inputs: {
+ env: {NCCL_DEBUG: INFO}, forward_env: [WANDB_API_KEY],
+ metrics: {train/loss: "step .* loss ([0-9.e+-]+)"}, inputs: {
    imagenet: {path: "s3://data/imagenet", mode: FastFile}, labels: "s3://data/labels",
    scratch: {path: "fsx://fs-0123456789abcdef0/abcdefgh/scratch", mode: rw},
    shared: "efs://fs-0123456789abcdef0/shared"}}
 """)
+GROUPS = NODE | yaml.safe_load("""
+{instance_type: null, network_isolation: true, walltime: 1,
+ training_plan: "arn:aws:sagemaker:eu-west-1:123456789012:training-plan/reserved",
+ instance_groups: {big: {instance_type: ml.g5.48xlarge}, small: {instance_type: ml.g5.12xlarge,
+   count: 1}}, inputs: {parts: {path: "s3://data/parts", sharded: true, groups: [big, small]}}}
+""")
+NODES = {"sagemaker": NODE, "sagemaker_everything": EVERYTHING, "sagemaker_groups": GROUPS}
 STORE = "distdl/resnet50_ddp/x/store"
 
 
@@ -85,10 +94,10 @@ def stored(aws, key):
     return aws("s3").get_object(Bucket="my-bucket", Key=key)["Body"].read()
 
 
-@pytest.mark.parametrize("name", ["sagemaker", "sagemaker_everything"])
+@pytest.mark.parametrize("name", NODES)
 def test_the_request(name, submit, monkeypatch, pytestconfig):
     """As printed, and as the service takes it: boto3 checks names and types before it sends."""
-    node = EVERYTHING if name.endswith("everything") else NODE
+    node = NODES[name]
     names = tuple(node.get("forward_env", ()))
     monkeypatch.setenv("WANDB_API_KEY", "canary-7c1")
     request = SageMakerLauncher(**node).request(spec(forward_env=names))
@@ -97,24 +106,6 @@ def test_the_request(name, submit, monkeypatch, pytestconfig):
     assert submitted.handle == f"sagemaker://{REGION}/{request.name}"
     assert submitted.url.endswith(f"?region={REGION}#/jobs/{request.name}")
     assert "canary" not in json.dumps(request.body()) + request.render()
-    shape = SERVICE.operation_model("CreateTrainingJob").input_shape
-    for kind, text in strings(shape, request.body()):
-        limit, pattern = kind.metadata.get("max"), kind.metadata.get("pattern") or ""
-        assert (limit is None or len(text) <= limit) and text in (kind.enum or [text]), (kind, text)
-        if pattern and r"\p" not in pattern:  # Python knows no \p{L}
-            assert re.fullmatch(pattern, text), (kind.name, text)
-
-
-def strings(shape, value):
-    """Every string of a request, with its shape in the service's model."""
-    if shape.type_name == "string":
-        yield shape, value
-    for key, item in value.items() if isinstance(value, dict) else ():
-        if shape.type_name == "map":
-            yield shape.key, key
-        yield from strings(shape.value if shape.type_name == "map" else shape.members[key], item)
-    for item in value if isinstance(value, list) else ():
-        yield from strings(shape.member, item)
 
 
 @pytest.mark.parametrize("run_id", ["x" * 80 + "/" + "y" * 80, "default/2026-11-21_1--2.3"])
@@ -127,21 +118,30 @@ def test_job_names_obey_the_rules_and_differ(run_id):
 
 
 def refusals(devices=1, accelerator="gpu", **changes):
-    context = {"num_nodes": 1, "devices": devices, "accelerator": accelerator}
+    nodes = 2 if changes.get("instance_groups") else 1
+    context = {"num_nodes": nodes, "devices": devices, "accelerator": accelerator}
     problems = SageMakerLauncher.check({**NODE, **changes}, context)
     return {problem.path: f"{problem.what} | {problem.remedy}" for problem in problems}
 
 
 def test_types_of_instances_and_valid_settings():
-    assert refusals() == refusals(**EVERYTHING) == {}
+    assert refusals() == refusals(**EVERYTHING) == refusals(2, **GROUPS) == {}
     assert refusals(instance_type="ml.m5.large", accelerator="cpu") == {}
     new = "ml.trn1.32xlarge"  # boto3 knows it
     assert new not in instances() and refusals(instance_type=new) == {}
     assert set(instances()) <= set(SERVICE.shape_for("TrainingInstanceType").enum)
     assert SageMakerLauncher.devices({"instance_type": "ml.p4d.24xlarge"}) == (8, "gpu")
+    assert SageMakerLauncher.devices(GROUPS) == (4, "gpu")
     small = SageMakerLauncher(**{**NODE, "instance_type": "ml.g5.xlarge"})
     (note,) = small.request(spec("", 4, 1, "gpu")).notes()
     assert "no EFA" in note and "one host is enough: ml.g5.12xlarge (4 GPUs)" in note
+
+
+VPC = {"subnets": ["subnet-1"], "security_groups": ["sg-1"]}
+
+
+def group(**fields):
+    return {"instance_type": None, "instance_groups": {"a": fields}}
 
 
 REFUSED = [
@@ -164,6 +164,31 @@ REFUSED = [
     ({"inputs": {"a": "efs://fs-01234567/y"}}, "inputs.a", "launcher.subnets=[subnet-...]"),
     ({"inputs": {"a": {"path": "s3://b/x", "mode": "FastFil"}}}, "inputs.a.mode", "FastFile?"),
     ({"inputs": {"a": {"path": "s3://b", "mod": 1}}}, "inputs.a.mod", "did you mean mode?"),
+    ({"inputs": {"a": "fsx://fs-01234567/"}, **VPC}, "inputs.a", "fsx://fs-01234567/MOUNT/folder"),
+    (
+        {"inputs": {"a": {"path": "efs://fs-01234567", "sharded": True}}, **VPC},
+        "inputs.a.sharded",
+        "",
+    ),
+    ({"inputs": {"a": {"path": "s3://b", "sharded": "yes"}}}, "inputs.a.sharded", "true or false"),
+    (
+        {"inputs": {"a": {"path": "s3://b", "groups": ["x"]}}},
+        "inputs.a.groups",
+        "no instance group x",
+    ),
+    ({"metrics": {"loss": "loss [0-9.]+"}}, "metrics.loss", "has 0 groups"),
+    ({"metrics": {"loss": "loss ([0-9.]+"}}, "metrics.loss", "is not a regular expression"),
+    ({"network_isolation": True, "forward_env": ["X"]}, "network_isolation", "Secrets Manager"),
+    (
+        {"instance_groups": {"a": {"instance_type": "ml.g5.xlarge", "count": 2}}},
+        "instance_type",
+        "null",
+    ),
+    (group(instance_type="ml.g5.xlarge", count=3), "instance_groups", "trainer.num_nodes=3"),
+    (group(instance_type="ml.m5.large", count=2), "instance_groups.a.instance_type", "has no GPU"),
+    (group(count=2), "instance_groups.a.instance_type", "missing"),
+    (group(instance_type="ml.g5.xlarge", count=0), "instance_groups.a.count", "1 or more"),
+    (group(instance_type="ml.g5.xlarge", count=2, cont=1), "instance_groups.a.cont", "mean count?"),
     ({"inputs": {f"i{n}": "s3://b/x" for n in range(20)}}, "inputs", "allows 19"),
 ]
 
@@ -174,12 +199,97 @@ def test_refusals(changes, path, text):
     assert list(problems) == [path] and text in problems[path]
 
 
+def many(count, value="x"):
+    return {f"k{number}": value for number in range(count)}
+
+
+# What only the model of the API forbids: the key that the user has written, and what is wrong.
+FORBIDDEN = [
+    ({"tags": many(51)}, "launcher.tags", "has 52 entries.* at most 50 .distdl adds 1 of its own"),
+    ({"tags": {"team": "x" * 257}}, "launcher.tags.team", "has 257 characters; .* at most 256"),
+    ({"tags": {"a;b": "x"}}, "launcher.tags.a;b", "SageMaker refuses 'a;b'"),
+    ({"tags": {"": "x"}}, "launcher.tags.", "needs at least 1"),
+    ({**VPC, "subnets": [*many(17)]}, "launcher.subnets", "has 17 entries; .* at most 16"),
+    ({**VPC, "subnets": ["subnet 1"]}, "launcher.subnets", "'subnet 1'"),
+    ({**VPC, "security_groups": [*many(6)]}, "launcher.security_groups", "at most 5"),
+    ({"env": many(102)}, "launcher.env", "at most 100 .distdl adds 2 of its own"),
+    ({"env": {"LONG": "x" * 513}}, "launcher.env.LONG", "513 characters; .* at most 512"),
+    ({"image": "x" * 256}, "launcher.image", "at most 255"),
+    ({"kms_key": "a key"}, "launcher.kms_key", "'a key'"),
+    ({"role": NODE["role"] + " x"}, "launcher.role", "to match arn:aws"),
+    ({"volume_gb": 0}, "launcher.volume_gb", "0"),
+    ({"training_plan": "plan"}, "launcher.training_plan", "needs at least 50"),
+    ({"training_plan": "x" * 60}, "launcher.training_plan", "training-plan"),
+    ({"metrics": many(41, "(x)")}, "launcher.metrics", "at most 40"),
+    ({"metrics": {"loss": f"(x{'y' * 500})"}}, "launcher.metrics.loss", "at most 500"),
+    ({"inputs": {"a": "s3://b/" + "x" * 1024}}, "launcher.inputs.a", "at most 1024"),
+    ({"inputs": {"a": "efs://fs-0123456789abcdef012/x"}, **VPC}, "launcher.inputs.a", "at most 21"),
+    ({"instance_type": "ml.g5.12xlarg"}, "launcher.instance_type", "mean ml.g5.12xlarge?"),
+    (
+        {"instance_groups": many(6, {"instance_type": "ml.g5.xlarge"})},
+        "launcher.instance_groups",
+        "5",
+    ),
+    ({"prefix": "x" * 1000}, "launcher.prefix", "at most 1024"),
+]
+
+
+@pytest.mark.parametrize(("changes", "path", "text"), FORBIDDEN)
+def test_the_dry_run_refuses_what_the_api_forbids(changes, path, text):
+    """boto3 checks none of it, so the service would have been the first to say so."""
+    with pytest.raises(UserError) as error:
+        SageMakerLauncher(**{**NODE, **changes}).request(spec())
+    shown = {each.path: f"{each.what} {each.remedy}" for each in error.value.problems}
+    assert path in shown and re.search(text, shown[path]), shown
+
+
+def test_every_pattern_of_the_model_is_read():
+    def patterns(shape, seen):
+        yield shape.metadata.get("pattern", "")
+        inner = [getattr(shape, name, None) for name in ("member", "key", "value")]
+        for each in [*inner, *getattr(shape, "members", {}).values()]:
+            if each is not None and each.name not in seen:
+                yield from patterns(each, {*seen, each.name})
+
+    found = {*patterns(limits.input_shape(), set())}
+    assert len(found) > 20 and all(map(limits.in_python, found))
+    tag = limits.input_shape().members["Tags"].member.members["Value"]
+    assert not [*limits.violations(tag, "Größe 10 cm/東京")]
+    members = limits.input_shape().members
+    assert members["Environment"].value.metadata["max"] == LONGEST_VALUE
+    assert members["InputDataConfig"].metadata["max"] == MOST_INPUTS + 1
+
+
+def test_without_botocore_a_dry_run_says_what_it_did_not_check(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "botocore.session", None)
+        patch.setattr(limits, "input_shape", limits.input_shape.__wrapped__)
+        SageMakerLauncher(**{**NODE, "tags": many(51)}).request(spec())
+        assert "limits were not checked" in " ".join(SageMakerLauncher.notes(NODE))
+    assert list(SageMakerLauncher.notes(NODE)) == []
+    notes = "\n".join(SageMakerLauncher.notes(GROUPS))
+    assert "nothing else" in notes and "inputs.parts: each host has only its part" in notes
+
+
+def test_many_secrets_reach_the_container(submit, aws, monkeypatch):
+    """In as many variables as they need, also if the run's name is none for a secret or a tag."""
+    values = {f"SERVICE_{n}_API_KEY_OF_OURS": f"canary-{n}" for n in range(12)}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    named = spec(name="résumé, a/b;c", forward_env=tuple(values))
+    request = SageMakerLauncher(**NODE).request(named)
+    env = request.environment(REGION)
+    assert {"DISTDL_SECRETS", "DISTDL_SECRETS_2"} <= set(env)
+    for name, secret in request.secrets.items():
+        uploads.put_secret(aws("secretsmanager"), secret, values[name], request.tag)
+    assert entry.secrets({**env, "DISTDL_SECRETS_OF_MINE": "no JSON"}) == values
+
+
 # What fails, the Problem's path, and its text.
 AWAY = [
     ({}, "launcher", r"no AWS credentials: .*\n.*AWS_PROFILE"),
     ({"region": None}, "launcher.region", "specify a region"),
     ({"profile": "nobody"}, "launcher.profile", "nobody"),
-    ({"env": {"LONG": "x" * 513}}, "LONG", "513 characters"),
 ]
 
 
@@ -352,6 +462,12 @@ def test_hosts_are_counted_the_same_everywhere(tmp_path):
     config |= {"current_instance_type": "ml.p4d.24xlarge", "network_interface_name": "eth0"}
     write(tmp_path, {"input/config/resourceconfig.json": json.dumps(config)})
     hosts = Hosts.read(tmp_path)
+    mixed = [{"instance_type": name} for name in ("ml.p4d.24xlarge", "ml.g5.xlarge")]
+    write(
+        tmp_path,
+        {"mixed/input/config/resourceconfig.json": json.dumps(config | {"instance_groups": mixed})},
+    )
+    assert "FI_PROVIDER" not in Hosts.read(tmp_path / "mixed").environment()
     assert (hosts.names, hosts.number) == (("algo-1", "algo-2", "algo-10"), 1)
     interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "eth0")
     assert hosts.environment() == {**interfaces, "FI_PROVIDER": "efa"}

@@ -186,6 +186,7 @@ HARMLESS: Mapping[str, str] = {
     "launcher.hostfile": "a list of hosts, which is read",
     "launcher.identity": "one of a list of names",
     "launcher.mount.*": "sizes and times of Azure's mounts",
+    "launcher.network_isolation": "true or false",
     "launcher.profile": "a section of the user's own ~/.aws/config",
     "launcher.subscription": "a name of Azure's",
     "model.compile": "a mode of torch.compile",
