@@ -178,7 +178,9 @@ def problems(
             yield Problem(path, "no such setting", did_you_mean(path, known))
         else:
             expected = " or ".join(dict.fromkeys(_expected(i["msg"]) for i in items))
-            remedy = f"launcher.{path}=[{value}]" if first["type"] == "list_type" else ""
+            plain = re.fullmatch(r"[\w./:-]+", str(value))
+            listed = f"launcher.{path}=[{value}]" if plain else f"'launcher.{path}=[\"{value}\"]'"
+            remedy = listed if first["type"] == "list_type" else ""
             if first["type"] == "literal_error":
                 remedy = did_you_mean(value, re.findall("'([^']*)'", expected))
             yield Problem(path, f"{value!r} is not {expected}", remedy)

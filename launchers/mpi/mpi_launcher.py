@@ -22,9 +22,12 @@ from distdl.job import JobSpec, JobState, Resources, variables
 from distdl.launchers.common import Count, LauncherSettings, ListOf, Values, forwarded, relative
 from distdl.launchers.mpi import flavours, supervisor
 from distdl.launchers.mpi import hosts as machines
-from distdl.launchers.mpi.flavours import FLAVOURS, LOCALHOST, Host, Start
+from distdl.launchers.mpi.flavours import FLAVOURS, Start
+from distdl.launchers.mpi.host_names import LOCALHOST, Host, is_local, parse_hosts, read_hostfile
 from distdl.launchers.mpi.mpi_job import MpiJob
+from distdl.util import loopback
 from distdl.util.errors import Problem, UserError
+from distdl.util.hosts import short
 
 # Below the ports that Linux assigns to outgoing connections (32768 and up).
 FIRST_PORT, PORTS = 15000, 10000
@@ -56,6 +59,12 @@ class MpiRequest:
         return [*self.start.command(self.flavour), *map(list, self.processes)]
 
     @property
+    def names(self) -> str:
+        """How ssh reaches the hosts that mpirun knows by another name."""
+        hosts = [host for host in self.start.hosts if host.word != host.destination]
+        return ", ".join(f"{host.word} is {host.destination}" for host in hosts)
+
+    @property
     def command(self) -> list[str]:
         return [word for group in self.groups for word in group]
 
@@ -64,6 +73,7 @@ class MpiRequest:
         comments = {
             f"{self.flavour}, in the background; its output: {spec.folder / supervisor.LOG}": True,
             f"hosts are reached by: {self.ssh}": self.start.hosts[0].name != LOCALHOST,
+            f"names for mpirun alone: {self.names}": self.names,
             f"copied first, to each host that lacks it: {spec.bundle}": self.copy_bundle,
             f"with their values in this shell: {', '.join(spec.forward_env)}": spec.forward_env,
         }
@@ -126,7 +136,11 @@ class MpiLauncher(LauncherSettings):
         elif len(hosts) != nodes:
             remedy = f"launcher.hosts=[{','.join(f'node{i + 1}' for i in range(min(nodes, 3)))}]"
             yield Problem(key, f"missing, but trainer.num_nodes is {nodes}", remedy)
-        if odd := [f"{host.name}:{host.slots}" for host in hosts if host.slots != devices]:
+        main = {"MASTER_ADDR": hosts[0].name, **self.env}["MASTER_ADDR"]
+        if len(hosts) > 1 and main == LOCALHOST:
+            what = f"the first is {LOCALHOST}, which each of the others would take for itself"
+            yield Problem(key, what, f"write its name, such as {socket.gethostname()}")
+        if odd := [host.entry for host in hosts if host.slots != devices]:
             what = f"{', '.join(odd)}, but trainer.devices is {devices}"
             yield Problem(key, what, "every host needs one slot per device")
 
@@ -139,22 +153,22 @@ class MpiLauncher(LauncherSettings):
     def chosen_hosts(self, devices: int) -> tuple[Host, ...]:
         """The hosts that a job runs on, in rank order."""
         if self.hostfile:
-            return machines.read_hostfile(self.hostfile, devices)
-        return machines.parse_hosts(self.hosts, devices) or (Host(LOCALHOST, devices),)
+            return read_hostfile(self.hostfile, devices)
+        return parse_hosts(self.hosts, devices) or (Host(LOCALHOST, devices),)
 
     def unreachable(self, resources: Resources) -> list[str]:
         """The hosts that a job of this size cannot use now."""
-        hosts = [host.name for host in self.chosen_hosts(resources.devices)]
-        others = [name for name in hosts if not machines.is_local(name)]
+        hosts = self.chosen_hosts(resources.devices)
+        others = [host for host in hosts if not is_local(host.name)]
         ssh, python = f"{self.ssh} {machines.OPTIONS}", self.python or sys.executable
         return [*machines.Setup(ssh, "", python, copy=False).problems(others)]
 
     def without(self, hosts: Sequence[str], resources: Resources) -> Iterator[dict[str, Any]]:
         """Settings for a job without some hosts, those with the most hosts first."""
         chosen = self.chosen_hosts(resources.devices)
-        names = [h.name for h in chosen if not {h.name, h.name.partition(".")[0]} & {*hosts}]
-        for count in range(len(names), 0, -1) if len(names) < len(chosen) else ():
-            one_each = [f"{name}:{resources.devices}" for name in names[:count]]
+        left = [host for host in chosen if not {host.name, short(host.name)} & {*hosts}]
+        for count in range(len(left), 0, -1) if len(left) < len(chosen) else ():
+            one_each = [replace(host, slots=resources.devices).entry for host in left[:count]]
             yield {
                 "launcher.hosts": one_each,
                 "launcher.hostfile": None,
@@ -206,26 +220,31 @@ class MpiLauncher(LauncherSettings):
 
     def reach(self, request: MpiRequest) -> None:
         flavours.find_mpirun(request.start.mpirun)
-        machines.Setup(request.ssh, "", request.python, copy=False).prepare(request.start.hosts)
+        main = request.env.get("MASTER_ADDR", "")  # forward_env may have it
+        setup = machines.Setup(request.ssh, "", request.python, copy=False, main=main)
+        setup.prepare(request.start.hosts)
 
     def submit(self, request: MpiRequest) -> MpiJob:
         """Starts mpirun's supervisor in its own session, and returns once it runs."""
         spec, hosts = request.spec, request.start.hosts
-        machines.Setup(request.ssh, spec.bundle, request.python, request.copy_bundle).prepare(hosts)
+        setup = machines.Setup(request.ssh, spec.bundle, request.python, request.copy_bundle)
+        setup.prepare(hosts)
         env = {**forwarded(spec), **request.env}
-        if self.port is None and machines.is_local(hosts[0].name):
+        if env["MASTER_ADDR"] == LOCALHOST:  # which may name an address that this machine lacks
+            env["MASTER_ADDR"] = loopback.address()
+        if self.port is None and is_local(hosts[0].name):
             env["MASTER_PORT"] = str(free_port(int(env["MASTER_PORT"])))
         folder = spec.folder
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        script, lost = Path(request.start.ssh), shlex.quote(str(folder / supervisor.LOST))
-        ssh = shlex.join(shlex.split(request.ssh))  # split as in `Setup`
-        script.write_text(machines.SSH_SCRIPT.format(ssh=ssh, lost=lost), encoding="utf-8")
+        script = Path(request.start.ssh)
+        text = machines.ssh_script(request.ssh, hosts, folder / supervisor.LOST)
+        script.write_text(text, encoding="utf-8")
         script.chmod(0o755)
         record = {
             "host": socket.gethostname(),
             "command": request.command,
             "grace_seconds": self.grace_seconds,
-            "hosts": [host.name for host in hosts],
+            "hosts": {host.word: host.name for host in hosts},
             "ranks_per_host": spec.resources.devices,
             "ranks_per_process": spec.resources.devices if self.agent else 1,
             "agent": self.agent,

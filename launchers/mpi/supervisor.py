@@ -156,9 +156,10 @@ class Supervisor:
         lost = (self.folder / LOST).read_text().split() if (self.folder / LOST).exists() else []
         if not lost:
             return None
-        host, hosts = lost[0], self.record["hosts"]
+        word, hosts = lost[0], self.record["hosts"]  # mpirun's word for each host, and its name
+        host = hosts.get(word, word)
         return {
-            "rank": hosts.index(host) * self.record["ranks_per_host"] if host in hosts else 0,
+            "rank": [*hosts].index(word) * self.record["ranks_per_host"] if word in hosts else 0,
             "host": host,
             "type": "HostLost",
             "message": f"{host} does not answer any more: its ssh connection was lost",

@@ -43,6 +43,7 @@ seed==3 | 'seed==3' is not an override | write seed=3
 trainer,max_epochs=3 | write trainer.max_epochs=3
 tags=[„a b“,c] | write 'tags=["a b",c]'
 –m seed=1,2 | write -m
+{word}launcher.hosts=[node[1-4]:8,a] | 'launcher.hosts=["node[1-4]:8",a]'
 {word}b=[1, " | is not an override | quote a text with special characters: 'b="[1, \\""'
 output_dir={300 letters} | output_dir: cannot be created: File name too long
 name=größe | name: must be made of letters from a to z | not 'größe'

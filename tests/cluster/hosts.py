@@ -89,6 +89,10 @@ class Hosts:
         """Of the host, on the network that they share (10.77.0.0/24)."""
         return f"10.77.0.{self.names.index(name) + 1}"
 
+    def ipv6(self, name: str) -> str:
+        """The same of IPv6 (fd77::/64), to which no name leads."""
+        return f"fd77::{self.names.index(name) + 1}"
+
     def run(self, name: str, argv, cwd="/", env=None, timeout=60.0, **options):
         """Runs a command on a host to its end; `env` replaces the environment."""
         options = {"capture_output": True, "text": True, "timeout": timeout, **options}
@@ -138,6 +142,8 @@ class Hosts:
             ip("-n", self.switch, "link", "set", "dev", name, "master", "bridge", "up")
             ip("-n", host, "link", "set", "lo", "up")
             ip("-n", host, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
+            # nodad: usable at once, without a search for another host with this address
+            ip("-n", host, *f"addr add {self.ipv6(name)}/64 dev eth0 nodad".split())
             ip("-n", host, "link", "set", "eth0", "up")
 
     def start(self) -> None:

@@ -113,7 +113,7 @@ signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Open MPI 4 sends it to the survivors of a failure
 values = json.loads(os.environ["VALUES"])
 assert {name: os.environ[name] for name in values} == values
-print("born", rank, flush=True)
+print("born", rank, os.uname().nodename, os.environ["MASTER_ADDR"], flush=True)
 since = time.monotonic()
 while time.monotonic() - since < 120:
     if asked:
@@ -146,7 +146,7 @@ print(job.wait(), flush=True)
 class Waiting:
     """A job of four ranks on two hosts that wait for how they are to end."""
 
-    def __init__(self, hosts, folder, mpi, impatient=False):
+    def __init__(self, hosts, folder, mpi, impatient=False, names=()):
         self.hosts, self.store = hosts, folder / mpi
         self.attempt = self.store / "attempts/001"
         code = self.attempt / "bundle/code/distdl"
@@ -157,7 +157,7 @@ class Waiting:
             rank.write_text(text.replace("END_SECONDS = 15.0", "END_SECONDS = 1.0"))
         (code / "worker.py").write_text(WORKER)
         (self.attempt / "bundle/config.yaml").touch()
-        node = {"mpirun": MPIRUN[mpi], "hosts": hosts.names, "ssh": hosts.ssh}
+        node = {"mpirun": MPIRUN[mpi], "hosts": names or hosts.names, "ssh": hosts.ssh}
         node["python"] = sys.executable
         words = (json.dumps(node), str(self.store), json.dumps(VALUES))
         env = environment(CANARY=SECRET, PYTHONPATH=str(ROOT / "src"))
@@ -204,7 +204,14 @@ def test_a_failed_rank_ends_the_others(hosts, tmp_path, mpi, how, code):
 
 @pytest.mark.parametrize("mpi", MPIRUN)
 def test_cancel_leaves_time_for_a_checkpoint(hosts, tmp_path, mpi):
-    job = Waiting(hosts, tmp_path, mpi)
+    """Also on hosts that are named by a user and an address of IPv6, here and there."""
+    names = [f"[{hosts.ipv6('node1')}]", f"root@[{hosts.ipv6('node2')}]"]
+    job = Waiting(hosts, tmp_path, mpi, names=names)
+    lines = job.log().splitlines()
+    assert sorted(line for line in lines if line.startswith("born")) == [
+        *("born 0 node1 fd77::1", "born 1 node1 fd77::1"),
+        *("born 2 node2 fd77::1", "born 3 node2 fd77::1"),
+    ]
     assert job.end("cancel") == "CANCELLED"
     assert job.log().count("saved") == 4 and not list(job.attempt.glob("errors/*"))
     until(lambda: not job.processes(), 240, job.log)

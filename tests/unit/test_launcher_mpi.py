@@ -14,10 +14,12 @@ import pytest
 
 from distdl.job import Job, JobSpec, JobState, Resources
 from distdl.launch import jobs
-from distdl.launchers.mpi import MpiLauncher, hosts, mpi_launcher, rank, supervisor
-from distdl.launchers.mpi.flavours import FLAVOURS, Host
+from distdl.launchers.mpi import MpiLauncher, host_names, mpi_launcher, rank, supervisor
+from distdl.launchers.mpi.flavours import FLAVOURS
+from distdl.launchers.mpi.host_names import Host
 from distdl.runs.directory import Attempt
 from distdl.util.errors import UserError
+from distdl.util.hosts import short
 from tests.conftest import ROOT, check_golden
 from tests.waiting import until
 from tests.written import program
@@ -32,6 +34,8 @@ EVERYTHING |= {"grace_seconds": 120, "env": {"NCCL_DEBUG": "INFO", "LEVEL": 3}}
 REQUESTS = {f"mpi_{f}": ({**TWO_HOSTS, "flavour": f}, EIGHT) for f in FLAVOURS}
 REQUESTS |= {f"mpi_{f}_everything": ({**EVERYTHING, "flavour": f}, EIGHT) for f in FLAVOURS}
 REQUESTS["mpi_agent"] = ({**TWO_HOSTS, "flavour": "openmpi5", "agent": True}, EIGHT)
+NAMED = {"hosts": ["me@node1:4", "[2001:db8::2]:4"], "python": "python3"}
+REQUESTS |= {f"mpi_{f}_named": ({**NAMED, "flavour": f}, EIGHT) for f in ("openmpi4", "openmpi5")}
 REQUESTS["mpi_here"] = ({"flavour": "mpich", "python": "python3"}, Resources(1, 2, "cpu"))
 
 
@@ -85,15 +89,50 @@ def test_flavour_of_an_mpirun(tmp_path):
         request("mpirun (Open MPI) 3.1.0")
 
 
-def test_hosts_and_hostfiles(tmp_path):
-    (file := tmp_path / "hosts").write_text(
-        "# ours\nnode1 slots=2 max_slots=4\n\nnode2:2  # MPICH\nnode3\nnode2\n"
-    )
-    expected = (Host("node1", 2), Host("node2", 10), Host("node3", 8))
-    assert hosts.read_hostfile(str(file), 8) == expected
+# As a user writes a host; what is in a hostfile alone is behind |.
+HOSTS = {
+    "node1:2": [Host("node1", 2)],
+    "node2": [Host("node2", 8)],
+    "me@node1": [Host("node1", 8, "me")],
+    "me@node1:2": [Host("node1", 2, "me")],
+    "10.0.0.1:4": [Host("10.0.0.1", 4)],
+    "fd00::1": [Host("fd00::1", 8)],
+    "[FD00:0::1]:4": [Host("fd00::1", 4)],
+    "me@[fd00::1]:4": [Host("fd00::1", 4, "me")],
+    "node[1-3]": [Host(f"node{n}", 8) for n in (1, 2, 3)],
+    "r[1-2]n[08-10]-ib:4": [Host(f"r{r}n{n}-ib", 4) for r in "12" for n in ("08", "09", "10")],
+    "10.0.0.[1,3]": [Host("10.0.0.1", 8), Host("10.0.0.3", 8)],
+    "node1 | slots = 4": [Host("node1", 4)],
+    "node1 | slots=2 max-slots= 4": [Host("node1", 2)],
+    "node1 | cpu=2 username=me": [Host("node1", 2, "me")],
+    "node[1-2] | slots=4  # ours": [Host("node1", 4), Host("node2", 4)],
+}
 
 
-NO_HOSTS = ("a b", "node1:0", "node1:2:3", "-v")
+@pytest.mark.parametrize("text", HOSTS)
+def test_a_host_in_a_list_and_in_a_hostfile(text, tmp_path):
+    (file := tmp_path / "hosts").write_text(f"# ours\n{text.replace('|', '')}\n\n")
+    assert host_names.read_hostfile(str(file), 8) == tuple(HOSTS[text])
+    if "|" not in text:
+        found = host_names.parse_hosts([text], 8)
+        again = host_names.parse_hosts([host.entry for host in found], 1)
+        assert found == again == tuple(HOSTS[text])
+
+
+def test_a_host_that_is_named_twice_has_the_slots_of_both():
+    twice = host_names.parse_hosts(["node1:2", "node2", "node1:2"], 4)
+    assert twice == (Host("node1", 4), Host("node2", 4))
+
+
+NO_HOSTS = ("a b", "node1:0", "node1:2:3", "-v", "@a", "me@", "a[", "a]1", "a,b", "ssh://a")
+WRONG_HOSTS = {
+    "fd00::1::2": "'fd00::1::2' is not an address",
+    "fe80::1%eth0": "fe80::1%eth0 is an address of one link",
+    "a[4-1]": "'a[4-1]': '4-1' is not a range such as 1-4",
+    "a[1-]": "'a[1-]': '1-' is not a range such as 1-4",
+    "a[1-99999999]": "'a[1-99999999]' is more than 4096 hosts",
+    "a[1-99]b[1-99]": "'a[1-99]b[1-99]' is more than 4096 hosts",
+}
 REFUSED = [
     ({}, (1, 2), []),
     ({"hosts": ["a", "b:2"]}, (2, 2), []),
@@ -107,6 +146,10 @@ REFUSED = [
     ({"hostfile": "empty"}, (1, 1), ["hostfile: empty names no host"]),
     ({"hostfile": "bad"}, (1, 1), ["hostfile: bad, line 1: 'a slots=x'", "hostfile: bad, line 3"]),
     *(({"hosts": [h]}, (1, 1), [f"hosts: {h!r} is not a host"]) for h in NO_HOSTS),
+    *(({"hosts": [h]}, (1, 1), [f"hosts: {why}"]) for h, why in WRONG_HOSTS.items()),
+    ({"hosts": ["me@a", "you@a"]}, (1, 1), ["hosts: me@a and you@a are one host with two users"]),
+    ({"hosts": ["localhost", "b"]}, (2, 1), ["hosts: the first is localhost"]),
+    ({"hosts": "node[1-2]"}, (2, 1), ["hosts: 'node[1-2]' is not a list", "hosts: missing"][:1]),
     ({"port": 99999}, (1, 1), ["port: 99999 is not less than or equal to 65535"]),
     ({"interface": "eth99"}, (1, 1), ["interface: this machine has no interface eth99"]),
     ({"hosts": ["a"], "ssh": "nossh -v"}, (1, 1), ["ssh: this machine has no nossh"]),
@@ -128,12 +171,15 @@ def test_refused_settings(node, size, expected, tmp_path, monkeypatch):
 # Called as ssh is: one that fails, and one that runs its command on this machine.
 NO_ROUTE = "sh -c 'echo no route >&2; exit 255'"
 RUNS = "sh -c 'for last; do :; done; eval \"$last\"'"
+HERE_IS_0 = {"MASTER_ADDR": "127.0.0.1"}
 UNREADY = [
     ({"mpirun": "absent"}, "launcher.mpirun", ""),
     ({"python": "/absent"}, "launcher.python", "this machine has no /absent"),
     ({"hosts": ["n"], "ssh": NO_ROUTE}, "launcher.hosts", "n cannot be reached: no route"),
     ({"hosts": ["n"], "ssh": RUNS, "python": "/absent"}, "launcher.python", "n has no /absent"),
-    ({"hosts": ["n"], "ssh": RUNS}, "launcher.copy_bundle", "n does not see "),
+    ({"hosts": ["me@n"], "ssh": RUNS}, "launcher.hosts", "me@n finds no address of n"),
+    ({"hosts": ["n"], "ssh": RUNS, "env": HERE_IS_0}, "launcher.copy_bundle", "n does not see "),
+    ({"hosts": ["nobody@localhost"]}, "launcher.hosts", "nobody@localhost is this machine"),
 ]
 
 
@@ -148,6 +194,14 @@ def test_refused_at_submission(node, path, what, tmp_path, monkeypatch):
     (problem,) = error.value.problems
     assert problem.path == path and problem.what.startswith(what)
     assert not (tmp_path / "attempts/001" / supervisor.RECORD).exists()
+
+
+def test_lost_hosts_are_left_out_by_name_or_address():
+    launcher = MpiLauncher(hosts=["me@node1.site", "node2", "10.0.0.1", "10.0.0.2", "fd00::1"])
+    left = next(launcher.without(["node1", "10.0.0.1"], Resources(5, 4)))
+    assert left["launcher.hosts"] == ["node2:4", "10.0.0.2:4", "[fd00::1]:4"]
+    assert next(launcher.without(["10"], Resources(5, 4)), None) is None
+    assert short("node1.site") == "node1" and short("10.0.0.1") == "10.0.0.1"
 
 
 def test_a_rank_that_fails_says_why(tmp_path):

@@ -22,6 +22,8 @@ _SWEEP = "a sweep is -m and several values: -m optimizer.lr=0.1,0.01"
 _BEST = "checkpoint.monitor=METRIC checkpoint.mode=max"
 _SIZE = "trainer.accelerator=cpu or gpu, trainer.devices=N, strategy=ddp"
 
+PLAIN = re.compile(r"\s*[\w./:@%+-]*\s*")  # an item of a list that needs no quotes
+
 
 def table(text: str) -> dict[str, str]:
     """Parses lines of `name other_name: what to write instead` into a dict by name."""
@@ -270,8 +272,18 @@ def for_override(text: str, error: str) -> str:
         return f"write {redact(shlex.quote(typed))}"
     if value.startswith(("{", '"', "'")):  # a mapping, or quoted already
         return redact(error)
-    escaped = value.replace('"', '\\"')
-    return redact(f"""{error}\n    quote a text with special characters: '{key}="{escaped}"'""")
+    quoted = quoted_items(value) or '"{}"'.format(value.replace('"', '\\"'))
+    return redact(f"{error}\n    quote a text with special characters: '{key}={quoted}'")
+
+
+def quoted_items(value: str) -> str:
+    """A list whose items are quoted where Hydra wants it: `[a,"b[1-2]"]` for `[a,b[1-2]]`; empty if
+    the value is no list, or has quotes already."""
+    if not re.fullmatch(r"\[[^'\"]*\]", value):
+        return ""
+    items = re.findall(r"(?:[^],[]|\[[^]]*\])+", value[1:-1])  # a comma in brackets parts none
+    texts = [item if PLAIN.fullmatch(item) else f'"{item.strip()}"' for item in items]
+    return f"[{','.join(texts)}]"
 
 
 def open_brackets(text: str) -> str:

@@ -96,7 +96,7 @@ def _name_problems(host: str) -> Iterator[str]:
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     try:
-        address = socket.gethostbyname(host)
+        address = str(socket.getaddrinfo(host, None)[0][4][0])  # of IPv4 or IPv6, as gloo has it
         if ipaddress.ip_address(address).is_loopback:
             yield f"{host} takes its own name for {address}: correct /etc/hosts, {OR_EXPORT}"
     except OSError:

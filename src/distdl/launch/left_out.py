@@ -21,8 +21,9 @@ from distdl.launch import jobs, planning
 from distdl.launch.planning import Plan
 from distdl.runs.directory import Attempt
 from distdl.util.errors import UserError
+from distdl.util.hosts import short
 
-HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:-]{0,254}")
 LOOK_S = 30.0  # between two looks at lost hosts; twice as long for each time that some were lost
 
 
@@ -93,11 +94,6 @@ def slow_hosts(attempt: Attempt, launcher: Any, nodes: int) -> set[str]:
         return set()
     worth = share > 1 / nodes if hasattr(launcher, "unreachable") else True
     return {short(host)} if worth else set()
-
-
-def short(host: str) -> str:
-    """A host's name without its domain, as lists of hosts have it."""
-    return host.partition(".")[0]
 
 
 def without(planned: Plan, settings: dict[str, Any], names: Iterable[str]) -> Plan:

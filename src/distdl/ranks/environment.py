@@ -11,13 +11,13 @@ import json
 import logging
 import os
 import re
-import socket
 import zlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
 
 from distdl.job import Resources
+from distdl.util import loopback
 from distdl.util.errors import Problem, UserError
 
 log = logging.getLogger(__name__)
@@ -162,10 +162,10 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
         rows = [r for r in ROWS[launcher] if r.rank in env and r.world_size in env]
     if launcher == "single" or (launcher == "local" and not rows):
         # A single process with `strategy=ddp` also opens a port, which two runs must not share.
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        resolved = Environment(launcher, main_port=port, sources={"main_port": "free"})
+        with loopback.listen() as probe:
+            address, port = probe.getsockname()[:2]
+        free = {"main_port": "free"}
+        resolved = Environment(launcher, main_address=address, main_port=port, sources=free)
     elif not rows:
         wanted = " or ".join(f"{r.rank} and {r.world_size}" for r in ROWS[launcher])
         what = f"launcher={launcher} started this process without setting {wanted}"
@@ -225,7 +225,7 @@ def _read(
             what = f"{row.name}: {world} processes on several nodes, but no address of rank 0"
             remedy = "export MASTER_ADDR=<host of rank 0> on every node"
             raise UserError.at("MASTER_ADDR", what, remedy)
-        address, sources["main_address"] = "127.0.0.1", "one node"
+        address, sources["main_address"] = loopback.address(), "one node"
     port, sources["main_port"] = _main_port(env)
     return Environment(
         launcher, rank, world, local_rank, local_world, node_rank, address, port, sources

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import socket
-
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-NAME, HOST, TIMEOUT = "distdl-loopback", "127.0.0.1", 600  # seconds
+from distdl.util import loopback
+
+NAME, TIMEOUT = "distdl-loopback", 600  # seconds
 
 
 def register() -> str:
@@ -22,17 +22,17 @@ class Loopback(StaticTCPRendezvous):
     """A rendezvous of one agent, with a store at an address that no other machine can reach."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        super().__init__(HOST, 0, 0, 1, parameters.run_id, TIMEOUT)
+        super().__init__("", 0, 0, 1, parameters.run_id, TIMEOUT)
 
     def get_backend(self) -> str:
         return NAME
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
-            listener = socket.create_server((HOST, 0))
-            self.master_port = listener.getsockname()[1]
+            listener = loopback.listen()
+            self.master_addr, self.master_port = listener.getsockname()[:2]
             self._store = TCPStore(
-                HOST,
+                self.master_addr,
                 self.master_port,
                 world_size=1,
                 is_master=True,
