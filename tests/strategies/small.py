@@ -1,17 +1,24 @@
 """A small network, its data and its training, for tests of strategies on two ranks; and modules
 that step by hand, or do what FSDP2 cannot."""
 
-from functools import partial
+from functools import partial, wraps
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from distdl.checkpoint import portable
 from distdl.distributed.process_group import LaunchedEnvironment
+from distdl.models import ImageClassifier
 from distdl.ranks.environment import Environment
 from tests.prepared import quiet_trainer
 
@@ -119,6 +126,61 @@ class Target(Small):
     def follow(self):
         for mean, value in zip(self.target.parameters(), self.network[7].parameters(), strict=True):
             mean.lerp_(value, 0.1)
+
+
+def decorated(step):
+    """As a user's timer or retry would do it."""
+
+    @wraps(step)
+    def call(*args, **kwargs):
+        return step(*args, **kwargs)
+
+    return call
+
+
+class OwnArguments(Small):
+    """Its steps take the batch alone, and two are decorated."""
+
+    def __init__(self, by_hand):
+        super().__init__()
+        self.automatic_optimization = not by_hand
+
+    @decorated
+    def training_step(self, batch):
+        loss = super().training_step(batch, None)
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    @decorated
+    def validation_step(self, batch):
+        self.validated.append(len(batch[0]))
+
+    def predict_step(self, batch):
+        return self.network(batch[0])
+
+
+class OwnIterator(Small):
+    """Fetches its batches itself."""
+
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+class TensorParallel(ImageClassifier):
+    """As Lightning's example: one matrix by columns, the next by rows; the loss is a DTensor."""
+
+    def configure_model(self):
+        if not isinstance(self.network.fc.weight, DTensor):
+            plan = {"wide": ColwiseParallel(), "fc": RowwiseParallel()}
+            parallelize_module(self.network, self.device_mesh["tensor_parallel"], plan)
+
+    def training_step(self, batch):
+        loss = super().training_step(batch, 0)["loss"]
+        return DTensor.from_local(loss, self.device_mesh["tensor_parallel"], [Replicate()])
 
 
 UNDER_FSDP = (ByHand, partial(Target, after=True))

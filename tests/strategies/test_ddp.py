@@ -223,6 +223,22 @@ def fsdp_trains_what_ddp_trains_or_refuses_it_on_all_ranks(folder):
         assert message in str(error.value) and "strategy=ddp" in str(error.value)
 
 
+def fsdp_calls_steps_with_what_they_take(folder):
+    """As Lightning does under ddp: without a number, decorated, or with the loader's iterator."""
+    steps = partial(small.OwnArguments, False), partial(small.OwnArguments, True), small.OwnIterator
+    for make in steps:
+        losses = []
+        for strategy in (FSDPStrategy(), DDPStrategy()):
+            module, samples = make(), loader()
+            plain = inspect.signature(module.training_step)
+            trainer(strategy, 4, folder, limit_val_batches=1).fit(module, samples, samples)
+            assert inspect.signature(module.training_step) == plain
+            losses.append(module.losses)
+        assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], rel=1e-5), make
+    module = small.OwnArguments(False)
+    trainer(FSDPStrategy(), 4, folder).predict(module, loader())
+
+
 class SilentOnOne(small.ByHand):
     """Returns a loss on rank 0, and on rank 1 in its third step alone."""
 

@@ -11,7 +11,17 @@ from distdl.strategies.fsdp import units
 from distdl.worker import autotune
 from tests.conftest import UNCHECKED, distdl, matrix_only
 from tests.strategies import matrix
-from tests.strategies.matrix import SAME_TO, TOPOLOGIES, batch, difference, step, two
+from tests.strategies.matrix import (
+    HALF,
+    SAME_TO,
+    TOPOLOGIES,
+    WIDE,
+    Topology,
+    batch,
+    difference,
+    step,
+    two,
+)
 from tests.strategies.ranks import Case, shared
 
 # With test_equality: they share the runs.
@@ -49,6 +59,31 @@ def test_units_by_size_and_of_parts_that_are_called_by_themselves():
     model = nn.Sequential(nn.Linear(3, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), attention)
     assert units(model, 200) == [model[1][0], attention], "its out_proj is not called"
     assert units(model, 300, every_part=True) == [attention, model[0], model[1][0]]
+
+
+# Lightning's own strategy, as a user's file of the group `strategy` names it.
+PARALLEL = "{_target_: lightning.pytorch.strategies.ModelParallelStrategy"
+PARALLEL += ", tensor_parallel_size: 2, save_distributed_checkpoint: %s}"
+
+
+@pytest.mark.parametrize("folder", [True, pytest.param(False, marks=matrix_only)])
+def test_tensor_parallel_ranks_train_on_the_same_samples(folder, runs):
+    """The loss is a DTensor, which a step without a number returns; the strategy reads its
+    checkpoints itself."""
+    model = "model._target_=tests.strategies.small.TensorParallel"
+    strategy = f"+strategy={PARALLEL % str(folder).lower()}"
+    topology = Topology(2, ("~strategy", strategy, model, WIDE, *batch(8)))
+    name = f"parallel {folder}"
+    whole = runs.train(name, topology)
+    rest = runs.train(f"{name} resumed", topology, resume=step(whole, HALF))
+    seen, resumed = runs.seen[name], runs.seen[f"{name} resumed"]
+    assert seen.losses[HALF:] == resumed.losses
+    alone = runs.train("single, one batch", Topology(1, ("strategy=single", WIDE, *batch(8))))
+    assert seen.losses == pytest.approx(runs.seen["single, one batch"].losses, abs=1e-5)
+    assert seen.metrics["train/loss"] == pytest.approx(seen.losses[-1])
+    if not folder:
+        weights = [matrix.read(step(each))["state_dict"] for each in (alone, whole, rest)]
+        assert max(matrix.apart(weights[0], other) for other in weights[1:]) < SAME_TO
 
 
 @matrix_only

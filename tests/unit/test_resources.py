@@ -141,11 +141,17 @@ def config(batch_size=32, accumulate=1, target="distdl.data.ImageData", **more):
     return OmegaConf.create({"data": data, "trainer": trainer, **more})
 
 
+PARALLEL = {"_target_": "lightning.pytorch.strategies.ModelParallelStrategy"}
+GROUPS = "64 x 2 tensor-parallel groups = 128 per step"
 PRODUCTS = [
     (config(32, 2), (2, 4), 512, "32 x 8 devices x 2 accumulated = 512 per step"),
     (OmegaConf.create({"trainer": {}}), (1, 1), None, "shown when training starts"),
     # The stages of a pipeline share a batch.
     (config(64, strategy={"stages": 2}), (1, 4), 128, "64 x 2 pipelines = 128 per step"),
+    # So do the ranks of a tensor-parallel group. The default of Lightning's strategy is a node.
+    (config(64, strategy=PARALLEL | {"tensor_parallel_size": 2}), (1, 4), 128, GROUPS),
+    (config(64, strategy=PARALLEL | {"data_parallel_size": 2}), (1, 4), 128, GROUPS),
+    (config(64, strategy=PARALLEL), (2, 4), 128, GROUPS),
     # Another data module need not give its loaders what the config says.
     (config(16, target="mine.Data"), (1, 2), 32, "= 32 per step (by data.batch_size)"),
 ]

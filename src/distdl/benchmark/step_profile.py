@@ -12,7 +12,6 @@ context. `distdl.planner.estimate.USABLE` leaves room for them.
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -259,8 +259,8 @@ def _step(
         stack.enter_context(live)
         live.add(batch)
         with torch.autocast("cpu", torch.bfloat16) if precision in AUTOCAST else nullcontext():
-            takes = len(inspect.signature(module.training_step).parameters)
-            output = module.training_step(*(batch, 0)[:takes])
+            numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+            output = module.training_step(batch, 0) if numbered else module.training_step(batch)
         loss = output["loss"] if isinstance(output, Mapping) else output
         del output
         measured.activations = live.now

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.tensor import DTensor
 
 from distdl.data.sampling import TrainPosition
 from distdl.data.side_stream import QueueLimit
@@ -194,7 +195,8 @@ def returned_loss(trainer: Trainer, outputs: Any) -> torch.Tensor | None:
     Args:
         outputs: What Lightning passes to `on_train_batch_end`. Its loss is divided by the number of
             batches per optimizer step, unless the module optimises by hand. A loss with dimensions
-            counts as the mean of its values.
+            counts as the mean of its values. One that is spread over ranks (a DTensor, of
+            tensor parallelism) is gathered: all ranks of its mesh must call this.
     """
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if loss is None:
@@ -202,6 +204,8 @@ def returned_loss(trainer: Trainer, outputs: Any) -> torch.Tensor | None:
     loss = loss.detach()
     if loss.ndim:
         loss = loss.float().mean()
+    if isinstance(loss, DTensor):
+        loss = loss.full_tensor()
     parts = trainer.accumulate_grad_batches  # of this epoch: GradientAccumulationScheduler sets it
     if parts == 1 or not trainer.lightning_module.automatic_optimization:
         return loss

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from distdl.config.recipe import is_own
-from distdl.config.resources import replicas
+from distdl.config.resources import replicas, share_kind
 from distdl.job import Resources
 from distdl.util.errors import UserError
 
@@ -43,8 +43,8 @@ def recorded(statuses: Iterable[Mapping[str, Any]]) -> Loaders | None:
 
 
 def factors(config: DictConfig, size: Resources) -> tuple[int | None, int, int]:
-    """(`data.batch_size`, number of devices or pipelines, accumulation)."""
-    shares = replicas(config.get("strategy"), size.world_size)
+    """(`data.batch_size`, number of shares of the data, accumulation)."""
+    shares = replicas(config.get("strategy"), size.world_size, size.num_nodes)
     accumulate = int(config.trainer.get("accumulate_grad_batches") or 1)
     return (config.get("data") or {}).get("batch_size"), shares, accumulate
 
@@ -71,16 +71,18 @@ def product(batch_size: int, config: DictConfig, size: Resources) -> str:
     """`256 x 8 devices x 2 accumulated = 4096 per step`."""
     _, shares, accumulate = factors(config, size)
     total = batch_size * shares * accumulate
-    return f"{batch_size} x {_parts(shares, accumulate, size)} = {total} per step"
+    return f"{batch_size} x {_parts(config, size)} = {total} per step"
 
 
-def _parts(shares: int, accumulate: int, size: Resources) -> str:
+def _parts(config: DictConfig, size: Resources) -> str:
+    accumulate = factors(config, size)[2]
     more = f" x {accumulate} accumulated" if accumulate > 1 else ""
-    return _shares(shares, size) + more
+    return _shares(config, size) + more
 
 
-def _shares(shares: int, size: Resources) -> str:
-    kind = "device" if shares == size.world_size else "pipeline"
+def _shares(config: DictConfig, size: Resources) -> str:
+    shares = factors(config, size)[1]
+    kind = share_kind(config.get("strategy"), shares, size.world_size)
     return f"{shares} {kind}{'s' if shares > 1 else ''}"
 
 
@@ -119,10 +121,9 @@ def keep_global_batch(
     if rest or per_device < 1:
         raise UserError.at(
             "trainer.devices",
-            f"the run's global batch of {before} is not divisible by "
-            f"{_parts(shares, accumulate, size)}",
+            f"the run's global batch of {before} is not divisible by {_parts(config, size)}",
             "choose a number of devices that divides it, or set the new batch: "
             "data.batch_size=<per device>",
         )
-    note = f"data.batch_size is {per_device} on {_shares(shares, size)}: "
+    note = f"data.batch_size is {per_device} on {_shares(config, size)}: "
     return Kept({"data.batch_size": per_device}, [f"{note}the global batch stays {before}"])

@@ -21,7 +21,7 @@ def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterat
     trainer, batch = config.get("trainer") or {}, (config.get("data") or {}).get("batch_size")
     if (config.get("task") or {}).get("_target_") != TRAIN or not is_count(batch):
         return
-    shares = replicas(config.get("strategy"), world_size)
+    shares = replicas(config.get("strategy"), world_size, trainer.get("num_nodes") or 1)
     batches = samples // (batch * shares)
     if not batches:
         what = f"{samples} training samples are fewer than one global batch of "

@@ -18,6 +18,7 @@ from distdl.job import Resources
 from distdl.util.errors import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+DATA, TENSOR = "data_parallel_size", "tensor_parallel_size"  # of ModelParallelStrategy
 
 
 def visible_gpus() -> int:
@@ -164,11 +165,35 @@ def loader_workers(cores: int) -> int:
     return min(16, max(1, cores - (1 if cores <= 8 else 2)))
 
 
-def replicas(strategy: Mapping[str, Any] | None, ranks: int) -> int:
-    """The number of shares of the data: one for each rank, or one for each pipeline of `stages`
-    ranks if the config's strategy has `stages`."""
-    if not strategy or "stages" not in strategy:
+def replicas(strategy: Mapping[str, Any] | None, ranks: int, nodes: int = 1) -> int:
+    """The number of shares of the data: one for each rank, or one for all ranks that work on the
+    same samples: a pipeline of the strategy's `stages`, or a tensor-parallel group of a strategy of
+    Lightning's. Validation reports `stages` that do not divide the ranks; Lightning, the sizes."""
+    node = strategy or {}
+    if "stages" in node:
+        together = node["stages"] or ranks
+    elif is_tensor_parallel(node):
+        together = tensor_parallel_size(node.get(DATA), node.get(TENSOR), ranks, nodes)
+    else:
         return ranks
-    stages = strategy["stages"] or ranks
-    # Validation reports `stages` that do not divide the ranks.
-    return max(1, ranks // stages) if isinstance(stages, int) and stages > 0 else ranks
+    return max(1, ranks // together) if isinstance(together, int) and together > 0 else ranks
+
+
+def share_kind(strategy: Mapping[str, Any] | None, shares: int, ranks: int) -> str:
+    """What takes one of the shares of `replicas`, in the singular."""
+    if shares == ranks:
+        return "device"
+    return "tensor-parallel group" if is_tensor_parallel(strategy or {}) else "pipeline"
+
+
+def is_tensor_parallel(strategy: Mapping[str, Any]) -> bool:
+    named = str(strategy.get("_target_")).endswith(".ModelParallelStrategy")
+    return named or DATA in strategy or TENSOR in strategy
+
+
+def tensor_parallel_size(data: Any, tensor: Any, ranks: int, nodes: int) -> int:
+    """The ranks of one group, by the two arguments of Lightning's ModelParallelStrategy. "auto" (or
+    None) is its default: a group is a node."""
+    if isinstance(tensor, int):
+        return tensor
+    return ranks // data if isinstance(data, int) and data > 0 else ranks // nodes

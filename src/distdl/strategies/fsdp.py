@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from distdl.checkpoint import portable, sharded_folder
 from distdl.strategies import sharing
-from distdl.strategies.fsdp_limits import refuse_second_order, watch_weights
+from distdl.strategies.fsdp_limits import refuse_second_order, show_arguments, watch_weights
 from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import Positive
 
@@ -64,7 +64,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
         reshard_after_forward: bool = True,
         offload: bool = False,
     ) -> None:
-        super().__init__(save_distributed_checkpoint=False)
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
         self.min_parameters, self.reshard_after_forward = min_parameters, reshard_after_forward
         self.offload = offload
 
@@ -82,7 +82,6 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
         self._data_parallel_size = self.cluster_environment.world_size()
-        self._tensor_parallel_size = 1
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
@@ -117,10 +116,13 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             frees = self.reshard_after_forward and unit is not module
             fully_shard(unit, mesh=mesh, reshard_after_forward=frees, offload_policy=policy)
             refuse_second_order(unit)
+        # Lightning calls these, not `forward`.
+        steps = {step: getattr(module, step) for step in STEPS}
         if not manual:
             watch_weights(module)
-        for step in STEPS:  # Lightning calls these, not `forward`
+        for step, method in steps.items():
             register_fsdp_forward_method(module, step)
+            show_arguments(getattr(module, step), method)
 
     def _reshard(self) -> None:
         """Frees weights that stay gathered after a forward without a backward."""

@@ -66,3 +66,14 @@ def watch_weights(module: Any) -> None:
         return output
 
     module.training_step = training_step
+
+
+def show_arguments(wrapper: Any, method: Any) -> None:
+    """Lets a method that wraps a user's one, perhaps in several layers, show that one's arguments.
+
+    Lightning passes `batch_idx`, `dataloader_idx` or `dataloader_iter` if it finds them there. It
+    looks behind one `__wrapped__`, in the user's own decorators too; `inspect.signature`, behind
+    all of them, and expects `self`.
+    """
+    function = getattr(method, "__func__", method)
+    wrapper.__func__.__wrapped__ = getattr(function, "__wrapped__", function)

@@ -53,8 +53,8 @@ def _evaluate(
 
 
 def _log_as(
-    task: str, log: Callable[..., None], metrics: Mapping[str, Any], step: int | None = None
+    task: str, log: Callable[..., None], metrics: Mapping[str, Any], *args: Any, **options: Any
 ) -> None:
     # `epoch` is that of the checkpoint, and hp_metric is a placeholder of TensorBoard's logger.
     same = ("epoch", "hp_metric")
-    log({k if k in same else f"{task}/{k}": v for k, v in metrics.items()}, step)
+    log({k if k in same else f"{task}/{k}": v for k, v in metrics.items()}, *args, **options)

@@ -13,7 +13,7 @@ from typing import Any
 
 from distdl.config import epochs, words
 from distdl.config import recipe as configs
-from distdl.config.resources import replicas
+from distdl.config.resources import replicas, share_kind
 from distdl.config.schema import COLLECTIONS, COMPONENTS, known_paths, path_text, walk
 from distdl.job import Resources, unprintable, variable_problems
 from distdl.util.errors import Problem
@@ -225,9 +225,10 @@ def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:
     accumulate = resolved.section("trainer").get("accumulate_grad_batches", 1)
     if not all(type(value) is int and value > 0 for value in (total, batch, accumulate)):
         return
-    shares = replicas(resolved.section("strategy"), world)
+    strategy = resolved.section("strategy")
+    shares = replicas(strategy, world, resolved.section("trainer").get("num_nodes") or 1)
     parts = shares * accumulate
-    kind = "devices" if shares == world else "pipelines"
+    kind = f"{share_kind(strategy, shares, world)}s"
     what = f"{total} is not {batch} (data.batch_size) x {shares} {kind} x {accumulate} accumulated"
     remedy = f"data.batch_size={total // parts}"
     if total % parts:

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import ModelParallelStrategy
 from omegaconf import DictConfig
 
 from distdl.callbacks import Checkpointer, ModuleState, RecordSamples, StepMetrics
@@ -23,6 +24,7 @@ from distdl.checkpoint import portable
 from distdl.checkpoint.formats import AnyCheckpoint
 from distdl.config import batches
 from distdl.config.recipe import TRAIN, plain
+from distdl.config.resources import tensor_parallel_size
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
@@ -35,6 +37,8 @@ from distdl.ranks.environment import Environment
 from distdl.ranks.stopping import StopRequest
 from distdl.runs.checkpoints import CheckpointStore
 from distdl.runs.directory import Attempt, RunDirectory
+from distdl.strategies.sharing import to_default_layout
+from distdl.util.errors import UserError
 from distdl.validation.signatures import with_dtypes
 
 log = logging.getLogger(__name__)
@@ -91,6 +95,8 @@ def build(
     strategy = make(config.strategy)
     if not own_optimizer:
         attach_optimizer(module, config, global_batch, position)
+    if isinstance(strategy, ModelParallelStrategy):
+        to_default_layout(module)  # torch sends the weights of a file by their order in memory
     rank, world_size = data_share(strategy, environment)
     distribute(
         datamodule if datamodule is not None else module,
@@ -126,9 +132,20 @@ def build(
 
 def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
     """(rank, count) among the ranks that read different data. A strategy's method `data_share` may
-    change them: the stages of a pipeline read the same data."""
-    share_of = getattr(strategy, "data_share", lambda *position: position)
-    return share_of(environment.rank, environment.world_size)
+    change them: the stages of a pipeline read the same data, as do the ranks of a tensor-parallel
+    group of Lightning's strategy."""
+    rank, world_size = environment.rank, environment.world_size
+    if share_of := getattr(strategy, "data_share", None):
+        return share_of(rank, world_size)
+    if not isinstance(strategy, ModelParallelStrategy):
+        return rank, world_size
+    data, tensor = strategy._data_parallel_size, strategy._tensor_parallel_size
+    nodes = max(1, world_size // environment.local_world_size)
+    together = tensor_parallel_size(data, tensor, world_size, nodes)
+    if together < 1 or world_size % together:
+        what = f"{together} does not divide the {world_size} ranks"
+        raise UserError.at("strategy.tensor_parallel_size", what, f"a divisor of {world_size}")
+    return rank // together, world_size // together
 
 
 def make(node: Any) -> Any:

@@ -57,10 +57,12 @@ def prepare(context: Built, path: str) -> None:
     def load(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         names = module.state_dict().keys()
         plain = {AFFIX.sub("", name): name for name in names}
-        saved = checkpoint["state_dict"].items()
-        named = {k if k in names else plain.get(AFFIX.sub("", k), k): v for k, v in saved}
+        if "state_dict" in checkpoint:  # else the strategy has read its weights itself
+            saved = checkpoint["state_dict"].items()
+            named = {k if k in names else plain.get(AFFIX.sub("", k), k): v for k, v in saved}
+            checkpoint = {**checkpoint, "state_dict": named}
         try:
-            load_weights({**checkpoint, "state_dict": named}, strict=strict)
+            load_weights(checkpoint, strict=strict)
         except RuntimeError as error:
             if "Error(s) in loading state_dict" not in str(error):
                 raise
@@ -75,6 +77,9 @@ def prepare(context: Built, path: str) -> None:
             loop.epoch_progress.current.completed = int(checkpoint.get("epoch") or 0)
 
     def restore() -> None:
+        if strategy.restore_checkpoint_after_setup:
+            # The optimizer's setup has made the loaders, before the position was known.
+            loop._combined_loader = None
         checkpoint = connector._loaded_checkpoint
         trains = trainer.state.fn == TrainerFn.FITTING and strategy.lightning_restore_optimizer
         if not trains or not checkpoint or Path(path).is_relative_to(context.run.path):

@@ -191,7 +191,8 @@ class PipelineStrategy(StagedStrategy):
                 parameter.grad = None
             self._window_open = True
         with self.precision_plugin.train_step_context():
-            batch_idx = args[0] if args else 0
+            # Not from `args`: a training_step need not take it.
+            batch_idx = module.trainer.fit_loop.epoch_loop.batch_idx
             inputs, targets = module.pipeline_inputs(batch, batch_idx)
         self._reducer.begin(reduce=not self._blocked)
         self._outputs = self._engine.train(inputs, targets)
@@ -235,13 +236,16 @@ class PipelineStrategy(StagedStrategy):
             loss = module.pipeline_loss(outputs, targets)
         return loss / (self.micro_batches * module.trainer.accumulate_grad_batches)
 
-    def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Replaces the module's forward, whose blocks are on different ranks."""
-        module = self.lightning_module
-        if not module.trainer.training:
-            return self._engine.evaluate(inputs)
+    def _forward(self, *positional: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """Replaces the module's forward, whose blocks are on different ranks. Its one argument may
+        have any name."""
+        given = [*positional, *named.values()]
+        if len(given) != 1:
+            raise RuntimeError("under strategy=pipeline, forward takes one tensor: its inputs")
+        if not self.lightning_module.trainer.training:
+            return self._engine.evaluate(given[0])
         outputs, self._outputs = self._outputs, None
-        if outputs is None or len(outputs) != len(inputs):
+        if outputs is None or len(outputs) != len(given[0]):
             raise RuntimeError(
                 "under strategy=pipeline, training_step calls self(inputs) once, with the inputs "
                 "that pipeline_inputs(batch, batch_idx) returns"
