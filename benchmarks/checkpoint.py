@@ -57,6 +57,10 @@ class Arm(Callback):
         self.idle: list[float] = []
         self.window = self._started = 0.0
 
+    @property
+    def callbacks(self) -> list[Callback]:
+        return [self]
+
     def save(self, trainer: Trainer, step: int) -> None:
         pass
 
@@ -108,12 +112,9 @@ class Distdl(Arm):
             keep_last=1,
         )
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.ours.on_train_start(trainer, pl_module)
-        super().on_train_start(trainer, pl_module)
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        self.ours.on_train_batch_end(*arguments)
+    @property
+    def callbacks(self) -> list[Callback]:
+        return [self, self.ours]
 
     def save(self, trainer: Trainer, step: int) -> None:
         self.ours.every_n_steps = step if step in (1, WARM_UP) else None
@@ -121,25 +122,21 @@ class Distdl(Arm):
     def settle(self) -> None:
         self.ours.saver.settle()
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
-        self.ours.on_save_checkpoint(trainer, pl_module, checkpoint)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.ours.on_train_end(trainer, pl_module)
-
 
 ARMS: dict[str, type[Arm]] = {"none": Arm, "lightning": Lightning, "distdl": Distdl}
 
 
 def fit(kind: type[Arm], folder: Path) -> Arm:
     from distdl.checkpoint.formats import AnyCheckpoint
+    from distdl.loops.trainer import Trainer as DistdlTrainer
 
     arm = kind(folder)
-    trainer = Trainer(
+    trainer_class = DistdlTrainer if kind is Distdl else Trainer
+    trainer = trainer_class(
         accelerator="cpu",
         max_steps=WARM_UP + WINDOW,
         plugins=[AnyCheckpoint()] if kind is Distdl else [],
-        callbacks=[arm],
+        callbacks=arm.callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

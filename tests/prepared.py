@@ -32,8 +32,8 @@ def jpeg(number):
 
 
 def quiet_trainer(path, **options):
-    """Lightning's Trainer on CPUs, which shows and writes nothing."""
-    from lightning.pytorch import Trainer
+    """distdl's Trainer on CPUs, which shows and writes nothing."""
+    from distdl.loops.trainer import Trainer
 
     off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet = dict.fromkeys((*off, "use_distributed_sampler", "logger"), False)

@@ -244,9 +244,7 @@ def trainer(strategy, steps, folder, callbacks=(), **more):
     here = LaunchedEnvironment(Environment("test", rank, world, rank, world))
     more = {"limit_val_batches": 0, "devices": world, "plugins": [here], **more}
     more |= {"strategy": strategy, "callbacks": [*callbacks], "max_steps": steps}
-    result = quiet_trainer(folder, max_epochs=100, **more)
-    result._signal_connector.register_signal_handlers = lambda: None
-    return result
+    return quiet_trainer(folder, max_epochs=100, **more)
 
 
 def checksum(module):

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
 from distdl.callbacks import Checkpointer
 from distdl.checkpoint.formats import AnyCheckpoint
 from distdl.data.sampling import TrainPosition
-from distdl.loops.validation import ValidationLoop
+from distdl.loops.trainer import Trainer
 from distdl.ranks.stopping import StopRequest
 from distdl.runs.checkpoints import CheckpointStore
 
@@ -50,7 +50,5 @@ def fit(
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     options = {"plugins": [AnyCheckpoint()], **dict.fromkeys(off, False), **arguments}
     trainer = Trainer(accelerator="cpu", callbacks=list(callbacks), **options)
-    for ours in (each for each in callbacks if isinstance(each, Checkpointer)):
-        trainer.fit_loop.epoch_loop.val_loop = ValidationLoop(trainer, ours)
     trainer.fit(module, *data, ckpt_path=resume, weights_only=not trust if resume else None)
     return trainer

@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from torch import nn
 from torch.utils.data import DataLoader
 
 from distdl.callbacks import ModuleState
 from distdl.callbacks.module_state import apply_for_inference, settings_of
+from distdl.loops.trainer import Trainer
 from distdl.runs.checkpoints import CheckpointStore
 from distdl.util.errors import UserError
-from distdl.worker.initial_state import prepare
+from distdl.worker.initial_state import InitialState
 from tests.unit import checkpointing
 
 
@@ -199,8 +200,9 @@ def resumed(module, path: Path) -> None:
     """What loads the weights in a command."""
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.strategy.connect(module)
-    prepare(SimpleNamespace(trainer=trainer, module=module), str(path))
-    trainer.strategy.load_model_state_dict(torch.load(path, weights_only=True))
+    run = SimpleNamespace(path=path.parent)
+    start = InitialState(SimpleNamespace(trainer=trainer, module=module, run=run), str(path))
+    start.weights(torch.load(path, weights_only=True), strict=True)
 
 
 def test_weights_that_a_callback_hides_from_the_checkpoint_are_no_loss(tmp_path, caplog):

@@ -72,8 +72,6 @@ class Timing(Callback):
     __hash__ = object.__hash__
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # As in training (callbacks/checkpointer.py), no step reads a flag back from the device.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         self._agreement = Agreement(2)
         ready = max(process_group.gather(self.input.prefetched()))
         self.epoch_batches = max(process_group.gather(self.input.batches() or 0)) or None

@@ -35,17 +35,11 @@ def separate_folders(trainer: Trainer, ours: Path) -> None:
             )
 
 
-def protect_folder(trainer: Trainer, ours: Path) -> None:
-    """Makes `trainer.save_checkpoint`, used by callbacks, raise a UserError for paths in `ours`."""
-    save = trainer.save_checkpoint
-
-    def save_checkpoint(filepath: Any, *args: Any, **options: Any) -> None:
-        if below(filepath, ours) is not None:
-            what = f"{filepath} is in {ours}, where only distdl writes and deletes checkpoints"
-            raise UserError.at("callbacks", what, f"save into {ours.parent / FOLDER}")
-        save(filepath, *args, **options)
-
-    trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+def refuse_path(path: str | os.PathLike[str], ours: Path) -> None:
+    """Raises a UserError for a path in `ours`."""
+    if below(path, ours) is not None:
+        what = f"{path} is in {ours}, where only distdl writes and deletes checkpoints"
+        raise UserError.at("callbacks", what, f"save into {ours.parent / FOLDER}")
 
 
 def save_swa(trainer: Trainer, run: Path) -> None:

@@ -1,22 +1,15 @@
-"""Writes checkpoints, and ends an attempt on request, on all ranks at the same step.
+"""When a checkpoint is saved, what is in it, and when an attempt ends on request.
 
-A checkpoint is saved at one of three moments, from each of which Lightning (2.6) can resume:
-
-- after an optimizer step inside an epoch, except the epoch's last step;
-- inside a validation that a signal cuts short (`loops/validation.py`): the state is that of before
-  it, and a resume repeats it from its first batch;
-- at the end of an epoch, after all hooks of Lightning and the module. An epoch that was cut short
-  is saved too, and a resume continues it.
-
-A checkpoint also holds state that Lightning does not save: the position in the data, the global
-batch and each rank's random number generators.
+The loops ask at each moment at which a save is possible (`loops/fit.py`). All ranks agree on the
+answer. A checkpoint also holds state that Lightning does not save: the position in the data, the
+global batch, each rank's random number generators, and the sums of metrics in this epoch.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,14 +18,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl.callbacks import apart, resume_state
 from distdl.callbacks.best import Best
-from distdl.callbacks.epoch_metrics import epoch_metrics, restore_epoch_metrics
 from distdl.callbacks.metrics import steps_of
 from distdl.callbacks.module_state import ModuleState
 from distdl.checkpoint.saving import Saver, refuse_pickles
 from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
 from distdl.distributed.agreement import Agreement, least_of_all, refuse_uneven
+from distdl.loops.decides import Decides
+from distdl.loops.epoch_metrics import epoch_metrics, restore_epoch_metrics
+from distdl.loops.fit import fit_loop_of
 from distdl.loops.generators import rng_state
+from distdl.loops.trainer import Trainer as RunTrainer
 from distdl.optim import optimizers
 from distdl.ranks.stopping import StopRequest
 from distdl.runs.checkpoints import CheckpointStore
@@ -57,7 +53,7 @@ def rounds(optimizer: object) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 
-class Checkpointer(Callback):
+class Checkpointer(Callback, Decides):
     """Writes checkpoints and ends attempts, as this module's docstring describes.
 
     Args:
@@ -108,9 +104,8 @@ class Checkpointer(Callback):
         self._half_a_step = self._validates = False
         self._saved_at = time.monotonic()
         self._reason = ""
-        self._rng: dict[str, Any] | None = None
         self._loaded: dict[str, Any] | None = None
-        self._folder_is_protected, self._common_batches = False, 0.0
+        self._common_batches = 0.0
         self.trust_pickle = trust_pickle
 
     @property
@@ -130,28 +125,15 @@ class Checkpointer(Callback):
         # Lightning runs the setup of Checkpoint callbacks after this one.
         if stage == "fit":
             misfits.refuse(trainer)
-            # With max_steps, Lightning's setter of `restarting` sets True: a resumed run would skip
-            # an epoch, or add a batch to one that had ended.
-            trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
         apart.separate_folders(trainer, self.saver.store.folder)
-        if not self._folder_is_protected:
-            self._folder_is_protected = True
-            apart.protect_folder(trainer, self.saver.store.folder)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         apart.separate_folders(trainer, self.saver.store.folder)  # a `setup` may set one
         self._agreement = Agreement(3)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loop = trainer.fit_loop
-        # At every step Lightning would broadcast a flag and read it, which waits for the device.
-        loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        loop.on_advance_end = functools.partial(self._after_epoch, trainer)  # type: ignore[method-assign]
-        loop.epoch_loop.on_advance_end = functools.partial(self._after_batch, trainer)  # type: ignore[method-assign]
+        loop = fit_loop_of(trainer)
         refuse_uneven(trainer.num_training_batches)
-        if loop.epoch_loop.val_loop.restarted_mid_evaluation:
-            # With an interval of time, it would not be due.
-            trainer._last_val_time = -math.inf  # type: ignore[attr-defined]
         built = [optimizer.param_groups for optimizer in trainer.optimizers]
         self.rates = self.rates or resume_state.built_rates(built)
         self._saved_step, self._stepped = steps_of(trainer), trainer.global_step
@@ -164,9 +146,9 @@ class Checkpointer(Callback):
             resume_state.restore_parameters(pl_module, self._loaded)
             if trainer.current_epoch > 0 and self.position.consumed == 0:
                 # This epoch's loaders drew their seeds before `restore_rng`: draw them again.
-                iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+                loop.draw_seeds_again()
             resume_state.set_up_epoch_again(trainer)
-            if trainer.fit_loop.restarted_mid_epoch:
+            if loop.restarted_mid_epoch:
                 restore_epoch_metrics(trainer, self._loaded.get("epoch_metrics", ()))
             # Not in `on_load_checkpoint`: the loaders, which know the batch size, are built later.
             resume_state.recount_batches(trainer, self._loaded, self.samples_per_batch)
@@ -184,47 +166,22 @@ class Checkpointer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loop = trainer.fit_loop.epoch_loop
         self.position.consumed += self.samples_per_batch
-        if loop._should_accumulate():
+        if fit_loop_of(trainer).epoch_loop.accumulates:
             return
         # With manual optimization, a batch without a step may leave gradients, which are saved.
         self._half_a_step, self._stepped = self._stepped == trainer.global_step, trainer.global_step
 
-    def _after_batch(self, trainer: Trainer, data_fetcher: Any) -> None:
-        """Replaces `on_advance_end` of Lightning's batch loop. Saves as late as possible: after the
-        module's `on_train_batch_end`, after the loggers and, if no validation follows, after the
-        step of the plateau schedules. A validation may take long, so a save precedes it."""
-        loop = trainer.fit_loop.epoch_loop
-        if loop._skip_next_val:  # resumed from a save at this point: nothing is left to do
-            loop._skip_next_val = False
-            return
-        stepped = not loop._should_accumulate()  # never save between accumulated batches
-        inside = not loop._num_ready_batches_reached()
-        validates = loop._should_check_val_fx(data_fetcher)
-        if validates and trainer.should_stop:
-            trainer.should_stop = False
-            due = loop._should_check_val_fx(data_fetcher)
-            trainer.should_stop = True
-            # If only the stop causes this validation, a resumed run does not repeat it: save the
-            # generators as they are before it.
-            self._rng = None if due else rng_state()
-        if validates and stepped:
-            self._validates = inside
-            self._batch_ended(trainer)
-            self._validates = False
-        type(loop).on_advance_end(loop, data_fetcher)
-        if validates and inside:
-            self._validated(trainer)
-        elif not validates and stepped:
-            self._batch_ended(trainer)
+    def batch_ended(self, trainer: Trainer, *, before_validation: bool) -> None:
+        self._validates = before_validation
+        self._batch_ended(trainer, steps_of(trainer))
+        self._validates = False
 
-    def _batch_ended(self, trainer: Trainer) -> None:
-        loop, step = trainer.fit_loop.epoch_loop, steps_of(trainer)
+    def _batch_ended(self, trainer: Trainer, step: int) -> None:
         elapsed = time.monotonic() - self._saved_at
         overdue = trainer.global_rank == 0 and elapsed >= self.every_seconds
         stop, save, failed = self._agreement.exchange(*self._flags(overdue))
-        if loop._num_ready_batches_reached():
+        if fit_loop_of(trainer).epoch_loop.is_over:
             if stop or failed:  # exchange these flags again: the epoch's end handles them
                 self._agreement.exchange(stop, False, failed)
             return
@@ -237,10 +194,10 @@ class Checkpointer(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":
             return
-        loop = trainer.fit_loop.epoch_loop
+        loop = fit_loop_of(trainer).epoch_loop
         # Ranks may have different numbers of batches: exchange flags only in common ones.
         self._common_batches = least_of_all(sum(loop.val_loop.max_batches))
-        if loop._should_accumulate() or any(map(rounds, trainer.optimizers)):
+        if loop.accumulates or any(map(rounds, trainer.optimizers)):
             self._common_batches = 0  # it cannot be cut short
 
     def cuts_validation(self, trainer: Trainer) -> bool:
@@ -281,8 +238,7 @@ class Checkpointer(Callback):
         elif trainer.state.fn == "fit":
             self.best.validated = True
 
-    def _validated(self, trainer: Trainer) -> None:
-        """Runs after a validation inside an epoch; `_epoch_ended` handles one at an epoch's end."""
+    def validated(self, trainer: Trainer) -> None:
         if self.best.improved(trainer):
             self._save(trainer, "best")
         elif self.best.missing(trainer, early=True):
@@ -290,30 +246,13 @@ class Checkpointer(Callback):
             self._refuse_missing_metric(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+        if not fit_loop_of(trainer).epoch_loop.is_over:
             # max_steps, max_time or early stopping ended the epoch before its last batch.
             self._stop_now()
             self._save(trainer, "cut")
             self.saver.settle()
 
-    def _after_epoch(self, trainer: Trainer) -> None:
-        """Replaces `on_advance_end` of Lightning's epoch loop. Saves after it, since a checkpoint
-        must include the effects of epoch-end hooks and the step of the plateau schedules."""
-        loop = trainer.fit_loop
-        if loop.restarted_mid_epoch:
-            loop.restarting = False  # else Lightning does not step the plateau schedules
-        type(loop).on_advance_end(loop)
-        if not loop.epoch_loop._num_ready_batches_reached():
-            return
-        progress = loop.epoch_progress
-        for part in (progress.total, progress.current):
-            part.completed -= 1  # its value in the hooks, in which Lightning would save
-        try:
-            self._epoch_ended(trainer)
-        finally:
-            progress.increment_completed()
-
-    def _epoch_ended(self, trainer: Trainer) -> None:
+    def epoch_ended(self, trainer: Trainer) -> None:
         stop = self._stop_now()
         epoch = trainer.current_epoch + 1
         self.position.epoch, self.position.consumed = epoch, 0
@@ -334,6 +273,9 @@ class Checkpointer(Callback):
         apart.save_swa(trainer, self.saver.store.folder.parent)
         self._refuse_missing_metric(trainer)
         self.best.warn_if_never_validated(trainer)
+
+    def refuse_path(self, path: str | os.PathLike[str]) -> None:
+        apart.refuse_path(path, self.saver.store.folder)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -365,7 +307,7 @@ class Checkpointer(Callback):
             "world_size": trainer.world_size,
             "classes": class_names(trainer.datamodule),  # type: ignore[attr-defined]
             **self.best.state(),
-            "rng": process_group.gather(self._rng or rng_state()),
+            "rng": process_group.gather(fit_loop_of(trainer).epoch_loop.generators or rng_state()),
             "epoch_metrics": process_group.gather(epoch_metrics(trainer)),
             **resume_state.of_parameters(pl_module, self._half_a_step),
         }
@@ -413,7 +355,9 @@ class Checkpointer(Callback):
         facts |= {"world_size": trainer.world_size, "global_batch_size": self.global_batch_size}
         facts["metrics"] = {k: float(v) for k, v in trainer.callback_metrics.items()}
         name = f"epoch_{epoch:03d}{inside}.ckpt"
-        self.saver.save(trainer, name, best=best or reason == "best", **facts)
+        assert isinstance(trainer, RunTrainer)
+        best = best or reason == "best"
+        self.saver.save(trainer, trainer.state_to_save, name, best=best, **facts)
         self._saved_step, self._saved_at = step, time.monotonic()
         self._agreement.withdraw(SAVE)  # this step's flags have requested the same save again
 

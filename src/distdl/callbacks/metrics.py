@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from distdl.data.sampling import TrainPosition
 from distdl.data.side_stream import QueueLimit
+from distdl.loops.fit import fit_loop_of
 from distdl.runs.directory import Attempt
 
 log = logging.getLogger(__name__)
@@ -163,8 +164,7 @@ class StepMetrics(Callback):
                 *(loss, step, trainer.log_every_n_steps),  # type: ignore[attr-defined]
             )
         # The module's own train/loss takes precedence, even if it is logged at the epoch's end.
-        pending = trainer.fit_loop.epoch_loop._results.values()
-        logged = {*trainer.callback_metrics, *(result.meta.name for result in pending)}
+        logged = {*trainer.callback_metrics, *fit_loop_of(trainer).epoch_loop.logged_names}
         for logger in trainer.loggers:
             logger.log_metrics({k: v for k, v in metrics.items() if k not in logged}, step)
         for listener in self.listeners:

@@ -20,6 +20,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from distdl.loops.fit import fit_loop_of
+
 log = logging.getLogger(__name__)
 
 KEY = "distdl_modules"  # in a checkpoint
@@ -75,7 +77,7 @@ class ModuleState(Callback):
             return
         now = settings_of(module)
         if trainer.validating:  # Lightning has switched all layers to eval()
-            modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode
+            modes = fit_loop_of(trainer).epoch_loop.val_loop.modes
             for name in now.keys() & modes.keys():
                 now[name]["training"] = modes[name]
         lost = self._start.lost(Picture.of(module), checkpoint["state_dict"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -80,11 +80,20 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._has_warned = self._warned = False
 
-    def save(self, trainer: Trainer, name: str, *, best: bool, **facts: Any) -> None:
+    def save(
+        self,
+        trainer: Trainer,
+        state: Callable[[], dict[str, Any]],
+        name: str,
+        *,
+        best: bool,
+        **facts: Any,
+    ) -> None:
         """Waits for the previous save, then starts to save the state between two steps. Collective.
         Raises a SaveError if the previous save failed, or without `background` this one.
 
         Args:
+            state: Gives the complete checkpoint.
             best: Link best.ckpt to it.
             facts: For the manifest.
         """
@@ -101,8 +110,7 @@ class Saver:
             )
         with self._copying(trainer):
             # trainer.save_checkpoint does the same, but refuses our store: it is for users.
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-            checkpoint, pickles = formats.plain(checkpoint)
+            checkpoint, pickles = formats.plain(state())
             if pickles and not self._warned and trainer.is_global_zero:
                 self._warned = True
                 shown = ", ".join(pickles[:3]) + (", ..." if len(pickles) > 3 else "")

@@ -134,18 +134,15 @@ class RankHeartbeat:
     def watch(self, trainer: Any) -> None:
         """Follows a Trainer, whatever its strategy and profiler are."""
         self._trainer = trainer
-        training_step, epoch = trainer.strategy.training_step, trainer.fit_loop.advance
+        training_step = trainer.strategy.training_step
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
             self._share()
             return training_step(*args, **kwargs)
 
-        def shared(*args: Any) -> None:
-            epoch(*args)
-            self._share()
-
-        trainer.strategy.training_step, trainer.fit_loop.advance = counted, shared
+        trainer.strategy.training_step = counted
+        trainer.fit_loop.after_batches = self._share
 
     def _share(self) -> None:
         with suppress(AttributeError):  # of another version of Lightning

@@ -22,7 +22,7 @@ Lightning leaves it out only after a resume inside an epoch.
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
@@ -30,19 +30,10 @@ from lightning.pytorch.loops import _EvaluationLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
+from distdl.loops.decides import Decides, who_decides
 from distdl.loops.small_state import SmallState
 
 log = logging.getLogger(__name__)
-
-
-class Decides(Protocol):
-    """Who decides whether a validation is cut short, and what happens then."""
-
-    def cuts_validation(self, trainer: Trainer) -> bool:
-        """Called after each batch. Collective while all ranks have batches."""
-
-    def validation_was_cut(self, trainer: Trainer, changed_weight: str) -> None:
-        """Called with the state of before the validation; "" if no weight has changed. Raises."""
 
 
 class ValidationLoop(_EvaluationLoop):
@@ -50,24 +41,29 @@ class ValidationLoop(_EvaluationLoop):
 
     Args:
         trainer: Whose `fit_loop.epoch_loop.val_loop` this becomes.
-        decides: Asked after each batch.
     """
 
-    def __init__(self, trainer: Trainer, decides: Decides) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         fit, stage = TrainerFn.FITTING, RunningStage.VALIDATING
         super().__init__(trainer, fit, stage, verbose=False, inference_mode=False)
-        self.decides = decides
+        self.decides: Decides | None = None
         self.was_cut = False  # the current or last validation
         self._before: SmallState | None = None
         self._done_before: dict[str, Any] = {}
+
+    @property
+    def modes(self) -> dict[str, bool]:
+        """`training` of each layer, by name, as it was before this validation."""
+        return self._module_mode.mode
 
     def run(self) -> list[Any]:
         self.was_cut = False
         if self.trainer.sanity_checking and self.is_resuming:
             return []
         call._call_strategy_hook(self.trainer, "on_validation_start")
+        self.decides = who_decides(self.trainer)
         # Before the loaders draw the seeds of their workers.
-        self._before = SmallState(self.trainer)
+        self._before = SmallState(self.trainer) if self.decides else None
         self._done_before = self.batch_progress.state_dict()
         try:
             return super().run()
@@ -87,7 +83,7 @@ class ValidationLoop(_EvaluationLoop):
 
     def _evaluation_step(self, *args: Any) -> None:
         super()._evaluation_step(*args)
-        self.was_cut = self.decides.cuts_validation(self.trainer)
+        self.was_cut = bool(self.decides and self.decides.cuts_validation(self.trainer))
         if self.was_cut:
             raise StopIteration  # as at the end of the data
 
@@ -99,7 +95,7 @@ class ValidationLoop(_EvaluationLoop):
         if not self.was_cut:
             return super().on_run_end()
         trainer, before = self.trainer, self._before
-        assert before is not None
+        assert before is not None and self.decides is not None
         before.put_back_metrics()
         self._run_hooks_at_the_end()
         trainer._logger_connector.reset_results()

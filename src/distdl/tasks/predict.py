@@ -76,8 +76,7 @@ def predict(
     context.checkpointer.position.predicted = process_group.broadcast(stored)
     collector = Collector(context, rows, top_k, part_samples)
     trainer.callbacks.append(collector)  # type: ignore[attr-defined]
-    # `distribute` has given each rank its share; Lightning would replace the batch sampler.
-    trainer._data_connector._prepare_dataloader = collector.opened  # type: ignore[assignment, method-assign]
+    trainer.look_at_loader(collector.opened)  # `distribute` has given each rank its share
     start(context, path, trainer.predict, return_predictions=False)
     samples = collector.total - len(collector.order)
     if trainer.is_global_zero:
@@ -119,8 +118,8 @@ class Collector(Callback):
         self.columns: Columns | None = None
         self.errors: list[str] = []
 
-    def opened(self, loader: Any, *_: Any, **__: Any) -> Any:
-        """Takes note of this rank's loader, before its first batch, and returns it."""
+    def opened(self, loader: Any) -> None:
+        """Takes note of this rank's loader, before its first batch."""
         batches = getattr(loader, "batch_sampler", None)
         if not isinstance(batches, EvalBatches) and not getattr(batches, "drop_last", False):
             batches = getattr(getattr(loader, "sampler", None), "batches", None)
@@ -133,7 +132,6 @@ class Collector(Callback):
         if self.context.trainer.is_global_zero:
             key = getattr(self.dataset, "key", "")[:12]
             self.rows.describe(f"{self.total} samples {key}".strip())
-        return loader
 
     def on_predict_batch_end(self, trainer: Trainer, *args: Any, **_: Any) -> None:
         outputs, batch, batch_idx = args[1:4]

@@ -26,6 +26,7 @@ from distdl.callbacks import Checkpointer, StepMetrics
 from distdl.config import recipe as configs
 from distdl.distributed import process_group
 from distdl.job import Resources
+from distdl.loops.fit import fit_loop_of
 from distdl.ranks.environment import Environment
 from distdl.ranks.stopping import Stopped, StopRequest
 from distdl.runs.directory import Attempt, RunDirectory
@@ -190,7 +191,7 @@ class Clock(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.fit_loop.epoch_loop._should_accumulate():
+        if fit_loop_of(trainer).epoch_loop.accumulates:
             return
         if trainer.global_step not in (self.warm_up, self.warm_up + self.steps):
             return

@@ -13,7 +13,7 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.seed import seed_everything
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -29,7 +29,7 @@ from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
 from distdl.job import Resources
-from distdl.loops.validation import ValidationLoop
+from distdl.loops.trainer import Trainer
 from distdl.models.weights import read_published_without_code
 from distdl.optim import optimizers
 from distdl.optim.schedules import length_of
@@ -125,7 +125,6 @@ def build(
             callback.run_dir, callback.attempt = run.path, attempt.number
     callbacks = [modules, metrics, *callbacks, checkpointer]
     trainer = build_trainer(config, strategy, environment, resources, callbacks, loggers, run)
-    trainer.fit_loop.epoch_loop.val_loop = ValidationLoop(trainer, checkpointer)
     parts = (config, run, trainer, module, datamodule, metrics, checkpointer)
     return Built(*parts, checkpoint, own_optimizer)
 
@@ -230,7 +229,7 @@ def build_trainer(
     loggers: list[Any],
     run: RunDirectory,
 ) -> Trainer:
-    """Builds Lightning's Trainer. distdl sets its devices, plugins, callbacks and loggers."""
+    """Builds the Trainer. distdl sets its devices, plugins, callbacks and loggers."""
     arguments = dict(make(config.trainer))  # a profiler or a timedelta may be a node
     arguments.pop("use_distributed_sampler", None)  # see below
     arguments.update(
@@ -258,6 +257,4 @@ def build_trainer(
         use_distributed_sampler=False,
     )
     portable.use_names(trainer.strategy)
-    # Our signal handlers are installed already. Lightning's may deadlock (pytorch-lightning#20806).
-    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     return trainer

@@ -47,14 +47,31 @@ def start(context: Built, path: str | None, loop: Callable[..., Any], **more: An
 
 
 def prepare(context: Built, path: str) -> None:
-    """Replaces the Trainer's methods that restore weights (by `load`) and the rest (by `restore`).
-    They raise a UserError if the weights do not fit, or if all state fits and the checkpoint has
-    already reached this run's limits. An evaluation logs at the checkpoint's step and epoch."""
-    trainer, module, file = context.trainer, context.module, shown(Path(path))
-    connector, strategy, loop = trainer._checkpoint_connector, trainer.strategy, trainer.fit_loop
-    load_weights, restore_all = strategy.load_model_state_dict, connector.restore_training_state
+    """Lets the Trainer restore the file at `path` as `InitialState` does."""
+    context.trainer.restore_by(InitialState(context, path))
 
-    def load(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+
+class InitialState:
+    """What a run takes from a checkpoint: `distdl.loops.connectors.Restores`.
+
+    Args:
+        context: The run that starts.
+        path: Of the checkpoint.
+    """
+
+    def __init__(self, context: Built, path: str) -> None:
+        self.context, self.trainer = context, context.trainer
+        self.file = shown(Path(path))
+        self.own = Path(path).is_relative_to(context.run.path)
+
+    def weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Loads the weights under the names that they have in the module. An evaluation then logs
+        at the checkpoint's step and epoch.
+
+        Raises:
+            UserError: They do not fit.
+        """
+        module = self.context.module
         names = module.state_dict().keys()
         plain = {AFFIX.sub("", name): name for name in names}
         if "state_dict" in checkpoint:  # else the strategy has read its weights itself
@@ -62,7 +79,7 @@ def prepare(context: Built, path: str) -> None:
             named = {k if k in names else plain.get(AFFIX.sub("", k), k): v for k, v in saved}
             checkpoint = {**checkpoint, "state_dict": named}
         try:
-            load_weights(checkpoint, strict=strict)
+            self.trainer.strategy.load_model_state_dict(checkpoint, strict=strict)
         except RuntimeError as error:
             if "Error(s) in loading state_dict" not in str(error):
                 raise
@@ -71,62 +88,77 @@ def prepare(context: Built, path: str) -> None:
             if late := module_state.late_in(checkpoint, names):
                 what = f"{late} came into the model, or left it, after the training had started"
                 remedy = module_state.REMEDY
-            raise UserError.at(file, what, remedy) from None
-        if trainer.state.fn != TrainerFn.FITTING:  # Lightning loads only the weights
-            loop.epoch_loop._batches_that_stepped = int(checkpoint.get("global_step") or 0)
-            loop.epoch_progress.current.completed = int(checkpoint.get("epoch") or 0)
+            raise UserError.at(self.file, what, remedy) from None
+        if self.trainer.state.fn != TrainerFn.FITTING:  # Lightning loads only the weights
+            step, epoch = checkpoint.get("global_step"), checkpoint.get("epoch")
+            self.trainer.fit_loop.stand_at(int(step or 0), int(epoch or 0))
 
-    def restore() -> None:
-        if strategy.restore_checkpoint_after_setup:
-            # The optimizer's setup has made the loaders, before the position was known.
-            loop._combined_loader = None
-        checkpoint = connector._loaded_checkpoint
-        trains = trainer.state.fn == TrainerFn.FITTING and strategy.lightning_restore_optimizer
-        if not trains or not checkpoint or Path(path).is_relative_to(context.run.path):
-            return restore_all()
+            self.trainer.strategy.load_model_state_dict(checkpoint, strict=strict)
         foreign, reason = KEY not in checkpoint, None
         configured = [[{**group} for group in each.param_groups] for each in trainer.optimizers]
         if foreign:
-            loop._combined_loader = None  # the loaders may hold another epoch's order
-            if (reason := misfit(checkpoint, trainer)) is None:
-                try:
-                    connector.restore_optimizers()
-                except ValueError as error:  # their parameter groups differ
-                    reason = str(error)
+            trainer.fit_loop.forget_loaders()
+            reason = self._misfit(checkpoint)
         if reason is not None:
             if len(trainer.optimizers) > 1:  # some may have been restored
-                strategy.setup_optimizers(trainer)
+                trainer.strategy.setup_optimizers(trainer)
             message = "%s: only its weights are loaded, and the training starts at step 0: %s"
-            return log.warning(message, file, reason)
-        longest, loop.max_epochs = loop.max_epochs, None  # Lightning's error names no file
-        restore_all()
-        loop.max_epochs = longest
+            return log.warning(message, self.file, reason)
+        longest, trainer.fit_loop.max_epochs = trainer.fit_loop.max_epochs, None
+        trainer.restore_everything()  # without a limit, as Lightning's error names no file
+        trainer.fit_loop.max_epochs = longest
         ours = checkpoint.get(KEY) or {}
-        ratio = context.checkpointer.batch_ratio(ours)
-        apply_settings(trainer, configured, ours.get("rates"), file, ratio)
-        context.checkpointer.rates = built_rates(configured)
+        ratio = self.context.checkpointer.batch_ratio(ours)
+        apply_settings(trainer, configured, ours.get("rates"), self.file, ratio)
+        self.context.checkpointer.rates = built_rates(configured)
+        self._refuse_finished()
+        if foreign:
+            self._take_position()
+
+    def _misfit(self, checkpoint: Mapping[str, Any]) -> str | None:
+        if (reason := misfit(checkpoint, self.trainer)) is not None:
+            return reason
+        try:
+            self.trainer.restore_optimizers()
+        except ValueError as error:  # their parameter groups differ
+            return str(error)
+        return None
+
+    def _epochs(self) -> tuple[int, bool]:
+        """How many epochs are complete, and whether the last one is complete."""
+        loop = self.trainer.fit_loop
         progress: Any = loop.epoch_progress.current
-        batches = loop.epoch_loop.batch_progress
-        complete = progress.processed == progress.ready or batches.is_last_batch
-        epochs, steps = progress.ready - (not complete), trainer.global_step
-        limits = (("epochs", epochs, longest), ("steps", steps, trainer.max_steps))
+        ended = progress.processed == progress.ready
+        complete = ended or loop.epoch_loop.batch_progress.is_last_batch
+        return progress.ready - (not complete), complete
+
+    def _refuse_finished(self) -> None:
+        trainer, file = self.trainer, self.file
+        epochs, _ = self._epochs()
+        limits = (
+            ("epochs", epochs, trainer.fit_loop.max_epochs),
+            ("steps", trainer.global_step, trainer.max_steps),
+        )
         for unit, done, limit in limits:
             if limit not in (None, -1) and done >= limit:
                 what = f"is {limit}, but {file} was already trained for {done} {unit}"
                 remedy = (
                     f"trainer.max_{unit}={done + limit}, or resume_from a file with its weights "
+                    f"alone: python -m distdl convert {file} --to weights"
                 )
-                remedy += f"alone: python -m distdl convert {file} --to weights"
                 raise UserError.at(f"trainer.max_{unit}", what, remedy)
-        if foreign:
-            context.checkpointer.position.epoch = epochs
-        if foreign and not complete:
-            message = "%s was saved after %d batches of an epoch, and does not list their samples: "
-            message += "in the rest of that epoch some samples are repeated and others are missing"
-            log.warning(message, file, batches.current.ready)
 
-    strategy.load_model_state_dict = load  # type: ignore[method-assign]
-    connector.restore_training_state = restore  # type: ignore[method-assign]
+    def _take_position(self) -> None:
+        """The position in the data, of a checkpoint that does not list it."""
+        epochs, complete = self._epochs()
+        self.context.checkpointer.position.epoch = epochs
+        if not complete:
+            log.warning(
+                "%s was saved after %d batches of an epoch, and does not list their samples: in "
+                "the rest of that epoch some samples are repeated and others are missing",
+                self.file,
+                self.trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+            )
 
 
 def apply_settings(

@@ -1,0 +1,162 @@
+"""A training: its epochs, their steps, where a save may happen, and what a signal does.
+
+Lightning's loops (2.6) with what an exact resume needs besides. It rests on this:
+
+1. A checkpoint is the state at one moment, at which nothing is half done:
+   - after an optimizer step that is not the last of its epoch (`EpochLoop.on_advance_end`), after
+     the step's hooks and loggers, and never between batches whose gradients are accumulated. If a
+     validation follows, before it, since it may take long: a resume begins with that validation;
+   - inside a validation that a signal cuts short (`loops/validation.py`), as it was before it;
+   - at the end of an epoch (`FitLoop.on_advance_end`), after all hooks and plateau schedules.
+2. A signal is obeyed at these moments alone, by all ranks at the same one: they have agreed on it
+   (`Decides`). In a validation that is after a batch, if the state of before it can be put back.
+3. An epoch that was cut goes on with its next batch. Its loaders, generators, sums of metrics and
+   callbacks are as they were; what sets up an epoch does not run again.
+4. An epoch that has ended is not begun again, whatever limit (`max_steps`, `max_time`) ended it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
+
+from distdl.loops.decides import Decides, who_decides
+from distdl.loops.generators import rng_state
+from distdl.loops.validation import ValidationLoop
+
+
+class EpochLoop(_TrainingEpochLoop):
+    """The batches of one epoch.
+
+    Args:
+        trainer: Whose `fit_loop.epoch_loop` this becomes.
+        min_steps, max_steps: As the Trainer's.
+    """
+
+    val_loop: ValidationLoop
+
+    def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
+        super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
+        self.val_loop = ValidationLoop(trainer)
+        self.decides: Decides | None = None
+        # The generators as they were before a validation that a resumed run does not repeat.
+        self.generators: dict[str, Any] | None = None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the batch leaves its gradients for the next one to add to."""
+        return self._should_accumulate()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the batch is the last one of its epoch."""
+        return self._num_ready_batches_reached()
+
+    @property
+    def logged_names(self) -> set[str]:
+        """The names of what the module has logged in this epoch."""
+        return {result.meta.name for result in self._results.values()}
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """After each batch: saves as late as possible, then validates if it is due, or the other
+        way round: see this module's docstring."""
+        if self._skip_next_val:  # resumed from a save at this point: nothing is left to do
+            self._skip_next_val = False
+            return
+        stepped, inside = not self.accumulates, not self.is_over
+        validates = self._should_check_val_fx(data_fetcher)
+        if validates and self.trainer.should_stop:
+            self.generators = None if self._is_due(data_fetcher) else rng_state()
+        if validates and stepped and self.decides:
+            self.decides.batch_ended(self.trainer, before_validation=inside)
+        super().on_advance_end(data_fetcher)
+        if validates and inside and self.decides:
+            self.decides.validated(self.trainer)
+        elif not validates and stepped and self.decides:
+            self.decides.batch_ended(self.trainer, before_validation=False)
+
+    def _is_due(self, data_fetcher: Any) -> bool:
+        """Whether a validation follows even if the training does not stop here. A resumed run
+        repeats only such a one."""
+        self.trainer.should_stop = False
+        try:
+            return self._should_check_val_fx(data_fetcher)
+        finally:
+            self.trainer.should_stop = True
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Does nothing. Lightning would broadcast a flag at every step and wait for the device to
+        read it; `Decides` agrees on one without waiting."""
+
+
+class FitLoop(_FitLoop):
+    """The epochs of a training.
+
+    Args:
+        trainer: Whose `fit_loop` this becomes; it has Lightning's, which gives the limits.
+    """
+
+    epoch_loop: EpochLoop
+
+    def __init__(self, trainer: Trainer) -> None:
+        limits = trainer.fit_loop
+        super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
+        self.epoch_loop = EpochLoop(trainer, limits.min_steps, limits.max_steps)
+        # Called after the last batch of an epoch, before the hooks at its end.
+        self.after_batches: Callable[[], None] | None = None
+
+    def on_run_start(self) -> None:
+        self.epoch_loop.decides = who_decides(self.trainer)
+        if self.epoch_loop.val_loop.restarted_mid_evaluation:
+            # With an interval of time between validations, this one would not be due.
+            self.trainer._last_val_time = -math.inf  # type: ignore[attr-defined]
+        super().on_run_start()
+
+    def advance(self) -> None:
+        super().advance()
+        if self.after_batches:
+            self.after_batches()
+
+    def on_advance_end(self) -> None:
+        """After each epoch, complete or not: runs the hooks at its end, then saves."""
+        if self.restarted_mid_epoch:
+            self.restarting = False  # else Lightning does not step the plateau schedules
+        super().on_advance_end()
+        if self.epoch_loop.decides is None or not self.epoch_loop.is_over:
+            return
+        progress = self.epoch_progress
+        for part in (progress.total, progress.current):
+            part.completed -= 1  # its value in the hooks, in which Lightning would save
+        try:
+            self.epoch_loop.decides.epoch_ended(self.trainer)
+        finally:
+            progress.increment_completed()
+
+    def draw_seeds_again(self) -> None:
+        """The loaders draw the seeds of this epoch once more, by generators that were restored
+        after the first time."""
+        iter(self._data_fetcher)  # type: ignore[arg-type]
+
+    def forget_loaders(self) -> None:
+        """The loaders are built again before the training: these may hold another epoch's order."""
+        self._combined_loader = None
+
+    def stand_at(self, step: int, epoch: int) -> None:
+        """What an evaluation logs has this step and epoch."""
+        self.epoch_loop._batches_that_stepped = step
+        self.epoch_progress.current.completed = epoch
+
+    def _iteration_based_training(self) -> bool:
+        """False. With `max_steps`, Lightning would take every resumed run for one inside an epoch:
+        it would skip an epoch, or add a batch to one that had ended."""
+        return False
+
+
+def fit_loop_of(trainer: Trainer) -> FitLoop:
+    """The loop of a Trainer of this package, as callbacks get one from Lightning."""
+    assert isinstance(trainer.fit_loop, FitLoop)
+    return trainer.fit_loop
