@@ -17,7 +17,7 @@ from distdl import tasks
 from distdl.callbacks import StepMetrics
 from distdl.util.errors import UserError
 from distdl.validation.misfits import explained, misfits, refuse
-from distdl.worker import main
+from distdl.worker import failing
 from tests.prepared import quiet_trainer
 
 
@@ -173,7 +173,7 @@ RAISED = [
 
 @pytest.mark.parametrize(("work", "path", "text"), RAISED)
 def test_what_lightning_raises_is_for_the_user(work, path, text):
-    with pytest.raises(UserError, match=text) as error, main.lightnings_refusals():
+    with pytest.raises(UserError, match=text) as error, failing.lightnings_refusals():
         work()
     assert error.value.problems[0].path == path and error.value.__cause__ is not None
 
@@ -187,7 +187,7 @@ def test_a_call_that_the_logger_does_not_have_and_errors_of_others(tmp_path):
     with pytest.raises(AttributeError) as error:
         tmp_path.add_histogram  # noqa: B018
     assert explained(error.value) is None
-    with pytest.raises(ValueError, match="mine"), main.lightnings_refusals():
+    with pytest.raises(ValueError, match="mine"), failing.lightnings_refusals():
         raise ValueError("mine")
 
 

@@ -25,7 +25,7 @@ from distdl.runs.directory import Attempt, RunDirectory, read_json, write_json
 from distdl.runs.files import Damaged
 from distdl.util.errors import UserError
 from distdl.util.processes import start_time
-from distdl.worker import agent, main
+from distdl.worker import agent, failing
 
 SIZE = {"num_nodes": 1, "devices": 2, "accelerator": "cpu", "device_ids": None}
 LAUNCH = {"run_id": "e/r", "where": {}, "resources": SIZE}
@@ -260,7 +260,7 @@ def test_what_came_first_in_a_chain_decides(attempt):
         return second
 
     mine, lost = ValueError("bad weather"), RuntimeError("Connection closed by peer [127.0.0.1]")
-    main.record_failure(attempt, 0, chained(lost, RuntimeError("step 5 failed")))
+    failing.record_failure(attempt, 0, chained(lost, RuntimeError("step 5 failed")))
     assert attempt.first_error()["lost_peer"]
     assert not failures.is_consequence(chained(mine, RuntimeError(str(lost))))
     # Hydra wraps what a constructor raises, and whoever unwraps it closes a ring.
@@ -281,7 +281,7 @@ def test_the_log_ends_with_the_line_of_the_users_code(attempt, tmp_path, monkeyp
     of_worker = RuntimeError(f"Caught SyntaxError in DataLoader worker process 0.\n{sent}")
     where = "at bad.py, line 3, in training_step"
     for rank, error in enumerate((raised.value, of_worker)):
-        assert main.record_failure(attempt, rank, error) == 1
+        assert failing.record_failure(attempt, rank, error) == 1
         assert caplog.messages[-1].rstrip().endswith(where)
     shown = [failures.describe(error) for error in failures.recorded(attempt.errors)]
     assert len(shown) == 2 and all(text.endswith(f"({where})") for text in shown)
@@ -298,7 +298,7 @@ def test_the_command_to_type_after_a_failure(run, tmp_path, monkeypatch, capsys,
         start.print_next_command(*failure, ["distdl", "seed=1", "name=r"])
         assert capsys.readouterr().out.endswith(f":\n  python -m distdl {command}\n")
         (run.checkpoints / "epoch_000.manifest.json").mkdir(parents=True, exist_ok=True)
-    assert main.record_failure(newest, 0, bdb.BdbQuit()) == 1
+    assert failing.record_failure(newest, 0, bdb.BdbQuit()) == 1
     shown = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
     assert shown == ["ended in the debugger"] == [failures.describe(newest.first_error())]
     start.print_next_command(*failure, [])

@@ -7,20 +7,17 @@ performs the task. The attempt's status.json and the exit code say how the rank 
 from __future__ import annotations
 
 import argparse
-import bdb
 import contextlib
 import logging
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import recipe as configs
-from distdl.config.own_code import last_user_line, make_importable
-from distdl.health import incident
+from distdl.config.own_code import make_importable
 from distdl.health.watchdog import Watchdog
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.ranks import environment as environments
@@ -29,7 +26,7 @@ from distdl.ranks.process_exit import survive_closed_pipes
 from distdl.ranks.stopping import Stopped, StopRequest
 from distdl.runs import failures
 from distdl.runs.bundle import Bundle
-from distdl.runs.directory import Attempt, RunDirectory
+from distdl.runs.directory import RunDirectory
 from distdl.util import helpers, lightning_names
 from distdl.util.errors import UserError
 from distdl.util.imports import uncollected
@@ -37,6 +34,7 @@ from distdl.util.redact import redact
 from distdl.validation import kinds
 from distdl.validation.resolve import resolve
 from distdl.validation.targets import Trust
+from distdl.worker.failing import fail, record_failure
 from distdl.worker.rank_context import RankContext
 from distdl.worker.rank_logging import adopt_lightnings_loggers, start_logging
 
@@ -109,7 +107,7 @@ def import_torch() -> None:
         from distdl.checkpoint import fetching  # noqa: F401
         from distdl.distributed import process_group, rank_table  # noqa: F401
         from distdl.doctor import examination, reach  # noqa: F401
-        from distdl.worker import allocator, build, registration, summary  # noqa: F401
+        from distdl.worker import allocator, performing, registration  # noqa: F401
 
 
 def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
@@ -119,7 +117,7 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     import_torch()  # do the slow imports before ranks wait for each other
     from distdl.distributed import process_group, rank_table
     from distdl.doctor import examination, reach
-    from distdl.worker import allocator, registration
+    from distdl.worker import allocator, performing, registration
 
     adopt_lightnings_loggers()
     # The user's code takes precedence over installed packages.
@@ -142,7 +140,7 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     process_group.connect(environment, accelerator, attempt, store)
     failed = False
     try:
-        metrics = build_and_run(config, context)
+        metrics = performing.build_and_run(config, context)
     except Stopped:
         raise
     except BaseException as error:
@@ -156,176 +154,8 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     return metrics
 
 
-def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
-    """Finds the checkpoint, measures choices, starts tracking, builds, and performs the task."""
-    from hydra.utils import get_method
-
-    from distdl import tracking
-    from distdl.checkpoint import fetching
-    from distdl.distributed import process_group, rank_table
-    from distdl.doctor import examination
-    from distdl.worker import summary
-    from distdl.worker.build import build, make
-
-    attempt, resources, environment = context.attempt, context.resources, context.environment
-    run, rank, watchdog = context.run, environment.rank, context.watchdog
-    ranks = rank_table.announce(environment, resources.accelerator)
-    if rank == 0:
-        attempt.record_ranks(ranks)
-    if watchdog:
-        watchdog.join(ranks)
-    arguments = configs.plain(config.task)
-    # Not through Hydra's `instantiate`, which would wrap the task's exceptions.
-    task = get_method(str(arguments.pop("_target_")))
-    if getattr(task, "before_build", False):
-        metrics: dict[str, float] = task(context, config=config, **arguments)
-        return metrics
-    if examination.wanted(config):
-        examination.examine(config, context, None)
-    rank_table.warn_without_bf16(resources.accelerator, config.trainer.get("precision"))
-    newest = newest_checkpoint(config, run) if rank == 0 else None
-    checkpoint = fetching.provide(newest, run.path, environment)
-    if (config.get("strategy") or {}).get("autotune"):
-        from distdl.worker import autotune
-
-        config = autotune.tuned(config, context)
-    if (config.get("model") or {}).get("compile") == "measured":
-        from distdl.worker import compiling
-
-        config = compiling.tuned(config, context)
-    info = summary.run_info(config, context) if rank == 0 else None
-    tracker = tracking.start_tracking(
-        summary.for_rank(process_group.broadcast(info), environment),
-        {k: make(node) for k, node in (config.get("tracking") or {}).items()},
-    )
-    state = JobState.FAILED
-    parts = (config, run, attempt, environment, resources, context.stop)
-    try:
-        with lightnings_refusals():
-            built = build(*parts, tracker.loggers, checkpoint)
-            tracker.settle()
-            context.stop.check()
-            # At once: Lightning informs the loggers before it passes on an error.
-            built.metrics.on_failure = lambda error: (
-                isinstance(error, Stopped)
-                or (record_failure(attempt, rank, refusal(error) or error, watchdog))
-            )
-            if watchdog:
-                watchdog.heartbeat.watch(built.trainer)
-            if rank == 0:
-                # Count now: later a strategy may leave only a part of the model on each rank.
-                counts = summary.parameters_of(built.module)
-                summary.print_start(built, resources, context.launch)
-
-                def on_start() -> None:
-                    counted = summary.print_batch(built, resources, attempt, counts)
-                    tracker.describe({f"parameters.{k}": v for k, v in counted.items()})
-
-                built.metrics.on_start = on_start
-            metrics = task(built, **arguments) or {}
-            process_group.gather(None)  # nobody is done while another rank is not
-        state = JobState.SUCCEEDED
-        if rank == 0:
-            started = attempt.status().get("started", 0)
-            summary.print_end(built, metrics, tracker.how_to_open(), started)
-        return metrics
-    except Stopped as request:
-        state = request.state
-        raise
-    except BaseException as error:
-        record_failure(attempt, rank, error, watchdog)  # before the tracker, which may be slow
-        raise
-    finally:
-        tracker.finish(str(state))
-
-
-@contextlib.contextmanager
-def lightnings_refusals() -> Iterator[None]:
-    """Raises the `refusal` instead of an error that has one."""
-    try:
-        yield
-    except Exception as error:
-        if refused := refusal(error):
-            raise refused from error
-        raise
-
-
-def refusal(error: BaseException) -> UserError | None:
-    """The UserError for an error that Lightning's code raises on purpose, whose cause the user can
-    correct. The traceback is only in the log file."""
-    from distdl.validation import misfits
-
-    plain = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
-    if isinstance(error, Exception) and (problem := misfits.explained(error)):
-        return UserError(problem)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    raised = (frame.line or "").startswith("raise ") and type(error) in plain
-    of_lightning = "/lightning/pytorch/" in Path(frame.filename).as_posix()
-    if type(error).__name__ == "MisconfigurationException" or (raised and of_lightning):
-        return UserError(f"Lightning refuses it: {error}")
-    return None
-
-
 def effective_config(bundle: Bundle, launch: dict[str, Any]) -> DictConfig:
     """The frozen recipe merged with launch.yaml: where this attempt runs, and what it changes."""
     return configs.merge(
         bundle.recipe(), OmegaConf.create(launch.get("where") or {}), launch.get("changes")
     )
-
-
-def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
-    """The checkpoint to start from: the newest one of this run, else `checkpoint.resume_from`."""
-    from distdl.runs import checkpoints
-
-    newest = checkpoints.CheckpointStore(run.checkpoints).newest()
-    if newest is not None:
-        return str(newest)
-    source = config.checkpoint.get("resume_from")
-    # Absolute: `fetching.provide` takes a relative path as one inside the run.
-    return str(checkpoints.find(source).absolute()) if source else None
-
-
-def record_failure(
-    attempt: Attempt, rank: int, error: BaseException, watchdog: Watchdog | None = None
-) -> int:
-    """Records this rank's first failure and logs it at once, since the process may be killed before
-    it ends. Returns the exit code."""
-    code = JobState.FAILED.exit_code
-    if isinstance(error, UserError):
-        code = error.exit_code
-    elif isinstance(error, SystemExit) and isinstance(error.code, int):
-        code = error.code or code  # exit(0) in the middle is a failure
-    text = redact("".join(traceback.format_exception(error)))
-    more: dict[str, Any] = {"lost_peer": True} if failures.is_consequence(error) else {}
-    more |= {"where": where} if (where := last_user_line(text)) else {}
-    if watchdog and code != EXIT_REFUSED:
-        more |= watchdog.failed(error)
-    message = redact(str(error))
-    if not attempt.record_error(rank, type(error).__name__, message, text, code, **more):
-        return code
-    first = attempt.first_error()
-    quit_debugger = isinstance(error, bdb.BdbQuit)
-    caused = first and first["rank"] != rank and first.get("exit_code") == EXIT_REFUSED
-    if quit_debugger or caused or isinstance(error, UserError):
-        log.debug("%s", text)  # the traceback goes only to the file
-    if quit_debugger:
-        log.error("ended in the debugger")
-    elif first and caused and not isinstance(error, UserError):
-        log.error("this rank ends because rank %s failed first", first["rank"])
-    elif not isinstance(error, UserError):
-        log.error("%s%s", text, f"at {where}" if where else "")
-    return code
-
-
-def fail(
-    attempt: Attempt, rank: int, error: BaseException, watchdog: Watchdog | None = None
-) -> int:
-    """Records this rank's failure, on rank 0 also that of the attempt. Returns the exit code."""
-    code = record_failure(attempt, rank, error, watchdog)
-    if rank == 0:
-        facts = {"type": type(error).__name__, "message": redact(str(error)), "exit_code": code}
-        with contextlib.suppress(OSError):  # the store has failed, and the error says so
-            attempt.fail(failures.describe(facts), code)
-            incident.await_monitors(attempt)
-            incident.write(attempt)  # again by whoever follows the job, if anybody does
-    return code

@@ -1,0 +1,174 @@
+"""What a rank does once all ranks have joined: from the doctor to the end of the task."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hydra.utils import get_method
+from omegaconf import DictConfig
+
+from distdl import tracking
+from distdl.checkpoint import fetching
+from distdl.config import recipe as configs
+from distdl.distributed import process_group, rank_table
+from distdl.doctor import examination
+from distdl.job import JobState
+from distdl.ranks.stopping import Stopped
+from distdl.runs import checkpoints
+from distdl.runs.directory import RunDirectory
+from distdl.tracking import Tracking
+from distdl.worker import autotune, compiling, summary
+from distdl.worker.build import Built, build, make
+from distdl.worker.failing import lightnings_refusals, record_failure, refusal
+from distdl.worker.rank_context import RankContext
+
+Task = Callable[..., dict[str, float] | None]
+
+
+def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
+    """Performs the config's task, and returns its metrics."""
+    announce(context)
+    task, arguments = configured_task(config)
+    if getattr(task, "before_build", False):  # it needs no model
+        return task(context, config=config, **arguments) or {}
+    examine(config, context)
+    checkpoint = starting_point(config, context)
+    config = tune(config, context)
+    tracker = track(config, context)
+    with outcome_told(context, tracker):
+        built = build_run(config, context, tracker, checkpoint)
+        metrics = perform_task(task, arguments, built)
+        end(built, context, tracker, metrics)
+    return metrics
+
+
+def announce(context: RankContext) -> None:
+    """Each rank says who it is and on which device; all of them watch each other from here on."""
+    ranks = rank_table.announce(context.environment, context.resources.accelerator)
+    if context.environment.rank == 0:
+        context.attempt.record_ranks(ranks)
+    if context.watchdog:
+        context.watchdog.join(ranks)
+
+
+def configured_task(config: DictConfig) -> tuple[Task, dict[str, Any]]:
+    """The task and its arguments. Not by Hydra's `instantiate`, which would wrap its exceptions."""
+    arguments = configs.plain(config.task)
+    return get_method(str(arguments.pop("_target_"))), arguments
+
+
+def examine(config: DictConfig, context: RankContext) -> None:
+    """Lets the doctor look at the machines, if it is wanted."""
+    if examination.wanted(config):
+        examination.examine(config, context, None)
+    accelerator, precision = context.resources.accelerator, config.trainer.get("precision")
+    rank_table.warn_without_bf16(accelerator, precision)
+
+
+def starting_point(config: DictConfig, context: RankContext) -> str | None:
+    """The checkpoint to start from, where this rank can read it."""
+    newest = newest_checkpoint(config, context.run) if context.environment.rank == 0 else None
+    return fetching.provide(newest, context.run.path, context.environment)
+
+
+def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
+    """The newest checkpoint of this run, else `checkpoint.resume_from`."""
+    newest = checkpoints.CheckpointStore(run.checkpoints).newest()
+    if newest is not None:
+        return str(newest)
+    source = config.checkpoint.get("resume_from")
+    # Absolute: `fetching.provide` takes a relative path as one inside the run.
+    return str(checkpoints.find(source).absolute()) if source else None
+
+
+def tune(config: DictConfig, context: RankContext) -> DictConfig:
+    """The config with what is to be chosen by a measurement on these devices."""
+    if (config.get("strategy") or {}).get("autotune"):
+        config = autotune.tuned(config, context)
+    if (config.get("model") or {}).get("compile") == "measured":
+        config = compiling.tuned(config, context)
+    return config
+
+
+def track(config: DictConfig, context: RankContext) -> Tracking:
+    """Starts the journal, and what else the config tracks the run by."""
+    environment = context.environment
+    info = summary.run_info(config, context) if environment.rank == 0 else None
+    return tracking.start_tracking(
+        summary.for_rank(process_group.broadcast(info), environment),
+        {k: make(node) for k, node in (config.get("tracking") or {}).items()},
+    )
+
+
+@contextlib.contextmanager
+def outcome_told(context: RankContext, tracker: Tracking) -> Iterator[None]:
+    """Records the failure of what is done inside, and tells the trackers how it ended."""
+    state = JobState.FAILED
+    try:
+        with lightnings_refusals():
+            yield
+        state = JobState.SUCCEEDED
+    except Stopped as request:
+        state = request.state
+        raise
+    except BaseException as error:
+        # Before the tracker, which may be slow.
+        record_failure(context.attempt, context.environment.rank, error, context.watchdog)
+        raise
+    finally:
+        tracker.finish(str(state))
+
+
+def build_run(
+    config: DictConfig, context: RankContext, tracker: Tracking, checkpoint: str | None
+) -> Built:
+    """Builds the run, which its watchdog, its trackers and the start of the output then know."""
+    attempt, rank, watchdog = context.attempt, context.environment.rank, context.watchdog
+    built = build(
+        config,
+        context.run,
+        attempt,
+        context.environment,
+        context.resources,
+        context.stop,
+        tracker.loggers,
+        checkpoint,
+    )
+    tracker.settle()
+    context.stop.check()
+
+    def on_failure(error: BaseException) -> None:
+        if not isinstance(error, Stopped):
+            record_failure(attempt, rank, refusal(error) or error, watchdog)
+
+    # At once: Lightning informs the loggers before it passes on an error.
+    built.metrics.on_failure = on_failure
+    if watchdog:
+        watchdog.heartbeat.watch(built.trainer)
+    if rank == 0:
+        # Count now: later a strategy may leave only a part of the model on each rank.
+        counts = summary.parameters_of(built.module)
+        summary.print_start(built, context.resources, context.launch)
+
+        def on_start() -> None:
+            counted = summary.print_batch(built, context.resources, attempt, counts)
+            tracker.describe({f"parameters.{k}": v for k, v in counted.items()})
+
+        built.metrics.on_start = on_start
+    return built
+
+
+def perform_task(task: Task, arguments: dict[str, Any], built: Built) -> dict[str, float]:
+    """The task's metrics, once all ranks have performed it."""
+    metrics = task(built, **arguments) or {}
+    process_group.gather(None)  # nobody is done while another rank is not
+    return metrics
+
+
+def end(built: Built, context: RankContext, tracker: Tracking, metrics: dict[str, float]) -> None:
+    """Prints the results, and what to type next."""
+    if context.environment.rank == 0:
+        started = context.attempt.status().get("started", 0)
+        summary.print_end(built, metrics, tracker.how_to_open(), started)
