@@ -142,7 +142,8 @@ class FitLoop(_FitLoop):
         iter(self._data_fetcher)  # type: ignore[arg-type]
 
     def forget_loaders(self) -> None:
-        """The loaders are built again before the training: these may hold another epoch's order."""
+        """The loaders are built again before the training: these may hold another epoch's order,
+        or have begun before the position in it was known."""
         self._combined_loader = None
 
     def stand_at(self, step: int, epoch: int) -> None:

@@ -93,7 +93,19 @@ class InitialState:
             step, epoch = checkpoint.get("global_step"), checkpoint.get("epoch")
             self.trainer.fit_loop.stand_at(int(step or 0), int(epoch or 0))
 
-            self.trainer.strategy.load_model_state_dict(checkpoint, strict=strict)
+    def training(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores all of the state if it fits, with the rates and settings of the new config.
+
+        Raises:
+            UserError: It fits, and the training has reached this run's limits already.
+        """
+        trainer = self.trainer
+        if trainer.strategy.restore_checkpoint_after_setup:
+            # The optimizer's setup has made the loaders, before the position was known.
+            trainer.fit_loop.forget_loaders()
+        trains = trainer.state.fn == TrainerFn.FITTING
+        if self.own or not (trains and trainer.strategy.lightning_restore_optimizer):
+            return trainer.restore_everything()
         foreign, reason = KEY not in checkpoint, None
         configured = [[{**group} for group in each.param_groups] for each in trainer.optimizers]
         if foreign:
