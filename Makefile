@@ -12,7 +12,10 @@ DEBUG  := $(if $(GPUS),,debug=cpu)
 # hangs (bindfs), and a compiler for tests/gpu_rehearsal.
 SERVERS := g++ openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs
 
-.PHONY: train test setup servers lint matrix bench clean
+# What rests on Lightning's loops.
+ASSUME := $(addprefix tests/unit/test_,lightning_assumptions.py checkpointer.py cut_validation.py starting.py)
+
+.PHONY: train test setup servers lint matrix lightnings bench clean
 
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
@@ -54,12 +57,20 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-matrix: setup  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
+matrix: setup lightnings  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
 	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/multiprocess/test_benchmark_ranks.py tests/multiprocess/test_stopping.py tests/multiprocess/test_signals.py tests/multiprocess/test_campaign.py tests/multiprocess/test_hangs.py tests/multiprocess/test_retries.py tests/multiprocess/test_self_healing.py tests/multiprocess/test_drill_ranks.py tests/multiprocess/test_examination.py tests/cluster/test_lost_host.py tests/cluster/test_slurm.py tests/cluster/test_sagemaker.py tests/cluster/test_mpi.py tests/strategies/test_sharded.py tests/unit/test_helpers.py tests/adoption tests/gpu_rehearsal tests/serving/test_foreign_exports.py tests/serving/test_hostile.py
+
+lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is allowed and the newest there is
+	for version in "==2.6.1" ">=2.6.1"; do \
+		rm -rf .lightnings && \
+		$(BIN)/uv pip install --quiet --target .lightnings --no-deps --prerelease allow "lightning$$version" && \
+		PYTHONPATH=.lightnings $(BIN)/python -c 'import lightning; print("lightning", lightning.__version__)' && \
+		PYTHONPATH=.lightnings $(BIN)/python -m pytest $(ASSUME) || exit 1; \
+	done
 
 bench: setup  ## every benchmark that fits this machine, each against its competitor
 	$(BIN)/python -m benchmarks.run
 
 clean:  ## what make made; your runs in outputs/ stay
-	rm -rf $(VENV) .servers build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .servers .lightnings build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
