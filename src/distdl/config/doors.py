@@ -167,6 +167,7 @@ DOORS: Mapping[str, Door] = {
     "launcher.image": Door(_IMAGE),
     "launcher.environment": Door(_IMAGE),
     "launcher.build_context": Door(_IMAGE),
+    "launcher.conda_file": Door("packages that are installed"),
     "launcher.docker_args": Door(_OPTIONS),
     "launcher.services": Door("who may log in to the job"),
 }
