@@ -55,7 +55,7 @@ lint: setup  ## ruff and mypy
 	$(BIN)/mypy
 
 matrix: setup  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
-	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/multiprocess/test_benchmark_ranks.py tests/multiprocess/test_stopping.py tests/multiprocess/test_signals.py tests/multiprocess/test_campaign.py tests/multiprocess/test_hangs.py tests/multiprocess/test_retries.py tests/multiprocess/test_self_healing.py tests/multiprocess/test_drill_ranks.py tests/multiprocess/test_examination.py tests/cluster/test_lost_host.py tests/cluster/test_slurm.py tests/cluster/test_sagemaker.py tests/cluster/test_mpi.py tests/strategies/test_sharded.py tests/unit/test_helpers.py tests/adoption tests/gpu_rehearsal tests/serving/test_foreign_exports.py tests/serving/test_hostile.py
+	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/multiprocess/test_benchmark_ranks.py tests/multiprocess/test_stopping.py tests/multiprocess/test_signals.py tests/multiprocess/test_campaign.py tests/multiprocess/test_own_data.py tests/multiprocess/test_hangs.py tests/multiprocess/test_retries.py tests/multiprocess/test_self_healing.py tests/multiprocess/test_drill_ranks.py tests/multiprocess/test_examination.py tests/cluster/test_lost_host.py tests/cluster/test_slurm.py tests/cluster/test_sagemaker.py tests/cluster/test_mpi.py tests/strategies/test_sharded.py tests/unit/test_helpers.py tests/adoption tests/gpu_rehearsal tests/serving/test_foreign_exports.py tests/serving/test_hostile.py
 
 bench: setup  ## every benchmark that fits this machine, each against its competitor
 	$(BIN)/python -m benchmarks.run

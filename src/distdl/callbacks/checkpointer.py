@@ -110,6 +110,7 @@ class Checkpointer(Callback):
         self._reason = ""
         self._rng: dict[str, Any] | None = None
         self._loaded: dict[str, Any] | None = None
+        self._loaders: resume_state.LoaderStates | None = None
         self._folder_is_protected, self._common_batches = False, 0.0
         self.trust_pickle = trust_pickle
 
@@ -148,6 +149,7 @@ class Checkpointer(Callback):
         loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         loop.on_advance_end = functools.partial(self._after_epoch, trainer)  # type: ignore[method-assign]
         loop.epoch_loop.on_advance_end = functools.partial(self._after_batch, trainer)  # type: ignore[method-assign]
+        self._loaders = resume_state.LoaderStates(trainer)
         refuse_uneven(trainer.num_training_batches)
         if loop.epoch_loop.val_loop.restarted_mid_evaluation:
             # With an interval of time, it would not be due.
@@ -367,6 +369,7 @@ class Checkpointer(Callback):
             **self.best.state(),
             "rng": process_group.gather(self._rng or rng_state()),
             "epoch_metrics": process_group.gather(epoch_metrics(trainer)),
+            "loaders": process_group.gather(self._loaders.get() if self._loaders else []),
             **resume_state.of_parameters(pl_module, self._half_a_step),
         }
         if self.modules is not None:
@@ -387,6 +390,10 @@ class Checkpointer(Callback):
         if loaded is None:
             return
         self.position.epoch, self.position.consumed = loaded["epoch"], loaded["consumed"]
+        if "loaders" in loaded:
+            states, rank = loaded["loaders"], trainer.global_rank
+            has_states = resume_state.give_loader_states(checkpoint, states, rank)
+            self.position.has_states = has_states
         self.rates = loaded.get("rates")
         self.best.load(loaded)
         self._loaded = loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from typing import Any
@@ -56,6 +57,42 @@ def recount_batches(trainer: Trainer, saved: dict[str, Any], samples_per_batch: 
         for count in ("ready", "started", "processed"):
             setattr(part, count, getattr(part, count) + shift)
         part.completed = part.processed - open_batches
+
+
+class LoaderStates:
+    """The states of this rank's loaders that save their own; Lightning keeps those of rank 0.
+
+    Where the length of an epoch is unknown, Lightning fetches a batch ahead. It is not trained on,
+    so the states of before it count.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._loop, self._before = trainer.fit_loop, list[Any]()
+        self._profile = trainer.fit_loop.epoch_loop._on_before_fetch
+        hook = "_on_before_fetch"  # called before each batch is fetched
+        setattr(trainer.fit_loop.epoch_loop, hook, self._fetch)
+
+    def _fetch(self) -> None:
+        self._profile()
+        fetcher = self._loop._data_fetcher
+        if fetcher is not None and fetcher.length is None:
+            self._before = copy.deepcopy(self._now())
+
+    def _now(self) -> list[Any]:
+        loader = self._loop._combined_loader
+        return [] if loader is None else loader._state_dicts()
+
+    def get(self) -> list[Any]:
+        is_ahead = bool(getattr(self._loop._data_fetcher, "batches", ()))
+        return self._before if is_ahead else self._now()
+
+
+def give_loader_states(checkpoint: dict[str, Any], states: list[list[Any]], rank: int) -> bool:
+    """Puts this rank's states where Lightning takes them from; none at another world size. Returns
+    whether there are any."""
+    mine = states[rank] if len(states) == process_group.world_size() else []
+    checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = mine
+    return bool(mine)
 
 
 def rescale(

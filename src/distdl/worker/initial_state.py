@@ -6,6 +6,7 @@ of the new config. Otherwise it loads only the weights, and one warning gives th
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
@@ -52,7 +53,8 @@ def prepare(context: Built, path: str) -> None:
     already reached this run's limits. An evaluation logs at the checkpoint's step and epoch."""
     trainer, module, file = context.trainer, context.module, shown(Path(path))
     connector, strategy, loop = trainer._checkpoint_connector, trainer.strategy, trainer.fit_loop
-    load_weights, restore_all = strategy.load_model_state_dict, connector.restore_training_state
+    load_weights = strategy.load_model_state_dict
+    restore_all = functools.partial(with_loaders, loop, connector.restore_training_state)
 
     def load(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         names = module.state_dict().keys()
@@ -127,6 +129,15 @@ def prepare(context: Built, path: str) -> None:
 
     strategy.load_model_state_dict = load  # type: ignore[method-assign]
     connector.restore_training_state = restore  # type: ignore[method-assign]
+
+
+def with_loaders(loop: Any, restore: Callable[[], None]) -> None:
+    """Restores the training. If `configure_optimizers` has built the loaders already, those that
+    save their own state are built again, since Lightning restores it as it builds them."""
+    restore()
+    if loop._combined_loader_states_to_load and loop._combined_loader is not None:
+        loop._data_fetcher.teardown()
+        loop._combined_loader = None
 
 
 def apply_settings(
