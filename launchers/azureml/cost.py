@@ -39,6 +39,8 @@ Text = tuple[str, str] | None  # what to do, and why
 
 def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
     """Quota, prices and advice as text, for a run of this size, or `jobs` runs of a sweep."""
+    if settings.on_kubernetes:
+        return "price and quota: those of your own Kubernetes cluster"
     if not (size := vm_sizes.find(settings.vm_size)):
         return f"price and quota: unknown, as distdl does not know {settings.vm_size}: {PRICES}"
     job = _SizedJob(settings, resources, jobs, size)

@@ -1,7 +1,8 @@
 """The program that Azure ML starts for each rank. It sets variables, then becomes the worker.
 
     python -m distdl.launchers.azureml.entry BUNDLE STORE --attempt N
-        --input imagenet=/mnt/... --secret HF_TOKEN=<name in the Key Vault> [--identity user]
+        --input imagenet=/mnt/... --output model=/mnt/...
+        --secret HF_TOKEN=<name in the Key Vault> [--identity user]
 
 A job's definition has only the names of secrets. This program reads their values as the job's
 identity, and only its own environment has them.
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("store")
     parser.add_argument("--attempt", help="default: the number in the bundle's file `attempt`")
     parser.add_argument("--input", action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--output", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--secret", action="append", default=[], metavar="VARIABLE=SECRET")
     parser.add_argument("--identity", choices=("managed", "user"), default="managed")
     options = parser.parse_args(argv)
@@ -38,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     os.environ["PYTHONPATH"] = str(code)  # absolute, because processes may change their folder
     for name, _, path in (item.partition("=") for item in options.input):
         os.environ[f"DISTDL_INPUT_{name.upper()}"] = path
+    for name, _, path in (item.partition("=") for item in options.output):
+        os.environ[f"DISTDL_OUTPUT_{name.upper()}"] = path
     try:
         names = dict(item.split("=", 1) for item in options.secret)
         os.environ.update(secrets(names, options.identity))

@@ -20,6 +20,14 @@ from distdl.launchers.common import forwarded
 from distdl.util.errors import UserError
 
 
+def vm_of(node: Mapping[str, Any]) -> vm_sizes.VmSize | None:
+    """The VM size of a `launcher` node; None if distdl does not know it, or if a Kubernetes cluster
+    has nodes of its own."""
+    if node.get("compute_type") == "kubernetes":
+        return None
+    return vm_sizes.find(str(node.get("vm_size")))
+
+
 class AzureMLLauncher(AzureSettings):
     """Sends runs to Azure ML."""
 
@@ -32,19 +40,20 @@ class AzureMLLauncher(AzureSettings):
     @staticmethod
     def devices(node: Mapping[str, Any]) -> tuple[int, str] | None:
         """One node's devices: `(GPUs, "gpu")`, or `(1, "cpu")` without GPUs; None if unknown."""
-        vm = vm_sizes.find(str(node.get("vm_size")))
+        vm = vm_of(node)
         return vm and ((vm.gpus, "gpu") if vm.gpus else (1, "cpu"))
 
     @staticmethod
     def network_gbps(node: Mapping[str, Any]) -> int | None:
         """Gbit/s of one node's InfiniBand; None: it has none, or the VM size is unknown."""
-        vm = vm_sizes.find(str(node.get("vm_size")))
+        vm = vm_of(node)
         return (vm and vm.infiniband_gbps) or None
 
     @staticmethod
     def notes(node: Mapping[str, Any]) -> Iterator[str]:
         """Notes on values that cannot be checked and are sent as they are."""
-        if note := vm_sizes.unknown_note(str(node.get("vm_size"))):
+        note = vm_sizes.unknown_note(str(node.get("vm_size")))
+        if note and node.get("compute_type") != "kubernetes":
             yield note
 
     def request(self, spec: JobSpec) -> AzureMLRequest:
@@ -66,7 +75,7 @@ class AzureMLLauncher(AzureSettings):
             job=job,
             environment=requests.environment(self),
             compute=requests.compute(self, size.num_nodes * at_once),
-            may_create=self.create_compute,
+            may_create=self.create_compute and not self.on_kubernetes,
             secrets=requests.secret_names(specs[0]),
             advice=cost.table(self, size, jobs=len(specs)),
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 from distdl.job import JobSpec, unprintable
 from distdl.job import variables as as_variables
-from distdl.launchers.azureml.settings import AzureSettings
+from distdl.launchers.azureml.settings import BASE_IMAGE, AzureSettings
 from distdl.launchers.common import digest, slug
 from distdl.util.names import kept_apart
 
@@ -54,7 +54,10 @@ class AzureMLRequest:
         if self.environment is not None:
             text = "if this version does not exist, it is registered, and Azure builds it"
             parts.append(f"# The environment: {text}.\n{to_yaml(self.environment)}")
-        if self.compute is not None:
+        if self.compute is not None and self.compute["type"] == "kubernetes":
+            name = self.compute["name"]
+            parts.append(f"# The Kubernetes cluster {name} must be attached to the workspace.\n")
+        elif self.compute is not None:
             text = "created if it does not exist; an existing one is used unchanged"
             if not self.may_create:
                 text = "must exist (launcher.create_compute=false)"
@@ -121,7 +124,7 @@ def process(
     """Command, code, environment, variables and nodes of a job or of a sweep's trials."""
     resources = {
         "instance_count": spec.resources.num_nodes,
-        "instance_type": None if settings.compute else settings.vm_size,
+        "instance_type": settings.instance_type if settings.compute else settings.vm_size,
         "shm_size": settings.shm_size,
         "docker_args": settings.docker_args,
     }
@@ -141,11 +144,16 @@ def data_and_compute(settings: AzureSettings, run: str) -> dict[str, Any]:
     """Data, store, cluster and identity."""
     identities = {"managed": "managed", "user": "user_identity"}
     tier = "spot" if settings.spot else "standard"
+    queue = {
+        "job_tier": None if settings.compute else tier,  # only for serverless
+        "priority": settings.priority,
+    }
+    outputs = {name: named_output(settings, run, name) for name in settings.outputs}
     return {
         "inputs": {name: data.model_dump() for name, data in settings.inputs.items()},
-        "outputs": {"store": output(settings, run)},
+        "outputs": {"store": output(settings, run), **outputs},
         "compute": settings.compute and f"azureml:{settings.compute}",
-        "queue_settings": None if settings.compute else {"job_tier": tier},  # only for serverless
+        "queue_settings": tidy(queue),
         "identity": settings.identity and {"type": identities[settings.identity]},
     }
 
@@ -159,18 +167,20 @@ def titles(settings: AzureSettings, run: str) -> dict[str, Any]:
     experiment = settings.experiment_name or run.partition("/")[0]
     return {
         "display_name": settings.display_name or run,
+        "description": settings.description,
         "experiment_name": kept_apart(experiment, re.sub(r"[^A-Za-z0-9_-]+", "-", experiment)),
         "tags": {"distdl.run": run, **{key: str(value) for key, value in settings.tags.items()}},
     }
 
 
 def entry_arguments(settings: AzureSettings, spec: JobSpec) -> list[str]:
-    """Arguments of the entry point: the paths of inputs, and the names of secrets.
+    """Arguments of the entry point: the paths of inputs and outputs, and the names of secrets.
 
     Azure replaces `${{...}}` with an address before a shell reads the command. The address is in
     quotes, so the settings reject an address that contains a quote.
     """
     words = [f"--input={name}=${{{{inputs.{name}}}}}" for name in settings.inputs]
+    words += [f"--output={name}=${{{{outputs.{name}}}}}" for name in settings.outputs]
     words += [f"--secret={name}={secret}" for name, secret in secret_names(spec).items()]
     return [*words, "--identity=user"] if settings.identity == "user" else words
 
@@ -211,8 +221,24 @@ def output(settings: AzureSettings, run: str) -> dict[str, Any]:
     return {"type": "uri_folder", "path": path, "mode": "rw_mount"}
 
 
+def named_output(settings: AzureSettings, run: str, name: str) -> dict[str, Any]:
+    """An output that Azure registers at the end of the job, if it has a name."""
+    wanted = settings.outputs[name]
+    path = wanted.path or f"{output(settings, run)['path']}/{wanted.folder}"
+    return tidy({**wanted.model_dump(exclude={"folder"}), "path": path})
+
+
 def environment(settings: AzureSettings) -> dict[str, Any] | None:
-    """The environment to register; its version is a hash of its build context."""
+    """The environment to register; its version is a hash of its build context, or of its conda
+    file and image."""
+    if settings.conda_file:
+        packages = {"image": settings.image or BASE_IMAGE, "conda_file": settings.conda()}
+        return {
+            "$schema": f"{SCHEMAS}/environment.schema.json",
+            "name": "distdl-conda",
+            "version": digest(json.dumps(packages), 12),
+            **packages,
+        }
     if settings.environment or settings.image:
         return None
     folder = Path(settings.build_context or IMAGE).expanduser()
@@ -238,6 +264,8 @@ def compute(settings: AzureSettings, num_nodes: int) -> dict[str, Any] | None:
     """The cluster as the launcher would create it; None for serverless compute."""
     if settings.compute is None:
         return None
+    if settings.on_kubernetes:
+        return {"name": settings.compute, "type": "kubernetes"}
     identity: dict[str, Any] = {}
     if isinstance(settings.compute_identity, list):
         ids = [{"resource_id": each} for each in settings.compute_identity]

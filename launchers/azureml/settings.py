@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    Field,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -55,6 +56,21 @@ KEY_VAULT = matching(
 IDENTITY = "[/subscriptions/.../userAssignedIdentities/NAME]"
 ARM_ID = matching("/subscriptions/.*", "an ARM id", IDENTITY)
 INPUT_NAME = matching("[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and _")
+OUTPUT_NAME = matching(r"(?!store$)[A-Za-z_]\w*", "a name of letters, digits and _, but store")
+RUN_FOLDER = matching(
+    r"(?![.]{1,2}(/|$))[\w.-]+(/(?![.]{1,2}(/|$))[\w.-]+)*",
+    "a folder of the run",
+    "write checkpoints, exports/pt2 or the like",
+)
+OUTPUT_PATH = matching(
+    r"azureml://datastores/[^']+",
+    "the address of a folder",
+    "azureml://datastores/NAME/paths/FOLDER",
+)
+ASSET_NAME = matching(
+    r"[A-Za-z0-9][\w.-]{0,254}", "a name for a model or data asset", "letters, digits, _ . and -"
+)
+BASE_IMAGE = "mcr.microsoft.com/azureml/openmpi5.0-ubuntu24.04"  # of a conda environment
 REMOTE = re.compile(r"(azureml|wasbs?|abfss?|adl|https?)://|azureml:[^/]")
 REFERENCE = re.compile(r"\$\{\{\s*(inputs|outputs)\.(\w+)\s*\}\}")
 
@@ -88,21 +104,35 @@ def _mount_setting(name: str) -> str:
 MountSetting = Annotated[str, AfterValidator(_mount_setting)]
 
 
-class AzureInput(BaseModel, strict=True, validate_default=True):
-    """Data that Azure mounts or copies: a value of `launcher.inputs`."""
+def _mapping(value: Any) -> Any:
+    return {} if value is None else value
 
-    type: Literal["uri_folder", "uri_file", "mltable"] = "uri_folder"
-    # https://learn.microsoft.com/azure/machine-learning/how-to-read-write-data-v2#modes
-    mode: Literal["ro_mount", "download", "direct", "eval_mount", "eval_download"] = "ro_mount"
-    path: str = ""
+
+class Entry(BaseModel, strict=True, validate_default=True, extra="forbid"):
+    """A mapping in the settings that names a key it does not know, and the closest one it does."""
+
+    kind: ClassVar = ""  # what such a mapping is
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, values: Any) -> Any:
-        for key in set(values) - set(cls.model_fields):
-            hint = did_you_mean(key, cls.model_fields) or "path, mode and type"
-            raise Refused(f"{key!r} is not a setting of an input", hint)
+        for key in sorted(set(values) - set(cls.model_fields)) if isinstance(values, dict) else ():
+            hint = did_you_mean(key, cls.model_fields) or f"one of {', '.join(cls.model_fields)}"
+            raise Refused(f"{key!r} is not a setting of {cls.kind}", hint)
         return values
+
+
+class AzureInput(Entry):
+    """Data or a model that Azure mounts or copies: a value of `launcher.inputs`."""
+
+    kind: ClassVar = "an input"
+
+    type: Literal[
+        "uri_folder", "uri_file", "mltable", "custom_model", "mlflow_model", "triton_model"
+    ] = "uri_folder"
+    # https://learn.microsoft.com/azure/machine-learning/how-to-read-write-data-v2#modes
+    mode: Literal["ro_mount", "download", "direct", "eval_mount", "eval_download"] = "ro_mount"
+    path: str = ""
 
     @field_validator("mode")
     @classmethod
@@ -126,21 +156,45 @@ class AzureInput(BaseModel, strict=True, validate_default=True):
         return path
 
 
-class JobService(BaseModel, extra="allow", strict=True):
+class AzureOutput(Entry):
+    """What a job leaves besides its store: a value of `launcher.outputs`. With a `name`, Azure
+    registers it at the end as a model or a data asset, by its `type`. It is a `folder` of the run,
+    or lies at another `path`."""
+
+    kind: ClassVar = "an output"
+
+    type: Literal["uri_folder", "mltable", "custom_model", "mlflow_model", "triton_model"] = (
+        "uri_folder"
+    )
+    folder: Annotated[str, RUN_FOLDER] | None = None
+    path: Annotated[str, OUTPUT_PATH] | None = None
+    mode: Literal["rw_mount", "upload"] = "rw_mount"
+    name: Annotated[str, ASSET_NAME] | None = None
+    version: Annotated[str, ASSET_NAME] | None = None
+
+
+class JobService(Entry):
     """Interactive access to a running job: a value of `launcher.services`."""
 
+    kind: ClassVar = "a service"
+
     type: Literal["ssh", "tensor_board", "jupyter_lab", "vs_code"]
+    nodes: Annotated[str, matching("all|[0-9]+", "all, or the number of a node")] | None = None
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    properties: dict[str, str] | None = None
     ssh_public_keys: str | None = None
+    log_dir: str | None = None
 
 
-class SweepJob(BaseModel, extra="forbid", strict=True):
+# The key that one type of service has alone. The SDK drops those of another type in silence.
+SERVICE_KEYS = {"ssh_public_keys": "ssh", "log_dir": "tensor_board"}
+
+
+class SweepJob(Entry):
+    kind: ClassVar = "sweep_job"
     max_concurrent: Positive = 4
     metric: str = "val/acc1"
     goal: Literal["maximize", "minimize"] = "maximize"
-
-
-def _mapping(value: Any) -> Any:
-    return {} if value is None else value
 
 
 class AzureSettings(LauncherSettings):
@@ -153,6 +207,8 @@ class AzureSettings(LauncherSettings):
     vm_size: VmSizeName = "Standard_NC24ads_A100_v4"
     tier: Literal["dedicated", "spot", "low_priority"] = "dedicated"
     compute: Annotated[str, COMPUTE_NAME] | None = None
+    compute_type: Literal["amlcompute", "kubernetes"] = "amlcompute"
+    instance_type: str | None = None
     create_compute: bool = True
     min_nodes: Count = 0
     max_nodes: Positive | None = None
@@ -165,11 +221,15 @@ class AzureSettings(LauncherSettings):
     environment: Annotated[str, ENVIRONMENT] | None = None
     image: str | None = None
     build_context: str | None = None
+    conda_file: str | None = None
     distribution: Literal["pytorch", "mpi"] = "pytorch"
     shm_size: Size | None = "16g"
     docker_args: str | None = None
     inputs: Annotated[
         dict[Annotated[str, INPUT_NAME], AzureInput], BeforeValidator(with_paths)
+    ] = {}
+    outputs: Annotated[
+        dict[Annotated[str, OUTPUT_NAME], AzureOutput], BeforeValidator(_mapping)
     ] = {}
     mount: Annotated[dict[MountSetting, Any], BeforeValidator(_mapping)] = {}
     datastore: Annotated[str, DATASTORE] = "workspaceblobstore"
@@ -184,8 +244,14 @@ class AzureSettings(LauncherSettings):
     registry_sku: Literal["basic", "standard", "premium"] | None = None
     experiment_name: str | None = None
     display_name: str | None = None
+    description: str | None = None
+    priority: Literal["low", "medium", "high"] | None = None
     tags: Values = {}
     services: Annotated[dict[str, JobService], BeforeValidator(_mapping)] = {}
+
+    @property
+    def on_kubernetes(self) -> bool:
+        return self.compute_type == "kubernetes"
 
     @property
     def spot(self) -> bool:
@@ -194,12 +260,14 @@ class AzureSettings(LauncherSettings):
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         yield from self._gpus(context)
         yield from self._nodes(context)
-        for part in (self._network, self._image, self._services, self._references, self._files):
+        yield from self._kubernetes()
+        parts = (self._network, self._image, self._services, self._outputs)
+        for part in (*parts, self._references, self._files):
             yield from part()
 
     def _gpus(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         vm, devices = vm_sizes.find(self.vm_size), context.get("devices", 1)
-        if vm is None or context.get("accelerator") != "gpu":
+        if vm is None or self.on_kubernetes or context.get("accelerator") != "gpu":
             return
         if vm.gpus == 0:
             remedy = "choose a size with GPUs, or write trainer.accelerator=cpu"
@@ -216,6 +284,8 @@ class AzureSettings(LauncherSettings):
 
     def _nodes(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         nodes = context.get("num_nodes", 1)
+        if self.on_kubernetes:  # which has its own limits
+            return
         most = self.max_nodes or nodes
         if nodes > most:
             what = f"trainer.num_nodes={nodes}, but the cluster has at most {most}: the job would "
@@ -235,11 +305,38 @@ class AzureSettings(LauncherSettings):
 
     def _images(self) -> list[str]:
         """The settings that replace distdl's own image and are set."""
-        keys = ("environment", "image", "build_context")
+        keys = ("environment", "image", "build_context", "conda_file")
         return [key for key in keys if getattr(self, key)]
 
+    def conda(self) -> dict[str, Any]:
+        """What the conda file holds.
+
+        Raises:
+            ValueError: It is absent, or lists no packages.
+        """
+        import yaml
+
+        assert self.conda_file is not None
+        try:
+            found = yaml.safe_load(Path(self.conda_file).expanduser().read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"{self.conda_file}: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            lines = " ".join(str(error).split())
+            raise ValueError(f"{self.conda_file} is not YAML: {lines}") from None
+        if not isinstance(found, dict) or not isinstance(found.get("dependencies"), list):
+            raise ValueError(f"{self.conda_file} has no list of dependencies")
+        return found
+
     def _image(self) -> Iterator[Problem]:
-        if len(keys := self._images()) > 1:
+        if self.conda_file:
+            try:
+                self.conda()
+            except ValueError as error:
+                remedy = "dependencies: [python=3.11, pip, {pip: [...]}]"
+                yield Problem("conda_file", str(error), remedy)
+        keys = self._images()
+        if keys != ["image", "conda_file"] and len(keys) > 1:  # a conda file is put onto an image
             names = " and ".join(f"launcher.{key}" for key in keys)
             yield Problem(keys[0], f"{names} each choose the job's image", "set only one of them")
         folder = self.build_context
@@ -247,14 +344,47 @@ class AzureSettings(LauncherSettings):
             yield Problem("build_context", f"{folder} has no Dockerfile")
 
     def _services(self) -> Iterator[Problem]:
+        if self.services and self.sweep == "azureml":
+            what = "the trials of a sweep job have none"
+            yield Problem("services", what, "write launcher.sweep=jobs")
         for name, service in self.services.items():
+            for key, kind in SERVICE_KEYS.items():
+                if kind != service.type and getattr(service, key) is not None:
+                    what = f"is a key of type {kind}, not of {service.type}"
+                    yield Problem(f"services.{name}.{key}", what, "leave it out")
             if service.type == "ssh" and not service.ssh_public_keys:
                 path, what = f"services.{name}.ssh_public_keys", "missing: nobody could log in"
                 yield Problem(path, what, "write the text of your *.pub file")
 
+    def _outputs(self) -> Iterator[Problem]:
+        if self.outputs and self.sweep == "azureml":
+            what = "all trials of a sweep job would write to the same place"
+            yield Problem("outputs", what, "write launcher.sweep=jobs")
+        for name, output in self.outputs.items():
+            if bool(output.folder) == bool(output.path):
+                what = "needs either a folder of the run or a path"
+                yield Problem(f"outputs.{name}", what, f"write {{folder: {name}}}")
+            if output.version and not output.name:
+                what = "without a name nothing is registered"
+                yield Problem(f"outputs.{name}.version", what, "write the name as well")
+
+    def _kubernetes(self) -> Iterator[Problem]:
+        if self.instance_type and not self.on_kubernetes:
+            what = "only a Kubernetes compute has instance types"
+            remedy = f"write launcher.vm_size={self.instance_type}, or compute_type=kubernetes"
+            yield Problem("instance_type", what, remedy)
+        if not self.on_kubernetes:
+            return
+        if not self.compute:
+            remedy = "write launcher.compute=<its name in the workspace>"
+            yield Problem("compute", "missing: which Kubernetes compute", remedy)
+        if self.spot:
+            what = f"{self.tier}, but a Kubernetes cluster has no tiers"
+            yield Problem("tier", what, "write launcher.tier=dedicated, and an instance_type")
+
     def _references(self) -> Iterator[Problem]:
         """Undefined `${{inputs.NAME}}` or `${{outputs.NAME}}` in settings, which Azure fills in."""
-        known = {"inputs": list(self.inputs), "outputs": ["store"]}
+        known = {"inputs": list(self.inputs), "outputs": ["store", *self.outputs]}
         for path, text in _strings(self.model_dump(), ""):
             for kind, name in REFERENCE.findall(text):
                 if name not in known[kind]:

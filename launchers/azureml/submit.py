@@ -51,16 +51,25 @@ def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
                 computes.begin_create_or_update(load_compute(as_file(wanted))).result()
                 least, most = wanted["min_instances"], wanted["max_instances"]
                 return report(f"created the cluster {name}: {least} to {most} x {wanted['size']}")
+    if wanted["type"] == "kubernetes":
+        what = f"no Kubernetes cluster {name} is attached to the workspace"
+        raise UserError.at("launcher.compute", what, "az ml compute attach --type Kubernetes ...")
     what = f"there is no cluster {name}, and launcher.create_compute=false"
     raise UserError.at("launcher.compute", what)
 
 
 def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
     """Prints how a cluster differs from the settings; refuses one on which the job cannot start."""
-    name, problems, most = wanted["name"], [], cluster.max_instances
-    if str(cluster.type).lower() != "amlcompute":
-        what = f"{name} is not an AmlCompute cluster but a {cluster.type}"
-        raise UserError.at("launcher.compute", what)
+    name, problems = wanted["name"], []
+    found = str(cluster.type).lower()
+    if found != wanted["type"]:
+        kinds = {"amlcompute": "an AmlCompute", "kubernetes": "a Kubernetes"}
+        what = f"{name} is not {kinds[wanted['type']]} cluster but a {cluster.type}"
+        remedy = f"write launcher.compute_type={found}" if found in kinds else ""
+        raise UserError.at("launcher.compute", what, remedy)
+    if found == "kubernetes":
+        return
+    most = cluster.max_instances
     if most is not None and num_nodes > most:
         what = f"cluster {name} has at most {most} nodes, but the job needs {num_nodes}"
         problems.append(Problem("trainer.num_nodes", what, "enlarge the cluster in Studio"))

@@ -106,6 +106,7 @@ class MpiLauncher(LauncherSettings):
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         """Hosts that do not fit the run's size, and programs or interfaces this machine lacks."""
         nodes, devices = context["num_nodes"], context["devices"]
+        yield from flavours.reserved(self.extra_args)
         if self.flavour == "auto":
             try:
                 flavours.find_mpirun(self.mpirun)

@@ -14,10 +14,24 @@ from typing import Any
 
 from distdl.launchers.common import did_you_mean, refuse
 from distdl.launchers.deploying import NotDeployed, Platform, is_ours
+from distdl.launchers.sagemaker import limits
 from distdl.launchers.sagemaker.aws import aws_errors
 from distdl.launchers.sagemaker.sagemaker_settings import REQUIRED
 from distdl.launchers.sagemaker.uploads import send
 from distdl.util.errors import Problem, UserError
+
+# Field of a request -> the option or key that it comes from.
+WRITTEN_AS = {
+    "Image": "--image",
+    "InitialInstanceCount": "--instances",
+    "InstanceCount": "--instances",
+    "S3Uri": "--input",
+    "S3OutputPath": "--output",
+    "ExecutionRoleArn": "launcher.role",
+    "ModelDataUrl": "launcher.prefix",
+    "Subnets": "launcher.subnets",
+    "SecurityGroupIds": "launcher.security_groups",
+}
 
 
 class HostedEndpoint(Platform):
@@ -53,6 +67,7 @@ class HostedEndpoint(Platform):
         for operation, body in documents.items():
             shape = service.operation_model(operation.title().replace("_", "")).input_shape
             validate_parameters(body, shape)
+            refuse_forbidden(limits.violations(shape, body))
         return documents
 
     def key(self, name: str) -> str:
@@ -128,6 +143,14 @@ class HostedEndpoint(Platform):
         self.client.delete_endpoint(EndpointName=self.options.name)
         for name in names:
             self.remove(name)
+
+
+def refuse_forbidden(violations: Iterable[limits.Violation]) -> None:
+    """Refuses what the service would refuse, by the option or key that it comes from."""
+    for each in violations:
+        fields = [step for step in each.where if step in WRITTEN_AS]
+        at = WRITTEN_AS[fields[-1]] if fields else "--name"
+        raise UserError.at(at, each.what, each.remedy)
 
 
 class Transform(HostedEndpoint):

@@ -156,3 +156,21 @@ _SOMETIMES = """
 --container-entrypoint-log, --container-writable, --container-readonly"""
 SBATCH = Table(options(f"{_BOTH},{_SBATCH}"), options(_SOMETIMES))
 SRUN = Table(options(f"{_BOTH},{_SRUN}"), options(_SOMETIMES))
+
+# Variables by which sbatch and srun take an option (SBATCH_TIMELIMIT, SLURM_NTASKS), without their
+# beginning. Only those of options that the launcher writes.
+_VARIABLES = """
+ACCOUNT account, ARRAY_INX array, CLUSTERS clusters, CONSTRAINT constraint,
+CPUS_PER_TASK cpus-per-task, ERROR error, EXPORT export, EXPORT_ENV export,
+GPUS_PER_NODE gpus-per-node, GRES gres, JOB_ID jobid, JOB_NAME job-name, JOB_NUM_NODES nodes,
+KILL_BAD_EXIT kill-on-bad-exit, MEM_PER_NODE mem, NNODES nodes, NO_REQUEUE no-requeue,
+NPROCS ntasks, NTASKS ntasks, NTASKS_PER_NODE ntasks-per-node, OPEN_MODE open-mode, OUTPUT output,
+PARTITION partition, QOS qos, REQUEUE requeue, SIGNAL signal, STDERRMODE error, STDOUTMODE output,
+STEP_GRES gres, TIMELIMIT time, WAIT wait"""
+VARIABLES = dict(entry.split() for entry in _VARIABLES.split(","))
+
+
+def of_variable(name: str) -> str:
+    """The option of the launcher's that a variable would set; empty if it sets none."""
+    match = re.fullmatch(r"(SBATCH|SLURM|SRUN)_(\w+)", name)
+    return VARIABLES.get(match[2], "") if match else ""

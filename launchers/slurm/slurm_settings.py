@@ -18,7 +18,7 @@ from distdl.launchers.common import (
     Walltime,
     matching,
 )
-from distdl.launchers.slurm.options import SBATCH, SRUN, Option, words
+from distdl.launchers.slurm.options import SBATCH, SRUN, Option, of_variable, words
 from distdl.util.errors import Problem
 
 # Options that are the launcher's to write, or that contradict one -> what to write instead.
@@ -50,8 +50,14 @@ RESERVED_SRUN |= dict.fromkeys(("version", "help", "usage"), "it would start not
 def _refuse_reserved(text: str, found: Iterable[Option], reserved: Mapping[str, str]) -> None:
     for option in found:
         if option.name in reserved:
-            remedy = ", and ".join(filter(None, ("leave it out", reserved[option.name])))
-            raise Refused(f"{text}: --{option.name} is reserved for the launcher", remedy)
+            raise Refused(
+                f"{text}: --{option.name} is reserved for the launcher", _instead(option.name)
+            )
+
+
+def _instead(option: str) -> str:
+    """What to write instead of a reserved option."""
+    return ", and ".join(filter(None, ("leave it out", (RESERVED | RESERVED_SRUN)[option])))
 
 
 def _of_sbatch(line: str) -> str:
@@ -119,6 +125,13 @@ class SlurmSettings(LauncherSettings):
         if self.requeue_at_time_limit and not self.requeue:
             what = "contradicts launcher.requeue=false, which never requeues the job"
             yield Problem("requeue_at_time_limit", what, "launcher.requeue=true")
+        for name in (*self.env, *self.forward_env):
+            if option := of_variable(name):
+                at = f"env.{name}" if name in self.env else "forward_env"
+                what = (
+                    f"{name} sets --{option} of sbatch or srun, which is reserved for the launcher"
+                )
+                yield Problem(at, what, _instead(option))
         for name, entry in self.inputs.items() if self.container else ():
             path = str(entry.get("path"))
             if path.startswith("/") and re.search(r"[,:\s]", path):

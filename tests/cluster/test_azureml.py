@@ -19,7 +19,7 @@ from distdl.launchers.azureml import entry
 from distdl.launchers.azureml.client import Connection, Workspace
 from distdl.serving.scorer import Scorer
 from tests.cluster import witness
-from tests.cluster.arm import NAMES, Azure, new_job
+from tests.cluster.arm import NAMES, Azure, new_job, resource
 from tests.cluster.azurite import CONTAINER, needs_azurite
 from tests.cluster.nodes import EVICTED
 from tests.conftest import ROOT, TINY, losses, status
@@ -196,6 +196,40 @@ def test_a_job_in_the_queue(azure, project, trained, distdl):
     assert "uploaded the checkpoint epoch_002.ckpt" in again.err
     names = [*azure.azurite.contents(f"{CONTAINER}/distdl/default/queued/checkpoints")]
     assert names == ["epoch_002.ckpt", "epoch_002.ckpt.manifest.json"]
+
+
+def test_a_kubernetes_cluster_a_conda_file_a_model_and_what_is_registered(azure, project, distdl):
+    """As the SDK sends them. A cluster of another kind is refused before anything is created."""
+    write(project, {"environment.yml": "dependencies: [python=3.11, pip, {pip: [torch]}]\n"})
+    settings = ("launcher.compute=aks", "launcher.compute_type=kubernetes", "trainer.devices=1")
+    settings += ("launcher.instance_type=gpu-large", "launcher.conda_file=environment.yml")
+    settings += ("launcher.description=on our own", "launcher.priority=high", "follow=false")
+    settings += ("launcher.inputs={start: {path: 'azureml:resnet:3', type: mlflow_model}}",)
+    registered = "{type: custom_model, folder: checkpoints, name: resnet, version: '7'}"
+    settings += (f"launcher.outputs={{best: {registered}}}", "name=own")
+    absent = distdl(*SMALL, *settings, code=2).err
+    assert "no Kubernetes cluster aks is attached to the workspace" in absent
+    cluster = {"properties": {"vmSize": "Standard_NC24ads_A100_v4"}, "computeType": "AmlCompute"}
+    azure.resources["/computes/aks"] = resource("/computes/aks", **cluster)
+    assert "write launcher.compute_type=amlcompute" in distdl(*SMALL, *settings, code=2).err
+    assert not azure.asked("PUT", "^/environments/distdl-conda/"), "nothing was created"
+    kubernetes = {"properties": {"namespace": "default"}, "computeType": "Kubernetes"}
+    azure.resources["/computes/aks"] = resource("/computes/aks", **kubernetes)
+    job = job_of(azure, distdl(*SMALL, *settings).out).body["properties"]
+
+    (body,) = map(json.loads, azure.asked("PUT", "^/environments/distdl-conda/versions/"))
+    assert "- python=3.11" in body["properties"]["condaFile"]
+    assert (job["description"], job["queueSettings"]) == ("on our own", {"priority": 3})
+    assert job["resources"]["instanceType"] == "gpu-large"
+    assert job["computeId"].endswith("/computes/aks")
+    start, best = job["inputs"]["start"], job["outputs"]["best"]
+    assert start["jobInputType"] == "mlflow_model" and start["uri"].endswith(
+        "/models/resnet/versions/3"
+    )
+    assert best["jobOutputType"] == "custom_model" and best["mode"] == "ReadWriteMount"
+    assert (best["assetName"], best["assetVersion"]) == ("resnet", "7")
+    assert best["uri"] == job["outputs"]["store"]["uri"] + "/checkpoints"
+    assert "'--output=best=${{outputs.best}}'" in job["command"]
 
 
 def test_a_sweep_is_one_job(azure, project, distdl, tmp_path, monkeypatch):

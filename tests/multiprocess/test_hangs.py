@@ -170,7 +170,7 @@ def test_ranks_of_which_one_has_fewer_batches_do_not_begin(project):
 EXCUSES = {
     "debugger": (),
     "debugger of one device": ("trainer.devices=1",),
-    "prepare validation checkpoint compile": (),
+    "prepare first validation checkpoint compile": (),
     "terminal": (),
     "asleep": ("watchdog.enabled=false",),
 }

@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from distdl.cli import track
+from distdl.tracking import schema
 from distdl.tracking.client import set_aside
 from distdl.tracking.mlflow import MLflowLogger, how_to_open
 from distdl.tracking.outbox import Outbox, redact
@@ -387,3 +388,41 @@ def test_a_run_that_is_gone_is_named(outputs, caplog):
     again.finish()
     assert "has no active run" in caplog.text and "gets another" in caplog.text
     assert again.run.info.status == "FINISHED"
+
+
+# What an MLflow of another version leaves, and what the line says.
+SCHEMAS = {
+    "older": ("UPDATE alembic_version SET version_num = '{before}'", "an older MLflow", "upgrade"),
+    "newer": ("UPDATE alembic_version SET version_num = 'f' ", "a newer MLflow", "pip install"),
+    "mixed": ("INSERT INTO alembic_version VALUES ('{before}')", "of another version", "restore"),
+    "lacks": (
+        "ALTER TABLE runs DROP COLUMN name",
+        "no such column: runs.name",
+        "restore it from a copy",
+    ),
+}
+
+
+def test_a_database_of_another_schema_is_no_server_that_comes_back(outputs, tmp_path, caplog):
+    Tracked(outputs, "schema/r").finish()
+    (newest,) = schema.migrations().keys() - {m.before for m in schema.migrations().values()}
+    before = schema.migrations()[newest].before
+    node = {"local": True, "new": True, "config": {"output_dir": "outputs"}}
+    assert not [*MLflowLogger.check({"tracking_uri": database(outputs)}, node)]
+    for name, (change, what, remedy) in SCHEMAS.items():
+        file = shutil.copy(outputs / "mlflow.db", tmp_path / f"{name}.db")
+        with contextlib.closing(sqlite3.connect(file)) as connection, connection:
+            connection.execute(change.format(before=before))
+        uri = f"sqlite:///{file}"
+        known = [*MLflowLogger.check({"tracking_uri": uri}, node)]
+        assert name == "lacks" or what in known[0].what, "known before the start"
+        component = logger(tracking_uri=uri, flush_timeout=5)
+        tracked = Tracked(tmp_path, f"e/{name}", components={"mlflow": component})
+        sender = component._thread
+        tracked.finish()
+        assert not sender.is_alive(), "the end of the run waits for nobody"
+        ours = [r.getMessage() for r in caplog.records if r.name.startswith("distdl")]
+        told = next(line for line in ours if what in line)
+        assert remedy in told and " ..." not in told and "server is back" not in caplog.text
+        assert name != "older" or f"mlflow db upgrade {uri}, after a backup" in told
+        caplog.clear()

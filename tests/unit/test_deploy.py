@@ -36,6 +36,8 @@ REFUSED = [
     (f"sagemaker {MODEL} {BUCKET} --image x", "launcher.role=arn:aws:iam::<account>"),
     (f"sagemaker {MODEL} {ROLE} {BUCKET}", "endpoint/Dockerfile builds one"),
     (f"{AWS} --instance-type ml.m5.larg", "did you mean ml.m5.large?"),
+    (f"{AWS}{'x' * 255}", " characters; SageMaker allows at most 255"),
+    (f"{AWS} launcher.subnets=[a_b] launcher.security_groups=[sg-1]", "launcher.subnets: "),
     (f"{AWS} --batch --output s3://b/o", "--input, --output: must be in S3"),
     (f"{AWS} --batch --delete".replace("MODEL ", ""), "ends by itself"),
 ]

@@ -46,6 +46,7 @@ class Plain(BoringModel):
         super().__init__()
         self.rank = rank
         self.seen, self.actions, self.steps, self.progress = {}, {}, [], []
+        self.in_step = []  # while each row is read
 
     def note(self, name):
         frame, stack = sys._getframe(1), []
@@ -56,8 +57,11 @@ class Plain(BoringModel):
         self.seen.setdefault(name, set()).add(seen)
         if name.endswith("_step") and not name.startswith("on_"):
             self.progress.append(self.rank.progress)
-        if name == "training_step":
+        if name in ("dataset", "training_step"):
             self.rank.look(stack)
+        if name == "dataset":
+            self.in_step.append(self.rank.in_step)
+        if name == "training_step":
             self.steps.append((heartbeat.read(self.rank.file.fileno()), self.rank.facts()))
             self.rank.time_steps(len(self.steps) != 5)  # of this one no end, of the next no begin
 
@@ -102,6 +106,9 @@ def test_what_is_seen_of_a_training(tmp_path):
     trainer.predict(net)
 
     assert {name: net.seen[name] for name in HOOKS} == HOOKS
+    # A loader's first batch belongs to the set-up: its workers start. First two batches to try.
+    epoch = [False] * ROWS + [True] * ROWS * (BATCHES - 1)
+    assert net.in_step == [*epoch[: 2 * ROWS], *epoch * (3 + 3 + 1 + 1)]
     assert net.actions["on_train_epoch_end"].startswith(heartbeat.BETWEEN_EPOCHS)
     assert len({*net.progress}) == len(net.progress) == BATCHES * (3 + 3 + 1 + 1) + 2
     # How far it is, as its monitor reads it, and as a report has it.

@@ -28,6 +28,7 @@ from distdl.launchers.azureml.client import Connection, Workspace
 from distdl.launchers.azureml.launcher import AzureMLLauncher
 from distdl.util.errors import UserError
 from tests.conftest import ROOT, check_golden
+from tests.written import write
 
 IDENTITY = "/subscriptions/s/resourceGroups/g/providers/x/userAssignedIdentities/trainer"
 ACPT = "azureml://registries/azureml/environments/acpt-pytorch-2.8-cuda12.6/labels/latest"
@@ -47,12 +48,17 @@ everything: {{
   tags: {{team: vision, cost: 7}}, services: {{
     ssh: {{type: ssh, ssh_public_keys: ssh-rsa AAAA me, nodes: all}},
     board: {{type: tensor_board, log_dir: "${{{{outputs.store}}}}/logs"}}}}}}
-serverless: {{vm_size: {NC96}, image: "me.azurecr.io/t:1"}}
+serverless: {{vm_size: {NC96}, image: "me.azurecr.io/t:1", description: the first, priority: high}}
+kubernetes: {{compute: aks, compute_type: kubernetes, instance_type: gpu-large,
+  conda_file: environment.yml, image: "me.azurecr.io/base:1",
+  inputs: {{start: {{path: "azureml:resnet:3", type: mlflow_model, mode: download}}}},
+  outputs: {{best: {{type: custom_model, folder: checkpoints, name: resnet50, version: "7"}},
+    scores: {{path: "azureml://datastores/results/paths/scores", mode: upload, name: scores}}}}}}
 sweep: {{vm_size: Standard_NC24ads_A100_v4, tier: low_priority, compute: gpu, sweep: azureml,
   walltime: 2, environment: {ACPT},
   sweep_job: {{max_concurrent: 2, metric: val/acc1, goal: maximize}}}}
 """
-EVERYTHING, SERVERLESS, SWEEP = yaml.safe_load(SETTINGS).values()
+EVERYTHING, SERVERLESS, ON_KUBERNETES, SWEEP = yaml.safe_load(SETTINGS).values()
 WORKSPACE = Workspace("s", "g", "w")
 
 
@@ -79,16 +85,20 @@ def rendered(case):
     if case == "sweep":
         members = [spec(f"default/s/{name}", 1, 1, "gpu") for name in ("1a2b", "3c4d")]
         return launcher(**SWEEP).request_sweep(members)
+    if case == "kubernetes":
+        return launcher(**ON_KUBERNETES).request(spec())
     if case == "serverless":
         return launcher(**SERVERLESS).request(spec("resnet50_ddp/first", 1, 4, "gpu"))
     forwarded = tuple(EVERYTHING["forward_env"])
     return launcher(**EVERYTHING).request(spec(forward_env=forwarded, env={"FROM_SPEC": "1"}))
 
 
-@pytest.mark.parametrize("case", ["everything", "serverless", "sweep"])
+@pytest.mark.parametrize("case", ["everything", "serverless", "kubernetes", "sweep"])
 @pytest.mark.filterwarnings("ignore")
-def test_request(case, tmp_path, pytestconfig):
+def test_request(case, tmp_path, pytestconfig, monkeypatch):
     """As printed, and as the SDK's loader of each kind of document reads it."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {"environment.yml": "dependencies: [python=3.11, pip, {pip: [torch]}]\n"})
     text = rendered(case).render()
     assert text == rendered(case).render(), "the same spec, the same request"
     shown = text.replace(str(ROOT), "CHECKOUT")
@@ -106,6 +116,7 @@ def test_request(case, tmp_path, pytestconfig):
 
 MODE = {"path": "azureml:x:1", "mode": "eval_mount"}
 OLD_GPU = "Standard_NC6s_v3"
+KUBERNETES = {"compute": "aks", "compute_type": "kubernetes"}
 # Settings; the path of the Problem, and what its text says.
 REFUSED = [
     ({"vm_size": "NC24ads_A100"}, "vm_size", "did you mean Standard_NC24ads_A100_v4"),
@@ -124,10 +135,34 @@ REFUSED = [
     ({"inputs": {"a b": "azureml:x:1"}}, "inputs.a b", "a name of letters, digits and _"),
     ({"inputs": {"a": {}}}, "inputs.a", "missing"),
     ({"inputs": {"a": MODE}}, "inputs.a.mode", "is only for type=mltable"),
-    ({"inputs": {"a": {"path": "azureml:x:1", "kind": 1}}}, "inputs.a", "path, mode and type"),
+    ({"inputs": {"a": {"path": "azureml:x:1", "kind": 1}}}, "inputs.a", "one of type, mode, path"),
     ({"inputs": {"a": "https://x/o'neill"}}, "inputs.a", "%27"),
     ({"inputs": {"ab": "azureml:x:1"}, "env": {"L": "${{inputs.a}}/l"}}, "env.L", "mean ab?"),
     ({"services": {"x": {"type": "ssh"}}}, "services.x.ssh_public_keys", "nobody could log in"),
+    ({"services": {"x": {"type": "ssh", "ssh_public_key": "k"}}}, "services.x", "ssh_public_keys?"),
+    (
+        {"services": {"x": {"type": "vs_code", "log_dir": "l"}}},
+        "services.x.log_dir",
+        "tensor_board",
+    ),
+    ({"services": {"x": {"type": "jupyter"}}}, "services.x.type", "'jupyter_lab'"),
+    ({"services": {"x": "ssh"}}, "services.x", "'ssh' is not"),
+    ({"services": {"x": {"type": "vs_code"}}, "sweep": "azureml"}, "services", "sweep=jobs"),
+    ({"sweep_job": {"gaol": "maximize"}}, "sweep_job", "did you mean goal?"),
+    ({"inputs": {"m": {"path": "azureml:m:1", "type": "model"}}}, "inputs.m.type", "custom_model"),
+    ({"outputs": {"m": {}}}, "outputs.m", "write {folder: m}"),
+    ({"outputs": {"m": {"folder": "../x"}}}, "outputs.m.folder", "not a folder of the run"),
+    ({"outputs": {"m": {"folder": "x", "nam": "m"}}}, "outputs.m", "did you mean name?"),
+    ({"outputs": {"m": {"folder": "x", "version": "1"}}}, "outputs.m.version", "write the name"),
+    ({"outputs": {"m": {"path": "/tmp"}}}, "outputs.m.path", "azureml://datastores/"),
+    ({"outputs": {"store": {"folder": "x"}}}, "outputs.store", "but store"),
+    ({"outputs": {"m": {"folder": "x"}}, "sweep": "azureml"}, "outputs", "sweep=jobs"),
+    ({"conda_file": "/nowhere"}, "conda_file", "No such file"),
+    ({"conda_file": f"{ROOT}/conf/launcher/mpi.yaml"}, "conda_file", "no list of dependencies"),
+    ({"priority": "urgent"}, "priority", "'low', 'medium' or 'high'"),
+    ({"compute_type": "kubernetes"}, "compute", "which Kubernetes compute"),
+    ({**KUBERNETES, "tier": "spot"}, "tier", "has no tiers"),
+    ({"instance_type": "gpu"}, "instance_type", "compute_type=kubernetes"),
     ({"sweep_job": {"goal": "max"}}, "sweep_job.goal", "not 'maximize' or 'minimize'"),
     ({"files": "f", "forward_env": ["HF_TOKEN"]}, "files", "forward_env=[]"),
     ({"files": "f", "sweep": "azureml"}, "files", "sweep=jobs"),

@@ -153,6 +153,9 @@ REFUSED = [
     ({"port": 99999}, (1, 1), ["port: 99999 is not less than or equal to 65535"]),
     ({"interface": "eth99"}, (1, 1), ["interface: this machine has no interface eth99"]),
     ({"hosts": ["a"], "ssh": "nossh -v"}, (1, 1), ["ssh: this machine has no nossh"]),
+    ({"extra_args": ["-np", "1"]}, (1, 2), ["extra_args: -np is reserved for the launcher"]),
+    ({"extra_args": ["--hostfile=f"]}, (1, 2), ["extra_args: --hostfile=f is reserved"]),
+    ({"extra_args": ["--mca", "n", "1", "-v"]}, (1, 2), []),
     ({"hosts": ["a"], "ssh": "'"}, (1, 1), ['ssh: "\'": No closing quotation']),
 ]
 

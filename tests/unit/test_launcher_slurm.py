@@ -86,6 +86,8 @@ REFUSED = [
     ({"srun_args": ["--cpu-bind cores"]}, "write --cpu-bind=cores"),
     ({"srun_args": ["-w n1"]}, "write -wn1"),
     ({"srun_args": ["--gpu-bind"]}, "needs a value"),
+    ({"env": {"SLURM_NTASKS": 1}}, "sets --ntasks of sbatch or srun"),
+    ({"forward_env": ["SBATCH_ARRAY_INX"]}, "set launcher.max_parallel"),
     ({"inputs": ["/data"]}, "['/data'] is not a mapping"),
 ]
 
@@ -112,6 +114,7 @@ def test_options_of_sbatch_in_any_spelling():
     assert list(SlurmLauncher.check({"sbatch": ["--of-a-plugin=1", "-Iv"]}, {})) == []
     kept = ["-lu", "--cpu-bind=cores", "--mpi=pmix", "-wn1", "--lab", "--exclusive", "--hint=x"]
     assert list(SlurmLauncher.check({"srun_args": kept}, {})) == []
+    assert list(SlurmLauncher.check({"env": {"SLURM_MPI_TYPE": "pmix", "NTASKS": 1}}, {})) == []
 
 
 SAID = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from distdl.launch import retrying
 from distdl.launch.retrying import Retries
 from distdl.runs import files
 from distdl.runs.directory import RunDirectory
+from tests.limits import small_disk
 
 FAILED, PREEMPTED = JobState.FAILED, JobState.PREEMPTED
 BUG = {"step": 3, "type": "ValueError", "where": "mine.py, line 9, in forward"}
 ELSEWHERE = {**BUG, "where": "mine.py, line 12, in f"}
 KILLED = {"step": 3, "type": "Killed", "message": "killed by SIGKILL on node1"}
+FULL = {"step": 3, "type": "OSError", "message": "[Errno 28] No space left on device: 'last'"}
 EARLY = {"type": "KeyError"}  # before the first step
 
 
@@ -45,7 +48,11 @@ def attempted(run: RunDirectory, error: dict[str, Any], state: JobState, reached
 
 def pauses(run: RunDirectory, budget: int, *ends: tuple[dict[str, Any], JobState, int]) -> list:
     retries = Retries(run, budget)
-    return [retries.pause(attempted(run, *end), end[1]) for end in ends]
+    found = []
+    for error, state, reached in ends:
+        attempt = attempted(run, error, state, reached)
+        found.append(retries.pause(attempt, state, incident.read(attempt)))
+    return found
 
 
 BUGS = [{**BUG, "step": step} for step in range(9)]
@@ -64,6 +71,8 @@ CASES = {
     "another error": (9, [(BUG, FAILED, 0), ({**BUG, "type": "OSError"}, FAILED, 0)], [0, 2]),
     "one between them": (9, [(BUG, FAILED, 0), DIFFERENT[7], (BUG, FAILED, 0)], [0, 2, 4]),
     "kills are chance": (9, [(KILLED, FAILED, 0)] * 3, [0, 2, 4]),
+    "a full disk may be freed": (2, [(FULL, FAILED, 0)] * 3, [60, 60, None]),
+    "also after progress": (2, [(FULL, FAILED, 1), (FULL, FAILED, 2)], [60, 60]),
 }
 
 
@@ -94,3 +103,33 @@ def test_it_waits(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     retries = Retries(run, 2)
     again = [retries.again(attempted(run, *each), FAILED) for each in DIFFERENT[:3]]
     assert again == [True, True, False] and waited == [0, 2]
+
+
+def test_a_full_disk_is_waited_for_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody frees it in the second minute. Nothing is started before, as it could not write."""
+    waited: list[float] = []
+    with small_disk(tmp_path / "disk"):
+        filled = tmp_path / "disk/filled"
+        free = {2: filled.unlink}
+
+        def sleep(seconds: float) -> None:
+            waited.append(seconds)
+            free.get(len(waited), int)()
+
+        monkeypatch.setattr(retrying.time, "sleep", sleep)
+        run = RunDirectory(tmp_path / "disk/outputs/e/r")
+        run.create("seed: 1\n", {"command": ["python", "-m", "distdl"]})
+        retries = Retries(run, 3)
+        attempt = attempted(run, FULL, FAILED, 0)
+        with suppress(OSError):
+            filled.write_bytes(bytes(2 << 20))
+        assert retries.again(attempt, FAILED) and waited == [60, 60]
+        told = "failed: starting again in 60 s (2 more); disk is full: free space until then, "
+        assert told in capsys.readouterr().err
+        with suppress(OSError):
+            filled.write_bytes(bytes(2 << 20))
+        assert not Retries(run, 2).again(attempt, FAILED) and waited[2:] == [60, 60]
+        spent = "not started again: launcher.max_attempts=2, and there was no new checkpoint"
+        assert spent in capsys.readouterr().err

@@ -36,6 +36,7 @@ def resources(settings: ProvisionSettings) -> list[Resource]:
         Resource("resource group", ids.group, "2024-03-01", {"location": s.location}),
         *(network(ids, s) if s.private else ()),
         *accounts(ids, s),
+        *(insights(ids, s) if s.insights.create else ()),
         *storage(ids, s),
         *(dependencies(ids, s) if s.private else ()),
         workspace(ids, s),
@@ -79,6 +80,22 @@ def accounts(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
     yield Resource(name, ids.registry, api, body, named_by=key, patch=True)
 
 
+def insights(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
+    """Application Insights, which shows what endpoints log and how long they take, and the Log
+    Analytics workspace that keeps its data."""
+    kept = settings.insights.days
+    properties: dict[str, Any] = {"sku": {"name": "PerGB2018"}, "retentionInDays": kept}
+    body = {"location": settings.location, "properties": properties}
+    name, key = "log workspace", "insights.logs"
+    yield Resource(name, ids.logs, "2023-09-01", body, named_by=key, patch=True)
+    properties = {"Application_Type": "web", "WorkspaceResourceId": ids.logs}
+    # The nodes of endpoints and the Studio reach it by its public address, also if `private`.
+    body = {"location": settings.location, "kind": "web", "properties": properties}
+    fixed = ("location", "properties.Application_Type")
+    name, key = "Application Insights", "insights.name"
+    yield Resource(name, ids.insights, "2020-02-02", body, fixed, key)
+
+
 def storage(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
     """One account for data and one for results, each with a container named `data` or `results`."""
     for key, account, sku in (
@@ -115,6 +132,8 @@ def workspace(ids: Ids, settings: ProvisionSettings) -> Resource:
         "publicNetworkAccess": internet(settings),
         "systemDatastoresAuthMode": "identity",
     }
+    if settings.insights.create:
+        properties["applicationInsights"] = ids.insights
     if settings.private:
         properties["imageBuildCompute"] = settings.build_compute.name
     body = {

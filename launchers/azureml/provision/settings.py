@@ -8,7 +8,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+)
 from pydantic import field_validator as checks
 
 from distdl.launchers.azureml import vm_sizes
@@ -49,6 +56,10 @@ Vault = Annotated[str, _name(r"(?i)[a-z][a-z0-9-]{1,22}[a-z0-9]", "3 to 24 lette
 Cluster = Annotated[str, _name(r"(?i)[a-z][a-z0-9-]{1,31}", "2 to 32 letters, digits or -")]
 Vnet = Annotated[str, _name(r"(?i)[a-z0-9][\w.-]{0,62}\w", "2 to 64 letters, digits, _ . or -")]
 Identity = Annotated[str, _name(r"(?i)[a-z0-9][\w-]{2,127}", "3 to 128 letters, digits, _ or -")]
+Component = Annotated[str, _name(r"[\w.()-]{0,254}[\w()-]", "1 to 255 letters, digits, _ - . ( )")]
+LogWorkspace = Annotated[
+    str, _name(r"(?i)[a-z0-9][a-z0-9-]{2,61}[a-z0-9]", "4 to 63 letters, digits or -")
+]
 Guid = Annotated[str, _name(r"(?i)[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "an id (a GUID)")]
 AddressRange = Annotated[str, AfterValidator(_address_range)]
 UsableVmSize = Annotated[VmSizeName, AfterValidator(_not_retired)]
@@ -92,6 +103,13 @@ class Registry(Section):
     sku: Literal["Basic", "Standard", "Premium"]
 
 
+class Insights(Section):
+    create: bool
+    name: Component | None
+    logs: LogWorkspace | None
+    days: Annotated[int, Field(ge=30, le=730)]
+
+
 class Storage(Section):
     data: AccountName | None
     data_sku: Sku
@@ -128,6 +146,7 @@ class ProvisionSettings(Section):
     private: bool
     network: Network
     registry: Registry
+    insights: Insights
     storage: Storage
     key_vault: Vault | None
     compute: Compute

@@ -62,6 +62,10 @@ class Ids:
         self.results = self.of(account, s.unique_name(s.storage.results, "res", 24))
         self.vault = self.of("Microsoft.KeyVault/vaults", s.unique_name(s.key_vault, "kv", 24))
         self.registry = self.of(REGISTRIES, s.unique_name(s.registry.name, "cr", 50))
+        insights = settings.insights.name or f"{s.workspace}-insights"
+        self.insights = self.of("Microsoft.Insights/components", insights)
+        logs = settings.insights.logs or f"{s.workspace}-logs"
+        self.logs = self.of("Microsoft.OperationalInsights/workspaces", logs)
         self.identity = self.of(IDENTITIES, s.identity or f"{s.workspace}-jobs")
         networks = f"{NETWORK}/virtualNetworks"
         self.network = self.of(networks, s.network.name or f"{s.workspace}-vnet")

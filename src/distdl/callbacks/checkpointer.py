@@ -309,6 +309,7 @@ class Checkpointer(Callback, Decides):
             **self.best.state(),
             "rng": process_group.gather(fit_loop_of(trainer).epoch_loop.generators or rng_state()),
             "epoch_metrics": process_group.gather(epoch_metrics(trainer)),
+            "loaders": process_group.gather(fit_loop_of(trainer).loader_states),
             **resume_state.of_parameters(pl_module, self._half_a_step),
         }
         if self.modules is not None:
@@ -329,6 +330,10 @@ class Checkpointer(Callback, Decides):
         if loaded is None:
             return
         self.position.epoch, self.position.consumed = loaded["epoch"], loaded["consumed"]
+        if "loaders" in loaded:
+            states, rank = loaded["loaders"], trainer.global_rank
+            has_states = resume_state.give_loader_states(checkpoint, states, rank)
+            self.position.has_states = has_states
         self.rates = loaded.get("rates")
         self.best.load(loaded)
         self._loaded = loaded

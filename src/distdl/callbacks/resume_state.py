@@ -58,6 +58,14 @@ def recount_batches(trainer: Trainer, saved: dict[str, Any], samples_per_batch: 
         part.completed = part.processed - open_batches
 
 
+def give_loader_states(checkpoint: dict[str, Any], states: list[list[Any]], rank: int) -> bool:
+    """Puts this rank's states where Lightning takes them from; none at another world size. Returns
+    whether there are any."""
+    mine = states[rank] if len(states) == process_group.world_size() else []
+    checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = mine
+    return bool(mine)
+
+
 def rescale(
     trainer: Trainer, optimizer: dict[str, Any] | None, before: int | None, now: int | None
 ) -> None:

@@ -167,6 +167,7 @@ DOORS: Mapping[str, Door] = {
     "launcher.image": Door(_IMAGE),
     "launcher.environment": Door(_IMAGE),
     "launcher.build_context": Door(_IMAGE),
+    "launcher.conda_file": Door("packages that are installed"),
     "launcher.docker_args": Door(_OPTIONS),
     "launcher.services": Door("who may log in to the job"),
 }
@@ -181,6 +182,7 @@ HARMLESS: Mapping[str, str] = {
     "data.root": "a folder that is read",
     "launcher.compute_identity": "a name of Azure's",
     "launcher.container_runtime": "pyxis or apptainer",
+    "launcher.description": "a text that a platform shows",
     "launcher.files": "a folder that a dry run writes",
     "launcher.forward_env": "names of variables; their values are the user's own",
     "launcher.hostfile": "a list of hosts, which is read",

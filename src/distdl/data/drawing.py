@@ -19,6 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from distdl.data.own_generators import KINDS, reseed
 from distdl.util.seeds import stable_seed
 
 # Samplers whose draws depend only on their generator, not on how often they were iterated.
@@ -62,7 +63,8 @@ class Drawn:
             seed_all(value)
             for sampler in _within(self.sampler):
                 for held in vars(sampler).values():
-                    _reseed(held, value)
+                    if isinstance(held, KINDS):
+                        reseed(held, value)
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
             items = [_plain(item) for item in self.sampler]
@@ -106,18 +108,6 @@ def _within(sampler: Any) -> Iterator[Any]:
     for held in vars(sampler).values():
         if isinstance(held, Sampler):
             yield from _within(held)
-
-
-def _reseed(held: Any, value: int) -> None:
-    match held:
-        case torch.Generator():
-            held.manual_seed(value)
-        case np.random.Generator():
-            held.bit_generator.state = type(held.bit_generator)(value).state
-        case np.random.RandomState():
-            held.seed(value & 0xFFFFFFFF)
-        case random.Random():
-            held.seed(value)
 
 
 def _plain(item: Any) -> Any:

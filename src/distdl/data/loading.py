@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +26,21 @@ from torch.utils.data import (
 )
 
 from distdl.data.drawing import Drawn, random_states_kept, seed_all, shards_itself
-from distdl.data.rebuilding import NotRebuilt, Striding, rebuilt
-from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
+from distdl.data.own_generators import OwnGenerators
+from distdl.data.rebuilding import NotRebuilt, Striding, of_torch, rebuilt
+from distdl.data.sampling import (
+    EvalBatches,
+    PlacedBatches,
+    SampleKey,
+    TrainBatches,
+    TrainPosition,
+)
 from distdl.data.worker_end import EndingWithRank
 from distdl.util.errors import UserError
 from distdl.util.ordinals import ordinal
 from distdl.util.seeds import stable_seed
+
+log = logging.getLogger(__name__)
 
 LEAVE = "trainer.use_distributed_sampler=false"
 
@@ -37,10 +48,13 @@ LEAVE = "trainer.use_distributed_sampler=false"
 class KeyedDataset(Dataset[Any]):
     """A map-style dataset whose random augmentation depends only on (seed, epoch, index).
 
-    Before `dataset[index]` it seeds the default CPU generators of Python, NumPy and torch; in the
-    main process it then restores their states. This costs about 10 us per sample and 80 us per
-    batch. A dataset without randomness avoids the cost with `is_deterministic = True`; a
-    TensorDataset needs no such mark.
+    Before `dataset[index]` it seeds the default CPU generators of Python, NumPy and torch, and
+    those that the dataset holds (`OwnGenerators`). After a batch's samples its own are seeded by
+    the batch, for `collate_fn`. In a worker so are the default ones; in the main process these get
+    their states back, which a checkpoint holds. It costs about 10 us per sample, 80 us per batch,
+    and as much again for own ones. A class without randomness avoids the cost with
+    `is_deterministic = True`; a plain TensorDataset needs no mark. A subclass does not inherit the
+    mark, as it may draw.
 
     Other attributes are looked up on the wrapped dataset. A plain integer key gives
     `dataset[index]`. A method `at_epoch(index, epoch)` of the dataset is called instead, if it
@@ -50,13 +64,17 @@ class KeyedDataset(Dataset[Any]):
         dataset: With `__getitem__` and `__len__`.
         seed: The run's seed.
         with_weight: Add "weight" (float32, 1 or 0) and "index" (int64) to each sample.
+        collate_fn: Makes a batch of the samples, and may draw as well.
 
     Raises:
         UserError: With `with_weight`, when a sample is not a dict.
     """
 
-    def __init__(self, dataset: Any, seed: int, *, with_weight: bool = False) -> None:
+    def __init__(
+        self, dataset: Any, seed: int, *, with_weight: bool = False, collate_fn: Any = None
+    ) -> None:
         self.dataset, self.seed, self.with_weight = dataset, seed, with_weight
+        self.own_generators = OwnGenerators(dataset=dataset, collate_fn=collate_fn)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -69,20 +87,37 @@ class KeyedDataset(Dataset[Any]):
     def __getitem__(self, key: SampleKey | int) -> Any:
         return self.__getitems__([key])[0]
 
-    def __getitems__(self, keys: Sequence[SampleKey | int]) -> list[Any]:
+    def __getitems__(self, keys: Sequence[Any]) -> list[Any]:
         # DataLoader's fetcher calls this per batch, so the states are saved once per batch.
-        if getattr(self.dataset, "is_deterministic", isinstance(self.dataset, TensorDataset)):
-            return [self._sample(key) for key in keys]
-        if get_worker_info() is not None:  # in a worker nothing else needs the old states
-            return [self._sample(key, reseed=True) for key in keys]
-        with random_states_kept():
-            return [self._sample(key, reseed=True) for key in keys]
+        if not keys or not isinstance(keys[0], SampleKey):
+            return [self.dataset[key] for key in keys]
+        in_worker, draws = get_worker_info() is not None, not is_marked(self.dataset)
+        # In a worker nothing else needs the old states.
+        with random_states_kept() if draws and not in_worker else nullcontext():
+            samples = self._samples(keys, draws)
+        batch = (self.seed, keys[0].epoch, keys[0].index, "batch")
+        if in_worker:
+            seed_all(stable_seed(*batch))
+        self.own_generators.seed(*batch)
+        return samples
 
-    def _sample(self, key: SampleKey | int, reseed: bool = False) -> Any:
-        if not isinstance(key, SampleKey):
-            return self.dataset[key]
-        if reseed:
-            seed_all(stable_seed(self.seed, key.epoch, key.index))
+    def _samples(self, keys: Sequence[SampleKey], draws: bool) -> list[Any]:
+        epoch = keys[0].epoch
+        is_new = self.own_generators.is_new(epoch)
+        if is_new:
+            self.own_generators.look(epoch)
+        self.own_generators.refresh()
+        first = self._sample(keys[0], draws)
+        if is_new and draws and self.own_generators.look(epoch):
+            # The first sample has made a generator, which could not be seeded before it drew.
+            first = self._sample(keys[0], draws)
+        return [first, *(self._sample(key, draws) for key in keys[1:])]
+
+    def _sample(self, key: SampleKey, draws: bool) -> Any:
+        if draws:
+            sample_of = (self.seed, key.epoch, key.index)
+            seed_all(stable_seed(*sample_of))
+            self.own_generators.seed(*sample_of)
         at_epoch = getattr(self.dataset, "at_epoch", None)
         sample = at_epoch(key.index, key.epoch) if at_epoch else self.dataset[key.index]
         if not self.with_weight:
@@ -96,6 +131,28 @@ class KeyedDataset(Dataset[Any]):
         # a weight of 0 itself (a damaged image that was replaced by another one).
         weight = np.float32(key.weight * sample.get("weight", 1.0))
         return {**sample, "weight": weight, "index": key.index}
+
+
+def is_marked(dataset: Any) -> bool:
+    """Whether a dataset states, itself or by its very class, that it draws nothing."""
+    kind = type(dataset)
+    if "is_deterministic" in {*vars(kind), *getattr(dataset, "__dict__", ())}:
+        return bool(dataset.is_deterministic)
+    return kind is TensorDataset
+
+
+def saves_itself(loader: Any) -> bool:
+    """Whether a loader saves its own state, which Lightning writes into checkpoints."""
+    return callable(getattr(loader, "state_dict", None)) and callable(
+        getattr(loader, "load_state_dict", None)
+    )
+
+
+def restores_itself(source: LightningDataModule | LightningModule) -> bool:
+    """Whether a data module, or a module that has loaders, restores some state of its own."""
+    base = LightningModule if isinstance(source, LightningModule) else LightningDataModule
+    hooks = ("load_state_dict", "on_load_checkpoint")
+    return any(getattr(type(source), hook, None) is not getattr(base, hook, None) for hook in hooks)
 
 
 def distribute(
@@ -179,8 +236,9 @@ class _Share:
         several = len(tree_leaves(loaders)) > 1
         if self.stage == "train":
             self.position.per_batch, self.position.samples = 0, 0
-            if several and self.position.consumed:
-                self._warn("several", "several loaders start the epoch again: samples repeat")
+            if several and not self._all_keep_their_place(loaders):
+                again = "several loaders start the epoch again: samples repeat"
+                self._say_not_exact("several loaders", again)
         return tree_map(functools.partial(self._one, resume=not several), loaders)
 
     def _one(self, loader: Any, resume: bool) -> Any:
@@ -207,13 +265,17 @@ class _Share:
             if self.stage == "train"
             else self._evaluate(loader, sampler)
         )
-        dataset = KeyedDataset(loader.dataset, self.seed, with_weight=self._exact)
+        weighted, collate_fn = self._exact, loader.collate_fn
+        dataset = KeyedDataset(
+            loader.dataset, self.seed, with_weight=weighted, collate_fn=collate_fn
+        )
         try:
             made = rebuilt(loader, dataset, batches)
         except NotRebuilt as error:
             return self._refuse_unsharded(loader, str(error))
         if isinstance(batches, TrainBatches):
             self._count_in(batches.global_batch, sampler.rows)
+            self._name_unrepeatable(loader)
         return made
 
     @property
@@ -222,12 +284,13 @@ class _Share:
 
     def _train(self, loader: DataLoader[Any], sampler: _Sampling, resume: bool) -> TrainBatches:
         ordered: Any = loader.dataset if hasattr(loader.dataset, "reached") else None
-        shuffle = isinstance(sampler.order, RandomSampler)
+        shuffle = sampler.shuffles
         if not sampler.by_torch:
             ordered = Drawn(sampler.order, always_first=self.shuffle is False)
         elif self.shuffle is not None:
             shuffle = self.shuffle
-        return TrainBatches(
+        kind = PlacedBatches if resume and saves_itself(loader) else TrainBatches
+        return kind(
             len(sampler.order),
             sampler.batch_size,
             rank=self.rank,
@@ -297,11 +360,56 @@ class _Share:
         if why is not None and self.world_size > 1:
             self._warn("custom", f"{why}: it must shard itself over {self.world_size} ranks")
         if self.stage == "train":
-            if self.position.consumed:
-                self._warn("again", f"{type(loader).__name__} starts the epoch again")
+            self._say_who_knows_the_place(loader)
             rows = _Sampling(loader).rows if isinstance(loader, DataLoader) else None
             self._count_in((rows or 1) * self.world_size, rows)
         return loader
+
+    def _all_keep_their_place(self, loaders: Any) -> bool:
+        each = all(saves_itself(loader) for loader in tree_leaves(loaders))
+        return each and (self.position.has_states or not self.position.consumed)
+
+    def _say_who_knows_the_place(self, loader: Any) -> None:
+        """What a resume inside an epoch does with a loader that is left as it is."""
+        name, source = type(loader).__name__, type(self.source)
+        if saves_itself(loader):
+            self._name_unrepeatable_of_stateful(loader)
+            if self.position.consumed and not self.position.has_states:
+                text = f"{name} starts the epoch again: the checkpoint has no state for this rank"
+                self._warn("again", text)
+        elif restores_itself(self.source):
+            if self.position.consumed:
+                text = f"{name} goes on inside the epoch as {source.__name__} lets it, with the "
+                whose = "that rank 0 has saved" if self.world_size > 1 else "that it has saved"
+                self._warn("again", f"{text}state {whose}")
+        else:
+            self._say_not_exact(name, f"{name} starts the epoch again")
+
+    def _name_unrepeatable_of_stateful(self, loader: Any) -> None:
+        dataset = getattr(loader, "dataset", None)
+        own = OwnGenerators(dataset=dataset, collate_fn=getattr(loader, "collate_fn", None))
+        own.look()
+        places = [*own.places, *own.unknown]
+        if places and not saves_itself(dataset) and not restores_itself(self.source):
+            name, drawn = type(loader).__name__, ", ".join(places)
+            text = f"{name} goes on at its place, but a resume does not repeat what is drawn by "
+            self._warn("unknown", f"{text}{drawn}: give {type(dataset).__name__} a state_dict")
+
+    def _say_not_exact(self, name: str, again: str) -> None:
+        if self.position.consumed:
+            self._warn("again", again)
+        elif self.rank == 0 and "first" not in self.warned:
+            self.warned.add("first")
+            text = "train_dataloader: %s cannot be resumed exactly: inside an epoch a resume "
+            text += "starts the epoch again, and what it draws at random is not repeated"
+            log.info(text, name)
+
+    def _name_unrepeatable(self, loader: DataLoader[Any]) -> None:
+        own = OwnGenerators(dataset=loader.dataset, collate_fn=loader.collate_fn)
+        own.look()
+        if own.unknown:
+            text = f"a resume does not repeat what is drawn by {', '.join(own.unknown)}: keep a "
+            self._warn("unknown", f"{text}generator in an attribute, or seed it by the index")
 
     def _count_in(self, per_batch: int, rows: int | None) -> None:
         """Adds one more loader to the size of a global batch."""
@@ -323,7 +431,7 @@ class _Sampling:
 
     `order` is the sampler, or a custom batch sampler (then `batched` is True). `rows` is the number
     of samples in a batch, None if unknown. `by_torch` is True if torch's own sampler gives all
-    samples of the dataset, in order or shuffled.
+    samples of the dataset, in order or shuffled (`shuffles`).
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -331,17 +439,19 @@ class _Sampling:
         order: Any = loader.sampler if batches is None else batches
         rows = getattr(order, "batch_size", None)
         self.rows = rows if isinstance(rows, int) else None
-        self.batched = batches is not None and type(batches) is not BatchSampler
-        self.batch_size, self.drop_last = 1, False
-        if type(batches) is BatchSampler:  # if it was an argument, loader.sampler is unused
+        self.batched, self.batch_size, self.drop_last = batches is not None, 1, False
+        if isinstance(batches, BatchSampler) and of_torch(batches):
+            # If it was an argument, loader.sampler is unused.
+            self.batched, order = False, batches.sampler
             self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
-            order = batches.sampler
-        self.order, kind = order, type(order)
+        self.order = order
+        draws = self.shuffles = type(order).__name__ == RandomSampler.__name__
         self.by_torch = (
-            kind in (SequentialSampler, RandomSampler)
+            (draws or type(order) is SequentialSampler)
+            and of_torch(order)
             and order.data_source is dataset
-            and (kind is SequentialSampler or not order.replacement)
-            and (kind is SequentialSampler or order.num_samples == len(dataset))
+            and not (draws and order.replacement)
+            and (not draws or order.num_samples == len(dataset))
         )
 
     @property

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.data import (
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from distdl.data.sampling import EvalBatches, InOrder, TrainBatches
+from distdl.data.sampling import EvalBatches, InOrder, Placed, PlacedInOrder, TrainBatches
 from distdl.data.worker_end import EndingWithRank
 
 # Arguments that a DataLoader keeps as attributes, except for the dataset and the samplers.
@@ -27,6 +27,11 @@ class NotRebuilt(Exception):
     """The batches of a DataLoader subclass cannot be replaced."""
 
 
+def of_torch(sampler: object) -> bool:
+    """Whether a sampler's class is torch's, or its twin of torchdata's StatefulDataLoader."""
+    return type(sampler).__module__.partition(".")[0] in ("torch", "torchdata")
+
+
 def rebuilt(
     loader: DataLoader[Any], dataset: Dataset[Any], batches: TrainBatches | EvalBatches
 ) -> DataLoader[Any]:
@@ -36,18 +41,23 @@ def rebuilt(
     Raises:
         NotRebuilt: The subclass's arguments are unknown, or it does not use the new sampler.
     """
-    if type(loader) is not DataLoader:
+    if not of_torch(loader):
         return _of_subclass(loader, dataset, batches)
+    # Not torchdata's `snapshot_every_n_steps`: with 1, a state has no batches to be skipped again.
     settings: dict[str, Any] = {name: getattr(loader, name) for name in SETTINGS}
     if loader.batch_sampler is None:
-        return DataLoader(dataset, sampler=InOrder(batches), batch_size=None, **settings)
-    return DataLoader(dataset, batch_sampler=batches, **settings)
+        return type(loader)(dataset, sampler=in_order(batches), batch_size=None, **settings)
+    return type(loader)(dataset, batch_sampler=batches, **settings)
+
+
+def in_order(batches: TrainBatches | EvalBatches) -> InOrder:
+    return PlacedInOrder(batches) if isinstance(batches, Placed) else InOrder(batches)
 
 
 def _of_subclass(
     loader: DataLoader[Any], dataset: Dataset[Any], batches: TrainBatches | EvalBatches
 ) -> DataLoader[Any]:
-    one_by_one = InOrder(batches)
+    one_by_one = in_order(batches)
     try:
         if batches.batched:
             # Lightning recorded these when the hook created the loader.
@@ -62,8 +72,8 @@ def _of_subclass(
     except (TypeError, AttributeError, MisconfigurationException) as error:
         raise NotRebuilt(str(error).strip()) from error
     inner = made.batch_sampler
-    taken = inner is batches or made.sampler is one_by_one
-    if isinstance(batches, TrainBatches) and type(inner) is BatchSampler:
+    taken = inner is batches or one_by_one in (made.sampler, getattr(inner, "sampler", None))
+    if isinstance(batches, TrainBatches) and isinstance(inner, BatchSampler) and of_torch(inner):
         taken = taken and inner.batch_size == batches.batch_size
     if not taken:
         raise NotRebuilt("its __init__ does not pass sampler and batch_size to DataLoader")

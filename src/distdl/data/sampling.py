@@ -35,6 +35,7 @@ class TrainPosition:
             is distributed.
         samples: Samples of one step, over all ranks; None: unknown.
         predicted: Samples, over all ranks, for which an interrupted prediction has stored rows.
+        has_states: The checkpoint has this rank's states of the loaders that save their own.
     """
 
     epoch: int = 0
@@ -42,6 +43,7 @@ class TrainPosition:
     per_batch: int = 0
     samples: int | None = None
     predicted: int = 0
+    has_states: bool = False
 
 
 class Ordered(Protocol):
@@ -229,3 +231,23 @@ class InOrder(SequentialSampler):
         if isinstance(self.batches, EvalBatches):
             return self.batches.rows
         return len(self.batches) * self.batches.batch_size
+
+
+class Placed:
+    """For a loader that saves its own state (torchdata's `StatefulDataLoader`). It would skip what
+    an epoch has consumed once more, if its sampler did not seem to know the place: these start at
+    their `TrainPosition`, at any number of ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+class PlacedBatches(Placed, TrainBatches):
+    pass
+
+
+class PlacedInOrder(Placed, InOrder):
+    pass

@@ -17,12 +17,13 @@ LITTLE = 2**28  # bytes of memory of a host that is left
 LESS = "fewer data.num_workers, or a smaller batch"
 CALLS = "let all ranks make the same collective calls, with the same sizes, in the same order"
 LONGER = "the stacks show the line; if it needs that long: watchdog.timeout=SECONDS"
+DISK_FULL = "disk is full"  # a name of a cause
 # The name, a pattern of the messages of an exception, and the remedy. What speaks for a lack of
 # memory follows the message about a kill.
 MESSAGES = (
     ("/dev/shm is full", r"shared memory|/dev/shm|</?torch_\d|Bus error", f"{LESS}; --shm-size=8g"),
     (
-        "disk is full",
+        DISK_FULL,
         r"No space left|quota exceeded|file write failed|unexpected pos|File too large",
         "free space, or raise the limit (quota, ulimit -f)",
     ),

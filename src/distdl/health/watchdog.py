@@ -5,7 +5,8 @@ A thread of each rank looks twice a second whether the main thread has done anyt
 common store. When one rank has made no progress for too long, all of them write what they were
 doing, and end with exit code 70.
 
-Outside a step (set-up, a checkpoint, the end of an epoch) a limit is longer, and a process that
+Outside a step (set-up, with the first batch of a loader; a checkpoint; the end of an epoch) a limit
+is longer, and a process that
 works makes progress. A rank may wait for others as long as one of them may take longer than itself:
 in a debugger, a download, a compilation, a checkpoint.
 """

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from distdl.health import incident
+from distdl.health.causes import DISK_FULL
+from distdl.health.incident import Incident
 from distdl.job import JobState
 from distdl.runs.checkpoints import CheckpointStore, age
-from distdl.runs.directory import Attempt, RunDirectory
+from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.util.tail import plain
 
 FIRST_S, LONGEST_S = 2.0, 60.0  # pauses; the first start after progress has none
 # Causes that lie outside of the program: they may come twice at the same step by chance.
-BY_CHANCE = ("killed", "lost host", "connection", "stopped")
+BY_CHANCE = ("killed", "lost host", "connection", "stopped", DISK_FULL)
+ROOM = 1 << 20  # bytes that a disk must take before the next start
 
 
 class Failure(NamedTuple):
@@ -30,9 +36,9 @@ class Failure(NamedTuple):
         return f"{step}with the same error: {self.kind}{where}"
 
 
-def failure_of(attempt: Attempt) -> Failure | None:
+def failure_of(attempt: Attempt, report: Incident | None) -> Failure | None:
     """How an attempt failed; None if it did not, or by chance."""
-    report, first = incident.read(attempt), attempt.first_error()
+    first = attempt.first_error()
     if report is None or first is None or report.cause in BY_CHANCE:
         return None
     step = first.get("step")
@@ -57,18 +63,23 @@ class Retries:
 
     def again(self, attempt: Attempt, state: JobState) -> bool:
         """Called after an attempt that did not succeed. If it should be started again, waits for
-        the time of the pause."""
-        pause = self.pause(attempt, state)
-        if pause is None:
-            return False
-        after = f" in {pause:.0f} s" if pause else ""
-        print(f"{state.lower()}: starting again{after} ({self.left} more)", file=sys.stderr)
-        time.sleep(pause)
-        return True
+        the time of the pause. A start without room for its files counts, and is not tried."""
+        report = incident.read(attempt)
+        full = report is not None and report.cause == DISK_FULL
+        while (pause := self.pause(attempt, state, report)) is not None:
+            after = f" in {pause:.0f} s" if pause else ""
+            text = f"{state.lower()}: starting again{after} ({self.left} more)"
+            more = f"; {DISK_FULL}: free space until then, {shown(self.run.path)}" if full else ""
+            print(text + more, file=sys.stderr)
+            time.sleep(pause)
+            if not full or has_room(self.run.path):
+                return True
+        return False
 
-    def pause(self, attempt: Attempt, state: JobState) -> float | None:
-        """Seconds to wait before the next start; None if there must be none."""
-        failure, before, step = failure_of(attempt), self._last, self._newest_step()
+    def pause(self, attempt: Attempt, state: JobState, report: Incident | None) -> float | None:
+        """Seconds to wait before the next start; None if there must be none. `report`: the
+        attempt's, if it failed. Somebody may free a full disk, which takes a while."""
+        failure, before, step = failure_of(attempt, report), self._last, self._newest_step()
         progress = step > self._step
         if progress:
             self.left, self._without_progress = self.budget, 0
@@ -85,6 +96,8 @@ class Retries:
         if state is JobState.PREEMPTED:
             return 0.0
         self._without_progress += 1
+        if report is not None and report.cause == DISK_FULL:
+            return LONGEST_S
         return backoff(self._without_progress)
 
     def _newest_step(self) -> float:
@@ -96,9 +109,20 @@ class Retries:
 def not_again(attempt: Attempt, reason: str) -> None:
     """Says why a run is not started again: on the screen and in the report."""
     why = f"not started again: {reason}"
-    attempt.update(not_restarted=why)
+    with suppress(OSError):  # a full disk
+        attempt.update(not_restarted=why)
     incident.write(attempt)
     print(why, file=sys.stderr)
+
+
+def has_room(folder: Path) -> bool:
+    """Whether the disk (or quota) of a folder takes ROOM bytes."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(ROOM))
+    except OSError:
+        return False
+    return True
 
 
 def backoff(failures: int) -> float:

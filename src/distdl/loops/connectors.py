@@ -12,6 +12,8 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import RunningStage
 
+from distdl.loops.fit import fit_loop_of
+
 
 class Restores(Protocol):
     """How a checkpoint becomes the state of a run."""
@@ -43,8 +45,9 @@ class CheckpointConnector(_CheckpointConnector):
         self.restores.training(self._loaded_checkpoint)
 
     def restore_everything(self) -> None:
-        """What Lightning does: precision, loops, optimizers and schedules."""
+        """What Lightning does: precision, loops, loaders, optimizers and schedules."""
         super().restore_training_state()
+        fit_loop_of(self.trainer).rebuild_loaders_with_state()
 
 
 class DataConnector(_DataConnector):

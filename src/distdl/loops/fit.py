@@ -17,6 +17,7 @@ Lightning's loops (2.6) with what an exact resume needs besides. It rests on thi
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -88,6 +89,10 @@ class EpochLoop(_TrainingEpochLoop):
         finally:
             self.trainer.should_stop = True
 
+    def _on_before_fetch(self) -> None:
+        super()._on_before_fetch()
+        fit_loop_of(self.trainer).keep_loader_states()
+
     def _broadcast_sigterm_tensor(self) -> None:
         """Does nothing. Lightning would broadcast a flag at every step and wait for the device to
         read it; `Decides` agrees on one without waiting."""
@@ -108,6 +113,7 @@ class FitLoop(_FitLoop):
         self.epoch_loop = EpochLoop(trainer, limits.min_steps, limits.max_steps)
         # Called after the last batch of an epoch, before the hooks at its end.
         self.after_batches: Callable[[], None] | None = None
+        self._states_before: list[Any] = []  # of the loaders, before the last batch was fetched
 
     def on_run_start(self) -> None:
         self.epoch_loop.decides = who_decides(self.trainer)
@@ -136,6 +142,24 @@ class FitLoop(_FitLoop):
         finally:
             progress.increment_completed()
 
+    @property
+    def loader_states(self) -> list[Any]:
+        """The states of this rank's loaders that save their own; Lightning keeps those of rank 0.
+
+        Where the length of an epoch is unknown, Lightning fetches a batch ahead. It is not trained
+        on, so the states of before it count.
+        """
+        is_ahead = bool(getattr(self._data_fetcher, "batches", ()))
+        return self._states_before if is_ahead else self._states()
+
+    def keep_loader_states(self) -> None:
+        """Called before each batch is fetched."""
+        if self._data_fetcher is not None and self._data_fetcher.length is None:
+            self._states_before = copy.deepcopy(self._states())
+
+    def _states(self) -> list[Any]:
+        return [] if self._combined_loader is None else self._combined_loader._state_dicts()
+
     def draw_seeds_again(self) -> None:
         """The loaders draw the seeds of this epoch once more, by generators that were restored
         after the first time."""
@@ -145,6 +169,14 @@ class FitLoop(_FitLoop):
         """The loaders are built again before the training: these may hold another epoch's order,
         or have begun before the position in it was known."""
         self._combined_loader = None
+
+    def rebuild_loaders_with_state(self) -> None:
+        """Loaders that save their own state, and that `configure_optimizers` has built already, are
+        built again: Lightning restores it as it builds them."""
+        if self._combined_loader_states_to_load and self._combined_loader is not None:
+            assert self._data_fetcher is not None
+            self._data_fetcher.teardown()
+            self._combined_loader = None
 
     def stand_at(self, step: int, epoch: int) -> None:
         """What an evaluation logs has this step and epoch."""

@@ -20,7 +20,7 @@ from distdl.tracking import services
 from distdl.tracking.client import exclusive, import_client, prepare_environment
 from distdl.tracking.delivery import Delivery
 from distdl.tracking.outbox import Outbox, database_path, is_local, redact
-from distdl.tracking.refusals import deleted_in, described, refusal
+from distdl.tracking.refusals import deleted_in, described, refusal, schema_of
 from distdl.util.errors import Problem
 
 if TYPE_CHECKING:
@@ -109,7 +109,10 @@ class MLflowLogger:
             uri = config.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
             uri = str(uri or f"sqlite:///{outputs}/mlflow.db")
             own = context["config"].get("experiment_name")
-            if refused := deleted_in(uri, str(experiment or own)):
+            if refused := schema_of(uri):
+                path = f"MLflow at {redact(uri)}"
+                yield Problem("tracking_uri", f"{path} {refused.what}", refused.remedy)
+            elif refused := deleted_in(uri, str(experiment or own)):
                 yield Problem("experiment_name", f"MLflow {refused.what}", refused.remedy)
         name = config.get("register")
         if name is not None and not re.fullmatch(NAME, str(name)):
@@ -286,8 +289,9 @@ class MLflowLogger:
             log.warning(text, redact(self.uri), refused.what, refused.remedy)
             return
         text = "MLflow at %s fails; training continues, and what is logged is sent "
-        text += "when the server is back. The error: %s"
-        log.warning(text, redact(self.uri), described(error, self.uri))
+        text += "when the %s. The error: %s"
+        later = "database can be used again" if is_local(self.uri) else "server is back"
+        log.warning(text, redact(self.uri), later, described(error, self.uri))
 
     def _wait(self, seconds: float) -> None:
         if self._wake.wait(seconds):

@@ -7,7 +7,9 @@ import errno
 import re
 import shlex
 import sqlite3
+import textwrap
 
+from distdl.tracking import schema
 from distdl.tracking.outbox import database_path, is_local, redact
 
 CREDENTIALS = (
@@ -57,17 +59,13 @@ MESSAGES = {
     "disk is full": ("has no room left", "make room on its disk"),
     "disk image is malformed": ("is damaged", "restore it from a copy, or move it away"),
     "file is not a database": ("is damaged", "restore it from a copy, or move it away"),
-    "Can't locate revision": ("was written by a newer MLflow", "pip install --upgrade mlflow"),
-    "out-of-date database schema": (
-        "was written by an older MLflow",
-        "mlflow db upgrade DATABASE, after a backup",
-    ),
     "AccessDenied": ("keeps artifacts where they cannot be written", STORE),
     "NoSuchBucket": ("keeps artifacts in a bucket that does not exist", STORE),
     "ContainerNotFound": ("keeps artifacts in a container that does not exist", STORE),
     "AuthorizationPermissionMismatch": ("keeps artifacts where they cannot be written", STORE),
     "Unable to locate credentials": ("keeps artifacts where they cannot be written", STORE),
 }
+LONGEST = 300  # characters of a server's words
 FILES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 
 
@@ -92,8 +90,9 @@ def status_of(error: Exception) -> str:
 
 
 def described(error: Exception, uri: str) -> str:
-    """The server's words, without its password."""
-    text = " ".join(str(error).replace(uri, redact(uri)).split())[:300]
+    """The server's words, without its password, and without the statement of a database."""
+    text = str(error).replace(uri, redact(uri)).partition("[SQL:")[0]
+    text = textwrap.shorten(text, LONGEST, placeholder=" ...")
     if "too many 429 " in text:  # MLflow's client hides the rest of such an answer
         text += " (429: it limits requests, or a quota is used up: ask its administrator)"
     return text
@@ -107,6 +106,8 @@ def refusal(error: Exception, uri: str) -> LastingRefusal | None:
         return LastingRefusal(
             f"needs the package {error.name}", f"pip install {error.name.split('.')[0]}"
         )
+    if misfit := schema.told_by(str(error), uri):
+        return LastingRefusal(*misfit)
     status, code = status_of(error), str(getattr(error, "error_code", ""))
     told = described(error, uri)
     if status == "429":  # its code is that of a quota
@@ -131,6 +132,12 @@ def deleted(uri: str, name: str, experiment_id: str) -> LastingRefusal:
     return LastingRefusal(
         f"has the experiment {name!r} in its bin: it was deleted", f"{command}, or {OTHER}"
     )
+
+
+def schema_of(uri: str) -> LastingRefusal | None:
+    """The refusal of a database file that has another schema; None if it is no such file."""
+    misfit = schema.misfit(uri)
+    return LastingRefusal(*misfit) if misfit else None
 
 
 def deleted_in(uri: str, name: str) -> LastingRefusal | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from distdl.config import credentials
 from distdl.runs.directory import shown
 from distdl.runs.records import journals
-from distdl.tracking.outbox import Outbox, redact
+from distdl.tracking.outbox import Outbox, is_local, redact
 from distdl.tracking.refusals import OTHER, described, refusal
 from distdl.util.errors import UserError
 
@@ -60,8 +60,11 @@ def sync(run: Path, experiment: str | None = None, confirmed: str | None = None)
                 other = " --experiment <other>" if refused.remedy.endswith(OTHER) else ""
                 print(f"Then: {again}{other and f', or now: {again}{other}'}", file=sys.stderr)
                 return 1
-            print(f"The server fails: {described(error, uri)}", file=sys.stderr)
-            print(f"{stays} Repeat the command when the server is back.", file=sys.stderr)
+            name, later = "server", "the server is back"
+            if is_local(uri):
+                name, later = "database", "it can be used again"
+            print(f"The {name} fails: {described(error, uri)}", file=sys.stderr)
+            print(f"{stays} Repeat the command when {later}.", file=sys.stderr)
             return 1
     print(f"{sender.delivered} points sent." if sender.delivered else "Nothing was left to send.")
     print("To see it: " + "\n           ".join(how_to_open(uri, outbox)))

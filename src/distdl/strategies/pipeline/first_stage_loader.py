@@ -32,7 +32,13 @@ class FirstStageLoader:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":
             raise AttributeError(name)
-        return getattr(self.loader, name)
+        value = getattr(self.loader, name)
+        # Asked for its state, torchdata's loader would start its workers on every stage.
+        is_state = name in ("state_dict", "load_state_dict")
+        return self._no_state if is_state and not self._position.first else value
+
+    def _no_state(self, state: Any = None) -> dict[str, Any]:
+        return {}
 
     def __iter__(self) -> Iterator[Any]:
         # Not a generator: the loader draws its seed now, as without a pipeline, and not at the
