@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from distdl.job import Resources
-from distdl.launchers.azureml import vm_sizes
+from distdl.launchers.azureml import prices, vm_sizes
 from distdl.launchers.azureml.settings import AzureSettings
 from distdl.launchers.azureml.vm_sizes import VmSize
 
@@ -23,7 +23,7 @@ SIMILAR = 1.25
 # With at least this many nodes, which pull the image at the same time, a registry's tier matters.
 MANY_NODES = 4
 # From slow to fast. A size with a slower GPU is not a replacement.
-GPUS = ("K80", "P40", "T4", "P100", "A10", "V100", "A100", "H100", "H200")
+GPUS = ("K80", "P40", "T4", "P100", "A10", "V100", "A100", "H100", "H200", "MI300X", "GB200")
 
 
 class CostAdvice(NamedTuple):
@@ -43,7 +43,7 @@ def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
         return "price and quota: those of your own Kubernetes cluster"
     if not (size := vm_sizes.find(settings.vm_size)):
         return f"price and quota: unknown, as distdl does not know {settings.vm_size}: {PRICES}"
-    job = _SizedJob(settings, resources, jobs, size)
+    job = _sized(settings, resources, jobs, size)
     rows = [*job.facts(), job.quota(), *job.prices()]
     rows += [("note", size.note)] if size.note else []
     width = max(len(name) for name, _ in rows)
@@ -55,7 +55,13 @@ def table(settings: AzureSettings, resources: Resources, jobs: int = 1) -> str:
 
 def advice(settings: AzureSettings, resources: Resources, jobs: int = 1) -> list[CostAdvice]:
     size = vm_sizes.find(settings.vm_size)
-    return list(_SizedJob(settings, resources, jobs, size).advice()) if size else []
+    return list(_sized(settings, resources, jobs, size).advice()) if size else []
+
+
+def _sized(settings: AzureSettings, run: Resources, jobs: int, size: VmSize) -> _SizedJob:
+    """The job, with the prices that were read last (`prices`), else those of vm_sizes.yaml."""
+    known = tuple(map(prices.current, vm_sizes.known()))
+    return _SizedJob(settings, run, jobs, prices.current(size), known)
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class _SizedJob:
     run: Resources
     jobs: int
     size: VmSize
+    known: tuple[VmSize, ...]  # all sizes, with the same prices
 
     def facts(self) -> Iterator[tuple[str, str]]:
         size, nodes = self.size, self.run.num_nodes
@@ -94,7 +101,7 @@ class _SizedJob:
         one, one_spot = self.size.price_per_hour, self.size.spot_price_per_hour
         nodes, spot = self.run.num_nodes * self.jobs, self.settings.spot
         if one is None:
-            yield "price", f"not known here: {PRICES}"
+            yield "price", f"not known here: python -m distdl provision azureml prices, or {PRICES}"
             return
 
         def both(hours: float) -> str:
@@ -103,8 +110,7 @@ class _SizedJob:
             return f"spot {cheap}{first}, dedicated {money(one * nodes * hours)}{second}"
 
         about = f"{nodes} node{'s' if nodes > 1 else ''}"
-        if self.size.price_date:
-            about += f", East US, prices of {self.size.price_date}: indicative"
+        about += f", {self.size.priced}: indicative" if self.size.price_date else ""
         yield "price per hour", f"{both(1)} ({about})"
         if limit := self.settings.walltime:
             yield f"for {limit / 3600:g} h at most", both(limit / 3600)
@@ -124,8 +130,8 @@ class _SizedJob:
 
     def _replacements(self) -> list[VmSize]:
         """Current sizes whose GPUs are at least as fast and have at least as much memory."""
-        fast = set(GPUS[GPUS.index(self.size.gpu) :]) - set(vm_sizes.TOO_OLD)
-        current = [size for size in vm_sizes.known() if not size.retired and size.gpu in fast]
+        fast = set(GPUS[GPUS.index(self.size.gpu) :]) - {*vm_sizes.TOO_OLD, *vm_sizes.OTHER_IMAGE}
+        current = [size for size in self.known if not size.retired and size.gpu in fast]
         return [size for size in current if size.gpu_memory_gb >= self.size.gpu_memory_gb]
 
     def _nodes(self, size: VmSize) -> int:
@@ -173,9 +179,9 @@ class _SizedJob:
         if not similar:
             return None
         best = min(similar, key=lambda s: (self._nodes(s), self._cost(s)))
-        cost = f"{money(self._cost(best))} per hour, {best.gpus} x {best.gpu} each"
+        cost = f"{money(self._cost(best))} per hour, {best.priced}; {best.gpus} x {best.gpu} each"
         what = f"scale up before scaling out: {self._nodes(best)} x {best.name} ({cost}) "
-        what += f"instead of {nodes} x {size.name} ({money(price * nodes)})"
+        what += f"instead of {nodes} x {size.name} ({money(price * nodes)}, {size.priced})"
         why = f"{best.interconnect or 'PCIe'} in a VM is faster than a network between VMs, and "
         return what, f"{why}gradients wait for the slowest connection"
 
@@ -185,7 +191,9 @@ class _SizedJob:
             return None
         fast = [s for s in self._replacements() if s.infiniband]
         best = min(fast, key=lambda s: (self._cost(s), s.name))
-        price = f", {money(best.price_per_hour)} per hour" if best.price_per_hour else ""
+        price = ""
+        if best.price_per_hour:
+            price = f", {money(best.price_per_hour)} per hour, {best.priced}"
         what = "if several nodes are needed, choose a size with InfiniBand, such as "
         what += f"{best.name} ({best.gpus} x {best.gpu}, {best.infiniband_gbps} Gb/s{price})"
         if size.sr_iov:
@@ -218,7 +226,9 @@ class _SizedJob:
         if not least or not self.settings.compute:  # serverless keeps no nodes
             return None
         price = (self.settings.spot and self.size.spot_price_per_hour) or self.size.price_per_hour
-        cost = f"about {money(least * price * HOURS_PER_MONTH)} a month" if price else "money"
+        cost = "money"
+        if price:
+            cost = f"about {money(least * price * HOURS_PER_MONTH)} a month ({self.size.priced})"
         stay = "nodes stay" if least > 1 else "node stays"
         return "write launcher.min_nodes=0", f"{least} {stay} on without a job, for {cost}"
 

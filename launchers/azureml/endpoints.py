@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from distdl.launchers.azureml import cost, vm_sizes
+from distdl.launchers.azureml import cost, prices, vm_sizes
 from distdl.launchers.azureml.client import azure_errors
 from distdl.launchers.azureml.submit import as_file
 from distdl.launchers.deploying import Platform
@@ -65,10 +65,11 @@ class OnlineEndpoint(Platform):
         return {"instance_type": kind, "instance_count": self.options.instances}
 
     def price(self) -> str:
-        size, count = vm_sizes.find(self.options.instance_type), self.options.instances
+        found, count = vm_sizes.find(self.options.instance_type), self.options.instances
+        size = prices.current(found) if found else None
         if size is None or size.price_per_hour is None:
             return f"not known to distdl: {cost.PRICES}"
-        about = f"{count} x {size.name}; list price, East US, {size.price_date}"
+        about = f"{count} x {size.name}; list price, {size.priced}"
         return f"{cost.money(count * size.price_per_hour)} ({about}), twice with the one before"
 
     def deployments(self) -> dict[str, bool]:

@@ -277,6 +277,10 @@ class AzureSettings(LauncherSettings):
             what = f"{devices} processes per node (trainer.devices), but {vm.name} has {have}"
             remedy = f"write trainer.devices={vm.gpus}, or choose a larger size"
             yield Problem("vm_size", what, remedy)
+        if vm.gpu in vm_sizes.OTHER_IMAGE and not self._images():
+            what = f"distdl's image is for NVIDIA and x86-64, but {vm.name} has an {vm.gpu}: "
+            remedy = "write launcher.image=... with a torch for it, or launcher.build_context=..."
+            yield Problem("vm_size", what + vm_sizes.OTHER_IMAGE[vm.gpu], remedy)
         if vm.gpu in vm_sizes.TOO_OLD and not self._images():
             what = f"the torch of distdl's image has no kernels for a {vm.gpu} (CUDA 13 dropped it)"
             remedy = "choose a T4, A100 or newer, or a launcher.image or launcher.build_context "

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 # The torch wheels of distdl's image are built with CUDA 13, which supports Turing and newer GPUs.
 # https://docs.nvidia.com/cuda/archive/13.0.0/cuda-toolkit-release-notes/
 TOO_OLD = ("K80", "P40", "P100", "V100")
+# GPUs for which distdl's image has no torch at all, and why.
+OTHER_IMAGE = {"MI300X": "it needs ROCm", "GB200": "its processor is an Arm (aarch64)"}
 # Azure retired low-priority VMs on 2026-03-31. Its API keeps the name low_priority, which now means
 # spot VMs. https://github.com/MicrosoftDocs/azure-ai-docs/pull/806
 SPOT = ("spot", "low_priority")
@@ -18,7 +20,7 @@ NAME = re.compile(r"(Standard|Basic)_[A-Z]{1,3}\d+[A-Z\d-]*(_[A-Z\d]+)*", re.IGN
 
 @dataclass(frozen=True, kw_only=True)
 class VmSize:
-    """One VM size. Prices are indicative, in USD for East US; None means unknown."""
+    """One VM size. Prices are indicative, in USD; None means unknown."""
 
     name: str  # as Azure spells it
     series: str  # with its GPU, for people
@@ -33,9 +35,15 @@ class VmSize:
     price_per_hour: float | None = None  # dedicated
     spot_price_per_hour: float | None = None
     price_date: str = ""
+    price_location: str = "East US"
     quota_family: str  # the name of the quota that its cores count against
     retired: str | None = None  # the date (YYYY-MM-DD) since which Azure refuses new VMs
     note: str = ""
+
+    @property
+    def priced(self) -> str:
+        """Where and when its prices were read."""
+        return f"{self.price_location}, {self.price_date}"
 
     @property
     def infiniband(self) -> bool:

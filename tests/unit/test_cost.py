@@ -11,6 +11,11 @@ NC24, NC96, ND96 = "NC24ads_A100_v4", "NC96ads_A100_v4", "ND96asr_v4"
 BASIC, STANDARD = {"registry_sku": "basic"}, {"storage_sku": "standard"}
 
 
+@pytest.fixture(autouse=True)
+def no_prices_of_this_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("DISTDL_CACHE", str(tmp_path))
+
+
 def job(size, nodes, devices, jobs, **node):
     settings = AzureSettings(vm_size=f"Standard_{size}", **node)
     return settings, Resources(nodes, devices, "gpu" if devices else "cpu"), jobs
@@ -19,10 +24,18 @@ def job(size, nodes, devices, jobs, **node):
 # Size, nodes, devices (0: on the CPU), members of the sweep; topic -> what the advice says of that.
 # The golden file has the rest.
 ADVICE = [
-    ((NC24, 4, 1, 1), "scale up", "1 x Standard_NC96ads_A100_v4 (14.69 USD per hour, 4 x A100"),
+    (
+        (NC24, 4, 1, 1),
+        "scale up",
+        "1 x Standard_NC96ads_A100_v4 (14.69 USD per hour, East US, 2024; 4 x A100",
+    ),
     # Eight nodes become one at a price that is similar, not the same.
     ((NC24, 8, 1, 1), "scale up", "Standard_ND96amsr_A100_v4 (32.77 USD"),
-    ((NC96, 2, 4, 1), "infiniband", "32.77 USD per hour) because Standard_NC96ads_A100_v4 has no"),
+    (
+        (NC96, 2, 4, 1),
+        "infiniband",
+        "32.77 USD per hour, East US, 2024) because Standard_NC96ads_A100_v4 has no",
+    ),
     ((NC24, 1, 0, 1), "unused", "you pay for 1 x A100 per node, idle"),
 ]
 

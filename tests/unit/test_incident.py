@@ -82,6 +82,21 @@ RUNTIME = "RuntimeError"
 MESSAGES = [
     ("/dev/shm is full", RUNTIME, "DataLoader worker (pid 7) is killed by signal: Bus error. It"),
     ("disk is full", "OSError", "[Errno 28] No space left on device: 'a.ckpt'"),
+    ("too many open files", "OSError", "[Errno 24] Too many open files: 'a.jpg'"),
+    (
+        "unused parameters",
+        RUNTIME,
+        "It looks like your LightningModule has parameters that were not used in producing the "
+        "loss returned by training_step. If this is intentional, you must enable the detection",
+    ),
+    ("parameters used twice", RUNTIME, "Expected to mark a variable ready only once. This error"),
+    ("too many open files", "RuntimeError", "received 0 items of ancdata"),
+    (
+        "too many open files",
+        "RuntimeError",
+        "unable to open shared memory object </torch_1_2_3> in read-write mode: "
+        "Too many open files (24)",
+    ),
     ("disk is full", RUNTIME, "[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0"),
     ("out of memory (GPU)", "OutOfMemoryError", "CUDA out of memory. Tried to allocate"),
     ("out of memory (host)", "MemoryError", "Unable to allocate 9 GiB"),

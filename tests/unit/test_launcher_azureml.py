@@ -98,6 +98,7 @@ def rendered(case):
 def test_request(case, tmp_path, pytestconfig, monkeypatch):
     """As printed, and as the SDK's loader of each kind of document reads it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DISTDL_CACHE", str(tmp_path))  # no prices that were read on this machine
     write(tmp_path, {"environment.yml": "dependencies: [python=3.11, pip, {pip: [torch]}]\n"})
     text = rendered(case).render()
     assert text == rendered(case).render(), "the same spec, the same request"
@@ -122,6 +123,8 @@ REFUSED = [
     ({"vm_size": "NC24ads_A100"}, "vm_size", "did you mean Standard_NC24ads_A100_v4"),
     ({"vm_size": OLD_GPU}, "vm_size", "no kernels for a V100"),
     ({"vm_size": "Standard_DS3_v2"}, "vm_size", "has no GPU"),
+    ({"vm_size": "Standard_ND96isr_MI300X_v5"}, "vm_size", "it needs ROCm"),
+    ({"vm_size": "Standard_ND128isr_NDR_GB200_v6"}, "vm_size", "Arm (aarch64)"),
     ({"vm_size": NC96, "devices": 8}, "vm_size", "v4 has 4 GPUs\n    write trainer.devices=4"),
     ({"compute": "gpu", "max_nodes": 1}, "max_nodes", "launcher.max_nodes=2"),
     ({"min_nodes": 5, "max_nodes": 3}, "min_nodes", "more than max_nodes"),

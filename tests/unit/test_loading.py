@@ -111,6 +111,11 @@ def test_uneven_evaluation_reports_how_many_count_twice():
         warnings.simplefilter("error")
         share(Loaders(loader(2, 9)), 0, 3).val_dataloader()
         share(Loaders(loader(2, 10)), 1, 3).val_dataloader()
+    stream = Stream()
+    stream.shards_itself = False
+    with pytest.warns(UserWarning, match="fewer than 2 that are left at the end .* are not used"):
+        cut = share(Loaders(lambda: DataLoader(stream, None)), 0, 2).val_dataloader()
+    assert list(cut) == [0, 2, 4, 6], "of 9"
     source = share(LightningDataModule())  # Lightning calls what is overridden
     assert not is_overridden("test_dataloader", source)
 

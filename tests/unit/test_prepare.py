@@ -1,10 +1,13 @@
 """`python -m distdl prepare`: ImageNet's tars and folders to shards, and what it does to an image:
 nothing, unless it must or is asked to."""
 
+import bz2
+import gzip
 import io
 import json
 import shlex
 import shutil
+import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -14,13 +17,24 @@ from PIL import Image
 
 from distdl.cli.prepare import main
 from distdl.config.compose import compose
+from distdl.data.folder import check_folder
 from distdl.datasets.format import Manifest
 from distdl.datasets.image_files import load_image
 from distdl.datasets.imagenet import ImageNet, val_labels
 from distdl.datasets.images import Treatment
 from distdl.datasets.next_steps import override
 from tests import miniature
-from tests.miniature import CLASSES, SUBSET, encoded, everything, photograph, prepare, stored, tar
+from tests.miniature import (
+    CLASSES,
+    SUBSET,
+    encoded,
+    everything,
+    photograph,
+    prepare,
+    stored,
+    tar,
+    write,
+)
 from tests.prepared import refusal
 from tests.unit.sample_data import write_photographs
 
@@ -80,6 +94,70 @@ def test_an_unpacked_imagenet_gives_the_same(train, val, prepared, tmp_path):
     prepare("imagenet", source, tmp_path / "out", *SUBSET)
     for split in ("train", "val"):  # in the same order, too
         assert [*stored(tmp_path / "out", split).items()] == [*stored(prepared, split).items()]
+
+
+def test_compressed_tars_are_refused_with_the_tool(tars, tmp_path):
+    """Also one inside another, and one whose name does not say so."""
+    intact = {path.name: path.read_bytes() for path in tars.iterdir()}
+    train, classes = "ILSVRC2012_img_train.tar", miniature.images(3)
+    inner = tar({f"{wnid}.tar.gz": gzip.compress(tar(each)) for wnid, each in classes.items()})
+    unnamed = tar({f"{wnid}.tar": gzip.compress(tar(each)) for wnid, each in classes.items()})
+    ways = {
+        "outer": ({f"{train}.gz": gzip.compress(intact[train])}, f"{train}.gz is compressed"),
+        "named tar": ({train: bz2.compress(intact[train])}, f"{train} is compressed"),
+        "inner": ({train: inner}, "holds n01440764.tar.gz, which is compressed"),
+        "inner, named tar": ({train: unnamed}, "holds n01440764.tar, which is compressed"),
+        "folder": ({"train/n01440764.tar.xz": b""}, "n01440764.tar.xz is compressed"),
+    }
+    for name, (files, what) in ways.items():
+        rest = {"ILSVRC2012_img_val.tar": intact["ILSVRC2012_img_val.tar"]}
+        write(tmp_path / name, {**rest, **files})
+        problem = refusal(prepare, "imagenet", tmp_path / name, tmp_path / "out", *SUBSET)
+        assert problem.path == "--source" and what in problem.what, problem
+        tool = {"named tar": "bzip2 -d", "folder": "xz"}.get(name, "gzip -d")
+        assert tool in problem.remedy, problem
+
+
+def test_what_a_tar_holds_is_read_or_counted_or_refused(tars, tmp_path, capsys):
+    """Links and texts are counted; a damaged header, or a second tar behind the end, is refused:
+    Python's tarfile stops there without a word."""
+    source, train = tmp_path / "in", "ILSVRC2012_img_train.tar"
+    shutil.copytree(tars, source)
+    wnid, members = next(iter(miniature.images(3).items()))
+    inner = io.BytesIO()
+    with tarfile.open(fileobj=inner, mode="w") as file:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+        link = tarfile.TarInfo("again.JPEG")
+        link.type, link.linkname = tarfile.SYMTYPE, name
+        file.addfile(link)
+        file.addfile(tarfile.TarInfo("readme.txt"))
+    plain = inner.getvalue()
+    (source / train).write_bytes(tar({f"{wnid}.tar": plain, "n99.tar": b""}))
+    assert prepare("imagenet", source, tmp_path / "out", *SUBSET, "--dry-run") == 0
+    told = capsys.readouterr()
+    told = told.out + told.err
+    assert "links inside a tar" in told and ".txt 1" in told and "empty" in told
+    header = plain.index(b"n01440764_1.JPEG")
+    broken = plain[:header] + b"x" * 300 + plain[header + 300 :]
+    for damaged in (broken, plain[:-20_480] + tar(members)[:3000], plain + tar(members)):
+        (source / train).write_bytes(tar({f"{wnid}.tar": damaged}))
+        problem = refusal(prepare, "imagenet", source, tmp_path / "out", *SUBSET)
+        assert "is damaged" in problem.what and wnid in problem.what, problem
+
+
+def test_kaggles_layout_is_found_and_named(tmp_path):
+    source = miniature.unpack(tmp_path / "my set/ILSVRC/Data/CLS-LOC", 12)
+    write(source / "val", miniature.val_images())
+    write(source / "test", {"ILSVRC2012_test_00000001.JPEG": b""})
+    line = f"prepare imagenet --source {shlex.quote(str(source))}"
+    for root in (tmp_path / "my set", tmp_path / "my set/ILSVRC", source):
+        assert line in next(iter(check_folder(root, None))).remedy
+    assert str(source) in refusal(prepare, "imagenet", tmp_path / "my set", tmp_path / "o").remedy
+    assert line in refusal(prepare, "folder", source, tmp_path / "o").remedy
+    assert prepare("imagenet", source, tmp_path / "out", *SUBSET, "--dry-run") == 0
 
 
 def test_incomplete_and_damaged_tars_are_refused(tars, tmp_path, capsys):

@@ -1,10 +1,16 @@
+# ruff: noqa: E501 - a file is one line here
 """Which files are held back because they may hold a secret. The files are made up at random by
 `benchmarks.secret_corpus`; `python -m benchmarks.run secrets` compares with other tools."""
 
 from __future__ import annotations
 
+import base64
 import gzip
 import io
+import json
+import pickle
+import plistlib
+import sqlite3
 import sys
 import zipfile
 from pathlib import Path
@@ -103,6 +109,128 @@ def test_archives_are_searched_one_level_deep_and_named(tmp_path, monkeypatch):
     encrypted = bytearray(packed({"x": "y"}))
     encrypted[encrypted.index(b"PK\x01\x02") + 8] |= 1
     assert "not searched: it is encrypted" in why(tmp_path, "h.zip", bytes(encrypted))
+
+
+WORD = "domino" + "kitchen"
+KEY = secret_corpus.Maker(SEED).bytes(16)
+HEX = secret_corpus.Maker(SEED).hex(32)
+# Family -> file -> content. None of these lines is of a set of the benchmark.
+FAMILIES: dict[str, dict[str, str | bytes]] = {
+    "a word beside a user, a network, a directory": {
+        "a.conf": f'network={{\n ssid="lab"\n psk="{WORD}"\n}}\n',
+        "a.properties": f"datasource.username=me\ndatasource.password={WORD}\n",
+        "a.yaml": f"bind_dn: cn=me\nbind_pw: {PASSWORD}\n",
+    },
+    "an option of a program": {
+        "curl.sh": f"curl --user me:{WORD} https://h.org\n",
+        "plink.bat": f"plink -ssh me@h -pw {PASSWORD} ls\n",
+        "openssl.sh": f"openssl enc -aes-256-cbc -in a -pass pass:{WORD}\n",
+        "zip.sh": f"unzip -P {PASSWORD} data.zip\n",
+        "net.cmd": f"net use S: \\\\nas\\x {PASSWORD} /user:me\n",
+        "sec.ps1": f"ConvertTo-SecureString '{WORD}' -AsPlainText -Force\n",
+    },
+    "an answer to a prompt": {
+        "a.exp": f'expect "*assword:" {{ send "{PASSWORD}\\r" }}\n',
+        "a.py": f"child.expect('assword:')\nchild.sendline('{PASSWORD}')\n",
+    },
+    "an argument by its place": {
+        "login.py": f"ftp.login('me', '{PASSWORD}')\n",
+        "auth.py": f"get(url, auth=('me', '{PASSWORD}'))\n",
+        "c.java": f'DriverManager.getConnection("jdbc:x", "me", "{PASSWORD}");\n',
+        "c.scala": f'spark.conf.set("fs.s3a.password", "{PASSWORD}")\n',
+    },
+    "another language": {
+        "de.txt": f"Kennwort: {PASSWORD}\n",
+        "es.txt": f"Contraseña: {PASSWORD}\n".encode("latin-1"),
+        "ru.txt": f"Пароль: {PASSWORD}\n",
+        "ja.txt": f"パスワード\uff1a{PASSWORD}\n",
+    },
+    "notes": {
+        "a.md": f"The password is `{PASSWORD}`.\n",
+        "b.md": f"| password | {PASSWORD} |\n",
+        "c.txt": f"Login: me / {PASSWORD}\n",
+    },
+    "bytes in a program": {
+        "a.go": f"var signingKey = []byte{{{', '.join(f'{byte:#04x}' for byte in KEY)}}}\n",
+        "a.rs": f"const AES_KEY: [u8; 16] = [{', '.join(map(str, KEY))}];\n",
+        "a.py": "SECRET_KEY = b'" + "".join(f"\\x{byte:02x}" for byte in KEY) + "'\n",
+    },
+    "a key of an unknown service": {"a.sh": f"export WEATHER_KEY={HEX}\n"},
+    "a default, a statement": {
+        "a.yaml": f"DB_PASSWORD: ${{DB_PASSWORD:-{PASSWORD}}}\n",
+        "Dockerfile": f"ENV DB_PASSWORD {PASSWORD}\n",
+    },
+    "text inside": {
+        "a.pkl": pickle.dumps({"user": "me", "db_password": PASSWORD}),
+        "a.plist": plistlib.dumps({"Password": PASSWORD}, fmt=plistlib.FMT_BINARY),
+        "a.yaml": f"content: {base64.b64encode(f'user=me{chr(10)}password={PASSWORD}'.encode()).decode()}\n",
+        "a.ipynb": json.dumps(
+            {"cells": [{"cell_type": "code", "source": [f"%env DB_PASSWORD {PASSWORD}\n"]}]}
+        ),
+        "a.ini": f"[db]\npassword={PASSWORD}\n".encode("utf-32"),
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_secret_is_found_in_every_form_of_its_family(family, tmp_path):
+    files = FAMILIES[family].items()
+    assert [name for name, content in files if not why(tmp_path, name, content)] == []
+
+
+def test_a_database_is_searched_table_by_table_and_left_as_it_is(tmp_path):
+    path = tmp_path / "app.db"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE settings (key TEXT, value TEXT)")
+        database.execute("INSERT INTO settings VALUES ('db_password', ?)", (PASSWORD,))
+    database.close()
+    before = path.read_bytes()
+    reason = snapshot.secret_in(path, snapshot.state_of(path), ())
+    assert reason == "settings.jsonl in it: line 1 holds a password"
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["app.db"]
+    assert why(tmp_path, "cut.db", before[:5000]) == ""
+
+
+USERS = "root:x:0:0:root:/root:/bin/bash\nme:x:1000:1000:Me:/home/me:/bin/sh\n"
+PUBLIC = secret_corpus.Maker(SEED).pem("CERTIFICATE", KEY * 20)
+# Names that suggest secrets, and forms that resemble the families above.
+HARMLESS: dict[str, str] = {
+    "chain.pem": PUBLIC + PUBLIC,
+    "verify.pem": PUBLIC.replace("CERTIFICATE", "PUBLIC KEY"),
+    "passwd": USERS,
+    "secret.yaml": "apiVersion: v1\nkind: Secret\ndata:\n  token: {{ .Values.token | b64enc }}\n",
+    ".npmrc": "registry=https://registry.npmjs.org/\nsave-exact=true\n",
+    "must.yml": 'user: me\npassword: "${DB_PASSWORD:?must be set}"\n',
+    "build.yml": "secrets-manager:\n  DB_PASSWORD: prod/db:password\n",
+    ".secrets.baseline": f'{{"hashed_secret": "{KEY.hex()}aabbccdd"}}\n',
+    "curl.sh": 'curl -u "$USER:$PASS" h\ncurl -u user:password h\ncurl -u elastic:elastic h\n',
+    "calls.py": "login('me', 'password')\nconnect('h', 22, 'me', timeout='x9')\nprint('password', 'x1')\n",
+    "bytes.c": f"const uint8_t kTable[16] = {{{', '.join(map(str, KEY))}}};\n",
+    "vector.c": f"const uint8_t kAesKey[16] = {{{', '.join(map(str, range(16)))}}};\n",
+    "cache.yml": f"CACHE_KEY: {HEX}\n",
+    "note.md": "The password is hashed with sha256. | password | string | The password |\n",
+    "a.minisig": "untrusted comment: signature from minisign secret key\n" + "RWQf6LRC" * 12 + "\n",
+    "image.yaml": f"icon: {base64.b64encode(KEY * 9).decode()}\n",
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_file_that_shows_that_it_has_no_secret_is_sent(name, tmp_path):
+    assert why(tmp_path, name, HARMLESS[name]) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chain.pem", PUBLIC + "-----BEGIN PRIVATE KEY-----\nx\n"),
+        ("passwd", f"{WORD}\n"),
+        ("secret.yaml", f"kind: Secret\ndata:\n  token: {WORD}\n"),
+        (".env", "SEED=1\n"),
+    ],
+)
+def test_a_name_for_secrets_counts_unless_the_whole_file_shows_otherwise(name, content, tmp_path):
+    assert why(tmp_path, name, content)
 
 
 def test_nothing_is_opened_but_the_files(tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distdl.job import Job, JobState
-from distdl.launch import job_status, jobs
+from distdl.launch import asking, job_status, jobs
 from distdl.launch.jobs import Target
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.runs.files import Damaged
@@ -148,7 +148,10 @@ def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
 
         state = follow_job(job, attempt)
         return 0 if state is None else state.exit_code
+    report = None if follow else asking.ask(job)
     try:
+        if report and not report.reached and report.error is None:
+            raise UserError.at(job.handle, report.why)
         for line in job.logs(follow=follow):
             print(plain(line), flush=True)
     except UserError:
@@ -156,7 +159,8 @@ def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
         log = attempt.logs / "rank_0.log" if attempt else None
         if log is None or not log.exists():
             raise
-        print(f"{plain(getattr(job, 'why', '')) or f'{job.handle} is gone'}; {shown(log)}:")
+        why = report.why if report else str(getattr(job, "why", ""))
+        print(f"{plain(why) or f'{job.handle} is gone'}; {shown(log)}:")
         for line in tail(log, lambda: False):
             print(plain(line), flush=True)
     return job.state().exit_code if follow else 0

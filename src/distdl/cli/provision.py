@@ -14,6 +14,7 @@ from distdl.util.errors import Problem, UserError
 USAGE = """\
 usage: python -m distdl provision azureml [key=value ...]
        python -m distdl provision azureml sas account=NAME container=NAME [days=1]
+       python -m distdl provision azureml prices [location=REGION]
 
 Creates or completes an Azure ML workspace: virtual network, private endpoints, storage, container
 registry, key vault, identity and roles, compute. Prints a plan, asks for "yes" (or confirm=true),
@@ -32,17 +33,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-h", "--help", action="store_true")
     options = parser.parse_args(argv)
     platform, *words = options.words or [""]
-    signature = words[:1] == ["sas"]
+    special = words[0] if words[:1] in (["sas"], ["prices"]) else ""
     if platform and platform != "azureml" and not options.help:
         remedy = "python -m distdl provision azureml --help"
         raise UserError.at(platform, "is not a platform that distdl can provision", remedy)
+    from distdl.launchers.azureml import prices
     from distdl.launchers.azureml.provision import sas, settings
 
+    helps = {"sas": sas.HELP, "prices": prices.HELP, "": USAGE + settings.text()}
     if options.help or not platform:
-        print(sas.HELP if signature else USAGE + settings.text())
+        print(helps[special])
         return 0
-    if signature:
-        return sas.run(values(words[1:]))
+    if special:
+        return (sas.run if special == "sas" else prices.run)(values(words[1:]))
     from distdl.launchers.azureml.provision import command
 
     return command.run(values(words))

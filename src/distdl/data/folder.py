@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from distdl.data.views import View
 from distdl.datasets.folder import different_classes, no_image
 from distdl.datasets.format import WORK
 from distdl.datasets.image_headers import DamagedImage
+from distdl.datasets.imagenet import kaggle_below
 from distdl.datasets.left_out import LeftOut
 from distdl.stores.files import read_file
 from distdl.stores.walking import ClassFolders, class_names
@@ -33,6 +35,10 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
     elif (root / WORK).is_dir():
         what = f"{root}: its preparation was interrupted, or is under way"
         problems = [(what, "the same `prepare` command resumes it")]
+    elif kaggle := kaggle_below(root):
+        what = f"{root} is ImageNet as Kaggle has it: val/ has no class folders"
+        source = f"prepare imagenet --source {shlex.quote(str(kaggle))}"
+        problems = [(what, f"python -m distdl {source} --to OUT, then data.root=OUT")]
     else:
         remedy = "it must hold train/<class>/ and val/<class>/"
         missing = [split for split in ("train", "val") if not (root / split).is_dir()]

@@ -335,8 +335,9 @@ class _Share:
                 if not isinstance(dataset, Striding):  # the hook may return a loader twice
                     dataset = Striding(dataset, self.rank, self.world_size)
                     object.__setattr__(loader, "dataset", dataset)  # DataLoader forbids setattr
-                text = "each rank reads the whole iterable dataset, and uses one sample in %d"
-                self._warn("stride", text % self.world_size)
+                text = "each rank reads the whole iterable dataset, and uses one sample in {0}; "
+                text += "fewer than {0} that are left at the end (of each worker) are not used"
+                self._warn("stride", text.format(self.world_size))
             return self._unchanged(loader, "an iterable dataset" if shards is None else None)
         name = type(loader.dataset).__name__
         what = f"train_dataloader: it is unknown whether {name}, an iterable dataset, gives "

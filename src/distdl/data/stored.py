@@ -20,7 +20,7 @@ from distdl.data.images import ImageData
 from distdl.data.listed import ListedImages
 from distdl.data.shards import ShardImages, TrainOrder
 from distdl.data.views import EvalView, TrainView, View, check_views
-from distdl.datasets.cache import REMEDY, Cache, default_root
+from distdl.datasets.cache import REMEDY, Cache
 from distdl.datasets.format import MANIFEST, Manifest
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.datasets.left_out import LeftOut
@@ -31,6 +31,7 @@ from distdl.distributed import process_group
 from distdl.stores import PATIENCE, is_remote, open_store
 from distdl.stores.files import readable
 from distdl.stores.walking import ClassFolders
+from distdl.util.cache_folder import default_root
 from distdl.util.errors import Problem, UserError
 from distdl.util.progress_bar import size
 from distdl.util.ranges import AboveZero, Positive

@@ -21,6 +21,7 @@ from distdl.datasets import parquet, tfrecord
 from distdl.datasets.folder import Folder
 from distdl.datasets.format import MANIFEST, WORK, load_index
 from distdl.datasets.image_headers import MOST_PIXELS
+from distdl.datasets.imagenet import kaggle_below
 from distdl.datasets.reading import DataSet, open_data_set, refuse_misfit
 from distdl.datasets.source import Files, Sample
 from distdl.stores import Store, StoreError, is_remote, open_store
@@ -32,7 +33,7 @@ Array = np.ndarray[Any, Any]
 PATIENCE = 10.0  # seconds: a user is waiting for the answer
 # Raw data that needs `prepare` first, by the names of files in the folder.
 RAW = {
-    "imagenet": r"^ILSVRC2012_img_\w+\.tar$",
+    "imagenet": r"^ILSVRC2012_img_\w+\.t",
     "tfrecord": tfrecord.FILES,
     "parquet": parquet.FILES,
 }
@@ -204,6 +205,9 @@ def _folder(folder: Path) -> DataAtUri:
     else:
         what = f"holds neither {MANIFEST} nor train/ and val/"
         remedy = "it must hold train/<class>/ and val/<class>/"
+        if kaggle := kaggle_below(folder):
+            quoted = shlex.quote(str(kaggle))
+            remedy = f"python -m distdl prepare imagenet --source {quoted} --to OUT"
         names = "\n".join(path.name for path in folder.iterdir())
         for kind, form in RAW.items():
             if re.search(form, names, re.MULTILINE):

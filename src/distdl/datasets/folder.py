@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import shlex
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from distdl.datasets.image_headers import FORMATS
+from distdl.datasets.imagenet import kaggle_below
 from distdl.datasets.left_out import NO_IMAGE, LeftOut
 from distdl.datasets.source import Progress, Sample, no_folder, refuse_changed
 from distdl.stores.files import read_file
@@ -45,6 +47,10 @@ class Folder:
             remedy = "it must hold train/<class>/ and val/<class>/"
             raise UserError.at("--source", what if folder.is_dir() else no_folder(folder), remedy)
         self.classes, val = class_names(folder / "train"), class_names(folder / "val")
+        if not val and (kaggle := kaggle_below(folder)):
+            what = f"{folder} is ImageNet as Kaggle has it: val/ has no class folders"
+            source = f"--source {shlex.quote(str(kaggle))}"
+            raise UserError.at("--source", what, f"prepare imagenet {source}")
         if self.classes != val:
             raise UserError(different_classes("--source", self.classes, val))
         if not self.classes:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -36,7 +38,18 @@ TARS = {
 }
 # https://arxiv.org/abs/1409.0575, table 2.
 COUNTS = {"classes": 1000, "train": 1_281_167, "val": 50_000}
+# Compressed tars cannot be read at a place inside: by their ending, or else by their first bytes.
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
+UNPACK = {
+    b"\x1f\x8b": "gzip -d",
+    b"BZh": "bzip2 -d",
+    b"\xfd7zXZ": "xz -d",
+    b"\x28\xb5/\xfd": "zstd -d",
+}
+# The folder with train/ and val/ of Kaggle's imagenet-object-localization-challenge.zip.
+KAGGLE = "ILSVRC/Data/CLS-LOC"
 WNID = re.compile(r"n\d{8}")
+CHUNK = 1 << 20  # bytes
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 # File below the source, offset in the file, length; and the same with the file's mtime (ns).
@@ -104,19 +117,21 @@ class ImageNet:
     def _images(self, split: str, progress: Progress) -> Iterator[tuple[str, LocationAndMtime]]:
         """Every image of a split, by its path inside the tar or folder."""
         top = self._parts[split]
-        endings = (*EXTENSIONS, ".tar")
+        endings = (*EXTENSIONS, ".tar", *COMPRESSED)
         paths = [top] if top.is_file() else [*files_below(top, self.left_out, endings)]
         size = top.stat().st_size
         for number, path in enumerate(paths):
             name, stat = path.relative_to(self.folder).as_posix(), path.stat()
-            if path.suffix != ".tar":
+            if path != top and is_image(name):
                 yield name, ((name, 0, stat.st_size), stat.st_mtime_ns)
                 progress(number, len(paths))
                 continue
             inside = "" if path == top else f"{path.stem}/"
             try:
                 with path.open("rb") as file:
-                    for inner, where in _members(file, name, 0, inside, self.left_out):
+                    refuse_compressed(path, file.read(8))
+                    tar = _Tar(file, name, path, self.left_out)
+                    for inner, where in tar.images(0, stat.st_size, inside):
                         yield inner, (where, stat.st_mtime_ns)
                         if path == top:
                             progress(where[1], size)
@@ -165,28 +180,91 @@ def _part(folder: Path, split: str) -> Path:
     for path in (tar, folder / tar.stem, folder / split):
         if path.exists():
             return path
+    for path in sorted(folder.glob(f"{tar.stem}.t*")):
+        refuse_compressed(path)
+    if kaggle := kaggle_below(folder):
+        what = f"{folder} holds ImageNet in {kaggle.relative_to(folder)}/, as Kaggle has it"
+        raise UserError.at("--source", what, f"--source {shlex.quote(str(kaggle))}")
     what = f"{folder} holds neither {tar.name} nor {split}/"
     remedy = f"the tars are available, for research, at {DOWNLOADS}"
     raise UserError.at("--source", what if folder.is_dir() else no_folder(folder), remedy)
 
 
-def _members(
-    file: BinaryIO, name: str, start: int, inside: str, left_out: LeftOut
-) -> Iterator[tuple[str, Location]]:
-    """Images in the tar that begins at `start`, and in tars inside it. Reads only headers."""
-    file.seek(start)
-    members = 0
-    for member in tarfile.TarFile(fileobj=file):  # its offsets count from the file's beginning
-        members += 1
-        if member.isfile() and member.name.endswith(".tar"):
-            inner = f"{Path(member.name).stem}/"
-            yield from _members(file, name, member.offset_data, inner, left_out)
-        elif member.isfile() and is_image(member.name):
-            yield inside + member.name, (name, member.offset_data, member.size)
-        elif not member.isdir() and not _base(member.name).startswith("."):
-            left_out.add(member.name, NO_IMAGE)
-    if not members:
-        left_out.add(f"{inside.rstrip('/')}.tar", "empty")
+def kaggle_below(folder: Path) -> Path | None:
+    """The folder with train/ and val/ in Kaggle's layout, of which val/ has no class folders, at or
+    below a folder; None: there is none."""
+    parts = KAGGLE.split("/")
+    for number in range(len(parts) + 1):
+        inner = folder.joinpath(*parts[number:])
+        if (inner / "train").is_dir() and next(inner.glob("val/ILSVRC2012_val_*"), None):
+            return inner
+    return None
+
+
+def refuse_compressed(path: Path, head: bytes = b"", inside: str = "") -> None:
+    """Raises a UserError if a file, or the tar `inside` it, is compressed: by its name, or by its
+    first bytes (`head`)."""
+    name = inside or path.name
+    by_content = next((UNPACK[start] for start in UNPACK if head.startswith(start)), "")
+    if not by_content and not name.lower().endswith(COMPRESSED):
+        return
+    tool = by_content or "gzip -d (bzip2, xz, zstd)"
+    if inside:
+        what = f"{path} holds {inside}, which is compressed"
+        train = shlex.quote(str(path.parent / "train"))
+        remedy = f"unpack it into {train}, and there {tool}: tars are read without unpacking"
+    else:
+        what, remedy = f"{path} is compressed", f"{tool} {shlex.quote(str(path))}"
+    raise UserError.at("--source", f"{what}: images are read at their place in a tar", remedy)
+
+
+@dataclass(frozen=True)
+class _Tar:
+    """A tar file, `name` below the source, of which only headers are read."""
+
+    file: BinaryIO
+    name: str
+    path: Path
+    left_out: LeftOut
+
+    def images(self, start: int, end: int, inside: str) -> Iterator[tuple[str, Location]]:
+        """Images in the tar from `start` to `end`, and in tars inside it, by their paths below
+        `inside`. Raises a TarError if anything in it is neither read nor counted."""
+        self.file.seek(start)
+        members = 0
+        tar = tarfile.TarFile(fileobj=self.file)  # its offsets count from the file's beginning
+        for member in tar:
+            members += 1
+            after = member.offset_data + member.size
+            if member.isfile() and not member.issparse() and after > end:
+                raise tarfile.ReadError(f"{member.name} ends behind the end of {inside or 'it'}")
+            if member.isfile() and member.name.lower().endswith((".tar", *COMPRESSED)):
+                self.file.seek(member.offset_data)
+                refuse_compressed(self.path, self.file.read(8), member.name)
+                inner = f"{Path(member.name).stem}/"
+                yield from self.images(member.offset_data, after, inner)
+            elif member.issparse():
+                self.left_out.add(member.name, "sparse in its tar")
+            elif member.isfile() and is_image(member.name):
+                yield inside + member.name, (self.name, member.offset_data, member.size)
+            elif member.issym() or member.islnk():
+                self.left_out.add(member.name, "links inside a tar")
+            elif not member.isdir() and not _base(member.name).startswith("."):
+                self.left_out.add(member.name, NO_IMAGE)
+        if not members:
+            self.left_out.add(f"{inside.rstrip('/')}.tar", "empty")
+        self._refuse_rest(tar.offset, end, inside)
+
+    def _refuse_rest(self, start: int, end: int, inside: str) -> None:
+        """Raises a TarError unless only zeros follow: `tarfile` ends at a damaged header, and at
+        the first end of tars that were joined."""
+        self.file.seek(start)
+        while start < end:
+            rest = self.file.read(min(end - start, CHUNK))
+            if not rest or rest.count(0) < len(rest):
+                what = f"{inside or 'it'} goes on behind its last readable member, at byte {start}"
+                raise tarfile.ReadError(what)
+            start += len(rest)
 
 
 def _wnid(name: str) -> str:

@@ -17,10 +17,21 @@ LITTLE = 2**28  # bytes of memory of a host that is left
 LESS = "fewer data.num_workers, or a smaller batch"
 CALLS = "let all ranks make the same collective calls, with the same sizes, in the same order"
 LONGER = "the stacks show the line; if it needs that long: watchdog.timeout=SECONDS"
+# Of torch's DistributedDataParallel, and of Lightning, which replaces its text.
+UNUSED = r"parameters that were not used in producing"
+FIND = "strategy.find_unused_parameters=true"
 DISK_FULL = "disk is full"  # a name of a cause
 # The name, a pattern of the messages of an exception, and the remedy. What speaks for a lack of
 # memory follows the message about a kill.
 MESSAGES = (
+    ("too many open files", r"Too many open files|items of ancdata", f"ulimit -n 65536, or {LESS}"),
+    ("unused parameters", UNUSED, "use each parameter in the loss, or strategy=ddp " + FIND),
+    (
+        "parameters used twice",
+        r"mark a variable ready only once",
+        "call each part once per step (checkpoint(..., use_reentrant=False)), or strategy=ddp "
+        "strategy.static_graph=true",
+    ),
     ("/dev/shm is full", r"shared memory|/dev/shm|</?torch_\d|Bus error", f"{LESS}; --shm-size=8g"),
     (
         DISK_FULL,
@@ -40,7 +51,11 @@ MESSAGES = (
     ("mismatched collective", MISMATCH, CALLS),
 )
 # If there is none of these messages.
-EXCEPTION = ("exception", "", "correct the code; the log has the traceback")
+EXCEPTION = (
+    "exception",
+    "",
+    "correct the code, or what the message names; the log has the traceback",
+)
 CONNECTION = ("connection", "", "check the network between the hosts, and resume")
 
 

@@ -11,7 +11,7 @@ import tempfile
 import torch
 from torch import nn
 
-from distdl.datasets.cache import default_root
+from distdl.util.cache_folder import default_root
 from distdl.util.errors import UserError
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"

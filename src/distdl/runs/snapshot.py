@@ -22,7 +22,7 @@ from typing import BinaryIO
 import distdl
 from distdl.config import own_code
 from distdl.runs.project import IGNORE_FILE, OUTSIDE, SKIPPED_FOLDERS, Listing, listing
-from distdl.util import archives, secret_search
+from distdl.util import archives, secret_free, secret_search
 from distdl.util.errors import Problem, UserError
 from distdl.util.redact import secret_values
 from distdl.util.safe_paths import above
@@ -33,7 +33,7 @@ SECRET_FILE = re.compile(
     r".*\.env(\..+)?|\.envrc|.*\.(pem|key|pfx|p12|kdbx|keystore|jks|ppk)"
     r"|id_(rsa|dsa|ecdsa|ed25519).*|\.netrc|_netrc|\.pypirc|\.npmrc|\.pgpass|\.htpasswd|\.s3cfg|\.boto"
     r"|\.git-credentials|\.databrickscfg|\.dockercfg|\.vault-token|(.*[_-])?credentials(\.json)?"
-    r"|kaggle\.json|client_secrets?.*\.json|secrets?\.(ya?ml|json|toml|ini)"
+    r"|kaggle\.json|(chap|pap)-secrets|ipsec\.secrets|sasl_passwd|logins\.json|key[34]\.db|client_secrets?.*\.json|secrets?\.(ya?ml|json|toml|ini)"
     r"|.*service[_-]?account.*\.json|kubeconfig|.*\.tfstate",
     re.IGNORECASE,
 )
@@ -206,9 +206,11 @@ def secret_in(path: Path, state: tuple[int, int], values: tuple[tuple[str, bytes
         state: As from `state_of`: a changed file is searched again.
         values: Name and value of variables that are secret.
     """
-    if path.suffix != ".py" and is_for_secrets(path.name):
-        return "is a file for secrets, by its name"
+    named = path.suffix != ".py" and is_for_secrets(path.name)
     with path.open("rb") as file:
+        if named and not secret_free.shows_no_secret(file.read(secret_free.SMALL + 1), path.name):
+            return "is a file for secrets, by its name"
+        file.seek(0)
         start = file.read(512)
         file.seek(0)
         if why := secret_within(pieces_of(file), path.name, values):

@@ -14,8 +14,8 @@ import re
 from collections.abc import Sequence
 from urllib.parse import quote
 
+from distdl.util import secret_commands
 from distdl.util.secret_names import looks_secret
-from distdl.util.secret_search import hide_commands
 from distdl.util.secret_shapes import KEY_BLOCK, STARS, hide_shapes, is_random
 
 # Secret values; patterns that need no name are in `distdl.util.secret_shapes`.
@@ -87,7 +87,7 @@ def redact(text: str) -> str:
     """Hides secrets in any text: values of secret-looking environment variables become
     `***NAME***`, other secrets `***`."""
     text = hide_shapes(_hide_environment(text))
-    text = hide_commands(_CURL_USER.sub(rf"\1\2:{STARS}", text))
+    text = secret_commands.hide(_CURL_USER.sub(rf"\1\2:{STARS}", text))
     return _hide_assigned(_OPTION.sub(_option, text))
 
 

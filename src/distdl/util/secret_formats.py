@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import binascii
 import csv
+import itertools
 import json
 import netrc
 import re
@@ -14,7 +15,7 @@ import tempfile
 from base64 import b64decode
 from collections.abc import Iterator
 
-from distdl.util.secret_names import is_password_name, looks_secret
+from distdl.util.secret_names import is_key_name, is_password_name, looks_secret
 from distdl.util.secret_shapes import is_mixed
 from distdl.util.secret_values import is_password, is_reference, is_token
 
@@ -26,6 +27,11 @@ STORES = {
     b"\xce\xce\xce\xce": "a Java key store",
     b"\x03\xd9\xa2\x9a": "a KeePass database",
     b"kych": "a keychain",
+    b"GnomeKeyring\n\r\0\n": "a keyring",
+    b"KWALLET\n\r\0\r\n": "a wallet",
+    b"\x05\x02\0\0\0": "a keytab (Kerberos)",
+    b"\x05\x04\0\x0c": "tickets (Kerberos)",
+    b"== ed25519v1-secret: type0 ==": "a private key (Tor)",
 }
 SEQUENCE, INTEGER, OCTETS, OID = 0x30, 2, 4, 6
 PBES, PKCS7 = bytes.fromhex("2a864886f70d0105"), bytes.fromhex("2a864886f70d0107")
@@ -37,6 +43,20 @@ _ENTRY = re.compile(r"(?m)^[ \t]+[\w.-]+:[ \t]*[\"']?([^\s\"'#]+)")
 _KAGGLE = re.compile(r"\"username\"\s*:\s*\"[^\"]+\"\s*,\s*\"key\"\s*:\s*\"[0-9a-f]{32}\"")
 _JWK = re.compile(r"\"kty\"\s*:.{0,4000}?\"(?:d|k)\"\s*:\s*\"[\w-]{20,}\"", re.DOTALL)
 _ALONE = re.compile(r"\s*(?P<value>[\w.~+/=:!@#$%^&*-]{20,400})\s*")
+# strongSwan's file of secrets: `host : PSK "x"`.
+_IPSEC = re.compile(
+    r"(?m)^[^\n#:]{0,100}:[ \t]*(?:PSK|EAP|XAUTH|NTLM)[ \t]+[\"']?(?P<value>[^\s\"']{4,})"
+)
+# Bytes in a program, and the name that they are assigned to: C, Java, Go, Rust, Python.
+_BYTES = re.compile(
+    r"[{\[(]\s*(?:(?:\(byte\)\s*)?(?:0[xX][0-9a-fA-F]{1,2}|-?\d{1,3})(?:u8)?\s*,\s*){15}[^})\]\"]{1,4000}[})\]]"
+    r"|[\"'](?:\\x[0-9a-fA-F]{2}){16,256}[\"']"
+)
+_ASSIGNED = re.compile(
+    r"(?P<name>[A-Za-z_]\w{2,60})\s*(?:\[[^\]]{0,40}\]\s*)?(?::[^=]{1,40})?:?=[^=;{}]{0,60}\Z"
+)
+_VECTORS = tuple(bytes.fromhex(each) for each in ("2b7e1516", "603deb10", "8e73b0f7", "0f1571c9"))
+_BYTE = re.compile(r"0[xX]([0-9a-fA-F]{1,2})|\\x([0-9a-fA-F]{2})|(-?\d{1,3})(?!\w)")
 _HASH = re.compile(r"(?:\w+[:-])?(?:[0-9a-fA-F]{32}|[0-9a-fA-F]{40}|[0-9a-fA-F]{56,128})")
 
 
@@ -113,6 +133,11 @@ def search(text: str, ending: str) -> Iterator[Found]:
         yield from alone(text)
     if ending in SETTINGS:
         yield from values(text)
+    if any(mark in text for mark in ("0x", "\\x", "byte", "u8", "int8", "char")):
+        yield from arrays(text)
+    for match in _IPSEC.finditer(text) if "PSK" in text or "EAP" in text or "XAUTH" in text else ():
+        if is_password(match["value"], sure=True):
+            yield match.start(), "a password"
     yield from kubernetes(text)
     yield from pgpass(text)
     if "login" in text and "password" in text:
@@ -121,6 +146,25 @@ def search(text: str, ending: str) -> Iterator[Found]:
         yield from docker(text)
     if ending in ("csv", "tsv"):
         yield from columns(text)
+
+
+def arrays(text: str) -> Iterator[Found]:
+    """Keys that a program has as bytes."""
+    for match in _BYTES.finditer(text):
+        assigned = _ASSIGNED.search(text[max(0, match.start() - 160) : match.start()])
+        name = assigned["name"] if assigned else ""
+        if re.search(r"(?i)hash|xxh|test|expect|pub", name):  # the constants of an algorithm
+            continue
+        if not (looks_secret(name) or is_password_name(name) or is_key_name(name)):
+            continue
+        found = [
+            int(first or second, 16) if first or second else int(number) % 256
+            for first, second, number in _BYTE.findall(match[0])
+        ]
+        steps = {b - a for a, b in itertools.pairwise(found)}
+        # Not a row of numbers, nor the vectors of the standards' tests.
+        if len(steps) > len(found) // 2 and not bytes(found).startswith(_VECTORS):
+            yield match.start(), "a key"
 
 
 def alone(text: str) -> Iterator[Found]:
@@ -169,7 +213,7 @@ def _decodes(text: str) -> bool:
 
 def from_netrc(text: str) -> Iterator[Found]:
     """A netrc file, whatever its name, as Python and curl read it."""
-    with tempfile.NamedTemporaryFile("w", encoding="latin-1") as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace") as file:
         file.write(text)
         file.flush()
         try:

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a pattern is one line here
 """Searches the content of a file for secrets, before it leaves this machine.
 
 Three kinds of evidence: a value whose form alone says what it is (`secret_shapes`), a literal under
@@ -7,15 +8,16 @@ for secrets (`secret_formats`). Nothing is executed, and nothing is sent anywher
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from distdl.util import secret_formats
-from distdl.util.secret_names import is_password_name, looks_secret
-from distdl.util.secret_shapes import STARS, find, is_random
-from distdl.util.secret_values import is_password, is_token
+from distdl.util import secret_carriers, secret_commands, secret_formats
+from distdl.util.secret_names import is_key_name, is_password_name, looks_secret
+from distdl.util.secret_shapes import find, is_mixed, is_random
+from distdl.util.secret_values import is_passphrase, is_password, is_strong, is_token
 
 BY_NAME, PASSWORD = "a secret by its name", "a password"
 # Endings of programs, and of formats with quotation marks: there, an unquoted value is an
@@ -28,65 +30,70 @@ _PROSE = "md rst txt tex log out adoc po pot"
 CODE, PROSE = frozenset(_CODE.split()), frozenset(_PROSE.split())
 
 # A name with a secret's word, and a sign that assigns; searched in lower case.
+SMALL = 1 << 15  # characters: notes of a person
 _LETTERS = f"{string.ascii_letters}{string.digits}_.-"
-_NAMED = re.compile(
-    r"(?P<word>(?:pass|pwd|psk|secret|token|cred|key|auth|licen|conn|pat|sas|jwt|bearer)[\w.-]{0,30})"
-    r"[\"']?\]?[ \t]{0,9}(?::[ \t]{0,3}(?:str|string)\b[ \t]{0,3}=|:=|=>|[=:](?!=))[ \t]{0,20}"
+
+
+def _named(words: str) -> re.Pattern[str]:
+    """A name with one of these words, and a sign that assigns."""
+    return re.compile(
+        rf"(?P<word>(?:{words.replace(' ', '|')})[\w.-]{{0,30}})[\"'`*]{{0,3}}\]?[ \t]{{0,9}}"
+        r"(?::[ \t]{0,3}(?:str|string|&str|const char \*)\b[ \t]{0,3}=|:=|=>|[=:\uff1a](?!=))[ \t]{0,20}"
+    )
+
+
+_ENGLISH = "pass pwd pw psk secret token cred key auth licen conn pat sas jwt bearer cookie"
+_FOREIGN = (
+    "kennw kodeord mdp contrase clave senha palavra parola wachtw lösenord losenord loesenord adgangs"
+    " salasana haslo hasło heslo jelsz sifre şifre парол 密码 密碼 口令 パスワード 비밀번호"
 )
-_WORDS = (b"pass", b"pwd", b"psk", b"secret", b"token", b"cred", b"key", b"auth", b"licen", b"pat")
+_NAMED, _NAMED_ABROAD = _named(_ENGLISH), _named(_FOREIGN)
+# Without a first letter that bytes have in another case.
+_WORDS_ABROAD = tuple(re.sub("^[lsşп]", "", word).encode() for word in _FOREIGN.split())
+_WORDS = tuple(
+    b"pass pwd psk pw secret token cred key auth licen pat login curl rootpw sudo account connect".split()
+)
 _QUOTED = re.compile(r"[rbu]?(\"\"\"|'''|\"|')(?P<value>[^\"'\n]{1,400}?)\1")
 _BLOCK = re.compile(r"[|>][+-]?[ \t]*\r?\n[ \t]+(?P<value>\S+)[ \t]*(?=\r?\n|\Z)")  # YAML
-_UNQUOTED = re.compile(r"(?P<value>[^\s\"'`][^\s\"',;|]*)[ \t]*(?=[\r\n,;|\"')}\]]|\Z|[ \t]#)")
+_UNQUOTED = re.compile(r"(?P<value>[^\s\"'`][^\s\"',;|]*)[ \t]*(?=[\r\n,;|\"')}\]]|\Z|[ \t][#;])")
 _IN_STRING = re.compile(r"(?P<value>[\w.+/=!@#%^*-]{8,200})(?=\\n|\"|')")  # "token=x"
 _VARIABLE = re.compile(r"(?P<value>[^\s\"'`]+)(?=[ \t])")  # PGPASSWORD=x pg_dump
-_LAST_WORD = re.compile(r"[`*]{0,2}(?P<value>[^\s\"'`]+?)[`*]{0,2}[ \t]*(?=\r?\n|\Z)")
-_XML = re.compile(r"<(?P<name>\w{3,40})>(?P<value>[^<>\s]{4,200})</(?P=name)>")
+_LAST_WORD = re.compile(
+    r"[`*]{0,2}(?P<value>[^\s\"'`]+?)[`*]{0,2}[).]?[ \t]*(?=\r?\n|\Z|[ \t][(#])"
+)
+_WORD = re.compile(r"(?P<value>[^\s\"'`]+)(?=[ \t])")  # of a sentence
+_XML = re.compile(r"<(?P<name>\w{3,40})(?: [^<>\n]{0,80})?>(?P<value>[^<>\s]{4,200})</(?P=name)>")
+_UNATTENDED = re.compile(r"<(?P<name>\w{0,20}Password)>\s*<Value>(?P<value>[^<>\s]{4,200})</Value>")
+_PROPERTY = re.compile(r"<name>(?P<name>[\w.-]+)</name>\s*<value>(?P<value>[^<>\s]{4,300})</value>")
+_TABLE = re.compile(  # a cell of a table, and the next one
+    r"\|[ \t*`]*(?P<name>[\w -]{2,40}?)[ \t*`]*\|[ \t`]*(?P<value>[^\s|`]{6,200})[ \t`]*\|"
+)
+_SENTENCE = re.compile(  # the password is X
+    r"(?P<name>[Pp]assw(?:or[dt])?|[Pp]assphrase|[Kk]ennwort|[Mm]ot de passe|[Cc]ontraseña|[Ss]enha)"
+    r"(?: for [\w@.-]{1,40})?\s+(?:is|ist|lautet|est|es|é|=>?)\s*:?\s*[`\"'*]{0,2}(?P<value>[^\s`\"'*]{7,60})"
+)
+_LOGIN = re.compile(  # Login: user / password
+    r"(?im)^\W{0,6}(?P<name>log-?in|zugang\w*|cred(?:ential)?s?|anmeldung|identifiants?|acceso|user(?:name)?"
+    r"[ \t]*/[ \t]*pass\w*|account)[ \t]*[:=][ \t]*[`\"']?[\w.@\\-]{2,40}[`\"']?[ \t]*[/:|,][ \t]*[`\"']?"
+    r"(?P<value>[^\s`\"'/]{7,60})"
+)
+_CALL = re.compile(  # conf.set("fs.azure.account.key.x", "...")
+    r"\b(?:set|put|option|add|with|header|property|param|config|environ|update|append)\w{0,20}\(\s*"
+    r"[\"'](?P<name>[\w.-]{4,160})[\"']\s*,\s*[\"'](?P<value>[^\"'\s]{4,300})[\"']"
+)
+_STATEMENT = re.compile(  # ENV NAME value; setenv NAME value; %env NAME value
+    r"(?m)^[ \t!]*(?:ENV|ARG|SetEnv|setenv|set -[a-zA-Z]+|env|%env|%set_env|set_env|config set)[ \t]+"
+    r"(?P<name>[A-Za-z_][\w.]{3,60})[ \t=]+[\"']?(?P<value>[^\s\"']{4,300})"
+)
+_DEFAULT = re.compile(
+    r"\$\{(?P<name>\w{3,60}):?[-=](?P<value>[^}\s\"']{4,200})\}"
+)  # ${NAME:-value}
 _PAIR = re.compile(  # {"key": "api_token", "value": "..."}; - name: TOKEN <newline> value: ...
     r"\b(?:name|key)[\"']?[ \t]*[:=][ \t]*[\"']?(?P<name>[\w.-]{3,60})[\"']?,?\s{1,40}"
     r"[\"']?value[\"']?[ \t]*[:=][ \t]*[\"']?(?P<value>[^\s\"',}]{4,300})"
 )
 _PLIST = re.compile(r"<key>(?P<name>[\w.-]+)</key>\s*<string>(?P<value>[^<]{4,300})</string>")
 
-
-def _compiled(patterns: Sequence[tuple[str, str]]) -> list[tuple[bytes, re.Pattern[str]]]:
-    """For each pattern, a word in lower case that every match has comes first."""
-    return [(needle.encode(), re.compile(pattern)) for needle, pattern in patterns]
-
-
-_PASSWORD_COMMANDS = _compiled(
-    [
-        ("-u", r"(?:\s-u|--user)[ =][\"']?[\w.@-]+:(?P<value>[^\s\"']{4,})"),
-        ("mysql", r"\bmysql\w*\b[^\n|;]{0,200}?\s-p(?P<value>[^\s\"'-][^\s\"']{3,})"),
-        ("sshpass", r"\bsshpass\s+-p[ ]?[\"']?(?P<value>[^\s\"']{4,})"),
-        ("sudo -s", r"\becho\s+(?:-n\s+)?[\"']?(?P<value>[^\s\"'|]{4,})[\"']?\s*\|\s*sudo -S"),
-        ("login", r"\blogin\b[^\n]{0,120}?\s-p[ =]?[\"']?(?P<value>[^\s\"'-][^\s\"']{3,})"),
-        ("passw", r"(?<=-)passw(?:or)?d[ =][\"']?(?P<value>[^\s\"'-][^\s\"']{3,})"),
-        ("pw", r"[;,][ \t]*(?:Pwd|pwd|PWD)[ \t]*=[ \t]*(?P<value>[^;,\s\"'()]{4,})"),
-        ("passw", r"[;,][ \t]*(?i:password)[ \t]*=[ \t]*(?P<value>[^;,\s\"'()]{4,})"),
-        (
-            "passw",
-            r"(?m)^[ \t]*(?:password|passwd)[ \t]+[\"']?(?P<value>[^\s\"'=:]{4,})[\"']?[ \t]*$",
-        ),
-        ("passw", r"(?i)passw(?:or)?d[ \t]+[\"'](?P<value>[^\s\"']{4,})[\"']"),
-        ("identified by", r"(?i)\bidentified\s+by\s+[\"'](?P<value>[^\s\"']{4,})[\"']"),
-        (
-            "auth",
-            r"(?im)^[ \t\"'-]*[\w-]*(?:auth|userpwd|basic)[\w-]*[\"']?[ \t]*[:=][ \t]*"
-            r"[\"']?[\w.@-]+:(?P<value>[^\s\"':/]{4,})",
-        ),
-        ("requirepass", r"(?m)^[ \t]*requirepass[ \t]+[\"']?(?P<value>[^\s\"']{4,})"),
-        ("masterauth", r"(?m)^[ \t]*masterauth[ \t]+[\"']?(?P<value>[^\s\"']{4,})"),
-    ]
-)
-_TOKEN_COMMANDS = _compiled(
-    [
-        ("login", r"\blogin\b[^\n|;()=]{0,60}?\s[\"']?(?P<value>[\w.+/-]{20,})"),
-        ("auth", r"\bauth\b[^\n|;()=]{0,60}?\s[\"']?(?P<value>[\w.+/-]{20,})"),
-        ("token", r"(?<=-)token[ =][\"']?(?P<value>[\w.+/=-]{10,})"),
-        ("key", r"(?<=-)(?:api|access|secret|account)[_-]?key[ =][\"']?(?P<value>[\w.+/=-]{10,})"),
-        ("secret", r"(?<=-)secret[ =][\"']?(?P<value>[\w.+/=-]{10,})"),
-    ]
-)
 
 Found = tuple[int, str]  # where it is in the text, and its kind
 
@@ -104,18 +111,30 @@ def search(content: bytes, name: str) -> Iterator[tuple[int, str]]:
     yield from find(content)
     if kind := secret_formats.key_file(content):
         yield 1, kind
+    for at, inner, text, carrier in secret_carriers.texts(content, name):
+        for _, kind in _in_text(text, inner, find(text)):
+            yield content.count(b"\n", 0, at) + 1, f"{kind} in {carrier}"
+    yield from _in_text(content, name, iter(()))
+
+
+def _in_text(
+    content: bytes, name: str, found: Iterator[tuple[int, str]]
+) -> Iterator[tuple[int, str]]:
+    yield from found
     if content.count(0) > len(content) // 4:  # UTF-16: every other byte of ASCII
         content = content.replace(b"\0", b"")
     if b"\0" in content[:8192]:  # binary
         return
     lowered = content.lower()
-    if not any(word in lowered for word in _WORDS) and len(content) > 4096:
+    ascii_only = lowered.isascii()
+    abroad = any(word in lowered for word in _WORDS_ABROAD if not ascii_only or word.isascii())
+    if not (abroad or any(word in lowered for word in _WORDS)) and len(content) > 4096:
         return
-    text = content.decode("latin-1").replace('\\"', '"')
+    text = decoded(content).replace('\\"', '"')
     ending = name.rpartition(".")[2].lower() if "." in name.strip(".") else ""
     searches = (
-        by_name(text, ending),
-        by_command(text, lowered),
+        by_name(text, ending, abroad),
+        secret_commands.search(text, lowered, ending in PROSE, ending in CODE),
         secret_formats.search(text, ending),
     )
     for found in searches:
@@ -123,19 +142,60 @@ def search(content: bytes, name: str) -> Iterator[tuple[int, str]]:
             yield text.count("\n", 0, first[0]) + 1, first[1]
 
 
-def by_name(text: str, ending: str) -> Iterator[Found]:
-    """Literals under a secret-looking name."""
-    for match in _NAMED.finditer(text.lower()):
+def decoded(content: bytes) -> str:
+    """As UTF-8, of which a piece may begin or end inside a character, or as Latin-1."""
+    content = content.removeprefix(codecs.BOM_UTF8)
+    if content[:1] and 0x80 <= content[0] < 0xC0:
+        content = content[:4].lstrip(bytes(range(0x80, 0xC0))) + content[4:]
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(content)
+    except UnicodeDecodeError:
+        return content.decode("latin-1")
+
+
+def lower(text: str) -> str:
+    """In lower case, each character at its place: that of `İ` are two."""
+    lowered = text.lower()
+    return lowered if len(lowered) == len(text) else "".join(c.lower()[:1] for c in text)
+
+
+def by_name(text: str, ending: str, abroad: bool) -> Iterator[Found]:
+    """Literals under a secret-looking name; `abroad`: also of another language than English."""
+    lowered = lower(text)
+    for match in itertools.chain(
+        _NAMED.finditer(lowered), _NAMED_ABROAD.finditer(lowered) if abroad else ()
+    ):
         start = _start_of_word(text, match.start())
         name = text[start : match.end("word")]
-        if not (looks_secret(name) or is_password_name(name)):
+        if not (looks_secret(name) or is_password_name(name) or is_key_name(name)):
             continue
-        value = _value_at(text, match.end(), ending, name.isupper())
+        if text.startswith("${", max(0, start - 2)):  # ${NAME:?message}
+            continue
+        value = _value_at(text, match.end(), ending, name.isupper() or name.startswith("--"))
         if value and (kind := _kind(name, value, text, start, ending)):
             yield start, kind
-    for match in itertools.chain(*(each.finditer(text) for each in (_XML, _PAIR, _PLIST))):
+    patterns = [_PAIR, _DEFAULT]
+    if "<" in text:
+        patterns += [_XML, _PLIST, _UNATTENDED, _PROPERTY]
+    if (ending in PROSE or not ending) and len(text) < SMALL:
+        yield from by_sentence(text)
+    if ending in CODE:
+        patterns.append(_CALL)
+    else:
+        patterns.append(_STATEMENT)
+    for match in itertools.chain(*(each.finditer(text) for each in patterns)):
         if kind := _kind(match["name"], match["value"], text, match.start(), ending):
             yield match.start(), kind
+
+
+def by_sentence(text: str) -> Iterator[Found]:
+    """Passwords in notes: `the password is ...`, `Login: user / ...`, a cell of a table."""
+    for match in itertools.chain(*(each.finditer(text) for each in (_SENTENCE, _LOGIN))):
+        if is_strong(match["value"]):
+            yield match.start(), PASSWORD
+    for match in _TABLE.finditer(text):
+        if is_password_name(match["name"].strip().replace(" ", "_")) and is_strong(match["value"]):
+            yield match.start(), PASSWORD
 
 
 def _start_of_word(text: str, at: int) -> int:
@@ -144,7 +204,7 @@ def _start_of_word(text: str, at: int) -> int:
 
 
 def _value_at(text: str, start: int, ending: str, variable: bool) -> str:
-    """The literal that begins there, also of `NAME=value` for a `variable`; "" if there is none."""
+    """The literal that begins there, also of `NAME=value` and `--name=value` for a `variable`; "" if there is none."""
     patterns = [_QUOTED]
     if ending in PROSE:
         patterns.append(_LAST_WORD)
@@ -155,7 +215,10 @@ def _value_at(text: str, start: int, ending: str, variable: bool) -> str:
     if variable and ending not in CODE:
         patterns.append(_VARIABLE)
     matches = (pattern.match(text, start) for pattern in patterns)
-    return next((match["value"] for match in matches if match), "")
+    value = next((match["value"] for match in matches if match), "")
+    if not value and ending in PROSE and (word := _WORD.match(text, start)):
+        return word["value"] if is_strong(word["value"]) else ""
+    return value
 
 
 def _kind(name: str, value: str, text: str, at: int, ending: str) -> str:
@@ -165,38 +228,16 @@ def _kind(name: str, value: str, text: str, at: int, ending: str) -> str:
     around = text[max(0, at - 300) : at + 300] if ending not in PROSE else ""
     if is_password_name(name) and is_password(value, around):
         return PASSWORD
-    if not looks_secret(name):
+    if is_password_name(name) and ending not in CODE | PROSE and is_passphrase(value):
+        return PASSWORD
+    if is_key_name(name) and is_token(value, "api_key"):
+        hexadecimal = re.fullmatch(r"(?:[0-9a-f]{32}){1,2}|[0-9a-f]{40}", value)
+        if is_mixed(value) or (hexadecimal and (name.isupper() or ending not in CODE | PROSE)):
+            return BY_NAME
+    if not (looks_secret(name) or looks_secret(name.replace(".", "_"))):
         return ""
     # In a settings file a short secret is one, too; a program has keys of dictionaries.
     short = "secret" in name.lower() and ending not in CODE | PROSE
-    short = short and is_password(value) and is_random(value)
+    plain = name.lower() == "secret" and ending in ("conf", "cfg", "ini", "")
+    short = short and is_password(value) and (plain or is_random(value))
     return BY_NAME if short or is_token(value, name) else ""
-
-
-def by_command(text: str, lowered: bytes) -> Iterator[Found]:
-    """Secrets on a command line. `lowered` is the text in lower case."""
-    for needle, pattern in _PASSWORD_COMMANDS:
-        for match in pattern.finditer(text) if needle in lowered else ():
-            if is_password(match["value"]):
-                yield match.start(), "a password of a command"
-    for needle, pattern in _TOKEN_COMMANDS:
-        for match in pattern.finditer(text) if needle in lowered else ():
-            if is_token(match["value"], "secret"):
-                yield match.start(), "a token of a command"
-
-
-def hide_commands(text: str) -> str:
-    """Hides secrets on command lines, which exceptions of programs repeat."""
-    lowered = text.lower().encode(errors="replace")
-    for needle, pattern in (*_PASSWORD_COMMANDS, *_TOKEN_COMMANDS):
-        if needle in lowered:
-            text = pattern.sub(_hidden, text)
-    return text
-
-
-def _hidden(match: re.Match[str]) -> str:
-    value = match["value"]
-    if not (is_password(value) or is_token(value, "secret")):
-        return match[0]
-    start, end = (position - match.start() for position in match.span("value"))
-    return match[0][:start] + STARS + match[0][end:]

@@ -256,17 +256,63 @@ SHAPES = (
     Shape(
         "a one-time password's seed", r"otpauth://\S*?secret=(?P<value>[A-Z2-7]{16,})", "otpauth:"
     ),
+    # `$$` and `\$` stand for `$` in compose files, Makefiles and shells.
     Shape(
         "the hash of a password",
-        r"\$(?:2[aby]|apr1|[156y]|argon2(?:id|i|d))\$(?:[\w./,=+-]{1,60}\$){0,4}[\w./+-]{20,}",
-        "$2",
-        "$apr1$",
-        "$1$",
-        "$5$",
-        "$6$",
-        "$y$",
-        "$argon2",
-        sure=lambda match: not re.search(r"[.]{3}|[*]{3}|x{4}", match[0]),
+        r"(?:\\?\$){1,2}(?:2[abxy]|apr1|[1567y]|gy|P|scrypt|pbkdf2(?:-sha\d+)?|argon2(?:id|i|d))"
+        r"(?:\\?\$){1,2}"
+        r"(?:[\w./,=+-]{1,60}(?:\\?\$){1,2}){0,4}[\w./+-]{20,}",
+        *(
+            "$2a",
+            "$2b",
+            "$2y",
+            "$apr1",
+            "$1$",
+            "$5$",
+            "$6$",
+            "$7$",
+            "$y",
+            "$gy",
+            "$scrypt",
+            "$pbkdf2",
+            "$argon2",
+        ),
+        sure=lambda match: not re.search(r"[.]{3}|[*]{3}|x{4}", match[0]) and is_random(match[0]),
+    ),
+    Shape(
+        "the hash of a password",
+        r"\b(?:pbkdf2(?:_sha\d+|:sha\d+)|scrypt|bcrypt(?:_sha\d+)?|argon2)[:$][\w.:$=,+/-]{0,60}[:$](?P<value>[\w./+=-]{30,})",
+        *("pbkdf2", "scrypt", "bcrypt", "argon2"),
+    ),
+    Shape(
+        "the hash of a password",
+        r"(?:\{S?(?:SHA(?:256|512)?|MD5)\}|SCRAM-SHA-\d+\$\d+:)(?P<value>[A-Za-z0-9+/]{22,}={0,2})",
+        *("SHA}", "SHA256}", "SHA512}", "MD5}", "SCRAM-SHA"),
+    ),
+    Shape(
+        "a password of a Google account's app",
+        r"[\"'=:]\s*(?P<value>[a-z]{4}(?: [a-z]{4}){3})[\"'\s]",
+        *("gmail.", "smtp.", "GMAIL_", "SMTP_"),
+        sure=lambda match: (
+            not re.search(r"\b(?:this|that|with|from|your|when|then|test|some)\b", match[0])
+        ),
+    ),
+    Shape(
+        "a secret key (minisign, signify)",
+        r"comment: (?!signature)[^\n]{0,60}secret key[^\n]*\n(?P<value>[A-Za-z0-9+/=]{60,})",
+        "secret key",
+        sure=bool,
+    ),
+    Shape(
+        "a private key (SSH2)",
+        r"---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----\s[^-]{40,}",
+        "---- BEGIN SSH2",
+        sure=bool,
+    ),
+    Shape(
+        "a password of a remote desktop",
+        r"password 51:b:(?P<value>[0-9A-Fa-f]{60,})",
+        "password 51",
     ),
     Shape(
         "a key (OpenVPN)",
