@@ -157,18 +157,11 @@ class RankHeartbeat:
         stack = [*stack]
         phase, self.action, in_batch = seen_in(stack)
         fetches = any(file.endswith(FETCHERS) for file, _, _ in stack)
-        self.in_step = in_batch and not (fetches and self._has_no_batch())
+        # The wait for the first batch is that for the workers, which start and open their files.
+        self.in_step = in_batch and not (fetches and self._trainer.has_no_batch)
         if phase is None:
             phase = END if self.count and self._trainer.state.fn == "fit" else SET_UP
         self.phase = phase
-
-    def _has_no_batch(self) -> bool:
-        """Whether the loop that runs has no batch of its loader yet. The wait for the first one is
-        that for the workers, which start and open their files: it is part of the set-up."""
-        with suppress(AttributeError):  # none runs, or of another version of Lightning
-            loader = self._trainer._active_loop._data_fetcher.combined_loader
-            return bool(loader._iterator._idx == 0)
-        return False
 
     @property
     def progress(self) -> tuple[Any, ...]:

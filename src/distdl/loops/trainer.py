@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Trainer as LightningTrainer
@@ -28,6 +29,14 @@ class Trainer(LightningTrainer):
         self._checkpoint_connector = CheckpointConnector(self)
         self._data_connector = DataConnector(self)
         self._signal_connector = SignalConnector(self)
+
+    @property
+    def has_no_batch(self) -> bool:
+        """Whether the loop that runs has no batch of its loader yet. Any thread may ask."""
+        with suppress(AttributeError):  # no loop runs, or its loader has not begun
+            fetcher: Any = self._active_loop._data_fetcher  # type: ignore[union-attr]
+            return bool(fetcher.combined_loader._iterator._idx == 0)
+        return False
 
     def restore_by(self, restores: Restores) -> None:
         """Restores the checkpoint of the next fit or evaluation in this way."""
