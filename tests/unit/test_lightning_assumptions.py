@@ -20,6 +20,7 @@ from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoo
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
 from distdl.loops import connectors, fit, trainer, validation
@@ -31,7 +32,11 @@ BATCHES, EPOCHS = 3, 2
 OVERRIDDEN = {
     (ours, base, name)
     for ours, base, names in (
-        (fit.EpochLoop, _TrainingEpochLoop, "on_advance_end _broadcast_sigterm_tensor"),
+        (
+            fit.EpochLoop,
+            _TrainingEpochLoop,
+            "on_advance_end _on_before_fetch _broadcast_sigterm_tensor",
+        ),
         (fit.FitLoop, _FitLoop, "on_run_start advance on_advance_end _iteration_based_training"),
         (
             validation.ValidationLoop,
@@ -49,7 +54,16 @@ OVERRIDDEN = {
     )
     for name in names.split()
 }
-OWN_NAMES = {"_before", "_done_before", "_run_hook", "_run_hooks_at_the_end", "_is_due", "_of_all"}
+OWN_NAMES = {
+    "_before",
+    "_done_before",
+    "_states",
+    "_states_before",
+    "_run_hook",
+    "_run_hooks_at_the_end",
+    "_is_due",
+    "_of_all",
+}
 
 
 class Net(BoringModel):
@@ -139,11 +153,12 @@ def trained() -> pl.Trainer:
 
 @pytest.mark.parametrize("name", sorted(private_names()))
 def test_a_private_name_is_still_there(name: str, trained) -> None:
-    loop = trained.fit_loop.epoch_loop
+    loop, begun = trained.fit_loop.epoch_loop, CombinedLoader([rows()], "max_size_cycle")
+    iter(begun)
     metric = next(iter(loop._results.result_metrics))
     owners = [trained, trained.fit_loop, loop, loop.val_loop, metric, trained.lightning_module]
     owners += [value for key, value in vars(trained).items() if key.endswith("_connector")]
-    owners += [pl.trainer.call, torch.nn.Module()]
+    owners += [pl.trainer.call, torch.nn.Module(), begun, begun._iterator]
     assert any(hasattr(owner, name) for owner in owners)
 
 
