@@ -58,8 +58,8 @@ _CERTAIN = _compiled(r"""
     assword       (?i)assword[^\n]{0,40}\n?[^\n]{0,40}?\bsend(?:_?line)?\b\s*\(?(?:\s*--)?\s*[\"'](?P<value>[^\s\"'\\]{4,})
     pass:         \s-pass(?:in|out)?\s+pass:<VALUE>
     7z            \b7z[ar]?\b<REST>-(?:h?p|P\s*)<OPTION>
-    rar           \b(?:un)?rar\b<REST>-(?:h?p|P\s*)<OPTION>
-    zip           \b(?:un)?zip\b<REST>-(?:h?p|P\s*)<OPTION>
+    rar_          \b(?:un)?rar\b<REST>-(?:h?p|P\s*)<OPTION>
+    zip_-         \b(?:un)?zip\b<REST>-(?:h?p|P\s*)<OPTION>
     keytool       \bkeytool\b[^\n]{0,300}?\s-{1,2}(?:store|key|src|dest|deststore|srcstore|ks-|key-)-?pass\s+(?:pass:)?<VALUE>
     jarsigner     \bjarsigner\b[^\n]{0,300}?\s-{1,2}(?:store|key|src|dest|deststore|srcstore|ks-|key-)-?pass\s+(?:pass:)?<VALUE>
     apksigner     \bapksigner\b[^\n]{0,300}?\s-{1,2}(?:store|key|src|dest|deststore|srcstore|ks-|key-)-?pass\s+(?:pass:)?<VALUE>
@@ -110,8 +110,7 @@ _ARGUMENTS = _compiled(r"""
     auth          (?i)auth\w{0,12}[\"']?\s*[=:]\s*[(\[]\s*[\"'][^\"'\n]{1,80}[\"']\s*,\s*<QUOTED>
     cred          (?i)cred(?:ential)?s?\w{0,10}(?:\s*=\s*)?[(\[]\s*(?:<ARGUMENT>)?[\"'][^\"'\n]{1,80}[\"']\s*,\s*<QUOTED>
     account       (?i)(?:create|add|new)_?account\(\s*<ARGUMENT><QUOTED>
-    create        (?i)create_?(?:super)?user\w{0,12}\(\s*<ARGUMENT>(?:<ARGUMENT>)?<QUOTED>
-    add           (?i)add_?(?:super)?user\w{0,12}\(\s*<ARGUMENT>(?:<ARGUMENT>)?<QUOTED>
+    user(         (?i)(?:create|add|new)_?(?:super)?user\(\s*<ARGUMENT>(?:<ARGUMENT>)?<QUOTED>
     connect       (?i)connect(?:ion)?\(\s*<ARGUMENT><ARGUMENT>(?:<ARGUMENT>){0,2}<QUOTED>
     database      (?i)\bdatabase\(\s*<ARGUMENT><ARGUMENT><QUOTED>
     sql           (?i)\b(?:mysqli|pdo|mysql)\w{0,12}\(\s*<ARGUMENT><ARGUMENT><QUOTED>

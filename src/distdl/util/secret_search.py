@@ -78,8 +78,10 @@ _LOGIN = re.compile(  # Login: user / password
     r"(?P<value>[^\s`\"'/]{7,60})"
 )
 _CALL = re.compile(  # conf.set("fs.azure.account.key.x", "...")
-    r"\b(?:set|put|option|add|with|header|property|param|config|environ|update|append)\w{0,20}\(\s*"
-    r"[\"'](?P<name>[\w.-]{4,160})[\"']\s*,\s*[\"'](?P<value>[^\"'\s]{4,300})[\"']"
+    r"\(\s*[\"'](?P<name>[\w.-]{4,160})[\"']\s*,\s*[\"'](?P<value>[^\"'\s]{4,300})[\"']"
+)
+_SETS = re.compile(
+    r"(?:set|put|option|add|with|header|property|param|config|environ|update|append)\w{0,20}\Z"
 )
 _STATEMENT = re.compile(  # ENV NAME value; setenv NAME value; %env NAME value
     r"(?m)^[ \t!]*(?:ENV|ARG|SetEnv|setenv|set -[a-zA-Z]+|env|%env|%set_env|set_env|config set)[ \t]+"
@@ -180,11 +182,20 @@ def by_name(text: str, ending: str, abroad: bool) -> Iterator[Found]:
     if (ending in PROSE or not ending) and len(text) < SMALL:
         yield from by_sentence(text)
     if ending in CODE:
-        patterns.append(_CALL)
+        yield from by_call(text, ending)
     else:
         patterns.append(_STATEMENT)
     for match in itertools.chain(*(each.finditer(text) for each in patterns)):
         if kind := _kind(match["name"], match["value"], text, match.start(), ending):
+            yield match.start(), kind
+
+
+def by_call(text: str, ending: str) -> Iterator[Found]:
+    """Literals that a call sets under a name."""
+    for match in _CALL.finditer(text):
+        if _SETS.search(text, max(0, match.start() - 30), match.start()) and (
+            kind := _kind(match["name"], match["value"], text, match.start(), ending)
+        ):
             yield match.start(), kind
 
 
