@@ -111,9 +111,9 @@ class Violation:
 
 
 def violations(shape: Shape, value: Any, where: tuple[str | int, ...] = ()) -> Iterator[Violation]:
-    """Every part of a request that breaks a limit of its description."""
+    """Every part of a request that breaks a limit of its description. What is missing, the check of
+    the settings has named."""
     if value is None:
-        yield Violation(where, value, "missing")
         return
     if what := size_problem(shape, value):
         yield Violation(where, value, what)

@@ -186,6 +186,7 @@ def handle_of(run):
     return handle.removeprefix("slurm://")
 
 
+@pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
 def test_two_nodes_train_as_two_processes_of_this_machine(slurm, on_cluster, tmp_path, monkeypatch):
     """From inside an allocation, with a secret by name, in a folder with a space in its name."""
     (folder := tmp_path / "my runs").mkdir()
@@ -353,6 +354,7 @@ def test_sbatch_reads_the_spellings_as_listed(slurm, tmp_path):
             assert done.returncode == 0, f"{spelling}: {done.stderr}"
 
 
+@pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
 def test_a_sweep_is_one_array(slurm, on_cluster, tmp_path, monkeypatch):
     typed = ("-m", "name=s", "seed=1,2", "launcher.max_parallel=2", "data.train_samples=24")
     on_cluster(*SLURM, *typed, "trainer.max_epochs=1")

@@ -46,7 +46,7 @@ def measured(cwd, *words):
     return result
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES if MATRIX else STRATEGIES[1:2])
+@pytest.mark.parametrize("strategy", STRATEGIES if MATRIX else [])
 def test_under_every_strategy_communication_is_seen(tmp_path, strategy):
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed")

@@ -146,6 +146,7 @@ class Net(nn.Sequential):
 """
 
 
+@pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
 def test_the_measured_way_is_frozen_in_the_run(tmp_path):
     (tmp_path / "tiny.py").write_text(NETWORK)
     done = distdl(

@@ -186,7 +186,9 @@ def share_kind(strategy: Mapping[str, Any] | None, shares: int, ranks: int) -> s
     return "tensor-parallel group" if is_tensor_parallel(strategy or {}) else "pipeline"
 
 
-def is_tensor_parallel(strategy: Mapping[str, Any]) -> bool:
+def is_tensor_parallel(strategy: Any) -> bool:
+    if not isinstance(strategy, Mapping):  # a name, as Lightning takes one: refused elsewhere
+        return False
     named = str(strategy.get("_target_")).endswith(".ModelParallelStrategy")
     return named or DATA in strategy or TENSOR in strategy
 

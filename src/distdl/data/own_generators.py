@@ -31,6 +31,7 @@ KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ran
 # A longer container holds samples, not transforms.
 LONGEST = 1000
 MOST = 20_000  # objects that are looked at
+DEEPEST = 60  # objects inside each other
 DATA = (str, bytes, bool, int, float, complex, type(None), np.ndarray, np.generic, torch.Tensor)
 # Their objects lead to the whole program, or hold nothing but data.
 CLOSED: tuple[str, ...] = (
@@ -42,7 +43,10 @@ CLOSED: tuple[str, ...] = (
     "threading",
     "multiprocessing",
 )
-CLOSED += ("concurrent", "asyncio", "pandas", "pyarrow", "h5py")
+CLOSED += ("concurrent", "asyncio", "pandas", "pyarrow", "h5py", "PIL", "fsspec", "http", "ssl")
+# Clients of far stores, and distdl's own parts that hold them.
+CLOSED += ("azure", "msal", "boto3", "botocore", "s3transfer", "requests", "urllib3", "google")
+CLOSED_PARTS = ("distdl.stores.", "distdl.datasets.")
 # The global ones, which are seeded apart.
 DEFAULT = (torch.default_generator, np.random.mtrand._rand, random._inst)
 INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
@@ -94,7 +98,7 @@ class OwnGenerators:
     def refresh(self) -> None:
         """Takes what has replaced a generator in the same place."""
         for path, owner in self._owners.items():
-            for name, value in owner.items():
+            for name, value in list(owner.items()):
                 if isinstance(value, KINDS) and value not in DEFAULT:
                     self._found[f"{path}.{name}"] = value
 
@@ -112,8 +116,19 @@ class _Search:
         self.owners: dict[str, Mapping[Any, Any]] = {}
         self.unknown: list[str] = []
         self._seen: dict[int, Any] = {}  # the object too, so that no other one gets its id
+        self._depth = 0
 
     def visit(self, path: str, value: Any) -> None:
+        if self._depth >= DEEPEST:
+            self._say(f"what lies in {path[:100]}... (more than {DEEPEST} objects in each other)")
+            return
+        self._depth += 1
+        try:
+            self._visit(path, value)
+        finally:
+            self._depth -= 1
+
+    def _visit(self, path: str, value: Any) -> None:
         if isinstance(value, (*DATA, type, types.ModuleType)) or id(value) in self._seen:
             return
         if len(self._seen) >= MOST:
@@ -146,13 +161,14 @@ class _Search:
                 self._items(path, value)
             case types.GeneratorType() | itertools.count() | itertools.cycle():
                 self._say(f"{path} (an iterator goes on from where it is)")
-        if type(value).__module__.partition(".")[0] not in CLOSED:
+        if not _is_closed(type(value).__module__):
             self._object(path, value)
 
     def _items(self, path: str, items: Mapping[Any, Any]) -> None:
-        if any(isinstance(value, KINDS) for value in items.values()):
+        held = list(items.items())  # another thread may add to it
+        if any(isinstance(value, KINDS) for _, value in held):
             self.owners[path] = items
-        for name, value in items.items():
+        for name, value in held:
             self.visit(f"{path}.{name}", value)
 
     def _object(self, path: str, value: Any) -> None:
@@ -164,9 +180,10 @@ class _Search:
                 self.visit(f"{path}.{name}", held)
         for base in kind.__mro__:
             self._class(path, base, value)
-        setter = getattr(value, "set_random_state", None)
-        if setter is None or len(self.found) > before:
+        # Not `hasattr(value)`, which a client that makes its methods itself would answer.
+        if not hasattr(kind, "set_random_state") or len(self.found) > before:
             return
+        setter = value.set_random_state
         if "seed" in _parameters(setter):
             self.found[path] = setter
         else:
@@ -244,6 +261,10 @@ def _is_users(module: str | None) -> bool:
     if file is None or (module or "").partition(".")[0] == "distdl":
         return False
     return not file.startswith(INSTALLED) and "dist-packages" not in file
+
+
+def _is_closed(module: str) -> bool:
+    return module.partition(".")[0] in CLOSED or f"{module}.".startswith(CLOSED_PARTS)
 
 
 def _functions(held: Any) -> Iterator[types.FunctionType]:
