@@ -11,7 +11,7 @@ from torchvision.models import resnet18
 
 from distdl.models import ImageClassifier
 from distdl.models.blocks import blocks_of
-from distdl.strategies.pipeline import balance, probe, splitting, stage_rules
+from distdl.strategies.pipeline import balance, partition_plan, probe, splitting, stage_rules
 from distdl.strategies.pipeline.stage_rules import StagePosition
 from distdl.util.errors import UserError
 from tests.strategies import matrix
@@ -141,6 +141,16 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be_and_the_bubble_predicted():
     assert balance.bubble("gpipe", [1, 1], 1, 4) == pytest.approx(1 / 5)  # (p-1) / (m+p-1)
     assert balance.bubble("interleaved", [1, 1], 2, 4) == pytest.approx(1 / 9)
     assert balance.bubble("1f1b", [1, 3], 1, 4) == pytest.approx(1 - 16 / 26)
+
+
+def test_a_run_that_resumes_is_cut_as_before():
+    """Each stage draws its own dropout: measured again, a block may be on another one."""
+    names = ["stem", "one", "two", "head"]
+    assert partition_plan.cut_as_before(names, ["two"], 2) == [0, 2, 4]
+    assert partition_plan.cut_as_before(names, ["one", "two"], 3) == [0, 1, 2, 4]
+    # Another number of pieces, another model, a damaged or foreign manifest: balanced again.
+    for starts in (["two", "one"], ["stem"], ["three"], ["one", "two"], [1], None, "two", {}):
+        assert partition_plan.cut_as_before(names, starts, 2) is None
 
 
 def test_each_rank_has_one_position():

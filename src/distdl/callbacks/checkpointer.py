@@ -358,6 +358,8 @@ class Checkpointer(Callback, Decides):
                 logger.flush()
         facts: dict[str, Any] = {"step": step, "epoch": epoch, "reason": reason}
         facts |= {"world_size": trainer.world_size, "global_batch_size": self.global_batch_size}
+        if split := getattr(trainer.strategy, "split_at", None):  # of a pipeline
+            facts["split"] = split
         facts["metrics"] = {k: float(v) for k, v in trainer.callback_metrics.items()}
         name = f"epoch_{epoch:03d}{inside}.ckpt"
         assert isinstance(trainer, RunTrainer)

@@ -35,8 +35,9 @@ from distdl.optim import optimizers
 from distdl.optim.schedules import length_of
 from distdl.ranks.environment import Environment
 from distdl.ranks.stopping import StopRequest
-from distdl.runs.checkpoints import CheckpointStore
+from distdl.runs.checkpoints import CheckpointStore, manifest_at
 from distdl.runs.directory import Attempt, RunDirectory
+from distdl.strategies import PipelineStrategy
 from distdl.strategies.sharing import to_default_layout
 from distdl.util.errors import UserError
 from distdl.validation.signatures import with_dtypes
@@ -93,6 +94,8 @@ def build(
     nodes = (config.get("callbacks") or {}).items()
     callbacks = [make(node) for _, node in nodes if node]  # null removes a callback
     strategy = make(config.strategy)
+    if checkpoint and isinstance(strategy, PipelineStrategy):
+        strategy.kept_split = manifest_at(Path(checkpoint)).get("split")
     if not own_optimizer:
         attach_optimizer(module, config, global_batch, position)
     if isinstance(strategy, ModelParallelStrategy):

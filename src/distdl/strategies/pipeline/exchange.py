@@ -32,6 +32,7 @@ class StagedStrategy(DDPStrategy):
     settings: dict[str, Any]  # stages, schedule, ..., as in stage_rules.problems
     schedule: str
     balance: str | list[str]
+    kept_split: object
     micro_batches: int
     pieces_per_stage: int
     position: StagePosition

@@ -53,6 +53,10 @@ def _measured(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block
     inputs, rows = _inputs(trainer, strategy.root_device)
     probe.check_chain(trainer.lightning_module, blocks, inputs)
     trains = trainer.state.fn == TrainerFn.FITTING
+    pieces = strategy.position.stages * strategy.pieces_per_stage
+    names = [block.name for block in blocks]
+    balanced = isinstance(strategy.balance, str)
+    kept = cut_as_before(names, strategy.kept_split, pieces) if balanced else None
     edges, seconds = probe.run_through(
         blocks,
         inputs,
@@ -60,16 +64,35 @@ def _measured(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block
         trains=trains,
         convert=strategy.precision_plugin.convert_module,
         context=strategy.precision_plugin.forward_context,
-        measured=trains and strategy.balance == "measured",
+        measured=trains and strategy.balance == "measured" and kept is None,
     )
-    stages = strategy.position.stages
-    pieces = stages * strategy.pieces_per_stage
-    if isinstance(strategy.balance, str):
+    if kept is not None:
+        bounds = kept
+    elif balanced:
         costs = seconds or [float(block.size) for block in blocks]
-        bounds = balance.even_out(costs, balance.partition(costs, pieces), stages)
+        even = balance.partition(costs, pieces)
+        bounds = balance.even_out(costs, even, strategy.position.stages)
     else:
-        bounds = balance.cut_at([block.name for block in blocks], strategy.balance, pieces)
+        bounds = balance.cut_at(names, strategy.balance, pieces)
     return PipelinePlan(bounds, [edges[bound] for bound in bounds], seconds)
+
+
+def cut_as_before(names: Sequence[str], starts: object, pieces: int) -> list[int] | None:
+    """The bounds of a run that resumes, whose stages draw random numbers (dropout) each for itself.
+
+    Args:
+        names: Of the blocks, in order.
+        starts: As the manifest of the checkpoint has them: the first block of each piece, except
+            the first piece. None if it has none.
+        pieces: How many the model is cut into now.
+
+    Returns:
+        None if they are not those of this model in so many pieces.
+    """
+    if not isinstance(starts, list) or not set(map(str, starts)) <= set(names):
+        return None
+    bounds = [0, *(names.index(str(name)) for name in starts), len(names)]
+    return bounds if len(bounds) == pieces + 1 and sorted(set(bounds)) == bounds else None
 
 
 def _inputs(trainer: Trainer, device: torch.device) -> tuple[torch.Tensor, int]:

@@ -89,6 +89,8 @@ class PipelineStrategy(StagedStrategy):
         self._blocked = False
         self._splitter: Splitter | None = None
         self._plan: partition_plan.PipelinePlan | None = None
+        self.split_at: list[str] = []  # the first block of each piece but the first, once it is cut
+        self.kept_split: object = None  # the same of the run that resumes, as its checkpoint has it
 
     check = staticmethod(stage_rules.check)
 
@@ -117,6 +119,7 @@ class PipelineStrategy(StagedStrategy):
         blocks = splitting.blocks_in(module)
         self._plan = partition_plan.make(self, trainer, blocks)
         bounds = self._plan.bounds
+        self.split_at = [blocks[start].name for start in bounds[1:-1]]
         self._spans = [blocks[start:end] for start, end in itertools.pairwise(bounds)]
         self._pieces = range(self.position.stage, len(self._spans), self.position.stages)
         self._shapes = [
