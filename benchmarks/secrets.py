@@ -78,7 +78,10 @@ class Secrets:
                 "held back, and the third 73 of 103. Two further sets of 60 secrets and 150 "
                 "harmless files each, by authors who had not seen the search (not in the "
                 "repository), gave 55 and 47 of 60 and 8 of 300 held back before the search was "
-                "corrected on them, too, and 60, 60 and none afterwards. Nothing was validated.",
+                "corrected on them, too, and 60, 60 and none afterwards. A third such set, of 60 "
+                "secrets and 500 harmless files, with nothing tuned after the two: 57 of 60 found "
+                "and 20 of 500 held back; after a correction on it, too, 60 and none, so that "
+                "these numbers are a fit as well. Nothing was validated.",
                 "\n".join(lines),
                 f"distdl held back: {names}.",
                 "`python -m benchmarks.run secrets`",

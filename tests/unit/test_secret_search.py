@@ -114,6 +114,9 @@ def test_archives_are_searched_one_level_deep_and_named(tmp_path, monkeypatch):
 WORD = "domino" + "kitchen"
 KEY = secret_corpus.Maker(SEED).bytes(16)
 HEX = secret_corpus.Maker(SEED).hex(32)
+MIXED = "".join(("eJ7lc2qE", "V4Cb9Fw6", "uR3yQ8oA", "5hB1qD0j"))
+CONFIRM = "Confir" + "mar"
+SEALED = base64.b64encode(b"\2" + secret_corpus.Maker(SEED).bytes(200)).decode()
 # Family -> file -> content. None of these lines is of a set of the benchmark.
 FAMILIES: dict[str, dict[str, str | bytes]] = {
     "a word beside a user, a network, a directory": {
@@ -159,6 +162,25 @@ FAMILIES: dict[str, dict[str, str | bytes]] = {
     "a default, a statement": {
         "a.yaml": f"DB_PASSWORD: ${{DB_PASSWORD:-{PASSWORD}}}\n",
         "Dockerfile": f"ENV DB_PASSWORD {PASSWORD}\n",
+    },
+    "an option of a server": {
+        "compose.yaml": f"command: redis-server --appendonly yes --requirepass {PASSWORD}\n",
+        "exec.json": f'["redis-server", "--requirepass", "{PASSWORD}"]\n',
+    },
+    "words joined by a dot, in settings": {
+        "settings.xml": "<password>" + "silver." + "rocket1</password>\n",
+        "a.properties": "db.password=silver." + "rocket1\n",
+    },
+    "an assignment in R": {
+        "a.R": f'db_password <- "{PASSWORD}"\n',
+        "b.R": f'tide_key <- "{MIXED}"\n',
+    },
+    "beside what only resembles it": {
+        "messages_de.properties": f"login.password=Passwort\nsmtp.password={PASSWORD}\n",
+        ".pgpass.sample": f"h:5432:*:user:password\nh:5432:*:me:{PASSWORD}\n",
+        "sealed.yaml": f"kind: SealedSecret\npassword: {PASSWORD}\n",
+        "a.R": f'connect(password = askpass("Password"))\nf(user = "me", password = "{PASSWORD}")\n',
+        "a.csv": f"token_address,token\n0x{HEX}{HEX[:8]},{MIXED}\n",
     },
     "text inside": {
         "a.pkl": pickle.dumps({"user": "me", "db_password": PASSWORD}),
@@ -211,6 +233,22 @@ HARMLESS: dict[str, str] = {
     "cache.yml": f"CACHE_KEY: {HEX}\n",
     "note.md": "The password is hashed with sha256. | password | string | The password |\n",
     "a.minisig": "untrusted comment: signature from minisign secret key\n" + "RWQf6LRC" * 12 + "\n",
+    "call.R": 'f(user = "me", password = Sys.getenv("PGPASSWORD"))\n'
+    'f(user = "me", password = rstudioapi::askForPassword("Password"))\n'
+    'f(user = "me", password = askpass("Password"), token <- get("x"))\n',
+    "call.cpp": 'connect(user = me, password = vault::read("db"), x);\n',
+    "messages_es.properties": f"login.user=Usuario\nlogin.password=Contraseña\nnew.password={CONFIRM}\n",
+    "ja.json": '{"user": "ユーザー名", "password": "パスワード", "new_password": "パスワードを入力。"}\n',
+    "pt_BR.yml": "user: Usuário\npassword: Senha*\n",
+    "example.yaml": 'user: me\npassword: "tu_contraseña"\ndb_password: put_your_password_here\n'
+    "a_password: DEIN_PASSWORT\nb_password: votre_mot_de_passe\nc_password: AKIAIOSFODNN7EXAMPLE\n"
+    "d_password: '********'\n",
+    ".pgpass.sample": "localhost:5432:*:user:password\n",
+    "sealed.yaml": f"kind: SealedSecret\nspec:\n  encryptedData:\n    password: Ag{SEALED[2:]}\n",
+    "transfers.csv": f"token_address,token\n0x{HEX}{HEX[:8]},0x{HEX}{HEX[:8]}\n",
+    "environment.yml": "  - secretstorage=3.17.5=py310h65e1ca8_0\n  - passlib=1.7.4=pyhd8ed1ab_1\n",
+    "test.yml": "POSTGRES_USER: postgres\nPOSTGRES_PASSWORD: postgres\n",
+    "scope.tfvars.yaml": "user: me\npassword: var.password1\n",
     "image.yaml": f"icon: {base64.b64encode(KEY * 9).decode()}\n",
 }
 

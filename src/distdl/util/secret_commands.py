@@ -64,8 +64,8 @@ _CERTAIN = _compiled(r"""
     jarsigner     \bjarsigner\b[^\n]{0,300}?\s-{1,2}(?:store|key|src|dest|deststore|srcstore|ks-|key-)-?pass\s+(?:pass:)?<VALUE>
     apksigner     \bapksigner\b[^\n]{0,300}?\s-{1,2}(?:store|key|src|dest|deststore|srcstore|ks-|key-)-?pass\s+(?:pass:)?<VALUE>
     rootpw        (?m)^\s*rootpw\s+(?:--plaintext\s+)?(?!--)<VALUE>
-    requirepass   (?m)^[ \t]*requirepass[ \t]+<VALUE>
-    masterauth    (?m)^[ \t]*masterauth[ \t]+<VALUE>
+    requirepass   (?m)(?:^[ \t]*|--)requirepass(?:[ \t=]+|[\"'],\s*)<VALUE>
+    masterauth    (?m)(?:^[ \t]*|--)masterauth(?:[ \t=]+|[\"'],\s*)<VALUE>
     identified    (?i)\bidentified\s+by\s+[\"'](?P<value>[^\s\"']{4,})[\"']
     passw         (?i)\b(?:user|role|login)\s+\S+\s+(?:with\s+)?(?:encrypted\s+)?password\s*=?\s*<QUOTED>
     secret        (?m)^[ \t]*(?:enable|username \S+(?: privilege \d+)?)[ \t]+(?:secret|password)[ \t]+(?:\d[ \t]+)?<VALUE>
@@ -139,23 +139,23 @@ _CLIENT = re.compile(
 
 
 def is_certain(match: re.Match[str]) -> bool:
-    return is_password(match["value"], sure=True) and not _is_user(match)
+    return is_password(match["value"], sure=True) and not _is_other(match)
 
 
 def is_likely(match: re.Match[str]) -> bool:
     around = match.string[max(0, match.start() - 150) : match.end() + 50]
-    return is_password(match["value"], around) and not _is_user(match)
+    return is_password(match["value"], around) and not _is_other(match)
 
 
 def is_mixed_password(match: re.Match[str]) -> bool:
-    return is_password(match["value"]) and not _is_user(match)
+    return is_password(match["value"]) and not _is_other(match)
 
 
 def is_argument(match: re.Match[str]) -> bool:
     """Letters and digits, as no host, path, database or message has them."""
     value = match["value"]
     plain = re.search(r"[/\\:%{}]|^[\w.-]+\.[a-z]{2,4}$|@[\w-]+\.", value)
-    return len(value) >= 6 and plain is None and is_password(value) and not _is_user(match)
+    return len(value) >= 6 and plain is None and is_password(value) and not _is_other(match)
 
 
 def is_command_token(match: re.Match[str]) -> bool:
@@ -168,8 +168,11 @@ def is_key(match: re.Match[str]) -> bool:
     return _CLIENT.search(match.string[max(0, match.start() - 40) : match.start()]) is not None
 
 
-def _is_user(match: re.Match[str]) -> bool:
-    """Whether it is the user's name once more, as in `elastic:elastic`."""
+def _is_other(match: re.Match[str]) -> bool:
+    """Whether it is the user's name once more, as in `elastic:elastic`, or the name of a function
+    that is called: `password = askpass("Password")`."""
+    if match.string.startswith("(", match.end("value")):
+        return True
     before = match.string[max(0, match.start("value") - 40) : match.start("value")]
     return re.search(rf"\b{re.escape(match['value'])}[:,/%]$", before) is not None
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from distdl.util.secret_names import is_key_name, is_password_name, looks_secret
 from distdl.util.secret_shapes import is_mixed
-from distdl.util.secret_values import is_password, is_reference, is_token
+from distdl.util.secret_values import is_password, is_placeholder, is_reference, is_token
 
 Found = tuple[int, str]  # where it is in the text, and its kind
 
@@ -71,6 +71,15 @@ _IDENTIFIES = re.compile(
     r"|data|content|public|cert|commit|name|run|group",
     re.IGNORECASE,
 )
+
+
+# Bitnami's SealedSecret: only the cluster that it is for can open it.
+_SEALED = re.compile(r"(?m)(?<=[:\"' ])Ag[A-Za-z0-9+/]{80,}={0,2}(?=[\"',]*[ \t]*\r?$)")
+
+
+def without_sealed(text: str) -> str:
+    """The text without values that are encrypted for a cluster."""
+    return _SEALED.sub("", text) if "SealedSecret" in text else text
 
 
 def key_file(content: bytes) -> str:
@@ -191,7 +200,7 @@ def pgpass(text: str) -> Iterator[Found]:
             if (match := _PGPASS.fullmatch(line.strip())) is None:
                 return
             values.append(match["value"])
-    if not all(map(is_reference, values)):
+    if not all(is_reference(value) or is_placeholder(value) for value in values):
         yield 0, "passwords (of PostgreSQL)"
 
 
@@ -221,7 +230,7 @@ def from_netrc(text: str) -> Iterator[Found]:
         except (netrc.NetrcParseError, ValueError):
             return
     for host, (_, _, password) in hosts.items():
-        if password and not is_reference(password):
+        if password and not (is_reference(password) or is_placeholder(password)):
             yield max(0, text.find(host)), "passwords (netrc)"
 
 

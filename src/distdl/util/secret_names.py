@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import unicodedata
 
 # Words inside a name count (`HF_TOKEN`, `PGPASSWORD`), short ones only as whole words.
 _SECRET_NAME = re.compile(
@@ -17,6 +18,7 @@ _SECRET_NAME = re.compile(
 _PLAIN_NAME = re.compile(
     r"tokeni[sz]|(^|_)(max|min|num|n)_|tokens$|(^|_)(pad|eos|bos|cls|unk|sep|mask|class|dist|reg"
     r"|image|patch|special|page|next|prev|continuation|start|end|stop)_tokens?(_|$)|(^|_)token_(dim|type|mixer|dropout|shift|embed)"
+    r"|(^|_)token_(address|addr|contract|symbol|name|decimals|supply|balance|amount|price)$"
     r"|^(old)?pwd$|_(file|path|dir|folder|env|type|length|len|size)$"
     r"|public_?key|^hashed_secret$"
     r"|^azure_token_credentials$"  # which of azure-identity's classes asks for the token
@@ -37,6 +39,7 @@ _PASSWORD_NAME = re.compile(
     r"|^secret_key(_base)?$|^(jupyter|vnc|k3s|rpc|auth|admin|root)_(token|secret)$"
     rf"|{_FOREIGN}"
 )
+_WORD_FOR_PASSWORD = re.compile(rf"passwords?|passwd|passphrase|passcode|(?:{_FOREIGN})\w{{0,3}}")
 # Tokens that the owner of a server makes up: Jupyter's, by their class.
 _CHOSEN_TOKEN = re.compile(
     r"(^|[_.])(\w+_app|identity_provider|\w*proxy|hub|server|notebook)\.(auth_)?token$"
@@ -75,6 +78,15 @@ def is_key_name(name: str) -> bool:
     last = parts_of(name)[-1]
     return _KEY_NAME.search(last) is not None and not (
         _PLAIN_KEY.search(last) or _PLAIN_NAME.search(last)
+    )
+
+
+def is_word_for_password(value: str) -> bool:
+    """Whether a value only says in words, of any language, that a password belongs there:
+    `Contraseña`, `put_your_password_here`. A digit makes it a password."""
+    words = [word for word in re.split(r"[\W_]+", unicodedata.normalize("NFC", value)) if word]
+    return all(map(str.isalpha, words)) and any(
+        _WORD_FOR_PASSWORD.fullmatch(word.lower()) for word in words
     )
 
 

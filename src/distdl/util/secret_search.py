@@ -27,6 +27,12 @@ _CODE = (
     " swift cs m tf tfvars hcl json ipynb jsonl html htm css svg sql vue"
 )
 _PROSE = "md rst txt tex log out adoc po pot"
+# Texts of a program in one language: ja.json, messages_es.properties.
+_TRANSLATIONS = re.compile(
+    r"(?i)(?:(?:messages?|strings?|labels?|translations?|lang(?:uage)?|locales?|i18n|text)[_.-])?"
+    r"(?:ar|bg|ca|cs|da|de|el|en|es|fi|fr|he|hi|hu|id|it|ja|ko|nb|nl|pl|pt|ro|ru|sk|sv|th|tr|uk|vi|zh)"
+    r"(?:[_-](?:[a-z]{2}|hans|hant))?\.(?:json|properties|ya?ml|arb|php|ts|js|resx|xml|strings)"
+)
 CODE, PROSE = frozenset(_CODE.split()), frozenset(_PROSE.split())
 
 # A name with a secret's word, and a sign that assigns; searched in lower case.
@@ -38,7 +44,7 @@ def _named(words: str) -> re.Pattern[str]:
     """A name with one of these words, and a sign that assigns."""
     return re.compile(
         rf"(?P<word>(?:{words.replace(' ', '|')})[\w.-]{{0,30}})[\"'`*]{{0,3}}\]?[ \t]{{0,9}}"
-        r"(?::[ \t]{0,3}(?:str|string|&str|const char \*)\b[ \t]{0,3}=|:=|=>|[=:\uff1a](?!=))[ \t]{0,20}"
+        r"(?::[ \t]{0,3}(?:str|string|&str|const char \*)\b[ \t]{0,3}=|:=|=>|<?<-|[=:\uff1a](?!=))[ \t]{0,20}"
     )
 
 
@@ -132,8 +138,10 @@ def _in_text(
     abroad = any(word in lowered for word in _WORDS_ABROAD if not ascii_only or word.isascii())
     if not (abroad or any(word in lowered for word in _WORDS)) and len(content) > 4096:
         return
-    text = decoded(content).replace('\\"', '"')
+    text = secret_formats.without_sealed(decoded(content).replace('\\"', '"'))
     ending = name.rpartition(".")[2].lower() if "." in name.strip(".") else ""
+    if _TRANSLATIONS.fullmatch(name):
+        ending = "po"
     searches = (
         by_name(text, ending, abroad),
         secret_commands.search(text, lowered, ending in PROSE, ending in CODE),
@@ -237,18 +245,19 @@ def _kind(name: str, value: str, text: str, at: int, ending: str) -> str:
     if value.lower() == name.lower():  # a constant that is named by its value
         return ""
     around = text[max(0, at - 300) : at + 300] if ending not in PROSE else ""
-    if is_password_name(name) and is_password(value, around):
+    setting = ending not in CODE | PROSE
+    if is_password_name(name) and is_password(value, around, setting=setting):
         return PASSWORD
-    if is_password_name(name) and ending not in CODE | PROSE and is_passphrase(value):
+    if is_password_name(name) and setting and is_passphrase(value):
         return PASSWORD
     if is_key_name(name) and is_token(value, "api_key"):
         hexadecimal = re.fullmatch(r"(?:[0-9a-f]{32}){1,2}|[0-9a-f]{40}", value)
-        if is_mixed(value) or (hexadecimal and (name.isupper() or ending not in CODE | PROSE)):
+        if is_mixed(value) or (hexadecimal and (name.isupper() or setting)):
             return BY_NAME
     if not (looks_secret(name) or looks_secret(name.replace(".", "_"))):
         return ""
     # In a settings file a short secret is one, too; a program has keys of dictionaries.
-    short = "secret" in name.lower() and ending not in CODE | PROSE
+    short = "secret" in name.lower() and setting
     plain = name.lower() == "secret" and ending in ("conf", "cfg", "ini", "")
     short = short and is_password(value) and (plain or is_random(value))
     return BY_NAME if short or is_token(value, name) else ""

@@ -60,6 +60,11 @@ def is_example(token: str) -> bool:
     return few or _AZURITE in token or _EXAMPLE.search(token) is not None
 
 
+def is_plain_password(word: str) -> bool:
+    """Whether it is what everybody writes there: the name of a program or of the field."""
+    return _PLAIN_PASSWORDS.fullmatch(word) is not None
+
+
 def _token(match: re.Match[str]) -> bool:
     return not is_example(match[0])
 
@@ -103,7 +108,7 @@ def is_mixed(text: str) -> bool:
 
 def _password(match: re.Match[str]) -> bool:
     password = match["value"]
-    chosen = not (is_example(password) or _PLAIN_PASSWORDS.fullmatch(password))
+    chosen = not (is_example(password) or is_plain_password(password))
     host = match.string[match.end() : match.end() + 80]
     return chosen and password != match["user"] and not _NOBODYS_HOST.match(host)
 
