@@ -36,7 +36,7 @@ VERSION_KEYS = ("verbose", "default_min_lr")
 def start(context: Built, path: str | None, loop: Callable[..., Any], **more: Any) -> Any:
     """Calls `loop`, the Trainer's `fit`, `validate` or `test`, with a checkpoint if any."""
     if path:
-        prepare(context, path)
+        context.trainer.restore_by(InitialState(context, path))
     return loop(
         context.module,
         datamodule=context.datamodule,
@@ -44,11 +44,6 @@ def start(context: Built, path: str | None, loop: Callable[..., Any], **more: An
         weights_only=not context.config.checkpoint.get("trust_pickle") if path else None,
         **more,
     )
-
-
-def prepare(context: Built, path: str) -> None:
-    """Lets the Trainer restore the file at `path` as `InitialState` does."""
-    context.trainer.restore_by(InitialState(context, path))
 
 
 class InitialState:
