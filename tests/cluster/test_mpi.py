@@ -5,6 +5,7 @@ worker that does nothing but wait, since torch takes most of a real run's time.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def hosts():
         yield both
 
 
+@pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
 def test_two_hosts_train_as_one_machine_does(hosts, tmp_path, tmp_path_factory, capsys):
     """With Open MPI on a shared file system, with MPICH on hosts that share nothing."""
     shutil.copy(witness.__file__, tmp_path)

@@ -84,6 +84,7 @@ def test_a_run_with_a_slow_loader_is_measured_and_stays_what_it_was(tmp_path):
     assert "Where a step" in (path / "report.html").read_text()
 
 
+@pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
 def test_scale_measures_one_and_two_ranks_once(tmp_path):
     words = ("scale", *TINY[:-2], "tracking=none", *SHORT[1:], "--devices", "1,2", "--mode", "weak")
     run(tmp_path, *words)
