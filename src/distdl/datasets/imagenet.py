@@ -214,7 +214,8 @@ def refuse_compressed(path: Path, head: bytes = b"", inside: str = "") -> None:
         train = shlex.quote(str(path.parent / "train"))
         remedy = f"unpack it into {train}, and there {tool}: tars are read without unpacking"
     else:
-        what, remedy = f"{path} is compressed", f"{tool} {shlex.quote(str(path))}"
+        what = f"{path} is compressed"
+        remedy = f"{tool} {shlex.quote(str(path))}"
     raise UserError.at("--source", f"{what}: images are read at their place in a tar", remedy)
 
 

@@ -287,17 +287,27 @@ SHAPES = (
     Shape(
         "the hash of a password",
         r"\b(?:pbkdf2(?:_sha\d+|:sha\d+)|scrypt|bcrypt(?:_sha\d+)?|argon2)[:$][\w.:$=,+/-]{0,60}[:$](?P<value>[\w./+=-]{30,})",
-        *("pbkdf2", "scrypt", "bcrypt", "argon2"),
+        "pbkdf2",
+        "scrypt",
+        "bcrypt",
+        "argon2",
     ),
     Shape(
         "the hash of a password",
         r"(?:\{S?(?:SHA(?:256|512)?|MD5)\}|SCRAM-SHA-\d+\$\d+:)(?P<value>[A-Za-z0-9+/]{22,}={0,2})",
-        *("SHA}", "SHA256}", "SHA512}", "MD5}", "SCRAM-SHA"),
+        "SHA}",
+        "SHA256}",
+        "SHA512}",
+        "MD5}",
+        "SCRAM-SHA",
     ),
     Shape(
         "a password of a Google account's app",
         r"[\"'=:]\s*(?P<value>[a-z]{4}(?: [a-z]{4}){3})[\"'\s]",
-        *("gmail.", "smtp.", "GMAIL_", "SMTP_"),
+        "gmail.",
+        "smtp.",
+        "GMAIL_",
+        "SMTP_",
         sure=lambda match: (
             not re.search(r"\b(?:this|that|with|from|your|when|then|test|some)\b", match[0])
         ),
