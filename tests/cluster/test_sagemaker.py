@@ -165,6 +165,7 @@ def containers(cloud):
         shutil.rmtree(each.store.parents[1], ignore_errors=True)
 
 
+@pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
 def test_an_interrupted_job_resumes(cloud, containers):
     first = containers("first")
     first.until_step(2)
