@@ -57,6 +57,13 @@ def _measured(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block
     names = [block.name for block in blocks]
     balanced = isinstance(strategy.balance, str)
     kept = cut_as_before(names, strategy.kept_split, pieces) if balanced else None
+    if balanced and kept is None and strategy.kept_split is not None:
+        log.warning(
+            "the checkpoint's split %s is none of this model in %d pieces: it is cut anew, and "
+            "what stages draw at random (dropout) is not what the run before would have drawn",
+            strategy.kept_split,
+            pieces,
+        )
     edges, seconds = probe.run_through(
         blocks,
         inputs,
