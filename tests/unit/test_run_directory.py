@@ -93,7 +93,9 @@ def test_a_run_is_not_started_again_while_it_runs(run, begun, changes, blocks):
         if blocks:
             with pytest.raises(UserError, match="attempt 1 is running") as error:
                 run.begin_attempt(LAUNCH)
-            assert ("; if it is gone: rm " in error.value.problems[0].remedy) == ("host" in changes)
+            assert (
+                "that it is gone: python -m distdl jobs ended" in error.value.problems[0].remedy
+            ) == ("host" in changes)
             (attempt.path / "status.json").unlink()
         else:
             assert attempt.state() is JobState.FAILED

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distdl.job import Job, JobState
-from distdl.launch import asking, job_status, jobs
+from distdl.launch import asking, job_status, jobs, one_attempt
 from distdl.launch.jobs import Target
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.runs.files import Damaged
@@ -23,6 +23,7 @@ VERBS = {
     "logs": "print the log of a run; with --follow, until the run ends",
     "wait": "wait until a run has ended",
     "cancel": "end a run, with time for a checkpoint",
+    "ended": "say that a run has ended, if its platform cannot, so that it can be resumed",
     "resubmit": "resume a run on the same platform",
     "fetch": "copy what a job on Azure or AWS has written so far",
 }
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     verbs: dict[str, Callable[[Job, Attempt | None], int]] = {
         "fetch": functools.partial(fetch, to=getattr(options, "to", None)),
         "wait": wait,
+        "ended": ended,
         "logs": functools.partial(show_logs, follow=getattr(options, "follow", False)),
     }
     return for_each(targets, verbs[options.verb])
@@ -171,6 +173,17 @@ def wait(job: Job, attempt: Attempt | None) -> int:
     state = jobs.state(attempt, job) if attempt else job.state()
     print(f"{state}  {job.handle}", flush=True)
     return state.exit_code
+
+
+def ended(job: Job, attempt: Attempt | None) -> int:
+    if attempt is None:
+        raise UserError.at(
+            job.handle, "no run is named, in which it could be recorded", "its folder"
+        )
+    state = one_attempt.declare_ended(attempt, job)
+    path = shown(attempt.path.parents[1])
+    print(f"{path}: attempt {attempt.number} is recorded as ended ({state.lower()})", flush=True)
+    return 0
 
 
 def fetch(job: Job, attempt: Attempt | None, to: Path | None) -> int:

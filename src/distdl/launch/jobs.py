@@ -58,7 +58,8 @@ class Platforms:
         self._known: dict[str, Launcher | Problem] = {}
 
     def job(self, attempt: Attempt) -> Job:
-        """The job of an attempt; `Unqueried` if querying its platform would run untrusted code."""
+        """The job of an attempt; `Unqueried` if querying its platform would run untrusted code, or
+        is not possible from here."""
         from distdl.launchers.local import LocalLauncher
 
         handle = attempt.job().get("handle")
@@ -76,7 +77,10 @@ class Platforms:
             launcher = Problem("launcher", what)
         if isinstance(launcher, Problem):
             return Unqueried(str(handle), launcher)
-        return launcher.attach(str(handle))
+        try:
+            return launcher.attach(str(handle))
+        except UserError as error:  # its platform keeps it where this machine does not look
+            return Unqueried(str(handle), error.problems[0])
 
     def _launcher(self, written: Any) -> Launcher | Problem:
         """The launcher that launch.yaml names, or the reason why it is not used."""
@@ -244,17 +248,6 @@ def state(
         incident.write(attempt)
         return recorded
     return recorded if reported is JobState.UNKNOWN and recorded.ended else reported
-
-
-def refuse_second(run: RunDirectory) -> None:
-    """Refuses a second attempt of a run at the same time."""
-    last = run.last_attempt()
-    if last is None or not last.job() or (now := state(last)).ended or now is JobState.UNKNOWN:
-        return
-    path, job = shown(run.path), last.job()["handle"]
-    remedy = f"watch it: python -m distdl jobs logs --follow {path}, "
-    remedy += f"or end it: python -m distdl jobs cancel {path}"
-    raise UserError.at(path, f"attempt {last.number} is {now.lower()} ({job})", remedy)
 
 
 def runs_below(folder: Path) -> list[RunDirectory]:

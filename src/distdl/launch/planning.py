@@ -23,7 +23,7 @@ from distdl.config import batches, compose, consent, resources
 from distdl.config import recipe as configs
 from distdl.config.own_code import make_importable, own_folders
 from distdl.job import JobState, Resources
-from distdl.launch import checkpoint_checks, jobs
+from distdl.launch import checkpoint_checks, one_attempt
 from distdl.runs import checkpoints, provenance
 from distdl.runs.directory import PREDICTING, Attempt, RunDirectory, shown
 from distdl.util.answering import refuse_silent
@@ -160,7 +160,7 @@ def never_trained(run: RunDirectory) -> bool:
 def refuse_second(planned: Plan) -> None:
     """Refuses a second attempt of a run at the same time."""
     if not planned.config.dry_run:
-        jobs.refuse_second(planned.run)
+        one_attempt.refuse_second(planned.run, planned.config.project.get("allow") or ())
         planned.run.refuse_under_way()
 
 

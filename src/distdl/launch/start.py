@@ -19,7 +19,7 @@ from distdl.config.own_code import python_path
 from distdl.health import incident
 from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher
 from distdl.launch import following, jobs, left_out
-from distdl.launch.planning import Plan, launcher_class, never_trained, root_of
+from distdl.launch.planning import Plan, launcher_class, never_trained, refuse_second, root_of
 from distdl.launch.retrying import Retries
 from distdl.ranks import scratch, stopping
 from distdl.runs import provenance, snapshot
@@ -88,7 +88,7 @@ def print_next_command(
 def move_failed_run(planned: Plan) -> None:
     """Renames an old run of this name that failed before its first checkpoint."""
     if planned.old_run is not None:
-        jobs.refuse_second(planned.run)
+        refuse_second(planned)
         planned.run.path.rename(planned.old_run)
         planned.old_run = None
 
@@ -190,7 +190,7 @@ def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None)
 def begin_attempt(planned: Plan, command: Sequence[str]) -> Attempt:
     """Writes the run, if it is new, and its next attempt, without a bundle."""
     root = root_of(planned.config)
-    jobs.refuse_second(planned.run)
+    refuse_second(planned)
     if not planned.run.exists:
         recipe = configs.to_yaml(planned.recipe)
         record = provenance.collect(command, root, planned.overrides, planned.swept)
@@ -199,7 +199,7 @@ def begin_attempt(planned: Plan, command: Sequence[str]) -> Attempt:
             print(note, file=sys.stderr, flush=True)
         planned.run.create(recipe, record)
     record = launch_record(planned, root)
-    return planned.run.begin_attempt(record, lambda: jobs.refuse_second(planned.run))
+    return planned.run.begin_attempt(record, lambda: refuse_second(planned))
 
 
 @contextmanager

@@ -65,8 +65,13 @@ class Bundle:
 
     def create_store(self, run: RunDirectory, number: int) -> Attempt:
         """Writes the run and this attempt into the store if they are not there yet; safe on every
-        rank. Raises a UserError if the store belongs to another run."""
+        rank. Raises a UserError if the store belongs to another run, or a later attempt of this run
+        has begun there (of one that was wrongly held for dead)."""
         attempt = Attempt(run.path / "attempts" / f"{number:03d}")
+        last = run.last_attempt()
+        if last is not None and last.number > number:
+            what = f"attempt {number} does not start, since attempt {last.number} has taken over"
+            raise UserError.at(str(run.path), what)
         if self.path.resolve() == run.path.resolve():
             return attempt
         recipe = (self.path / CONFIG).read_bytes()

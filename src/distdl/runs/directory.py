@@ -143,7 +143,7 @@ class RunDirectory:
         status = last.status()
         remedy = "wait for it, stop it, or start a run with another name"
         if status.get("host") != socket.gethostname() or last.job():
-            remedy += f"; if it is gone: rm {last.path / STATUS}"
+            remedy += f"; if you know that it is gone: python -m distdl jobs ended {self.path}"
         who = f"pid {status.get('pid')} on {status.get('host')}"
         since = time.ctime(status.get("started") or 0)
         what = f"attempt {last.number} is running ({who}, started {since})"
