@@ -3,13 +3,16 @@ fails or is killed is named."""
 
 import json
 import os
+import random
 import signal
+import time
 
 import psutil
 import pytest
 
 from distdl.job import EXIT_PREEMPTED
 from tests.conftest import TINY, UNCHECKED, distdl, last_step, losses, samples, status, trained
+from tests.waiting import until
 
 MATRIX = bool(os.environ.get("DISTDL_MATRIX"))
 TWO = ("data.batch_size=4", "trainer.devices=2", "strategy=ddp", "trainer.max_epochs=2", "name=s")
@@ -135,3 +138,20 @@ def test_a_rank_that_ends_is_named(moment, tmp_path):
     assert signals == ("SIGKILL" if kind == "Killed" else None, 1)
     error = json.loads((tmp_path / RUN / "attempts/001/errors/rank_1.json").read_text())
     assert error["type"] == kind
+
+
+@pytest.mark.skipif(not MATRIX, reason="DISTDL_MATRIX is not set")
+@pytest.mark.parametrize("seed", range(20))
+def test_a_signal_at_any_moment_of_the_start_ends_as_preempted(seed, background, tmp_path):
+    """Also between the start of a rank and the note that it has started: none outlives the job."""
+    drawn, run = random.Random(seed), tmp_path / RUN
+    job = background(*TINY, *TWO, cwd=tmp_path, module=UNCHECKED)
+    job.until(lambda: status(run).get("state") == "PENDING")
+    time.sleep(drawn.uniform(0, 0.5))
+    started = processes(job.process.pid)
+    job.process.send_signal(drawn.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]))
+    assert job.wait() == EXIT_PREEMPTED, job.output()
+    assert status(run)["state"] == "PREEMPTED"
+    assert "Traceback" not in job.output()
+    until(lambda: not any(each.is_running() for each in started), 10)
+    assert status(run)["state"] == "PREEMPTED"

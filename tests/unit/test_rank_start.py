@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +23,7 @@ from distdl.distributed import process_group, rank_table
 from distdl.job import JobState, Resources
 from distdl.launch import external
 from distdl.ranks.environment import Environment
-from distdl.ranks.stopping import Stopped, StopRequest
+from distdl.ranks.stopping import Ended, Stopped, StopRequest, raise_on_signal
 from distdl.strategies import DDPStrategy, FSDPStrategy
 from distdl.util.errors import UserError
 from distdl.worker import allocator, main
@@ -190,6 +192,27 @@ def test_a_full_disk_stops_no_rank(tmp_path):
         os.close(full)
         os.close(other)
     assert (tmp_path / "there").read_text().split()[-1] == "1999"
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_signal_while_an_output_is_set_up_still_reads_what_came(moment, tmp_path, monkeypatch):
+    """The start of a thread is such a moment: the job must end as PREEMPTED, with no traceback."""
+    start = threading.Thread.start
+
+    def with_signal(thread):
+        if moment == "before":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        start(thread)
+        if moment == "after":
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with pytest.raises(Ended), raise_on_signal(), RankOutput(tmp_path, 2) as output:
+        first = os.open(output.pipe_to(str(tmp_path / "first")), os.O_WRONLY)
+        os.write(first, b"what came\n")
+        os.close(first)
+        monkeypatch.setattr(threading.Thread, "start", with_signal)
+        output.pipe_to(str(tmp_path / "second"))
+    assert (tmp_path / "first").read_text() == "what came\n"
 
 
 # As steps do: blocks of some megabytes, several at once, all freed before the next step.

@@ -76,10 +76,29 @@ def raise_on_signal() -> Iterator[None]:
 
 
 def set_handlers(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:
-    """Sets handlers and returns the previous ones; does nothing outside the main thread."""
+    """Sets handlers and returns the previous ones; does nothing outside the main thread. None,
+    which is no handler of Python's, is left out."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    return {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    return {n: signal.signal(n, new) for n, new in handlers.items() if new is not None}
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Calls the handlers of signals that come meanwhile at the end: for steps between which none
+    may raise, such as to start a process and to note that it has started.
+
+    To block the signals in this thread would not do: another thread of the process, such as one of
+    torch's store, then takes them, and Python calls the handler here all the same.
+    """
+    came: list[int] = []
+    kept = set_handlers(dict.fromkeys(signals(), lambda number, frame: came.append(number)))
+    try:
+        yield
+    finally:
+        set_handlers(kept)
+        for number in came:
+            signal.raise_signal(number)
 
 
 class Stopped(Exception):

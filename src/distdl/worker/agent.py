@@ -82,7 +82,7 @@ def run(
         return -stopping.signal_number(interrupt)
     finally:
         os.environ.pop(PARENT, None)
-        stopping.set_handlers({n: old for n, old in handlers.items() if old is not None})
+        stopping.set_handlers(handlers)
 
 
 def _run(
@@ -111,6 +111,8 @@ def _run(
             return record_kills(attempt, error.failures)
         except SignalException as error:
             return -int(error.sigval)
+        finally:
+            standby_ranks.end_ranks(options["shutdown_timeout"])
     standby_ranks.end()
     return 0
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
+from distdl.ranks import stopping
 from distdl.util.redact import redact
 
 READ, LONGEST = 1 << 16, 1 << 18  # bytes: per read, and of text that waits for the end of its line
@@ -45,13 +46,19 @@ class RankOutput:
             thread.join(max(0, deadline - time.monotonic()))
 
     def pipe_to(self, path: str) -> str:
-        """Opens a pipe whose output goes to the file; returns the name by which torch opens it."""
-        reading, writing = os.pipe()
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        stream = Stream(open(path, "wb", buffering=0))  # noqa: SIM115 - closed by its `end`
-        self._threads.append(threading.Thread(target=pump, args=(reading, stream), daemon=True))
-        self._threads[-1].start()
-        self._ends.append(writing)
+        """Opens a pipe whose output goes to the file; returns the name by which torch opens it.
+
+        A signal's handler may raise between any two steps: it waits until `__exit__` knows of this
+        pipe and its thread.
+        """
+        with stopping.deferred():
+            reading, writing = os.pipe()
+            self._ends.append(writing)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            stream = Stream(open(path, "wb", buffering=0))  # noqa: SIM115 - closed by its `end`
+            thread = threading.Thread(target=pump, args=(reading, stream), daemon=True)
+            thread.start()
+            self._threads.append(thread)
         return f"/dev/fd/{writing}"
 
 

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from distdl.ranks import stopping
 from distdl.util import helpers
 from distdl.worker.standby import SIZE
 
@@ -40,7 +41,23 @@ def use(status: Path, standby: bool) -> None:
     """
     if hasattr(api, "get_subprocess_handler"):  # not with another torch
         RankHandler.status, RankHandler.by_standby = status, standby and hasattr(os, "pidfd_open")
+        RankHandler.started = []
         api.get_subprocess_handler = RankHandler  # type: ignore[assignment]
+
+
+def end_ranks(grace_seconds: float) -> None:
+    """Ends the ranks that still run: a signal can interrupt torch's agent after it has started a
+    rank and before it knows of it. Such a rank would go on after its attempt."""
+    running = [rank for rank in RankHandler.started if rank.poll() is None]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, number)
+        deadline = time.monotonic() + grace_seconds
+        for rank in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(max(0.0, deadline - time.monotonic()))
+        running = [rank for rank in running if rank.poll() is None]
 
 
 def end() -> None:
@@ -121,8 +138,15 @@ class RankHandler(SubprocessHandler):
     status: ClassVar[Path]
     by_standby: ClassVar = False
     standby: ClassVar[Standby | None] = None
+    started: ClassVar[list[subprocess.Popen[Any] | ForkedRank]] = []  # of this attempt
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        with stopping.deferred():
+            process = self._start(args, env)
+            RankHandler.started.append(process)
+        return process
+
+    def _start(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         standby = RankHandler.standby
         if not self.by_standby:
             pass
