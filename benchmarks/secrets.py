@@ -81,7 +81,10 @@ class Secrets:
                 "corrected on them, too, and 60, 60 and none afterwards. A third such set, of 60 "
                 "secrets and 500 harmless files, with nothing tuned after the two: 57 of 60 found "
                 "and 20 of 500 held back; after a correction on it, too, 60 and none, so that "
-                "these numbers are a fit as well. Nothing was validated.",
+                "these numbers are a fit as well. A fourth, of 65 secrets and 500 harmless files: "
+                "58 of 65 found and 2 of 500 held back untouched, 65 and none after the correction "
+                "on it. Of 3,000 further files of installed packages and of Python, 7 were held "
+                "back before, and 5 after. Nothing was validated.",
                 "\n".join(lines),
                 f"distdl held back: {names}.",
                 "`python -m benchmarks.run secrets`",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from distdl.util.secret_shapes import STARS, is_mixed
 from distdl.util.secret_values import is_password, is_token
 
-Found = tuple[int, str]  # where it is in the text, and its kind
+Found = tuple[int, str, str]  # where it is in the text, its kind, and the value
 Judge = Callable[[re.Match[str]], bool]
 Patterns = list[tuple[bytes, re.Pattern[str]]]
 
@@ -42,6 +42,7 @@ def _compiled(table: str) -> Patterns:
 # The option takes nothing but a password, so that any word is one.
 _CERTAIN = _compiled(r"""
     curl          \bcurl\b<REST>(?:-u|-U|--user|--proxy-user)[ =]?[\"']?[\w.@\\-]+:<VALUE>
+    mc_           \bmc\s+(?:alias\s+set|config\s+host\s+add)\s+\S+\s+\S+\s+\S+\s+<VALUE>
     sshpass       \bsshpass\s+-p[ ]?<VALUE>
     lftp          \blftp\b<REST>-u[ ]?[\"']?[\w.@-]+,<VALUE>
     smb           \bsmb\w*\b<REST>(?:-U|--user)[ =]?[\"']?[\w.@\\/-]+%<VALUE>
@@ -107,11 +108,12 @@ _LIKELY = _compiled(r"""
 _ARGUMENTS = _compiled(r"""
     login         (?i)log_?in\(\s*<ARGUMENT><QUOTED>
     auth          (?i)(?:(?:basic|digest|ntlm|passwd?|password|proxy|user)_?auth\w{0,20}|authenticate|authentication)\(\s*<ARGUMENT><QUOTED>
-    auth          (?i)auth\w{0,12}[\"']?\s*[=:]\s*[(\[]\s*[\"'][^\"'\n]{1,80}[\"']\s*,\s*<QUOTED>
+    auth          (?i)auth\w{0,12}[\"']?\s*[=:]\s*[(\[]{1,2}\s*[\"'][^\"'\n]{1,80}[\"']\s*,\s*<QUOTED>
     cred          (?i)cred(?:ential)?s?\w{0,10}(?:\s*=\s*)?[(\[]\s*(?:<ARGUMENT>)?[\"'][^\"'\n]{1,80}[\"']\s*,\s*<QUOTED>
     account       (?i)(?:create|add|new)_?account\(\s*<ARGUMENT><QUOTED>
     user(         (?i)(?:create|add|new)_?(?:super)?user\(\s*<ARGUMENT>(?:<ARGUMENT>)?<QUOTED>
     connect       (?i)connect(?:ion)?\(\s*<ARGUMENT><ARGUMENT>(?:<ARGUMENT>){0,2}<QUOTED>
+    jwt           (?i)\bjw[ts]\.(?:en|de)code\(\s*[^()\n]{1,120}?,\s*<QUOTED>
     database      (?i)\bdatabase\(\s*<ARGUMENT><ARGUMENT><QUOTED>
     sql           (?i)\b(?:mysqli|pdo|mysql)\w{0,12}\(\s*<ARGUMENT><ARGUMENT><QUOTED>
     ftp           (?i)\bs?ftp\w{0,8}\(\s*<ARGUMENT><ARGUMENT><QUOTED>
@@ -122,6 +124,8 @@ _TOKENS = _compiled(r"""
     token         (?<=-)token[ =][\"']?(?P<value>[\w.+/=-]{10,})
     key           (?<=-)(?:api|access|secret|account)[_-]?key[ =][\"']?(?P<value>[\w.+/=-]{10,})
     secret        (?<=-)secret[ =][\"']?(?P<value>[\w.+/=-]{10,})
+    cookies       (?i)\bcookies\w{0,12}\s*=\s*\{\s*[\"'][^\"'\n]{1,60}[\"']\s*:\s*[\"'](?P<value>[\w.+/=%-]{16,})[\"']
+    kaggle        \bkaggle\b<REST>-n\s+key\s+-v\s+[\"']?(?P<value>[\w.+/=-]{20,})
     pypi-token    \bpypi-token\.\S+\s+(?P<value>[\w.+/=-]{20,})
     secret        (?m)^[ \t]*secret[ \t]+\"?(?P<value>[A-Za-z0-9+/]{20,}={0,2})\"?[ \t]*;?[ \t]*\r?$
     privatekey    (?m)^PrivateKey:[ \t]*(?P<value>[A-Za-z0-9+/]{20,}={0,2})
@@ -136,6 +140,11 @@ _CLIENT = re.compile(
     r"\w{0,12}\Z",
     re.IGNORECASE,
 )
+
+
+# A command as a program writes it: ["curl", "-u", "me:..."].
+_OPTION = re.compile(r",\s*f?[\"']-")
+_BETWEEN = re.compile(r"[\"'],\s*f?[\"']")
 
 
 def is_certain(match: re.Match[str]) -> bool:
@@ -196,6 +205,10 @@ def search(text: str, lowered: bytes, prose: bool, code: bool) -> Iterator[Found
         code: In a program, they may stand in a comment.
     """
     present = {needle for needle in _NEEDLES if needle in lowered}
+    if code:
+        for start, words in commands(text):
+            for _, kind, value in search(words, words.lower().encode(), prose=False, code=False):
+                yield start, kind, value
     for patterns, judge, kind in _TABLES:
         judged = judge
         if (judge is is_certain and prose) or (judge is is_likely and (prose or code)):
@@ -203,7 +216,18 @@ def search(text: str, lowered: bytes, prose: bool, code: bool) -> Iterator[Found
         for pattern in [pattern for needle, pattern in patterns if needle in present]:
             for match in pattern.finditer(text):
                 if judged(match):
-                    yield match.start(), kind
+                    yield match.start(), kind, match["value"]
+
+
+def commands(text: str) -> Iterator[tuple[int, str]]:
+    """Where a program's lists of a command and its options begin, and the command as it is typed."""
+    end = 0
+    for option in _OPTION.finditer(text) if '"-' in text or "'-" in text else ():
+        if option.start() >= end:
+            before = text[max(end, option.start() - 400) : option.start()]
+            start = option.start() - len(re.split(r"[(\[]", before)[-1])
+            end = option.end() + len(re.split(r"[)\]]", text[option.end() :][:400])[0])
+            yield start, _BETWEEN.sub(" ", text[start:end]).replace("\n", " ").strip(" \"'")
 
 
 def hide(text: str) -> str:

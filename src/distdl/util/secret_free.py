@@ -37,6 +37,14 @@ SETTINGS = re.compile(
 )
 
 
+# A file of variables may hold a secret under any name: each value must say where it is kept.
+_VARIABLES = re.compile(r"(?:.*\.)?env(?:\..+)?|\.envrc", re.IGNORECASE)
+_KEPT_ELSEWHERE = re.compile(
+    r"|\$\w+|\$\{\w+\}|\$\([^()]+\)|\{\{[^{}]+\}\}|@Microsoft\.KeyVault\([^()]+\)"
+    r"|(?:op|vault|ssm|awssm|kms|gcp-sm|keyring|azkv|ref\+\w+)://?[\w./#-]+|(?:ssm|vault):[\w/#.-]+"
+)
+
+
 def shows_no_secret(content: bytes, name: str) -> bool:
     """Whether a file may leave although its name suggests a secret. A search found none in it."""
     if len(content) > SMALL or b"\0" in content:
@@ -48,7 +56,15 @@ def shows_no_secret(content: bytes, name: str) -> bool:
     if name.lower().startswith(("passwd", "group")) and _USERS.fullmatch(text):
         return True
     lines = [line.strip().rstrip(",") for line in text.splitlines()]
+    if _VARIABLES.fullmatch(name) and all(map(_is_kept_elsewhere, lines)):
+        return bool(text)
     return SETTINGS.fullmatch(name) is not None and bool(text) and all(map(_is_harmless, lines))
+
+
+def _is_kept_elsewhere(line: str) -> bool:
+    match = _ASSIGNED.fullmatch(line)
+    value = match["value"].strip().strip("\"'").strip() if match else ""
+    return not line or line.startswith("#") or bool(match and _KEPT_ELSEWHERE.fullmatch(value))
 
 
 def _is_harmless(line: str) -> bool:

@@ -45,7 +45,7 @@ _CHOSEN_TOKEN = re.compile(
     r"(^|[_.])(\w+_app|identity_provider|\w*proxy|hub|server|notebook)\.(auth_)?token$"
 )
 # Keys of a service (`KAGGLE_KEY`), and names of keys that are none of its secrets.
-_KEY_NAME = re.compile(r"[a-z0-9]_key$")
+_KEY_NAME = re.compile(r"[a-z0-9]_key$|^key$")
 _PLAIN_KEY = re.compile(
     r"(^|_)(cache|partition|sort|order|primary|foreign|public|row|hash|content|object|s3|dedup|group"
     r"|idempotency|index|lookup|data|registry|config|commit|file|image|video|sample|record|artifact"
@@ -66,7 +66,7 @@ def is_password_name(name: str) -> bool:
     """Whether the value is chosen by a person, so that it need not look random. Only for files: in
     a log, `pass` is a word."""
     parts = parts_of(name)
-    if _CHOSEN_TOKEN.search(".".join(parts)):
+    if name == "pwd" or _CHOSEN_TOKEN.search(".".join(parts)):  # $PWD is a folder
         return True
     return any(_PASSWORD_NAME.search(part) and not _PLAIN_NAME.search(part) for part in parts)
 

@@ -14,7 +14,7 @@ import re
 import string
 from collections.abc import Iterator
 
-from distdl.util import secret_carriers, secret_commands, secret_formats
+from distdl.util import secret_carriers, secret_commands, secret_formats, secret_notes
 from distdl.util.secret_names import is_key_name, is_password_name, looks_secret
 from distdl.util.secret_shapes import find, is_mixed, is_random
 from distdl.util.secret_values import is_passphrase, is_password, is_strong, is_token
@@ -33,10 +33,12 @@ _TRANSLATIONS = re.compile(
     r"(?:ar|bg|ca|cs|da|de|el|en|es|fi|fr|he|hi|hu|id|it|ja|ko|nb|nl|pl|pt|ro|ru|sk|sv|th|tr|uk|vi|zh)"
     r"(?:[_-](?:[a-z]{2}|hans|hant))?\.(?:json|properties|ya?ml|arb|php|ts|js|resx|xml|strings)"
 )
+# Their passwords are made up: one counts only if it looks random.
+_TESTS = re.compile(r"(?i)(?:test_.*|.*_tests?|conftest|.*[.-](?:tests?|spec))\.\w+")
 CODE, PROSE = frozenset(_CODE.split()), frozenset(_PROSE.split())
+DATA = frozenset(["json", "jsonl", "ipynb", "html", "htm", "svg", "csv", "tsv"])
 
 # A name with a secret's word, and a sign that assigns; searched in lower case.
-SMALL = 1 << 15  # characters: notes of a person
 _LETTERS = f"{string.ascii_letters}{string.digits}_.-"
 
 
@@ -71,24 +73,38 @@ _WORD = re.compile(r"(?P<value>[^\s\"'`]+)(?=[ \t])")  # of a sentence
 _XML = re.compile(r"<(?P<name>\w{3,40})(?: [^<>\n]{0,80})?>(?P<value>[^<>\s]{4,200})</(?P=name)>")
 _UNATTENDED = re.compile(r"<(?P<name>\w{0,20}Password)>\s*<Value>(?P<value>[^<>\s]{4,200})</Value>")
 _PROPERTY = re.compile(r"<name>(?P<name>[\w.-]+)</name>\s*<value>(?P<value>[^<>\s]{4,300})</value>")
-_TABLE = re.compile(  # a cell of a table, and the next one
-    r"\|[ \t*`]*(?P<name>[\w -]{2,40}?)[ \t*`]*\|[ \t`]*(?P<value>[^\s|`]{6,200})[ \t`]*\|"
-)
-_SENTENCE = re.compile(  # the password is X
-    r"(?P<name>[Pp]assw(?:or[dt])?|[Pp]assphrase|[Kk]ennwort|[Mm]ot de passe|[Cc]ontraseña|[Ss]enha)"
-    r"(?: for [\w@.-]{1,40})?\s+(?:is|ist|lautet|est|es|é|=>?)\s*:?\s*[`\"'*]{0,2}(?P<value>[^\s`\"'*]{7,60})"
-)
-_LOGIN = re.compile(  # Login: user / password
-    r"(?im)^\W{0,6}(?P<name>log-?in|zugang\w*|cred(?:ential)?s?|anmeldung|identifiants?|acceso|user(?:name)?"
-    r"[ \t]*/[ \t]*pass\w*|account)[ \t]*[:=][ \t]*[`\"']?[\w.@\\-]{2,40}[`\"']?[ \t]*[/:|,][ \t]*[`\"']?"
-    r"(?P<value>[^\s`\"'/]{7,60})"
-)
-_CALL = re.compile(  # conf.set("fs.azure.account.key.x", "...")
+_CALL = re.compile(  # conf.set("fs.azure.account.key.x", "..."); os.getenv("DB_PASSWORD", "...")
     r"\(\s*[\"'](?P<name>[\w.-]{4,160})[\"']\s*,\s*[\"'](?P<value>[^\"'\s]{4,300})[\"']"
 )
 _SETS = re.compile(
-    r"(?:set|put|option|add|with|header|property|param|config|environ|update|append)\w{0,20}\Z"
+    r"(?:(?:set|put|option|add|with|header|property|param|config|environ|update|append|define)\w{0,20}"
+    r"|get(?:env)?)\Z",
+    re.IGNORECASE,
 )
+_INSTEAD = [  # the sign before a literal that stands in
+    "default",
+    "Field(",
+    "Option(",
+    "Argument(",
+    "Parameter(",
+    "SecretStr(",
+    "||",
+    "??",
+    " or",
+]
+_DEFAULTS = {  # default="..."; Field("..."); x or "..."
+    sign: re.compile(rf"{re.escape(sign)}\s*=?\s*[rbu]?[\"'](?P<value>[^\"'\s]{{4,300}})[\"']")
+    for sign in _INSTEAD
+}
+_WHOSE = re.compile(  # the name before it: "--token"; token: str = f(; getenv("TOKEN")
+    r"[\"']-{0,2}(?P<quoted>[A-Za-z][\w.-]{2,60})[\"']"
+    r"|(?P<assigned>\w{3,60})\s*(?::[^=()\n]{1,60})?=\s*[\w.]{0,40}(?:\([^()]{0,200})?\Z"
+    r"|\.(?P<member>\w{3,60})\s*\Z"
+)
+_SPACED = re.compile(  # fs.s3a.secret.key VALUE; ... remote modify r secret_access_key VALUE
+    r"(?P<word>(?:passw|passphrase|secret|token|key)[\w.-]{0,30})[ \t]{1,20}[\"']?"
+)
+_ARGUMENT = re.compile(r"(?P<value>[^\s\"'|;&<>=-][^\s\"'|;&<>]{7,300})[\"']?(?=\s|\Z)")
 _STATEMENT = re.compile(  # ENV NAME value; setenv NAME value; %env NAME value
     r"(?m)^[ \t!]*(?:ENV|ARG|SetEnv|setenv|set -[a-zA-Z]+|env|%env|%set_env|set_env|config set)[ \t]+"
     r"(?P<name>[A-Za-z_][\w.]{3,60})[ \t=]+[\"']?(?P<value>[^\s\"']{4,300})"
@@ -103,7 +119,7 @@ _PAIR = re.compile(  # {"key": "api_token", "value": "..."}; - name: TOKEN <newl
 _PLIST = re.compile(r"<key>(?P<name>[\w.-]+)</key>\s*<string>(?P<value>[^<]{4,300})</string>")
 
 
-Found = tuple[int, str]  # where it is in the text, and its kind
+Found = tuple[int, str, str]  # where it is in the text, its kind, and the value
 
 
 def search(content: bytes, name: str) -> Iterator[tuple[int, str]]:
@@ -116,7 +132,7 @@ def search(content: bytes, name: str) -> Iterator[tuple[int, str]]:
     Yields:
         The line (from 1) of the first one of each kind, and the kind, which never has the secret.
     """
-    yield from find(content)
+    yield from find(content, _TESTS.fullmatch(name) is not None)
     if kind := secret_formats.key_file(content):
         yield 1, kind
     for at, inner, text, carrier in secret_carriers.texts(content, name):
@@ -142,14 +158,19 @@ def _in_text(
     ending = name.rpartition(".")[2].lower() if "." in name.strip(".") else ""
     if _TRANSLATIONS.fullmatch(name):
         ending = "po"
-    searches = (
-        by_name(text, ending, abroad),
-        secret_commands.search(text, lowered, ending in PROSE, ending in CODE),
-        secret_formats.search(text, ending),
-    )
-    for found in searches:
-        if (first := next(found, None)) is not None:
-            yield text.count("\n", 0, first[0]) + 1, first[1]
+    named = by_name(text, ending, abroad)
+    placed = secret_commands.search(text, lowered, ending in PROSE, ending in CODE)
+    if _TESTS.fullmatch(name):
+        named, placed = _random(named), _random(placed)
+    literals = [next(named, None), next(placed, None)]
+    first = [(each[0], each[1]) for each in literals if each]
+    formats = itertools.islice(secret_formats.search(text, ending), 1)
+    for at, kind in itertools.chain(first, formats):
+        yield text.count("\n", 0, at) + 1, kind
+
+
+def _random(found: Iterator[Found]) -> Iterator[Found]:
+    return (each for each in found if is_random(each[2]))
 
 
 def decoded(content: bytes) -> str:
@@ -181,21 +202,25 @@ def by_name(text: str, ending: str, abroad: bool) -> Iterator[Found]:
             continue
         if text.startswith("${", max(0, start - 2)):  # ${NAME:?message}
             continue
-        value = _value_at(text, match.end(), ending, name.isupper() or name.startswith("--"))
+        argument = name.isupper() or name.startswith("--") or text[match.end() - 1] == "="
+        value = _value_at(text, match.end(), ending, argument)
         if value and (kind := _kind(name, value, text, start, ending)):
-            yield start, kind
+            yield start, kind, value
     patterns = [_PAIR, _DEFAULT]
     if "<" in text:
         patterns += [_XML, _PLIST, _UNATTENDED, _PROPERTY]
-    if (ending in PROSE or not ending) and len(text) < SMALL:
-        yield from by_sentence(text)
+    if ending in PROSE or not ending:
+        yield from secret_notes.search(text)
     if ending in CODE:
         yield from by_call(text, ending)
+        yield from by_default(text, ending)
     else:
         patterns.append(_STATEMENT)
+    if ending not in CODE | PROSE:
+        yield from by_place(text, lowered)
     for match in itertools.chain(*(each.finditer(text) for each in patterns)):
         if kind := _kind(match["name"], match["value"], text, match.start(), ending):
-            yield match.start(), kind
+            yield match.start(), kind, match["value"]
 
 
 def by_call(text: str, ending: str) -> Iterator[Found]:
@@ -204,17 +229,29 @@ def by_call(text: str, ending: str) -> Iterator[Found]:
         if _SETS.search(text, max(0, match.start() - 30), match.start()) and (
             kind := _kind(match["name"], match["value"], text, match.start(), ending)
         ):
-            yield match.start(), kind
+            yield match.start(), kind, match["value"]
 
 
-def by_sentence(text: str) -> Iterator[Found]:
-    """Passwords in notes: `the password is ...`, `Login: user / ...`, a cell of a table."""
-    for match in itertools.chain(*(each.finditer(text) for each in (_SENTENCE, _LOGIN))):
-        if is_strong(match["value"]):
-            yield match.start(), PASSWORD
-    for match in _TABLE.finditer(text):
-        if is_password_name(match["name"].strip().replace(" ", "_")) and is_strong(match["value"]):
-            yield match.start(), PASSWORD
+def by_default(text: str, ending: str) -> Iterator[Found]:
+    """Literals that stand in where an option, a field or a variable of this name has no value."""
+    patterns = [pattern for sign, pattern in _DEFAULTS.items() if sign in text]
+    for match in itertools.chain(*(pattern.finditer(text) for pattern in patterns)):
+        for whose in _WHOSE.finditer(text[max(0, match.start() - 250) : match.start()]):
+            name = whose["quoted"] or whose["assigned"] or whose["member"]
+            if kind := _kind(name, match["value"], text, match.start(), ending):
+                yield match.start(), kind, match["value"]
+
+
+def by_place(text: str, lowered: str) -> Iterator[Found]:
+    """Literals that follow a name after a blank, as an argument of a command does."""
+    for match in _SPACED.finditer(lowered):
+        name = text[_start_of_word(text, match.start()) : match.end("word")]
+        if (value := _ARGUMENT.match(text, match.end())) is None:
+            continue
+        if is_password_name(name) and is_strong(value["value"]) and is_random(value["value"]):
+            yield match.start(), PASSWORD, value["value"]
+        elif looks_secret(name.replace(".", "_")) and is_token(value["value"], name):
+            yield match.start(), BY_NAME, value["value"]
 
 
 def _start_of_word(text: str, at: int) -> int:
@@ -251,6 +288,8 @@ def _kind(name: str, value: str, text: str, at: int, ending: str) -> str:
     if is_password_name(name) and setting and is_passphrase(value):
         return PASSWORD
     if is_key_name(name) and is_token(value, "api_key"):
+        if name.lower() == "key" and (len(value) < 32 or ending in DATA | PROSE):  # of a dictionary
+            return ""
         hexadecimal = re.fullmatch(r"(?:[0-9a-f]{32}){1,2}|[0-9a-f]{40}", value)
         if is_mixed(value) or (hexadecimal and (name.isupper() or setting)):
             return BY_NAME

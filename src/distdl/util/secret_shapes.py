@@ -24,15 +24,19 @@ _IN_TOKENS = bytes(byte if byte in _TOKEN_BYTES else 32 for byte in range(256))
 Sure = Callable[[re.Match[str]], bool]
 
 _IDENTIFIER_PART = re.compile(r"[A-Za-z]{0,24}|\d{1,8}|\d{0,3}[A-Za-z]{1,12}\d{0,3}[a-z]?")
+_JOINED_WORDS = re.compile(r"(?:[A-Z][a-z]{1,14}){2,6}\d{0,3}")  # MyTestDatabase1
 _EXAMPLE = re.compile(
     r"example|sample|dummy|fake|canary|placeholder|changeme|redacted|your|xxxx"
     r"|eyJzb21lIjoicGF5bG9hZCJ9|IkpvaG4gRG9l"  # the usual JSON web tokens of tutorials
     r"|\*\*\*|\.\.\.|12345|01234|23456|abcdef|0000000|deadbeef|[<>{}$]|%[sr(]",
     re.IGNORECASE,
 )
+# The same words with digits for letters, as `c4nary`.
+_DISGUISED = re.compile(r"example|sample|dummy|canary|placeholder|changeme", re.IGNORECASE)
+_LETTERS_FOR_DIGITS = str.maketrans("013457@$", "oieastas")
 _PLAIN_PASSWORDS = re.compile(
     r"pass(w(or)?d|phrase)?|pwd?|p|secret|token|key|api_?key|user(name)?|admin|root|guest|test(ing)?"
-    r"|postgres|mysql|minio(admin)?|redis|rabbitmq|\d{1,4}|.{1,3}",
+    r"|postgres|mysql|minio(admin)?|redis|rabbitmq|tiger|drowssap|\d{1,4}|.{1,3}",
     re.IGNORECASE,
 )
 _NOBODYS_HOST = re.compile(
@@ -51,13 +55,16 @@ def is_random(token: str) -> bool:
     """Whether a token looks random: neither words nor a number."""
     if not (re.search(r"[A-Za-z]", token) and re.search(r"\d", token)):
         return False
+    if _JOINED_WORDS.fullmatch(token):
+        return False
     return not all(_IDENTIFIER_PART.fullmatch(part) for part in re.split(r"[+/=_.-]+", token))
 
 
 def is_example(token: str) -> bool:
     """Whether a token is only an example or a placeholder."""
     few = len(set(token)) < min(8, len(token) / 2)
-    return few or _AZURITE in token or _EXAMPLE.search(token) is not None
+    disguised = _DISGUISED.search(token.translate(_LETTERS_FOR_DIGITS)) is not None
+    return few or disguised or _AZURITE in token or _EXAMPLE.search(token) is not None
 
 
 def is_plain_password(word: str) -> bool:
@@ -108,9 +115,12 @@ def is_mixed(text: str) -> bool:
 
 def _password(match: re.Match[str]) -> bool:
     password = match["value"]
+    if re.match(r"\d+,", password):  # the port of the first host of several
+        password = password.rpartition(":")[2]
     chosen = not (is_example(password) or is_plain_password(password))
     host = match.string[match.end() : match.end() + 80]
-    return chosen and password != match["user"] and not _NOBODYS_HOST.match(host)
+    generated = len(password) >= 16 and is_random(password)
+    return chosen and password != match["user"] and (generated or _NOBODYS_HOST.match(host) is None)
 
 
 def _key_block(match: re.Match[str]) -> bool:
@@ -134,10 +144,14 @@ class Shape:
             Without needles, a match is (part of) a long word, only those are looked at, and only a
             sure match is hidden.
         sure: Whether a match is certainly a secret, not an example.
+        chosen: A person makes the value up, so that it need not look random.
     """
 
-    def __init__(self, kind: str, pattern: str, *needles: str, sure: Sure | None = None) -> None:
+    def __init__(
+        self, kind: str, pattern: str, *needles: str, sure: Sure | None = None, chosen: bool = False
+    ) -> None:
         self.kind, self.pattern = kind, re.compile(pattern)
+        self.chosen = chosen
         self.needles = [needle.encode() for needle in needles]
         self.sure = sure or (_value if "<value>" in pattern else _token)
 
@@ -171,6 +185,7 @@ SHAPES = (
         r"(?<=\w)://(?!\$\{)(?P<user>[^\s/:@\"']*):(?!\$\{)(?P<value>[^\s/\"']+)@",
         "://",
         sure=_password,
+        chosen=True,
     ),
     Shape("a token in a URL", r"(?<=\w)://(?P<value>[^\s/:@\"'${}]{16,})@", "://"),
     Shape(
@@ -182,12 +197,26 @@ SHAPES = (
     ),
     Shape(
         "a token in a URL",
-        r"[?&](?:access_|auth_|api_|private_)?(?:token|key)=(?P<value>[\w.~+/-]{16,})",
-        *("token=", "key="),
+        r"[?&](?:(?:(?:access|auth|api|app|private|user)[_-]?)?(?:token|key)|app_?id)="
+        r"(?P<value>[\w.~+/-]{16,})",
+        *("token=", "key=", "appid=", "app_id="),
+    ),
+    Shape(
+        "a token in a URL",
+        r"(?:/t/|infura\.io/v3/|alchemy\.com/v2/|dl\.cloudsmith\.io/)"
+        r"(?P<value>[\w-]{16,})(?=[/\s\"'`<>]|\Z)",
+        *("/t/", "infura.io/", "alchemy.com/", "cloudsmith.io/"),
+        sure=lambda match: is_random(match["value"]) and not is_example(match["value"]),
+    ),
+    Shape(
+        "a DeepL key",
+        r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}:fx\b",
+        ":fx",
     ),
     Shape(
         "a bearer token",
-        r"(?i)\b(?:bearer|authorization:?\s*(?:basic|token|apikey))\s+(?!\$\{)(?P<value>[A-Za-z0-9._~+/=-]{6,})",
+        r"(?i)\b(?:bearer|authorization[\"']?\s*[:=,]?\s*[\"']?(?:basic|token|api-?key|key))\s+"
+        r"(?!\$\{)(?P<value>[A-Za-z0-9._~+/=-]{6,})",
         "earer",
         "EARER",
         "uthorization",
@@ -361,6 +390,9 @@ SHAPES = (
 )
 
 
+NEEDLES = frozenset(needle for shape in SHAPES for needle in shape.needles)
+
+
 def hide_shapes(text: str) -> str:
     """Hides text that looks like a secret, whatever its name."""
     for shape in SHAPES:
@@ -368,21 +400,24 @@ def hide_shapes(text: str) -> str:
     return text
 
 
-def find(content: bytes) -> Iterator[tuple[int, str]]:
+def find(content: bytes, test: bool = False) -> Iterator[tuple[int, str]]:
     """Certain secrets in a file's content (text in UTF-8, UTF-16 or Latin-1, or binary): the line,
-    from 1, of the first one of each kind, and the kind."""
+    from 1, of the first one of each kind, and the kind. In a `test`, words are made up."""
     if content.count(0) > len(content) // 4:  # UTF-16: every other byte of ASCII
         content = content.replace(b"\0", b"")
     text, words = "", "\n".join(_long_words(content))
+    present = {needle for needle in NEEDLES if needle in content}
     for shape in SHAPES:
         if not shape.needles:
             matches = (m for m in shape.pattern.finditer(words) if shape.sure(m))
             if (first := next(matches, None)) is not None:
                 start = content.find(first[0].encode())
                 yield content.count(b"\n", 0, max(0, start)) + 1, shape.kind
-        elif any(needle in content for needle in shape.needles):
+        elif not present.isdisjoint(shape.needles):
             text = text or content.decode("latin-1")
             matches = (m for m in shape.pattern.finditer(text) if shape.sure(m))
+            if test and shape.chosen:
+                matches = (m for m in matches if is_random(m["value"]))
             if (first := next(matches, None)) is not None:
                 yield text.count("\n", 0, first.start()) + 1, shape.kind
 

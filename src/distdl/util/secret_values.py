@@ -13,7 +13,7 @@ from distdl.util.secret_shapes import is_example, is_plain_password, is_random
 
 _DOTTED = r"(?:[A-Za-z_]\w*(?:\.|::|->))+[A-Za-z_]\w*"  # config.password, askpass::askpass
 _REFERENCE = re.compile(
-    r"[$%@!&*<{\[(]|.*(?:\$\{|\{\{|\$\(|%\(|<[A-Za-z]|\{\w*\}|::|->|\.\.\.|\*\*\*)"
+    r"[<{\[(].*|.*(?:\$\{|\{\{|\$\(|%\(|<[A-Za-z]|\{\w*\}|::|->|\.\.\.|\*\*\*)"
     rf"|{_DOTTED}(?:[(\[].*)?|\w+[(\[].*"
     r"|(?:[a-z_]\w*\$)+[a-z_.]*(?:passw(?:or)?d|pass|pwd?)"  # R: config$password
     r"|\d+(?:\.\w+)+=\w+"  # a version and a build, as conda writes them
@@ -23,6 +23,10 @@ _REFERENCE = re.compile(
     r"|(?:/|~|\./|\.\./|[A-Za-z]:\\|file:|https?:|arn:|projects/|vault:|env:|op:).*"
     r"|.*\.(?:pem|key|txt|json|ya?ml|crt|env|cfg|ini|py|md)",
     re.DOTALL,
+)
+# `$PASSWORD`, `%PASSWORD%`, `@password`, `!vault`, `*anchor`: a password may begin so, too.
+_SIGNED = re.compile(
+    r"[%@!&*]+[A-Za-z_]*\d{0,2}%?|\$+[\w:.-]*|[$%@!&*]+.*(?:[(){}\[\]<>/%\\]|->).*", re.DOTALL
 )
 # Settings are no program: these are words that somebody joined, unless a scope begins them.
 _JOINED = re.compile(
@@ -63,7 +67,7 @@ _HAS_UUID = re.compile(r"api_?key|secret|passw|access_?key|auth_?key|license", r
 
 def is_reference(value: str) -> bool:
     """Whether it names the place of a secret, or is a placeholder."""
-    return bool(_REFERENCE.fullmatch(value) or _REFERENCE.match(value[:1]))
+    return bool(_REFERENCE.fullmatch(value) or _SIGNED.fullmatch(value))
 
 
 def is_placeholder(value: str) -> bool:
