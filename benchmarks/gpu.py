@@ -185,7 +185,7 @@ def measured(
 ) -> tuple[dict[str, list[float]], list[float], object]:
     """Images per second of every arm, the copy bandwidths in bytes per second, and the mode that
     `model.compile=measured` has chosen."""
-    from distdl.benchmark import limits
+    from distdl.tools.measure import limits
 
     loop, compiled = Loop(device, size), Loop(device, size, compiled=True)
     own, chosen = (folder, device, size), Chosen()

@@ -19,8 +19,8 @@ from statistics import fmean
 from benchmarks import published
 from benchmarks.published import Published
 from benchmarks.table import Goal
-from distdl.scaling import Fit, Link, Links, Setting, fit, predict, table
-from distdl.scaling.published import INTEL, NCCL
+from distdl.tools.scaling import Fit, Link, Links, Setting, fit, predict, table
+from distdl.tools.scaling.published import INTEL, NCCL
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, PLOT = DOCS / "scaling.md", DOCS / "scaling.svg"

@@ -9,8 +9,8 @@ import matplotlib
 
 from benchmarks import published
 from benchmarks.held_out import fitted
-from distdl.scaling import table
-from distdl.scaling.published import AZURE_RATES, INTEL, NCCL
+from distdl.tools.scaling import table
+from distdl.tools.scaling.published import AZURE_RATES, INTEL, NCCL
 
 COUNTS = (1, 2, 4, 8, 16, 32)
 

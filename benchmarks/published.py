@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distdl.scaling.links import RING, Link, Links
-from distdl.scaling.published import AZURE_RATES, AZURE_SOURCE, INTEL
-from distdl.scaling.setting import BACKWARD_SHARE, Setting
+from distdl.tools.scaling.links import RING, Link, Links
+from distdl.tools.scaling.published import AZURE_RATES, AZURE_SOURCE, INTEL
+from distdl.tools.scaling.setting import BACKWARD_SHARE, Setting
 
 GBIT = 1e9 / 8
 

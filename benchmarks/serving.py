@@ -83,7 +83,7 @@ def write_models(folder: Path) -> None:
     from torchvision.models import resnet18
 
     from distdl.data.views import EvalView
-    from distdl.serving import formats, model_folder
+    from distdl.tools.serving import formats, model_folder
 
     torch.manual_seed(0)
     network = resnet18(num_classes=CLASSES).eval()

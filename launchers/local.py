@@ -114,7 +114,7 @@ class LocalJob:
             os.kill(pid, signal.SIGINT)
 
     def _under_agent(self, request: LocalRequest) -> int:
-        from distdl.worker import agent
+        from distdl.agent import agent
 
         return agent.run(
             request.spec.worker(),

@@ -18,7 +18,7 @@ from tests.written import write
 
 SUBSET = ("--subset", "--shard-mb", "0.02", "--workers", "1")
 
-# Real ones, with real numbers of validation images (distdl/datasets/imagenet_val.txt).
+# Real ones, with real numbers of validation images (distdl/tools/prepare/imagenet_val.txt).
 CLASSES = {
     "n01440764": (293, 2138, 3014, 6697),
     "n02102040": (665, 1968, 2294, 2315),

@@ -5,7 +5,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from distdl.serving.model_folder import export_of, requirements
+from distdl.tools.serving.model_folder import export_of, requirements
 from tests.serving.colours import write_model
 
 

@@ -17,3 +17,7 @@ if tuple(sys.version_info) < (3, 11):
 _checkout = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 if os.path.isfile(os.path.join(_checkout, "conf", "distdl.yaml")):
     __path__.append(_checkout)
+
+from distdl import moved_names  # noqa: E402 - by the path above
+
+moved_names.serve()

@@ -17,7 +17,7 @@ import pytest
 
 from distdl.launchers.azureml import entry
 from distdl.launchers.azureml.client import Connection, Workspace
-from distdl.serving.scorer import Scorer
+from distdl.tools.serving.scorer import Scorer
 from tests.cluster import witness
 from tests.cluster.arm import NAMES, Azure, new_job, resource
 from tests.cluster.azurite import CONTAINER, needs_azurite

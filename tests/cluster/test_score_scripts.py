@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from distdl.serving.scorer import Scorer
+from distdl.tools.serving.scorer import Scorer
 from tests.conftest import ROOT, environment, free_port
 from tests.served import model_folder
 from tests.serving.colours import Server, photo

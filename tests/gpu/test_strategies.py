@@ -66,9 +66,8 @@ def test_trains_and_resumes(strategy, tmp_path):
 @pytest.fixture(scope="module")
 def planned():
     """Bytes on the device, by strategy, as `plan` prints them."""
-    from distdl.benchmark import step_profile
     from distdl.config import compose
-    from distdl.planner import estimate
+    from distdl.tools.measure import estimate, step_profile
 
     config = compose.compose(BASE)
     config.pop("hydra", None)

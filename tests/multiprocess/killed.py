@@ -41,7 +41,7 @@ class Net(pl.LightningModule):
         if self.kill and RANK == LAST and self.global_step == AT and not Path("killed").exists():
             Path("killed").write_text(str(time.time()), encoding="utf-8")
             for process in psutil.Process().parent().children() if self.kill == "both" else ():
-                if "distdl.worker.standby" in process.cmdline():
+                if "distdl.agent.standby" in process.cmdline():
                     process.kill()
             os.kill(os.getpid(), signal.SIGKILL)
         return nn.functional.mse_loss(self.layers(batch[0]), batch[1])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distdl.drill.faults import FAULTS
+from distdl.tools.drill.faults import FAULTS
 from tests.conftest import UNCHECKED, distdl
 from tests.multiprocess import drilled
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from distdl.report import data
+from distdl.tools.report import data
 from tests.conftest import TINY, UNCHECKED, distdl, free_port, losses, samples, status
 
 SHORT = (*TINY, "data.train_samples=32", "data.val_samples=7", "trainer.max_epochs=1", "name=x")

@@ -44,7 +44,7 @@ def weights(run: Path) -> dict[str, Any]:
 def standbys(folder: Path) -> list[psutil.Process]:
     """The standby processes of the runs in a folder, and the ranks that they have forked."""
     processes = psutil.process_iter(["cmdline"])
-    words = ("distdl.worker.standby", str(folder))
+    words = ("distdl.agent.standby", str(folder))
     return [p for p in processes if all(w in " ".join(p.info["cmdline"] or ()) for w in words)]
 
 

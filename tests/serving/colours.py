@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from distdl.serving import formats, model_folder
+from distdl.tools.serving import formats, model_folder
 from tests.conftest import ROOT, environment
 from tests.serving.conftest import WITHOUT_DISTDL
 from tests.waiting import until
@@ -135,8 +135,8 @@ class Gated(Server):
 def main(model, folder, *settings):
     import time
 
-    from distdl.serving import scorer, server
-    from distdl.serving.settings import Settings, values_of
+    from distdl.tools.serving import scorer, server
+    from distdl.tools.serving.settings import Settings, values_of
     from tests.conftest import free_port
 
     class GatedScorer(scorer.Scorer):

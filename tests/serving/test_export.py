@@ -14,11 +14,11 @@ from mlflow.tracking import MlflowClient
 from distdl.launch import resuming
 from distdl.runs.checkpoints import sha256
 from distdl.runs.directory import RunDirectory
-from distdl.serving import formats
-from distdl.serving.model_folder import export_of
-from distdl.serving.registry import DATA as DATA_TAG
-from distdl.serving.registry import METRIC, SHA256, VALUE, succeeds
-from distdl.serving.scorer import Scorer
+from distdl.tools.serving import formats
+from distdl.tools.serving.model_folder import export_of
+from distdl.tools.serving.registry import DATA as DATA_TAG
+from distdl.tools.serving.registry import METRIC, SHA256, VALUE, succeeds
+from distdl.tools.serving.scorer import Scorer
 from distdl.util.errors import UserError
 from tests.conftest import UNCHECKED, status
 from tests.serving.conftest import RUN, VAL, accuracy, export, outside, validation_images
@@ -134,7 +134,7 @@ def test_the_champion_moves_only_to_a_better_one_on_the_same_data(new, champion,
 # Changes the network between the reference and the writing.
 WRONG = (
     UNCHECKED[0],
-    "from distdl.serving import formats\n"
+    "from distdl.tools.serving import formats\n"
     "write = formats.write_safetensors\n"
     "def wrong(model, *more):\n"
     "    model.module.network.fc.bias.data += 0.1 * __import__('torch').arange(3)\n"

@@ -19,10 +19,10 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from distdl.runs.checkpoints import sha256
-from distdl.serving import formats, model_folder
-from distdl.serving.exported_program import expression
-from distdl.serving.json_rules import Unsafe
-from distdl.serving.scorer import Scorer
+from distdl.tools.serving import formats, model_folder
+from distdl.tools.serving.exported_program import expression
+from distdl.tools.serving.json_rules import Unsafe
+from distdl.tools.serving.scorer import Scorer
 from tests.conftest import distdl
 from tests.serving.colours import photo
 

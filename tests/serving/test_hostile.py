@@ -8,7 +8,7 @@ from concurrent import futures
 
 import pytest
 
-from distdl.serving.batching import DECODERS
+from distdl.tools.serving.batching import DECODERS
 from tests.conftest import UNCHECKED
 from tests.serving import hostile
 from tests.serving.colours import Server, photo, write_model

@@ -13,7 +13,7 @@ from concurrent import futures
 import pytest
 
 from distdl.cli.serve import model as find_model
-from distdl.serving.batching import DECODERS
+from distdl.tools.serving.batching import DECODERS
 from tests.conftest import UNCHECKED, status
 from tests.serving.colours import Gated, Server, photo, without_distdl, write_model
 from tests.serving.conftest import RUN, accuracy, validation_images

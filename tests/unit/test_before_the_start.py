@@ -16,14 +16,14 @@ import torch
 
 from distdl.config import compose
 from distdl.data.stored import StoredImages
-from distdl.drill import drill
 from distdl.job import JobState
 from distdl.launch import jobs, planning
-from distdl.report.plots import Chart, draw
 from distdl.runs.attempt import Attempt
 from distdl.runs.checkpoints import manifest_at
 from distdl.runs.files import write_json
 from distdl.tasks.predict import on_host, refuse_difference
+from distdl.tools.drill import drill
+from distdl.tools.report.plots import Chart, draw
 from distdl.util import strict_json
 from distdl.util.errors import UserError
 from distdl.validation.lightnings import try_trainer

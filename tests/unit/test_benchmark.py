@@ -6,10 +6,10 @@ import pytest
 import torch
 from pytest import approx
 
-from distdl.benchmark import PHASES, clock, collectives, result, verdict
-from distdl.benchmark.clock import Timeline
-from distdl.benchmark.timing import Timing
 from distdl.tasks.benchmark import check
+from distdl.tools.measure import PHASES, clock, collectives, result, verdict
+from distdl.tools.measure.clock import Timeline
+from distdl.tools.measure.timing import Timing
 
 CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 

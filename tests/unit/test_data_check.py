@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from distdl.data import StoredImages
-from distdl.data_check import needs, sources, throughput
-from distdl.data_check.check import gpu_of_this_machine
 from distdl.datasets.format import MANIFEST
 from distdl.stores.files import FileStore
+from distdl.tools.data_check import needs, sources, throughput
+from distdl.tools.data_check.check import gpu_of_this_machine
 from tests.miniature import encoded
 from tests.prepared import flip, jpeg, prepare, refusal
 from tests.unit.sample_data import write_photographs

@@ -94,8 +94,8 @@ class Service:
         from moto.s3.models import s3_backends
         from moto.sagemaker.models import sagemaker_backends
 
-        from distdl.serving.requests import parse
-        from distdl.serving.scorer import Scorer
+        from distdl.tools.serving.requests import parse
+        from distdl.tools.serving.scorer import Scorer
 
         name = response.path.split("/")[2]
         backend = sagemaker_backends[response.current_account][REGION]

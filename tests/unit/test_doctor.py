@@ -4,9 +4,9 @@ from itertools import combinations
 
 import pytest
 
-from distdl.doctor import findings, links, node, rows
-from distdl.doctor.links import Exchange, Speed
-from distdl.doctor.rows import FAIL, PASS, SKIP, WARN
+from distdl.tools.doctor import findings, links, node, rows
+from distdl.tools.doctor.links import Exchange, Speed
+from distdl.tools.doctor.rows import FAIL, PASS, SKIP, WARN
 
 
 def fabric(slow=(), nodes=4, rate=10e9):

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from distdl.drill import processes, samples, table, weights
-from distdl.drill.trial import FaultRow
 from distdl.runs.checkpoints import CheckpointStore
+from distdl.tools.drill import processes, samples, table, weights
+from distdl.tools.drill.trial import FaultRow
 from distdl.util.processes import start_time
 
 

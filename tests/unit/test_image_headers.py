@@ -14,10 +14,7 @@ from distdl.data.folder import FolderImages
 from distdl.data.listed import ListedImages
 from distdl.data.stored import StoredImages
 from distdl.data.views import EvalView, TrainView
-from distdl.data_check.image_files import inspect_images
-from distdl.data_check.sources import ImageReader, SplitImages
 from distdl.datasets import image_files
-from distdl.datasets.folder import Folder
 from distdl.datasets.image_headers import (
     MOST_PIXELS,
     MOST_SCANS,
@@ -25,10 +22,13 @@ from distdl.datasets.image_headers import (
     TooLarge,
     examine,
 )
-from distdl.datasets.images import Treatment
 from distdl.datasets.left_out import LeftOut
-from distdl.datasets.source import Sample
-from distdl.serving.scorer import Scorer
+from distdl.tools.data_check.image_files import inspect_images
+from distdl.tools.data_check.sources import ImageReader, SplitImages
+from distdl.tools.prepare.folder import Folder
+from distdl.tools.prepare.images import Treatment
+from distdl.tools.prepare.source import Sample
+from distdl.tools.serving.scorer import Scorer
 from tests.conftest import ROOT
 from tests.miniature import encoded, photograph
 from tests.prepared import refusal

@@ -10,22 +10,21 @@ import sys
 from collections import Counter
 
 from distdl.validation.kinds import locate
-from tests.conftest import ROOT
-
-SOURCE = ROOT / "src" / "distdl"
-
-# Lowest first. A file imports from its own package and from lower ones, at the top and inside
-# functions alike. Only `planner` and WITH_TORCH import torch, Lightning or MLflow at the top.
-LOWEST = ("util", "job", "stores", "ranks", "config", "datasets", "runs", "health", "validation")
-WITH_TORCH = (
-    *("distributed", "optim", "checkpoint", "tracking", "models", "data", "strategies"),
-    *("loops", "callbacks", "doctor", "worker", "benchmark", "serving", "tasks"),
+from tests import house
+from tests.house import (
+    CORE,
+    FILES,
+    IMPORTED,
+    INNER,
+    LAYERS,
+    ROOT,
+    TREES,
+    WITH_TORCH,
+    imports,
+    package,
 )
-HIGHEST = ("launchers", "launch", "planner", "data_check", "report", "scaling", "drill", "cli")
-LAYERS = (*LOWEST, *WITH_TORCH, *HIGHEST)
-LONGEST_CHAIN = 12
-# Names that stay: `python -m distdl`, `python -m distdl.agent`, and what users' own code imports.
-ALIASES = ("__main__", "agent", "build", "errors", "ranges", "tailing")
+
+LONGEST_CHAIN = {"core": 11, "all": 14}
 HEAVY = ("torch", "torchvision", "lightning", "torchmetrics", "timm", "mlflow", "deepspeed")
 FOR_LAUNCHERS = (
     *("distdl.job", "distdl.util", "distdl.stores"),
@@ -33,7 +32,7 @@ FOR_LAUNCHERS = (
 )
 # This machine's launcher runs the worker, or torch's agent, in its own process.
 MORE_FOR_LAUNCHERS = {
-    "distdl.launchers.local": ("distdl.ranks", "distdl.runs", "distdl.worker"),
+    "distdl.launchers.local": ("distdl.ranks", "distdl.runs", "distdl.worker", "distdl.agent"),
     "distdl.launchers.common": ("distdl.runs",),
 }
 # Written into the config.yaml and the requests of runs: a run of any age must find them.
@@ -51,53 +50,24 @@ distdl.tracking: clearml.ClearMLLogger mlflow.MLflowLogger
 """
 
 
-def name_of(path):
-    """The dotted name of a file; a package's `__init__` has the name of its package."""
-    below = path.relative_to(SOURCE if path.is_relative_to(SOURCE) else ROOT)
-    return ".".join(["distdl", *below.with_suffix("").parts]).removesuffix(".__init__")
-
-
-FILES = {name_of(p): p for f in (SOURCE, ROOT / "launchers") for p in sorted(f.rglob("*.py"))}
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES.values()}
-
-
-def imports(tree, lazy=True):
-    """Dotted names that a file imports; `from a import b` gives `a` and `a.b`. `lazy`: also those
-    inside functions. Blocks under `if TYPE_CHECKING` never count."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "imports are absolute"
-            yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
-        elif lazy or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from imports(node, lazy=lazy)
-
-
-def files_imported(name):
-    """Our own files that a file imports, without the packages that these lie in."""
-    named = {n for n in imports(TREES[FILES[name]]) if n in FILES}
-    return {n for n in named if not any(m.startswith(f"{n}.") for m in named)} - {name}
-
-
-def package(name):
-    return name.split(".")[1] if "." in name else ""
-
-
-IMPORTED = {name: files_imported(name) for name in FILES}
-INNER = [name for name in FILES if package(name) not in ("", *ALIASES)]
-
-
 def test_imports_point_downwards():
     pairs = [(name, other) for name in INNER for other in IMPORTED[name] if package(other)]
     order = LAYERS.index
     assert [(a, b) for a, b in pairs if order(package(b)) > order(package(a))] == []
 
 
+def test_the_core_imports_no_tool():
+    assert house.core_to_tools() == []
+
+
+def test_the_documents_show_the_table_of_packages():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert house.table() in text, "put the output of `python -m tests.house` there"
+
+
 def test_every_package_has_a_layer_and_one_sentence():
     assert {package(name) for name in INNER} == set(LAYERS)
+    assert len(LAYERS) == len(set(LAYERS))
     packages = [path for path in FILES.values() if path.name == "__init__.py"]
     assert [path for path in packages if not ast.get_docstring(TREES[path])] == []
 
@@ -107,7 +77,8 @@ def test_the_longest_chain_of_packages():
     for layer in LAYERS:  # lowest first
         below = {package(n) for name in INNER if package(name) == layer for n in IMPORTED[name]}
         lengths[layer] = 1 + max((lengths[other] for other in below - {"", layer}), default=0)
-    assert max(lengths.values()) <= LONGEST_CHAIN, lengths
+    assert max(lengths[layer] for layer in CORE) <= LONGEST_CHAIN["core"], lengths
+    assert max(lengths.values()) <= LONGEST_CHAIN["all"], lengths
 
 
 def test_no_file_imports_itself_by_way_of_others():
@@ -115,7 +86,7 @@ def test_no_file_imports_itself_by_way_of_others():
 
 
 def test_light_packages_load_nothing_heavy():
-    light = [name for name in FILES if package(name) in {"", *LAYERS} - {*WITH_TORCH, "planner"}]
+    light = [name for name in FILES if package(name) in {"", *LAYERS} - {*WITH_TORCH}]
     code = f"import importlib, sys\nfor name in {light}:\n    importlib.import_module(name)\n"
     command = [sys.executable, "-c", f"{code}print(sorted(set({HEAVY}) & set(sys.modules)))"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -138,15 +109,16 @@ def test_launchers_stand_alone():
 
 def test_the_workers_half_never_composes():
     composing = {"distdl.config.compose", "hydra.main", "hydra.compose", "hydra.initialize"}
-    heavy = [name for name in INNER if package(name) in WITH_TORCH]
+    heavy = [name for name in INNER if package(name) in {*WITH_TORCH} & {*CORE}]
     assert [name for name in heavy if composing & set(imports(TREES[FILES[name]]))] == []
 
 
 def test_contributing_draws_the_tree_as_it_is():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     source = text.split("src/distdl/\n")[1].split("\ntests/")[0]
-    drawn = re.findall(r"^ {2}([a-z_]+)/ ", source, flags=re.M)
-    assert sorted(drawn) == sorted({*LAYERS} - {"job", "launchers"})
+    drawn = re.findall(r"^ {2,4}([a-z_]+)/(?= |$)", source, flags=re.M)
+    rooms = {name.removeprefix("tools.") for name in LAYERS}
+    assert sorted(drawn) == sorted(rooms - {"job", "launchers"})
 
 
 def test_names_in_the_configs_of_runs_stay():

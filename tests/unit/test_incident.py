@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from distdl.health import incident
+from distdl.incident import incident
 from distdl.job import JobState
 from distdl.launch import start
 from distdl.runs import files

@@ -42,7 +42,7 @@ GADGETS = [
     ("callbacks.x", node("torch.distributed.run.main", args=["--no-python", "touch", "{file}"])),
     ("callbacks.x", node(LAMBDA, on_fit_start=LATER)),
     ("tracking.x", TOUCH),
-    ("task", node("distdl.worker.agent.run", ["-c", "{command}"])),
+    ("task", node("distdl.agent.agent.run", ["-c", "{command}"])),
     ("model.x", node("timm.models._helpers.load_state_dict", **PICKLED)),
     ("strategy.x", node(IO, None, "{pickle}", weights_only=False)),
     # What a function may be reached by, whatever the section.

@@ -22,7 +22,7 @@ ROW = re.compile(r"^\| `(?P<file>\S+\.py)` \| (?P<what>.+?) \| .+ \| `(?P<test>\
 CLASSES = (Strategy, Logger, Profiler, Precision, pl.LightningModule, pl.LightningDataModule)
 # Whatever `setattr` sets there is a value, not a method.
 VALUES = {
-    "benchmark/step_profile.py": "setattr(large, name)",
+    "tools/measure/step_profile.py": "setattr(large, name)",
     "callbacks/module_state.py": "setattr(layers[name], attribute)",
     "callbacks/resume_state.py": "setattr(part, count)",
     "loops/epoch_metrics.py": "setattr(metric, name)",

@@ -7,8 +7,8 @@ import pytest
 
 from distdl.data.folder import FolderImages
 from distdl.data.views import EvalView
-from distdl.datasets.folder import Folder
 from distdl.stores.walking import ClassFolders
+from distdl.tools.prepare.folder import Folder
 from distdl.util.errors import UserError
 
 

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from distdl.agent import rendezvous
 from distdl.ranks import environment
 from distdl.util import loopback
 from distdl.util.errors import UserError
-from distdl.worker import rendezvous
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 

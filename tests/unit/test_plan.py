@@ -5,12 +5,12 @@ import torch
 from pytest import approx
 from torch.utils._pytree import tree_leaves
 
-from distdl.benchmark.step_profile import MeasuredBlock, MeasuredStep, measure
 from distdl.config import compose
-from distdl.planner import estimate
-from distdl.planner.estimate import GIB, Estimate, Machine, estimates
-from distdl.planner.recommendation import advise
-from distdl.planner.strategies import how_many
+from distdl.tools.measure import estimate
+from distdl.tools.measure.estimate import GIB, Estimate, Machine, estimates
+from distdl.tools.measure.plan import how_many
+from distdl.tools.measure.recommendation import advise
+from distdl.tools.measure.step_profile import MeasuredBlock, MeasuredStep, measure
 from distdl.util.errors import UserError
 from distdl.worker.build import make
 from tests.conftest import TINY

@@ -20,9 +20,9 @@ from distdl.config.compose import compose
 from distdl.data.folder import check_folder
 from distdl.datasets.format import Manifest
 from distdl.datasets.image_files import load_image
-from distdl.datasets.imagenet import ImageNet, val_labels
-from distdl.datasets.images import Treatment
-from distdl.datasets.next_steps import override
+from distdl.tools.prepare.imagenet import ImageNet, val_labels
+from distdl.tools.prepare.images import Treatment
+from distdl.tools.prepare.next_steps import override
 from tests import miniature
 from tests.miniature import (
     CLASSES,

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from distdl.datasets.shard_plan import ShardPlan
+from distdl.tools.prepare.shard_plan import ShardPlan
 from distdl.util.errors import Unfinished, UserError
 from tests import prepared as fixtures
 from tests.conftest import ROOT, environment

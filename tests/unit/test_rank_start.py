@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy as LightningDDP
 from omegaconf import OmegaConf
 
+from distdl.agent.rank_output import RankOutput
 from distdl.distributed import process_group, rank_table
 from distdl.job import JobState, Resources
 from distdl.launch import external
@@ -28,7 +29,6 @@ from distdl.strategies import DDPStrategy, FSDPStrategy
 from distdl.util.errors import UserError
 from distdl.worker import allocator, main
 from distdl.worker.rank_context import RankContext
-from distdl.worker.rank_output import RankOutput
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from distdl.datasets.parquet import ParquetImages
 from distdl.datasets.reading import Shards, open_data_set
-from distdl.datasets.tfrecord import TFRecords
+from distdl.tools.prepare.parquet import ParquetImages
+from distdl.tools.prepare.tfrecord import TFRecords
 from distdl.util.errors import Unfinished, UserError
 from tests.prepared import flip, jpeg, refusal
 

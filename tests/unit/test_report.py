@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from distdl.cli import report
-from distdl.report import data
-from distdl.report.plots import POINTS, Chart, charts, draw
 from distdl.runs.directory import RunDirectory
 from distdl.runs.records import encode
+from distdl.tools.report import data
+from distdl.tools.report.plots import POINTS, Chart, charts, draw
 from distdl.util.errors import UserError
 
 CONFIG = "model:\n  note: <script>alert('x')</script> & more\n  _target_: my.Model\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distdl.health import incident
+from distdl.incident import incident
 from distdl.job import JobState
 from distdl.launch import retrying
 from distdl.launch.retrying import Retries

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from distdl.agent import agent
 from distdl.config import own_code
 from distdl.job import JobState, Resources
 from distdl.launch import start
@@ -25,7 +26,7 @@ from distdl.runs.directory import Attempt, RunDirectory, read_json, write_json
 from distdl.runs.files import Damaged
 from distdl.util.errors import UserError
 from distdl.util.processes import start_time
-from distdl.worker import agent, failing
+from distdl.worker import failing
 
 SIZE = {"num_nodes": 1, "devices": 2, "accelerator": "cpu", "device_ids": None}
 LAUNCH = {"run_id": "e/r", "where": {}, "resources": SIZE}

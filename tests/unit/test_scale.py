@@ -11,11 +11,11 @@ from matplotlib import pyplot
 from omegaconf import OmegaConf
 from pytest import approx
 
-from distdl.benchmark import PHASES
 from distdl.job import JobState
 from distdl.launch import jobs, start
-from distdl.scaling import Link, members, plot, printing, results
-from distdl.scaling.results import Rented
+from distdl.tools.measure import PHASES
+from distdl.tools.scaling import Link, members, plot, printing, results
+from distdl.tools.scaling.results import Rented
 from distdl.util.errors import UserError
 
 TINY = ("model=resnet18", "data.batch_size=12", "trainer.accelerator=cpu", "tracking=none")

@@ -7,8 +7,8 @@ import pytest
 from pytest import approx
 
 from benchmarks import held_out
-from distdl.scaling import STRATEGIES, Link, Links, Setting, fit, predict
-from distdl.scaling.links import ALGORITHMS, Group, all_reduce, exposed, fastest
+from distdl.tools.scaling import STRATEGIES, Link, Links, Setting, fit, predict
+from distdl.tools.scaling.links import ALGORITHMS, Group, all_reduce, exposed, fastest
 from distdl.util.errors import UserError
 
 GB = 1e9

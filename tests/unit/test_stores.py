@@ -10,10 +10,10 @@ from azure.core.exceptions import HttpResponseError
 
 from distdl.datasets.format import MANIFEST
 from distdl.datasets.reading import open_data_set
-from distdl.datasets.upload import check_target, upload
 from distdl.stores import StoreError, is_remote, open_store
 from distdl.stores import remote as remote_module
 from distdl.stores.files import FileStore
+from distdl.tools.prepare.upload import check_target, upload
 from tests import aws
 from tests.miniature import everything
 from tests.prepared import Unreliable, flip, prepare, refusal
@@ -263,7 +263,7 @@ def test_an_upload_resumes_and_the_manifest_comes_last(out, tmp_path, monkeypatc
         sent.append(name)
 
     monkeypatch.setattr(FileStore, "upload", limited)
-    monkeypatch.setattr("distdl.datasets.upload.PARALLEL", 1)
+    monkeypatch.setattr("distdl.tools.prepare.upload.PARALLEL", 1)
     problem = refusal(send, out, there)
     assert "the server is gone" in problem.what and "the same command" in problem.remedy
     assert sent[:2] == ["train.index.npy", "val.index.npy"]

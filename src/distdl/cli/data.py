@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from distdl.cli.prepare import DataParser
+from distdl.cli.data_arguments import DataParser
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import closest
@@ -53,6 +53,6 @@ def main(argv: Sequence[str]) -> int:
     ]
     if problems:
         raise UserError(*problems)
-    from distdl.data_check import check
+    from distdl.tools.data_check import check
 
     return check.check(options)

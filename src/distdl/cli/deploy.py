@@ -97,7 +97,7 @@ def example(folder: Path, request: Path) -> dict[str, Any]:
     """Writes the body of a test request, with a drawn image, and returns this machine's answer."""
     from PIL import Image, ImageOps
 
-    from distdl.serving.scorer import Scorer
+    from distdl.tools.serving.scorer import Scorer
 
     image = ImageOps.colorize(Image.linear_gradient("L"), "darkgreen", "orange")
     image.save(file := io.BytesIO(), "JPEG")

@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from distdl.doctor import FILE
 from distdl.ranks import environment
+from distdl.tools.doctor import FILE
 from distdl.util.errors import UserError
 
 

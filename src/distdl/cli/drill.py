@@ -33,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
     add("--tolerance", type=float, default=0.0, help="largest difference of weights (0: no bit)")
     options = parser.parse_intermixed_args(list(argv))
 
-    from distdl.drill import drill
-    from distdl.drill.faults import FAULTS
+    from distdl.tools.drill import drill
+    from distdl.tools.drill.faults import FAULTS
 
     names = [*FAULTS] if options.faults == "all" else options.faults.split(",")
     problems = [

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         words.append(written("tracking.mlflow.register", f"'{options.register}'"))
 
     from distdl.launch import resuming
-    from distdl.serving.export import export
+    from distdl.tools.serving.export import export
 
     config = resuming.plan(run, [*words, *options.overrides]).config
     export(config, run, checkpoint, options.to)

@@ -8,97 +8,29 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import shlex
-import shutil
-import signal
-import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
+from distdl.cli.data_arguments import DataParser, not_empty
 from distdl.config.resources import cpu_cores
-from distdl.datasets import shard_plan as plans
 from distdl.datasets.image_headers import MOST_PIXELS
-from distdl.datasets.images import DEFAULT_QUALITY, Treatment
-from distdl.datasets.next_steps import SPLITS, how_to_provide, print_next
-from distdl.datasets.shard_plan import Part, ShardPlan
-from distdl.datasets.source import KINDS, Source
-from distdl.datasets.work import Preparation
-from distdl.datasets.writers import FORMATS, Result, Writer
-from distdl.stores.files import readable
+from distdl.tools.prepare.images import DEFAULT_QUALITY
+from distdl.tools.prepare.prepare import ended_by_sigterm, run
+from distdl.tools.prepare.source import KINDS
+from distdl.tools.prepare.writers import FORMATS
 from distdl.util.errors import UserError
-from distdl.util.progress_bar import Bar, duration, size
 from distdl.util.suggest import closest
 
 COMMAND = "python -m distdl prepare"
 
 
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Makes SIGTERM (kill, docker stop, the end of a batch job) end the command as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@ended_by_sigterm()
 def main(argv: Sequence[str]) -> int:
-    """Prepares one data set, or continues an interrupted preparation, and prints what to type
-    next."""
-    module, rest = kind_of(list(argv))
-    options = parse(module, rest)
-    treatment = Treatment(options.max_side, options.short_side, options.quality, options.max_pixels)
-    check(options, treatment)
-    with readable("--source"):
-        source: Source = module.open_source(options)
-        described = source.describe()
-    settings = {"source": described, "images": treatment.settings()}
-    settings |= {key: getattr(options, key) for key in ("format", "seed", "shard_mb")}
-    work = Preparation(options.to, settings)
-    if options.upload and (options.dry_run or not work.complete):
-        from distdl.datasets.upload import check_target
-
-        check_target(options.upload, options.to if work.complete else None)
-    if work.complete and not options.dry_run:
-        work.tidy()
-        print(f"{options.to} is prepared already")
-    else:
-        if work.begun:
-            plan = ShardPlan.load(work.plan_file)
-        else:
-            with Bar("reading headers") as bar:
-                plan = plans.make(source, work.settings, bar)
-            # A source of the user's may lack it.
-            if left_out := getattr(source, "left_out", None):
-                print(*(f"note: {line}" for line in left_out.lines()), sep="\n")
-        describe(plan, options, treatment)
-        if options.dry_run:
-            print("nothing was written (--dry-run)")
-            return 0
-        with resumable(), work.locked():
-            prepare(work, plan, source, options, treatment)
-    if options.upload:
-        with resumable():
-            send(options.to, options.upload)
-    print_next(options, source.kind, work)
+    """Prepares one data set."""
+    with ended_by_sigterm():
+        module, rest = kind_of(list(argv))
+        run(parse(module, rest), module)
     return 0
-
-
-@contextmanager
-def resumable() -> Iterator[None]:
-    """Adds a hint to an interruption: the same command resumes the work."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command resumes where it stopped") from None
 
 
 def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
@@ -119,24 +51,6 @@ def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
         return importlib.import_module(path), argv[1:]
     except ImportError as error:
         raise UserError.at(name, f"cannot import {path}: {error}") from error
-
-
-class DataParser(argparse.ArgumentParser):
-    """Reports errors like all other problems."""
-
-    def error(self, message: str) -> NoReturn:
-        wrong = [word for word in message.split() if word.startswith("--")]
-        unknown = wrong and message.startswith("unrecognized")
-        near = closest(wrong[0], self._option_string_actions) if unknown else ""
-        remedy = f"did you mean: {near}" if near else f"{self.prog} --help"
-        raise UserError.at(" ".join(self.prog.split()[3:]), message, remedy)
-
-
-def not_empty(text: str) -> str:
-    """Refuses "", which an unset variable leaves and which Path takes for the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("is empty")
-    return text
 
 
 def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
@@ -167,111 +81,3 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.source = Path(options.source).expanduser()
     return options
-
-
-def check(options: argparse.Namespace, treatment: Treatment) -> None:
-    """Raises UserError for everything that the options alone show to be wrong."""
-    if "://" in options.to:
-        what = f"{options.to} is not a folder"
-        raise UserError.at("--to", what, f"--to DIR --upload {shlex.quote(options.to)}")
-    options.to = Path(options.to).expanduser()
-    for name, least in (("workers", 1), ("seed", 0), ("shard_mb", 0.001)):
-        if getattr(options, name) < least:
-            what = f"{getattr(options, name)} is less than {least}"
-            raise UserError.at(f"--{name.replace('_', '-')}", what)
-    treatment.check()
-    if options.upload:
-        from distdl.stores import open_store
-
-        if options.format != "shards":
-            what = "many small files are slow to read from a store"
-            raise UserError.at("--upload", what, "--format shards")
-        open_store(options.upload)  # refuses a wrong address now, not after hours
-    if options.to.resolve().is_relative_to(options.source.resolve()):
-        what = f"{options.to} is inside the source, {options.source}"
-        raise UserError.at("--to", what, "name a folder outside of it: --to DIR")
-
-
-def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment) -> None:
-    """Prints what will be written."""
-    kind = plan.settings["source"]["kind"]
-    print(f"{kind}: {options.source}, {counted(len(plan.classes), 'class', 'classes')}")
-    empty = []
-    for split in SPLITS:
-        parts = [part for part in plan.parts if part.split == split]
-        images = sum(len(part.samples) for part in parts)
-        shards = f"  {counted(len(parts), 'shard')}" if options.format == "shards" else ""
-        length = size(sum(part.bytes for part in parts))
-        print(f"  {split:5}  {counted(images, 'image'):>16}  {length:>8}{shards}")
-        if not parts:
-            empty.append(f"no {SPLITS[split]} images: {how_to_provide(split, kind)}")
-    print(*empty, f"images: {treatment}", sep="\n")
-    workers = counted(options.workers, "process", "processes")
-    print(f"to {options.to} ({options.format}), by {workers}")
-
-
-def counted(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
-def prepare(
-    work: Preparation,
-    plan: ShardPlan,
-    source: Source,
-    options: argparse.Namespace,
-    treatment: Treatment,
-) -> None:
-    missing = work.missing(plan, options.skip_damaged)
-    total = sum(part.bytes for part in plan.parts)
-    done = total - sum(part.bytes for part in missing)
-    check_space(options.to, missing, treatment)
-    if work.begun:
-        noun = "shards" if options.format == "shards" else "parts"
-        left, total_parts = len(missing), len(plan.parts)
-        print(f"resuming: {total_parts - left:,} of {total_parts:,} {noun} are done")
-    else:
-        plan.save(work.plan_file)
-    writer = Writer(source, plan.classes, treatment, options.to, options.format)
-    with Bar("preparing", start=done) as bar:
-        images = 0
-
-        def advance(count: int, length: int) -> None:
-            nonlocal images, done
-            images, done = images + count, done + length
-            rate = images / max(bar.seconds, 1e-9)
-            bar(done, total, f"{size(done)} of {size(total)}  {rate:,.0f} img/s")
-
-        work.write(missing, writer, min(options.workers, max(1, len(missing))), advance)
-        seconds = bar.seconds
-    result = work.finish(plan, options.skip_damaged)
-    print_result(result, options.to, images, seconds)
-
-
-def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> None:
-    """Raises UserError if the disk is too small, unless images shrink by an unknown amount."""
-    free = shutil.disk_usage(out).free
-    needed = sum(plans.in_tar(sample.bytes) for part in missing for _, sample in part.samples)
-    if needed > free and not treatment.lossy:
-        what = f"the disk of {out} has {size(free)}, and {size(needed)} are needed"
-        raise UserError.at("--to", what, "free some space, or choose another disk: --to DIR")
-
-
-def print_result(result: Result, out: Path, images: int, seconds: float) -> None:
-    for kind, count in sorted(Counter(kind for kind, _ in result.mended).items()):
-        names = [name for each, name in result.mended if each == kind]
-        print(f"repaired: {kind}: {count:,} ({', '.join(names[:3])}{', ...' * (count > 3)})")
-    for name, reason in result.damaged[:20]:
-        print(f"left out: {name} ({reason})")
-    if len(result.damaged) > 20:
-        print(f"left out: {len(result.damaged) - 20:,} more; all are named in the manifest")
-    rate = f", {images / seconds:,.0f} img/s" if images else ""
-    print(f"{out}: {result.samples:,} images, {size(result.bytes)}, in {duration(seconds)}{rate}")
-
-
-def send(out: Path, url: str) -> None:
-    from distdl.datasets.upload import upload
-
-    shown = url.partition("?")[0]  # the query may hold a secret
-    with Bar(f"uploading to {shown}") as bar:
-        upload(out, url, lambda done, total: bar(done, total, f"{size(done)} of {size(total)}"))
-    print(f"uploaded to {shown}")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from distdl.report import page
+from distdl.tools.report import page
 from distdl.util.tail import plain
 
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from distdl.util.errors import Problem, UserError
-
-if TYPE_CHECKING:
-    from distdl.scaling.members import Member
-    from distdl.scaling.results import Rented
 
 EPILOG = """\
 Every size is a run of its own in one folder, with any launcher. Started again, the command measures
@@ -22,12 +17,6 @@ only the missing sizes. One device is measured without a strategy, for compariso
   python -m distdl scale model=resnet50 --strategy "ddp strategy.comm_hook=bf16" --mode weak
   python -m distdl scale +experiment=resnet50_ddp launcher=slurm --devices 1,4 --nodes 2,4,8
 """
-# What to do about sizes without a result.
-REMEDIES = {
-    "not measured": "the same command resumes with them",
-    "under way": "once they have ended, the same command shows them",
-    "not fetched": "fetch them (see above), then the same command shows them",
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(*problems)
     devices = devices or local_counts()
 
-    from distdl.scaling import members as scaling_runs
-    from distdl.scaling import results
+    from distdl.tools.scaling import members as scaling_runs
+    from distdl.tools.scaling import results, show
 
     counts = scaling_runs.sizes(devices, nodes)
     if (1, 1) not in counts:
@@ -77,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     code = scaling_runs.measure(members)
     if members[0].config.dry_run:
         return 0
-    show(members, modes, rented, options)
+    show.show(members, modes, rented, options)
     return code or int(any(not m.result and m.lacking != "under way" for m in members))
 
 
@@ -98,44 +87,3 @@ def local_counts() -> list[int]:
 
     most = resources.visible_gpus() or 2
     return sorted({2**i for i in range(most.bit_length()) if 2**i <= most} | {most})
-
-
-def show(
-    members: Sequence[Member],
-    modes: Sequence[str],
-    rented: Rented | None,
-    options: argparse.Namespace,
-) -> None:
-    """Prints the table and the advice, and writes them beside the runs."""
-    from distdl.runs.directory import read_json
-    from distdl.scaling import Link, printing, results
-    from distdl.scaling import members as scaling_runs
-
-    old = read_json(members[0].run.path.parent / printing.FILE).get("rows") or []
-    before, notes = scaling_runs.measured_before(options.overrides, members, old)
-    print()
-    for state, remedy in REMEDIES.items():
-        if names := [m.name for m in members if not m.result and m.lacking == state]:
-            print(f"{state}: {', '.join(names)}; {remedy}")
-    measured = [m for m in (*members, *before) if m.result]
-    if not measured:
-        return
-    between = Link(options.between * 1e9 / 8, 20e-6) if options.between else None
-    every = list(dict.fromkeys([*modes, *scaling_runs.MODES]))  # earlier runs had other modes
-    rows = results.rows(measured, rented, between, every)
-    printing.print_rows(rows, rented)
-    further = results.further(measured, rented, between, options.predict or 1)
-    if options.predict and results.links_of(measured, rented, between)[1] is None:
-        print(
-            f"no prediction beyond the {results.per_node(measured, rented)} of a node: the network "
-            "between nodes is unknown; give --between GBIT or --vm SIZE, or measure --nodes 2"
-        )
-    for strategy, guesses in further.items():
-        print(f"\n{strategy}, predicted from one device and the measured link (weak):")
-        for n, guess in guesses.items():
-            print(f"  {n:>5}  {100 * guess.efficiency:5.1f} %  {guess.why}")
-    notes += [*results.disturbed(rows), *printing.gaps(rows, further)]
-    advice, vm = results.advise(rows), rented.name if rented else None
-    for line in (*(f"note    {each}" for each in notes), *(f"advice  {each}" for each in advice)):
-        print(line)
-    printing.write(members, before, rows, further, notes=notes, advice=advice, vm=vm)

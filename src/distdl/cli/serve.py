@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
     from pydantic import ValidationError
 
     from distdl.launchers.common import problems
-    from distdl.serving import server
-    from distdl.serving.settings import TOKEN, Settings, values_of
+    from distdl.tools.serving import server
+    from distdl.tools.serving.settings import TOKEN, Settings, values_of
 
     values = values_of(options.settings)
     try:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 def model(source: Path) -> Path:
     """The model folder of a run (exported now if it has none), of an MLflow model, or itself."""
-    from distdl.serving.model_folder import export_of
+    from distdl.tools.serving.model_folder import export_of
 
     for folder in (source, source / "artifacts" / "model"):
         if (folder / "model.json").is_file():

@@ -12,10 +12,9 @@ import numpy as np
 
 from distdl.data.encoded import EncodedImages
 from distdl.data.views import View
-from distdl.datasets.folder import different_classes, no_image
 from distdl.datasets.format import WORK
 from distdl.datasets.image_headers import DamagedImage
-from distdl.datasets.imagenet import kaggle_below
+from distdl.datasets.layout import different_classes, kaggle_below, no_image
 from distdl.datasets.left_out import LeftOut
 from distdl.stores.files import read_file
 from distdl.stores.walking import ClassFolders, class_names

@@ -1,1 +1,1 @@
-"""Prepared data sets: the shard format, its cache, and the sources that they are made from."""
+"""Prepared data sets: the shard format, its cache, reading; which files are images."""

@@ -1,1 +1,1 @@
-"""Watches the ranks of a running job, and explains how a job failed."""
+"""Watches the ranks of a running job, and ends them when they hang."""

@@ -56,7 +56,6 @@ _BEGINS = {
     "on_save_checkpoint": CHECKPOINT,
 }
 FETCHERS = "/loops/fetchers.py"  # the part of Lightning that waits for batches
-BETWEEN_EPOCHS = "fit_loop."  # so begin the actions before and after the batches of an epoch
 KEPT = 512  # steps
 MOST = 64  # samples of a batch in a report
 MARKS = 64  # phases of a step; a longer one, with a validation in it, is not timed

@@ -11,8 +11,6 @@ from typing import Any
 
 import psutil
 
-STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # by a signal, by a debugger
-RUNNING, ON_DISK = psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP
 GROUPS = Path("/sys/fs/cgroup")
 VERSION_2 = ("memory.current", "memory.max", "memory.events")  # use, limit, events
 VERSION_1 = ("memory.usage_in_bytes", "memory.limit_in_bytes", "memory.oom_control")

@@ -41,8 +41,9 @@ class Monitor:
         sys.path[:] = hello["path"]
         from distdl.health import machine
         from distdl.health.store import RunStore
+        from distdl.incident.words import STOPPED
 
-        self.machine, self.kills = machine, machine.oom_kills(self.pid)
+        self.machine, self.kills, self.is_stopped = machine, machine.oom_kills(self.pid), STOPPED
         self.store = RunStore(self.attempt)
         self.facts = machine.facts(self.pid, {})
         self.pulse: dict[str, Any] = {"rank": hello["rank"], "limit": None, "age": 0.0}
@@ -65,8 +66,8 @@ class Monitor:
             self.store.ask()
             self.facts = self.machine.facts(self.pid, self.store.free)
             ranks = [self.machine.state(pid)["process"] for pid in self.pulse.get("pids") or ()]
-            stopped = self.facts["process"] in self.machine.STOPPED
-            by_ctrl_z = ranks and all(state in self.machine.STOPPED for state in ranks)
+            stopped = self.facts["process"] in self.is_stopped
+            by_ctrl_z = ranks and all(state in self.is_stopped for state in ranks)
             if by_ctrl_z or self.store.away:
                 silent = 0.0
             age, limit = self.pulse["age"] + silent, self.pulse["limit"]
@@ -78,7 +79,8 @@ class Monitor:
 
     def end_rank(self, age: float, stopped: bool) -> None:
         """Records why, and ends the rank."""
-        from distdl.health import sights, store
+        from distdl.health import store
+        from distdl.incident import sights
 
         what = "was stopped by a signal" if stopped else "does not answer: C code holds Python"
         if not stopped:
@@ -97,7 +99,8 @@ class Monitor:
     def write(self, how: str) -> None:
         """Writes the sight of a rank that did not do so itself."""
         from distdl.config.own_code import innermost, main_thread
-        from distdl.health import flight, heartbeat, sights
+        from distdl.health import flight, heartbeat
+        from distdl.incident import sights
 
         stacks_file, heartbeat_file = self.hello["files"]
         last = heartbeat.read(heartbeat_file)

@@ -34,11 +34,13 @@ from typing import Any
 import psutil
 
 from distdl.config.own_code import innermost, main_thread
-from distdl.health import flight, machine, sights, stacks
+from distdl.health import flight, machine, stacks
 from distdl.health.heartbeat import OPTIMIZER, PREPARE, Frame, RankHeartbeat
 from distdl.health.peers import Peers
 from distdl.health.store import LOOK_S, WRITE_S, RunStore, within
 from distdl.health.straggler import Slowdown
+from distdl.incident import sights
+from distdl.incident.words import STOPPED
 from distdl.job import EXIT_HUNG
 from distdl.ranks.environment import Environment
 from distdl.runs import failures
@@ -311,7 +313,7 @@ class Watchdog:
             if child.pid == self._monitor.pid or not _handles(child.pid, signal.SIGUSR2):
                 continue
             process = {"pid": child.pid, **machine.state(child.pid)}
-            if process["process"] in machine.STOPPED:  # it answers no signal
+            if process["process"] in STOPPED:  # it answers no signal
                 yield process
                 continue
             self._stacks.write(f"\nloader worker, process {child.pid}\n".encode())

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distdl.health import incident
+from distdl.incident import incident
 from distdl.job import Job, JobState
 from distdl.launch import asking, jobs
 from distdl.launch.asking import Report

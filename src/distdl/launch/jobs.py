@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from distdl.config import trust, user_conf
 from distdl.config.own_code import make_importable, own_folders
-from distdl.health import incident
+from distdl.incident import incident
 from distdl.job import Job, JobState, Launcher
 from distdl.launch import asking
 from distdl.runs import failures, provenance

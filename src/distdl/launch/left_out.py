@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from distdl.config import batches
 from distdl.config import recipe as configs
-from distdl.health import incident
+from distdl.incident import incident
 from distdl.job import Job
 from distdl.launch import jobs, planning
 from distdl.launch.planning import Plan

@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from distdl.health import incident
-from distdl.health.causes import DISK_FULL
-from distdl.health.incident import Incident
+from distdl.incident import incident
+from distdl.incident.causes import DISK_FULL
+from distdl.incident.incident import Incident
 from distdl.job import JobState
 from distdl.runs.checkpoints import CheckpointStore, age
 from distdl.runs.directory import Attempt, RunDirectory, shown

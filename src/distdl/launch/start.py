@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl.config import batches
 from distdl.config import recipe as configs
 from distdl.config.own_code import python_path
-from distdl.health import incident
+from distdl.incident import incident
 from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher
 from distdl.launch import following, jobs, left_out
 from distdl.launch.planning import Plan, launcher_class, never_trained, refuse_second, root_of

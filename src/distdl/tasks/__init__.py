@@ -1,9 +1,7 @@
-"""The tasks that a worker can run: each is a function of the built run."""
+"""What a worker is asked to do with the built run: train, validate, test, predict."""
 
-from distdl.tasks.benchmark import benchmark
-from distdl.tasks.doctor import doctor
 from distdl.tasks.evaluate import test, validate
 from distdl.tasks.predict import predict
 from distdl.tasks.train import train
 
-__all__ = ["benchmark", "doctor", "predict", "test", "train", "validate"]
+__all__ = ["predict", "test", "train", "validate"]

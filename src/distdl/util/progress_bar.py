@@ -69,7 +69,7 @@ def fitting(parts: Sequence[str], room: int) -> str:
 
 
 class Bar:
-    """Called as a `Progress` of distdl.datasets.source: `bar(done, total)`. The speed does not
+    """Called as a `Progress` of distdl.tools.prepare.source: `bar(done, total)`. The speed does not
     count work that was done before (`start`)."""
 
     def __init__(self, title: str, start: int = 0) -> None:

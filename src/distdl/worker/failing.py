@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from distdl.config.own_code import last_user_line
-from distdl.health import incident
 from distdl.health.watchdog import Watchdog
+from distdl.incident import incident
 from distdl.job import EXIT_REFUSED, JobState
 from distdl.runs import failures
 from distdl.runs.directory import Attempt

@@ -106,8 +106,7 @@ def import_torch() -> None:
         from distdl import tracking  # noqa: F401
         from distdl.checkpoint import fetching  # noqa: F401
         from distdl.distributed import process_group, rank_table  # noqa: F401
-        from distdl.doctor import examination, reach  # noqa: F401
-        from distdl.worker import allocator, performing, registration  # noqa: F401
+        from distdl.worker import allocator, named_tools, performing, registration  # noqa: F401
 
 
 def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
@@ -116,8 +115,7 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     scratch.refuse(config.get("data"), context.environment.local_world_size)
     import_torch()  # do the slow imports before ranks wait for each other
     from distdl.distributed import process_group, rank_table
-    from distdl.doctor import examination, reach
-    from distdl.worker import allocator, performing, registration
+    from distdl.worker import allocator, named_tools, performing, registration
 
     adopt_lightnings_loggers()
     # The user's code takes precedence over installed packages.
@@ -134,9 +132,10 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
         allocator.keep_freed_memory()
     log.debug("imports are done; joining the other ranks")  # each may take minutes
     store, attempt = None, context.attempt.number
-    if examination.wanted(config) and environment.world_size > 1:
-        store = reach.rendezvous(environment, attempt)
-        examination.record_transport(context)
+    examiner = named_tools.examiner(config)
+    if examiner and environment.world_size > 1:
+        store = examiner.rendezvous(environment, attempt)
+        examiner.record_transport(context)
     process_group.connect(environment, accelerator, attempt, store)
     failed = False
     try:

@@ -13,13 +13,12 @@ from distdl import tracking
 from distdl.checkpoint import fetching
 from distdl.config import recipe as configs
 from distdl.distributed import process_group, rank_table
-from distdl.doctor import examination
 from distdl.job import JobState
 from distdl.ranks.stopping import Stopped
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory
 from distdl.tracking import Tracking
-from distdl.worker import autotune, compiling, summary
+from distdl.worker import autotune, compiling, named_tools, summary
 from distdl.worker.build import Built, build, make
 from distdl.worker.failing import lightnings_refusals, record_failure, refusal
 from distdl.worker.rank_context import RankContext
@@ -61,8 +60,8 @@ def configured_task(config: DictConfig) -> tuple[Task, dict[str, Any]]:
 
 def examine(config: DictConfig, context: RankContext) -> None:
     """Lets the doctor look at the machines, if it is wanted."""
-    if examination.wanted(config):
-        examination.examine(config, context, None)
+    if examiner := named_tools.examiner(config):
+        examiner.examine(config, context, None)
     accelerator, precision = context.resources.accelerator, config.trainer.get("precision")
     rank_table.warn_without_bf16(accelerator, precision)
 

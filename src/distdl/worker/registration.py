@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl.config.recipe import TRAIN
 from distdl.runs.checkpoints import best_or_last
 from distdl.runs.directory import shown
+from distdl.worker import named_tools
 from distdl.worker.rank_context import RankContext
 
 log = logging.getLogger(__name__)
@@ -20,11 +21,9 @@ def register(config: DictConfig, context: RankContext) -> None:
     named = OmegaConf.select(config, "tracking.mlflow.register")
     if not named or context.environment.rank != 0 or config.task.get("_target_") != TRAIN:
         return
-    from hydra.utils import get_method
-
     try:
-        export = get_method("distdl.serving.export.export")
-        export(config, context.run, best_or_last(context.run.checkpoints), "mlflow")
+        best = best_or_last(context.run.checkpoints)
+        named_tools.exporter().export(config, context.run, best, "mlflow")
     except Exception as error:
         again = f"python -m distdl export {shown(context.run.path)} --to mlflow"
         log.warning("the model is not registered: %s\n  to repeat it: %s", error, again)

@@ -1,0 +1,1 @@
+"""How a job failed: what its ranks left, the cause, the report."""

@@ -1,1 +1,0 @@
-"""Estimates memory and traffic of a step under each strategy, and recommends one."""

@@ -1,0 +1,1 @@
+"""Tools that no training needs: the core never imports them."""

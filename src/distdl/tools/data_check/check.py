@@ -1,0 +1,115 @@
+"""`data check`: inspects images, measures rates, and compares them with what the GPUs need."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from distdl.config import resources
+from distdl.ranks import scratch
+from distdl.stores import StoreError
+from distdl.tools.data_check import image_files, needs, sources, throughput
+from distdl.tools.data_check import screen as show
+from distdl.tools.data_check.sources import DataAtUri
+from distdl.tools.prepare.next_steps import override
+from distdl.util.errors import UserError
+from distdl.util.progress_bar import Bar
+
+
+def check(options: argparse.Namespace) -> int:
+    """Prints the report; see `distdl.cli.data.main` for options, exit status and errors."""
+    scratch.refuse(None, 1)
+    gpu = options.gpu or gpu_of_this_machine()
+    gpus = options.gpus or resources.visible_gpus() or 1
+    wanted = needs.need(options.model, (gpu or "h100").lower(), options.rate)
+    if not gpu and not options.rate:
+        source = f"{wanted.source}; this machine has none: --gpu names yours"
+        wanted = replace(wanted, source=source)
+    data = sources.find(options.uri)
+    data.max_pixels = options.max_pixels
+    screen = show.Screen()
+    show.contents(screen, data)
+    try:
+        seen, rates = inspect(data, options)
+    except StoreError as error:
+        raise UserError.at(data.uri, str(error), error.remedy) from error
+    show.images(screen, seen, sum(s.count for s in seen.values()) == data.count)
+    if rates is None:
+        screen.line("verdict", "none of the inspected images can be decoded")
+        return 1
+    cores = resources.cpu_cores()
+    show.rates(screen, data, rates, wanted)
+    formats = [needs.Format("as they are", rates.decoding)]
+    if rates.smaller:
+        source = shlex.quote(data.uri)
+        how = f"python -m distdl prepare folder --source {source} --to OUT --short-side 256"
+        if data.kind != "folders of images":
+            how = "python -m distdl prepare ... --short-side 256 --quality 90, from the originals"
+        formats.append(needs.Format("with a short side of 256, quality 90", rates.smaller, how))
+    verdict = needs.judge(wanted, formats, rates.reading, cores, gpus)
+    show.needs(screen, formats, wanted, cores, gpus)
+    workers = min(needs.workers_for(wanted.rate, rates.decoding), cores // gpus or 1)
+    memory = needs.shm(workers, gpus, options.batch_size, options.image_size)
+    show.shm(screen, memory, workers, options.batch_size)
+    screen.line("verdict", verdict.text)
+    if verdict.before:
+        screen.line("first", verdict.before)
+    usable = [o for o in verdict.overrides if resources.visible_gpus() or "nvjpeg" not in o]
+    screen.line("next", next_command(data, usable))
+    return 1 if any(s.damaged for s in seen.values()) else 0
+
+
+def inspect(data: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """The findings of each split, and the rates of the first one with intact images, or None."""
+    rates, seen = None, {}
+    for name, images in data.splits.items():
+        if not len(images.labels) or (options.all and rates is not None):
+            continue
+        shard, rows = sample(images, options.sample, data.store is not None)
+        with data.reading(images, shard) as reader:
+            if rates is None:
+                rates = throughput.measure(reader, rows, options.image_size)
+            if not options.all:
+                seen[name] = image_files.inspect_images(reader, rows)
+    if options.all:
+        total = data.count
+        with Bar("looking at every image") as bar:
+            progress = lambda done: bar(done, total, f"{done:,} of {total:,}")  # noqa: E731
+            seen = image_files.inspect_all_images(data, os.cpu_count() or 1, progress)
+    return seen, rates
+
+
+def sample(images: Any, count: int, remote: bool) -> tuple[int | None, Any]:
+    """The middle shard (None: nothing must be downloaded), and evenly spread image indices."""
+    shard, rows = None, np.arange(len(images.labels))
+    if remote:
+        shard = len(images.names) // 2
+        rows = np.flatnonzero(images.where["shard"] == shard)
+    picked = np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int)
+    return shard, rows[picked]
+
+
+def gpu_of_this_machine() -> str | None:
+    """The name in `GPUS` of a GPU of this machine; None if it has none of them."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout.lower()
+    return next((name for name in needs.GPUS if name in shown), None)
+
+
+def next_command(data: DataAtUri, overrides: Sequence[str]) -> str:
+    """The command that trains on this data."""
+    classes = len(data.classes)
+    config = "+experiment=resnet50_imagenet"
+    if classes != 1000:
+        config = f"data=imagenet data.num_classes={classes}"
+    return " ".join(["python -m distdl", config, override("data.root", data.uri), *overrides])

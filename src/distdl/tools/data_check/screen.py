@@ -1,0 +1,121 @@
+"""The report of `data check`: lines and small tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from distdl.tools.data_check.image_files import Findings
+from distdl.tools.data_check.needs import Format, Need, Shm, cores_for
+from distdl.tools.data_check.sources import DataAtUri
+from distdl.tools.data_check.throughput import Rates
+from distdl.util.progress_bar import size
+
+
+class Screen:
+    """Prints lines with a leading word, and tables, on a terminal or in a log."""
+
+    def __init__(self) -> None:
+        # Wide in a log, whose lines need not fit a terminal.
+        self.console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+    def line(self, word: str, text: str) -> None:
+        self.console.print(f"[bold]{word:9}[/bold]", end="")
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        table = Table(box=None, pad_edge=False)
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(Padding(table, (0, 0, 0, 9), expand=False))
+
+
+def contents(screen: Screen, data: DataAtUri) -> None:
+    count = len(data.classes)
+    classes = f"{count:,} class{'es' * (count != 1)}"
+    screen.line("data", f"{data.uri}  ({data.kind}, {classes})")
+    rows = []
+    for name, images in data.splits.items():
+        counts = np.bincount(images.labels, minlength=len(data.classes))
+        each = f"{counts.min():,} / {int(np.median(counts)):,} / {counts.max():,}"
+        total = size(float(images.sizes.sum()))
+        rows.append((name, f"{len(images.labels):,}", f"{images.files:,}", total, each))
+        empty = np.flatnonzero(counts == 0)
+        if len(empty):
+            shown = ", ".join(str(data.classes[label]) for label in empty[:3])
+            more = ", ..." if len(empty) > 3 else ""
+            have = "class has" if len(empty) == 1 else "classes have"
+            screen.line("note", f"{name}: {len(empty)} {have} no image: {shown}{more}")
+    screen.table(("split", "images", "files", "size", "per class: min / median / max"), rows)
+    for line in data.left_out:
+        screen.line("note", line)
+
+
+def images(screen: Screen, seen: dict[str, Findings], every: bool) -> None:
+    count = sum(s.count for s in seen.values())
+    sizes = np.array([size for s in seen.values() for size in s.sizes])
+    if len(sizes):
+        (low_w, low_h), (high_w, high_h) = sizes.min(0), sizes.max(0)
+        width, height = np.median(sizes, axis=0).astype(int)
+        extent = f"from {low_w} x {low_h} to {high_w} x {high_h}"
+        share = f"{'all' if every else 'a sample of'} {count:,}"
+        screen.line("images", f"{width} x {height} pixels (median), {extent}; {share}")
+    train = seen.get("train")
+    if train and train.sizes:
+        mean, std = (", ".join(f"{v:.3f}" for v in values) for values in train.average())
+        text = f"data.mean=[{mean}] data.std=[{std}]  (train; ImageNet's are usual)"
+        screen.line("colours", text)
+    damaged = [f"{name}: {text}" for name, s in seen.items() for text in s.damaged]
+    if not damaged:
+        screen.line("damaged", f"none of {count:,}" + ("" if every else " (every image: --all)"))
+        return
+    screen.line("damaged", f"{len(damaged):,} of {count:,}")
+    shown = damaged if every else damaged[:5]
+    for text in shown:
+        screen.line("", text)
+    if len(damaged) > len(shown):
+        screen.line("", f"... and {len(damaged) - len(shown)} more (--all names each)")
+
+
+def rates(screen: Screen, data: DataAtUri, rates: Rates, wanted: Need) -> None:
+    mean = rates.reading_bytes / rates.reading
+    if data.store is not None:
+        speed = data.downloaded_bytes / max(data.download_seconds, 1e-9)
+        screen.line(
+            "download",
+            f"{size(speed)}/s, {speed / mean:,.0f} img/s: the first epoch of a node goes no faster;"
+            f" one GPU takes {size(wanted.rate * mean)}/s. Later epochs read the node's disk",
+        )
+    text = f"{rates.reading:,.0f} img/s, {size(rates.reading_bytes)}/s by one process"
+    screen.line("reading", text)
+    screen.line("need", f"{wanted.rate:,.0f} img/s for each GPU: {wanted.source}")
+
+
+def needs(screen: Screen, formats: Sequence[Format], wanted: Need, cores: int, gpus: int) -> None:
+    rows = []
+    for each in formats:
+        needed = str(cores_for(wanted.rate, each.per_core))
+        rows.append(
+            (f"decoding, {each.name}", f"{each.per_core:,.0f}", needed, f"{cores / gpus:g}")
+        )
+    columns = ("", "img/s per core", "cores needed per GPU", f"available (GPUs: {gpus})")
+    screen.table(columns, rows)
+
+
+def shm(screen: Screen, memory: Shm, workers: int, batch: int) -> None:
+    per_gpu = f"{workers} worker{'s' * (workers > 1)} x 2 batches of {batch} per GPU"
+    if memory.size is None:
+        screen.line("shm", f"{size(memory.needed)} needed ({per_gpu}); there is no /dev/shm here")
+        return
+    text = f"{size(memory.size)} in /dev/shm, {size(memory.needed)} needed ({per_gpu})"
+    if not memory.fits:
+        gib = -(-memory.needed * 3 // 2 // 2**30)
+        text += f": too small. docker run --shm-size={gib}g; launcher.shm_size={gib}g on Azure ML"
+    screen.line("shm", text)

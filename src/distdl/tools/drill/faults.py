@@ -1,0 +1,140 @@
+"""The faults of a drill. Each is done from outside to the processes or files of a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from distdl.launch.planning import Plan, is_local
+from distdl.runs.attempt import RankProcess
+from distdl.runs.checkpoints import parts_of
+from distdl.tools.drill.drilled_run import DrilledRun
+from distdl.tools.drill.processes import KILL_TREE
+
+# What distdl.tracking.mlflow logs.
+FAILS, BACK = "fails; training continues", "is back: sending continues"
+
+
+class Fault(NamedTuple):
+    """A fault.
+
+    Args:
+        inject: Does it, and returns the ranks that it hits.
+        causes: Names that the report of the incident may give it.
+        repair: Takes it away once it was noticed.
+        lacking: Why it cannot be done here; "" if it can.
+    """
+
+    inject: Callable[[DrilledRun, Random], list[RankProcess]]
+    causes: tuple[str, ...]
+    repair: Callable[[DrilledRun], None] = lambda run: None
+    lacking: Callable[[Plan], str] = lambda planned: ""
+
+
+def send(signal: str) -> Callable[[DrilledRun, Random], list[RankProcess]]:
+    """A signal to one rank."""
+
+    def inject(run: DrilledRun, random: Random) -> list[RankProcess]:
+        rank = random.choice(run.first.ranks())
+        run.act(signal, [(rank.host, rank.process)])
+        return [rank]
+
+    return inject
+
+
+def kill_agent(run: DrilledRun, random: Random) -> list[RankProcess]:
+    """SIGKILL to the process that started a rank."""
+    rank = random.choice(run.first.ranks())
+    run.act("SIGKILL", [(rank.host, rank.agent)])
+    return [each for each in run.first.ranks() if each.agent == rank.agent]
+
+
+def kill_host(run: DrilledRun, random: Random) -> list[RankProcess]:
+    """SIGKILL to all processes of the run on a host."""
+    host = random.choice(run.first.ranks()).host
+    lost = [each for each in run.first.ranks() if each.host == host]
+    run.act(KILL_TREE, [(host, name) for each in lost for name in (each.agent, each.process)])
+    return lost
+
+
+def disk_full(run: DrilledRun, random: Random) -> list[RankProcess]:
+    """No rank can write a file as large as a checkpoint any more (RLIMIT_FSIZE)."""
+    size = largest_file(run.checkpoints[0]).stat().st_size
+    run.act(str(size // 2), [(each.host, each.process) for each in run.first.ranks()])
+    return run.first.ranks()
+
+
+def corrupt_checkpoint(run: DrilledRun, random: Random) -> list[RankProcess]:
+    """Flips bytes in the newest checkpoint, and kills all ranks. They are stopped before, so that
+    none writes a newer one meanwhile."""
+    ranks = [(each.host, each.process) for each in run.first.ranks()]
+    run.act("SIGSTOP", ranks)
+    path = largest_file(run.checkpoints[0])
+    with path.open("r+b") as file:
+        file.seek(random.randrange(path.stat().st_size))
+        flipped = bytes(255 - byte for byte in file.read(1))
+        file.seek(-1, os.SEEK_CUR)
+        file.write(flipped)
+    run.act("SIGKILL", ranks)
+    return run.first.ranks()
+
+
+def largest_file(checkpoint: Path) -> Path:
+    return max(filter(Path.is_file, parts_of(checkpoint)), key=lambda path: path.stat().st_size)
+
+
+def set_link(run: DrilledRun, state: str) -> None:
+    """`down`: what the ranks of this host, which have a network of their own, send is lost."""
+    command = f"nsenter --net --target {run.process.pid} ip link set lo {state}"
+    subprocess.run(command.split(), check=True)
+
+
+def cut_link(run: DrilledRun, random: Random) -> list[RankProcess]:
+    set_link(run, "down")
+    return run.first.ranks()
+
+
+def tracking_down(run: DrilledRun, random: Random) -> list[RankProcess]:
+    """SIGKILL to the tracking server."""
+    assert run.server is not None
+    run.server.stop()
+    return []
+
+
+def restart_server(run: DrilledRun) -> None:
+    assert run.server is not None
+    run.server.start()
+
+
+def one_rank(planned: Plan) -> str:
+    return "there is one rank, and nobody misses it" if planned.resources.world_size == 1 else ""
+
+
+def no_namespace(planned: Plan) -> str:
+    """Why the ranks of this host cannot have a network of their own."""
+    if not is_local(planned.config) or planned.resources.accelerator != "cpu":
+        return "only for ranks on the CPUs of this machine, which talk through its network"
+    if os.geteuid():
+        return "needs root"
+    probe = ["sh", "-c", "unshare --net ip link set lo up && nsenter --version"]
+    allowed = subprocess.run(probe, capture_output=True).returncode == 0
+    return one_rank(planned) if allowed else "needs network namespaces, iproute2 and util-linux"
+
+
+FAULTS = {
+    "kill_rank": Fault(send("SIGKILL"), ("killed",)),
+    "kill_agent": Fault(kill_agent, ("killed", "lost host")),
+    "kill_host": Fault(kill_host, ("lost host", "killed")),
+    "sigterm": Fault(send("SIGTERM"), ("preempted",)),
+    "sigstop": Fault(send("SIGSTOP"), ("stopped",), lacking=one_rank),
+    "disk_full": Fault(disk_full, ("disk is full",)),
+    "corrupt_checkpoint": Fault(corrupt_checkpoint, ("killed",)),
+    "cut_link": Fault(
+        cut_link, ("lost host", "connection"), lambda run: set_link(run, "up"), no_namespace
+    ),
+    "tracking_down": Fault(tracking_down, ("server fails",), restart_server),
+}

@@ -1,0 +1,64 @@
+"""What a drill does to processes: `python -m distdl.tools.drill.processes ACTION PID:START ...`."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from distdl.launchers.mpi.hosts import Setup
+from distdl.util.processes import is_alive
+
+KILL_TREE = "kill-tree"  # SIGKILL, also to all processes that were started below
+ANSWER_S = 30.0  # for another host
+
+
+def act(
+    action: str, processes: Iterable[tuple[str, str]], launcher: Mapping[str, Any], code: str
+) -> None:
+    """Does the same to several processes.
+
+    Args:
+        action: The name of a signal, KILL_TREE, or the number of bytes that a file may have.
+        processes: (host, `pid:start time`) of each; one with another start time is left alone.
+        launcher: Its settings; those of mpi say how other hosts are reached.
+        code: The folder with distdl's code on other hosts.
+    """
+    by_host: dict[str, set[str]] = {}
+    for host, process in processes:
+        by_host.setdefault(host, set()).add(process)
+    for host, names in by_host.items():
+        if host == socket.gethostname():
+            main([action, *names])
+            continue
+        python = launcher.get("python") or sys.executable
+        command = shlex.join([python, "-m", "distdl.tools.drill.processes", action, *names])
+        ssh = Setup(str(launcher["ssh"]), "", python, copy=False)
+        ssh.run(host, f"PYTHONPATH={shlex.quote(code)} {command}", timeout=ANSWER_S, check=True)
+
+
+def main(argv: list[str]) -> None:
+    action, *names = argv
+    with suppress(psutil.NoSuchProcess):
+        pairs = (name.split(":", 1) for name in names)
+        targets = [
+            psutil.Process(int(pid)) for pid, birth in pairs if birth and is_alive(int(pid), birth)
+        ]
+        below = [t.children(recursive=True) for t in targets] if action == KILL_TREE else []
+        for target in dict.fromkeys([*targets, *(each for some in below for each in some)]):
+            with suppress(psutil.NoSuchProcess):
+                if action.isdigit():
+                    target.rlimit(psutil.RLIMIT_FSIZE, (int(action), int(action)))
+                else:
+                    number = signal.SIGKILL if action == KILL_TREE else signal.Signals[action]
+                    target.send_signal(number)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,71 @@
+"""Makes a plan from overrides: the measured step, all estimates and the recommendation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distdl.config import batches, compose, consent, own_code, resources
+from distdl.job import Resources
+from distdl.launch.planning import root_of
+from distdl.tools.measure.estimate import Estimate, Machine, estimates
+from distdl.tools.measure.recommendation import StrategyAdvice, advise
+from distdl.tools.measure.step_profile import MeasuredStep, measure
+from distdl.util.errors import UserError
+from distdl.validation import validate
+
+
+@dataclass(frozen=True)
+class StrategyPlan:
+    """Everything that `plan` shows."""
+
+    measured: MeasuredStep
+    machine: Machine
+    rows: list[Estimate]
+    advice: StrategyAdvice
+    notes: list[str]
+
+
+def plan_strategy(
+    overrides: Sequence[str], devices: int | None, memory: float, link: float, flops: float
+) -> StrategyPlan:
+    """Measures a step of a run's config and estimates it under every strategy.
+
+    Args:
+        overrides: As for a run.
+        devices: Total number; None: chosen by `how_many`.
+        memory, link, flops: Of a device; see `Machine`.
+
+    Raises:
+        UserError: The config or the training step has an error.
+    """
+    config = compose.compose(overrides)
+    consent.refuse(config, compose.typed(config))
+    devices, note = how_many(config.trainer, devices)
+    size = Resources(1, devices, "gpu")
+    root = root_of(config)
+    notes, facts = validate.validate(config, size, project_root=str(root))
+    if not config.get("optimizer") and not facts.get("model_configures_optimizers"):
+        raise UserError.at("optimizer", "the run has none", "choose one, e.g. optimizer=sgd")
+    config.pop("hydra", None)
+    own_code.make_importable(own_code.own_folders(root))
+    measured = measure(config, batches.global_batch_size(config, size) or devices)
+    machine = Machine(devices, memory, link, flops)
+    rows = estimates(measured, machine)
+    advice = advise(measured, rows, machine)
+    notes = [*([note] if note else []), *notes, *measured.notes]
+    return StrategyPlan(measured, machine, rows, advice, notes)
+
+
+def how_many(trainer: Any, requested: int | None) -> tuple[int, str]:
+    """The number of devices: requested, from the config, the visible GPUs, or 8; and a note."""
+    devices, nodes = trainer.get("devices"), int(trainer.get("num_nodes") or 1)
+    if requested:
+        return requested, ""
+    if isinstance(devices, int) and devices > 0:
+        return devices * nodes, ""
+    if devices is not None and not isinstance(devices, (str, int)):
+        return len(devices) * nodes, ""
+    gpus = resources.visible_gpus()
+    return (gpus, "") if gpus else (8, "assuming 8 devices: no GPU is visible (set --devices)")

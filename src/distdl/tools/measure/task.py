@@ -1,0 +1,136 @@
+"""Measures training: warm-up, timed windows on real input and on one held batch, a verdict."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from distdl.callbacks import Checkpointer, Progress, StepMetrics
+from distdl.distributed import process_group
+from distdl.runs.directory import write_json
+from distdl.tasks.train import train
+from distdl.tools.measure import FILE, limits, model, result, screen
+from distdl.tools.measure.clock import DeviceClock, Timeline
+from distdl.tools.measure.input import Input
+from distdl.tools.measure.phases import PhaseProfiler, pipeline_phases
+from distdl.tools.measure.timing import (
+    HELD,
+    REAL,
+    TRACE,
+    WARM,
+    WINDOW,
+    Segment,
+    TimedWindow,
+    Timing,
+)
+from distdl.util.errors import Problem
+from distdl.worker.build import Built
+
+log = logging.getLogger(__name__)
+
+# The smallest values allowed: one step has no p95.
+LEAST = {"warmup": 1, "windows": 1, "steps": 2, "trace": 0}
+# Steps after a change of input, during which the device's queue empties and fills again.
+SETTLE = 3
+# Callbacks that write files, or end a training. benchmarks/overhead.py measures distdl's own.
+NOT_TIMED = (Checkpointer, Checkpoint, EarlyStopping, Timer, Progress, StepMetrics)
+
+
+def benchmark(
+    context: Built, warmup: int = 10, windows: int = 5, steps: int = 20, trace: int = 3
+) -> dict[str, float]:
+    """Measures the run's own training step and writes RUN/benchmark.json (docs/benchmark.md).
+
+    It trains from fresh weights, without checkpoints, curves and validations.
+
+    Args:
+        warmup: Optimizer steps before the first window, besides the batches that loader workers
+            have ready by then.
+        windows: Timed windows with real input, and as many with held input.
+        steps: Optimizer steps per window.
+        trace: Optimizer steps under torch's profiler, which measures the communication; 0 for none.
+
+    Returns:
+        The main numbers, as `benchmark/...`.
+    """
+    trainer, precision = context.trainer, str(context.config.trainer.get("precision") or "32-true")
+    plan = [Segment(WARM, REAL, warmup)]
+    for _ in range(windows):  # alternating, so that a change of the machine's speed affects both
+        plan += [Segment(WINDOW, REAL, steps), Segment(WARM, HELD, SETTLE)]
+        plan += [Segment(WINDOW, HELD, steps), Segment(WARM, REAL, SETTLE)]
+    # A pipeline's phases show its communication already.
+    if trace and trainer.world_size > 1 and not _is_pipeline(trainer):
+        plan.append(Segment(TRACE, HELD, trace))
+    timing = timed_fit(context, plan)
+    device = trainer.strategy.root_device
+    measured = result.of_rank(timing, device) | {"limits": vars(limits.measure(device, precision))}
+    link = limits.measure_link(device, trainer.num_nodes)
+    ranks = process_group.gather(measured)
+    report: dict[str, Any] = {}
+    if trainer.is_global_zero:
+        size = result.batch_size(context, timing)
+        if context.module.automatic_optimization:
+            counted = model.count(context.config, size.global_batch)
+        else:
+            counted = model.from_a_live_step(context.module, timing.live_flops, size.batch)
+        report = result.assemble(context, timing, ranks, link, counted)
+        write_json(context.run.path / FILE, report)
+        screen.show(report)
+        for logger in trainer.loggers:
+            logger.log_metrics(result.metrics(report), 0)
+    return result.metrics(process_group.broadcast(report), result.MAIN)
+
+
+def _is_pipeline(trainer: Any) -> bool:
+    return hasattr(trainer.strategy, "data_share")
+
+
+def timed_fit(context: Built, plan: list[Segment]) -> Timing:
+    """Trains for the steps of the plan, without callbacks and loggers that write."""
+    trainer: Any = context.trainer
+    stop = next(c.stop for c in trainer.callbacks if isinstance(c, Checkpointer))
+    timeline, source = Timeline(DeviceClock(trainer.strategy.root_device)), Input()
+    profiler = PhaseProfiler(timeline)
+    windows = sum(segment.kind == WINDOW for segment in plan) // 2
+
+    def report(window: TimedWindow) -> None:
+        if trainer.is_global_zero:
+            number = sum(one.input == window.input for one in timing.windows)
+            numbers = number, windows, 1000 * window.seconds / len(window.steps)
+            log.info("%s input, window %d of %d: %.4g ms a step", window.input, *numbers)
+
+    timing = Timing(plan, timeline, profiler, source, stop, report)
+    trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, NOT_TIMED)] + [timing]
+    loggers, trainer.loggers = trainer.loggers, [DummyLogger()]
+    trainer.profiler = profiler
+    # The plan decides when to stop; epochs have no end.
+    trainer.limit_train_batches, trainer.limit_val_batches, loop = 1.0, 0, trainer.fit_loop
+    loop.max_epochs = max(loop.max_epochs or 1, 1)
+    loop.min_epochs = loop.epoch_loop.min_steps = None
+    loop.epoch_loop.max_steps = -1
+    source.install(trainer)
+    try:
+        with pipeline_phases(timeline) if _is_pipeline(trainer) else nullcontext():
+            trainer.fit(context.module, datamodule=context.datamodule)
+    finally:
+        source.remove()
+    trainer.loggers = loggers
+    return timing
+
+
+def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of the task's node, reported before anything starts."""
+    yield from train.check(node, context)  # type: ignore[attr-defined]
+    for name, least in LEAST.items():
+        value = node.get(name, least)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            what = f"must be an integer of at least {least}, not {value!r}"
+            yield Problem(name, what, f"task.{name}={least}")
+
+
+benchmark.check = check  # type: ignore[attr-defined]  # validation of the config calls it

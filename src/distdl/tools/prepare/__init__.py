@@ -1,0 +1,1 @@
+"""Writes prepared data sets: sources, the plan of the shards, writers, upload."""

@@ -1,0 +1,52 @@
+"""The end of `prepare`: prints the next command, or why the data cannot be trained on yet."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+
+from distdl.tools.prepare.work import Preparation
+
+SPLITS = {"train": "training", "val": "validation"}
+
+
+def print_next(options: argparse.Namespace, kind: str, work: Preparation) -> None:
+    where = options.upload.partition("?")[0] if options.upload else str(options.to)
+    train = "+experiment=resnet50_imagenet" if kind == "imagenet" else "data=imagenet"
+    classes, empty = work.class_count(), work.empty_splits()
+    number = "" if classes == 1000 else f" data.num_classes={classes}"
+    print(f"check: python -m distdl data check {shlex.quote(where)}")
+    for split in empty:
+        damaged = work.damaged(split)
+        state = f"all damaged ({damaged:,})" if damaged else "missing"
+        remedy = "replace them, and prepare them into a new folder"
+        print(f"next:  no training yet: {SPLITS[split]} images are {state}")
+        print(f"       {remedy if damaged else how_to_provide(split, kind)}")
+    if not empty:
+        print(f"next:  python -m distdl {train} {override('data.root', where)}{number}")
+
+
+def how_to_provide(split: str, kind: str) -> str:
+    """How to provide images for a split that is empty in the source."""
+    if kind not in ("tfrecord", "parquet"):
+        return f"the source must give samples whose split is {split}"
+    other = SPLITS[split]
+    return (
+        f"name the files that hold them {other}-*, or put them into a folder {other}/ "
+        "(or --split, for all files), and prepare both splits into one new folder"
+    )
+
+
+def override(key: str, value: str) -> str:
+    """`key=value`, quoted for pasting: outer quotes for the shell, inner ones for Hydra."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        plain = OverridesParser.create().parse_override(f"{key}={value}").value() == value
+    except HydraException:
+        plain = False
+    if not plain:
+        value = '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + '\\"' * bool(m[2]), value) + '"'
+    return shlex.quote(f"{key}={value}")

@@ -1,0 +1,150 @@
+"""Plans which sample goes into which shard. The plan is saved before any shard is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distdl.datasets.format import BLOCK
+from distdl.datasets.image_files import EXTENSIONS
+from distdl.tools.prepare.source import Progress, Sample, Source
+from distdl.util.atomic_files import atomic_file
+
+MB = 10**6
+KEY_LENGTH = 80
+
+
+@dataclass(frozen=True)
+class Part:
+    """The unit of work: one shard's pairs of key and sample, in order.
+
+    `number` counts from 0 within the split, "train" or "val".
+    """
+
+    split: str
+    number: int
+    samples: tuple[tuple[str, Sample], ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}-{self.number:05d}"
+
+    @property
+    def bytes(self) -> int:
+        """Size of its images in the source."""
+        return sum(sample.bytes for _, sample in self.samples)
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """All parts, training first, and the settings (source and options) that determine them."""
+
+    settings: dict[str, Any]
+    classes: list[str]
+    parts: list[Part]
+
+    def save(self, path: Path) -> None:
+        with atomic_file(path) as file:
+            for line in chain((self.settings, self.classes), map(_packed, self.parts)):
+                file.write(json.dumps(line).encode() + b"\n")
+
+    @classmethod
+    def load(cls, path: Path) -> ShardPlan:
+        with path.open(encoding="utf-8") as file:
+            settings, classes = json.loads(next(file)), json.loads(next(file))
+            return cls(settings, classes, [_unpacked(json.loads(line)) for line in file])
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """The settings of a saved plan, without loading its parts."""
+    with path.open(encoding="utf-8") as file:
+        return dict(json.loads(next(file)))
+
+
+def make(source: Source, settings: dict[str, Any], progress: Progress) -> ShardPlan:
+    """Scans the source, shuffles the training samples and cuts both splits into shards.
+
+    Training samples are stored in random order, so that reading shards one after the other gives
+    mixed classes. Validation keeps the source's order. `settings` has "seed" and "shard_mb", the
+    size of a shard in MB, before images are changed.
+    """
+    splits: dict[str, list[tuple[str, Sample]]] = {"train": [], "val": []}
+    keys = {split: Keys() for split in splits}
+    for sample in source.scan(progress):
+        splits[sample.split].append((keys[sample.split].make(sample.name), sample))
+    splits["train"] = shuffled(splits["train"], settings["seed"], blocks=source.in_blocks)
+    size = settings["shard_mb"] * MB
+    parts = [part for split, samples in splits.items() for part in cut(split, samples, size)]
+    return ShardPlan(settings, source.classes, parts)
+
+
+def shuffled(
+    samples: list[tuple[str, Sample]], seed: int, blocks: bool
+) -> list[tuple[str, Sample]]:
+    """The samples in random order; with `blocks`, samples of a block stay together."""
+    random = np.random.default_rng(seed)
+    if not blocks:
+        return [samples[i] for i in random.permutation(len(samples))]
+    groups = [list(group) for _, group in groupby(samples, key=lambda s: s[1].where[:-1])]
+    return [sample for i in random.permutation(len(groups)) for sample in groups[i]]
+
+
+def cut(split: str, samples: Sequence[tuple[str, Sample]], size: float) -> Iterator[Part]:
+    """Cuts samples into shards of about `size` bytes each, all of about equal length."""
+    ends = np.cumsum([in_tar(sample.bytes) for _, sample in samples])
+    if not len(ends):
+        return
+    count = min(len(samples), max(1, round(ends[-1] / size)))
+    # By the middle of each image, so that each bound is off by at most half an image.
+    middles = ends - np.diff(ends, prepend=0) / 2
+    bounds = np.searchsorted(middles, ends[-1] * np.arange(count + 1) / count)
+    pieces = (samples[a:b] for a, b in pairwise(bounds) if b > a)
+    for number, piece in enumerate(pieces):
+        yield Part(split, number, tuple(piece))
+
+
+def in_tar(length: int) -> int:
+    """Bytes that an image of `length` bytes takes in a shard, with its label and headers."""
+    return 3 * BLOCK + -(-length // BLOCK) * BLOCK
+
+
+class Keys:
+    """Makes member names: unique, and without dots, since webdataset ends a key at the first."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+        self._times: Counter[str] = Counter()
+
+    def make(self, name: str) -> str:
+        """A key from a file name or path: "n01440764_10026.JPEG" gives n01440764_10026."""
+        if name.lower().endswith(EXTENSIONS):
+            name = name.rpartition(".")[0]
+        base = key = re.sub(r"[^A-Za-z0-9_-]", "_", name)[-KEY_LENGTH:] or "image"
+        while key in self._taken:
+            self._times[base] += 1
+            key = f"{base}_{self._times[base] + 1}"
+        self._taken.add(key)
+        return key
+
+
+def _packed(part: Part) -> list[Any]:
+    # The split is written once per line, not per sample: ImageNet's plan has 130 MB already.
+    samples = [[key, s.name, s.label, s.bytes, s.where, s.mtime_ns] for key, s in part.samples]
+    return [part.split, part.number, samples]
+
+
+def _unpacked(line: list[Any]) -> Part:
+    split, number, rows = line
+    samples = (
+        (key, Sample(split, name, label, length, tuple(where), *mtime))
+        for key, name, label, length, where, *mtime in rows
+    )
+    return Part(split, number, tuple(samples))

@@ -1,0 +1,330 @@
+"""Prepares a data set: makes a plan, writes each part separately, then the manifest.
+
+    OUT/.preparing/plan.jsonl          the plan; a later start continues it
+    OUT/.preparing/train-00007.json    that part is complete (index rows: train-00007.npy)
+    OUT/train-00007.tar
+    OUT/dataset.json                   everything is complete; OUT/.preparing was removed
+
+A folder of images (`format="folder"`) has OUT/prepared.json instead of the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shlex
+import shutil
+import signal
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from distdl import __version__
+from distdl.datasets.format import MANIFEST, Manifest, write_index
+from distdl.tools.prepare import shard_plan as plans
+from distdl.tools.prepare.shard_plan import Part, ShardPlan
+from distdl.tools.prepare.writers import WORK, Result, Writer, result_file, rows_of
+from distdl.util.atomic_files import remove_leftovers, write_bytes
+from distdl.util.errors import Problem, Unfinished, UserError
+from distdl.util.orphans import end_with_parent
+
+FOLDER_MANIFEST = "prepared.json"
+# How many images per kind of oddity the manifest names.
+NAMED = 100
+
+# advance(images, bytes): both since the last call
+Advance = Callable[[int, int], None]
+
+
+class Preparation:
+    """A data set's folder, from empty to complete; created on the first write.
+
+    Args:
+        settings: The source's description and the options, as JSON; "format" is one of them.
+
+    Raises:
+        UserError: The folder holds something else, or was prepared with other settings.
+    """
+
+    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
+        self.out, self.settings = out, settings
+        self.plan_file = out / WORK / "plan.jsonl"
+        self.manifest = out / (MANIFEST if settings["format"] == "shards" else FOLDER_MANIFEST)
+        self._check()
+
+    @property
+    def complete(self) -> bool:
+        return self.manifest.exists()
+
+    @property
+    def begun(self) -> bool:
+        return self.plan_file.exists()
+
+    def _check(self) -> None:
+        out = self.out
+        if out.exists() and not out.is_dir():
+            raise UserError.at("--to", f"{out} is not a folder", "name another: --to DIR")
+        for name in (MANIFEST, FOLDER_MANIFEST):
+            if (out / name).exists():
+                made = json.loads((out / name).read_bytes()).get("made", {})
+                self._compare(made.get("settings", {}), "is prepared already, with other settings")
+                return
+        if self.begun:
+            self._compare(plans.settings_of(self.plan_file), "was begun with other settings")
+        elif out.exists():
+            # A start that was killed during planning leaves only WORK.
+            others = [path.name for path in out.iterdir() if path.name != WORK]
+            if others:
+                what = f"{out} is not empty: {', '.join(sorted(others)[:3])}"
+                raise UserError.at("--to", what, "name a new folder: --to DIR")
+
+    def _compare(self, before: dict[str, Any], how: str) -> None:
+        different = list(differences(before, json.loads(json.dumps(self.settings))))
+        if different:
+            remedy = "repeat the first command, name another folder (--to DIR), or remove this one"
+            if all(one.startswith("source.") for one in different):
+                remedy = "prepare the changed source into a new folder (--to DIR), or first rm -r "
+                remedy += shlex.quote(str(self.out))
+            raise UserError.at("--to", f"{self.out} {how}: {'; '.join(different)}", remedy)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Locks the folder, so that only one command at a time writes the data set.
+
+        Raises:
+            UserError: Another command is preparing the data set, or has written something else
+                there meanwhile; or the folder cannot be written, or its disk is full.
+        """
+        lock = FileLock(self.out / WORK / "lock")
+        try:
+            (self.out / WORK).mkdir(parents=True, exist_ok=True)
+            with lock.acquire(timeout=0):
+                self._check()
+                yield
+        except Timeout:
+            what = f"another command is preparing {self.out} at this moment"
+            raise UserError.at("--to", what, "wait for it") from None
+        except OSError as error:
+            remedy = "fix that, and the same command resumes where it stopped"
+            problem = Problem("--to", f"cannot write {self.out}: {error}", remedy)
+            raise (Unfinished if self.begun else UserError)(problem) from error
+
+    def missing(self, plan: ShardPlan, skip_damaged: bool) -> list[Part]:
+        """Parts that are not written yet, or that lack images which may be readable by now."""
+        return [part for part in plan.parts if not self._is_done(part, skip_damaged)]
+
+    def _is_done(self, part: Part, skip_damaged: bool) -> bool:
+        path = result_file(self.out, part)
+        result = Result.load(path) if path.exists() else None
+        if result is None or (result.damaged and not skip_damaged):
+            return False
+        tar = self.out / f"{part.name}.tar"
+        return not result.shard or (tar.exists() and tar.stat().st_size == result.shard.bytes)
+
+    def write(self, parts: list[Part], writer: Writer, workers: int, advance: Advance) -> None:
+        """Writes parts in `workers` processes; UserError if one of them is killed."""
+        remove_leftovers(self.out)
+        try:
+            if workers == 1:  # in this process, for debuggers
+                for part in parts:
+                    writer.write(part, lambda count: advance(1, count))
+            else:
+                _in_parallel(parts, writer, workers, advance)
+        except BrokenProcessPool as error:
+            what = "a worker process was killed, perhaps for lack of memory"
+            remedy = "the same command resumes where it stopped; with fewer processes: --workers N"
+            raise Unfinished.at("--workers", what, remedy) from error
+
+    def finish(self, plan: ShardPlan, skip_damaged: bool) -> Result:
+        """Writes the index and the manifest, once all parts are complete; returns their sum.
+
+        Raises:
+            UserError: Images are damaged, and `skip_damaged` is False.
+        """
+        results = {part.name: Result.load(result_file(self.out, part)) for part in plan.parts}
+        total = Result()
+        for result in results.values():
+            total.samples += result.samples
+            total.bytes += result.bytes
+            total.mended += result.mended
+            total.damaged += result.damaged
+        if total.damaged and not skip_damaged:
+            raise Unfinished(_too_damaged(total.damaged))
+        made = {
+            "by": f"distdl {__version__}",
+            "settings": self.settings,
+            "mended": _by_kind(total.mended),
+            "damaged": [list(one) for one in total.damaged],
+        }
+        if self.settings["format"] == "shards":
+            splits = {}
+            for split in ("train", "val"):
+                parts = [part for part in plan.parts if part.split == split]
+                shards = [s for part in parts if (s := results[part.name].shard)]
+                splits[split] = write_index(self.out, split, shards, rows_of(self.out, parts))
+            text = Manifest(tuple(plan.classes), splits, made).to_json()
+        else:
+            contents = {"images": total.samples, "classes": plan.classes, "made": made}
+            text = json.dumps(contents, indent=1)
+        write_bytes(self.manifest, text.encode())
+        self.tidy()
+        return total
+
+    def class_count(self) -> int:
+        """Number of classes of a complete data set."""
+        return len(self._contents()["classes"])
+
+    def empty_splits(self) -> list[str]:
+        """The splits without images in a complete data set."""
+        splits = self._contents().get("splits")
+        if splits is None:
+            return [split for split in ("train", "val") if not (self.out / split).exists()]
+        return [split for split in ("train", "val") if not splits[split]["samples"]]
+
+    def damaged(self, split: str) -> int:
+        """How many damaged images were left out of a split of a complete data set."""
+        left_out = self._contents()["made"]["damaged"]
+        return sum(name.startswith(f"{split}: ") for name, _ in left_out)
+
+    def _contents(self) -> Any:
+        return json.loads(self.manifest.read_bytes())
+
+    def tidy(self) -> None:
+        """Removes the work folder of a complete data set, even if a killed command left it."""
+        shutil.rmtree(self.out / WORK, ignore_errors=True)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
+    """The differences between two settings, as "seed was 0, is 1"."""
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from differences(old, new, f"{path}{key}.")
+        elif old != new:
+            yield f"{path}{key} was {json.dumps(old)}, is {json.dumps(new)}"
+
+
+def _too_damaged(damaged: list[tuple[str, str]]) -> Problem:
+    shown = [f"{name} ({reason})" for name, reason in damaged[:20]]
+    if len(damaged) > len(shown):
+        shown.append(f"and {len(damaged) - len(shown)} more")
+    noun = "image is" if len(damaged) == 1 else "images are"
+    remedy = (
+        "everything else is done. To leave them out: the same command with --skip-damaged\n    "
+        "If the same files can be read again: the same command\n    "
+        "If you put other images in their place: the same command with another --to"
+    )
+    return Problem("--source", f"{len(damaged)} {noun} damaged: " + "\n    ".join(shown), remedy)
+
+
+def _by_kind(repaired: list[tuple[str, str]]) -> dict[str, Any]:
+    kinds = defaultdict[str, list[str]](list)
+    for kind, name in repaired:
+        kinds[kind].append(name)
+    return {k: {"images": len(v), "names": v[:NAMED]} for k, v in sorted(kinds.items())}
+
+
+def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advance) -> None:
+    # Not forked: this process has threads (the bar's), whose locks a child would inherit.
+    context = multiprocessing.get_context("spawn")
+    seen = [0, 0]
+
+    def report() -> None:
+        now = counts[:]
+        advance(now[0] - seen[0], now[1] - seen[1])
+        seen[:] = now
+        check()
+
+    # Entered before the pool exists, since an interrupted pool would leak a semaphore.
+    with _held_back() as check:
+        counts = context.Array("q", 2)
+        with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
+            try:
+                _keep_busy(pool, parts, 2 * workers, report)
+            except BaseException:
+                for process in multiprocessing.active_children():
+                    process.terminate()
+                # Wait, since a pool that is still alive at Python's exit may raise an error.
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    report()
+
+
+def _keep_busy(
+    pool: ProcessPoolExecutor, parts: list[Part], queued: int, report: Callable[[], None]
+) -> None:
+    """Submits parts until all are written, or until `report` raises (Ctrl-C or SIGTERM)."""
+    waiting, running = iter(parts), set[Future[None]]()
+    while True:
+        # A few more than there are workers, but not all: a queued part carries all its samples.
+        while len(running) < queued and (part := next(waiting, None)):
+            with _uninterrupted():
+                running.add(pool.submit(_write_in_worker, part))
+        if not running:
+            return
+        done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+        report()
+
+
+@contextmanager
+def _held_back() -> Iterator[Callable[[], None]]:
+    """Yields a function that raises KeyboardInterrupt if Ctrl-C or SIGTERM has arrived.
+
+    If KeyboardInterrupt were raised anywhere, it could become an error about a lock (CPython 3.11),
+    or leak a semaphore while the pool is created. A second signal, which `uv run` and others send
+    at once, has no effect.
+    """
+    received: list[int] = []
+
+    def check() -> None:
+        if received:
+            raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: received.append(1)) for number in numbers]
+    try:
+        yield check
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Blocks Ctrl-C and SIGTERM during the block, also in the processes that are started in it.
+
+    Those processes later unblock SIGTERM: on Ctrl-C, this process sends it to them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_WORKER: dict[str, Any] = {}
+
+
+def _enter_worker(writer: Writer, counts: Any) -> None:
+    _WORKER.update(writer=writer, counts=counts)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    end_with_parent()
+
+
+def _write_in_worker(part: Part) -> None:
+    counts = _WORKER["counts"]
+
+    def advance(length: int) -> None:
+        with counts.get_lock():
+            counts[0] += 1
+            counts[1] += length
+
+    _WORKER["writer"].write(part, advance)

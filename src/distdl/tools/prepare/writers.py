@@ -1,0 +1,143 @@
+"""Writes one part of a plan as a shard, or as files in a folder. Runs in any process."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distdl.datasets.format import ROW, WORK, Shard, ShardFile
+from distdl.datasets.image_headers import DamagedImage
+from distdl.tools.prepare.images import Treatment, Unwritten
+from distdl.tools.prepare.shard_plan import Part
+from distdl.tools.prepare.source import Sample, Source
+from distdl.util.atomic_files import atomic_file, write_bytes
+from distdl.util.errors import UserError
+
+FORMATS = ("shards", "folder")
+
+
+@dataclass
+class Result:
+    """The result of one part: what was written. Its file marks the part as complete."""
+
+    samples: int = 0
+    bytes: int = 0
+    shard: Shard | None = None  # None for a folder
+    mended: list[tuple[str, str]] = field(default_factory=list)  # oddity and name; repaired
+    damaged: list[tuple[str, str]] = field(default_factory=list)  # name and reason; left out
+
+    def save(self, path: Path) -> None:
+        write_bytes(path, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        fields = json.loads(path.read_bytes())
+        fields["shard"] = Shard(**fields["shard"]) if fields["shard"] else None
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Reads, checks and writes the samples of parts into the folder `out`. Pickled to processes."""
+
+    source: Source
+    classes: list[str]
+    treatment: Treatment
+    out: Path
+    format: str
+
+    def write(self, part: Part, advance: Callable[[int], None]) -> None:
+        """Writes one part, then its result; calls `advance` with each sample's size in bytes.
+
+        Raises:
+            OSError: The disk is full, or cannot be written.
+            UserError: An intact image cannot be encoded again, or a file has changed meanwhile.
+        """
+        part = self._allowing_repairs(part)
+        with warnings.catch_warnings():
+            # PIL warns of broken EXIF data and the like, which does not matter to training.
+            warnings.filterwarnings("ignore", module=r"PIL\.")
+            if self.format == "shards":
+                self._write_shard(part, advance)
+            else:
+                self._write_files(part, advance)
+
+    def _allowing_repairs(self, part: Part) -> Part:
+        """The part without the mtimes of damaged files, which may have been repaired since."""
+        path = result_file(self.out, part)
+        bad = {name for name, _ in Result.load(path).damaged} if path.exists() else set()
+        files = {sample.where[0] for _, sample in part.samples if _shown(sample) in bad}
+        samples = (
+            (key, replace(sample, mtime_ns=0) if sample.where[0] in files else sample)
+            for key, sample in part.samples
+        )
+        return replace(part, samples=tuple(samples)) if files else part
+
+    def _write_shard(self, part: Part, advance: Callable[[int], None]) -> None:
+        result, name = Result(), f"{part.name}.tar"
+        with atomic_file(self.out / name) as file:
+            tar = ShardFile(file, part.number)
+            for key, sample in part.samples:
+                image = self._image(sample, result)
+                if image is not None:
+                    tar.add(key, image[1], image[0], sample.label)
+                advance(sample.bytes)
+            result.shard, rows = tar.close(name)
+        result.samples, result.bytes = result.shard.samples, result.shard.bytes
+        with atomic_file(rows_file(self.out, part)) as file:
+            np.save(file, rows)
+        result.save(result_file(self.out, part))
+
+    def _write_files(self, part: Part, advance: Callable[[int], None]) -> None:
+        result = Result()
+        for key, sample in part.samples:
+            image = self._image(sample, result)
+            if image is not None:
+                path = self.out / part.split / self.classes[sample.label] / (key + image[1])
+                write_bytes(path, image[0], durable=False)
+                result.samples += 1
+                result.bytes += len(image[0])
+            advance(sample.bytes)
+        os.sync()  # once, and not for each of a million files
+        result.save(result_file(self.out, part))
+
+    def _image(self, sample: Sample, result: Result) -> tuple[bytes, str] | None:
+        """Bytes and extension, or None if damaged; adds oddities and damage to `result`."""
+        try:
+            read = self.source.read(sample)
+            data, extension, oddity = self.treatment.apply(read, sample.name)
+        except Unwritten as error:  # its source is intact, so --skip-damaged is no remedy
+            raise UserError.at(sample.name, str(error)) from error
+        except (DamagedImage, ValueError, OSError) as error:
+            # Python's own message would include the path on this machine.
+            reason = getattr(error, "strerror", None) or str(error)
+            result.damaged.append((_shown(sample), reason))
+            return None
+        if oddity:
+            result.mended.append((oddity, sample.name))
+        return data, extension
+
+
+def _shown(sample: Sample) -> str:
+    return f"{sample.split}: {sample.name}"
+
+
+def rows_file(out: Path, part: Part) -> Path:
+    return out / WORK / f"{part.name}.npy"
+
+
+def result_file(out: Path, part: Part) -> Path:
+    return out / WORK / f"{part.name}.json"
+
+
+def rows_of(out: Path, parts: list[Part]) -> np.ndarray[Any, Any]:
+    """The index rows of written parts, in their order."""
+    rows = [np.load(rows_file(out, part)) for part in parts]
+    return np.concatenate([np.empty(0, ROW), *rows])

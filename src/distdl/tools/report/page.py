@@ -1,0 +1,137 @@
+"""The page of a report: fills the template and writes the file."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from distdl.runs.files import write_text
+from distdl.runs.records import find_run
+from distdl.tools.measure import FILE as BENCHMARK
+from distdl.tools.report import benchmark, data, plots
+from distdl.tracking.outbox import Outbox
+from distdl.util.errors import UserError
+
+MARK = '<meta name="generator" content="distdl report">'
+
+
+@dataclass
+class ReportTable:
+    """Rows of cells, without empty columns."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __post_init__(self) -> None:
+        used = [any(column) for column in zip(*self.rows, strict=True)]
+        self.head, *self.rows = (list(compress(row, used)) for row in (self.head, *self.rows))
+
+
+@dataclass
+class ReportFigure:
+    """An `<svg>` element from matplotlib, and its legend as (label, colour)."""
+
+    svg: str
+    legend: list[tuple[str, str]]
+
+    def __post_init__(self) -> None:
+        self.svg = Markup(self.svg)  # matplotlib escapes its texts
+        self.legend = [(label.removeprefix("system/"), colour) for label, colour in self.legend]
+
+
+def write(name: str, to: str | None) -> tuple[Path, list[str]]:
+    """Writes the page of the run in the folder `name`, to RUN/report.html, or to the file or folder
+    `to`. Returns the page's file, and a text for each damaged file of the run.
+
+    Raises:
+        UserError: There is no such run, or the output is a file that no report wrote.
+    """
+    run = find_run(name)
+    output = Path(to).expanduser() if to else run
+    if output.is_dir():
+        output = output / "report.html"
+    if output.exists() and MARK not in output.read_text(errors="replace")[:1000]:
+        what = "exists and is not a report, so it is not replaced"
+        raise UserError.at(str(output), what, "choose another name: --output FILE")
+    contents = data.load(run)
+    write_text(output, render(contents))
+    return output, contents.damage
+
+
+def render(run: data.ReportedRun) -> str:
+    """The page; nothing in it refers to the network or to another file.
+
+    A run's files may come from anyone, so the template escapes every value.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    pages.filters["lines"] = lambda text: Markup("<br>").join(str(text).split("\n"))
+    start = min((s.times[0] for s in run.series.values()), default=0.0)
+    charts = plots.charts(run.series, run.unit)
+    command = run.provenance.get("command") or ""
+    page = pages.get_template("report.html.jinja").render(
+        mark=Markup(MARK),
+        run=run,
+        git=data.mapping(run.provenance.get("git")),
+        now=_clock(time.time()),
+        command=" ".join(map(str, command)) if isinstance(command, list) else command,
+        openers=_openers(run.path),
+        summary=ReportTable("Summary", (), data.summary(run)),
+        benchmark=_benchmark(run.path),
+        figures=[ReportFigure(*plots.draw(chart, start)) for chart in charts],
+        attempts=_attempts(run),
+    )
+    return page.strip() + "\n"
+
+
+def _openers(run: Path) -> list[str]:
+    """Commands that show all curves."""
+    commands, outbox = [], Outbox(run)
+    if outbox.exists:
+        from distdl.tracking.mlflow import how_to_open
+
+        commands += how_to_open(outbox.state.server or outbox.database(), outbox)
+    if (folder := run / "logs" / "tensorboard").is_dir():
+        commands.append(f"tensorboard --logdir {shlex.quote(os.path.relpath(folder))}")
+    return commands
+
+
+def _benchmark(run: Path) -> dict[str, Any]:
+    """Table and figure of `task=benchmark`, or why there are none; empty without a benchmark."""
+    result = data.read_json(run / BENCHMARK, run)
+    if not result:
+        return {}
+    try:
+        return {
+            "table": ReportTable("Benchmark", (), benchmark.rows(result)),
+            "figure": ReportFigure(*benchmark.draw(result)),
+        }
+    except (KeyError, TypeError, ValueError):
+        return {"wrong": f"{BENCHMARK} does not hold the result of a benchmark."}
+
+
+def _attempts(run: data.ReportedRun) -> ReportTable:
+    rows = []
+    for a in run.attempts:
+        took = data.duration(a.ended - a.started) if a.started and a.ended else ""
+        changed = "\n".join(f"{k}: {v}" for k, v in a.changed.items())
+        error = a.error.strip().split("\n")[0][:300]  # the attempt's folder has the complete error
+        times = (_clock(a.started), _clock(a.ended), took)
+        rows.append((str(a.number), a.task, a.state, *times, changed, error))
+    head = ("", "task", "state", "start", "end", "took", "changed", "error")
+    return ReportTable("Attempts", head, rows)
+
+
+def _clock(seconds: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""

@@ -1,0 +1,59 @@
+"""What `distdl scale` prints: the measured sizes, predictions, and advice."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distdl.tools.scaling.members import Member
+    from distdl.tools.scaling.results import Rented
+
+# What to do about sizes without a result.
+REMEDIES = {
+    "not measured": "the same command resumes with them",
+    "under way": "once they have ended, the same command shows them",
+    "not fetched": "fetch them (see above), then the same command shows them",
+}
+
+
+def show(
+    members: Sequence[Member],
+    modes: Sequence[str],
+    rented: Rented | None,
+    options: argparse.Namespace,
+) -> None:
+    """Prints the table and the advice, and writes them beside the runs."""
+    from distdl.runs.directory import read_json
+    from distdl.tools.scaling import Link, printing, results
+    from distdl.tools.scaling import members as scaling_runs
+
+    old = read_json(members[0].run.path.parent / printing.FILE).get("rows") or []
+    before, notes = scaling_runs.measured_before(options.overrides, members, old)
+    print()
+    for state, remedy in REMEDIES.items():
+        if names := [m.name for m in members if not m.result and m.lacking == state]:
+            print(f"{state}: {', '.join(names)}; {remedy}")
+    measured = [m for m in (*members, *before) if m.result]
+    if not measured:
+        return
+    between = Link(options.between * 1e9 / 8, 20e-6) if options.between else None
+    every = list(dict.fromkeys([*modes, *scaling_runs.MODES]))  # earlier runs had other modes
+    rows = results.rows(measured, rented, between, every)
+    printing.print_rows(rows, rented)
+    further = results.further(measured, rented, between, options.predict or 1)
+    if options.predict and results.links_of(measured, rented, between)[1] is None:
+        print(
+            f"no prediction beyond the {results.per_node(measured, rented)} of a node: the network "
+            "between nodes is unknown; give --between GBIT or --vm SIZE, or measure --nodes 2"
+        )
+    for strategy, guesses in further.items():
+        print(f"\n{strategy}, predicted from one device and the measured link (weak):")
+        for n, guess in guesses.items():
+            print(f"  {n:>5}  {100 * guess.efficiency:5.1f} %  {guess.why}")
+    notes += [*results.disturbed(rows), *printing.gaps(rows, further)]
+    advice, vm = results.advise(rows), rented.name if rented else None
+    for line in (*(f"note    {each}" for each in notes), *(f"advice  {each}" for each in advice)):
+        print(line)
+    printing.write(members, before, rows, further, notes=notes, advice=advice, vm=vm)

@@ -1,0 +1,63 @@
+"""Tools that a worker calls if its config asks for them: by name, since it trains without them too.
+
+Nothing outside of `distdl.tools` imports from there. What the core needs of a tool is stated here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, Protocol
+
+from omegaconf import DictConfig
+
+from distdl.config.recipe import DOCTOR
+from distdl.ranks.environment import Environment
+from distdl.runs.directory import RunDirectory
+from distdl.util.errors import UserError
+from distdl.worker.rank_context import RankContext
+
+EXAMINER, EXPORT = "distdl.tools.doctor.examiner", "distdl.tools.serving.export"
+
+
+class Examiner(Protocol):
+    """Looks at the machines of a job before it trains (`preflight=true`, `distdl doctor`)."""
+
+    def rendezvous(self, environment: Environment, attempt: int) -> Any:
+        """The store by which the ranks find each other, once all hosts have reached each other."""
+
+    def record_transport(self, context: RankContext) -> None:
+        """Called before the process group is made: lets NCCL write what it uses."""
+
+    def examine(
+        self, config: DictConfig, context: RankContext, expect: float | None
+    ) -> dict[str, float]:
+        """Measures and judges; raises a UserError if the job should not train."""
+
+
+class Exporter(Protocol):
+    def export(self, config: DictConfig, run: RunDirectory, checkpoint: Path, format: str) -> Any:
+        """Writes the model of a checkpoint in a form that answers without distdl."""
+
+
+def examiner(config: DictConfig) -> Examiner | None:
+    """What examines this job at its start; None: nothing."""
+    if config.get("preflight") or config.task.get("_target_") == DOCTOR:
+        tool: Any = _tool("preflight", EXAMINER)
+        return tool
+    return None
+
+
+def exporter() -> Exporter:
+    tool: Any = _tool("tracking.mlflow.register", EXPORT)
+    return tool
+
+
+def _tool(key: str, name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith(str(error.name)):  # a package that the tool needs
+            raise
+        what = f"needs {name}, which is not in this installation of distdl"
+        raise UserError.at(key, what, f"install distdl whole, or {key}=false") from error

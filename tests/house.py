@@ -1,0 +1,150 @@
+"""The packages of distdl and the arrows between them: `python -m tests.house` prints the table of
+docs/architecture.md, and tests/unit/test_imports.py compares the two."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "distdl"
+
+# Lowest first. A file imports from its own package and from lower ones, at the top and inside
+# functions alike. Only those in WITH_TORCH import torch, Lightning or MLflow at the top.
+CORE = [
+    "util",
+    "job",
+    "stores",
+    "ranks",
+    "config",
+    "datasets",
+    "runs",
+    "incident",
+    "health",
+    "validation",
+    "distributed",
+    "optim",
+    "checkpoint",
+    "tracking",
+    "models",
+    "data",
+    "strategies",
+    "loops",
+    "callbacks",
+    "worker",
+    "tasks",
+    "agent",
+    "launchers",
+    "launch",
+]
+# No training needs these, and the core never imports them.
+TOOLS = [
+    "tools",
+    "tools.prepare",
+    "tools.data_check",
+    "tools.doctor",
+    "tools.measure",
+    "tools.serving",
+    "tools.report",
+    "tools.scaling",
+    "tools.drill",
+]
+LAYERS = [*CORE, *TOOLS, "cli"]
+WITH_TORCH = [
+    "distributed",
+    "optim",
+    "checkpoint",
+    "tracking",
+    "models",
+    "data",
+    "strategies",
+    "loops",
+    "callbacks",
+    "worker",
+    "tasks",
+    "agent",
+    "tools.doctor",
+    "tools.measure",
+    "tools.serving",
+]
+# Files of no package: the way in, and the names that stay valid.
+TOP = ("__main__", "moved_names")
+
+
+def name_of(path):
+    """The dotted name of a file; a package's `__init__` has the name of its package."""
+    below = path.relative_to(SOURCE if path.is_relative_to(SOURCE) else ROOT)
+    return ".".join(["distdl", *below.with_suffix("").parts]).removesuffix(".__init__")
+
+
+FILES = {name_of(p): p for f in (SOURCE, ROOT / "launchers") for p in sorted(f.rglob("*.py"))}
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES.values()}
+
+
+def imports(tree, lazy=True):
+    """Dotted names that a file imports; `from a import b` gives `a` and `a.b`. `lazy`: also those
+    inside functions. Blocks under `if TYPE_CHECKING` never count."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif lazy or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from imports(node, lazy=lazy)
+
+
+def files_imported(name):
+    """Our own files that a file imports, without the packages that these lie in."""
+    named = {n for n in imports(TREES[FILES[name]]) if n in FILES}
+    return {n for n in named if not any(m.startswith(f"{n}.") for m in named)} - {name}
+
+
+def package(name):
+    """The package of a module, of which each tool is one: `util`, `tools.doctor`."""
+    parts = name.split(".")[1:]
+    if parts[:1] == ["tools"]:
+        return ".".join(parts[:2])
+    return parts[0] if parts else ""
+
+
+IMPORTED = {name: files_imported(name) for name in FILES}
+INNER = [name for name in FILES if package(name) not in ("", *TOP)]
+
+
+def arrows():
+    """Pairs of packages, of which the first imports from the second."""
+    pairs = {(package(name), package(other)) for name in INNER for other in IMPORTED[name]}
+    return sorted((one, other) for one, other in pairs if other and one != other)
+
+
+def core_to_tools():
+    """Imports of a tool by a file of the core; the command line may import tools."""
+    return [(a, b) for a in INNER if package(a) in CORE for b in IMPORTED[a] if package(b) in TOOLS]
+
+
+def sentence(layer):
+    """The first line of a package's docstring."""
+    text = ast.get_docstring(TREES[FILES[f"distdl.{layer}"]]) or ""
+    return text.splitlines()[0].rstrip(".:")
+
+
+def table():
+    """Markdown: what is in each package, and what it imports from, lowest first."""
+    pairs = arrows()
+    rows = ["| package | what is in it | files | imports from |", "|---|---|---|---|"]
+    for layer in LAYERS:
+        files = sum(package(name) == layer for name in INNER)
+        below = ", ".join(other for other in LAYERS if (layer, other) in pairs)
+        rows.append(f"| `{layer}` | {sentence(layer)} | {files} | {below or 'nothing'} |")
+    within = [pair for pair in pairs if {*pair} <= {*CORE}]
+    total = f"{len(LAYERS)} packages, {len(pairs)} arrows; "
+    total += f"the core: {len(CORE)} packages, {len(within)} arrows; "
+    total += f"imports of a tool by the core: {len(core_to_tools())}"
+    return "\n".join([*rows, "", total + "."])
+
+
+if __name__ == "__main__":
+    print(table())
