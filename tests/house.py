@@ -134,11 +134,10 @@ def sentence(layer):
 def table():
     """Markdown: what is in each package, and what it imports from, lowest first."""
     pairs = arrows()
-    rows = ["| package | what is in it | files | imports from |", "|---|---|---|---|"]
+    rows = ["| package | what is in it | imports from |", "|---|---|---|"]
     for layer in LAYERS:
-        files = sum(package(name) == layer for name in INNER)
         below = ", ".join(other for other in LAYERS if (layer, other) in pairs)
-        rows.append(f"| `{layer}` | {sentence(layer)} | {files} | {below or 'nothing'} |")
+        rows.append(f"| `{layer}` | {sentence(layer)} | {below or 'nothing'} |")
     within = [pair for pair in pairs if {*pair} <= {*CORE}]
     total = f"{len(LAYERS)} packages, {len(pairs)} arrows; "
     total += f"the core: {len(CORE)} packages, {len(within)} arrows; "
