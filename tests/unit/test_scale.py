@@ -14,7 +14,7 @@ from pytest import approx
 from distdl.job import JobState
 from distdl.launch import jobs, start
 from distdl.tools.measure import PHASES
-from distdl.tools.scaling import Link, members, plot, printing, results
+from distdl.tools.scaling import Link, advice, members, plot, printing, results
 from distdl.tools.scaling.results import Rented
 from distdl.util.errors import UserError
 
@@ -250,16 +250,16 @@ ADVICE = [
 @pytest.mark.parametrize("measured, present, absent", ADVICE)
 def test_advice(measured, present, absent):
     rented = Rented("VM", 1, 1.0, 0)
-    advice = "\n".join(results.advise(weak(*map(member, measured), rented=rented)))
-    assert present in advice and absent not in advice
-    assert ("cheapest: " in advice) == bool(measured)
+    text = "\n".join(advice.advise(weak(*map(member, measured), rented=rented)))
+    assert present in text and absent not in text
+    assert ("cheapest: " in text) == bool(measured)
 
 
 def test_a_refuted_prediction_and_a_disturbed_measurement_are_reported():
     def rows(efficiency):
         return weak(member(bench(2, rate=200 * efficiency)))
 
-    (note,) = results.disturbed(rows(1.15))
+    (note,) = advice.disturbed(rows(1.15))
     assert note.startswith("ddp on 1 x 2 (weak): 115 % means that something slowed the measurement")
     guess = rows(1.0)[1].predicted.efficiency
     # More than a few points, and less than the windows of one measurement are apart.

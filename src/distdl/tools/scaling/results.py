@@ -1,4 +1,4 @@
-"""Rows of a scaling table, from the measured members: efficiency, prediction, price, advice."""
+"""Rows of a scaling table, from the measured members: efficiency, prediction, price."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from distdl.util.errors import UserError
 if TYPE_CHECKING:
     from distdl.tools.scaling.members import Member
 
-# Below this efficiency, advice is given.
-GOOD = 0.9
 # Above this efficiency, the measurement of one device alone was disturbed.
 MOST = 1.05
 DATA_BOUND = "data-bound"
@@ -255,57 +253,3 @@ def further(
             if guesses:
                 predicted[member.strategy] = guesses
     return predicted
-
-
-def advise(rows: Sequence[ScalingRow]) -> list[str]:
-    """Advice from the rows, the most useful first."""
-    several = [r for r in rows if r.world_size > 1 and r.efficiency is not None]
-    if not several:
-        return ["measure more than one device: --devices 1,2,4"]
-    advice: list[str] = []
-    several = [r for r in several if not r.is_disturbed]
-    if slow := [r for r in several if r.bound == DATA_BOUND]:
-        advice.append(f"input first: it limits {slow[0]}: {slow[0].remedies[0]}")
-    for mode in dict.fromkeys(r.mode for r in several):
-        same = [r for r in several if r.mode == mode]
-        inside = max((_efficiency(r) for r in same if r.nodes == 1), default=0)
-        across = max((_efficiency(r) for r in same if r.nodes > 1), default=0)
-        if inside and across and across < inside - 0.05:
-            compared = f"{100 * inside:.0f} % inside a node, {100 * across:.0f} % over several"
-            advice.append(f"scale up before out ({mode}): {compared}")
-    poor = sorted((r for r in several if _efficiency(r) < GOOD), key=_efficiency)
-    sending = [r for r in poor if (r.communication or 0) > 1 - GOOD]
-    if sending:
-        remedies = "; ".join(r for r in sending[0].remedies if not r.startswith("scale up"))
-        busy = 100 * (sending[0].communication or 0)
-        advice.append(f"{sending[0]} communicates {busy:.0f} % of a step: {remedies}")
-    unseen = [r for r in several if r.communication is None]
-    advice += [f"{r}: {r.remedies[0]}" for r in unseen if r in poor and r not in slow]
-    if idle := [r for r in poor if r not in (*sending, *slow, *unseen)]:
-        advice.append(
-            f"{idle[0]} is at {100 * _efficiency(idle[0]):.0f} %, and communication is not the "
-            "cause: devices may share cores, memory or power, or batches may be too small"
-        )
-    if priced := [r for r in rows if r.price is not None]:
-        cheap, fast = min(priced, key=lambda r: r.price or 0), max(priced, key=lambda r: r.rate)
-        advice.append(f"cheapest: {cheap}, ${dollars(cheap.price or 0)} an epoch")
-        if fast is not cheap:
-            advice.append(f"fastest: {fast}, ${dollars(fast.price or 0)} an epoch")
-    if several:
-        best = max(several, key=lambda r: (_efficiency(r), r.world_size))
-        advice.append(f"most efficient of several: {best}, {100 * _efficiency(best):.0f} %")
-    return advice
-
-
-def _efficiency(row: ScalingRow) -> float:
-    return row.efficiency or 0.0
-
-
-def disturbed(rows: Sequence[ScalingRow]) -> list[str]:
-    """Messages about rows whose measurement was disturbed; they get no advice."""
-    return [
-        f"{row}: {100 * _efficiency(row):.0f} % means that something slowed the measurement of one "
-        "device alone: measure again on a quiet machine, under another name="
-        for row in rows
-        if row.is_disturbed
-    ]

@@ -26,7 +26,7 @@ def show(
 ) -> None:
     """Prints the table and the advice, and writes them beside the runs."""
     from distdl.runs.directory import read_json
-    from distdl.tools.scaling import Link, printing, results
+    from distdl.tools.scaling import Link, advice, printing, results
     from distdl.tools.scaling import members as scaling_runs
 
     old = read_json(members[0].run.path.parent / printing.FILE).get("rows") or []
@@ -52,8 +52,11 @@ def show(
         print(f"\n{strategy}, predicted from one device and the measured link (weak):")
         for n, guess in guesses.items():
             print(f"  {n:>5}  {100 * guess.efficiency:5.1f} %  {guess.why}")
-    notes += [*results.disturbed(rows), *printing.gaps(rows, further)]
-    advice, vm = results.advise(rows), rented.name if rented else None
-    for line in (*(f"note    {each}" for each in notes), *(f"advice  {each}" for each in advice)):
-        print(line)
-    printing.write(members, before, rows, further, notes=notes, advice=advice, vm=vm)
+    notes += [*advice.disturbed(rows), *printing.gaps(rows, further)]
+    given = advice.advise(rows)
+    for note in notes:
+        print(f"note    {note}")
+    for line in given:
+        print(f"advice  {line}")
+    vm = rented.name if rented else None
+    printing.write(members, before, rows, further, notes=notes, advice=given, vm=vm)
