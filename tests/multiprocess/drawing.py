@@ -1,5 +1,6 @@
 """What test_own_data trains; copied into a project's folder as mine.py. Each data set draws in its
-own way, and dropout draws in each stage of a pipeline.
+own way, dropout draws in each stage of a pipeline, and module, callback and data module draw by
+generators of their own.
 
 `$KILL_AT="RANK BATCH"`: that rank is killed with -9 when that batch begins. `$STAGES`: the ranks
 are stages of one pipeline, and share the data.
@@ -23,7 +24,13 @@ GLOBAL = np.random.default_rng()
 
 
 class Kill(pl.Callback):
-    def on_train_batch_start(self, trainer, *_):
+    """Also draws, by a generator of its own."""
+
+    def __init__(self):
+        self.rng = random.Random(2)
+
+    def on_train_batch_start(self, trainer, module, received, *_):
+        received["x"] *= 1 + self.rng.random()
         batch = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if os.environ.get("KILL_AT") == f"{RANK} {batch}":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -162,6 +169,10 @@ class Data(pl.LightningDataModule):
         self.how, _, self.kind = f" {kind}".rpartition(" ")
         self.workers = {"num_workers": workers, "persistent_workers": persistent}
         self.size = GLOBAL_BATCH // SHARES
+        self.rng = np.random.RandomState(3)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {**batch, "x": batch["x"] * (1 + self.rng.rand())}
 
     def train_dataloader(self):
         size, how = self.size, self.how.strip()
@@ -203,6 +214,7 @@ class Net(pl.LightningModule):
     def __init__(self):
         super().__init__()
         first = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh())
+        self.rngs = {"torch": torch.Generator().manual_seed(4), "numpy": np.random.default_rng(5)}
         self.layers = nn.Sequential(first, nn.Sequential(nn.Dropout(0.3), nn.Linear(16, 1)))
 
     def forward(self, x):
@@ -212,7 +224,8 @@ class Net(pl.LightningModule):
         return [(f"layers.{number}", layer) for number, layer in enumerate(self.layers)]
 
     def pipeline_inputs(self, batch, batch_idx):
-        return batch["x"], batch["y"]
+        noise = torch.randn(batch["x"].shape, generator=self.rngs["torch"]).to(batch["x"])
+        return batch["x"] + noise * self.rngs["numpy"].random(), batch["y"]
 
     def pipeline_loss(self, outputs, targets):
         return nn.functional.mse_loss(outputs, targets)

@@ -21,13 +21,13 @@ from distdl.callbacks.best import Best
 from distdl.callbacks.metrics import steps_of
 from distdl.callbacks.module_state import ModuleState
 from distdl.checkpoint.saving import Saver, refuse_pickles
+from distdl.data.held_generators import HeldGenerators
 from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
 from distdl.distributed.agreement import Agreement, least_of_all, refuse_uneven
 from distdl.loops.decides import Decides
 from distdl.loops.epoch_metrics import epoch_metrics, restore_epoch_metrics
 from distdl.loops.fit import fit_loop_of
-from distdl.loops.generators import rng_state
 from distdl.loops.trainer import Trainer as RunTrainer
 from distdl.optim import optimizers
 from distdl.ranks.stopping import StopRequest
@@ -140,9 +140,12 @@ class Checkpointer(Callback, Decides):
         self._saved_at = time.monotonic()
         if not self.trust_pickle:
             refuse_pickles(trainer)
+        held = self.held = HeldGenerators(trainer)
+        if trainer.is_global_zero:
+            held.name_unrepeatable()
         if self._loaded is not None:
             seed = self.seed + trainer.global_step
-            resume_state.restore_rng(self._loaded["rng"], seed, trainer.global_rank)
+            resume_state.restore_rng(self._loaded["rng"], held, seed, trainer.global_rank)
             resume_state.restore_parameters(pl_module, self._loaded)
             if trainer.current_epoch > 0 and self.position.consumed == 0:
                 # This epoch's loaders drew their seeds before `restore_rng`: draw them again.
@@ -298,6 +301,7 @@ class Checkpointer(Callback, Decides):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        epoch_loop = fit_loop_of(trainer).epoch_loop
         checkpoint[KEY] = {
             "epoch": self.position.epoch,
             "consumed": self.position.consumed,
@@ -307,7 +311,7 @@ class Checkpointer(Callback, Decides):
             "world_size": trainer.world_size,
             "classes": class_names(trainer.datamodule),  # type: ignore[attr-defined]
             **self.best.state(),
-            "rng": process_group.gather(fit_loop_of(trainer).epoch_loop.generators or rng_state()),
+            "rng": process_group.gather(epoch_loop.generators or epoch_loop.rng_state()),
             "epoch_metrics": process_group.gather(epoch_metrics(trainer)),
             "loaders": process_group.gather(fit_loop_of(trainer).loader_states),
             **resume_state.of_parameters(pl_module, self._half_a_step),

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch import callbacks as lightnings
 from torch import nn
 
+from distdl.data.held_generators import HeldGenerators
 from distdl.distributed import process_group
 from distdl.loops.generators import set_rng_state
 from distdl.optim import optimizers as optim
@@ -91,14 +92,15 @@ def built_rates(optimizers: list[Any]) -> list[list[float]]:
     return [[float(g.get("initial_lr", g["lr"])) for g in groups] for groups in optimizers]
 
 
-def restore_rng(states: list[dict[str, Any]], seed: int, rank: int) -> None:
+def restore_rng(states: list[dict[str, Any]], held: HeldGenerators, seed: int, rank: int) -> None:
     """Restores this rank's state; at another world size, reseeds from `seed` and `rank`."""
     from lightning.pytorch import seed_everything
 
     if len(states) != process_group.world_size():
         seed_everything(seed + 1000 * rank, verbose=False)
+        held.restore_shared([each.get("held") or {} for each in states], seed, rank)
         return
-    set_rng_state(states[rank])
+    set_rng_state(states[rank], held)
 
 
 def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:

@@ -44,9 +44,17 @@ CLOSED: tuple[str, ...] = (
     "multiprocessing",
 )
 CLOSED += ("concurrent", "asyncio", "pandas", "pyarrow", "h5py", "PIL", "fsspec", "http", "ssl")
-# Clients of far stores, and distdl's own parts that hold them.
+# Clients of far stores, settings, and engines around a model.
 CLOSED += ("azure", "msal", "boto3", "botocore", "s3transfer", "requests", "urllib3", "google")
-CLOSED_PARTS = ("distdl.stores.", "distdl.datasets.")
+CLOSED += ("omegaconf", "hydra", "deepspeed", "torchmetrics")
+CLOSED_PARTS: tuple[str, ...] = ("torch._", "torch.distributed.", "torch.fx.", "torch.utils.hooks.")
+# What of distdl's own parts holds such clients, or the Trainer.
+CLOSED_PARTS += tuple(
+    f"distdl.{part}." for part in ("stores", "datasets", "strategies", "loops", "worker")
+)
+CLOSED_PARTS += ("distdl.callbacks.", "distdl.tracking.", "distdl.benchmark.", "distdl.health.")
+OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))  # torch's own attributes
+WEIGHTS = ("_parameters", "_buffers")
 # The global ones, which are seeded apart.
 DEFAULT = (torch.default_generator, np.random.mtrand._rand, random._inst)
 INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
@@ -62,6 +70,8 @@ class OwnGenerators:
     Args:
         roots: Name -> the data set, its `collate_fn`.
     """
+
+    left_out: tuple[type, ...] = ()  # objects that are not searched
 
     def __init__(self, **roots: Any) -> None:
         self._roots = roots
@@ -88,7 +98,7 @@ class OwnGenerators:
     def look(self, epoch: int = 0) -> bool:
         """Looks for generators; whether there are others than before."""
         before = self._found.keys()
-        search = _Search()
+        search = _Search(self.left_out)
         for name, root in self._roots.items():
             search.visit(name, root)
         self._found, self._owners, self.unknown = search.found, search.owners, search.unknown
@@ -111,7 +121,8 @@ class OwnGenerators:
 class _Search:
     """One walk through the objects; each is visited once, in an order that every process has."""
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: tuple[type, ...] = ()) -> None:
+        self._left_out: tuple[type, ...] = (*DATA, type, types.ModuleType, *left_out)
         self.found: dict[str, Generator | SetState] = {}
         self.owners: dict[str, Mapping[Any, Any]] = {}
         self.unknown: list[str] = []
@@ -129,12 +140,15 @@ class _Search:
             self._depth -= 1
 
     def _visit(self, path: str, value: Any) -> None:
-        if isinstance(value, (*DATA, type, types.ModuleType)) or id(value) in self._seen:
+        if isinstance(value, self._left_out) or id(value) in self._seen:
             return
         if len(self._seen) >= MOST:
-            self._say(f"what lies beyond the first {MOST} objects of the data set")
+            self._say(f"what lies beyond the first {MOST} objects that are searched")
             return
         self._seen[id(value)] = value
+        module = _module_of(type(value))
+        if _is_closed(module) and module != "builtins" and not isinstance(value, KINDS):
+            return
         match value:
             case random.SystemRandom():
                 self._say(f"{path} (SystemRandom)")
@@ -161,7 +175,7 @@ class _Search:
                 self._items(path, value)
             case types.GeneratorType() | itertools.count() | itertools.cycle():
                 self._say(f"{path} (an iterator goes on from where it is)")
-        if not _is_closed(type(value).__module__):
+        if not _is_closed(module):
             self._object(path, value)
 
     def _items(self, path: str, items: Mapping[Any, Any]) -> None:
@@ -176,8 +190,15 @@ class _Search:
         before = len(self.found)
         if hasattr(value, "__dict__"):
             self.owners[path] = vars(value)
+            of_torch = OF_ANY_MODULE if isinstance(value, torch.nn.Module) else ()
             for name, held in list(vars(value).items()):
-                self.visit(f"{path}.{name}", held)
+                if name not in of_torch:
+                    self.visit(f"{path}.{name}", held)
+                elif name == "_modules":
+                    self._items(path, held)
+                elif name not in WEIGHTS and isinstance(held, dict):
+                    # Of hooks, whose keys count all of this process.
+                    self._items(f"{path}.{name}", dict(enumerate(held.values())))
         for base in kind.__mro__:
             self._class(path, base, value)
         # Not `hasattr(value)`, which a client that makes its methods itself would answer.
@@ -194,15 +215,22 @@ class _Search:
         users = _is_users(base.__module__)
         for name in vars(base).get("__slots__", ()) if users else ():
             self.visit(f"{path}.{name}", getattr(value, name, None))
-        for name, held in list(vars(base).items()):
+        if id(base) not in self._seen:
+            self._seen[id(base)] = base
+            self._what_it_names(base, users)
+
+    def _what_it_names(self, kind: type, users: bool) -> None:
+        for name, held in list(vars(kind).items()):
             if isinstance(held, KINDS):
-                self.visit(f"{base.__qualname__}.{name}", held)
+                self.visit(f"{kind.__qualname__}.{name}", held)
             elif users:
                 for function in _functions(held):
-                    self._function(f"{base.__qualname__}.{name}", function)
+                    self._function(f"{kind.__qualname__}.{name}", function)
 
     def _function(self, path: str, function: types.FunctionType) -> None:
         """What a function has in its closure and defaults, and in the globals that it names."""
+        if _is_closed(str(function.__module__)):
+            return
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
@@ -230,9 +258,7 @@ class _Search:
             self.visit(path, value)
         elif _is_users(value.__module__) and id(value) not in self._seen:
             self._seen[id(value)] = value
-            for key, held in list(vars(value).items()):
-                for function in _functions(held):
-                    self._function(f"{path}.{key}", function)
+            self._what_it_names(value, users=True)
 
     def _say(self, text: str) -> None:
         if text not in self.unknown:
@@ -261,6 +287,12 @@ def _is_users(module: str | None) -> bool:
     if file is None or (module or "").partition(".")[0] == "distdl":
         return False
     return not file.startswith(INSTALLED) and "dist-packages" not in file
+
+
+def _module_of(kind: type) -> str:
+    """Where a class is from; for a layer to which FSDP2 has given another one, its own."""
+    modules = (base.__module__ for base in kind.__mro__)
+    return next(name for name in modules if not name.startswith("torch.distributed."))
 
 
 def _is_closed(module: str) -> bool:

@@ -7,12 +7,20 @@ from os import PathLike
 
 from lightning.pytorch import Trainer
 
+from distdl.data.held_generators import HeldGenerators
+
 
 class Decides(ABC):
     """A callback that the loops of `distdl.loops` ask at each moment at which they can save or end.
 
     A method ends the training by raising `distdl.ranks.stopping.Stopped`.
+
+    Attributes:
+        held: The random generators whose states belong into a checkpoint, besides the global ones;
+            None before the training has started.
     """
+
+    held: HeldGenerators | None = None
 
     @abstractmethod
     def batch_ended(self, trainer: Trainer, *, before_validation: bool) -> None:

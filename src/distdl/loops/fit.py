@@ -71,7 +71,7 @@ class EpochLoop(_TrainingEpochLoop):
         stepped, inside = not self.accumulates, not self.is_over
         validates = self._should_check_val_fx(data_fetcher)
         if validates and self.trainer.should_stop:
-            self.generators = None if self._is_due(data_fetcher) else rng_state()
+            self.generators = None if self._is_due(data_fetcher) else self.rng_state()
         if validates and stepped and self.decides:
             self.decides.batch_ended(self.trainer, before_validation=inside)
         super().on_advance_end(data_fetcher)
@@ -79,6 +79,10 @@ class EpochLoop(_TrainingEpochLoop):
             self.decides.validated(self.trainer)
         elif not validates and stepped and self.decides:
             self.decides.batch_ended(self.trainer, before_validation=False)
+
+    def rng_state(self) -> dict[str, Any]:
+        """The state of this rank's generators, for a checkpoint."""
+        return rng_state(self.decides.held if self.decides else None)
 
     def _is_due(self, data_fetcher: Any) -> bool:
         """Whether a validation follows even if the training does not stop here. A resumed run

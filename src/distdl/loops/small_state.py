@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from distdl.data.held_generators import HeldGenerators
 from distdl.loops.generators import rng_state, set_rng_state
 
 LARGEST = 4096  # elements of a tensor or array that counts as small: more than a batch norm has
@@ -37,9 +38,9 @@ class SmallState:
     generators, and containers of these. Of the weights only a hash is kept.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.generators = rng_state()
+    def __init__(self, trainer: Trainer, held: HeldGenerators | None = None) -> None:
+        self.trainer, self.held = trainer, held
+        self.generators = rng_state(held)
         self.should_stop = trainer.should_stop
         connector = vars(trainer._logger_connector)
         self.metrics = {name: small_copy(connector[name]) for name in METRICS}
@@ -54,13 +55,13 @@ class SmallState:
 
     def put_back(self) -> None:
         """Sets everything that was copied."""
-        set_rng_state(self.generators)
         self.trainer.should_stop = self.should_stop
         self.put_back_metrics()
         for owner, values in self.values:
             owner.update(values)
         for owner, name, value in self.buffers:
             owner[name] = value
+        set_rng_state(self.generators, self.held)  # also those that are in no attribute
 
     def put_back_metrics(self) -> None:
         vars(self.trainer._logger_connector).update(small_copy(self.metrics))

@@ -63,7 +63,7 @@ class ValidationLoop(_EvaluationLoop):
         call._call_strategy_hook(self.trainer, "on_validation_start")
         self.decides = who_decides(self.trainer)
         # Before the loaders draw the seeds of their workers.
-        self._before = SmallState(self.trainer) if self.decides else None
+        self._before = SmallState(self.trainer, self.decides.held) if self.decides else None
         self._done_before = self.batch_progress.state_dict()
         try:
             return super().run()
