@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from distdl.health import heartbeat, stacks, straggler
 from distdl.health.heartbeat import PHASES, RankHeartbeat
+from distdl.incident.words import BETWEEN_EPOCHS
 from tests.prepared import quiet_trainer
 
 ROWS, BATCHES = 2, 3
@@ -109,7 +110,7 @@ def test_what_is_seen_of_a_training(tmp_path):
     # A loader's first batch belongs to the set-up: its workers start. First two batches to try.
     epoch = [False] * ROWS + [True] * ROWS * (BATCHES - 1)
     assert net.in_step == [*epoch[: 2 * ROWS], *epoch * (3 + 3 + 1 + 1)]
-    assert net.actions["on_train_epoch_end"].startswith(heartbeat.BETWEEN_EPOCHS)
+    assert net.actions["on_train_epoch_end"].startswith(BETWEEN_EPOCHS)
     assert len({*net.progress}) == len(net.progress) == BATCHES * (3 + 3 + 1 + 1) + 2
     # How far it is, as its monitor reads it, and as a report has it.
     expected = [(number, *divmod(number, BATCHES)) for number in range(3 * BATCHES)]

@@ -100,9 +100,10 @@ def test_a_helper_ends_when_its_rank_says_so(start, tmp_path):
 LOADER = """
 import os, signal, sys, threading, time
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, _utils
 from distdl.util import helpers
 
+_utils.MP_STATUS_CHECK_INTERVAL = 60.0  # on a busy machine a worker may need more than 5 s to end
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 class Rows(Dataset):

@@ -29,7 +29,7 @@ VALUES = {
     "models/classifier.py": "setattr(module, name)",  # a layer
     "tracking/outbox.py": "setattr(self.state, kind)",
 }
-OF_ARGPARSE = ("cli/prepare.py", "options.to")
+OF_ARGPARSE = ("tools/prepare/prepare.py", "options.to")
 
 
 def table() -> dict[tuple[str, str], str]:

@@ -10,6 +10,7 @@ from distdl.config import compose, recipe
 from distdl.job import JobState
 from distdl.launch import checkpoint_checks, sweeps
 from distdl.runs.directory import RunDirectory
+from distdl.tools.measure import plan_table
 from distdl.util.errors import UserError
 from distdl.util.ordinals import ordinal
 from distdl.util.suggest import closest, did_you_mean
@@ -42,9 +43,9 @@ def test_the_advice_of_plan_is_one_line_that_can_be_copied(capsys):
     assert command.strip().startswith("python -m distdl ")
     (reason,) = (line for line in printed.splitlines() if "on this link" in line)
     assert reason.endswith(".") and len(reason) > 160, "as one line, however long"
-    assert plan.command(["strategy=fsdp", "strategy.sharding=x", "+a=1 2"], ["strategy=ddp"]) == (
-        "python -m distdl '+a=1 2' strategy=ddp"
-    )
+    assert plan_table.command(
+        ["strategy=fsdp", "strategy.sharding=x", "+a=1 2"], ["strategy=ddp"]
+    ) == ("python -m distdl '+a=1 2' strategy=ddp")
 
 
 def printed_keys(command):
