@@ -1,32 +1,26 @@
-"""Code shared by several launchers: typed settings, job names, polling, and copying a run's files.
+"""Code shared by several launchers: typed settings, job names, and copying a run's files.
 
-It imports neither torch nor any SDK. A launcher imports this module, `distdl.job` and its own
-package, but no other launcher.
+It imports neither torch nor any SDK. A launcher imports this module, `queried_job`, `distdl.job`
+and its own package, but no other launcher.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 import os
 import re
-import sys
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from distdl.job import Job, JobSpec, JobState
+from distdl.job import JobSpec
 from distdl.util import walltime
 from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import AboveZero, Count, Positive
-from distdl.util.tail import plain
 
 if TYPE_CHECKING:
     from distdl.runs.attempt import Attempt
@@ -236,170 +230,6 @@ def slug(text: str) -> str:
 def digest(text: str, length: int) -> str:
     """Hexadecimal digits that distinguish different texts with the same slug."""
     return hashlib.sha256(text.encode()).hexdigest()[:length]
-
-
-# ---- waiting for a job --------------------------------------------------------------------------
-
-
-def pace(shortest: float, longest: float = 0.0) -> Iterator[None]:
-    """Yields at once, and again after each pause. Pauses grow from `shortest` to `longest` seconds;
-    by default they do not grow."""
-    pause = shortest
-    yield
-    while True:
-        time.sleep(pause)
-        yield
-        pause = min(pause * 1.3, max(shortest, longest))
-
-
-def wait_until_ended(job: Job, seconds: float) -> JobState:
-    """Polls a job on this machine, every `seconds` seconds, until it has ended."""
-    while not (state := job.state()).ended:
-        time.sleep(seconds)
-    return state
-
-
-class Lasting(UserError):
-    """Asking again would not change it."""
-
-
-class Forgotten(Lasting):
-    """The platform does not know the job, or has forgotten it."""
-
-
-class NoRight(Lasting):
-    """The platform answers, but not to this user."""
-
-
-class NotSignedIn(NoRight):
-    """The platform does not know who asks, so that it answers to no question."""
-
-
-class QueriedJob(ABC):
-    """Base class of jobs whose platform is queried over a network, for one job or many at once.
-
-    A subclass defines the queries (`_query`, `_query_all`) and reads their answers (`_state_from`).
-    """
-
-    why = ""  # the reason if the last `state` was UNKNOWN
-    reached = True  # whether the platform answered to the last `state`
-    poll_seconds: float = 5.0
-    patience: ClassVar[float] = math.inf
-    _answer: Any = None  # stored by `ask` for the next `state`
-
-    @property
-    def platform(self) -> str:
-        """What is asked, in words (`SageMaker in eu-west-1`). Jobs with the same words are queried
-        together, and if one of them cannot be queried, none of them can."""
-        return type(self).__name__
-
-    @abstractmethod
-    def _query(self) -> Any:
-        """The platform's answer about this job; raises Forgotten if it does not know the job, and
-        another UserError if it cannot be queried."""
-
-    @classmethod
-    @abstractmethod
-    def _query_all(cls, jobs: Sequence[Self]) -> Iterable[tuple[Self, Any]]:
-        """Queries several jobs at once. A job without an answer is then queried on its own. If the
-        answer is an exception, the job's next `state` is UNKNOWN."""
-
-    @abstractmethod
-    def _state_from(self, answer: Any) -> JobState: ...
-
-    @classmethod
-    def ask_each(cls, jobs: Sequence[Self]) -> Iterator[Self]:
-        """Queries several jobs at once, and yields each once it has its answer, which its next
-        `state` uses. What keeps the platform from answering is met once, not once for each job."""
-        missing = {id(job): job for job in jobs}
-        try:
-            try:
-                for job, answer in cls._query_all(jobs):
-                    job._answer = answer
-                    yield missing.pop(id(job))
-            except NotSignedIn:
-                raise
-            except NoRight:  # who may not see the list may still see a job
-                pass
-            for key in [*missing]:
-                missing[key]._answer = missing[key]._asked()
-                yield missing.pop(key)
-        except UserError as error:
-            for job in missing.values():
-                job._answer = error
-                yield job
-
-    @classmethod
-    def ask(cls, jobs: Sequence[Self]) -> None:
-        """Queries several jobs at once; the next `state` of each job uses that answer."""
-        for _ in cls.ask_each(jobs):
-            pass
-
-    def _asked(self) -> Any:
-        """The answer about this job, which an error is that says nothing about other jobs."""
-        try:
-            return self._query()
-        except UserError as error:
-            if not _is_about_the_job(error):
-                raise
-            return error
-
-    def state(self) -> JobState:
-        answer, self._answer, self.why, self.reached = self._answer, None, "", True
-        try:
-            if isinstance(answer, UserError):
-                raise answer
-            state = self._state_from(self._query() if answer is None else answer)
-        except UserError as error:
-            self.why, self.reached = str(error), _is_about_the_job(error)
-            return JobState.UNKNOWN
-        if state is JobState.UNKNOWN:
-            self.why = f"{self.platform} reports a state that distdl does not know"
-        return state
-
-    def wait(self) -> JobState:
-        """Waits until the job has ended, also through an outage of up to `patience` seconds. Raises
-        Forgotten, or NoRight if the credentials are no longer valid or have lost their right."""
-        for _ in pace(self.poll_seconds):
-            if (state := self._state_from(self._awaited())).ended:
-                return state
-        raise AssertionError
-
-    def _awaited(self) -> Any:
-        """The platform's answer, if need be after an outage of up to `patience` seconds."""
-        began, said = time.monotonic(), False
-        for _ in pace(self.poll_seconds):
-            try:
-                return self._query()
-            except UserError as error:
-                if isinstance(error, Lasting) or time.monotonic() - began > self.patience:
-                    raise
-                if not said:
-                    print(self._outage(error), file=sys.stderr, flush=True)
-                said = True
-        raise AssertionError
-
-    def _outage(self, error: UserError) -> str:
-        return f"{self.platform} does not answer, trying again: {plain(error.problems[0].what)}"
-
-
-def _is_about_the_job(error: UserError) -> bool:
-    """Whether an error is the platform's answer about one job, and not one about all its jobs."""
-    return isinstance(error, Forgotten | NoRight) and not isinstance(error, NotSignedIn)
-
-
-def from_pages(
-    jobs: Mapping[str, T], pages: Iterable[Iterable[tuple[str, Any]]]
-) -> Iterator[tuple[T, Any]]:
-    """Pairs jobs with their (name, answer) entries in a platform's list, newest first. Reads at
-    most a page per job: beyond that, separate queries need fewer requests."""
-    missing = dict(jobs)
-    for page in islice(pages, len(jobs)):
-        for name, answer in page:
-            if job := missing.pop(name, None):
-                yield job, answer
-        if not missing:
-            return
 
 
 # ---- a run's files in another store -------------------------------------------------------------

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from distdl.job import JobSpec, JobState
-from distdl.launchers.common import Count, LauncherSettings, wait_until_ended
+from distdl.launchers.common import Count, LauncherSettings
+from distdl.launchers.queried_job import wait_until_ended
 from distdl.util.errors import UserError
 
 

@@ -12,7 +12,7 @@ from distdl.job import JobState
 from distdl.launchers.azureml import datastore
 from distdl.launchers.azureml.client import Connection, Workspace, azure_errors
 from distdl.launchers.azureml.run_history import LogFile, RunHistory, by_rank
-from distdl.launchers.common import NoRight, QueriedJob, from_pages, pace
+from distdl.launchers.queried_job import NoRight, QueriedJob, from_pages, pace
 from distdl.util.errors import UserError
 
 # https://learn.microsoft.com/rest/api/azureml/jobs/get#jobstatus

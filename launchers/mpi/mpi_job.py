@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from distdl.job import JobState
-from distdl.launchers.common import wait_until_ended
 from distdl.launchers.mpi.supervisor import LOG, RECORD
+from distdl.launchers.queried_job import wait_until_ended
 from distdl.util.errors import UserError
 from distdl.util.processes import is_alive
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from distdl.launchers.common import NoRight, NotSignedIn
+from distdl.launchers.queried_job import NoRight, NotSignedIn
 from distdl.util.errors import UserError
 
 _SIGN_IN = ("launcher", "aws configure, aws sso login, AWS_PROFILE=NAME or launcher.profile=NAME")

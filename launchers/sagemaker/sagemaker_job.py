@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from distdl.job import JobState
-from distdl.launchers.common import (
-    Forgotten,
-    Lasting,
-    QueriedJob,
-    RemoteFile,
-    fetch_files,
-    from_pages,
-)
+from distdl.launchers.common import RemoteFile, fetch_files
+from distdl.launchers.queried_job import Forgotten, Lasting, QueriedJob, from_pages
 from distdl.launchers.sagemaker.aws import Aws, aws_errors, code_of
 from distdl.util.errors import Problem, UserError
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.launchers.common import Forgotten, Lasting
+from distdl.launchers.queried_job import Forgotten, Lasting
 from distdl.launchers.slurm.slurm_settings import SlurmSettings
 from distdl.util.errors import UserError
 

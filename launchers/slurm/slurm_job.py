@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.job import JobState
-from distdl.launchers.common import Forgotten, QueriedJob
+from distdl.launchers.queried_job import Forgotten, QueriedJob
 from distdl.launchers.slurm import commands
 
 # Source: https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES

@@ -84,7 +84,7 @@ def distdl(azure, project, without_stage_2, command, monkeypatch):
     monkeypatch.chdir(project)
     monkeypatch.setattr("distdl.launchers.azureml.azure_job.SHORTEST", 0.1)
     monkeypatch.setattr("distdl.launchers.azureml.azure_job.LONGEST", 0.5)
-    monkeypatch.setattr("distdl.launchers.common.QueriedJob.poll_seconds", 0.2)
+    monkeypatch.setattr("distdl.launchers.queried_job.QueriedJob.poll_seconds", 0.2)
 
     def run(*arguments, code=0):
         output = command(*arguments)

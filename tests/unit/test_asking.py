@@ -10,7 +10,7 @@ import pytest
 
 from distdl.job import JobState
 from distdl.launch import asking, jobs
-from distdl.launchers.common import Forgotten, NoRight, NotSignedIn, QueriedJob
+from distdl.launchers.queried_job import Forgotten, NoRight, NotSignedIn, QueriedJob
 from distdl.launchers.sagemaker import aws
 from distdl.launchers.sagemaker import sagemaker_launcher as sagemaker
 from distdl.runs.directory import RunDirectory

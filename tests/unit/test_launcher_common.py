@@ -11,9 +11,10 @@ import yaml
 from distdl.job import JobSpec, JobState, Resources, variables
 from distdl.launchers.azureml.launcher import AzureMLLauncher
 from distdl.launchers.azureml.request import to_yaml
-from distdl.launchers.common import NoRight, QueriedJob, RemoteFile, fetch_files
+from distdl.launchers.common import RemoteFile, fetch_files
 from distdl.launchers.local import LocalLauncher
 from distdl.launchers.mpi import MpiLauncher
+from distdl.launchers.queried_job import NoRight, QueriedJob
 from distdl.launchers.sagemaker import SageMakerLauncher
 from distdl.launchers.slurm import SlurmLauncher
 from distdl.util import walltime
