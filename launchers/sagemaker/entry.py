@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hosts.await_primary()
         end = HostRanks(hosts, root, options.devices, options.attempt).run(env)
         code, why = end.code, end.why
-    except Exception as error:
+    except Exception as error:  # SageMaker shows what is in the file `failure`
         code, why = EXIT_FAILURE, f"{type(error).__name__}: {error}"
     if code:
         print(f"distdl: {why}", file=sys.stderr, flush=True)

@@ -72,7 +72,7 @@ class SageMakerJob(QueriedJob):
         with aws_errors():
             try:
                 return self.aws("sagemaker").describe_training_job(TrainingJobName=self.name)
-            except Exception as error:
+            except Exception as error:  # botocore makes its classes at run time
                 # "ValidationException: Requested resource not found."
                 if re.search("not found|could not find", str(error), re.IGNORECASE):
                     raise Forgotten(Problem(self.handle, "unknown to SageMaker")) from None
@@ -169,7 +169,7 @@ class SageMakerJob(QueriedJob):
         with aws_errors():
             try:
                 self.aws("sagemaker").stop_training_job(TrainingJobName=self.name)
-            except Exception as error:
+            except Exception as error:  # the same; raised again
                 if code_of(error) != "ValidationException" or not self.state().ended:
                     raise
 

@@ -21,8 +21,14 @@ FP32 = "single_partition_of_fp32_groups"
 TRAINER = "lightning"  # our key for the Trainer's other state
 # In folders that Lightning itself wrote, these keys of that state are among DeepSpeed's own.
 LIGHTNING_KEYS = (
-    *("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "lr_schedulers"),
-    *("hyper_parameters", "datamodule_hyper_parameters"),
+    "epoch",
+    "global_step",
+    "pytorch-lightning_version",
+    "loops",
+    "callbacks",
+    "lr_schedulers",
+    "hyper_parameters",
+    "datamodule_hyper_parameters",
 )
 
 

@@ -77,7 +77,7 @@ class Packing:
         try:
             buffer = io.BytesIO()
             torch.save(value, buffer)
-        except Exception as error:
+        except Exception as error:  # the user's __reduce__ runs
             what = f"holds a {name_of(kind)}, which cannot be saved ({error})"
             raise UserError.at(path, what) from error
         return {TAG: "pickle", "of": name_of(kind), "data": octets(buffer.getvalue())}

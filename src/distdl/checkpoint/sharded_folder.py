@@ -30,8 +30,14 @@ OPTIMIZER = "optimizer_{}"
 SHARDED = ("state_dict", "optimizer_states")
 
 OF_METADATA = (
-    *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-    *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "_MEM_FORMAT_ENCODING",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
 )
 # Classes that only hold values, and functions that only look up a value.
 KNOWN = {

@@ -33,7 +33,7 @@ def command() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         codes.append(130)
-    except Exception as error:
+    except Exception as error:  # a file that shadows a module raises anything
         if (shadow := shadowing(error, (folder,))) is None:
             raise
         codes.append(refused(*shadow))

@@ -22,8 +22,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PHASES = (
-    *("set-up", "prepare_data", "data", "copy", "forward", "backward", "optimizer", "callbacks"),
-    *("validation", "checkpoint", "end"),
+    "set-up",
+    "prepare_data",
+    "data",
+    "copy",
+    "forward",
+    "backward",
+    "optimizer",
+    "callbacks",
+    "validation",
+    "checkpoint",
+    "end",
 )
 SET_UP, PREPARE, DATA, COPY, FORWARD, BACKWARD, OPTIMIZER, CALLBACKS = range(8)
 VALIDATION, CHECKPOINT, END = range(8, 11)

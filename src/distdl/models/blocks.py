@@ -31,7 +31,7 @@ def blocks_of(network: nn.Module) -> list[NamedBlock]:
     tracer = _Tracer()
     try:
         graph = tracer.trace(network)
-    except Exception as error:
+    except Exception as error:  # the user's forward runs, with stand-ins for tensors
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise _no_chain(network, f"its forward cannot be traced: {first}") from error
     return _chain(network, graph)

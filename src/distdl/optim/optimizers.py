@@ -31,10 +31,20 @@ KERNELS = {"fused", "foreach"}
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
 # timm's norm layers that are not subclasses of torch's.
 _TIMM_NORMS = (
-    *("RmsNorm", "RmsNorm2d", "SimpleNorm", "SimpleNorm2d", "FrozenBatchNormAct2d"),
-    *("FilterResponseNormTlu2d", "FilterResponseNormAct2d", "GlobalResponseNorm"),
-    *("EvoNorm2dB0", "EvoNorm2dB1", "EvoNorm2dB2"),
-    *("EvoNorm2dS0", "EvoNorm2dS1", "EvoNorm2dS2"),
+    "RmsNorm",
+    "RmsNorm2d",
+    "SimpleNorm",
+    "SimpleNorm2d",
+    "FrozenBatchNormAct2d",
+    "FilterResponseNormTlu2d",
+    "FilterResponseNormAct2d",
+    "GlobalResponseNorm",
+    "EvoNorm2dB0",
+    "EvoNorm2dB1",
+    "EvoNorm2dB2",
+    "EvoNorm2dS0",
+    "EvoNorm2dS1",
+    "EvoNorm2dS2",
 )
 
 

@@ -179,7 +179,7 @@ class RemoteStore(ABC):
                 result = action()
                 self._silent = False
                 return result
-            except Exception as error:
+            except Exception as error:  # each SDK has errors of its own
                 transient = isinstance(error, Short) or self._is_transient(error)
                 if transient is None:
                     raise

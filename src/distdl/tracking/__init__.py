@@ -80,7 +80,7 @@ class Tracking:
         for key, component in self.components.items():
             try:
                 component.finish(status)
-            except Exception as error:
+            except Exception as error:  # a service's; the run has ended
                 log.warning("tracking.%s could not finish: %s", key, error)
         for key, logger in self.services.items():
             services.end(key, logger, status)

@@ -62,7 +62,7 @@ class Delivery:
             written = last_written(self.uri)
             try:
                 self.client = open_client()
-            except Exception:
+            except Exception:  # of SQLAlchemy, sqlite or alembic
                 if written is None or not set_aside(self.uri, written):
                     raise
                 self.client = open_client()
@@ -100,7 +100,7 @@ class Delivery:
         """Our experiment's id; node 0 creates it. Raises LastingRefusal if its name is unusable."""
         try:
             experiment = self._found_or_created(self.outbox.state.experiment)
-        except Exception as error:
+        except Exception as error:  # MLflow's, or its store's; raised again
             if refusal(error, self.uri) or not is_permanent(error):
                 raise
             what = f"does not accept the experiment {self.outbox.state.experiment!r}: {error}"
@@ -173,7 +173,7 @@ class Delivery:
             outbox.replaced.discard(copy)
             try:
                 self.client.log_artifact(self.run_id, str(copy), posixpath.dirname(name) or None)
-            except Exception as error:
+            except Exception as error:  # a store's SDK has its own errors
                 if not is_permanent(error):
                     os.utime(copy)
                     raise
@@ -247,7 +247,7 @@ class Delivery:
                 self.client.log_batch(self.run_id, **{kind: points})
                 self.in_a_row = 0
                 return
-            except Exception as error:
+            except Exception as error:  # MLflow's, or its store's; raised again
                 if not self.run_id or not self._is_active(self.run_id):
                     self.run_id = None  # deleted on the server: the next pass creates a new run
                     raise

@@ -267,7 +267,7 @@ class MLflowLogger:
                     self._done = complete
                     return
                 self._wait(self.interval)
-            except Exception as error:
+            except Exception as error:  # of MLflow or its HTTP client: the journal keeps all
                 self._failures += 1
                 self._tell(error)
                 if finishing and refusal(error, self.uri):

@@ -55,7 +55,7 @@ def describe(key: str, logger: Any, params: Mapping[str, Any]) -> None:
 def _started(key: str, start: Callable[[], Any]) -> Any:
     try:
         return start()
-    except Exception as error:
+    except Exception as error:  # each service has errors of its own
         reason = next(iter(str(error).strip().splitlines()), "")
         raise UserError.at(
             f"tracking.{key}",
@@ -72,7 +72,7 @@ def end(key: str, logger: Any, status: str) -> None:
         try:
             arguments = {"exit_code": 1} if method == "finish" and status == "FAILED" else {}
             getattr(logger.experiment, method)(**arguments)
-        except Exception as error:
+        except Exception as error:  # each service has errors of its own
             log.warning("tracking.%s could not finish: %s", key, error)
 
     thread = threading.Thread(target=close, name=f"end-{key}", daemon=True)

@@ -51,7 +51,7 @@ def sync(run: Path, experiment: str | None = None, confirmed: str | None = None)
         try:
             with _bar(sender.pending()) as progress:
                 _send(sender, progress)
-        except Exception as error:
+        except Exception as error:  # of MLflow, its database or its HTTP client
             stays = f"{sender.pending()} points stay in {outbox.run_dir}."
             if refused := refusal(error, uri):
                 print(f"MLflow at {redact(uri)} {refused.what}.", file=sys.stderr)
@@ -99,7 +99,7 @@ def _send(sender: Delivery, progress: Callable[[int], None]) -> None:
     for wait in (*WAITS, None):
         try:
             return sender.send_all(progress)
-        except Exception as error:
+        except Exception as error:  # the same; raised again
             if wait is None or refusal(error, sender.uri):
                 raise
         time.sleep(wait)

@@ -53,7 +53,7 @@ class SystemMetrics:
         for source in self.sources:
             try:
                 values.update(source())
-            except Exception as error:
+            except Exception as error:  # drivers and the kernel; never ends a training
                 name = source.__name__.strip("_")
                 if name not in self._failed:
                     self._failed.add(name)

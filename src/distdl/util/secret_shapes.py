@@ -192,20 +192,27 @@ SHAPES = (
         "a signed URL",
         r"(?i)\b(?:sig|X-Amz-Signature|X-Goog-Signature)="
         r"(?!\$\{|\*\*\*)(?P<value>[^&\s\"';,<>\\]+)",
-        *("sig=", "ignature="),
+        "sig=",
+        "ignature=",
         sure=lambda match: len(match["value"]) >= 40 and _value(match),
     ),
     Shape(
         "a token in a URL",
         r"[?&](?:(?:(?:access|auth|api|app|private|user)[_-]?)?(?:token|key)|app_?id)="
         r"(?P<value>[\w.~+/-]{16,})",
-        *("token=", "key=", "appid=", "app_id="),
+        "token=",
+        "key=",
+        "appid=",
+        "app_id=",
     ),
     Shape(
         "a token in a URL",
         r"(?:/t/|infura\.io/v3/|alchemy\.com/v2/|dl\.cloudsmith\.io/)"
         r"(?P<value>[\w-]{16,})(?=[/\s\"'`<>]|\Z)",
-        *("/t/", "infura.io/", "alchemy.com/", "cloudsmith.io/"),
+        "/t/",
+        "infura.io/",
+        "alchemy.com/",
+        "cloudsmith.io/",
         sure=lambda match: is_random(match["value"]) and not is_example(match["value"]),
     ),
     Shape(
@@ -232,19 +239,26 @@ SHAPES = (
         "an AWS secret key",
         r"(?i)aws_?secret_?(?:access_?)?key[\"']?\s*[=:]\s*[\"']?"
         r"(?P<value>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])",
-        *("ecret", "ECRET"),
+        "ecret",
+        "ECRET",
     ),
     Shape(
         "a Weights & Biases key",
         r"(?:WANDB_API_KEY[\"']?\s*[=:]\s*[\"']?|wandb\.login\([^)\n]{0,80}?[\"'])"
         r"(?P<value>[0-9a-f]{40,})\b",
-        *("WANDB_API_KEY", "wandb.login"),
+        "WANDB_API_KEY",
+        "wandb.login",
     ),
     Shape("an AWS access key", r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", "AKIA", "ASIA"),
     Shape(
         "a GitHub token",
         r"\bgh[oprsu]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}",
-        *("gho_", "ghp_", "ghr_", "ghs_", "ghu_", "github_pat_"),
+        "gho_",
+        "ghp_",
+        "ghr_",
+        "ghs_",
+        "ghu_",
+        "github_pat_",
         sure=_long,
     ),
     Shape("a GitLab token", r"\bglpat-[\w-]{16,}", "glpat-"),

@@ -297,7 +297,7 @@ class Binding:
                 else:
                     location = f"{start}.{problem.path}" if problem.path else start
                     self.problems.append(Problem(location, problem.what, problem.remedy))
-        except Exception as error:
+        except Exception as error:  # a check may be the user's own code
             self.add(path, f"its own check failed: {in_short(error)}", origin(error))
 
 
@@ -330,7 +330,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     binding = Binding(request)
     try:
         binding.run()
-    except Exception as error:
+    except Exception as error:  # imports of user code may raise anything
         if (shadow := shadowing(error, binding.trust.folders)) is None:
             raise
         binding.problems = [Problem(*shadow)]

@@ -105,7 +105,7 @@ def try_trainer(arguments: Mapping[str, Any]) -> Problem | str | None:
     except ModuleNotFoundError as error:  # "Requirement 'torch_xla>=2.1' not met"
         package = re.search(r"'([\w-]+)", str(error))
         return package[1] if package else str(error)
-    except Exception as error:
+    except Exception as error:  # Lightning raises its own, and Python's
         text = str(error)
         names = [k for k, v in passed.items() if re.search(rf"\b{k}\b", text) or f"={v!r}" in text]
         reason = f"{type(error).__name__}: {next(iter(text.splitlines()), '')}"

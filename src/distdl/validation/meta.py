@@ -32,7 +32,7 @@ def misfit(node: dict[str, Any]) -> tuple[str, str, str] | None:
     try:
         with torch.device("meta"):
             instantiate(bare)
-    except Exception as error:
+    except Exception as error:  # any class's __init__ runs
         return _explain((isinstance(error, InstantiationException) and error.__cause__) or error)
     return None
 

@@ -27,7 +27,7 @@ def lightnings_refusals() -> Iterator[None]:
     """Raises the `refusal` instead of an error that has one."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # anything that Lightning raises; raised again
         if refused := refusal(error):
             raise refused from error
         raise

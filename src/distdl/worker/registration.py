@@ -24,6 +24,6 @@ def register(config: DictConfig, context: RankContext) -> None:
     try:
         best = best_or_last(context.run.checkpoints)
         named_tools.exporter().export(config, context.run, best, "mlflow")
-    except Exception as error:
+    except Exception as error:  # the training has succeeded, whatever fails here
         again = f"python -m distdl export {shown(context.run.path)} --to mlflow"
         log.warning("the model is not registered: %s\n  to repeat it: %s", error, again)

@@ -146,7 +146,7 @@ def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
         why = _short(error)
     try:
         measured = _extrapolated(batch, samples, size, config, global_batch)
-    except Exception as error:
+    except Exception as error:  # the user's module and data run
         raise UserError.at("model", f"a training step fails here: {_short(error)}") from error
     measured.notes.append(f"measured on the CPU with {samples} samples and scaled ({why})")
     return measured
@@ -166,7 +166,7 @@ def a_batch(config: DictConfig) -> tuple[int, Any]:
             source = make(config.model)
         batch = source.on_before_batch_transfer(next(iter(source.train_dataloader())), 0)
         batch = source.on_after_batch_transfer(batch, 0)
-    except Exception as error:
+    except Exception as error:  # the user's data module runs
         what = f"no batch can be loaded here: {type(error).__name__}: {error}"
         remedy = "plan with random images of the same size: data=synthetic data.image_size=..."
         raise UserError.at("data", what, remedy) from error
@@ -322,7 +322,7 @@ def _optimizer_state(
             optimizer.step()
         states = _tensors([dict(optimizer.state) for optimizer in optimizers])
         return _total(tensor for tensor in states if tensor.dim())
-    except Exception as error:
+    except Exception as error:  # the user's optimizer runs
         measured.notes.append(f"optimizer estimated as Adam, since its step fails here: {error}")
         return 2 * measured.gradients
 

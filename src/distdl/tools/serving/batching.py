@@ -118,7 +118,7 @@ class Batcher:
             self.sizes[len(batch)] += 1
             try:
                 rows = await loop.run_in_executor(self._scoring, score, [*batch.values()])
-            except Exception:
+            except Exception:  # the model may raise anything; the server answers on
                 log.exception("the model failed on %d images", len(batch))
                 rows = [None] * len(batch)
             self._expected = self.queued

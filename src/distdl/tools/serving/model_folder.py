@@ -29,8 +29,11 @@ COPIED = (
     "tools/serving/json_rules.py",
     "tools/serving/exported_program.py",
     "tools/serving/safe_loading.py",
-    *("tools/serving/scorer.py", "tools/serving/requests.py"),
-    *("tools/serving/batching.py", "tools/serving/server.py", "tools/serving/settings.py"),
+    "tools/serving/scorer.py",
+    "tools/serving/requests.py",
+    "tools/serving/batching.py",
+    "tools/serving/server.py",
+    "tools/serving/settings.py",
     "tools/serving/threads.py",
 )
 # Azure ML's scoring scripts, in a folder of their own, which is sent beside the model.

@@ -29,7 +29,11 @@ class ImagesAsJson(BaseModel, extra="forbid"):
         min_length=1,
         max_length=MOST_IMAGES,
         validation_alias=AliasChoices(
-            *("images", "instances", AliasPath("inputs", "image"), "inputs", "dataframe_records"),
+            "images",
+            "instances",
+            AliasPath("inputs", "image"),
+            "inputs",
+            "dataframe_records",
             AliasPath("dataframe_split", "data"),
         ),
     )
@@ -95,6 +99,6 @@ def decoded(scorer: Any, number: int, data: bytes) -> Any:
 def _tried(action: Callable[[bytes], Any], number: int, data: bytes) -> Any:
     try:
         return action(data)
-    except Exception as error:
+    except Exception as error:  # decoders raise many kinds; one client hears of it
         what = f"image {number}: {' '.join(str(error).split()):.200}"
         raise HTTPException(getattr(error, "status_code", 400), what) from None
