@@ -103,9 +103,11 @@ def is_own(target: Any) -> bool:
 def where_of(config: DictConfig) -> DictConfig:
     """The keys of WHERE alone, as a nested config."""
     written, where = _written(config), OmegaConf.create({})
+    absent = object()
     for path in WHERE:
-        if path in flat_paths(written, leaves=False):
-            OmegaConf.update(where, path, _pop(written, path), force_add=True)
+        value = _pop(written, path, absent)
+        if value is not absent:
+            OmegaConf.update(where, path, value, force_add=True)
     return where
 
 
@@ -163,16 +165,18 @@ def difference(old: DictConfig, new: DictConfig) -> str:
     return "\n".join(lines)
 
 
-def flat_paths(config: Any, prefix: str = "", *, leaves: bool = True) -> list[str]:
+def flat_paths(config: Any, *, leaves: bool = True) -> list[str]:
     """Every path of a config in dotted form; with `leaves=False` inner nodes as well."""
     plain = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else config
-    paths: list[str] = []
-    for key, value in plain.items() if isinstance(plain, dict) else ():
+    return [*_paths_below(plain, "", leaves)]
+
+
+def _paths_below(node: Any, prefix: str, leaves: bool) -> Iterator[str]:
+    for key, value in node.items() if isinstance(node, dict) else ():
         path = f"{prefix}{key!s}"
         if not leaves or not isinstance(value, dict):
-            paths.append(path)
-        paths += flat_paths(value, f"{path}.", leaves=leaves)
-    return paths
+            yield path
+        yield from _paths_below(value, f"{path}.", leaves)
 
 
 def values_at(node: Any, path: str) -> Iterator[Any]:
@@ -204,9 +208,9 @@ def _without_clock(node: Any) -> Any:
     return node
 
 
-def _pop(node: Any, path: str) -> Any:
+def _pop(node: Any, path: str, default: object = None) -> Any:
     """Removes the value at a path from nested mappings, and returns it."""
     *parents, key = path.split(".")
     for part in parents:
         node = node.get(part) if isinstance(node, dict) else None
-    return node.pop(key, None) if isinstance(node, dict) else None
+    return node.pop(key, default) if isinstance(node, dict) else default

@@ -104,8 +104,10 @@ def files(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def ignored(folder: Path) -> list[str]:
-    """Names of what git ignores below `folder`; of an ignored folder only its own, with a "/"."""
-    prefix = output(folder, "rev-parse", "--show-prefix").removesuffix("\n")
+    """Names of what git ignores below `folder`, which `check` accepts; of an ignored folder only
+    its own, with a "/"."""
+    top, here = top_of(folder) or folder, folder.resolve()
+    prefix = "" if here == top.resolve() else f"{here.relative_to(top.resolve()).as_posix()}/"
     arguments = ("--ignored=matching", "--untracked-files=all", "--ignore-submodules=all")
     state = output(folder, "status", "--porcelain", "-z", *arguments, "--", ".")
     lines = (line for line in state.split("\0") if line.startswith("!! "))

@@ -52,9 +52,11 @@ def git_state(root: Path) -> dict[str, Any]:
 
 def _git_state(root: Path) -> dict[str, Any]:
     git.check(root)
-    changed = git.output(root, "status", "--porcelain").splitlines()
+    header, *changed = git.output(root, "status", "--porcelain", "--branch").splitlines()
     state: dict[str, Any] = {"dirty": bool(changed), "changed": changed[:200]}
-    if not git.output(root, "rev-list", "--all", "--max-count=1"):
+    # "## No commits yet on main", "## main...origin/main [ahead 1]", "## HEAD (no branch)"
+    on = header.removeprefix("## ")
+    if on.startswith("No commits yet"):
         return {**state, "error": "there is no commit yet"}
     # No program that the repository's settings name, and no colours: this is read by programs.
     diff = git.output(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
@@ -64,7 +66,7 @@ def _git_state(root: Path) -> dict[str, Any]:
         diff = diff[:DIFF_LIMIT] + "\n[cut here]\n"
     return {
         "commit": git.output(root, "rev-parse", "HEAD").strip(),
-        "branch": git.output(root, "rev-parse", "--abbrev-ref", "HEAD").strip(),
+        "branch": on.partition("...")[0].partition(" ")[0],
         **state,
         "diff": diff,
     }
