@@ -65,3 +65,7 @@ def test_experiments_in_folders(both, tmp_path, monkeypatch):
         file.write_text("# @package _global_\nseed: 3\n", encoding="utf-8")
     names = [compose.compose([f"+experiment={each}"]).experiment_name for each in options]
     assert names[-1] == "a_b" and len({*names}) == len(options)
+    several = ",".join(options)
+    assert compose.compose([f"experiment=[{several}]"]).experiment_name == "-".join(
+        option.replace("/", "_") for option in options
+    )

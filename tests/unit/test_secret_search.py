@@ -247,6 +247,16 @@ def test_a_database_is_searched_table_by_table_and_left_as_it_is(tmp_path):
     assert why(tmp_path, "cut.db", before[:5000]) == ""
 
 
+def test_a_database_is_not_taken_for_text_with_two_bytes_a_character(tmp_path):
+    path = tmp_path / "mlflow.db"  # columns that follow each other in a row look like one word
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE params (key TEXT, run TEXT, value TEXT)")
+        row = ("global_batch_size", "c95fa97cb1fa4fa9af14c1c5d6ff7f6f", "I4")
+        database.execute("INSERT INTO params VALUES (?, ?, ?)", row)
+    database.close()
+    assert snapshot.secret_in(path, snapshot.state_of(path), ()) == ""
+
+
 USERS = "root:x:0:0:root:/root:/bin/bash\nme:x:1000:1000:Me:/home/me:/bin/sh\n"
 PUBLIC = secret_corpus.Maker(SEED).pem("CERTIFICATE", KEY * 20)
 # Names that suggest secrets, and forms that resemble the families above.

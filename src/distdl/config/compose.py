@@ -75,10 +75,10 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
     config.hydra.overrides.task = prepared
     HydraConfig.instance().set_config(config)
     OmegaConf.set_struct(config, False)
-    experiment = str(config.hydra.runtime.choices.get("experiment") or "default")
-    named = experiment.replace("/", "_")
-    if named in flat:  # experiment=a_b exists beside experiment=a/b
-        named = kept_apart(experiment, named)
+    chosen = _chosen(prepared, "experiment")
+    named = "-".join(each.replace("/", "_") for each in chosen) or "default"
+    if named in flat and chosen != [named]:  # experiment=a_b exists beside experiment=a/b
+        named = kept_apart(",".join(chosen), named)
     empty = {"experiment_name": named, "tracking": {}, "callbacks": {}}
     for key, value in empty.items():
         # Interpolations are not resolved here: validation reports a broken one with the others.
@@ -87,6 +87,16 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
     if not OmegaConf.is_interpolation(config, "trainer"):
         _normalise_trainer(config.get("trainer"))
     return config
+
+
+def _chosen(prepared: Sequence[str], group: str) -> list[str]:
+    """The options that a command line chooses of a group that has none by default. Hydra's own
+    record of choices lacks those of a list."""
+    for line in prepared:
+        if line.startswith(f"+{group}="):
+            value = _parsed(line).value()
+            return [str(each) for each in (value if isinstance(value, list) else [value])]
+    return []
 
 
 def _remove_debug_keys(config: DictConfig, overrides: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ CHANGEABLE = (
 # Keys that an attempt of a task in EVALUATE may change as well, for itself alone.
 CHANGEABLE_TO_EVALUATE = (
     *("trainer.accelerator", "trainer.precision", "model.compile"),
-    *("data.root", "data.decoder", "data.num_workers", "data.cache_dir"),
+    *("data.root", "data.decoder", "data.num_workers", "data.cache_dir", "data.max_pixels"),
 )
 # What `distdl export` takes.
 EXPORTABLE = {"model": "distdl.models.ImageClassifier", "data": "distdl.data.StoredImages"}

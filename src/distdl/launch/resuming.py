@@ -108,13 +108,13 @@ def apply(
                 changes = {k: v for k, v in changes.items() if not k.startswith(f"{path}.")}
                 changes[path] = OmegaConf.to_container(chosen[path], resolve=False)
             else:
-                problems.append(_refused(path))
+                problems.append(_refused(path, changeable))
         elif any(path == w or path.startswith(w + ".") for w in configs.WHERE):
             OmegaConf.update(where, path, value, force_add=True)
         elif path in changeable or path.startswith(("strategy.", "tracking.")):
             changes[path] = value
         else:
-            problems.append(_refused(path, configs.flat_paths(recipe)))
+            problems.append(_refused(path, changeable, configs.flat_paths(recipe)))
     if problems:
         raise UserError(*problems)
     return changes
@@ -156,10 +156,11 @@ def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator
         raise type(error)(Problem("project.root", what, remedy), *others) from None
 
 
-def _refused(path: str, known: Sequence[str] = ()) -> Problem:
+def _refused(path: str, changeable: Sequence[str], known: Sequence[str] = ()) -> Problem:
     if known and path not in known:
-        return Problem(path, "no such key", did_you_mean(path, [*known, *configs.CHANGEABLE]))
-    others = ("strategy", "tracking", "launcher", "task", "trainer.devices", "trainer.num_nodes")
-    changeable = ", ".join((*configs.CHANGEABLE, *others))
-    remedy = f"start a new run; a resume may only change {changeable}"
+        return Problem(path, "no such key", did_you_mean(path, [*known, *changeable]))
+    others = ["strategy", "tracking", "launcher", "task", "trainer.devices", "trainer.num_nodes"]
+    remedy = f"start a new run; a resume may only change {', '.join([*changeable, *others])}"
+    if path in configs.CHANGEABLE_TO_EVALUATE:
+        remedy += f"; {path} only for task=validate, test or predict"
     return Problem(path, "would make it another run", remedy)

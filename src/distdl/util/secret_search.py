@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from distdl.util import secret_carriers, secret_commands, secret_formats, secret_notes
 from distdl.util.secret_names import is_key_name, is_password_name, looks_secret
-from distdl.util.secret_shapes import find, is_mixed, is_random
+from distdl.util.secret_shapes import find, is_mixed, is_random, single_bytes
 from distdl.util.secret_values import is_passphrase, is_password, is_strong, is_token
 
 BY_NAME, PASSWORD = "a secret by its name", "a password"
@@ -145,8 +145,7 @@ def _in_text(
     content: bytes, name: str, found: Iterator[tuple[int, str]]
 ) -> Iterator[tuple[int, str]]:
     yield from found
-    if content.count(0) > len(content) // 4:  # UTF-16: every other byte of ASCII
-        content = content.replace(b"\0", b"")
+    content = single_bytes(content)
     if b"\0" in content[:8192]:  # binary
         return
     lowered = content.lower()

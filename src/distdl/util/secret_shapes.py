@@ -417,8 +417,7 @@ def hide_shapes(text: str) -> str:
 def find(content: bytes, test: bool = False) -> Iterator[tuple[int, str]]:
     """Certain secrets in a file's content (text in UTF-8, UTF-16 or Latin-1, or binary): the line,
     from 1, of the first one of each kind, and the kind. In a `test`, words are made up."""
-    if content.count(0) > len(content) // 4:  # UTF-16: every other byte of ASCII
-        content = content.replace(b"\0", b"")
+    content = single_bytes(content)
     text, words = "", "\n".join(_long_words(content))
     present = {needle for needle in NEEDLES if needle in content}
     for shape in SHAPES:
@@ -434,6 +433,16 @@ def find(content: bytes, test: bool = False) -> Iterator[tuple[int, str]]:
                 matches = (m for m in matches if is_random(m["value"]))
             if (first := next(matches, None)) is not None:
                 yield text.count("\n", 0, first.start()) + 1, shape.kind
+
+
+def single_bytes(content: bytes) -> bytes:
+    """A text in UTF-16 or UTF-32 without the bytes that are 0 in each character of ASCII: they are
+    at the same places of every four bytes, but in a binary file, such as a database, anywhere."""
+    if content.count(0) <= len(content) // 4:
+        return content
+    shares = [content[start::4].count(0) / len(content[start::4] or b"0") for start in range(4)]
+    wide = min(shares) < 0.02 and all(share < 0.02 or share > 0.5 for share in shares)
+    return content.replace(b"\0", b"") if wide else content
 
 
 def _long_words(content: bytes) -> Iterator[str]:
