@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from distdl.job import JobSpec
 from distdl.util import walltime
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import Problem, Refused, UserError
 from distdl.util.ranges import AboveZero, Count, Positive
 
 if TYPE_CHECKING:
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["AboveZero", "Count", "Positive"]  # for the launchers' settings
 
 # ---- settings -----------------------------------------------------------------------------------
-
-
-class Refused(ValueError):
-    """Raised when a settings validator rejects a value. `what` begins with the value."""
-
-    def __init__(self, what: str, remedy: str = "") -> None:
-        super().__init__(what)
-        self.remedy = remedy
 
 
 def _seconds(value: Any) -> int:

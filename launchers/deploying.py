@@ -12,16 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distdl.launchers.common import digest
-from distdl.util.errors import UserError
+from distdl.util.errors import NotDeployed, UserError
 
 TOLERANCE = 1e-3  # the largest difference between two machines' probabilities of an image
-
-
-class NotDeployed(UserError):
-    """A new model did not start, or did not answer as it does on this machine."""
-
-    exit_code = 1
-    outcome = "traffic stays where it was"
 
 
 class Platform(Protocol):

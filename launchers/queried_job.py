@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, ClassVar, Self, TypeVar
 
 from distdl.job import Job, JobState
-from distdl.util.errors import UserError
+from distdl.util.errors import Forgotten, Lasting, NoRight, NotSignedIn, UserError
 from distdl.util.tail import plain
 
 T = TypeVar("T")
@@ -33,22 +33,6 @@ def wait_until_ended(job: Job, seconds: float) -> JobState:
     while not (state := job.state()).ended:
         time.sleep(seconds)
     return state
-
-
-class Lasting(UserError):
-    """Asking again would not change it."""
-
-
-class Forgotten(Lasting):
-    """The platform does not know the job, or has forgotten it."""
-
-
-class NoRight(Lasting):
-    """The platform answers, but not to this user."""
-
-
-class NotSignedIn(NoRight):
-    """The platform does not know who asks, so that it answers to no question."""
 
 
 class QueriedJob(ABC):

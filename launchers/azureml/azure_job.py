@@ -12,8 +12,8 @@ from distdl.job import JobState
 from distdl.launchers.azureml import datastore
 from distdl.launchers.azureml.client import Connection, Workspace, azure_errors
 from distdl.launchers.azureml.run_history import LogFile, RunHistory, by_rank
-from distdl.launchers.queried_job import NoRight, QueriedJob, from_pages, pace
-from distdl.util.errors import UserError
+from distdl.launchers.queried_job import QueriedJob, from_pages, pace
+from distdl.util.errors import NoRight, UserError
 
 # https://learn.microsoft.com/rest/api/azureml/jobs/get#jobstatus
 STATES = {

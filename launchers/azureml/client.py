@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from distdl.launchers.queried_job import NoRight, NotSignedIn
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import NoRight, NotSignedIn, Problem, UserError
 
 
 class Cloud(NamedTuple):

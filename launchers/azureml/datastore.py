@@ -11,8 +11,7 @@ from typing import Any
 from distdl.launchers.azureml.client import Connection, azure_errors
 from distdl.launchers.common import RemoteFile, fetch_files
 from distdl.stores.azure import BlobStore
-from distdl.stores.store import StoreError
-from distdl.util.errors import UserError
+from distdl.util.errors import StoreError, UserError
 
 ADDRESS = re.compile(r"azureml://(?:.*/)?datastores/([^/]+)/paths/(.+?)/?")
 PATIENCE = 30.0  # seconds of retries while Azure does not answer; short, because a user waits

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distdl.launchers.azureml.client import Connection, azure_errors, rest_client
-from distdl.launchers.queried_job import Forgotten
+from distdl.util.errors import Forgotten
 
 # user_logs/std_log_process_00.txt is rank 0's, ..01.txt rank 1's; a single process has std_log.txt.
 USER_LOG = re.compile(r"user_logs/std_log(?:_process_(\d+))?\.txt")

@@ -26,14 +26,13 @@ from distdl.launchers.common import (
     Count,
     LauncherSettings,
     Positive,
-    Refused,
     Values,
     Walltime,
     did_you_mean,
     matching,
     with_paths,
 )
-from distdl.util.errors import Problem
+from distdl.util.errors import Problem, Refused
 
 Size = Annotated[str, matching(r"[1-9]\d*[bkmgBKMG]", "a size", "a number and b, k, m or g: 16g")]
 # https://learn.microsoft.com/azure/azure-resource-manager/management/resource-name-rules

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from distdl.launchers.queried_job import NoRight, NotSignedIn
-from distdl.util.errors import UserError
+from distdl.util.errors import NoRight, NotSignedIn, UserError
 
 _SIGN_IN = ("launcher", "aws configure, aws sso login, AWS_PROFILE=NAME or launcher.profile=NAME")
 # Errors of botocore -> the setting that the error is about, and the remedy.

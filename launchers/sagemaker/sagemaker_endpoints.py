@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from distdl.launchers.common import did_you_mean, refuse
-from distdl.launchers.deploying import NotDeployed, Platform, is_ours
+from distdl.launchers.deploying import Platform, is_ours
 from distdl.launchers.sagemaker import limits
 from distdl.launchers.sagemaker.aws import aws_errors
 from distdl.launchers.sagemaker.sagemaker_settings import REQUIRED
 from distdl.launchers.sagemaker.uploads import send
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import NotDeployed, Problem, UserError
 
 # Field of a request -> the option or key that it comes from.
 WRITTEN_AS = {

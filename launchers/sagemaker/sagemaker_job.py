@@ -11,9 +11,9 @@ from typing import Any
 
 from distdl.job import JobState
 from distdl.launchers.common import RemoteFile, fetch_files
-from distdl.launchers.queried_job import Forgotten, Lasting, QueriedJob, from_pages
+from distdl.launchers.queried_job import QueriedJob, from_pages
 from distdl.launchers.sagemaker.aws import Aws, aws_errors, code_of
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import Forgotten, Lasting, Problem, UserError
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 

@@ -19,7 +19,6 @@ from distdl.launchers.common import (
     LauncherSettings,
     ListOf,
     Positive,
-    Refused,
     Values,
     Walltime,
     did_you_mean,
@@ -28,7 +27,7 @@ from distdl.launchers.common import (
 )
 from distdl.launchers.sagemaker import instances
 from distdl.util import walltime
-from distdl.util.errors import Problem
+from distdl.util.errors import Problem, Refused
 
 REQUIRED = {
     "role": "launcher.role=arn:aws:iam::<account>:role/<name>: the job's permissions",

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.launchers.queried_job import Forgotten, Lasting
 from distdl.launchers.slurm.slurm_settings import SlurmSettings
-from distdl.util.errors import UserError
+from distdl.util.errors import Forgotten, Lasting, UserError
 
 TIMEOUT = 60  # seconds; without a controller a command waits for 10 to 20
 # The shell variables that a batch script and srun need.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from distdl.launchers.common import Refused
+from distdl.util.errors import Refused
 
 
 @dataclass(frozen=True)

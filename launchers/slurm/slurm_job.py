@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from distdl.job import JobState
-from distdl.launchers.queried_job import Forgotten, QueriedJob
+from distdl.launchers.queried_job import QueriedJob
 from distdl.launchers.slurm import commands
+from distdl.util.errors import Forgotten
 
 # Source: https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
 NAMES = {

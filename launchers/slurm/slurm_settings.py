@@ -13,13 +13,12 @@ from distdl.launchers.common import (
     LauncherSettings,
     ListOf,
     Positive,
-    Refused,
     Values,
     Walltime,
     matching,
 )
 from distdl.launchers.slurm.options import SBATCH, SRUN, Option, of_variable, words
-from distdl.util.errors import Problem
+from distdl.util.errors import Problem, Refused
 
 # Options that are the launcher's to write, or that contradict one -> what to write instead.
 RESERVED = {

@@ -10,11 +10,11 @@ import pytest
 
 from distdl.job import JobState
 from distdl.launch import asking, jobs
-from distdl.launchers.queried_job import Forgotten, NoRight, NotSignedIn, QueriedJob
+from distdl.launchers.queried_job import QueriedJob
 from distdl.launchers.sagemaker import aws
 from distdl.launchers.sagemaker import sagemaker_launcher as sagemaker
 from distdl.runs.directory import RunDirectory
-from distdl.util.errors import UserError
+from distdl.util.errors import Forgotten, NoRight, NotSignedIn, UserError
 from tests.written import program
 
 CONFIG = """[profile refusing]

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from distdl.datasets.cache import Cache, NoRoom
+from distdl.datasets.cache import Cache
 from distdl.datasets.order import Needs, Windows
 from distdl.datasets.prefetch import Prefetch
 from distdl.stores.files import FileStore
-from distdl.util.errors import UserError
+from distdl.util.errors import NoRoom, UserError
 from tests import prepared
 from tests.prepared import Unreliable, files, open_cache, prepare, refusal
 from tests.waiting import until

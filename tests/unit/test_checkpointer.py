@@ -16,12 +16,12 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
-from distdl.checkpoint.saving import SaveError, Saver
+from distdl.checkpoint.saving import Saver
 from distdl.distributed import agreement
 from distdl.runs.checkpoints import CheckpointStore, damage_of, manifest_at
 from distdl.runs.records import journal_path, read
 from distdl.tracking.journal import Journal
-from distdl.util.errors import UserError
+from distdl.util.errors import SaveError, UserError
 from tests.unit import checkpointing
 from tests.unit.checkpointing import numbers
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distdl.launchers.deploying import NotDeployed, check
+from distdl.launchers.deploying import check
+from distdl.util.errors import NotDeployed
 from tests.aws import REGION, aws, moto
 from tests.served import model_folder
 

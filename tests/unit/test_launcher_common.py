@@ -14,11 +14,11 @@ from distdl.launchers.azureml.request import to_yaml
 from distdl.launchers.common import RemoteFile, fetch_files
 from distdl.launchers.local import LocalLauncher
 from distdl.launchers.mpi import MpiLauncher
-from distdl.launchers.queried_job import NoRight, QueriedJob
+from distdl.launchers.queried_job import QueriedJob
 from distdl.launchers.sagemaker import SageMakerLauncher
 from distdl.launchers.slurm import SlurmLauncher
 from distdl.util import walltime
-from distdl.util.errors import UserError
+from distdl.util.errors import NoRight, UserError
 from distdl.validation import rules
 from distdl.validation.resolve import resolve
 from tests.written import program

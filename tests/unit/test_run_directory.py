@@ -23,8 +23,7 @@ from distdl.job import JobState, Resources
 from distdl.launch import start
 from distdl.runs import failures, provenance
 from distdl.runs.directory import Attempt, RunDirectory, read_json, write_json
-from distdl.runs.files import Damaged
-from distdl.util.errors import UserError
+from distdl.util.errors import Damaged, UserError
 from distdl.util.processes import start_time
 from distdl.worker import failing
 

@@ -20,8 +20,8 @@ from pydantic import field_validator as checks
 
 from distdl.launchers.azureml import vm_sizes
 from distdl.launchers.azureml.settings import VmSizeName
-from distdl.launchers.common import Count, Positive, Refused, matching, problems
-from distdl.util.errors import Problem, UserError
+from distdl.launchers.common import Count, Positive, matching, problems
+from distdl.util.errors import Problem, Refused, UserError
 
 # The RDMA network's addresses: learn.microsoft.com/azure/virtual-machines/setup-infiniband
 RDMA_NETWORK = ipaddress.ip_network("172.16.0.0/16")

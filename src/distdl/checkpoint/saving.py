@@ -22,7 +22,7 @@ from distdl.checkpoint.formats import AnyCheckpoint
 from distdl.checkpoint.host_copy import HostCopy
 from distdl.distributed import process_group
 from distdl.runs.checkpoints import CheckpointStore, remove
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import Problem, SaveError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,6 @@ REMEDY = (
     "run: checkpoint.trust_pickle=true"
 )
 PATIENCE = 1.0  # seconds; a shorter wait for the previous write is not reported
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be saved; earlier ones are unchanged. `of_peer`: by another rank."""
-
-    def __init__(self, message: str, of_peer: bool = False) -> None:
-        super().__init__(message)
-        self.of_peer = of_peer
 
 
 def refuse_pickles(trainer: Trainer) -> None:

@@ -12,9 +12,8 @@ from distdl.job import Job, JobState
 from distdl.launch import asking, job_status, jobs, one_attempt
 from distdl.launch.jobs import Target
 from distdl.runs.directory import Attempt, RunDirectory, shown
-from distdl.runs.files import Damaged
 from distdl.util.answering import refuse_silent
-from distdl.util.errors import UserError
+from distdl.util.errors import Damaged, UserError
 from distdl.util.tail import plain, tail
 
 VERBS = {

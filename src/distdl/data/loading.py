@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from distdl.data.drawing import Drawn, random_states_kept, seed_all, shards_itself
 from distdl.data.own_generators import OwnGenerators
-from distdl.data.rebuilding import NotRebuilt, Striding, of_torch, rebuilt
+from distdl.data.rebuilding import Striding, of_torch, rebuilt
 from distdl.data.sampling import (
     EvalBatches,
     PlacedBatches,
@@ -36,7 +36,7 @@ from distdl.data.sampling import (
     TrainPosition,
 )
 from distdl.data.worker_end import EndingWithRank
-from distdl.util.errors import UserError
+from distdl.util.errors import NotRebuilt, UserError
 from distdl.util.ordinals import ordinal
 from distdl.util.seeds import stable_seed
 

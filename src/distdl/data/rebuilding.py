@@ -16,15 +16,12 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from distdl.data.sampling import EvalBatches, InOrder, Placed, PlacedInOrder, TrainBatches
 from distdl.data.worker_end import EndingWithRank
+from distdl.util.errors import NotRebuilt
 
 # Arguments that a DataLoader keeps as attributes, except for the dataset and the samplers.
 SETTINGS: tuple[str, ...] = ("num_workers", "prefetch_factor", "persistent_workers", "in_order")
 SETTINGS += ("collate_fn", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn")
 SETTINGS += ("multiprocessing_context", "generator")
-
-
-class NotRebuilt(Exception):
-    """The batches of a DataLoader subclass cannot be replaced."""
 
 
 def of_torch(sampler: object) -> bool:

@@ -29,10 +29,10 @@ from pathlib import Path
 from filelock import FileLock
 
 from distdl.datasets.format import File
-from distdl.stores import Progress, Store, StoreError
+from distdl.stores import Progress, Store
 from distdl.stores.files import reserved
 from distdl.util.atomic_files import sync, write_bytes
-from distdl.util.errors import UserError
+from distdl.util.errors import NoRoom, StoreError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,6 @@ Evictable = Callable[[File], Sequence[str]]
 TRIES = 3
 AGAIN = 10.0  # seconds to wait for a server that another process of this node has given up on
 MARGIN = 2 << 30  # bytes of the disk that stay free; on a small disk, a twentieth of it
-
-
-class NoRoom(OSError):
-    """The cache is full of shards that are needed sooner."""
 
 
 class Cache:

@@ -6,9 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from distdl.datasets.cache import Cache, Evictable, NoRoom
+from distdl.datasets.cache import Cache, Evictable
 from distdl.datasets.format import File
-from distdl.util.errors import UserError
+from distdl.util.errors import NoRoom, UserError
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from distdl.datasets.cache import REMEDY, Cache, Evictable, NoRoom
+from distdl.datasets.cache import REMEDY, Cache, Evictable
 from distdl.datasets.format import MANIFEST, File, Manifest, Split, load_index
 from distdl.stores import PATIENCE, Absent, Store, StoreError, is_remote, open_store
 from distdl.util.atomic_files import write_bytes
-from distdl.util.errors import UserError
+from distdl.util.errors import NoRoom, UserError
 
 QUICK = 10.0  # seconds to wait for a server if a kept manifest can replace its answer
 AGAIN = "copy or prepare the data set again"

@@ -14,8 +14,7 @@ from distdl.launch import asking, jobs
 from distdl.launch.asking import Report
 from distdl.runs import failures
 from distdl.runs.directory import Attempt, RunDirectory, shown
-from distdl.runs.files import Damaged
-from distdl.util.errors import UserError
+from distdl.util.errors import Damaged, UserError
 from distdl.util.tail import plain
 
 Row = tuple[str, ...]  # of COLUMNS

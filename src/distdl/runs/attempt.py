@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 
 from distdl.job import JobState, Resources
 from distdl.runs import failures, files
-from distdl.runs.files import Damaged, write_json
+from distdl.runs.files import write_json
+from distdl.util.errors import Damaged
 from distdl.util.processes import is_alive, this_process
 from distdl.util.redact import redact
 from distdl.util.strict_json import numbers

@@ -24,20 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distdl.util import strict_json
 from distdl.util.atomic_files import write_bytes
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import Damaged
 
 # The first line of a stamped file: the hash of everything after it.
 STAMP = "# sha256 "
 RETRY_SECONDS = 0.2  # without an atomic rename, half a file may be visible for a moment
 
 Shape = Mapping[str, type | tuple[type, ...]]
-
-
-class Damaged(UserError):
-    """A file of a run exists, but is not what was written."""
-
-    def __init__(self, path: Path, what: str, remedy: str) -> None:
-        super().__init__(Problem(str(path), f"is damaged: {what}", remedy))
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:

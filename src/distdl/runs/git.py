@@ -11,16 +11,12 @@ import re
 import subprocess
 from pathlib import Path
 
-from distdl.util.errors import UserError
+from distdl.util.errors import GitRefuses
 from distdl.util.safe_paths import above
 
 # Set by git for its hooks: they would make every repository the one of the hook.
 ONE_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 UNREADABLE = re.compile(r"could not open directory '(.+?)/?': (.+)")
-
-
-class GitRefuses(UserError):
-    """A folder is in a repository that git does not read."""
 
 
 def top_of(folder: Path) -> Path | None:

@@ -11,6 +11,7 @@ fork. File names are relative to the URI, with `/` between folders.
 from __future__ import annotations
 
 from distdl.stores.address import is_remote, open_store
-from distdl.stores.store import PATIENCE, Absent, Progress, Store, StoreError
+from distdl.stores.store import PATIENCE, Progress, Store
+from distdl.util.errors import Absent, StoreError
 
 __all__ = ["PATIENCE", "Absent", "Progress", "Store", "StoreError", "is_remote", "open_store"]

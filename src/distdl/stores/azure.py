@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from distdl.stores.remote import PART, RemoteStore
-from distdl.stores.store import PATIENCE, Progress, StoreError
-from distdl.util.errors import UserError
+from distdl.stores.store import PATIENCE, Progress
+from distdl.util.errors import StoreError, UserError
 
 _CONNECTION, _ACCOUNT = "AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT"
 _KEY, _SAS = "AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN"

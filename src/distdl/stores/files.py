@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl.stores.store import Progress, StoreError
+from distdl.stores.store import Progress
 from distdl.stores.walking import walk_once
 from distdl.util.atomic_files import atomic_file
-from distdl.util.errors import UserError
+from distdl.util.errors import StoreError, UserError
 
 _PIECE = 8 << 20  # bytes copied at a time
 _MOST = 4 << 30  # bytes of a file that is read at once

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from distdl.stores.files import reserved, write_at
-from distdl.stores.store import PATIENCE, Absent, Progress, StoreError
+from distdl.stores.store import PATIENCE, Progress
+from distdl.util.errors import Absent, Short, StoreError
 from distdl.util.redact import hide_shapes
 
 PART = 8 << 20  # bytes per request
@@ -218,10 +219,6 @@ class RemoteStore(ABC):
 
     def _key(self, name: str) -> str:
         return f"{self._folder}/{name}" if self._folder else name
-
-
-class Short(StoreError):
-    """Fewer bytes arrived than were requested; transient."""
 
 
 def in_parallel(action: Callable[[int], None], items: Sequence[int]) -> None:

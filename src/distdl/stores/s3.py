@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from distdl.stores.remote import RemoteStore
-from distdl.stores.store import PATIENCE, Progress, StoreError
-from distdl.util.errors import UserError
+from distdl.stores.store import PATIENCE, Progress
+from distdl.util.errors import StoreError, UserError
 
 _BUSY = (408, 409, 429, 500, 502, 503, 504)  # 409: another request for the same object
 PART, MOST_PARTS = 8 << 20, 10_000  # bytes per part (at least 5 MiB), and S3's limit of parts

@@ -12,23 +12,6 @@ PATIENCE = 120.0  # seconds that a store keeps trying to reach a server that doe
 Progress = Callable[[int], None]
 
 
-class StoreError(OSError):
-    """A file could not be read or written. The message names it, and holds no secret.
-
-    Args:
-        transient: The server did not answer or was busy, so a later try may succeed.
-        remedy: For an error of credentials, the container or the bucket; else "".
-    """
-
-    def __init__(self, message: str, *, transient: bool = False, remedy: str = "") -> None:
-        super().__init__(message)
-        self.transient, self.remedy = transient, remedy
-
-
-class Absent(StoreError):
-    """There is no such file, but its container exists."""
-
-
 class Store(Protocol):
     """A folder of files in some backend.
 

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from distdl.runs.records import journals, read
 from distdl.tracking.client import import_client, is_permanent, last_written, metric_name, set_aside
 from distdl.tracking.outbox import Cursor, Outbox, database_path, is_local, redact
-from distdl.tracking.refusals import ADDRESS, OTHER, LastingRefusal, deleted, refusal
+from distdl.tracking.refusals import ADDRESS, OTHER, deleted, refusal
+from distdl.util.errors import LastingRefusal
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import textwrap
 
 from distdl.tracking import schema
 from distdl.tracking.outbox import database_path, is_local, redact
+from distdl.util.errors import LastingRefusal
 
 CREDENTIALS = (
     "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, to valid "
@@ -67,19 +68,6 @@ MESSAGES = {
 }
 LONGEST = 300  # characters of a server's words
 FILES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
-
-
-class LastingRefusal(Exception):
-    """An answer that stays the same until somebody acts.
-
-    Args:
-        what: What is wrong, in words that follow the server's address.
-        remedy: What to type or do.
-    """
-
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(f"{what}; {remedy}")
-        self.what, self.remedy = what, remedy
 
 
 def status_of(error: Exception) -> str:

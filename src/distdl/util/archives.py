@@ -18,6 +18,8 @@ from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from urllib.parse import quote
 
+from distdl.util.errors import Unsearched
+
 LIMIT = 1 << 28  # bytes that are read of an archive, unpacked
 MEMBERS = 20_000
 PIECE = 1 << 22
@@ -34,10 +36,6 @@ DAMAGED = (
 )
 
 Member = tuple[str, Callable[[int], bytes]]  # its name, and what reads it
-
-
-class Unsearched(Exception):
-    """A part of an archive was not read: the message says why."""
 
 
 def is_archive(start: bytes) -> bool:

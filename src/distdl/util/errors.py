@@ -1,9 +1,55 @@
-"""Errors in the user's input: where it is wrong, what is wrong, and what to write instead."""
+"""The errors of distdl, and what one says: where the input is wrong, why, what to write instead.
+
+Every exception class of distdl, below the one that it derives from. It is defined in this file, or
+else in the one that is named behind it, with the reason.
+
+* Exception
+  + UserError: the input is refused; exit code 2, and no traceback
+    + Unchecked: the config alone was checked
+    + Unfinished: a command failed after it had begun, and can go on
+    + Damaged: a file of a run
+    + GitRefuses: a repository that git does not read
+    + Unfit: the ranks, hosts or links of a job
+    + Disagrees: an export does not answer as its network does
+    + NotDeployed: a model does not answer at its endpoint
+    + Lasting: to ask a platform again would not help
+      + Forgotten: the platform does not know the job
+      + NoRight: it does not answer to this user
+        + NotSignedIn: it does not know who asks
+    + Unreachable: Slurm does not answer (launchers/slurm/commands.py: of one platform)
+      + NotInstalled: there is no Slurm (launchers/slurm/commands.py: of one platform)
+  + LastingRefusal: a tracking server's answer, which stays
+  + NotRebuilt: a loader whose batches cannot be replaced
+  + Unwritten: an image that cannot be encoded again
+  + Unsearched: a part of an archive
+  + Stopped: ends an attempt on all ranks (distdl/ranks/stopping.py: holds a state of jobs)
+  + NotSmall: a value that is not copied (distdl/loops/small_state.py: caught there)
+  + UploadStopped: another file failed (distdl/tools/prepare/upload.py: caught there)
+  + _Closed: nobody waits for a download (distdl/datasets/prefetch.py: caught there)
+  + _NotTrusted: a pickle in a checkpoint (distdl/checkpoint/plain_state.py: caught there)
+* OSError
+  + StoreError: a file in a store
+    + Absent: there is no such file
+    + Short: fewer bytes came than were asked for
+  + NoRoom: the cache of shards is full
+* RuntimeError
+  + SaveError: a checkpoint was not saved
+* ValueError
+  + Refused: a value of a typed setting
+  + DamagedImage: no complete image (distdl/datasets/image_headers.py: exports hold copies)
+    + TooLarge: too much to decode (distdl/datasets/image_headers.py: exports hold copies)
+  + Unsafe: a harmful model file (distdl/tools/serving/json_rules.py: exports hold copies)
+* AttributeError
+  + NoSuchName: a dotted path that names nothing
+* KeyboardInterrupt
+  + Ended: a signal asks a command to end (distdl/ranks/stopping.py: holds a state of jobs)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 
@@ -56,3 +102,128 @@ class Unfinished(UserError):
     """A command failed after it had begun. The same command resumes where it stopped."""
 
     outcome = "what was done is kept"
+
+
+class Damaged(UserError):
+    """A file of a run exists, but is not what was written."""
+
+    def __init__(self, path: Path, what: str, remedy: str) -> None:
+        super().__init__(Problem(str(path), f"is damaged: {what}", remedy))
+
+
+class GitRefuses(UserError):
+    """A folder is in a repository that git does not read."""
+
+
+class Unfit(UserError):
+    """The job's ranks, hosts or links are not as they must be."""
+
+    outcome = "nothing was trained"
+
+
+class Disagrees(UserError):
+    """The export does not answer as the network does."""
+
+    exit_code = 1
+    outcome = "the export is removed"
+
+
+class NotDeployed(UserError):
+    """A new model did not start, or did not answer as it does on this machine."""
+
+    exit_code = 1
+    outcome = "traffic stays where it was"
+
+
+class Lasting(UserError):
+    """A platform's answer: asking again would not change it."""
+
+
+class Forgotten(Lasting):
+    """The platform does not know the job, or has forgotten it."""
+
+
+class NoRight(Lasting):
+    """The platform answers, but not to this user."""
+
+
+class NotSignedIn(NoRight):
+    """The platform does not know who asks, so that it answers to no question."""
+
+
+class StoreError(OSError):
+    """A file could not be read or written. The message names it, and holds no secret.
+
+    Args:
+        transient: The server did not answer or was busy, so a later try may succeed.
+        remedy: For an error of credentials, the container or the bucket; else "".
+    """
+
+    def __init__(self, message: str, *, transient: bool = False, remedy: str = "") -> None:
+        super().__init__(message)
+        self.transient = transient
+        self.remedy = remedy
+
+
+class Absent(StoreError):
+    """There is no such file, but its container exists."""
+
+
+class Short(StoreError):
+    """Fewer bytes arrived than were requested; transient."""
+
+
+class NoRoom(OSError):
+    """The cache is full of shards that are needed sooner."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be saved; earlier ones are unchanged. `of_peer`: by another rank."""
+
+    def __init__(self, message: str, of_peer: bool = False) -> None:
+        super().__init__(message)
+        self.of_peer = of_peer
+
+
+class Refused(ValueError):
+    """Raised when a validator of a typed setting rejects a value. `what` begins with the value."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(what)
+        self.remedy = remedy
+
+
+class NoSuchName(AttributeError):
+    """The dotted path `reached` names an object, `owner`, that has no attribute `missing`."""
+
+    def __init__(self, reached: str, missing: str, owner: object) -> None:
+        super().__init__(f"{reached} has no {missing!r}")
+        self.reached = reached
+        self.missing = missing
+        self.owner = owner
+
+
+class LastingRefusal(Exception):
+    """A tracking server's answer that stays the same until somebody acts.
+
+    Args:
+        what: What is wrong, in words that follow the server's address.
+        remedy: What to type or do.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}; {remedy}")
+        self.what = what
+        self.remedy = remedy
+
+
+class NotRebuilt(Exception):
+    """The batches of a DataLoader subclass cannot be replaced."""
+
+
+class Unwritten(Exception):
+    """An intact image that cannot be encoded again."""
+
+
+class Unsearched(Exception):
+    """A part of an archive was not read: the message says why."""

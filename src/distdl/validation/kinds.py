@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distdl.config.schema import COLLECTIONS, COMPONENTS, Path, path_text
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import NoSuchName, Problem, UserError
 from distdl.validation.targets import ALLOWED, BUILT, Trust, advice, nodes, target_problems, under
 
 # Modules whose layers and networks are allowed: other modules of torch run code from files.
@@ -129,14 +129,6 @@ def refuse(values: Mapping[str, Any], trust: Trust) -> None:
             problems.append(Problem(path_text(location), *why))
     if problems:
         raise UserError(*problems)
-
-
-class NoSuchName(AttributeError):
-    """The dotted path `reached` names an object (`obj`) that has no attribute `name`."""
-
-    def __init__(self, reached: str, name: str, obj: Any) -> None:
-        super().__init__(f"{reached} has no {name!r}")
-        self.reached, self.missing, self.owner = reached, name, obj
 
 
 def locate(target: str) -> Any:

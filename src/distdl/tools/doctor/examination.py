@@ -17,7 +17,7 @@ from distdl.distributed import process_group
 from distdl.ranks.environment import Environment
 from distdl.runs.directory import write_json
 from distdl.tools.doctor import FILE, findings, links, node, rows
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import Problem, Unfit
 
 if TYPE_CHECKING:
     from distdl.worker.rank_context import RankContext
@@ -26,12 +26,6 @@ log = logging.getLogger(__name__)
 
 PASSES = 4  # what is slow in only some of them has been disturbed by another program
 T = TypeVar("T")
-
-
-class Unfit(UserError):
-    """The job's ranks, hosts or links are not as they must be."""
-
-    outcome = "nothing was trained"
 
 
 def _is_doctor(config: DictConfig) -> bool:

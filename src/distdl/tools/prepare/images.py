@@ -21,7 +21,7 @@ from PIL import Image, ImageFile
 
 from distdl.datasets.image_files import converted, load_image
 from distdl.datasets.image_headers import MOST_PIXELS
-from distdl.util.errors import UserError
+from distdl.util.errors import Unwritten, UserError
 
 # PIL's names of the formats that are kept; MPO, from phones, is a JPEG followed by other JPEGs.
 KEPT = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png", "WEBP": ".webp"}
@@ -29,10 +29,6 @@ JPEGS, JPEG_NAMES = ("JPEG", "MPO"), (".jpg", ".jpeg", ".jpe", ".jfif")
 DEFAULT_QUALITY = 90
 WORTH_IT = 0.9  # re-encoding is lossy, so it must save at least a tenth
 ORIENTATION = 0x0112  # EXIF's tag
-
-
-class Unwritten(Exception):
-    """An intact image that cannot be encoded again."""
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import numpy as np
 
 from distdl.datasets.format import ROW, WORK, Shard, ShardFile
 from distdl.datasets.image_headers import DamagedImage
-from distdl.tools.prepare.images import Treatment, Unwritten
+from distdl.tools.prepare.images import Treatment
 from distdl.tools.prepare.shard_plan import Part
 from distdl.tools.prepare.source import Sample, Source
 from distdl.util.atomic_files import atomic_file, write_bytes
-from distdl.util.errors import UserError
+from distdl.util.errors import Unwritten, UserError
 
 FORMATS = ("shards", "folder")
 

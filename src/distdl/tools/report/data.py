@@ -16,8 +16,8 @@ import yaml
 
 from distdl.config.recipe import TRAIN, unit_of
 from distdl.runs.directory import RunDirectory
-from distdl.runs.files import Damaged
 from distdl.runs.records import journals, read
+from distdl.util.errors import Damaged
 
 
 @dataclass

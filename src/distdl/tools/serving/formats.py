@@ -18,18 +18,11 @@ from distdl.checkpoint.convert import write_weights
 from distdl.tools.serving import model_folder
 from distdl.tools.serving.scorer import Scorer
 from distdl.util.atomic_files import write_bytes
-from distdl.util.errors import UserError
+from distdl.util.errors import Disagrees, UserError
 
 LARGEST_BATCH = 1024
 # The largest difference of a probability that is accepted. ONNX runs other kernels than torch.
 TOLERANCE = {"pt2": 1e-5, "onnx": 1e-3, "weights": 1e-5}
-
-
-class Disagrees(UserError):
-    """The export does not answer as the network does."""
-
-    exit_code = 1
-    outcome = "the export is removed"
 
 
 def write_pt2(network: nn.Module, file: Path, image_size: int) -> None:
