@@ -169,3 +169,16 @@ def test_a_stateful_loader_of_rows_skips_no_sample_twice(workers):
     resumed = make(TrainPosition(0, 8, has_states=True))
     resumed.load_state_dict(state)
     assert [batch[0].tolist() for batch in resumed] == rest and len(rest) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_workers_of_a_stateful_loader_draw_globally_is_named(workers, caplog):
+    """In the main process a checkpoint has the state of these generators."""
+    StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    caplog.set_level(logging.INFO)
+    stream = Loaders(lambda: StatefulDataLoader(drawing.Stream(), num_workers=workers))
+    source = share(stream)
+    for _ in range(2):
+        source.train_dataloader()
+    named = ["the workers of StatefulDataLoader draw from the global" in m for m in caplog.messages]
+    assert named == [True] * workers

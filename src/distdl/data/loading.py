@@ -395,6 +395,13 @@ class _Share:
             name, drawn = type(loader).__name__, ", ".join(places)
             text = f"{name} goes on at its place, but a resume does not repeat what is drawn by "
             self._warn("unknown", f"{text}{drawn}: give {type(dataset).__name__} a state_dict")
+        if getattr(loader, "num_workers", 0) and self.rank == 0 and "workers" not in self.warned:
+            self.warned.add("workers")
+            text = "train_dataloader: what the workers of %s draw from the global generators of "
+            text += "Python, NumPy and torch, if they do, is not repeated by a resume: keep a "
+            log.info(
+                f"{text}generator in the state of %s", type(loader).__name__, type(dataset).__name__
+            )
 
     def _say_not_exact(self, name: str, again: str) -> None:
         if self.position.consumed:
