@@ -183,6 +183,25 @@ class TensorParallel(ImageClassifier):
         return DTensor.from_local(loss, self.device_mesh["tensor_parallel"], [Replicate()])
 
 
+class Numbered(ImageClassifier):
+    """Its step takes the batch alone, and calls the forward by name; its inputs need the number."""
+
+    def forward(self, pixels):
+        return super().forward(pixels)
+
+    def pipeline_inputs(self, batch, batch_idx):
+        images, targets = super().pipeline_inputs(batch, batch_idx)
+        return images * (1 + batch_idx), targets
+
+    def training_step(self, batch, **more):
+        number = 0
+        if self._trainer:  # none while a step is measured
+            loop = self._trainer.fit_loop.epoch_loop
+            number = loop.batch_idx // self._trainer.accumulate_grad_batches
+        images, targets = self.pipeline_inputs(batch, number)
+        return {"loss": self.pipeline_loss(self(pixels=images), targets)}
+
+
 UNDER_FSDP = (ByHand, partial(Target, after=True))
 NOT_UNDER_FSDP = {
     Penalty: "create_graph=True",

@@ -40,6 +40,7 @@ RESNET = "model.network._target_=torchvision.models.resnet18"
 BF16 = (RESNET, "model.norm=batch", "+trainer.precision=bf16-mixed")
 EMA = ("callbacks=[ema]", "callbacks.ema.decay=0.5")
 DROPPING = ("model.network._target_=tests.strategies.small.Dropping", "data.num_workers=1")
+NUMBERED = "model._target_=tests.strategies.small.Numbered"
 CLIP = "+trainer.gradient_clip_val=0.05"
 # name -> topology, and the training from whose middle it resumes
 TRAININGS = {
@@ -57,6 +58,8 @@ TRAININGS = {
     "resumed": piped(ZERO_BUBBLE, resume="1f1b"),
     "dropping": piped("1f1b", *DROPPING),
     "dropping resumed": piped("1f1b", *DROPPING, resume="dropping"),
+    "numbered": piped("1f1b", NUMBERED),
+    "alone numbered": alone(4, NUMBERED),
     "from alone": piped("interleaved", resume="alone"),
     "to alone": (alone(4)[0], "1f1b"),
     # 8 rows in 4 micro-batches, and that twice before the optimizer steps.
@@ -84,6 +87,7 @@ def train(runs):
         ("gpipe, 1f1b, interleaved, zero_bubble, resumed, to alone, from alone", "alone", 0),
         ("bf16 measured", "alone bf16", 0),
         ("dropping resumed", "dropping", 0),
+        ("numbered", "alone numbered", 0),
         ("ema, ema resumed", "alone ema", 0),
         # But for the order of sums; the last three are two pipelines, and average gradients.
         ("clipped, twice, twice zero, twice often", "alone clipped", SAME_TO),
@@ -143,14 +147,18 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be_and_the_bubble_predicted():
     assert balance.bubble("1f1b", [1, 3], 1, 4) == pytest.approx(1 - 16 / 26)
 
 
-def test_a_run_that_resumes_is_cut_as_before():
+def test_a_run_that_resumes_is_cut_as_before(caplog):
     """Each stage draws its own dropout: measured again, a block may be on another one."""
     names = ["stem", "one", "two", "head"]
     assert partition_plan.cut_as_before(names, ["two"], 2) == [0, 2, 4]
     assert partition_plan.cut_as_before(names, ["one", "two"], 3) == [0, 1, 2, 4]
+    assert partition_plan.cut_as_before(names, None, 2) is None, "of an older checkpoint"
+    assert not caplog.messages
     # Another number of pieces, another model, a damaged or foreign manifest: balanced again.
-    for starts in (["two", "one"], ["stem"], ["three"], ["one", "two"], [1], None, "two", {}):
+    for starts in (["two", "one"], ["stem"], ["three"], ["one", "two"], [1], "two", {}):
         assert partition_plan.cut_as_before(names, starts, 2) is None
+        assert f"split {starts} is none of this model in 2 pieces" in caplog.messages[-1]
+    assert len(caplog.messages) == 7
 
 
 def test_each_rank_has_one_position():

@@ -16,6 +16,7 @@ from mlflow.exceptions import MlflowException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distdl.config import compose
+from distdl.tasks import evaluate
 from distdl.tracking.client import metric_name
 from distdl.tracking.journal import Journal
 from tests.prepared import quiet_trainer
@@ -151,6 +152,24 @@ def test_metrics_are_recorded_once_and_before_a_logger_raises(tmp_path):
     rows = [(record.step, *record.metrics) for record in tracked.records()]
     rows = [row for row in rows if not row[1].startswith("system")]
     assert rows[:3] == [(1, "x", "y"), (1, "x", "y"), (2, "mine")] and len(rows) == 4
+
+
+def test_a_loggers_own_arguments_reach_it(tmp_path):
+    """In a training, and in an evaluation of a run that has trained."""
+
+    class Own(DummyLogger):
+        def log_metrics(self, metrics, step=None, split="", *, commit=False):
+            self.got = metrics, step, split, commit
+
+    own = Own()
+    Tracked(tmp_path, components={"own": own}).finish()
+    own.log_metrics({"x": 1.0}, 3, "val", commit=True)
+    assert own.got == ({"x": 1.0}, 3, "val", True)
+    evaluate.name_by_task([own], "test")
+    own.log_metrics({"x": 1.0, "epoch": 2}, 4, "val", commit=True)
+    assert own.got == ({"test/x": 1.0, "epoch": 2}, 4, "val", True)
+    own.log_metrics(metrics={"x": 1.0}, step=4)  # as Lightning calls it
+    assert own.got == ({"test/x": 1.0}, 4, "", False)
 
 
 def test_no_name_and_no_value_leads_out_or_delays_the_others(outputs, monkeypatch):

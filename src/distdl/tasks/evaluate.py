@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from lightning.pytorch.loggers import Logger
 
 from distdl.runs import checkpoints
 from distdl.tasks.needs import needs
@@ -46,10 +48,16 @@ def _evaluate(
     context: Built, checkpoint: str, loop: Callable[..., list[Mapping[str, float]]]
 ) -> dict[str, float]:
     path = checkpoint_of(context, checkpoint)
-    for each in context.trainer.loggers if context.has_trained else ():
-        each.log_metrics = functools.partial(_log_as, loop.__name__, each.log_metrics)  # type: ignore[method-assign]
+    if context.has_trained:
+        name_by_task(context.trainer.loggers, loop.__name__)
     results = start(context, path, loop, verbose=False)
     return {k: float(v) for result in results for k, v in result.items()}
+
+
+def name_by_task(loggers: Iterable[Logger], task: str) -> None:
+    """Makes loggers write metrics as `<task>/<name>`."""
+    for each in loggers:
+        each.log_metrics = functools.partial(_log_as, task, each.log_metrics)  # type: ignore[method-assign]
 
 
 def _log_as(

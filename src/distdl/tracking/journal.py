@@ -75,10 +75,12 @@ class Journal(Logger):
         end the training. The logger gets hyperparameters as plain data."""
         log_own = logger.log_metrics
 
-        def log_metrics(metrics: Mapping[str, Any], step: int | None = None, **more: Any) -> None:
+        def log_metrics(
+            metrics: Mapping[str, Any], step: int | None = None, *args: Any, **more: Any
+        ) -> None:
             if "hp_metric" not in metrics:  # TensorBoard's placeholder, at step 0
                 self._queue(logger, metrics, step)
-            log_own(metrics, step, **more)  # type: ignore[arg-type]
+            log_own(metrics, step, *args, **more)  # type: ignore[arg-type]
 
         log_parameters = logger.log_hyperparams
 

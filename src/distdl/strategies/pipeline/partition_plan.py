@@ -57,13 +57,6 @@ def _measured(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block
     names = [block.name for block in blocks]
     balanced = isinstance(strategy.balance, str)
     kept = cut_as_before(names, strategy.kept_split, pieces) if balanced else None
-    if balanced and kept is None and strategy.kept_split is not None:
-        log.warning(
-            "the checkpoint's split %s is none of this model in %d pieces: it is cut anew, and "
-            "what stages draw at random (dropout) is not what the run before would have drawn",
-            strategy.kept_split,
-            pieces,
-        )
     edges, seconds = probe.run_through(
         blocks,
         inputs,
@@ -94,12 +87,21 @@ def cut_as_before(names: Sequence[str], starts: object, pieces: int) -> list[int
         pieces: How many the model is cut into now.
 
     Returns:
-        None if they are not those of this model in so many pieces.
+        None, with a warning, if they are not those of this model in so many pieces.
     """
-    if not isinstance(starts, list) or not set(map(str, starts)) <= set(names):
+    if starts is None:
         return None
-    bounds = [0, *(names.index(str(name)) for name in starts), len(names)]
-    return bounds if len(bounds) == pieces + 1 and sorted(set(bounds)) == bounds else None
+    if isinstance(starts, list) and set(map(str, starts)) <= set(names):
+        bounds = [0, *(names.index(str(name)) for name in starts), len(names)]
+        if len(bounds) == pieces + 1 and sorted(set(bounds)) == bounds:
+            return bounds
+    log.warning(
+        "the checkpoint's split %s is none of this model in %d pieces: it is cut anew, and what "
+        "stages draw at random (dropout) is not what the run before would have drawn",
+        starts,
+        pieces,
+    )
+    return None
 
 
 def _inputs(trainer: Trainer, device: torch.device) -> tuple[torch.Tensor, int]:
