@@ -7,7 +7,10 @@ import io
 import json
 import shlex
 import shutil
+import struct
+import subprocess
 import tarfile
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from distdl.datasets.image_files import load_image
 from distdl.tools.prepare.imagenet import ImageNet, val_labels
 from distdl.tools.prepare.images import Treatment
 from distdl.tools.prepare.next_steps import override
+from distdl.util import unpacking
 from tests import miniature
 from tests.miniature import (
     CLASSES,
@@ -116,6 +120,27 @@ def test_compressed_tars_are_refused_with_the_tool(tars, tmp_path):
         assert problem.path == "--source" and what in problem.what, problem
         tool = {"named tar": "bzip2 -d", "folder": "xz"}.get(name, "gzip -d")
         assert tool in problem.remedy, problem
+        if name in ("outer", "named tar"):
+            subprocess.run(problem.remedy, shell=True, check=True)
+            assert (tmp_path / name / train).read_bytes() == intact[train]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
+def test_compressed_tfrecords_are_refused_with_what_unpacks_them(compress, suffix, tmp_path):
+    content = struct.pack("<Q", 3) + b"abc" * 9
+    file = tmp_path / f"train-00000-of-00001{suffix}"
+    file.write_bytes(compress(content))
+    assert subprocess.run(unpacking.command(file), shell=True).returncode == 0
+    unpacked = tmp_path / "train-00000-of-00001" if compress is gzip.compress else file
+    assert unpacked.read_bytes() == content
+
+
+def test_an_archive_in_place_of_a_folder_is_to_be_unpacked(tmp_path):
+    file = tmp_path / "photos.tar.gz"
+    file.touch()
+    problem = refusal(prepare, "folder", file, tmp_path / "out")
+    assert problem.remedy.startswith(f"tar xf {file}, then "), problem
 
 
 def test_what_a_tar_holds_is_read_or_counted_or_refused(tars, tmp_path, capsys):

@@ -18,6 +18,7 @@ from distdl.datasets.layout import different_classes, kaggle_below, no_image
 from distdl.datasets.left_out import LeftOut
 from distdl.stores.files import read_file
 from distdl.stores.walking import ClassFolders, class_names
+from distdl.util import unpacking
 from distdl.util.errors import Problem, UserError
 
 
@@ -28,7 +29,8 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
         num_classes: How many class folders there should be; None: any number.
     """
     if root.is_file():
-        problems = [(f"{root} is a file", "name the folder that holds train/ and val/")]
+        remedy = f"{unpacking.first(root)}name the folder that holds train/ and val/"
+        problems = [(f"{root} is a file", remedy)]
     elif not root.is_dir():
         problems = [(f"no such folder: {root}", "data.root=/path/to/images")]
     elif (root / WORK).is_dir():

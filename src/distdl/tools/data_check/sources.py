@@ -26,6 +26,7 @@ from distdl.stores.files import read_file, readable, regular
 from distdl.tools.prepare import parquet, tfrecord
 from distdl.tools.prepare.folder import Folder
 from distdl.tools.prepare.source import Files, Sample
+from distdl.util import unpacking
 from distdl.util.errors import UserError
 
 Array = np.ndarray[Any, Any]
@@ -196,7 +197,9 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
 def _folder(folder: Path) -> DataAtUri:
     remedy = ""
     if folder.is_file():
-        what = "is a file: give the folder that holds train/ and val/, or dataset.json"
+        what = "is a file"
+        remedy = unpacking.first(folder)
+        remedy += "give the folder that holds train/ and val/, or dataset.json"
     elif not folder.is_dir():
         what = "no such folder"
     elif (folder / WORK).is_dir():

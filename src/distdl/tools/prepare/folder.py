@@ -15,6 +15,7 @@ from distdl.datasets.left_out import LeftOut
 from distdl.stores.files import read_file
 from distdl.stores.walking import ClassFolders, class_names
 from distdl.tools.prepare.source import Progress, Sample, no_folder, refuse_changed
+from distdl.util import unpacking
 from distdl.util.errors import UserError
 
 SPLITS = ("train", "val")
@@ -44,7 +45,9 @@ class Folder:
         if missing:
             what = f"{folder} has no {' and no '.join(f'{split}/' for split in missing)}"
             remedy = "it must hold train/<class>/ and val/<class>/"
-            raise UserError.at("--source", what if folder.is_dir() else no_folder(folder), remedy)
+            if not folder.is_dir():
+                what, remedy = no_folder(folder), unpacking.first(folder) + remedy
+            raise UserError.at("--source", what, remedy)
         self.classes, val = class_names(folder / "train"), class_names(folder / "val")
         if not val and (kaggle := kaggle_below(folder)):
             what = f"{folder} is ImageNet as Kaggle has it: val/ has no class folders"

@@ -29,6 +29,7 @@ from distdl.datasets.image_files import EXTENSIONS, is_image
 from distdl.datasets.layout import kaggle_below
 from distdl.datasets.left_out import NO_IMAGE, LeftOut
 from distdl.tools.prepare.source import Files, Progress, Sample, files_below, no_folder
+from distdl.util import unpacking
 from distdl.util.errors import UserError
 
 DOWNLOADS = "https://image-net.org/challenges/LSVRC/2012/2012-downloads.php"
@@ -41,12 +42,6 @@ TARS = {
 COUNTS = {"classes": 1000, "train": 1_281_167, "val": 50_000}
 # Compressed tars cannot be read at a place inside: by their ending, or else by their first bytes.
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
-UNPACK = {
-    b"\x1f\x8b": "gzip -d",
-    b"BZh": "bzip2 -d",
-    b"\xfd7zXZ": "xz -d",
-    b"\x28\xb5/\xfd": "zstd -d",
-}
 WNID = re.compile(r"n\d{8}")
 CHUNK = 1 << 20  # bytes
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
@@ -193,17 +188,16 @@ def refuse_compressed(path: Path, head: bytes = b"", inside: str = "") -> None:
     """Raises a UserError if a file, or the tar `inside` it, is compressed: by its name, or by its
     first bytes (`head`)."""
     name = inside or path.name
-    by_content = next((UNPACK[start] for start in UNPACK if head.startswith(start)), "")
-    if not by_content and not name.lower().endswith(COMPRESSED):
+    if not unpacking.is_compressed(head) and not name.lower().endswith(COMPRESSED):
         return
-    tool = by_content or "gzip -d (bzip2, xz, zstd)"
     if inside:
         what = f"{path} holds {inside}, which is compressed"
         train = shlex.quote(str(path.parent / "train"))
-        remedy = f"unpack it into {train}, and there {tool}: tars are read without unpacking"
+        each = unpacking.command(Path(Path(inside).name), head)
+        remedy = f"unpack it into {train}, and there each one, such as: {each}"
     else:
         what = f"{path} is compressed"
-        remedy = f"{tool} {shlex.quote(str(path))}"
+        remedy = unpacking.command(path, head)
     raise UserError.at("--source", f"{what}: images are read at their place in a tar", remedy)
 
 

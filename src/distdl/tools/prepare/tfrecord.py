@@ -17,6 +17,7 @@ from typing import Any
 from distdl.datasets.left_out import LeftOut
 from distdl.tools.prepare import records
 from distdl.tools.prepare.source import Files, Progress, Sample
+from distdl.util import unpacking
 from distdl.util.errors import UserError
 
 # part-00000, train-00001-of-01024, imagenet2012-train.tfrecord-00000-of-01024, val.tfrecords
@@ -124,9 +125,9 @@ def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[in
             header, begin = data[start : start + 12], start + 12
             length, crc = struct.unpack("<QI", header.ljust(12))
             if begin <= size and masked_crc(header[:8]) != crc:
-                gzip = start == 0 and header[:2] in (b"\x1f\x8b", b"\x78\x9c", b"\x78\x01")
-                what = "it is compressed" if gzip else "it is not a record, or it is damaged"
-                raise _bad(path, start, what, "decompress it first: gzip -d" if gzip else "")
+                if start == 0 and (unpacking.is_compressed(header) or unpacking.is_zlib(header)):
+                    raise _bad(path, start, "it is compressed", unpacking.command(path, header))
+                raise _bad(path, start, "it is not a record, or it is damaged")
             if begin + length + 4 > size:
                 raise _bad(path, start, "it is cut short")
             try:
