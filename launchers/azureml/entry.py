@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distdl.job import EXIT_REFUSED
+from distdl.util.exit_codes import EXIT_REFUSED
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

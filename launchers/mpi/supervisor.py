@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.util.atomic_files import write_bytes
+from distdl.util.exit_codes import EXIT_FAILURE, EXIT_NOT_STARTED, as_shell
 from distdl.util.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, prctl, start_time
 
 RECORD, LOST, LOG = "mpirun.json", "mpirun.lost", "logs/mpirun.log"
@@ -75,7 +76,7 @@ class Supervisor:
             )
         except OSError as error:
             print(f"distdl: {error}", file=sys.stderr)
-            self.write(exit_code=127, ended=time.time())
+            self.write(exit_code=EXIT_NOT_STARTED, ended=time.time())
             return
         code = self.watch(mpirun)
         remove_orphans()
@@ -84,9 +85,8 @@ class Supervisor:
             killed = f"mpirun was killed by {signal.Signals(-code).name} on {socket.gethostname()}"
         elif code and not (self.cancelled or self.preempted):
             self.record_cause()
-        code = code if code >= 0 else 128 - code
         asked = {"cancelled": self.cancelled, "preempted": self.preempted}
-        self.write(exit_code=code, killed=killed, **asked, ended=time.time())
+        self.write(exit_code=as_shell(code), killed=killed, **asked, ended=time.time())
 
     def _on_cancel(self, *_: object) -> None:
         self.cancelled = True
@@ -148,7 +148,7 @@ class Supervisor:
             "host": first["host"],
             "type": first["type"] or ("Killed" if by_signal else "Ended"),
             "message": first["message"] or message,
-            "exit_code": 128 + number if by_signal else number,
+            "exit_code": as_shell(-number) if by_signal else number,
         }
 
     def host_loss(self) -> dict[str, Any] | None:
@@ -163,7 +163,7 @@ class Supervisor:
             "host": host,
             "type": "HostLost",
             "message": f"{host} does not answer any more: its ssh connection was lost",
-            "exit_code": 1,
+            "exit_code": EXIT_FAILURE,
         }
 
     def write(self, **fields: Any) -> None:

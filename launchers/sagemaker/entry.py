@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from distdl.job import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED
 from distdl.launchers.common import attempt_at
 from distdl.launchers.sagemaker.heartbeat import VANISHED, Heartbeat, HostEnd
 from distdl.launchers.sagemaker.instances import instances
 from distdl.launchers.sagemaker.sagemaker_request import REGION, SECRETS
 from distdl.util.errors import UserError
+from distdl.util.exit_codes import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED, as_shell
 
 ROOT = "DISTDL_SAGEMAKER_ROOT"  # a folder to use instead of /opt/ml
 RESOURCES = "input/config/resourceconfig.json"  # below /opt/ml
@@ -202,7 +202,7 @@ class HostRanks:
                     code = EXIT_FAILURE if end.code == VANISHED else end.code
                     return HostEnd(code, end.why, end.time)
             time.sleep(POLL_SECONDS)
-        return self.first_error(code if code >= 0 else 128 - code)
+        return self.first_error(as_shell(code))
 
     def first_cause(self, end: HostEnd, heartbeat: Heartbeat) -> HostEnd:
         """This host's exit code, with the earliest failure of all hosts as the cause."""

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from distdl.util.errors import Problem, UserError
-
-# Exit codes of a worker and of the command line. 75 is EX_TEMPFAIL of sysexits.h: "try again".
-EXIT_SUCCESS, EXIT_FAILURE, EXIT_REFUSED, EXIT_PREEMPTED, EXIT_CANCELLED = 0, 1, 2, 75, 130
-EXIT_HUNG = 70  # a rank made no progress; EX_SOFTWARE of sysexits.h
+from distdl.util.exit_codes import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED, EXIT_SUCCESS
+from distdl.util.exit_codes import EXIT_HUNG as EXIT_HUNG  # for launchers of users' own
+from distdl.util.exit_codes import EXIT_REFUSED as EXIT_REFUSED
 
 
 class JobState(StrEnum):
@@ -37,7 +36,7 @@ class JobState(StrEnum):
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the command line for a job with this state."""
+        """The exit code of the command line for a job with this state (`util/exit_codes.py`)."""
         return {
             JobState.SUCCEEDED: EXIT_SUCCESS,
             JobState.PREEMPTED: EXIT_PREEMPTED,

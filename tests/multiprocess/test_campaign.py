@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from distdl.job import EXIT_PREEMPTED
 from distdl.runs.checkpoints import CheckpointStore
+from distdl.util.exit_codes import EXIT_PREEMPTED
 from tests.conftest import UNCHECKED, distdl, samples, status
 from tests.multiprocess import disturbed
 

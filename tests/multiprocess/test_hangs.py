@@ -13,7 +13,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from distdl.job import EXIT_HUNG
+from distdl.util.exit_codes import EXIT_HUNG
 from tests.cluster.hosts import Hosts, why_not
 from tests.conftest import UNCHECKED, distdl, environment, free_port, status
 from tests.limits import hanging_store, little_memory, small_disk

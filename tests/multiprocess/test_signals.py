@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 
-from distdl.job import EXIT_PREEMPTED
 from distdl.runs.checkpoints import CheckpointStore
+from distdl.util.exit_codes import EXIT_PREEMPTED
 from tests.conftest import UNCHECKED, Background, distdl, status
 from tests.multiprocess import signalled
 from tests.waiting import until

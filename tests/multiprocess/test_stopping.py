@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from distdl.job import EXIT_PREEMPTED
+from distdl.util.exit_codes import EXIT_PREEMPTED
 from tests.conftest import TINY, UNCHECKED, distdl, last_step, losses, samples, status, trained
 from tests.waiting import until
 

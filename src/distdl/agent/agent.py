@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distdl.job import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED
 from distdl.ranks import stopping
 from distdl.runs import failures
 from distdl.runs.directory import Attempt
+from distdl.util.exit_codes import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED, as_shell
 from distdl.util.names import kept_apart
 from distdl.util.orphans import PARENT
 
@@ -175,4 +175,4 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     )
     if -code in stopping.STATE_AFTER:  # status.json records how the ranks ended
         code = EXIT_FAILURE
-    exit_process(code if code >= 0 else 128 - code, launcher)
+    exit_process(as_shell(code), launcher)

@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 
+from distdl.util.exit_codes import EXIT_CANCELLED, EXIT_REFUSED
 from distdl.util.shadowing import shadowing
 
 
@@ -32,7 +33,7 @@ def command() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Ctrl-C just ends the process
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        codes.append(130)
+        codes.append(EXIT_CANCELLED)
     except Exception as error:  # a file that shadows a module raises anything
         if (shadow := shadowing(error, (folder,))) is None:
             raise
@@ -43,7 +44,7 @@ def command() -> None:
 def refused(path: str, what: str, remedy: str) -> int:
     text = f"distdl: 1 problem, nothing was started\n  {path}: {what}\n      {remedy}"
     print(text, file=sys.stderr)
-    return 2
+    return EXIT_REFUSED
 
 
 def end(codes: list[int]) -> None:

@@ -18,6 +18,7 @@ from distdl.config.own_code import in_a_run
 from distdl.ranks import process_exit, stopping
 from distdl.util import lightning_names
 from distdl.util.errors import UserError
+from distdl.util.exit_codes import EXIT_CANCELLED
 from distdl.util.screen import escaped
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:  # a command may add how its work continues
         print(": ".join(("interrupted", *map(str, error.args))), file=sys.stderr)
-        return 130
+        return EXIT_CANCELLED
     except BrokenPipeError:  # `distdl --help | head`: the reader has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

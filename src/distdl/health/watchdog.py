@@ -41,11 +41,11 @@ from distdl.health.store import LOOK_S, WRITE_S, RunStore, within
 from distdl.health.straggler import Slowdown
 from distdl.incident import sights
 from distdl.incident.words import STOPPED
-from distdl.job import EXIT_HUNG
 from distdl.ranks.environment import Environment
 from distdl.runs import failures
 from distdl.runs.directory import Attempt
 from distdl.util import helpers
+from distdl.util.exit_codes import EXIT_HUNG
 
 log = logging.getLogger(__name__)
 

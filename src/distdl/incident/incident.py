@@ -13,13 +13,14 @@ from typing import Any
 from distdl.incident import causes
 from distdl.incident.causes import ranks_text, size_text
 from distdl.incident.evidence import ABORTED, LENGTH, Place, Rank, Text, one_line, ranks_of
-from distdl.job import EXIT_REFUSED, JobState
+from distdl.job import JobState
 from distdl.runs import failures
 from distdl.runs.attempt import STATUS
 from distdl.runs.checkpoints import SUFFIX
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.runs.files import read_json, write_json, write_text
 from distdl.util.errors import UserError
+from distdl.util.exit_codes import EXIT_REFUSED
 from distdl.util.redact import redact
 from distdl.util.tail import plain
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from distdl.incident import incident
-from distdl.job import EXIT_HUNG
 from distdl.runs import failures
 from distdl.runs.directory import Attempt
 from distdl.runs.files import write_json, write_text
+from distdl.util.exit_codes import EXIT_HUNG
 from distdl.util.redact import redact
 
 

@@ -16,12 +16,12 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig
 
 from distdl.config import compose, user_conf
-from distdl.job import EXIT_REFUSED
 from distdl.launch import dry_run, planning, start
 from distdl.launch.planning import Plan
 from distdl.ranks import environment as environments
 from distdl.ranks import scratch
 from distdl.util.errors import UserError
+from distdl.util.exit_codes import EXIT_REFUSED
 
 TARGET = "distdl.launchers.external.ExternalLauncher"
 # Rank 0's messages to the others, besides "<attempt> <run directory>".

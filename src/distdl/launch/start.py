@@ -17,7 +17,7 @@ from distdl.config import batches
 from distdl.config import recipe as configs
 from distdl.config.own_code import python_path
 from distdl.incident import incident
-from distdl.job import EXIT_REFUSED, Job, JobSpec, JobState, Launcher
+from distdl.job import Job, JobSpec, JobState, Launcher
 from distdl.launch import following, jobs, left_out
 from distdl.launch.planning import Plan, launcher_class, never_trained, refuse_second, root_of
 from distdl.launch.retrying import Retries
@@ -28,6 +28,7 @@ from distdl.runs.directory import Attempt, shown
 from distdl.runs.failures import describe
 from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
+from distdl.util.exit_codes import EXIT_REFUSED
 from distdl.util.redact import redact, redact_command
 from distdl.util.screen import escaped
 

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from distdl.job import EXIT_CANCELLED, EXIT_PREEMPTED
+from distdl.util.exit_codes import EXIT_CANCELLED, EXIT_PREEMPTED, EXIT_SUCCESS
 
 GRACEFUL = (EXIT_PREEMPTED, EXIT_CANCELLED)
 # mpirun and `srun --kill-on-bad-exit` kill the other ranks at the first non-zero exit code, even
@@ -86,6 +86,11 @@ def report_waiting_threads(seconds: float = 5) -> None:
     threading._register_atexit(after_main)  # type: ignore[attr-defined]
 
 
+def of_rank(code: int, launcher: str) -> int:
+    """The exit code that a rank gives to what has started it; `status.json` has the run's own."""
+    return EXIT_SUCCESS if code in GRACEFUL and launcher in KILL_OTHER_RANKS else code
+
+
 def exit_process(code: int, launcher: str) -> NoReturn:
     """Ends this process. `launcher` is the value of DISTDL_LAUNCHER, `code` a shell's exit code."""
     sys.stdout.flush()
@@ -93,11 +98,9 @@ def exit_process(code: int, launcher: str) -> NoReturn:
     if code == EXIT_PREEMPTED:
         # Azure ML restarts a job whose node is taken away, but not a job that exits by itself.
         time.sleep(float(os.environ.get(LINGER, 0)))
-    if code in GRACEFUL and launcher in KILL_OTHER_RANKS:
-        code = 0
     # Python would end them, but its exit may take long: it waits for threads and other processes.
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
     # Library threads must not delay the exit of a rank: the other ranks wait for it.
-    os._exit(code)
+    os._exit(of_rank(code, launcher))

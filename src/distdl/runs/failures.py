@@ -17,10 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from distdl.job import EXIT_REFUSED
 from distdl.ranks import stopping
 from distdl.runs.files import read_json, write_json
 from distdl.util.atomic_files import write_bytes
+from distdl.util.exit_codes import EXIT_REFUSED, as_shell
 from distdl.util.redact import redact
 
 KILLED, ENDED = "Killed", "Ended"  # types of failures that a rank could not record itself
@@ -98,7 +98,7 @@ def record_end(folder: Path, rank: int, code: int, at: float, host: str = "") ->
     what = f"killed by {name} on {host}"
     if -code == signal.SIGKILL:
         what += " (out of memory? see dmesg there)"
-    return record(folder, rank, KILLED, what, code=128 - code, time=at, host=host, signal=name)
+    return record(folder, rank, KILLED, what, code=as_shell(code), time=at, host=host, signal=name)
 
 
 def record_first_end(folder: Path, rank: int, code: int, host: str) -> bool:

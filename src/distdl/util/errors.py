@@ -52,6 +52,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from distdl.util.exit_codes import EXIT_FAILURE, EXIT_REFUSED
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -69,7 +71,7 @@ class Problem:
 class UserError(Exception):
     """The input is refused. The command line prints it without a traceback and exits with 2."""
 
-    exit_code = 2
+    exit_code = EXIT_REFUSED
     outcome = "nothing was started"
     further = ""
 
@@ -124,14 +126,14 @@ class Unfit(UserError):
 class Disagrees(UserError):
     """The export does not answer as the network does."""
 
-    exit_code = 1
+    exit_code = EXIT_FAILURE
     outcome = "the export is removed"
 
 
 class NotDeployed(UserError):
     """A new model did not start, or did not answer as it does on this machine."""
 
-    exit_code = 1
+    exit_code = EXIT_FAILURE
     outcome = "traffic stays where it was"
 
 

@@ -13,10 +13,11 @@ from typing import Any
 from distdl.config.own_code import last_user_line
 from distdl.health.watchdog import Watchdog
 from distdl.incident import incident
-from distdl.job import EXIT_REFUSED, JobState
+from distdl.job import JobState
 from distdl.runs import failures
 from distdl.runs.directory import Attempt
 from distdl.util.errors import UserError
+from distdl.util.exit_codes import EXIT_REFUSED
 from distdl.util.redact import redact
 
 log = logging.getLogger("distdl.worker")

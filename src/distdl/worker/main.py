@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl.config import recipe as configs
 from distdl.config.own_code import make_importable
 from distdl.health.watchdog import Watchdog
-from distdl.job import EXIT_REFUSED, JobState
+from distdl.job import JobState
 from distdl.ranks import environment as environments
 from distdl.ranks import scratch
 from distdl.ranks.process_exit import survive_closed_pipes
@@ -29,6 +29,7 @@ from distdl.runs.bundle import Bundle
 from distdl.runs.directory import RunDirectory
 from distdl.util import helpers, lightning_names
 from distdl.util.errors import UserError
+from distdl.util.exit_codes import EXIT_REFUSED
 from distdl.util.imports import uncollected
 from distdl.util.redact import redact
 from distdl.validation import kinds
