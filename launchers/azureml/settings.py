@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from distdl.launchers.azureml import vm_sizes
+from distdl.launchers.azureml import docker_options, vm_sizes
 from distdl.launchers.common import (
     Count,
     LauncherSettings,
@@ -342,6 +342,7 @@ class AzureSettings(LauncherSettings):
         if keys != ["image", "conda_file"] and len(keys) > 1:  # a conda file is put onto an image
             names = " and ".join(f"launcher.{key}" for key in keys)
             yield Problem(keys[0], f"{names} each choose the job's image", "set only one of them")
+        yield from docker_options.problems(self.docker_args or "")
         folder = self.build_context
         if folder and not (Path(folder).expanduser() / "Dockerfile").is_file():
             yield Problem("build_context", f"{folder} has no Dockerfile")

@@ -174,6 +174,38 @@ REFUSED = [
 ]
 
 
+DOCKER = {  # a spelling -> what its problem says
+    "--shm-size=1g": "launcher.shm_size",
+    "--ulimit memlock=-1 --shm-size 1g": "launcher.shm_size",
+    "-e X=1": "launcher.env",
+    "-eX=1": "launcher.env",
+    "-ite X=1": "launcher.env",
+    "--env-file x": "launcher.env",
+    "--gpus=1": "trainer.devices",
+    "--rm -w /tmp": "folder of its code",
+    "--entrypoint sh": "command is distdl's",
+    "--net=bridge": "the nodes meet",
+    "-itd": "before it has begun",
+    "ubuntu": "'ubuntu' for the image",
+    "-v /a:/b --rm ubuntu -e X=1": "'ubuntu' for the image",
+    "-- ubuntu": "'--' for the image",
+    '--label "a': "a quotation mark is missing",
+    "--ipc=host --ulimit": "needs a value",
+}
+REFUSED += [({"docker_args": spelling}, "docker_args", said) for spelling, said in DOCKER.items()]
+HARMLESS = ("--ulimit memlock=-1 --ulimit stack=67108864", "-v /a:/b --ipc=host --privileged")
+HARMLESS += (
+    '--label "shm-size = --gpus"',
+    "-l env -m 8g -it",
+    "--cap-add IPC_LOCK --device=/dev/x",
+)
+
+
+@pytest.mark.parametrize("spelling", HARMLESS)
+def test_what_no_other_setting_sets_is_left_to_docker(spelling):
+    assert not check(docker_args=spelling)
+
+
 @pytest.mark.parametrize(("changes", "path", "fact"), REFUSED, ids=lambda v: str(v)[:40])
 def test_refused(changes, path, fact):
     (problem,) = check(**{"nodes": 2, **changes})
