@@ -1,12 +1,11 @@
-"""Which options of `docker run` a user's `docker_args` set, read as docker reads them: no abbreviated
-names, bundled letters (`-ite X=1`), and a word without a dash is taken for the image.
+"""Which options of `docker run` a user's `docker_args` set, read as docker reads them: no name is
+abbreviated, letters may be bundled (`-ite X=1`), a word without a dash is the image.
 
 Azure lets them override what it or the job has set (the SDK's `JobResourceConfiguration`).
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 
@@ -25,13 +24,10 @@ RESERVED = {
 }
 LETTERS = {"e": "env", "w": "workdir", "d": "detach"}
 # Options without a value. A letter's is the next word, or the rest of its own.
-SWITCHES = frozenset(
-    re.findall(
-        "\\S+",
-        "detach disable-content-trust help init interactive no-healthcheck oom-kill-disable "
-        "privileged publish-all quiet read-only rm sig-proxy tty use-api-socket",
-    )
-)
+_SWITCHES = """
+detach disable-content-trust help init interactive no-healthcheck oom-kill-disable privileged
+publish-all quiet read-only rm sig-proxy tty use-api-socket"""
+SWITCHES = frozenset(_SWITCHES.split())
 SWITCHING_LETTERS = "diPqt"
 
 
