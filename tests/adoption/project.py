@@ -62,17 +62,17 @@ class Project:
     def start(self, run: str, *more: str, kill: str = "") -> str:
         return self._command(run, "experiment=ours", f"name={run}", *more, kill=kill)
 
-    def resume(self, run: str, *more: str) -> str:
-        return self._command(run, "resume", f"outputs/ours/{run}", *more)
+    def resume(self, run: str, *more: str, kill: str = "") -> str:
+        return self._command(run, "resume", f"outputs/ours/{run}", *more, kill=kill)
 
     def _command(self, run: str, *arguments: str, kill: str = "") -> str:
         variables = {"SEEN": str(self._seen(run)), "KILL_AT": kill}
         return command(*arguments, cwd=self.folder, code=KILLED if kill else 0, **variables)
 
-    def control(self) -> dict[str, Any]:
-        """Plain Lightning trains the same project with the samples of `one`, in that order; the
+    def control(self, run: str = "one") -> dict[str, Any]:
+        """Plain Lightning trains the same project with the samples of a run, in that order; the
         metrics of its training, validation and test."""
-        arguments = map(yaml.safe_dump, (self.idiom.experiment, self.order("one")))
+        arguments = map(yaml.safe_dump, (self.idiom.experiment, self.order(run)))
         env = {"SEEN": str(self._seen("control"))}
         ended = python("control.py", *arguments, cwd=self.folder, env=env)
         assert ended.returncode == 0, ended.stdout + ended.stderr

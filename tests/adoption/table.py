@@ -113,3 +113,56 @@ IDIOMS = {
         quick=True,
     ),
 }
+
+
+def stops(monitor: str, patience: int) -> Node:
+    return theirs("EarlyStopping", monitor=monitor, patience=patience, min_delta=10.0)
+
+
+RELOADED = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 4}
+PLATEAU_OF_STEPS = partials(
+    "modules.plateau_of", {}, monitor="val_loss", interval="step", frequency=7
+)
+PLATEAU_OF_EPOCHS = partials("modules.plateau_of", {}, monitor="val_loss", frequency=2)
+IN_PARTS = {"limit_train_batches": 0.7, "limit_val_batches": 0.7, "val_check_interval": 0.5}
+AVERAGED, SKIPPING, SEVERAL_SCHEDULES, ACCUMULATING_BY_HAND = (
+    of(f"modules.{name}")
+    for name in ("Averaged", "Skipping", "SeveralSchedules", "AccumulatingByHand")
+)
+
+# How a training goes: its epochs, validations, steps and schedules.
+JOURNEYS = {
+    "loaders of each epoch": Idiom(AVERAGED, "new points", RELOADED, batches=32),
+    "epochs of changing length": Idiom(AVERAGED, "more points", RELOADED, batches=38),
+    "early stopping": Idiom(
+        AVERAGED,
+        "subclass",
+        {"max_epochs": 9},
+        callbacks={"stop": stops("val_loss", 2), "mean": stops("mean_loss", 3)},
+    ),
+    # Two ranks would wait for each other: Lightning refuses it.
+    "None from training_step": Idiom(
+        SKIPPING,
+        "subclass",
+        {"accumulate_grad_batches": 2},
+        two=("model._target_=modules.SkippingByHand", "trainer.accumulate_grad_batches=1"),
+    ),
+    "validation after 7 steps": Idiom(
+        PLATEAU_OF_STEPS, "subclass", {"val_check_interval": 7, "check_val_every_n_epoch": None}
+    ),
+    "validation in each second epoch": Idiom(
+        PLATEAU_OF_EPOCHS, "subclass", {"check_val_every_n_epoch": 2, "max_epochs": 4}, batches=32
+    ),
+    "accumulation, limits in parts": Idiom(
+        AVERAGED, trainer={"accumulate_grad_batches": 3, "max_epochs": 5, **IN_PARTS}, batches=25
+    ),
+    "schedules of steps": Idiom(
+        SEVERAL_SCHEDULES, "subclass", {"max_steps": 21, "max_epochs": -1}, batches=21
+    ),
+    "accumulation by epoch": Idiom(
+        STEP,
+        "subclass",
+        callbacks={"more": theirs("GradientAccumulationScheduler", scheduling={0: 1, 1: 3, 2: 2})},
+    ),
+    "accumulation by hand": Idiom(ACCUMULATING_BY_HAND, "subclass"),
+}

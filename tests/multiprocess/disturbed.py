@@ -131,10 +131,14 @@ class Data(pl.LightningDataModule):
 
 
 class Net(pl.LightningModule):
+    norm: type[nn.Module] = nn.BatchNorm1d
+
     def __init__(self):
         super().__init__()
         point("set-up")
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 1))
+        # Batch norm's statistics differ between the ranks of DDP.
+        first = (nn.Linear(4, 8), self.norm(8), nn.Dropout(0.2))
+        self.layers = nn.Sequential(*first, nn.ReLU(), nn.Linear(8, 1))
         self.outputs = []
 
     def training_step(self, batch, batch_idx):
@@ -157,6 +161,12 @@ class Net(pl.LightningModule):
     def configure_optimizers(self):
         point("set-up")
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+class Plain(Net):
+    """Without batch norm, for which SWA trains an epoch more."""
+
+    norm = nn.Identity
 
 
 class Plateau(Net):

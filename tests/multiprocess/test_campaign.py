@@ -40,7 +40,7 @@ OWN = ("data=ours", "optimizer=none", "schedule=none", "checkpoint.every_n_steps
 IDIOMS = {
     "ema": ("Plateau", [f"+callbacks.ema._target_={EMA}", "+callbacks.ema.decay=0.5"]),
     "swa": (
-        "Net",
+        "Plain",
         [
             f"+callbacks.swa._target_={SWA}",
             *("+callbacks.swa.swa_lrs=0.01", "+callbacks.swa.swa_epoch_start=1"),
@@ -107,12 +107,13 @@ def command(folder: Path, *arguments: str, **env: str) -> Any:
 
 def differing(one: Any, other: Any, where: str = "") -> list[str]:
     """The places at which two checkpoints differ."""
-    if isinstance(one, dict) and one.keys() == other.keys():
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return [name for key in one for name in differing(one[key], other[key], f"{where}.{key}")]
-    if isinstance(one, list | tuple) and len(one) == len(other):
+    if isinstance(one, list | tuple) and type(one) is type(other) and len(one) == len(other):
         pairs = enumerate(zip(one, other, strict=True))
         return [name for n, (a, b) in pairs for name in differing(a, b, f"{where}.{n}")]
-    same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    same = torch.equal(one, other) if tensors else one is other or one == other
     return [] if same else [where]
 
 

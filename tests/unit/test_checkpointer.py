@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import resource
+import shutil
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -111,6 +112,92 @@ def test_a_resume_of_a_cut_epoch_draws_the_same_numbers(tmp_path):
     assert seen[1] == seen[0][:2]
     fit(tmp_path / "cut", [0.1], resume=newest(tmp_path / "cut"))
     assert Scripted.seen == seen[0] and len(seen[0]) == 4
+
+
+# Of an epoch's four batches; Lightning steps after the last one, too.
+ACCUMULATED = {"accumulate_grad_batches": 3, "num_sanity_val_steps": 0}
+
+
+def weight_at(path: Path) -> float:
+    return float(torch.load(path, weights_only=True)["state_dict"]["weight"])
+
+
+def test_what_is_best_between_accumulated_batches_is_no_start_of_a_resume(tmp_path, caplog):
+    """Its gradients are not in a file that is for looking."""
+
+    def run(folder: Path, *callbacks: Any, **more: Any) -> None:
+        options = {"val_check_interval": 2, "epochs": 2, **ACCUMULATED, **more}
+        fit(folder, [0.1, 0.2, 0.3, 0.4], *callbacks, **options)
+
+    class Killed(Exception):
+        pass
+
+    def kill(trainer: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.total.ready == 7:
+            raise Killed
+
+    run(tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", after_batch(kill))
+    store = CheckpointStore(tmp_path / "killed/checkpoints")
+    best_file = store.folder / "best.ckpt"
+    assert manifest_at(best_file)["metrics"] == {"val/acc1": pytest.approx(0.3)}
+    assert damage_of(best_file) is None and best(tmp_path / "killed") is None
+    kept = shutil.copy(best_file, tmp_path / "kept.ckpt")
+    assert [store.newest(), *store.all()] == [store.folder / "epoch_000.ckpt"] * 2
+    assert manifest_at(store.folder / "last.ckpt")["alias_of"] == "epoch_000.ckpt"
+    run(tmp_path / "killed", resume=store.newest())
+    expected = weight_at(newest(tmp_path / "whole"))
+    assert weight_at(newest(tmp_path / "killed")) == expected
+    assert "has none of them" not in caplog.text
+    run(tmp_path / "other", resume=kept)
+    assert caplog.text.count("has none of them") == 1
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_time_limit_between_accumulated_batches_loses_no_gradient(tmp_path, at):
+    def end(trainer: Any) -> None:
+        trainer.should_stop = trainer.fit_loop.epoch_loop.batch_progress.total.ready == at
+
+    fit(tmp_path / "whole", [0.1], **ACCUMULATED)
+    fit(tmp_path / "cut", [0.1], after_batch(end), **ACCUMULATED)
+    fit(tmp_path / "cut", [0.1], resume=newest(tmp_path / "cut"), **ACCUMULATED)
+    assert weight_at(newest(tmp_path / "cut")) == weight_at(newest(tmp_path / "whole"))
+
+
+class TwoByHand(checkpointing.OneWeight):
+    """Each optimizer steps after its own number of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward((self.weight.sum() + self.other.sum()) * (batch_idx + 1))
+        for every, optimizer in zip((2, 3), self.optimizers(), strict=True):  # type: ignore[arg-type]
+            if (batch_idx + 1) % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([p], 0.1) for p in (self.weight, self.other)]
+
+
+def test_gradients_wait_for_the_optimizer_that_has_not_stepped(tmp_path):
+    def run(folder: Path, **more: Any) -> dict[str, torch.Tensor]:
+        module, ours = TwoByHand(), checkpointing.checkpointer(folder, every_n_steps=1)
+        checkpointing.fit(module, [ours], numbers(7), max_epochs=1, **more)
+        return module.state_dict()
+
+    whole = run(tmp_path / "whole")
+    files = CheckpointStore(tmp_path / "whole").all()
+    assert len(files) == 7
+    for path in files[1:]:
+        assert run(tmp_path / path.name, resume=path) == whole, path.name
+        saved = torch.load(path, weights_only=True)["distdl"]["gradients"]
+        step = manifest_at(path)["step"]
+        assert [n for n, every in (("weight", 2), ("other", 3)) if step % every] == [*saved]
 
 
 @pytest.mark.parametrize("validates", [False, True])

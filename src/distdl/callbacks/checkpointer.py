@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
 
-from distdl.callbacks import apart, resume_state
+from distdl.callbacks import apart, rank_buffers, resume_state
 from distdl.callbacks.best import Best
 from distdl.callbacks.metrics import steps_of
 from distdl.callbacks.module_state import ModuleState
@@ -31,7 +32,7 @@ from distdl.loops.fit import fit_loop_of
 from distdl.loops.trainer import Trainer as RunTrainer
 from distdl.optim import optimizers
 from distdl.ranks.stopping import StopRequest
-from distdl.runs.checkpoints import CheckpointStore
+from distdl.runs.checkpoints import BETWEEN_STEPS, CheckpointStore
 from distdl.tracking.journal import Journal
 from distdl.validation import misfits
 
@@ -39,6 +40,10 @@ log = logging.getLogger(__name__)
 
 KEY = "distdl"
 SAVE = 1  # the index of the save flag in `Checkpointer._flags`
+BETWEEN = (
+    "this checkpoint was saved between batches whose gradients are accumulated, and has none of "
+    "them: the training goes on, but not as it did then"
+)
 
 
 def class_names(datamodule: object) -> list[str] | None:
@@ -100,8 +105,11 @@ class Checkpointer(Callback, Decides):
         self.best = Best(monitor, mode)
         self.rates: list[list[float]] | None = None  # as the optimizers of this run were built
         self.classes: Sequence[str] | None = None  # of the checkpoint that was loaded
-        self._saved_step = self._stepped = -1
-        self._half_a_step = self._validates = False
+        self._saved_step = -1
+        self._stepped: set[Optimizer] = set()  # in the newest batch
+        self._validates = self._between_steps = False
+        self._was_cut = False  # the newest validation
+        self._given_before = False  # rank_buffers.will_be_given, before any validation
         self._saved_at = time.monotonic()
         self._reason = ""
         self._loaded: dict[str, Any] | None = None
@@ -136,8 +144,10 @@ class Checkpointer(Callback, Decides):
         refuse_uneven(trainer.num_training_batches)
         built = [optimizer.param_groups for optimizer in trainer.optimizers]
         self.rates = self.rates or resume_state.built_rates(built)
-        self._saved_step, self._stepped = steps_of(trainer), trainer.global_step
-        self._saved_at = time.monotonic()
+        self._saved_step, self._saved_at = steps_of(trainer), time.monotonic()
+        for optimizer in trainer.optimizers:
+            if not pl_module.automatic_optimization and isinstance(optimizer, Optimizer):
+                optimizer.register_step_post_hook(lambda stepped, *_: self._stepped.add(stepped))
         if not self.trust_pickle:
             refuse_pickles(trainer)
         held = self.held = HeldGenerators(trainer)
@@ -147,6 +157,9 @@ class Checkpointer(Callback, Decides):
             seed = self.seed + trainer.global_step
             resume_state.restore_rng(self._loaded["rng"], held, seed, trainer.global_rank)
             resume_state.restore_parameters(pl_module, self._loaded)
+            rank_buffers.restore(trainer, self._loaded)
+            if self._loaded.get(BETWEEN_STEPS) and trainer.is_global_zero:
+                log.warning("%s", BETWEEN)
             if trainer.current_epoch > 0 and self.position.consumed == 0:
                 # This epoch's loaders drew their seeds before `restore_rng`: draw them again.
                 loop.draw_seeds_again()
@@ -158,6 +171,7 @@ class Checkpointer(Callback, Decides):
             before = self._loaded["global_batch_size"]
             resume_state.rescale(trainer, self.optimizer, before, self.global_batch_size)
             self._loaded = None
+        self._given_before = rank_buffers.will_be_given(trainer)
         if self._stop_now():
             self._end(trainer)
 
@@ -166,14 +180,16 @@ class Checkpointer(Callback, Decides):
             self.position.epoch, self.position.consumed = trainer.current_epoch, 0
         self._refuse_missing_metric(trainer)  # the last epoch's metrics are logged by now
 
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._stepped.clear()
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.position.consumed += self.samples_per_batch
-        if fit_loop_of(trainer).epoch_loop.accumulates:
-            return
-        # With manual optimization, a batch without a step may leave gradients, which are saved.
-        self._half_a_step, self._stepped = self._stepped == trainer.global_step, trainer.global_step
+        self._given_before = rank_buffers.will_be_given(trainer)
 
     def batch_ended(self, trainer: Trainer, *, before_validation: bool) -> None:
         self._validates = before_validation
@@ -224,7 +240,7 @@ class Checkpointer(Callback, Decides):
                 changed,
             )
         else:
-            self._validates = True
+            self._validates = self._was_cut = True
             self._save(trainer, "signal")
         self._end(trainer)
 
@@ -241,10 +257,11 @@ class Checkpointer(Callback, Decides):
         elif trainer.state.fn == "fit":
             self.best.validated = True
 
-    def validated(self, trainer: Trainer) -> None:
+    def validated(self, trainer: Trainer, *, between_steps: bool) -> None:
         if self.best.improved(trainer):
-            self._save(trainer, "best")
-        elif self.best.missing(trainer, early=True):
+            self._save(trainer, "best", between_steps=between_steps)
+        # Between steps nothing is saved to go on from: at the epoch's end it is still missing.
+        elif not between_steps and self.best.missing(trainer, early=True):
             self._save(trainer, "monitor")
             self._refuse_missing_metric(trainer)
 
@@ -302,6 +319,8 @@ class Checkpointer(Callback, Decides):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         epoch_loop = fit_loop_of(trainer).epoch_loop
+        # A validation that was cut short counts for nothing here, too.
+        given = self._given_before if self._was_cut else rank_buffers.will_be_given(trainer)
         checkpoint[KEY] = {
             "epoch": self.position.epoch,
             "consumed": self.position.consumed,
@@ -314,7 +333,9 @@ class Checkpointer(Callback, Decides):
             "rng": process_group.gather(epoch_loop.generators or epoch_loop.rng_state()),
             "epoch_metrics": process_group.gather(epoch_metrics(trainer)),
             "loaders": process_group.gather(fit_loop_of(trainer).loader_states),
-            **resume_state.of_parameters(pl_module, self._half_a_step),
+            BETWEEN_STEPS: self._between_steps,
+            rank_buffers.KEY: rank_buffers.of_ranks(trainer, given),
+            **resume_state.of_parameters(trainer, self._waiting(trainer)),
         }
         if self.modules is not None:
             self.modules.save(trainer, pl_module, checkpoint)
@@ -351,12 +372,22 @@ class Checkpointer(Callback, Decides):
 
     # --------------------------------------------------------------------------------- saving
 
-    def _save(self, trainer: Trainer, reason: str, best: bool = False) -> None:
+    def _waiting(self, trainer: Trainer) -> list[Optimizer]:
+        """The optimizers whose gradients wait for a step that a resumed run takes."""
+        if not trainer.lightning_module.automatic_optimization:
+            return [each for each in trainer.optimizers if each not in self._stepped]
+        accumulates = fit_loop_of(trainer).epoch_loop.accumulates
+        return trainer.optimizers if self._reason == "cut" and accumulates else []
+
+    def _save(
+        self, trainer: Trainer, reason: str, best: bool = False, between_steps: bool = False
+    ) -> None:
+        """`between_steps`: only best.ckpt is written, and the run goes on as if it were not."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         step, epoch = steps_of(trainer), trainer.current_epoch
         inside = "" if reason == "epoch" else f"_step_{step:08d}"
-        self._reason = reason
+        self._reason, self._between_steps = reason, between_steps
         for logger in trainer.loggers:  # a resume from here does not log its lines again
             if isinstance(logger, Journal):
                 logger.flush()
@@ -365,10 +396,14 @@ class Checkpointer(Callback, Decides):
         if split := getattr(trainer.strategy, "split_at", None):  # of a pipeline
             facts["split"] = split
         facts["metrics"] = {k: float(v) for k, v in trainer.callback_metrics.items()}
-        name = f"epoch_{epoch:03d}{inside}.ckpt"
+        if between_steps:
+            facts[BETWEEN_STEPS] = True
+        name = "best.ckpt" if between_steps else f"epoch_{epoch:03d}{inside}.ckpt"
         assert isinstance(trainer, RunTrainer)
         best = best or reason == "best"
         self.saver.save(trainer, trainer.state_to_save, name, best=best, **facts)
+        if between_steps:
+            return
         self._saved_step, self._saved_at = step, time.monotonic()
         self._agreement.withdraw(SAVE)  # this step's flags have requested the same save again
 

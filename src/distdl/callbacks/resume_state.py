@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch import callbacks as lightnings
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from distdl.data.held_generators import HeldGenerators
 from distdl.distributed import process_group
@@ -103,13 +108,35 @@ def restore_rng(states: list[dict[str, Any]], held: HeldGenerators, seed: int, r
     set_rng_state(states[rank], held)
 
 
-def of_parameters(module: nn.Module, half_a_step: bool) -> dict[str, Any]:
-    """The state of parameters beyond weights and optimizer state. Collective. With `half_a_step`
-    (manual optimization) it has accumulated gradients: those of DDP, not the slices of FSDP."""
-    named = list(module.named_parameters())
+def of_parameters(trainer: Trainer, waiting: Sequence[Optimizer]) -> dict[str, Any]:
+    """The state of parameters beyond weights and optimizer state. Collective.
+
+    Args:
+        waiting: Optimizers whose gradients, accumulated since their last step, wait for the next.
+    """
+    named = list(trainer.lightning_module.named_parameters())
     frozen = process_group.gather([name for name, p in named if not p.requires_grad])
-    gradients = {name: p.grad for name, p in named if half_a_step and type(p.grad) is torch.Tensor}
-    return {"frozen": sorted({n for names in frozen for n in names}), "gradients": gradients}
+    groups = [group for optimizer in waiting for group in optimizer.param_groups]
+    wanted = {id(parameter) for group in groups for parameter in group["params"]}
+    gradients = {name: p.grad for name, p in named if id(p) in wanted and p.grad is not None}
+    by_hand = not trainer.lightning_module.automatic_optimization
+    if wanted and not by_hand and isinstance(trainer.strategy.model, DistributedDataParallel):
+        # Between batches that are accumulated for it, DDP's ranks have sent nothing.
+        gradients = _means(gradients, dict(named))
+    whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+    return {"frozen": sorted({n for names in frozen for n in names}), "gradients": whole}
+
+
+def _means(
+    gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """The means over the ranks, of which some may have no gradient. Collective."""
+    means = {}
+    for name in sorted({n for names in process_group.gather([*gradients]) for n in names}):
+        mean = gradients[name].clone() if name in gradients else torch.zeros_like(parameters[name])
+        dist.all_reduce(mean)
+        means[name] = mean / process_group.world_size()
+    return means
 
 
 def restore_parameters(module: nn.Module, saved: dict[str, Any]) -> None:
@@ -117,8 +144,13 @@ def restore_parameters(module: nn.Module, saved: dict[str, Any]) -> None:
     for name, parameter in module.named_parameters() if "frozen" in saved else ():
         if parameter.requires_grad == (name in saved["frozen"]):
             parameter.requires_grad_(name not in saved["frozen"])
-        if name in saved["gradients"]:
-            parameter.grad = saved["gradients"][name].to(parameter)
+        if name not in saved["gradients"]:
+            continue
+        gradient = saved["gradients"][name].to(device=parameter.device, dtype=parameter.dtype)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            gradient = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
+        parameter.grad = gradient.clone()
 
 
 def set_up_epoch_again(trainer: Trainer) -> None:

@@ -21,7 +21,7 @@ from distdl.checkpoint import formats
 from distdl.checkpoint.formats import AnyCheckpoint
 from distdl.checkpoint.host_copy import HostCopy
 from distdl.distributed import process_group
-from distdl.runs.checkpoints import CheckpointStore, remove
+from distdl.runs.checkpoints import BETWEEN_STEPS, CheckpointStore, remove
 from distdl.util.errors import Problem, SaveError, UserError
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Saver:
         Args:
             state: Gives the complete checkpoint.
             best: Link best.ckpt to it.
-            facts: For the manifest.
+            facts: For the manifest. With BETWEEN_STEPS it becomes best.ckpt, and nothing else.
         """
         started = time.monotonic()
         self.settle()  # then the memory of the previous copy can be reused
@@ -184,9 +184,10 @@ class Saver:
         if self._copy.held:
             self._copy.write(self.store.temporary(name))
         path = self.store.publish(name, **facts)
-        self.store.alias("last.ckpt", path)
-        if best:
-            self.store.alias("best.ckpt", path)
+        if not facts.get(BETWEEN_STEPS):
+            self.store.alias("last.ckpt", path)
+            if best:
+                self.store.alias("best.ckpt", path)
         self.store.prune(self.keep_last)
         seconds = f"{time.monotonic() - started:.1f} s"
         if stall is not None:

@@ -28,8 +28,9 @@ class Decides(ABC):
         a save from here has to repeat. Collective."""
 
     @abstractmethod
-    def validated(self, trainer: Trainer) -> None:
-        """After a validation inside an epoch."""
+    def validated(self, trainer: Trainer, *, between_steps: bool) -> None:
+        """After a validation inside an epoch. `between_steps`: gradients wait for the next batch,
+        so that a checkpoint from here is one to look at, and none to resume from."""
 
     @abstractmethod
     def epoch_ended(self, trainer: Trainer) -> None:

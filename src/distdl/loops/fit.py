@@ -5,7 +5,9 @@ Lightning's loops (2.6) with what an exact resume needs besides. It rests on thi
 1. A checkpoint is the state at one moment, at which nothing is half done:
    - after an optimizer step that is not the last of its epoch (`EpochLoop.on_advance_end`), after
      the step's hooks and loggers, and never between batches whose gradients are accumulated. If a
-     validation follows, before it, since it may take long: a resume begins with that validation;
+     validation follows, before it, since it may take long: a resume begins with that validation.
+     What a validation between such batches finds best is best.ckpt alone, which no resume of the
+     run begins with. What ends the training there (`max_time`) saves those gradients as well;
    - inside a validation that a signal cuts short (`loops/validation.py`), as it was before it;
    - at the end of an epoch (`FitLoop.on_advance_end`), after all hooks and plateau schedules.
 2. A signal is obeyed at these moments alone, by all ranks at the same one: they have agreed on it
@@ -76,7 +78,7 @@ class EpochLoop(_TrainingEpochLoop):
             self.decides.batch_ended(self.trainer, before_validation=inside)
         super().on_advance_end(data_fetcher)
         if validates and inside and self.decides:
-            self.decides.validated(self.trainer)
+            self.decides.validated(self.trainer, between_steps=not stepped)
         elif not validates and stepped and self.decides:
             self.decides.batch_ended(self.trainer, before_validation=False)
 

@@ -3,7 +3,7 @@
 Renaming is not atomic on Blob or blobfuse. Therefore the file (or a folder of files, if every rank
 writes its slices) is written first, then a manifest with sizes and sha256. A checkpoint without an
 intact manifest is never opened. `last.ckpt` and `best.ckpt` are hard links (copies where links do
-not exist) with their own manifests.
+not exist) with their own manifests; see `BETWEEN_STEPS` for a `best.ckpt` of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".manifest.json"
 ALIASES = ("last.ckpt", "best.ckpt")
+# In the manifest of a best.ckpt that is no other checkpoint's alias: it was saved between batches
+# whose gradients are accumulated, and has none of them.
+BETWEEN_STEPS = "between_steps"
 
 
 @dataclass(frozen=True)
@@ -97,13 +100,15 @@ class CheckpointStore:
         return sorted((p for p in paths if p.name not in ALIASES), key=age, reverse=True)
 
     def newest(self) -> Path | None:
-        """The newest intact checkpoint, also an alias; None if there is no checkpoint of any kind.
-        Damaged ones and those without a manifest are skipped with a warning.
+        """The newest intact checkpoint to resume from, also an alias; None if there is no
+        checkpoint of any kind. Damaged ones and those without a manifest are skipped with a
+        warning; a best.ckpt from between two steps (`BETWEEN_STEPS`) is passed over.
 
         Raises:
             UserError: There are checkpoints, and each of them is damaged.
         """
         paths = {*self.all(), *self.folder.glob("[!.]*.ckpt")}
+        paths = {path for path in paths if not manifest_at(path).get(BETWEEN_STEPS)}
         damaged = {}
         # A checkpoint without a readable manifest has no known age, and is tried first.
         for path in sorted(paths, key=lambda p: (not manifest_at(p), age(p)), reverse=True):

@@ -22,10 +22,13 @@ sections, order = map(yaml.safe_load, sys.argv[1:])
 
 
 class Order:
-    """A sampler of batches."""
+    """A sampler of batches, as many as the epoch has in which it is made."""
+
+    def __init__(self):
+        self.length = len(order[trainer.current_epoch])
 
     def __len__(self):
-        return len(order[0])
+        return self.length
 
     def __iter__(self):
         return iter(order[trainer.current_epoch])
@@ -34,7 +37,9 @@ class Order:
 pl.seed_everything(sections["seed"], workers=True, verbose=False)
 model, *data = [instantiate(sections[name]) for name in ("model", "data") if name in sections]
 source = data[0] if data else model
-source.train_dataloader = lambda: DataLoader(Points(), batch_size=None, sampler=Order())
+points = getattr(source, "points", Points)
+source.train_dataloader = lambda: DataLoader(points(), batch_size=None, sampler=Order())
+sections["trainer"].pop("limit_train_batches", None)  # the order has it
 shown = dict.fromkeys(("checkpointing", "progress_bar", "model_summary"), False)
 trainer = pl.Trainer(
     **instantiate(sections["trainer"]),

@@ -120,6 +120,79 @@ class ByHand(Regression):
         return [optimizer], [{"scheduler": plateau_of(optimizer), **schedule}]
 
 
+class Averaged(Regression):
+    """Logs the mean loss of each epoch of training, too."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+class Skipping(Averaged):
+    """Leaves out every third batch of an epoch."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
+
+
+class SkippingByHand(Skipping):
+    """The same for several ranks, on which Lightning refuses None otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if loss is not None:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+
+class SeveralSchedules(Regression):
+    """One that moves momentum too after each step, one after each third, one after each epoch."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.02, momentum=0.9)
+        cycle = lr_scheduler.CyclicLR(optimizer, 0.01, 0.05, step_size_up=5)
+        restarts = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3)
+        epochs = lr_scheduler.MultiStepLR(optimizer, [1, 2])
+        schedules = [
+            {"scheduler": cycle, "interval": "step"},
+            {"scheduler": restarts, "interval": "step", "frequency": 3},
+            {"scheduler": epochs, "interval": "epoch"},
+        ]
+        return [optimizer], schedules
+
+
+class AccumulatingByHand(Regression):
+    """Two optimizers, of which one steps after two batches and the other after three, whatever the
+    epoch, each with a schedule of its steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.register_buffer("batches", torch.tensor(0))
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.batches += 1
+        for every, optimizer, schedule in zip(
+            (2, 3), self.optimizers(), self.lr_schedulers(), strict=True
+        ):
+            if self.batches % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+
+    def configure_optimizers(self):
+        first = torch.optim.Adam(self.network[:3].parameters(), 0.01)
+        second = torch.optim.SGD(self.network[3:].parameters(), 0.05, momentum=0.9)
+        return [first, second], [lr_scheduler.ExponentialLR(o, 0.9) for o in (first, second)]
+
+
 class GAN(Steps):
     """A generator and a discriminator, each with an optimizer and a schedule of its own, stepped by
     hand, the discriminator at each second batch only. Its arguments are as argparse gives them."""

@@ -89,14 +89,25 @@ LOADERS = {
 
 
 class PointsData(LightningDataModule):
-    """`kind="two sets"`: validation and test have two, of different length."""
+    """`kind="two sets"`: validation and test have two, of different length. "new points": in each
+    epoch, for a Trainer that asks for loaders again. "more points": and another number of them."""
 
     def __init__(self, kind, batch_size=4):
         super().__init__()
         self.kind, self.batch_size = kind, batch_size
 
     def train_dataloader(self):
-        return LOADERS[self.kind](self.batch_size)
+        if self.kind in LOADERS:
+            return LOADERS[self.kind](self.batch_size)
+        return data.DataLoader(self.points(), self.batch_size, shuffle=True, num_workers=1)
+
+    def points(self):
+        """What is trained on in this epoch."""
+        if self.kind in LOADERS:
+            return Points()
+        epoch = self.trainer.current_epoch
+        count = COUNT + (8, 12, 0, 4)[epoch] if self.kind == "more points" else COUNT
+        return Points(count, seed=10 + epoch)
 
     def val_dataloader(self):
         one, other = data.DataLoader(Points(10, seed=2), 4), data.DataLoader(Points(6, seed=3), 4)
