@@ -11,7 +11,15 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from distdl.data.drawing import Drawn, seed_all
 from distdl.data.loading import KeyedDataset
@@ -99,6 +107,25 @@ def test_collections_of_loaders():
     source = share(Loaders(make), position=TrainPosition(0, 4))
     with pytest.warns(UserWarning, match="start the epoch again"):
         assert len(list(source.train_dataloader()["a"])) == 12
+
+
+def test_each_uneven_loader_is_named_once(recwarn):
+    """Of several validation loaders, and also where torch's sampler repeats the samples."""
+
+    def of(count, sampler=None):
+        return DataLoader(TensorDataset(torch.arange(count)), sampler=sampler)
+
+    def make():
+        torchs = [DistributedSampler(range(n), 2, 0, shuffle=False) for n in (9, 4)]
+        return [of(8), of(7), of(5), of(9, torchs[0]), of(4, torchs[1])]
+
+    source = share(Loaders(make), 0, 2)
+    for _ in range(2):
+        source.val_dataloader()
+    told = [str(each.message) for each in recwarn if "twice" in str(each.message)]
+    starts = ("7 samples over 2", "5 samples over 2", "a DistributedSampler gives 1 of 9 samples")
+    pairs = zip(starts, told, strict=True)
+    assert all(text.startswith(f"val_dataloader: {start}") for start, text in pairs), told
 
 
 def test_uneven_evaluation_reports_how_many_count_twice():

@@ -96,8 +96,13 @@ def seed_all(value: int) -> None:
 
 def shards_itself(loader: Any) -> bool:
     """Whether a sampler already gives each rank its part: it has `num_replicas` and `rank`."""
-    samplers = [*_within(loader.batch_sampler), *_within(loader.sampler)]
-    return any(hasattr(each, "num_replicas") and hasattr(each, "rank") for each in samplers)
+    each_has = (hasattr(s, "num_replicas") and hasattr(s, "rank") for s in samplers_of(loader))
+    return any(each_has)
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """A loader's batch sampler and sampler, and those inside them."""
+    return [*_within(loader.batch_sampler), *_within(loader.sampler)]
 
 
 def _within(sampler: Any) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -25,7 +26,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from distdl.data.drawing import Drawn, random_states_kept, seed_all, shards_itself
+from distdl.data.drawing import (
+    Drawn,
+    random_states_kept,
+    samplers_of,
+    seed_all,
+    shards_itself,
+)
 from distdl.data.own_generators import OwnGenerators
 from distdl.data.rebuilding import Striding, of_torch, rebuilt
 from distdl.data.sampling import (
@@ -254,6 +261,7 @@ class _Share:
         if isinstance(loader.dataset, IterableDataset):
             return self._stream(loader)
         if shards_itself(loader):
+            self._name_repeated(loader)
             return self._unchanged(loader)
         sampler = _Sampling(loader)
         if not sampler.has_length:
@@ -312,9 +320,7 @@ class _Share:
         twice = -count % self.world_size
         if twice and not self._exact and self.stage != "predict":
             text = f"{count} {'batches' if sampler.batched else 'samples'} over {self.world_size} "
-            text += f"ranks: {twice} of them are counted twice. To count each once, return dict "
-            text += f"samples, set exact_evaluation = True on {type(self.source).__name__} and "
-            self._warn("twice", f'{text}weigh metrics by batch["weight"]')
+            self._warn(f"{text}ranks: {twice} of them are counted twice. {self._to_count_once}")
         return EvalBatches(
             count,
             sampler.batch_size,
@@ -325,6 +331,24 @@ class _Share:
             order=order,
             batched=sampler.batched,
         )
+
+    @property
+    def _to_count_once(self) -> str:
+        name = type(self.source).__name__
+        text = (
+            f"To count each once, return dict samples, set exact_evaluation = True on {name} and "
+        )
+        return f'{text}weigh metrics by batch["weight"]'
+
+    def _name_repeated(self, loader: DataLoader[Any]) -> None:
+        """What torch's DistributedSampler repeats to give each rank as many samples."""
+        for sampler in samplers_of(loader) if self.stage in ("val", "test") else ():
+            if isinstance(sampler, DistributedSampler):
+                count = len(sampler.dataset)  # type: ignore[arg-type]
+                twice = sampler.total_size - count
+                if twice > 0:
+                    text = f"a DistributedSampler gives {twice} of {count} samples twice. "
+                    self._warn(f"{text}{self._to_count_once}, without the sampler")
 
     def _stream(self, loader: DataLoader[Any]) -> Any:
         """Refuses an iterable training dataset on several ranks without `shards_itself`."""
@@ -337,7 +361,7 @@ class _Share:
                     object.__setattr__(loader, "dataset", dataset)  # DataLoader forbids setattr
                 text = "each rank reads the whole iterable dataset, and uses one sample in {0}; "
                 text += "fewer than {0} that are left at the end (of each worker) are not used"
-                self._warn("stride", text.format(self.world_size))
+                self._warn(text.format(self.world_size))
             return self._unchanged(loader, "an iterable dataset" if shards is None else None)
         name = type(loader.dataset).__name__
         what = f"train_dataloader: it is unknown whether {name}, an iterable dataset, gives "
@@ -359,7 +383,7 @@ class _Share:
     def _unchanged(self, loader: Any, why: str | None = None) -> Any:
         """Counts a loader that is not sharded, and returns it unchanged, with its warnings."""
         if why is not None and self.world_size > 1:
-            self._warn("custom", f"{why}: it must shard itself over {self.world_size} ranks")
+            self._warn(f"{why}: it must shard itself over {self.world_size} ranks")
         if self.stage == "train":
             self._say_who_knows_the_place(loader)
             rows = _Sampling(loader).rows if isinstance(loader, DataLoader) else None
@@ -377,12 +401,12 @@ class _Share:
             self._name_unrepeatable_of_stateful(loader)
             if self.position.consumed and not self.position.has_states:
                 text = f"{name} starts the epoch again: the checkpoint has no state for this rank"
-                self._warn("again", text)
+                self._warn(text, topic="again")
         elif restores_itself(self.source):
             if self.position.consumed:
                 text = f"{name} goes on inside the epoch as {source.__name__} lets it, with the "
                 whose = "that rank 0 has saved" if self.world_size > 1 else "that it has saved"
-                self._warn("again", f"{text}state {whose}")
+                self._warn(f"{text}state {whose}", topic="again")
         else:
             self._say_not_exact(name, f"{name} starts the epoch again")
 
@@ -394,7 +418,7 @@ class _Share:
         if places and not saves_itself(dataset) and not restores_itself(self.source):
             name, drawn = type(loader).__name__, ", ".join(places)
             text = f"{name} goes on at its place, but a resume does not repeat what is drawn by "
-            self._warn("unknown", f"{text}{drawn}: give {type(dataset).__name__} a state_dict")
+            self._warn(f"{text}{drawn}: give {type(dataset).__name__} a state_dict")
         if getattr(loader, "num_workers", 0) and self.rank == 0 and "workers" not in self.warned:
             self.warned.add("workers")
             text = "train_dataloader: what the workers of %s draw from the global generators of "
@@ -405,7 +429,7 @@ class _Share:
 
     def _say_not_exact(self, name: str, again: str) -> None:
         if self.position.consumed:
-            self._warn("again", again)
+            self._warn(again, topic="again")
         elif self.rank == 0 and "first" not in self.warned:
             self.warned.add("first")
             text = "train_dataloader: %s cannot be resumed exactly: inside an epoch a resume "
@@ -417,7 +441,7 @@ class _Share:
         own.look()
         if own.unknown:
             text = f"a resume does not repeat what is drawn by {', '.join(own.unknown)}: keep a "
-            self._warn("unknown", f"{text}generator in an attribute, or seed it by the index")
+            self._warn(f"{text}generator in an attribute, or seed it by the index")
 
     def _count_in(self, per_batch: int, rows: int | None) -> None:
         """Adds one more loader to the size of a global batch."""
@@ -428,10 +452,12 @@ class _Share:
         else:
             position.samples += rows * self.world_size
 
-    def _warn(self, topic: str, text: str) -> None:
-        if self.rank == 0 and topic not in self.warned:
+    def _warn(self, text: str, topic: str = "") -> None:
+        """Once for each topic, which is the text itself by default: of several loaders each may
+        have something to say."""
+        if self.rank == 0 and (topic or text) not in self.warned:
             warnings.warn(f"{self.stage}_dataloader: {text}", stacklevel=2)
-        self.warned.add(topic)
+        self.warned.add(topic or text)
 
 
 class _Sampling:
