@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import NoReturn
 
-from distdl.job import JobSpec
+from distdl.job import JobSpec, LauncherBase
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ExternalRequest:
         return f"# in each of the {count} processes that are running already:\n{command}"
 
 
-class ExternalLauncher:
+class ExternalLauncher(LauncherBase[ExternalRequest]):
     """Describes a job whose processes already run `distdl.launch.external`."""
 
     def request(self, spec: JobSpec) -> ExternalRequest:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from distdl.job import JobSpec, JobState
+from distdl.job import JobBase, JobSpec, JobState, LauncherBase
 from distdl.launchers.common import Count, LauncherSettings
 from distdl.launchers.queried_job import wait_until_ended
 from distdl.util.errors import UserError
@@ -45,7 +45,7 @@ class LocalRequest:
         return f"# {'in this process' if self.in_process else where}\n{variables} {command}"
 
 
-class LocalLauncher(LauncherSettings):
+class LocalLauncher(LauncherSettings, LauncherBase[LocalRequest]):
     """Runs a job on this machine, in the foreground. The ranks inherit every variable, not only
     those of `forward_env`. The command line counts attempts, and applies `max_attempts`."""
 
@@ -68,10 +68,8 @@ class LocalLauncher(LauncherSettings):
         return LocalJob(folder, None)
 
 
-class LocalJob:
+class LocalJob(JobBase):
     """A foreground job: `wait` starts it, and it ends with this process."""
-
-    url = None
 
     def __init__(self, folder: Path, request: LocalRequest | None) -> None:
         from distdl.runs.directory import Attempt

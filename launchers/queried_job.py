@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar, Self, TypeVar
 
-from distdl.job import Job, JobState
+from distdl.job import Job, JobBase, JobState
 from distdl.util.errors import Forgotten, Lasting, NoRight, NotSignedIn, UserError
 from distdl.util.tail import plain
 
@@ -35,23 +35,15 @@ def wait_until_ended(job: Job, seconds: float) -> JobState:
     return state
 
 
-class QueriedJob(ABC):
+class QueriedJob(JobBase, ABC):
     """Base class of jobs whose platform is queried over a network, for one job or many at once.
 
     A subclass defines the queries (`_query`, `_query_all`) and reads their answers (`_state_from`).
     """
 
-    why = ""  # the reason if the last `state` was UNKNOWN
-    reached = True  # whether the platform answered to the last `state`
     poll_seconds: float = 5.0
     patience: ClassVar[float] = math.inf
     _answer: Any = None  # stored by `ask` for the next `state`
-
-    @property
-    def platform(self) -> str:
-        """What is asked, in words (`SageMaker in eu-west-1`). Jobs with the same words are queried
-        together, and if one of them cannot be queried, none of them can."""
-        return type(self).__name__
 
     @abstractmethod
     def _query(self) -> Any:

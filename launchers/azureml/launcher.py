@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
 
-from distdl.job import JobSpec
+from distdl.job import JobSpec, LauncherBase
 from distdl.launchers.azureml import request as requests
 from distdl.launchers.azureml import submit, vm_sizes
 from distdl.launchers.azureml.azure_job import AzureMLJob
@@ -28,7 +28,7 @@ def vm_of(node: Mapping[str, Any]) -> vm_sizes.VmSize | None:
     return vm_sizes.find(str(node.get("vm_size")))
 
 
-class AzureMLLauncher(AzureSettings):
+class AzureMLLauncher(AzureSettings, LauncherBase[AzureMLRequest]):
     """Sends runs to Azure ML."""
 
     instead: ClassVar = {
@@ -86,8 +86,8 @@ class AzureMLLauncher(AzureSettings):
             raise UserError.at("launcher.files", what, "add dry_run=true, or leave it out")
         self.connection().check_access()
 
-    def submit(self, request: AzureMLRequest) -> Any:
-        """Submits the job. Returns an `AzureMLJob`; for a sweep job a list, one per member."""
+    def submit(self, request: AzureMLRequest) -> AzureMLJob | list[AzureMLJob]:
+        """Submits the job. For a sweep job it returns a list, one job per member."""
         values = forwarded(request.specs[0])
         connection, job = self.connection(), request.job
         if request.compute is not None:

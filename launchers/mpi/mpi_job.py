@@ -11,25 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distdl.job import JobState
+from distdl.job import JobBase, JobState
 from distdl.launchers.mpi.supervisor import LOG, RECORD
 from distdl.launchers.queried_job import wait_until_ended
 from distdl.util.errors import UserError
 from distdl.util.processes import is_alive
 
 
-class MpiJob:
+class MpiJob(JobBase):
     """One attempt whose mpirun has a supervisor. Its state is read from the attempt's folder."""
 
-    url = None
-    # SIGTERM to the command that started the job on this machine also ends the job.
     ends_with_shell = True
-    preempted_here = False  # whether it did
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.why = folder, ""
-        self.exit_code: int | None = None
-        self.killed = ""  # what ended mpirun from outside, if anything did
+        self.folder = folder
 
     @classmethod
     def attach(cls, handle: str) -> MpiJob:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from distdl.job import JobSpec, JobState, Resources, variables
+from distdl.job import JobSpec, JobState, LauncherBase, Resources, variables
 from distdl.launchers.common import Count, LauncherSettings, ListOf, Values, forwarded, relative
 from distdl.launchers.mpi import flavours, supervisor
 from distdl.launchers.mpi import hosts as machines
@@ -82,7 +82,7 @@ class MpiRequest:
         return "\n".join([*lines, " \\\n  ".join([*assigned, *map(shlex.join, self.groups)])])
 
 
-class MpiLauncher(LauncherSettings):
+class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
     """Starts a job on machines reached over ssh, with the installed mpirun."""
 
     in_turn: ClassVar = True

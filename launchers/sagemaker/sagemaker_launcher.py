@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from distdl.job import JobSpec
+from distdl.job import JobSpec, LauncherBase
 from distdl.launchers.common import with_paths
 from distdl.launchers.sagemaker import limits
 from distdl.launchers.sagemaker.aws import Aws, aws_errors
@@ -22,7 +22,7 @@ SCHEME = "sagemaker://"
 SHARDED = "distdl's own data modules need all of it on every host"
 
 
-class SageMakerLauncher(SageMakerSettings):
+class SageMakerLauncher(SageMakerSettings, LauncherBase[SageMakerRequest]):
     """Trains on instances that SageMaker starts for the job and removes afterwards."""
 
     instead: ClassVar = {

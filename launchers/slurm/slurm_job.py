@@ -48,8 +48,6 @@ class SlurmJob(QueriedJob):
     number: str
     poll_seconds: float = 5
     log: Path | None = None
-    url: None = field(default=None, init=False)
-    killed: str = field(default="", init=False)
     failed: bool = field(default=False, init=False)  # by itself, not ended by Slurm
 
     @property

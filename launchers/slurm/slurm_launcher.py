@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from distdl.job import JobSpec, Resources
+from distdl.job import JobSpec, LauncherBase, Resources
 from distdl.launchers.common import refuse
 from distdl.launchers.slurm import commands, script
 from distdl.launchers.slurm.options import SBATCH, words
@@ -36,7 +36,7 @@ class SlurmRequest:
         return f"# sbatch {self.path}\n{self.text}"
 
 
-class SlurmLauncher(SlurmSettings):
+class SlurmLauncher(SlurmSettings, LauncherBase[SlurmRequest]):
     """Submits a run as a batch job, and a sweep as a job array."""
 
     instead: ClassVar = {

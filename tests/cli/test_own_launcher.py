@@ -28,8 +28,9 @@ class Witness(Callback):
     def on_train_start(self, trainer, module):
         print("ours:", distdl.__file__, "mine:", __file__, flush=True)
 """
-# More launchers, in the project.
+# More launchers, in the project; one derives from distdl's base class.
 MORE = """
+from distdl.job import LauncherBase
 from distdl.util.errors import Problem, UserError
 from my_launchers.background import BackgroundLauncher, BackgroundRequest
 class Away(BackgroundLauncher):
@@ -40,7 +41,7 @@ class Full(BackgroundLauncher):
         raise UserError(Problem("launcher", "the queue is full"))
 class Sleeps(BackgroundRequest):
     command = ["sleep", "0.2"]
-class Alone(BackgroundLauncher):
+class Alone(BackgroundLauncher, LauncherBase):
     in_turn = True
     def request(self, spec):
         return Sleeps(spec, 10)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distdl.job import JobState
+from distdl.job import JobState, adapted_job
 from distdl.launch import asking, jobs
 from distdl.launchers.queried_job import QueriedJob
 from distdl.launchers.sagemaker import aws
@@ -217,9 +217,12 @@ def test_a_question_that_fails_in_a_launcher_of_ones_own_is_a_report():
                 raise self.current
             return self.current
 
-    reports = asking.ask_all([Own(JobState.RUNNING), Own(KeyError("id"))])
+    def asked(*states):
+        return asking.ask_all([adapted_job(Own(state)) for state in states])
+
+    reports = asked(JobState.RUNNING, KeyError("id"))
     assert reports[0] == asking.Report(JobState.RUNNING)
     assert (reports[1].state, reports[1].why) == (UNKNOWN, "'id'")
     Own.ask = staticmethod(lambda jobs: 1 / 0)
-    reports = asking.ask_all([Own(JobState.RUNNING), Own(JobState.RUNNING)])
+    reports = asked(JobState.RUNNING, JobState.RUNNING)
     assert [type(report.error) for report in reports] == [ZeroDivisionError] * 2

@@ -247,7 +247,7 @@ def test_a_copys_job_is_not_asked_or_cancelled(tmp_path, monkeypatch):
     asked: list[str] = []
     launcher = SimpleNamespace(attach=lambda handle: asked.append(handle) or job)
     monkeypatch.setattr(jobs.Platforms, "_launcher", lambda *_: launcher)
-    assert jobs.job_of(attempt) is job
+    assert jobs.job_of(attempt).own is job
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copy = jobs.job_of(Attempt(tmp_path / "copy/attempts/001"))
     with pytest.raises(UserError, match="of which this is a copy"):

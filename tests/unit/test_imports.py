@@ -118,7 +118,7 @@ def test_contributing_draws_the_tree_as_it_is():
     source = text.split("src/distdl/\n")[1].split("\ntests/")[0]
     drawn = re.findall(r"^ {2,4}([a-z_]+)/(?= |$)", source, flags=re.M)
     rooms = {name.removeprefix("tools.") for name in LAYERS}
-    assert sorted(drawn) == sorted(rooms - {"job", "launchers"})
+    assert sorted(drawn) == sorted(rooms - {"launchers"})
 
 
 def test_names_in_the_configs_of_runs_stay():

@@ -13,7 +13,7 @@ import pytest
 
 from distdl.config import compose
 from distdl.config import recipe as configs
-from distdl.job import JobState
+from distdl.job import JobBase, JobState
 from distdl.launch import following, jobs, planning, start
 from distdl.ranks import process_exit
 from distdl.runs.directory import RunDirectory
@@ -22,7 +22,7 @@ TINY = ["model=resnet18", "data=synthetic", "trainer.accelerator=cpu"]
 LAUNCH = {"run_id": "e/r", "where": {"launcher": {}}, "resources": {}}
 
 
-class Platform:
+class Platform(JobBase):
     """A job whose platform reports a given state. Who follows it types Ctrl-C until it ends."""
 
     handle, url, cancelled = "platform://1", None, 0

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from distdl.job import Job, JobSpec, JobState, Resources
+from distdl.job import JobBase, JobSpec, JobState, Resources
 from distdl.launch import jobs
 from distdl.launchers.mpi import MpiLauncher, host_names, mpi_launcher, rank, supervisor
 from distdl.launchers.mpi.flavours import FLAVOURS
@@ -238,7 +238,7 @@ def errors(job):
 def test_a_job_from_its_start_to_a_later_shell(start, tmp_path):
     go = tmp_path / "go"
     job = start(f"echo hello; while [ ! -e {go} ]; do sleep 0.05; done; env | cut -d= -f1")
-    assert isinstance(job, Job) and job.state() is JobState.RUNNING
+    assert isinstance(job, JobBase) and job.state() is JobState.RUNNING
     assert job.handle == f"mpi://{HERE}{tmp_path}/attempts/001"
     for handle in (f"mpi://elsewhere{job.folder}", "slurm://7", "mpi://h", "mpi://h/nowhere"):
         with pytest.raises(UserError):

@@ -134,13 +134,13 @@ def test_what_is_under_way_elsewhere_or_damaged(command, started, monkeypatch):
     file.unlink()
     (RUN / "attempts/001/job.json").write_text('{"handle": "far://1"}')
     status.write_text(json.dumps({**ended, "concluded": True}))
-    monkeypatch.setattr(jobs, "job_of", lambda attempt: SimpleNamespace(fetch=lambda to: None))
+    monkeypatch.setattr(jobs, "job_of", lambda attempt: SimpleNamespace(is_remote=True))
     result = command(*ONE)
     assert result.code == 1 and len(started) == 1
     assert f"jobs fetch {RUN}\n" in result.out and "resumes with them" not in result.out
     assert f"not fetched: {NAME}; fetch them" in result.out
     # A job that shares our store has nothing to fetch.
-    monkeypatch.setattr(jobs, "job_of", lambda attempt: object())
+    monkeypatch.setattr(jobs, "job_of", lambda attempt: SimpleNamespace(is_remote=False))
     for number, left in enumerate(("", "{", '{"attempt": 1}'), 2):
         if left:
             file.write_text(left)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distdl.job import Job, JobState
+from distdl.job import JobBase, JobState
 from distdl.launch import asking, job_status, jobs, one_attempt
 from distdl.launch.jobs import Target
 from distdl.runs.directory import Attempt, RunDirectory, shown
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError.at(options.target, f"has {len(targets)} runs", "name one of them")
     if options.verb in ("status", "cancel"):
         return {"status": status, "cancel": cancel}[options.verb](targets)
-    verbs: dict[str, Callable[[Job, Attempt | None], int]] = {
+    verbs: dict[str, Callable[[JobBase, Attempt | None], int]] = {
         "fetch": functools.partial(fetch, to=getattr(options, "to", None)),
         "wait": wait,
         "ended": ended,
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     return for_each(targets, verbs[options.verb])
 
 
-def for_each(targets: Sequence[Target], act: Callable[[Job, Attempt | None], int]) -> int:
+def for_each(targets: Sequence[Target], act: Callable[[JobBase, Attempt | None], int]) -> int:
     """Acts on every target, also after one that failed, and returns the largest exit code. Then
     raises the problems of all."""
     codes, errors = [0], list[UserError]()
@@ -143,7 +143,7 @@ def cancel(targets: Sequence[Target]) -> int:
     return 0
 
 
-def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
+def show_logs(job: JobBase, attempt: Attempt | None, follow: bool) -> int:
     if follow and attempt is not None and not isinstance(job, jobs.Unqueried):
         from distdl.launch.following import follow as follow_job
 
@@ -160,21 +160,21 @@ def show_logs(job: Job, attempt: Attempt | None, follow: bool) -> int:
         log = attempt.logs / "rank_0.log" if attempt else None
         if log is None or not log.exists():
             raise
-        why = report.why if report else str(getattr(job, "why", ""))
+        why = report.why if report else job.why
         print(f"{plain(why) or f'{job.handle} is gone'}; {shown(log)}:")
         for line in tail(log, lambda: False):
             print(plain(line), flush=True)
     return job.state().exit_code if follow else 0
 
 
-def wait(job: Job, attempt: Attempt | None) -> int:
+def wait(job: JobBase, attempt: Attempt | None) -> int:
     job.wait()
     state = jobs.state(attempt, job) if attempt else job.state()
     print(f"{state}  {job.handle}", flush=True)
     return state.exit_code
 
 
-def ended(job: Job, attempt: Attempt | None) -> int:
+def ended(job: JobBase, attempt: Attempt | None) -> int:
     if attempt is None:
         raise UserError.at(
             job.handle, "no run is named, in which it could be recorded", "its folder"
@@ -185,14 +185,13 @@ def ended(job: Job, attempt: Attempt | None) -> int:
     return 0
 
 
-def fetch(job: Job, attempt: Attempt | None, to: Path | None) -> int:
-    copy: Callable[[Path], None] | None = getattr(job, "fetch", None)
-    if copy is None:
+def fetch(job: JobBase, attempt: Attempt | None, to: Path | None) -> int:
+    if not job.is_remote:
         print(f"{job.handle}: its files are here already")
-    else:
-        target = to or (attempt.path.parents[1] if attempt else Path.cwd())
-        copy(target)
-        print(f"{job.handle}: fetched into {shown(target)}")
+        return 0
+    target = to or (attempt.path.parents[1] if attempt else Path.cwd())
+    job.fetch(target)
+    print(f"{job.handle}: fetched into {shown(target)}")
     return 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from distdl.job import Job, JobState
+from distdl.job import JobBase, JobState
 
 LIMIT_S = 10.0  # seconds without any answer, after which a platform is given up
 PROMPT_S = 1.0  # seconds in which most platforms answer: their answers come together, in order
@@ -35,23 +35,23 @@ class Report:
 Answers = SimpleQueue[tuple[int, Report]]
 
 
-def ask(job: Job) -> Report:
+def ask(job: JobBase) -> Report:
     """Asks about one job."""
     return ask_all([job])[0]
 
 
-def ask_all(jobs: Sequence[Job]) -> list[Report]:
+def ask_all(jobs: Sequence[JobBase]) -> list[Report]:
     """A report for each job, once all platforms have answered or were given up."""
     answered = {number: report for block in blocks(jobs) for number, report in block.items()}
     return [answered[number] for number in range(len(jobs))]
 
 
-def blocks(jobs: Sequence[Job]) -> Iterator[dict[int, Report]]:
+def blocks(jobs: Sequence[JobBase]) -> Iterator[dict[int, Report]]:
     """Reports by the positions of their jobs: first those that come within PROMPT_S, if any, then
     others as they come, and those of a platform that is silent for LIMIT_S last."""
-    waiting: dict[str, dict[int, Job]] = {}
+    waiting: dict[str, dict[int, JobBase]] = {}
     for number, job in enumerate(jobs):
-        waiting.setdefault(platform_of(job), {})[number] = job
+        waiting.setdefault(job.platform, {})[number] = job
     answers: Answers = SimpleQueue()
     for platform, group in waiting.items():
         # A thread cannot be ended: one that still waits at the end of the command ends with it.
@@ -75,7 +75,7 @@ def blocks(jobs: Sequence[Job]) -> Iterator[dict[int, Report]]:
             block = {n: _silent(name) for name in silent for n in waiting.pop(name)}
             heard = {name: heard[name] for name in waiting}
             continue
-        platform = platform_of(jobs[number])
+        platform = jobs[number].platform
         if platform in waiting:  # else it was given up before
             block[number], heard[platform] = report, time.monotonic()
             del waiting[platform][number]
@@ -85,17 +85,12 @@ def blocks(jobs: Sequence[Job]) -> Iterator[dict[int, Report]]:
         yield block
 
 
-def platform_of(job: Job) -> str:
-    """What is asked about a job, in words: `SageMaker in eu-west-1`."""
-    return str(getattr(job, "platform", "") or type(job).__name__)
-
-
 def _silent(platform: str) -> Report:
     why = f"{platform} has not answered for {LIMIT_S:.0f} s"
     return Report(JobState.UNKNOWN, why, reached=False)
 
 
-def _ask(group: dict[int, Job], answers: Answers) -> None:
+def _ask(group: dict[int, JobBase], answers: Answers) -> None:
     """Puts a report for each job of one platform."""
     numbers = {id(job): number for number, job in group.items()}
     try:
@@ -106,23 +101,18 @@ def _ask(group: dict[int, Job], answers: Answers) -> None:
             answers.put((number, _failed(error)))
 
 
-def _answered(jobs: Sequence[Job]) -> Iterable[Job]:
+def _answered(jobs: Sequence[JobBase]) -> Iterable[JobBase]:
     """The jobs, each once its platform has answered. A single one is asked by its own query."""
-    kind = type(jobs[0])
-    if len(jobs) > 1 and hasattr(kind, "ask_each"):
-        return kind.ask_each(jobs)
-    if len(jobs) > 1 and hasattr(kind, "ask"):
-        kind.ask(jobs)
-    return jobs
+    return type(jobs[0]).ask_each(jobs) if len(jobs) > 1 else jobs
 
 
-def _report(job: Job) -> Report:
+def _report(job: JobBase) -> Report:
     try:
         state = job.state()
     except Exception as error:  # a launcher of one's own: the job's row shows it
         return _failed(error)
-    why = str(getattr(job, "why", "")) if state is JobState.UNKNOWN else ""
-    return Report(state, why, getattr(job, "reached", True))
+    why = str(job.why) if state is JobState.UNKNOWN else ""
+    return Report(state, why, job.reached)
 
 
 def _failed(error: Exception) -> Report:

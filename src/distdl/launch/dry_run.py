@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.config import batches
-from distdl.job import Launcher
+from distdl.job import LauncherBase
 from distdl.launch import jobs, start
 from distdl.launch.planning import Plan
 from distdl.runs.bundle import Bundle
@@ -50,7 +50,7 @@ def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
     if start.same_launcher(planned):
         launcher = _launcher(planned[0])
         attempts = [start.next_attempt(each) for each in planned]
-        request = start.sweep_request(launcher, start.specs_of(planned, attempts))
+        request = launcher.request_sweep(start.specs_of(planned, attempts))
         if request is not None:
             numbered = (f"# {i}: {n}" for i, n in enumerate(names))
             return escaped("\n".join([*numbered, request.render()]))
@@ -58,15 +58,15 @@ def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
     return "\n".join(f"\n# {escaped(n)}\n{render(p)}" for n, p in members)
 
 
-def _launcher(planned: Plan) -> Launcher:
+def _launcher(planned: Plan) -> LauncherBase[Any]:
     """The launcher. Raises a UserError if its request needs a program that the config names."""
     launcher = jobs.instantiate(planned.config.launcher)
-    if problems := [*getattr(launcher, "starts_to_know", tuple)()]:
+    if problems := [*launcher.starts_to_know()]:
         raise UserError(*problems)
     return launcher
 
 
-def write_files(planned: Plan, launcher: Launcher, code: Snapshot | None) -> list[Path]:
+def write_files(planned: Plan, launcher: LauncherBase[Any], code: Snapshot | None) -> list[Path]:
     """Writes the request as files for the platform's own tools, with the bundle beside them."""
     if code is None or not planned.config.launcher.get("files"):
         return []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from distdl.job import Job, JobState
+from distdl.job import JobBase, JobState
 from distdl.launch import jobs
 from distdl.ranks import stopping
 from distdl.runs.directory import Attempt, shown
@@ -15,7 +15,7 @@ from distdl.util.errors import UserError
 from distdl.util.tail import plain
 
 
-def follow(job: Job, attempt: Attempt) -> JobState | None:
+def follow(job: JobBase, attempt: Attempt) -> JobState | None:
     """Prints the log until the job has ended. Returns its final state, None if it was left running,
     or UNKNOWN if its platform cannot be reached."""
     with ends_with_this_shell(job):
@@ -37,7 +37,7 @@ def follow(job: Job, attempt: Attempt) -> JobState | None:
                 job.cancel()
 
 
-def asks_to_cancel(job: Job) -> bool:
+def asks_to_cancel(job: JobBase) -> bool:
     """Asks the user whether to cancel. Without a terminal the job is left running."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
@@ -48,7 +48,7 @@ def asks_to_cancel(job: Job) -> bool:
         return False
 
 
-def print_left(job: Job, attempt: Attempt) -> None:
+def print_left(job: JobBase, attempt: Attempt) -> None:
     run = shown(attempt.path.parents[1])
     print(f"left running: {job.handle}")
     print(f"watch   python -m distdl jobs logs --follow {run}")
@@ -56,16 +56,15 @@ def print_left(job: Job, attempt: Attempt) -> None:
 
 
 @contextmanager
-def ends_with_this_shell(job: Job) -> Iterator[None]:
+def ends_with_this_shell(job: JobBase) -> Iterator[None]:
     """Passes a signal by which a platform ends this command on to a job on this machine (mpirun):
     a container's first process gets it alone. A job in a queue continues."""
-    if not getattr(job, "ends_with_shell", False):
+    if not job.ends_with_shell:
         yield
         return
     # The job is only asked to end: its log is followed until its last checkpoint.
-    preempt: Callable[[], None] = getattr(job, "preempt", job.cancel)
     numbers = (signal.SIGTERM, signal.SIGUSR1)
-    previous = stopping.set_handlers(dict.fromkeys(numbers, lambda *_: preempt()))
+    previous = stopping.set_handlers(dict.fromkeys(numbers, lambda *_: job.preempt()))
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.incident import incident
-from distdl.job import Job, JobState
+from distdl.job import JobBase, JobState
 from distdl.launch import asking, jobs
 from distdl.launch.asking import Report
 from distdl.runs import failures
@@ -23,7 +23,7 @@ MISSING = "status.json is missing"
 LONGEST = 200  # characters of a reason in a row; `jobs status` has all of it
 
 
-def lines(job: Job, attempt: Attempt | None, state: JobState, why: str = "") -> Iterator[str]:
+def lines(job: JobBase, attempt: Attempt | None, state: JobState, why: str = "") -> Iterator[str]:
     """All lines about one job.
 
     Args:
@@ -64,7 +64,7 @@ class ListedRun:
     def __init__(self, run: RunDirectory, platforms: jobs.Platforms) -> None:
         self.run, self.attempt = run, jobs.attempt_of(run)
         self.main = self.attempt
-        self.jobs: dict[int, Job] = {}  # by the number of the attempt, as are the reports
+        self.jobs: dict[int, JobBase] = {}  # by the number of the attempt, as are the reports
         self.reports: dict[int, Report] = {}
         self.error: Exception | None = None
         try:

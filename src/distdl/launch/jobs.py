@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from distdl.config import trust, user_conf
 from distdl.config.own_code import make_importable, own_folders
 from distdl.incident import incident
-from distdl.job import Job, JobState, Launcher
+from distdl.job import JobBase, JobState, LauncherBase, adapted_job, adapted_launcher, is_launcher
 from distdl.launch import asking
 from distdl.runs import failures, provenance
 from distdl.runs.attempt import place_of
@@ -31,12 +31,12 @@ from distdl.validation import kinds
 from distdl.validation.resolve import resolve
 from distdl.validation.targets import Trust, target_problems
 
-Target = tuple[Job, Attempt | None]  # None: the user named the job by its handle alone
+Target = tuple[JobBase, Attempt | None]  # None: the user named the job by its handle alone
 # Folders inside a run, in which no other run is searched: they may have thousands of subfolders.
 NO_RUNS_INSIDE = ("attempts", "checkpoints", "logs", "tracking")
 
 
-def record(attempt: Attempt, job: Job) -> None:
+def record(attempt: Attempt, job: JobBase) -> None:
     """Records the submitted job, for later shells."""
     place = {"host": socket.gethostname(), **place_of(attempt.path)}
     write_json(attempt.path / "job.json", {"handle": job.handle, "url": job.url, **place})
@@ -55,9 +55,9 @@ class Platforms:
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
         self.trust = project_trust(allow)
-        self._known: dict[str, Launcher | Problem] = {}
+        self._known: dict[str, LauncherBase[Any] | Problem] = {}
 
-    def job(self, attempt: Attempt) -> Job:
+    def job(self, attempt: Attempt) -> JobBase:
         """The job of an attempt; `Unqueried` if querying its platform would run untrusted code, or
         is not possible from here."""
         from distdl.launchers.local import LocalLauncher
@@ -78,11 +78,11 @@ class Platforms:
         if isinstance(launcher, Problem):
             return Unqueried(str(handle), launcher)
         try:
-            return launcher.attach(str(handle))
+            return adapted_job(launcher.attach(str(handle)))
         except UserError as error:  # its platform keeps it where this machine does not look
             return Unqueried(str(handle), error.problems[0])
 
-    def _launcher(self, written: Any) -> Launcher | Problem:
+    def _launcher(self, written: Any) -> LauncherBase[Any] | Problem:
         """The launcher that launch.yaml names, or the reason why it is not used."""
         resolved = resolve({"launcher": written})
         node = resolved.section("launcher")
@@ -99,7 +99,7 @@ class Platforms:
         return instantiate(node)
 
 
-def job_of(attempt: Attempt, allow: Sequence[str] = ()) -> Job:
+def job_of(attempt: Attempt, allow: Sequence[str] = ()) -> JobBase:
     """The job of a single attempt; see `Platforms.job`."""
     return Platforms(allow).job(attempt)
 
@@ -134,36 +134,36 @@ def names_another_folder(handle: str, attempt: Attempt) -> bool:
     return scheme in ("local", "mpi") and folder.resolve() != attempt.path.resolve()
 
 
-@dataclass
-class Unqueried:
+class Unqueried(JobBase):
     """A job whose platform is not queried, and the reason."""
 
-    handle: str
-    problem: Problem
-    url = None
+    def __init__(self, handle: str, problem: Problem) -> None:
+        self._handle, self._problem = handle, problem
+        self.why = str(problem)
 
     @property
-    def why(self) -> str:
-        return str(self.problem)
+    def handle(self) -> str:
+        return self._handle
 
     def state(self) -> JobState:
         return JobState.UNKNOWN
 
     def logs(self, follow: bool = False) -> NoReturn:
-        raise UserError(self.problem)
+        raise UserError(self._problem)
 
     wait = cancel = logs
 
 
-def job_from_handle(handle: str) -> Job:
+def job_from_handle(handle: str) -> JobBase:
     """The job of a handle such as `slurm://123`, attached with the launcher's default settings."""
     from distdl.config import compose
 
     scheme = handle.partition("://")[0]
-    return instantiate(compose.compose([f"launcher={scheme}"]).launcher).attach(handle)
+    launcher = instantiate(compose.compose([f"launcher={scheme}"]).launcher)
+    return adapted_job(launcher.attach(handle))
 
 
-def instantiate(node: Any) -> Launcher:
+def instantiate(node: Any) -> LauncherBase[Any]:
     """Builds the launcher of a config node. The caller has checked that its target is allowed."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as build
@@ -171,15 +171,16 @@ def instantiate(node: Any) -> Launcher:
     node = OmegaConf.create(node)
     target = str(node.get("_target_"))
     try:
-        launcher_type = kinds.locate(target)
+        kind = kinds.locate(target)
     except (ImportError, AttributeError) as error:
         what = f"{target} cannot be imported here"
         remedy = f"is {target.partition('.')[0]} installed in this environment?"
         raise UserError.at("launcher", what, remedy) from error
-    if not kinds.launches(launcher_type):
+    if not is_launcher(kind):
         raise UserError.at("launcher._target_", f"{target} is not a launcher")
     try:
-        return build(node, _convert_="all")
+        arguments = build(node, _target_="builtins.dict", _convert_="all")
+        return adapted_launcher(kind)(**arguments)
     except InstantiationException as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
@@ -197,13 +198,13 @@ def states(attempts: Sequence[Attempt]) -> list[JobState]:
     ]
 
 
-def answered(targets: Sequence[Target]) -> Iterator[tuple[Job, Attempt | None, asking.Report]]:
+def answered(targets: Sequence[Target]) -> Iterator[tuple[JobBase, Attempt | None, asking.Report]]:
     """Each target with its state, and why that is UNKNOWN: first those whose files have the state,
     then the others as their platforms answer or are given up."""
     asked: list[Target] = []
     for job, attempt in targets:
         if attempt is not None and is_settled(attempt):
-            yield job, attempt, asking.Report(attempt.state(), str(getattr(job, "why", "")))
+            yield job, attempt, asking.Report(attempt.state(), job.why)
         else:
             asked.append((job, attempt))
     for block in asking.blocks([job for job, _ in asked]):
@@ -223,7 +224,7 @@ def is_settled(attempt: Attempt) -> bool:
 
 
 def state(
-    attempt: Attempt, job: Job | None = None, report: asking.Report | None = None
+    attempt: Attempt, job: JobBase | None = None, report: asking.Report | None = None
 ) -> JobState:
     """The state of an attempt. Once its job has ended, records what the platform reports.
 
@@ -240,11 +241,10 @@ def state(
         raise report.error
     reported = report.state
     if reported.ended:
-        code, killed = getattr(job, "exit_code", None), getattr(job, "killed", "")
-        first_end = getattr(job, "first_end", lambda logs: None)(attempt.logs)
+        first_end = job.first_end(attempt.logs)
         if first_end is not None:
             failures.record_first_end(attempt.errors, *first_end)
-        recorded = attempt.conclude(reported, code, killed)
+        recorded = attempt.conclude(reported, job.exit_code, job.killed)
         incident.write(attempt)
         return recorded
     return recorded if reported is JobState.UNKNOWN and recorded.ended else reported

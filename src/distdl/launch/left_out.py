@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from distdl.config import batches
 from distdl.config import recipe as configs
 from distdl.incident import incident
-from distdl.job import Job
+from distdl.job import JobBase, LauncherBase
 from distdl.launch import jobs, planning
 from distdl.launch.planning import Plan
 from distdl.runs.directory import Attempt
@@ -37,12 +37,12 @@ def fit(planned: Plan, slow: set[str], *, retry: bool = False) -> Plan:
             is left out; otherwise only if the last attempt had lost one, or ran without it.
     """
     last = planned.last_attempt
-    if last is None or not hasattr(planning.launcher_class(planned.config), "without"):
+    if last is None:
         return planned
-    launcher: Any = jobs.instantiate(planned.config.launcher)
+    launcher = jobs.instantiate(planned.config.launcher)
     lost = lost_hosts(last)
     slow |= slow_hosts(last, launcher, planned.resources.num_nodes)
-    if hasattr(launcher, "unreachable"):  # those that answer again are used again
+    if launcher.names_hosts():  # those that answer again are used again
         doubted = retry or lost or last.launch().get("left_out")
         asks = doubted and not planned.config.dry_run
         lost = set(launcher.unreachable(planned.resources)) if asks else set[str]()
@@ -54,7 +54,7 @@ def fit(planned: Plan, slow: set[str], *, retry: bool = False) -> Plan:
 
 
 @contextmanager
-def watched(planned: Plan, fitted: Plan, slow: set[str], job: Job) -> Iterator[Event]:
+def watched(planned: Plan, fitted: Plan, slow: set[str], job: JobBase) -> Iterator[Event]:
     """While a job runs without lost hosts of `planned`: cancels it once more of them answer in two
     looks in a row. Its ranks save, and the event that is set says that it is to start again."""
     back, ended = Event(), Event()
@@ -66,7 +66,9 @@ def watched(planned: Plan, fitted: Plan, slow: set[str], job: Job) -> Iterator[E
         ended.set()
 
 
-def _look(planned: Plan, fitted: Plan, slow: set[str], job: Job, back: Event, ended: Event) -> None:
+def _look(
+    planned: Plan, fitted: Plan, slow: set[str], job: JobBase, back: Event, ended: Event
+) -> None:
     losses = sum("left_out" in attempt.launch() for attempt in planned.run.attempts())
     answered = False
     while not ended.wait(LOOK_S * 2 ** min(losses - 1, 6)):
@@ -85,14 +87,14 @@ def lost_hosts(attempt: Attempt) -> set[str]:
     return {short(report.host)} if report and report.cause == "lost host" else set()
 
 
-def slow_hosts(attempt: Attempt, launcher: Any, nodes: int) -> set[str]:
+def slow_hosts(attempt: Attempt, launcher: LauncherBase[Any], nodes: int) -> set[str]:
     """The host of the straggler, if the job is faster without it: always if the platform has
     another one, else if a step gets shorter by more than the host's part of the work."""
     slow = attempt.status().get("slow") or {}
     host, share = slow.get("host"), slow.get("share")
     if not isinstance(host, str) or not isinstance(share, int | float):
         return set()
-    worth = share > 1 / nodes if hasattr(launcher, "unreachable") else True
+    worth = share > 1 / nodes if launcher.names_hosts() else True
     return {short(host)} if worth else set()
 
 

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distdl.job import Job, JobState
+from distdl.job import JobBase, JobState
 from distdl.launch import asking, jobs
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.util.errors import UserError
@@ -45,7 +45,7 @@ def say_ended(path: str) -> str:
     return f"python -m distdl jobs ended {path}"
 
 
-def declare_ended(attempt: Attempt, job: Job) -> JobState:
+def declare_ended(attempt: Attempt, job: JobBase) -> JobState:
     """Records on the user's word that an attempt has ended; returns its state.
 
     Raises:
@@ -70,7 +70,7 @@ def declare_ended(attempt: Attempt, job: Job) -> JobState:
     return JobState.FAILED
 
 
-def _known(attempt: Attempt, job: Job) -> tuple[JobState, str]:
+def _known(attempt: Attempt, job: JobBase) -> tuple[JobState, str]:
     """The state of an attempt that has a job. If that may be under way, but nobody can say:
     UNKNOWN, and why."""
     if jobs.is_settled(attempt):

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from distdl.config import batches, compose, consent, resources
 from distdl.config import recipe as configs
 from distdl.config.own_code import make_importable, own_folders
-from distdl.job import JobState, Resources
+from distdl.job import JobState, LauncherBase, Resources, adapted_launcher, is_launcher
 from distdl.launch import checkpoint_checks, one_attempt
 from distdl.runs import checkpoints, provenance
 from distdl.runs.directory import PREDICTING, Attempt, RunDirectory, shown
@@ -201,14 +201,15 @@ def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
     make_importable(own_folders(root))  # the launcher may be the user's own
     size, uncounted = None, None
     launcher, node = launcher_class(config), written.get("launcher") or {}
-    known = getattr(launcher, "devices", None)
+    known = None
     try:
         trainer = configs.plain(config.trainer)
-        size = resources.resolve(trainer, local=local, known=known and known(node))
+        known = launcher.devices(node) if launcher else None
+        size = resources.resolve(trainer, local=local, known=known)
     except UserError as error:
         if notes := "; ".join(notes_of(config)):
             problems += [Problem(p.path, f"{p.what}: {notes}", p.remedy) for p in error.problems]
-        elif launcher is None or (known and known(node) is None):
+        elif launcher is None or (launcher.knows_sizes() and known is None):
             uncounted = error  # the second stage reports the launcher's own problem
         else:
             problems += error.problems
@@ -257,8 +258,12 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
 
 def notes_of(config: DictConfig) -> list[str]:
     """The launcher's notes for the user on its settings."""
-    notes = getattr(launcher_class(config), "notes", None)
-    return list(notes(OmegaConf.to_container(config.launcher, resolve=False))) if notes else []
+    launcher = launcher_class(config)
+    if launcher is None:
+        return []
+    where = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(where, dict)
+    return [*launcher.notes(where["launcher"])]
 
 
 def is_local(config: DictConfig) -> bool:
@@ -289,7 +294,7 @@ def suppressed_import(module: str) -> None:
         importlib.import_module(module)
 
 
-def launcher_class(config: DictConfig) -> Any:
+def launcher_class(config: DictConfig) -> type[LauncherBase[Any]] | None:
     """The class that `launcher._target_` names; None if it must not or cannot be imported. The
     first stage of validation reports a forbidden name, the second a failing import."""
     try:
@@ -304,4 +309,4 @@ def launcher_class(config: DictConfig) -> Any:
     except Exception as error:  # importing a module may raise anything
         log.debug("%s cannot be imported", target, exc_info=error)
         return None
-    return named if kinds.launches(named) else None
+    return adapted_launcher(named) if is_launcher(named) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ from distdl.config import batches
 from distdl.config import recipe as configs
 from distdl.config.own_code import python_path
 from distdl.incident import incident
-from distdl.job import Job, JobSpec, JobState, Launcher
+from distdl.job import JobBase, JobSpec, JobState, LauncherBase, Request, adapted_job
 from distdl.launch import following, jobs, left_out
 from distdl.launch.planning import Plan, launcher_class, never_trained, refuse_second, root_of
 from distdl.launch.retrying import Retries
@@ -31,9 +31,6 @@ from distdl.util.errors import UserError
 from distdl.util.exit_codes import EXIT_REFUSED
 from distdl.util.redact import redact, redact_command
 from distdl.util.screen import escaped
-
-# Makes one request for several attempts; None if the launcher cannot.
-RequestMaker = Callable[[Launcher, list[JobSpec]], Any]
 
 
 def start(planned: Plan, command: Sequence[str]) -> int:
@@ -58,7 +55,7 @@ def start(planned: Plan, command: Sequence[str]) -> int:
         code = int(attempt.status().get("exit_code", state.exit_code))
         retry = state in (JobState.FAILED, JobState.PREEMPTED) and code != EXIT_REFUSED
         # A command that is asked to end starts nothing more.
-        if state is JobState.PREEMPTED and getattr(job, "preempted_here", False):
+        if state is JobState.PREEMPTED and job.preempted_here:
             break
         try:
             if not retry or not retries.again(attempt, state):
@@ -94,12 +91,12 @@ def move_failed_run(planned: Plan) -> None:
         planned.old_run = None
 
 
-def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
+def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, JobBase]:
     """Writes the run and one attempt, and submits it.
 
     Nothing is written before the launcher has made the request and checked its platform.
     """
-    submitted = _submit([planned], command, lambda launcher, specs: launcher.request(*specs))
+    submitted = _submit([planned], command, sweep=False)
     assert submitted is not None
     return submitted[0]
 
@@ -107,45 +104,50 @@ def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, Job]:
 def submit_sweep(planned: Sequence[Plan], command: Sequence[str]) -> None:
     """Submits the members of a sweep, as one request if the launcher supports that."""
     with interruption_recorded(*planned):
-        submitted = _submit(planned, command, sweep_request) if same_launcher(planned) else None
+        submitted = None
+        if same_launcher(planned):
+            submitted = _submit(planned, command, sweep=True)
         for attempt, job in submitted or (submit(each, command) for each in planned):
             print(f"submitted  {job.handle}  {shown(attempt.path.parents[1])}", flush=True)
 
 
 def _submit(
-    planned: Sequence[Plan], command: Sequence[str], make_request: RequestMaker
-) -> list[tuple[Attempt, Job]] | None:
-    """Each attempt and its job. None, with nothing written, if `make_request` returns None."""
+    planned: Sequence[Plan], command: Sequence[str], *, sweep: bool
+) -> list[tuple[Attempt, JobBase]] | None:
+    """Each attempt and its job. None, with nothing written, if the launcher makes no one request
+    for a sweep."""
     launcher = jobs.instantiate(planned[0].config.launcher)
     refuse_unset(planned)
     if is_foreground(planned[0].config):  # elsewhere each rank looks
         scratch.refuse(planned[0].config.get("data"), planned[0].resources.devices)
     expected = [next_attempt(each) for each in planned]
-    request = make_request(launcher, specs_of(planned, expected))
+    request = request_for(launcher, specs_of(planned, expected), sweep)
     if request is None:
         return None
     code = snapshot_of(*planned)
-    if hasattr(launcher, "reach"):
-        launcher.reach(request)
+    launcher.reach(request)
     attempts = [create_attempt(each, command, code) for each in planned]
     for line in code.lines_left_out() if code else ():
         print(escaped(f"left out   {line}"), file=sys.stderr, flush=True)
     if attempts != expected:  # another start took the expected number in between, and has ended
-        request = make_request(launcher, specs_of(planned, attempts))
+        request = request_for(launcher, specs_of(planned, attempts), sweep)
     with ExitStack() as stack:
         for attempt in attempts:
             stack.enter_context(refusal_recorded(attempt))
-        submitted: Any = launcher.submit(request)
-    submitted = submitted if isinstance(submitted, list) else [submitted]
-    pairs: list[tuple[Attempt, Job]] = list(zip(attempts, submitted, strict=True))
+        submitted = launcher.submit(request)
+    each = submitted if isinstance(submitted, list) else [submitted]
+    pairs = list(zip(attempts, map(adapted_job, each), strict=True))
     for attempt, job in pairs if code is not None else ():
         jobs.record(attempt, job)
     return pairs
 
 
-def sweep_request(launcher: Launcher, specs: list[JobSpec]) -> Any:
-    """One request for all members; None if the launcher cannot make one."""
-    return launcher.request_sweep(specs) if hasattr(launcher, "request_sweep") else None
+def request_for(launcher: LauncherBase[Any], specs: list[JobSpec], sweep: bool) -> Request | None:
+    """The request for one attempt, or that for a sweep, if the launcher makes one."""
+    if sweep:
+        return launcher.request_sweep(specs)
+    (spec,) = specs
+    return launcher.request(spec)
 
 
 def same_launcher(planned: Sequence[Plan]) -> bool:
@@ -246,7 +248,7 @@ def refusal_recorded(attempt: Attempt) -> Iterator[None]:
         raise
 
 
-def wait_or_follow(job: Job, attempt: Attempt, planned: Plan) -> JobState | None:
+def wait_or_follow(job: JobBase, attempt: Attempt, planned: Plan) -> JobState | None:
     """Waits for a job or follows it. None if it continues without this process."""
     if is_foreground(planned.config):
         return job.wait()
@@ -264,12 +266,14 @@ def wait_or_follow(job: Job, attempt: Attempt, planned: Plan) -> JobState | None
 
 def is_foreground(config: DictConfig) -> bool:
     """Whether the job ends with this process. It then uses the code that is imported here."""
-    return bool(getattr(launcher_class(config), "foreground", False))
+    launcher = launcher_class(config)
+    return launcher is not None and launcher.foreground
 
 
 def runs_in_turn(config: DictConfig) -> bool:
     """Whether the members of a sweep must run one by one, because no platform queues them."""
-    return is_foreground(config) or bool(getattr(launcher_class(config), "in_turn", False))
+    launcher = launcher_class(config)
+    return launcher is not None and (launcher.foreground or launcher.in_turn)
 
 
 def snapshot_of(*planned: Plan) -> Snapshot | None:
@@ -321,7 +325,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
     assert isinstance(where, dict)
     where.setdefault("project", {})["root"] = str(root)
     size = planned.resources
-    network = getattr(launcher_class(planned.config), "network_gbps", None)
+    launcher = launcher_class(planned.config)
     return {
         "run_id": planned.run_id,
         "python_path": python_path(root),
@@ -331,7 +335,7 @@ def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
         "global_batch_size": batches.global_batch_size(planned.config, size),
         "notes": planned.notes,
         **({"left_out": planned.left_out} if planned.left_out else {}),
-        "network_gbps": network and network(where["launcher"]),
+        "network_gbps": launcher and launcher.network_gbps(where["launcher"]),
     }
 
 

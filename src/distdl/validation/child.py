@@ -21,6 +21,7 @@ from typing import Any
 
 from distdl.config.own_code import editable, is_installed, make_importable
 from distdl.config.schema import COLLECTIONS, COMPONENTS, Path, path_text
+from distdl.job import adapted_launcher, is_launcher
 from distdl.util import lightning_names
 from distdl.util.errors import Problem
 from distdl.util.imports import no_exit
@@ -247,7 +248,8 @@ class Binding:
             remedy = remedy.replace("{}", f"{text}.")
             if what == "unknown argument":
                 what = f"{target} {UNKNOWN} {name!r}"
-                remedy = getattr(called, "instead", {}).get(name, remedy)
+                if is_launcher(called):
+                    remedy = adapted_launcher(called).instead.get(name, remedy)
                 if name == "class_path":
                     remedy = f"this key is LightningCLI's: write {text}._target_={node[name]}"
             elif what == "missing argument":

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distdl.config.schema import COLLECTIONS, COMPONENTS, Path, path_text
+from distdl.job import is_launcher
 from distdl.util.errors import NoSuchName, Problem, UserError
 from distdl.validation.targets import ALLOWED, BUILT, Trust, advice, nodes, target_problems, under
 
@@ -181,12 +182,6 @@ def _known(name: str) -> Any:
     return getattr(sys.modules.get(module), attribute, None)
 
 
-def launches(thing: Any) -> bool:
-    """Whether an object is a class with a launcher's methods (distdl.job.Launcher)."""
-    methods = ("request", "submit", "attach")
-    return inspect.isclass(thing) and all(callable(getattr(thing, m, None)) for m in methods)
-
-
 def _is_part(thing: Any) -> bool:
     if _one_of(PARTS)(thing) or _is_registered(thing):
         return True
@@ -234,7 +229,7 @@ KINDS = {
     "launcher": Kind(
         "a launcher",
         "distdl.launchers.local.LocalLauncher",
-        lambda thing: launches(thing) and under(thing.__module__, ("distdl.launchers",)),
+        lambda thing: is_launcher(thing) and under(thing.__module__, ("distdl.launchers",)),
     ),
     "task": _of("a task of distdl", "distdl.tasks.train", one_of=TASKS),
     "tracking": _of(*_LOGGER, f"{_PL}.loggers.Logger", one_of=TRACKERS),

@@ -108,7 +108,7 @@ class Member:
         elif self.read():
             print(f"{self.name}: measured before")
         # If its files are on another machine, the attempt has a job that fetches them.
-        elif last.job() and hasattr(jobs.job_of(last), "fetch"):
+        elif last.job() and jobs.job_of(last).is_remote:
             print(f"{self.name}: done; to fetch its result: python -m distdl jobs fetch {path}")
             self.lacking = "not fetched"
         else:

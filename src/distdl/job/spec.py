@@ -1,8 +1,4 @@
-"""The protocols that launchers and jobs implement. Needs only the standard library.
-
-A launcher turns a `JobSpec` into a `Request` that can be printed, and a request into a `Job` that
-can be watched. Before that, the run has been composed, validated and frozen.
-"""
+"""What a launcher gets: the size of a run and one attempt of it. And the states of a job."""
 
 from __future__ import annotations
 
@@ -12,12 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from distdl.util.errors import Problem, UserError
 from distdl.util.exit_codes import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED, EXIT_SUCCESS
-from distdl.util.exit_codes import EXIT_HUNG as EXIT_HUNG  # for launchers of users' own
-from distdl.util.exit_codes import EXIT_REFUSED as EXIT_REFUSED
 
 
 class JobState(StrEnum):
@@ -185,103 +179,3 @@ class JobSpec:
         """
         bundle, store = bundle or self.bundle, store or self.store
         return ("-m", "distdl.worker", bundle, store, "--attempt", str(self.attempt))
-
-
-class Request(Protocol):
-    def render(self) -> str:
-        """The request as text, as `dry_run=true` prints it."""
-        ...
-
-
-@runtime_checkable
-class Job(Protocol):
-    """A job as its platform knows it. The run's own report is in the attempt's status.json, and
-    `distdl.launch.jobs` combines the two. Optional members:
-
-    - `fetch(to)` copies a store that is not on this machine into the folder `to`.
-    - `why`: the reason for the last UNKNOWN, and `reached`: False if there was no answer.
-    - `platform`: what is asked, in words. Jobs with the same words are asked together, in a thread
-      beside those of other platforms.
-    - `exit_code` of a job that has ended, if one process represents the job.
-    - `killed`: a sentence on what ended the job from outside; empty if nothing did.
-    - `first_end(logs)`, if only the platform saw the ranks end: rank, exit code (-N for signal N)
-      and host of the first rank that failed, or None. `logs` is the attempt's folder of logs.
-    - A static `ask(jobs)` queries the platform once about several jobs of the class. The next
-      `state()` of each job returns that answer. `ask_each(jobs)` yields each job as soon as it has
-      its answer.
-    """
-
-    @property
-    def handle(self) -> str:
-        """Identifies the job in a later shell: `slurm://123`."""
-        ...
-
-    @property
-    def url(self) -> str | None:
-        """Where to watch it in a browser."""
-        ...
-
-    def state(self) -> JobState:
-        """Queries once; UNKNOWN if the platform has forgotten the job or cannot be reached."""
-        ...
-
-    def wait(self) -> JobState:
-        """Blocks until it has ended."""
-        ...
-
-    def logs(self, follow: bool = False) -> Iterator[str]:
-        """The lines so far; with `follow`, all lines until the job has ended."""
-        ...
-
-    def cancel(self) -> None:
-        """Asks the job to end, with time for a checkpoint; may be called again."""
-        ...
-
-
-class Launcher(Protocol):
-    """A platform where jobs run; its arguments are the keys of `launcher.*`.
-
-    Optional members:
-
-    - `foreground = True`: the job runs and ends with this process (local).
-    - `in_turn = True`: the platform has no queue (mpi), so the members of `-m` run one by one.
-    - static `check(node, context)`: yields Problems of its settings before anything is started,
-      with paths relative to the node (`vm_size`).
-    - static `devices(node)`: `(devices per node, accelerator)` of a machine size that it knows,
-      for `trainer.devices=auto`.
-    - static `notes(node)`: yields notes for the user, on what could not be checked.
-    - `reach(request)`: checks, before the run is created, that the platform is reachable and
-      accepts the user. Changes nothing there; raises UserError.
-    - a setting `files`, and `files()` of its requests (name -> text): a dry run writes these files
-      and the bundle into the folder of that setting, for the platform's own command line.
-    - `instead`: what to write instead of a key that it does not have, by key.
-    - `without(hosts, resources)`: yields settings by path (`trainer.num_nodes`) with which a job of
-      this size does without these hosts, those with the most hosts first; and `unreachable(
-      resources)`: the job's hosts that do not answer now, if the job must name its hosts.
-    - `request_sweep(specs)`: one request for all members of `-m` (an array), for which `submit`
-      returns a list of jobs, one per spec; or None to send one job per member.
-    """
-
-    def request(self, spec: JobSpec) -> Request:
-        """Builds the request, offline and without side effects, from the spec alone.
-
-        Raises:
-            UserError: The platform cannot run the job; nothing has been written yet.
-        """
-        ...
-
-    def submit(self, request: Request) -> Job:
-        """Submits the request. Only this method has side effects.
-
-        Raises:
-            UserError: The platform refuses it, or cannot be reached.
-        """
-        ...
-
-    def attach(self, handle: str) -> Job:
-        """The job of this handle, from any later shell.
-
-        Raises:
-            UserError: The handle does not belong to this launcher.
-        """
-        ...

@@ -1,0 +1,78 @@
+"""Launchers and jobs of somebody's own that do not derive from the base classes: they get the
+defaults here, so that everything else may rely on each member."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from distdl.job.base import Job, JobBase, LauncherBase
+
+REQUIRED = ("request", "submit", "attach")
+
+
+def is_launcher(thing: object) -> bool:
+    """Whether an object is a class with the methods that every launcher must have."""
+    if not inspect.isclass(thing):
+        return False
+    found = [(getattr(thing, name, None), getattr(LauncherBase, name)) for name in REQUIRED]
+    return all(callable(own) and own is not default for own, default in found)
+
+
+def adapted_launcher(kind: type) -> type[LauncherBase[Any]]:
+    """The class of a launcher; if it does not derive from LauncherBase, a class of the same name
+    that has its members, and the defaults for all others."""
+    if issubclass(kind, LauncherBase):
+        return kind
+    named = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    bases = (kind, LauncherBase)
+    return types.new_class(kind.__name__, bases, exec_body=lambda body: body.update(named))
+
+
+def adapted_job(job: Job) -> JobBase:
+    """The job; if its class does not derive from JobBase, with the defaults for what it lacks."""
+    return job if isinstance(job, JobBase) else AdaptedJob(job)
+
+
+class AdaptedJob(JobBase):
+    """A job of another class: `own` has its members, and JobBase the others."""
+
+    def __init__(self, own: Job) -> None:
+        self.own = own
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in OF_A_JOB:
+            own = object.__getattribute__(self, "own")
+            if hasattr(own, name):
+                return getattr(own, name)
+        return object.__getattribute__(self, name)
+
+    @property
+    def platform(self) -> str:
+        return type(self.own).__name__
+
+    @property
+    def is_remote(self) -> bool:
+        return hasattr(self.own, "fetch")
+
+    @classmethod
+    def ask_each(cls, jobs: Sequence[AdaptedJob]) -> Iterable[AdaptedJob]:
+        kind = type(jobs[0].own)
+        if hasattr(kind, "ask_each"):
+            adapted = {id(job.own): job for job in jobs}
+            yield from (adapted[id(own)] for own in kind.ask_each([job.own for job in jobs]))
+            return
+        if hasattr(kind, "ask"):
+            kind.ask([job.own for job in jobs])
+        yield from jobs
+
+
+# What a job may have itself. Several jobs are asked at once by their class.
+OF_A_JOB = {name for name in vars(JobBase) if not name.startswith("_")}
+OF_A_JOB -= {"ask", "ask_each", "is_remote"}
