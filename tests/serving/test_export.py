@@ -11,15 +11,17 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
+from distdl.cli.export import HERE
 from distdl.launch import resuming
 from distdl.runs.checkpoints import sha256
 from distdl.runs.directory import RunDirectory
 from distdl.tools.serving import formats
+from distdl.tools.serving.export import Export
 from distdl.tools.serving.model_folder import export_of
 from distdl.tools.serving.registry import DATA as DATA_TAG
 from distdl.tools.serving.registry import METRIC, SHA256, VALUE, succeeds
 from distdl.tools.serving.scorer import Scorer
-from distdl.util.errors import UserError
+from distdl.util.errors import Disagrees, UserError
 from tests.conftest import UNCHECKED, status
 from tests.serving.conftest import RUN, VAL, accuracy, export, outside, validation_images
 
@@ -154,6 +156,27 @@ def test_weights_load_in_torchvision_and_an_export_that_disagrees_is_removed(pro
     export(project, "--to", "weights")
     (file,) = exports.glob("weights-*/model.safetensors")
     resnet18(num_classes=3).load_state_dict(load_file(file))
+
+
+@pytest.mark.parametrize("kind", ["pt2", "weights"])
+def test_settings_that_a_callback_changed_are_exported_or_missed(project, kind, tmp_path, capsys):
+    run = RunDirectory.open(project / RUN)
+    saved = torch.load(run.checkpoints / "best.ckpt", weights_only=True)
+    saved["distdl_modules"]["settings"] = {"network.bn1": {"eps": 1e3, "training": False}}
+    torch.save(saved, changed := tmp_path / "changed.ckpt")
+    words = [*HERE, "task.checkpoint=none", "tracking=none", f"data.root={project / 'images'}"]
+    exported = Export(resuming.plan(run, words).config, run, changed)
+    assert exported.model.module.network.bn1.eps == 1e3
+    if kind == "pt2":
+        exported.write(kind, tmp_path / kind)
+        images = [path.read_bytes() for path in validation_images(project)]
+        pixels = torch.stack([exported.view.pixels(image, 0) for image in images])
+        expected = exported.model(pixels).max(dim=1).values.tolist()
+        answers = [answer["probability"] for answer in Scorer(tmp_path / kind).score(images)]
+        assert answers == pytest.approx(expected, abs=1e-5)
+    else:
+        with pytest.raises(Disagrees, match=r"network\.bn1\.eps"):
+            exported.write(kind, tmp_path / kind)
 
 
 def test_a_package_that_onnx_lacks_is_named(tmp_path, monkeypatch):

@@ -66,7 +66,11 @@ def test_weights_for_others_and_back_and_of_an_average(converted, source):
     torch.save({**trained, "current_model_state": trained["state_dict"]}, "ema.ckpt")
     average = f"equal: weights behind the average (EMA), {TENSORS} tensors"
     assert average in converted("ema.ckpt", "ddp")
-    assert "these are the averaged weights (EMA)" in converted("ema.ckpt", "weights")
+    settings = {"distdl_modules": {"settings": {"0": {"eps": 0.1}, "1": {"training": False}}}}
+    torch.save({**trained, **settings, "current_model_state": trained["state_dict"]}, "ema.ckpt")
+    output = converted("ema.ckpt", "weights")
+    assert "these are the averaged weights (EMA)" in output
+    assert "weights lack settings that a callback changed: 0.eps\n" in output
     three = with_group_norm(matrix.network(classes=3))  # keeps its own last layer
     fine_tuned = ImageClassifier(three, num_classes=3, weights="weights.pth").state_dict()
     first = next(iter(fine_tuned))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from distdl.callbacks import ModuleState
-from distdl.callbacks.module_state import apply_for_inference, settings_of
+from distdl.callbacks.module_state import apply, for_inference, settings_of
 from distdl.loops.trainer import Trainer
 from distdl.runs.checkpoints import CheckpointStore
 from distdl.util.errors import UserError
@@ -216,5 +216,5 @@ def test_an_evaluation_has_the_settings_and_no_training_mode(tmp_path):
     fit(tmp_path, Net(), slope)
     module = Net()
     newest = CheckpointStore(tmp_path).newest()
-    apply_for_inference(module, torch.load(newest, weights_only=True))
+    apply(module, for_inference(torch.load(newest, weights_only=True)))
     assert module.head[0].negative_slope == 0.3 and module.backbone.training

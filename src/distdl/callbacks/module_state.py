@@ -69,7 +69,7 @@ class ModuleState(Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._loaded = checkpoint.get(KEY)
         else:
-            apply_for_inference(pl_module, checkpoint)
+            apply(pl_module, for_inference(checkpoint))
 
     def save(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the state to a checkpoint that is otherwise complete, and names what is lost."""
@@ -228,20 +228,26 @@ def changes(before: Settings, now: Settings) -> Settings:
     return found
 
 
-def apply(module: nn.Module, settings: Settings, but: str = "") -> None:
+def apply(module: nn.Module, settings: Settings) -> None:
     """Sets attributes of the layers that are there and have them."""
     layers = dict(module.named_modules())
     for name in settings.keys() & layers.keys():
         present = plain_attributes(layers[name])
         for attribute, value in settings[name].items():
-            known = attribute in present and attribute != but
-            if known and not same(present[attribute], value):
+            if attribute in present and not same(present[attribute], value):
                 setattr(layers[name], attribute, value)
 
 
-def apply_for_inference(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Restores a checkpoint's settings without those of a training."""
-    apply(module, (checkpoint.get(KEY) or {}).get("settings", {}), but="training")
+def for_inference(checkpoint: Mapping[str, Any]) -> Settings:
+    """A checkpoint's settings, without which layers were in training."""
+    saved: Settings = (checkpoint.get(KEY) or {}).get("settings", {})
+    settings = {n: {k: v for k, v in each.items() if k != "training"} for n, each in saved.items()}
+    return {name: values for name, values in settings.items() if values}
+
+
+def changed(settings: Settings) -> str:
+    """The attributes of settings, for a message."""
+    return listed([f"{name}.{key}" for name, values in settings.items() for key in values])
 
 
 def settings_of(module: nn.Module) -> Settings:

@@ -68,9 +68,21 @@ def main(argv: Sequence[str]) -> int:
         print(f"  equal: {part}{f', {count} tensors' if count else ''}")
     if options.to != WEIGHTS:
         print_use(checkpoint, target, options.to, options.world_size)
-    elif parts.BEHIND_THE_AVERAGE in checkpoint:
-        print("  note: these are the averaged weights (EMA), which validations have seen")
+    else:
+        print_missing(checkpoint)
     return 0
+
+
+def print_missing(checkpoint: Mapping[str, Any]) -> None:
+    """What a validation of this checkpoint has and its weights alone have not."""
+    from distdl.callbacks import module_state
+    from distdl.checkpoint import convert as parts
+
+    if parts.BEHIND_THE_AVERAGE in checkpoint:
+        print("  note: these are the averaged weights (EMA), which validations have seen")
+    if settings := module_state.for_inference(checkpoint):
+        names = module_state.changed(settings)
+        print(f"  note: weights lack settings that a callback changed: {names}")
 
 
 def check_target(target: Path, to: str) -> None:

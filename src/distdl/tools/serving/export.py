@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from distdl.callbacks.checkpointer import KEY
+from distdl.callbacks.module_state import apply, changed, for_inference
 from distdl.checkpoint.formats import read
 from distdl.data import StoredImages
 from distdl.models.weights import load_weights
@@ -23,7 +24,7 @@ from distdl.runs.directory import RunDirectory, shown
 from distdl.tools.serving import formats, model_folder, registry
 from distdl.tools.serving.scorer import Scorer
 from distdl.tracking.outbox import Outbox
-from distdl.util.errors import Unfinished, UserError
+from distdl.util.errors import Disagrees, Unfinished, UserError
 from distdl.util.redact import redact
 from distdl.worker.build import make
 
@@ -83,7 +84,10 @@ class Export:
         self.images: Any = self.data.predict_dataloader().dataset
         self.view = self.images.view
         self.model = Probabilities(config.model, checkpoint, self.data)
-        names = (read(checkpoint, mmap=True).get(KEY) or {}).get("classes") or self.data.classes
+        saved = read(checkpoint, mmap=True)
+        self.settings = for_inference(saved)  # which callbacks changed, such as the eps of a norm
+        apply(self.model.module, self.settings)
+        names = (saved.get(KEY) or {}).get("classes") or self.data.classes
         self.classes = [str(name) for name in names]
 
     def write(self, format: str, target: Path) -> None:
@@ -129,7 +133,13 @@ class Export:
             model_folder.describe(folder, description)
             scorer = Scorer(folder)
             scored = scorer.probabilities([*map(scorer.pixels, samples)])
-        description["verification"] = formats.compare(scored, expected, kind)
+        try:
+            description["verification"] = formats.compare(scored, expected, kind)
+        except Disagrees as error:
+            if kind != "weights" or not self.settings:
+                raise
+            what = f"weights lack settings that a callback changed: {changed(self.settings)}"
+            raise Disagrees.at("export", what, "--to pt2, which has them") from error
         model_folder.describe(folder, description)
         model_folder.write_card(folder, description, kind)
 
