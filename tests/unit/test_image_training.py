@@ -77,6 +77,24 @@ def test_a_fillers_infinite_loss_does_not_count(tmp_path):
     assert metrics["val/samples"] == 1 and torch.tensor(means(metrics)).isfinite().all()
 
 
+class Received(nn.Module):
+    """Logits that another stage of a pipeline has computed."""
+
+    def forward(self, images):
+        return torch.eye(len(images), 4)
+
+
+@pytest.mark.parametrize("as_mapping", [True, False])
+def test_a_batch_of_ones_own_data_is_counted_where_its_images_are_not(as_mapping):
+    images, labels = torch.empty(4, 3, 8, 8, device="meta"), torch.tensor([0, 1, 0, 0])
+    module = ImageClassifier(Received(), num_classes=4)
+    module.on_validation_epoch_start()
+    module.validation_step(
+        {"image": images, "label": labels} if as_mapping else (images, labels), 0
+    )
+    assert module._sums[1:].tolist() == [2, 4, 4]
+
+
 def test_labels_are_smoothed_in_training():
     module, source = classifier(label_smoothing=0.3).eval(), data(4)
     batch = first_batch(source.val_dataloader(), source)

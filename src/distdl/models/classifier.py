@@ -203,13 +203,14 @@ class ImageClassifier(LightningModule):
 
 
 def _parts(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Images, labels, and weights float32 [B] (ones if the batch has none)."""
+    """Images, labels, and weights float32 [B] (ones if the batch has none). These are where the
+    labels are: in a pipeline, images are on `meta` in all stages but the first."""
     if isinstance(batch, Mapping):
         images, labels, weight = batch["image"], batch["label"], batch.get("weight")
     else:
         (images, labels), weight = batch, None
     if weight is None:
-        weight = torch.ones(len(images), device=images.device)
+        weight = torch.ones(len(images), device=labels.device)
     return images, labels, weight.float()
 
 
