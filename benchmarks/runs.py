@@ -14,16 +14,15 @@ CONF = Path(__file__).with_name("conf")
 def create_run(folder: Path, *overrides: str) -> RunDirectory:
     """Creates a run with its first attempt below `folder`; no worker has begun it yet."""
     from distdl.config import compose
-    from distdl.config.resources import resolve
-    from distdl.launch import start
+    from distdl.launch import launch, start
 
     config = compose.compose([f"output_dir={folder}", *overrides], [str(CONF)])
     recipe = start.configs.recipe_of(config)
     run = RunDirectory(folder / f"run{len(list(folder.iterdir()))}")
     run.create(start.configs.to_yaml(recipe), {})
-    size = resolve(config.trainer, local=True)
-    plan = start.Plan(config, recipe, size, run, f"bench/{run.path.name}")
-    run.begin_attempt(start.launch_record(plan, Path.cwd()))
+    launched = launch.of(config, compose.typed(config))
+    plan = start.Plan(launched, recipe, run, f"bench/{run.path.name}")
+    run.begin_attempt(start.launch_record(plan))
     return run
 
 

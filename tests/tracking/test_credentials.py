@@ -132,7 +132,7 @@ def test_addresses_of_configs(tmp_path, monkeypatch, key, uri, secret):
     def refused(*typed, config_dirs=(str(tmp_path / "foreign"),)):
         config = compose.compose([*words, *typed], config_dirs)
         try:
-            consent.refuse(config, [*words, *typed])
+            consent.refuse(config, compose.typed(config))
         except UserError as error:
             return [problem.path for problem in error.problems]
 

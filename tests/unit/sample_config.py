@@ -9,6 +9,7 @@ from unittest import mock
 from omegaconf import OmegaConf
 
 from distdl.config.compose import compose
+from distdl.config.own_code import own_folders
 from distdl.validation.validate import check_bindings, problems_of
 
 _DEMOS = "lightning.pytorch.demos.boring_classes"
@@ -39,10 +40,10 @@ def node(target, *arguments, **named):
 
 def problems(changes, root=None, size=None):
     """What both stages of validation refuse in a run on this machine."""
-    config, root = sample(changes), str(root) if root else None
-    first = problems_of(config, topology=size, local=True, project_root=root)
+    config, folders = sample(changes), own_folders(root) if root else None
+    first = problems_of(config, topology=size, local=True, folders=folders)
     with mock.patch.object(sys, "path", [*sys.path]):
-        return first or check_bindings(config, size, root, local=True, in_process=True)[0]
+        return first or check_bindings(config, size, folders, local=True, in_process=True)[0]
 
 
 def rows(table):

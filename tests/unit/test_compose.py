@@ -61,13 +61,17 @@ def test_wrong_options_and_wrong_overrides_are_reported_at_once():
 
 
 def test_sweeps_are_products_in_order():
-    jobs = compose.sweep(["seed=1,2", "model=resnet18", "optimizer.lr=range(1,3)"])
+    def jobs_of(*overrides):
+        return compose.sweep(compose.parse_overrides(overrides))
+
+    jobs = jobs_of("seed=1,2", "model=resnet18", "optimizer.lr=range(1,3)")
     pairs = [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert jobs == [[f"seed={seed}", "model=resnet18", f"optimizer.lr={lr}"] for seed, lr in pairs]
-    assert compose.sweep(["model=glob(*18)"]) == [["model=resnet18"]]
+    assert jobs_of("model=glob(*18)") == [["model=resnet18"]]
     several = [["tracking=[csv]"], ["tracking=[csv,mlflow]"]]
-    assert compose.sweep(["tracking=[csv],[csv,mlflow]"]) == several
-    assert compose.sweep_keys(["seed=1,2", "tags=[a,b]", "+x=choice(1,2)"]) == ["seed", "x"]
+    assert jobs_of("tracking=[csv],[csv,mlflow]") == several
+    typed = compose.parse_overrides(["seed=1,2", "tags=[a,b]", "+x=choice(1,2)"])
+    assert compose.sweep_keys(typed) == ["seed", "x"]
 
 
 def test_a_folder_adds_and_may_shadow(conf, folder, monkeypatch):

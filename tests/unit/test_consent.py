@@ -177,7 +177,10 @@ PLAIN += ("PYTORCH_CUDA_ALLOC_CONF", "MKL_NUM_THREADS", "AWS_REGION", "WANDB_MOD
 
 def test_what_a_resume_repeats():
     typed = ["++launcher.mpirun=x", "model=resnet18", "project.allow=[a]", "seed=2"]
-    assert consent.repeated(typed) == ["++launcher.mpirun=x", "project.allow=[a]"]
+    assert consent.repeated(compose.parse_overrides(typed)) == [
+        "++launcher.mpirun=x",
+        "project.allow=[a]",
+    ]
 
 
 def test_which_variables_make_programs_load_something():
@@ -239,7 +242,8 @@ def test_who_said_it(folders):
     (folders / "mine/conf/launcher").mkdir()
     (folders / "mine/conf/launcher/ours.yaml").write_text("ssh: ssh -v\n")
     (folders / "mine/conf/experiment/x.yaml").write_text("project: {allow: [b]}\n")
-    words = OwnWords(["project.allow=[a]", "++tracking.mlflow.uri=http://x", "launcher=mpi"])
+    typed = ["project.allow=[a]", "++tracking.mlflow.uri=http://x", "launcher=mpi"]
+    words = OwnWords(compose.parse_overrides(typed))
     said = {name: words.speaker("project.allow", name) for name in "abcd"}
     expected = (Speaker.COMMAND_LINE, Speaker.CONF, Speaker.TRUST, Speaker.ELSEWHERE)
     assert tuple(said.values()) == expected

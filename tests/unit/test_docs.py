@@ -98,9 +98,10 @@ def test_commands_compose(command, tmp_path, monkeypatch):
         return
     options = command_line.parse(words)
     check(options.overrides)
-    swept = bool(compose.sweep_keys(options.overrides))
+    overrides = compose.parse_overrides(options.overrides)
+    swept = bool(compose.sweep_keys(overrides))
     assert swept == options.multirun, f"-m and several values belong together: {words}"
-    jobs = compose.sweep(options.overrides) if swept else [options.overrides]
+    jobs = compose.sweep(overrides) if swept else [options.overrides]
     for job in jobs[:: max(1, len(jobs) - 1)]:  # the first and the last
         # What is not a part of `all`, such as wandb, may be missing here.
         problems = problems_of(compose.compose(job), local=True)

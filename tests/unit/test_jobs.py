@@ -15,6 +15,7 @@ from distdl.config import compose
 from distdl.config import recipe as configs
 from distdl.job import JobBase, JobState
 from distdl.launch import following, jobs, planning, start
+from distdl.launch.launch import Launch
 from distdl.ranks import process_exit
 from distdl.runs.directory import RunDirectory
 
@@ -208,8 +209,8 @@ def test_the_advice_for_a_damaged_launch_works(without_stage_2, command):
 def test_another_start_takes_the_number_of_this_attempt(without_stage_2, monkeypatch):
     mine, launcher = planning.plan(compose.compose([*TINY, "name=d"])), Mock()
     launcher.reach = lambda _: start.create_attempt(mine, ["x"], None).end(JobState.FAILED)
-    monkeypatch.setattr(jobs, "instantiate", lambda node: launcher)
-    monkeypatch.setattr(start, "is_foreground", lambda config: False)
+    monkeypatch.setattr(jobs, "instantiate", lambda node, known: launcher)
+    monkeypatch.setattr(Launch, "foreground", False)
     monkeypatch.setattr(start, "snapshot_of", lambda planned: None)
     attempt, _ = start.submit(mine, ["distdl"])
     requested = [call.args[0].attempt for call in launcher.request.call_args_list]

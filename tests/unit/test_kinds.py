@@ -13,6 +13,7 @@ import torchvision
 from omegaconf import OmegaConf
 from sample_config import node, problems, sample
 
+from distdl.config.own_code import own_folders
 from distdl.util.errors import UserError
 from distdl.validation import kinds
 from distdl.validation.resolve import resolve
@@ -139,7 +140,8 @@ def test_a_refusal_says_what_to_write_and_what_is_allowed_may_be_anything(traps)
 
 def test_allowed_by_name_or_in_the_users_project(tmp_path, monkeypatch):
     def refused(target, root=None, **changes):
-        return problems_of(sample({"model._target_": target, **changes}), project_root=root)
+        folders = own_folders(root) if root else None
+        return problems_of(sample({"model._target_": target, **changes}), folders=folders)
 
     assert not refused("foo.bar.Baz", **{"project.allow": ["foo"]})
     (tmp_path / "package").mkdir()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distdl.config import compose, own_code
-from distdl.launch import planning, start
+from distdl.launch import launch, planning, start
 from distdl.runs.directory import RunDirectory
 from distdl.validation import validate
 from distdl.validation.targets import lies_in
@@ -88,7 +88,7 @@ def sent(target, overrides, elsewhere):
 def test_found_here_and_in_a_job(layout, project, tmp_path, without_stage_2):
     files, typed_in, overrides, target, file = LAYOUTS[layout]
     project(files, typed_in)
-    root = planning.root_of(compose.compose(overrides))
+    root = launch.root_of(compose.compose(overrides))
     folders = own_code.own_folders(root)
     own_code.make_importable(folders)
     assert file_of(HERE, os.pathsep.join(folders), target) == root / file
@@ -126,6 +126,6 @@ def test_other_folders_runs_and_distdl_itself_are_not_the_users_code(project, mo
         (run.path / folder).mkdir(exist_ok=True)
     monkeypatch.chdir(run.path)
     sys.path.append(str(run.path / "src"))
-    assert own_code.own_folders(run.path) == () and own_code.python_path(run.path) == []
+    assert own_code.own_folders(run.path) == () and own_code.python_path(run.path, ()) == []
     assert not lies_in("distdl.runs.bundle.Bundle", [str(ROOT / "src")])
     assert lies_in("tests.conftest.distdl", [str(ROOT)])

@@ -43,7 +43,7 @@ def attempted(plan: Plan, lost: str = "", **status: Any) -> Attempt:
     """An attempt of a plan that failed."""
     if not plan.run.exists:
         plan.run.create(configs.to_yaml(plan.recipe), {})
-    attempt = plan.run.begin_attempt(start.launch_record(plan, Path.cwd()))
+    attempt = plan.run.begin_attempt(start.launch_record(plan))
     if lost:
         message = f"{lost} does not answer any more"
         attempt.record_error(1, "HostLost", message, "", host=lost)

@@ -201,7 +201,8 @@ def test_provenance_has_the_state_of_git(tmp_path, monkeypatch):
     for chosen, root in ((None, tmp_path), (".", Path.cwd()), ("..", tmp_path)):
         assert provenance.project_root(chosen) == root
     # The folder that a command is typed in comes first, if it is part of the project.
-    assert own_code.python_path(tmp_path) == ["experiments", "."]
+    folders = own_code.own_folders(tmp_path)
+    assert own_code.python_path(tmp_path, folders) == ["experiments", "."]
     monkeypatch.setenv("PATH", "")  # without git
     (error,) = provenance.git_state(tmp_path).values()
     assert "git is not installed" in error

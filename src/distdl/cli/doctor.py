@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
 
     if environment.detect():
         return int(external.train(overrides) != 0)
-    planned = planning.plan(compose.compose(overrides))
+    composed = compose.composed(compose.parse_overrides(overrides))
+    planned = planning.plan(composed.config, typed=composed.typed)
     if planned.config.dry_run:
         print(dry_run.render(planned))
         return 0

@@ -22,7 +22,7 @@ from distdl.util.exit_codes import EXIT_CANCELLED
 from distdl.util.screen import escaped
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from distdl.config.compose import Composed
 
 # Verbs besides a training run: module and one line for --help.
 COMMANDS = {
@@ -84,8 +84,8 @@ def run(arguments: list[str]) -> int:
     from distdl.ranks import environment
 
     # Before the options are parsed, because they may be those of a misspelt command.
-    first = itertools.takewhile(lambda word: not word.startswith("-"), arguments)
-    words.check([*first], COMMANDS)
+    first = [*itertools.takewhile(lambda word: not word.startswith("-"), arguments)]
+    words.check(first, COMMANDS)
     options = parse(arguments)
     if options.help or not arguments:
         from distdl.cli.help import text
@@ -95,7 +95,8 @@ def run(arguments: list[str]) -> int:
     if options.version:
         print(f"distdl {__version__}")
         return 0
-    words.check(options.overrides, COMMANDS)
+    if len(first) < len(options.overrides):  # some stand behind an option
+        words.check(options.overrides, COMMANDS)
     if options.cfg:
         return show_config(options)
     started_by = environment.detect()
@@ -108,23 +109,24 @@ def run(arguments: list[str]) -> int:
         return external.train(options.overrides, options.config_dir)
     from distdl.config import compose
 
+    overrides = compose.parse_checked(options.overrides)
     if options.multirun:
         from distdl.launch import sweeps
 
-        return sweeps.main(options.overrides, options.config_dir)
-    if keys := compose.sweep_keys(options.overrides):
+        return sweeps.main(overrides, options.config_dir)
+    if keys := compose.sweep_keys(overrides):
         remedy = "add -m to run each of them; a list is written [a,b]"
         raise UserError.at(", ".join(keys), "several values, and no sweep", remedy)
-    return launch(compose.compose(options.overrides, options.config_dir))
+    return launch(compose.composed(overrides, options.config_dir))
 
 
-def launch(config: DictConfig) -> int:
+def launch(composed: Composed) -> int:
     from distdl.config import user_conf
     from distdl.launch import dry_run, planning
     from distdl.launch import start as launching
 
     user_conf.print_shadowed()
-    planned = planning.plan(config)
+    planned = planning.plan(composed.config, typed=composed.typed)
     planning.check_classes(planned)
     if planned.config.dry_run:
         print(dry_run.render(planned))
@@ -172,7 +174,7 @@ def show_config(options: argparse.Namespace) -> int:
 
     jobs = [options.overrides]
     if options.multirun:
-        jobs = compose.sweep(options.overrides, options.config_dir)
+        jobs = compose.sweep(compose.parse_checked(options.overrides), options.config_dir)
     for overrides in jobs:
         shown = config = compose.compose(overrides, options.config_dir)
         if len(jobs) > 1:

@@ -8,8 +8,9 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -20,7 +21,19 @@ from distdl.util.names import kept_apart
 from distdl.util.redact import redact
 from distdl.util.suggest import closest
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
 PRIMARY = "distdl"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed config, which also has the node `hydra`, and what it was composed with: the
+    overrides of the command line, parsed, with their texts as Hydra takes them."""
+
+    config: DictConfig
+    typed: tuple[Override, ...]
 
 
 @contextmanager
@@ -36,20 +49,32 @@ def hydra_session(config_dirs: Sequence[str] = ()) -> Iterator[None]:
         yield
 
 
-def typed(config: DictConfig) -> list[str]:
-    """The overrides of the command line that a config was composed with, as they were typed."""
+def typed(config: DictConfig) -> list[Override]:
+    """The overrides of the command line that a config was composed with, parsed again: a caller
+    that has them (`Composed`) passes them on."""
     written = OmegaConf.select(config, "hydra.overrides.task") or OmegaConf.create([])
-    return [str(each) for each in OmegaConf.to_container(written, resolve=False) or ()]
+    texts = OmegaConf.to_container(written, resolve=False) or ()
+    return parse_overrides([str(each) for each in texts])
+
+
+def texts_of(overrides: Iterable[Override]) -> list[str]:
+    return [str(override.input_line) for override in overrides]
 
 
 def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
-    """One composed config, which also has the node `hydra`.
+    """One composed config; see `composed`. Raises a UserError, too, if an override cannot be
+    parsed."""
+    return composed(parse_overrides(overrides), config_dirs).config
+
+
+def composed(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> Composed:
+    """Composes a config.
 
     Unknown keys are accepted: every value override is added by `++`, so that validation reports
     all of them at once, each with a suggestion.
 
     Raises:
-        UserError: An override cannot be parsed, an option does not exist, or a file is broken.
+        UserError: An option does not exist, or a file is broken.
     """
     from hydra import compose as hydra_compose
     from hydra.core.hydra_config import HydraConfig
@@ -59,7 +84,8 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
 
     with hydra_session(config_dirs):
         try:
-            prepared = prepare_overrides(overrides)
+            typed = prepare_overrides(overrides)
+            prepared = texts_of(typed)
             config = hydra_compose(PRIMARY, overrides=prepared, return_hydra_config=True)
             flat = group_options("experiment")
             if config.hydra.runtime.choices.get("debug"):
@@ -86,7 +112,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictCo
             config[key] = value
     if not OmegaConf.is_interpolation(config, "trainer"):
         _normalise_trainer(config.get("trainer"))
-    return config
+    return Composed(config, tuple(typed))
 
 
 def _chosen(prepared: Sequence[str], group: str) -> list[str]:
@@ -128,8 +154,8 @@ def _normalise_trainer(trainer: Any) -> None:
         trainer.precision = f"{precision}-{'mixed' if '16' in str(precision) else 'true'}"
 
 
-def prepare_overrides(overrides: Sequence[str]) -> list[str]:
-    """Converts typed overrides into the form that Hydra takes, in a `hydra_session`.
+def prepare_overrides(overrides: Sequence[Override]) -> list[Override]:
+    """Converts the texts of typed overrides into the form that Hydra takes, in a `hydra_session`.
 
     `experiment=x` and `debug=x` become additions, in this order and after all other options;
     `key=value` becomes `++key=value`. All wrong options are reported at once.
@@ -137,48 +163,66 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
     from hydra import compose as hydra_compose
 
     problems: list[Problem] = []
-    layers: dict[str, list[str]] = {layer: [] for layer in LAYERS}
-    options, inner, values = list[str](), list[str](), list[str]()
-    for override in parse_overrides(overrides):
+    layers: dict[str, list[Override]] = {layer: [] for layer in LAYERS}
+    options: list[Override] = []
+    inner: list[Override] = []
+    values: list[Override] = []
+    with_default = defaults()
+    for override in overrides:
         line, key = str(override.input_line), override.key_or_group
         body = re.sub(r"^(\+\+|\+|~)", "", line)
         if key.startswith("hydra") and not key.startswith("hydra.searchpath"):
             what = "distdl chooses the folders of its runs: Hydra's setting would have no effect"
             problems.append(Problem(key, what, words.for_key(key)))
         elif override.is_delete() or key.startswith("hydra"):
-            options.append(line)
+            options.append(override)
         elif not is_group(key) or isinstance(override.value(), dict):
-            values.append("++" + body)
+            values.append(replace(override, input_line=f"++{body}"))
         else:
             problems += _unknown_options(override)
-            body = f"{body.partition('=')[0]}={_named(override)}"
+            named = replace(override, input_line=f"{body.partition('=')[0]}={_named(override)}")
             if key in LAYERS:
-                layers[key].append("+" + body)
+                layers[key].append(_added(named))
             elif "/" in key:
-                inner.append(body)
+                inner.append(named)
             else:
-                options.append(body if key in defaults() else "+" + body)
-    for layer, (first, *more) in ((layer, chosen) for layer, chosen in layers.items() if chosen):
-        if more:
-            names = [each.partition("=")[2] for each in (first, *more)]
+                options.append(named if key in with_default else _added(named))
+    for layer, chosen in layers.items():
+        if len(chosen) > 1:
+            names = [text.partition("=")[2] for text in texts_of(chosen)]
             remedy = f"choose one; a file builds on another by `- {names[0]}` under its defaults"
             problems.append(Problem(layer, f"chosen twice: {', '.join(names)}", remedy))
     if problems:
         raise UserError(*problems)
-    chosen = [*layers["experiment"], *layers["debug"]]
+    layered = [*layers["experiment"], *layers["debug"]]
     if inner:  # overrides like `model/net=wide`, with a `+` if no defaults list has that group
-        config = hydra_compose(PRIMARY, overrides=[*options, *chosen], return_hydra_config=True)
+        outer = texts_of([*options, *layered])
+        config = hydra_compose(PRIMARY, overrides=outer, return_hydra_config=True)
         known = config.hydra.runtime.choices
-        inner = [each if each.partition("=")[0] in known else f"+{each}" for each in inner]
-    return [*options, *inner, *chosen, *values]
+        inner = [
+            each if str(each.input_line).partition("=")[0] in known else _added(each)
+            for each in inner
+        ]
+    return [*options, *inner, *layered, *values]
 
 
-def parse_overrides(overrides: Sequence[str]) -> list[Any]:
-    """Parses overrides by Hydra's own grammar, each text only once. Texts that are not overrides
-    are refused by a UserError."""
+def _added(override: Override) -> Override:
+    """An override whose text adds its group to the defaults list."""
+    return replace(override, input_line=f"+{override.input_line}")
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Parses overrides by Hydra's own grammar. Words that are not overrides are refused by a
+    UserError."""
+    words.check(overrides)
+    return parse_checked(overrides)
+
+
+def parse_checked(overrides: Sequence[str]) -> list[Override]:
+    """As `parse_overrides`, for words that `words.check` has seen. Each text is parsed only once in
+    a process, so the members of a sweep share what they have in common."""
     from hydra.errors import HydraException
 
-    words.check(overrides)
     parsed, problems = [], []
     for text in overrides:
         try:
@@ -193,7 +237,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Any]:
 
 
 @functools.cache
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> Override:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     return OverridesParser.create().parse_override(quoted(text))
@@ -228,7 +272,7 @@ def defaults() -> dict[str, list[str]]:
     return {group: [o] if isinstance(o, str) else [*(o or ())] for group, o in groups.items()}
 
 
-def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[list[str]]:
+def sweep(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> list[list[str]]:
     """The jobs of a sweep: the product of all `a=1,2`, `a=range(3)`, `a=choice(x,y)`, in order.
     Values that cannot be listed, such as `a=interval(0,1)`, are refused by a UserError."""
     from hydra.core.global_hydra import GlobalHydra
@@ -236,9 +280,10 @@ def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[lis
 
     choices: list[list[str]] = []
     with hydra_session(config_dirs):
-        for override in parse_overrides(overrides):
-            text, key = str(override.input_line), override.get_key_element()
-            override.config_loader = GlobalHydra.instance().config_loader()  # for model=glob(*)
+        for each in overrides:
+            text, key = str(each.input_line), each.get_key_element()
+            # For model=glob(*).
+            override = replace(each, config_loader=GlobalHydra.instance().config_loader())
             try:
                 swept = override.is_sweep_override()
                 jobs = [f"{key}={v}" for v in override.sweep_string_iterator()] if swept else [text]
@@ -252,11 +297,11 @@ def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[lis
     return [list(job) for job in itertools.product(*choices)]
 
 
-def sweep_keys(overrides: Sequence[str]) -> list[str]:
-    return [o.key_or_group for o in parse_overrides(overrides) if o.is_sweep_override()]
+def sweep_keys(overrides: Sequence[Override]) -> list[str]:
+    return [o.key_or_group for o in overrides if o.is_sweep_override()]
 
 
-def _named(override: Any) -> str:
+def _named(override: Override) -> str:
     """The options that an override of a group chooses, as Hydra takes them: a text, not a number
     such as 2024."""
     value, text = override.value(), str(override.input_line).partition("=")[2]
@@ -272,12 +317,14 @@ def option_name(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _unknown_options(override: Any) -> Iterable[Problem]:
+def _unknown_options(override: Override) -> Iterable[Problem]:
     group = override.key_or_group
     known = group_options(group)
-    swept = override.is_sweep_override()
-    chosen = override.sweep_iterator() if swept else override.value()
-    for option in map(option_name, chosen if swept or isinstance(chosen, list) else [chosen]):
+    value = override.value()
+    chosen = value if isinstance(value, list) else [value]
+    if override.is_sweep_override():
+        chosen = [*override.sweep_iterator()]
+    for option in map(option_name, chosen):
         folder, _, name = option.rpartition("/")
         inner = folder and name in group_options(f"{group}/{folder}")
         if option not in known and not option.startswith("$") and not inner:

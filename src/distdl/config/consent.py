@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import credentials, doors, trust
-from distdl.config.compose import parse_overrides
 from distdl.config.own_words import OwnWords, Speaker
 from distdl.util.errors import Problem, UserError
 from distdl.util.redact import redact
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
-def refuse(config: DictConfig, typed: Sequence[str]) -> None:
+
+def refuse(config: DictConfig, typed: Sequence[Override]) -> None:
     """Refuses, before any of it is used, what only a file that may come from somebody else says.
 
     Args:
@@ -34,10 +36,10 @@ def refuse(config: DictConfig, typed: Sequence[str]) -> None:
         raise UserError(*wrong)
 
 
-def repeated(typed: Sequence[str]) -> list[str]:
+def repeated(typed: Sequence[Override]) -> list[str]:
     """The overrides that say what executes something, or where credentials go: a resume needs them
     again, because the run's own files cannot say it."""
-    keys = [(o.key_or_group, o.input_line) for o in parse_overrides(typed)]
+    keys = [(override.key_or_group, str(override.input_line)) for override in typed]
     return [text for key, text in keys if doors.names(key) or credentials.names(key, text)]
 
 

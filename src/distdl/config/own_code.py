@@ -40,9 +40,10 @@ def own_folders(root: str | Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(folder) for folder in folders if not in_a_run(folder)))
 
 
-def python_path(root: Path) -> list[str]:
-    """`own_folders` relative to the root, for launch.yaml: valid in each copy of the project."""
-    return [Path(f).relative_to(root.resolve()).as_posix() for f in own_folders(root)]
+def python_path(root: Path, folders: Sequence[str]) -> list[str]:
+    """The root's `own_folders` relative to it, for launch.yaml: valid in each copy of the
+    project."""
+    return [Path(folder).relative_to(root.resolve()).as_posix() for folder in folders]
 
 
 def make_importable(folders: Sequence[str]) -> None:

@@ -19,11 +19,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.config import trust, user_conf
-from distdl.config.compose import parse_overrides
 from distdl.config.recipe import values_at
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 # Interpolations that no config file decides.
 _OWN_INTERPOLATION = re.compile(r"\$\{(oc\.env:|hydra:runtime\.cwd|now:)[^${}]*\}")
@@ -42,7 +44,7 @@ class Speaker(enum.Enum):
 class OwnWords:
     """What the user says in this process. `typed` are the overrides of the command line."""
 
-    typed: Sequence[str] = ()
+    typed: Sequence[Override] = ()
 
     def speaker(self, path: str, value: Any) -> Speaker:
         """Who gave this value, as it is written, to a key such as `launcher.mpirun`. An element of
@@ -65,7 +67,7 @@ class OwnWords:
 
     @cached_property
     def _command_line(self) -> list[dict[str, Any]]:
-        overrides = [o for o in parse_overrides(self.typed) if not o.is_delete()]
+        overrides = [o for o in self.typed if not o.is_delete()]
         return [{o.key_or_group: o.value()} for o in overrides if not o.is_sweep_override()]
 
 

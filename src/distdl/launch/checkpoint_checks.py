@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -18,20 +19,24 @@ from distdl.util.errors import Problem, UserError
 from distdl.util.redact import redact_command
 from distdl.validation import rules
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
-def for_task(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
-    """Checks that `task.checkpoint` exists, if the task takes one and runs here."""
+
+def for_task(config: DictConfig, run: RunDirectory, typed: Sequence[Override]) -> Sequence[Problem]:
+    """Checks that `task.checkpoint` exists, if the task takes one and runs here. `typed`: the
+    overrides of the command line, for the remedy."""
     named = str(config.task.get("checkpoint", "best"))
     is_local = rules.runs_here(str(config.launcher["_target_"]))
     if not is_local or named == "none" or not configs.evaluates(config):
         return ()
     problems = problems_of(named, "task.checkpoint", run.checkpoints)
     if problems and named in ("best", "last") and not any(run.checkpoints.glob("*.ckpt")):
-        return [replace(each, remedy=_with_checkpoint(config)) for each in problems]
+        return [replace(each, remedy=_with_checkpoint(config, typed)) for each in problems]
     return problems
 
 
-def _with_checkpoint(config: DictConfig) -> str:
+def _with_checkpoint(config: DictConfig, typed: Sequence[Override]) -> str:
     """What to type for a task that needs a checkpoint, when this run has none."""
     task = str(config.task["_target_"]).rpartition(".")[2]
     runs = jobs.runs_below(Path(str(config.output_dir)))
@@ -40,8 +45,8 @@ def _with_checkpoint(config: DictConfig) -> str:
         folder = shlex.quote(shown(newest.path))
         command = f"python -m distdl resume {folder} task={task}"
         return f"the newest run that has one: {command}; or task.checkpoint=FILE of another"
-    typed = [each.lstrip("+") for each in compose.typed(config)]
-    others = redact_command([each for each in typed if not each.startswith("task")])
+    texts = [each.lstrip("+") for each in compose.texts_of(typed)]
+    others = redact_command([each for each in texts if not each.startswith("task")])
     train = shlex.join(["python", "-m", "distdl", *others])
     return f"train first: {train}; then: python -m distdl resume RUN task={task}"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from distdl.config import batches
 from distdl.job import LauncherBase
-from distdl.launch import jobs, start
+from distdl.launch import start
 from distdl.launch.planning import Plan
 from distdl.runs.bundle import Bundle
 from distdl.runs.directory import RunDirectory, shown
@@ -60,7 +60,7 @@ def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
 
 def _launcher(planned: Plan) -> LauncherBase[Any]:
     """The launcher. Raises a UserError if its request needs a program that the config names."""
-    launcher = jobs.instantiate(planned.config.launcher)
+    launcher = planned.launch.build_launcher()
     if problems := [*launcher.starts_to_know()]:
         raise UserError(*problems)
     return launcher

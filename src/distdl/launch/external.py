@@ -34,16 +34,18 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
     def planner(ranks: environments.Environment) -> Plan:
         user_conf.print_shadowed()
-        config = compose.compose(overrides, config_dirs)
+        parsed = compose.parse_overrides(overrides)
+        composed = compose.composed(parsed, config_dirs)
+        config = composed.config
         # The number of started ranks overrides a preset's size (debug=cpu: one device).
-        typed = {override.key_or_group for override in compose.parse_overrides(overrides)}
+        typed = {override.key_or_group for override in parsed}
         requested = config.trainer.get("devices") if "trainer.devices" in typed else None
         if "launcher.max_attempts" in typed:
             what = "the tool that has started these ranks starts them again"
             remedy = "leave it out; for torchrun: --max-restarts=N"
             raise UserError.at("launcher.max_attempts", what, remedy)
         adopt_ranks(config, ranks, requested)
-        planned = planning.plan(config)
+        planned = planning.plan(config, typed=composed.typed)
         planning.check_classes(planned)
         return planned
 

@@ -46,8 +46,12 @@ def project_trust(allow: Sequence[str] = ()) -> Trust:
     """The code that may run while a run is inspected or resumed: the current folder's project, and
     what its `conf/`, trust.yaml and the command line (`project.allow`) allow. The run's own files
     are not trusted, because they may come from somebody else."""
-    allowed = (*user_conf.allowed(), *trust.allowed(), *allow)
-    return Trust(own_folders(provenance.project_root(None)), allowed)
+    return Trust(own_folders(provenance.project_root(None)), (*allowed_here(), *allow))
+
+
+def allowed_here() -> tuple[str, ...]:
+    """What the user's own `conf/` and trust.yaml allow (`project.allow`)."""
+    return (*user_conf.allowed(), *trust.allowed())
 
 
 class Platforms:
@@ -163,15 +167,16 @@ def job_from_handle(handle: str) -> JobBase:
     return adapted_job(launcher.attach(handle))
 
 
-def instantiate(node: Any) -> LauncherBase[Any]:
-    """Builds the launcher of a config node. The caller has checked that its target is allowed."""
+def instantiate(node: Any, known: type | None = None) -> LauncherBase[Any]:
+    """Builds the launcher of a config node. The caller has checked that its target is allowed, and
+    passes on the class that it names if it has looked it up."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as build
 
     node = OmegaConf.create(node)
     target = str(node.get("_target_"))
     try:
-        kind = kinds.locate(target)
+        kind = known or kinds.locate(target)
     except (ImportError, AttributeError) as error:
         what = f"{target} cannot be imported here"
         remedy = f"is {target.partition('.')[0]} installed in this environment?"

@@ -17,7 +17,6 @@ from distdl.config import batches
 from distdl.config import recipe as configs
 from distdl.incident import incident
 from distdl.job import JobBase, LauncherBase
-from distdl.launch import jobs, planning
 from distdl.launch.planning import Plan
 from distdl.runs.directory import Attempt
 from distdl.util.errors import UserError
@@ -39,7 +38,7 @@ def fit(planned: Plan, slow: set[str], *, retry: bool = False) -> Plan:
     last = planned.last_attempt
     if last is None:
         return planned
-    launcher = jobs.instantiate(planned.config.launcher)
+    launcher = planned.launch.build_launcher()
     lost = lost_hosts(last)
     slow |= slow_hosts(last, launcher, planned.resources.num_nodes)
     if launcher.names_hosts():  # those that answer again are used again
@@ -103,21 +102,19 @@ def without(planned: Plan, settings: dict[str, Any], names: Iterable[str]) -> Pl
     config = deepcopy(planned.config)
     for path, value in settings.items():
         OmegaConf.update(config, path, value, force_add=True, merge=False)
-    size = planning.size_of(config)
+    launch = planned.launch.resized(config)
     kept = batches.Kept()
     if not configs.evaluates(config):
         kept = batches.keep_global_batch(
             config,
-            size,
+            launch.size,
             batches.global_batch_size(planned.config, planned.resources),
             (),
             batches.recorded(attempt.status() for attempt in reversed(planned.run.attempts())),
         )
     changes = {**planned.changes, **kept.changes}
-    config = configs.merge(planned.recipe, configs.where_of(config), changes)
+    launch = launch.with_config(configs.merge(planned.recipe, launch.where, changes))
     notes = [*planned.notes, f"left out: {', '.join(names)} (lost or slow)", *kept.notes]
-    where = OmegaConf.to_container(configs.where_of(planned.config), resolve=False)
+    where = OmegaConf.to_container(planned.launch.where, resolve=False)
     left_out = {"hosts": list(names), "where": where}
-    return replace(
-        planned, config=config, resources=size, changes=changes, notes=notes, left_out=left_out
-    )
+    return replace(planned, launch=launch, changes=changes, notes=notes, left_out=left_out)

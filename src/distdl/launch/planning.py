@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import shlex
 import threading
 import time
@@ -14,31 +13,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distdl.config import batches, compose, consent, resources
+from distdl.config import batches, compose, consent
 from distdl.config import recipe as configs
-from distdl.config.own_code import make_importable, own_folders
-from distdl.job import JobState, LauncherBase, Resources, adapted_launcher, is_launcher
-from distdl.launch import checkpoint_checks, one_attempt
-from distdl.runs import checkpoints, provenance
+from distdl.job import JobState, Resources
+from distdl.launch import launch as launches
+from distdl.launch import one_attempt
+from distdl.launch.launch import Launch
+from distdl.runs import checkpoints
 from distdl.runs.directory import PREDICTING, Attempt, RunDirectory, shown
 from distdl.util.answering import refuse_silent
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import UserError
 from distdl.util.imports import uncollected
 from distdl.util.suggest import written
-from distdl.validation import kinds, validate
-from distdl.validation.targets import Trust, problem_of
+from distdl.validation import validate
 
-LOCAL = "distdl.launchers.local.LocalLauncher"
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
 AGENT = "torch.distributed.launcher.api"  # it starts several ranks on this machine
-# Groups that every task needs.
-REQUIRED = ("model", "strategy", "launcher")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -46,33 +43,46 @@ class Plan:
     """One attempt, before anything is written.
 
     Args:
-        config: The recipe and `where` (the keys on where a run runs), with this attempt's changes.
+        launch: What the config says about the start, with this attempt's changes.
         recipe: The part that config.yaml freezes: what the run is.
         run: The run's directory; it exists if this attempt resumes a run.
         run_id: `<experiment>/<name>`, or `<experiment>/<sweep>/<member>`: below output_dir.
         changes: What this attempt changes in the recipe, by path.
         notes: Notes for the user, to read before it starts.
         old_run: The new path of an old run of this name that failed before its first checkpoint.
-        typed: The overrides of the command line, as they were typed.
-        overrides, swept: `key=value` of a new run; those that vary in its sweep.
+        swept: `key=value` of a new run that vary in its sweep.
         imported: Files of the user's modules that the config's targets import, for a job elsewhere.
         left_out: If the attempt does without some hosts of the run: these `hosts`, and `where` the
             run uses all of them.
+        stale: Whether the config has changed since the first stage of validation.
     """
 
-    config: DictConfig
+    launch: Launch
     recipe: DictConfig
-    resources: Resources
     run: RunDirectory
     run_id: str
     changes: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     old_run: Path | None = None
-    typed: Sequence[str] = ()
-    overrides: Sequence[str] = ()
     swept: Sequence[str] = ()
     imported: Sequence[str] = ()
     left_out: dict[str, Any] = field(default_factory=dict)
+    stale: bool = False
+
+    @property
+    def config(self) -> DictConfig:
+        """The recipe and `where` (the keys on where a run runs), with this attempt's changes."""
+        return self.launch.config
+
+    @property
+    def resources(self) -> Resources:
+        return self.launch.size
+
+    @property
+    def overrides(self) -> list[str]:
+        """`key=value` of a new run."""
+        texts = compose.texts_of(self.launch.typed)
+        return [text.lstrip("+") for text in texts if not text.startswith("~")]
 
     @property
     def last_attempt(self) -> Attempt | None:
@@ -92,10 +102,12 @@ class Plan:
         )
 
 
-def plan(config: DictConfig, name: str | None = None, typed: Sequence[str] | None = None) -> Plan:
+def plan(
+    config: DictConfig, name: str | None = None, typed: Sequence[Override] | None = None
+) -> Plan:
     """Plans a new run, or the next attempt of the run with this name if its recipe is the same. The
     name of a sweep's member replaces the name in the config. `typed`: the overrides of the command
-    line, if the config does not know them."""
+    line; None parses them again."""
     typed = compose.typed(config) if typed is None else typed
     consent.refuse(config, typed)
     member, stamp = name is not None, time.strftime("%Y-%m-%d_%H-%M-%S")
@@ -105,11 +117,10 @@ def plan(config: DictConfig, name: str | None = None, typed: Sequence[str] | Non
         run_id = f"{config.experiment_name}/{name}"
         refuse_silent(Path(str(config.output_dir)))
         run = RunDirectory(Path(str(config.output_dir)).resolve() / run_id)
-    except OmegaConfBaseException:  # a broken interpolation, which size_of reports better
-        size_of(config)
+    except OmegaConfBaseException:  # a broken interpolation, which validation reports better
+        launches.of(config, typed)
         raise
-    planned = Plan(config, recipe, size_of(config, run), run, run_id, typed=typed)
-    planned.overrides = [each.lstrip("+") for each in typed if not each.startswith("~")]
+    planned = Plan(launches.of(config, typed, run), recipe, run, run_id)
     if not run.exists:
         return planned
     stored = run.recipe()
@@ -173,108 +184,53 @@ def continue_run(planned: Plan, chosen: Sequence[str]) -> Plan:
     before = last.launch()
     # A resume has set `changes` already, without the settings of a strategy that it replaces.
     changes = dict(planned.changes or before.get("changes") or {})
-    where = configs.where_of(planned.config)
+    where = planned.launch.where
+    config = configs.merge(planned.recipe, where, changes)
     keeps = batches.keep_global_batch(
-        configs.merge(planned.recipe, where, changes),
+        config,
         planned.resources,
         before.get("global_batch_size"),
         chosen,
         batches.recorded(attempt.status() for attempt in reversed(planned.run.attempts())),
     )
-    planned.changes = changes | keeps.changes
     planned.notes += keeps.notes
-    planned.config = configs.merge(planned.recipe, where, planned.changes)
+    changes |= keeps.changes
+    if changes != planned.changes:
+        planned.changes, planned.stale = changes, True
+        config = configs.merge(planned.recipe, where, changes)
+        planned.launch = planned.launch.with_config(config)
     return planned
-
-
-def size_of(config: DictConfig, run: RunDirectory | None = None) -> Resources:
-    """Determines the size of the run, and runs the first stage of validation, which needs only the
-    config and the checkpoints in the run's directory."""
-    written = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(written, dict)
-    problems = [
-        Problem(group, "missing", f"write {group}=<option>; --help lists the options")
-        for group in REQUIRED
-        if not written.get(group)
-    ]
-    local, root = is_local(config), root_of(config)
-    make_importable(own_folders(root))  # the launcher may be the user's own
-    size, uncounted = None, None
-    launcher, node = launcher_class(config), written.get("launcher") or {}
-    known = None
-    try:
-        trainer = configs.plain(config.trainer)
-        known = launcher.devices(node) if launcher else None
-        size = resources.resolve(trainer, local=local, known=known)
-    except UserError as error:
-        if notes := "; ".join(notes_of(config)):
-            problems += [Problem(p.path, f"{p.what}: {notes}", p.remedy) for p in error.problems]
-        elif launcher is None or (launcher.knows_sizes() and known is None):
-            uncounted = error  # the second stage reports the launcher's own problem
-        else:
-            problems += error.problems
-    except (OmegaConfBaseException, TypeError, ValueError):
-        pass  # a broken value, which the first stage reports
-    for check in (checkpoint_checks.for_task, checkpoint_checks.for_start):
-        with suppress(OmegaConfBaseException, TypeError, KeyError, AttributeError):
-            problems += check(config, run) if run else ()  # the first stage reports broken values
-    if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
-        remedy = "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising"
-        what = "synchronised batch norm needs a GPU"
-        problems.append(Problem("trainer.sync_batchnorm", what, remedy))
-    validate.refuse(config, size, project_root=str(root), further=problems)
-    if uncounted is not None:
-        validate.validate(config, None, project_root=str(root))
-        raise uncounted
-    assert size is not None
-    return size
 
 
 def check_classes(planned: Plan, *, apart: bool = False) -> None:
     """Runs the second stage of validation, unless the run has finished, and adds notes to the plan.
     `apart` says that the run will have a process of its own, as a sweep's members do."""
-    config, size, local = planned.config, planned.resources, is_local(planned.config)
+    launch, config, size = planned.launch, planned.config, planned.resources
     builds = config.task.get("_target_") != configs.DOCTOR
     if not builds or (planned.finished and not config.dry_run):
         return
-    if planned.changes:  # otherwise the first stage has checked this config already
-        validate.refuse(config, size, project_root=str(root_of(config)))
-    starts_here = local and not apart and not config.dry_run
+    if planned.stale:
+        validate.refuse(config, size, folders=launch.trust.folders)
+        planned.stale = False
+    starts_here = launch.is_local and not apart and not config.dry_run
     # With chosen GPUs another process trains: they must be set before anything queries the devices;
     # and so does a rank that may be started again.
     other_process = size.device_ids or config.launcher.get("max_attempts")
     trains_here = starts_here and size.world_size == 1 and not other_process
     with imported_in_background(AGENT) if starts_here and not trains_here else nullcontext():
         problems, notes, facts = validate.check_bindings(
-            config, size, str(root_of(config)), in_process=trains_here, new=not planned.run.exists
+            config,
+            size,
+            launch.trust.folders,
+            in_process=trains_here,
+            new=not planned.run.exists,
         )
     if problems:
         raise UserError(*problems)
     if facts.get("model_configures_optimizers") and config.get("optimizer"):
         notes.append("the model's configure_optimizers is used; optimizer= and schedule= are not")
     planned.imported = facts.get("imported") or ()
-    planned.notes += [*notes, *notes_of(config)]
-
-
-def notes_of(config: DictConfig) -> list[str]:
-    """The launcher's notes for the user on its settings."""
-    launcher = launcher_class(config)
-    if launcher is None:
-        return []
-    where = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(where, dict)
-    return [*launcher.notes(where["launcher"])]
-
-
-def is_local(config: DictConfig) -> bool:
-    path, quiet = "launcher._target_", {"throw_on_resolution_failure": False}
-    return str(OmegaConf.select(config, path, default=LOCAL, **quiet)) == LOCAL
-
-
-def root_of(config: DictConfig) -> Path:
-    """The root of the user's code; the default root if `project.root` is not a string."""
-    root = OmegaConf.select(config, "project.root", throw_on_resolution_failure=False)
-    return provenance.project_root(root if isinstance(root, str) else None)
+    planned.notes += [*notes, *launch.launcher_notes()]
 
 
 @contextmanager
@@ -292,21 +248,3 @@ def suppressed_import(module: str) -> None:
     # A failure is reported later, when the import fails again where it is needed.
     with suppress(Exception), uncollected():
         importlib.import_module(module)
-
-
-def launcher_class(config: DictConfig) -> type[LauncherBase[Any]] | None:
-    """The class that `launcher._target_` names; None if it must not or cannot be imported. The
-    first stage of validation reports a forbidden name, the second a failing import."""
-    try:
-        target = str(config.launcher["_target_"])
-        trust = Trust(own_folders(root_of(config)), tuple(config.project.get("allow") or ()))
-    except (OmegaConfBaseException, TypeError, AttributeError, KeyError):  # a broken value
-        return None
-    if problem_of(target, trust, ("launcher",)):
-        return None
-    try:
-        named = kinds.locate(target)
-    except Exception as error:  # importing a module may raise anything
-        log.debug("%s cannot be imported", target, exc_info=error)
-        return None
-    return adapted_launcher(named) if is_launcher(named) else None

@@ -5,17 +5,21 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import compose, consent
 from distdl.config import recipe as configs
 from distdl.launch import external, jobs, planning
+from distdl.launch import launch as launches
 from distdl.ranks import environment
 from distdl.runs.directory import RunDirectory
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 
 def plan(
@@ -30,10 +34,8 @@ def plan(
     before = last.launch() if last else new_launch_record(run, recipe)
     where = where_by_default(run, before)
     earlier: dict[str, Any] = dict(before.get("changes") or {})
-    with compose.hydra_session():
-        parsed = compose.parse_overrides(overrides)
-        groups = {o.key_or_group for o in parsed if compose.is_group(o.key_or_group)}
-    changes = apply(parsed, groups, recipe, where, earlier)
+    parsed = compose.parse_overrides(overrides)
+    changes = apply(parsed, recipe, where, earlier)
     typed_paths = [override.key_or_group for override in parsed]
     if started is not None:
         requested = where.trainer.devices if "trainer.devices" in typed_paths else None
@@ -45,16 +47,14 @@ def plan(
     new = [p for p in changes if p in typed_paths and select(config, p) != select(so_far, p)]
     # Setting the same value again is not a change: a finished run stays finished.
     changes = {p: value for p, value in changes.items() if p in new or p in earlier}
-    typed_words = [str(override.input_line) for override in parsed]
-    consent.refuse(config, typed_words)
+    consent.refuse(config, parsed)
     with missing_code_located(config, before["where"]):
-        size = planning.size_of(config, run)
+        launch = launches.of(config, parsed, run)
     notes = [] if last else [recorded_start(run)]
     typed = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
     since = "in this attempt" if configs.evaluates(config) else "from this attempt on"
     notes += [f"{p} is {typed[p]} {since}" for p in new]
-    planned = planning.Plan(config, recipe, size, run, before["run_id"], changes, notes)
-    planned.typed = typed_words
+    planned = planning.Plan(launch, recipe, run, before["run_id"], changes, notes)
     planning.refuse_second(planned)
     planning.continue_run(planned, typed_paths)
     with missing_code_located(config, before["where"]):
@@ -70,7 +70,7 @@ def where_by_default(run: RunDirectory, before: dict[str, Any]) -> DictConfig:
         "output_dir": str(run.path.parents[before["run_id"].count("/")]),
         "dry_run": False,
         "follow": True,
-        "project": {"root": None, "allow": list(jobs.project_trust().allow)},
+        "project": {"root": None, "allow": list(jobs.allowed_here())},
         "checkpoint": {"trust_pickle": False},  # the run's own files cannot consent to it
     }
     newer_keys = {"project": {"max_snapshot_mb": 300}}  # which an older run lacks
@@ -82,25 +82,28 @@ def where_by_default(run: RunDirectory, before: dict[str, Any]) -> DictConfig:
 
 
 def apply(
-    parsed: Sequence[Any],
-    groups: set[str],
+    parsed: Sequence[Override],
     recipe: DictConfig,
     where: DictConfig,
     earlier: dict[str, Any],
 ) -> dict[str, Any]:
     """Applies Hydra's overrides to `where`; returns what this attempt and the `earlier` ones change
-    in the recipe. `groups` are the keys that choose an option of a group."""
+    in the recipe."""
     changes, problems = dict(earlier), []
     changeable: tuple[str, ...] = configs.CHANGEABLE
-    task = [str(o.input_line) for o in parsed if o.key_or_group == "task"]
-    if task and configs.evaluates(compose.compose(task)):
-        changeable += configs.CHANGEABLE_TO_EVALUATE
+    setting = [each for each in parsed if not each.is_delete() and not each.is_sweep_override()]
+    with compose.hydra_session():
+        options = [each for each in setting if compose.is_group(each.key_or_group)]
+    groups = {each.key_or_group for each in options}
+    if options:
+        chosen = compose.composed(options).config
+        if "task" in groups and configs.evaluates(chosen):
+            changeable += configs.CHANGEABLE_TO_EVALUATE
     for override in parsed:
         path, value = override.key_or_group, override.value()
-        if override.is_delete() or override.is_sweep_override():
+        if override not in setting:
             problems.append(Problem(path, "a resume can set values, but not delete or sweep them"))
         elif path in groups:
-            chosen = compose.compose([str(override.input_line)])
             if path in ("launcher", "task"):
                 where[path] = chosen[path]
             # Checkpoints work under every strategy, and tracking does not change the training.
@@ -144,7 +147,7 @@ def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator
     try:
         yield
     except UserError as error:
-        root, current = (before.get("project") or {}).get("root"), planning.root_of(config)
+        root, current = (before.get("project") or {}).get("root"), launches.root_of(config)
         refused = [p for p in error.problems if p.path.endswith("_target_")]
         if not refused or not root or str(root) == str(current):
             raise

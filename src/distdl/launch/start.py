@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from distdl.config import batches
 from distdl.config import recipe as configs
@@ -19,7 +19,7 @@ from distdl.config.own_code import python_path
 from distdl.incident import incident
 from distdl.job import JobBase, JobSpec, JobState, LauncherBase, Request, adapted_job
 from distdl.launch import following, jobs, left_out
-from distdl.launch.planning import Plan, launcher_class, never_trained, refuse_second, root_of
+from distdl.launch.planning import Plan, never_trained, refuse_second
 from distdl.launch.retrying import Retries
 from distdl.ranks import scratch, stopping
 from distdl.runs import provenance, snapshot
@@ -116,9 +116,9 @@ def _submit(
 ) -> list[tuple[Attempt, JobBase]] | None:
     """Each attempt and its job. None, with nothing written, if the launcher makes no one request
     for a sweep."""
-    launcher = jobs.instantiate(planned[0].config.launcher)
+    launcher = planned[0].launch.build_launcher()
     refuse_unset(planned)
-    if is_foreground(planned[0].config):  # elsewhere each rank looks
+    if planned[0].launch.foreground:  # elsewhere each rank looks
         scratch.refuse(planned[0].config.get("data"), planned[0].resources.devices)
     expected = [next_attempt(each) for each in planned]
     request = request_for(launcher, specs_of(planned, expected), sweep)
@@ -157,13 +157,9 @@ def same_launcher(planned: Sequence[Plan]) -> bool:
 
 def unset_names(planned: Plan) -> list[str]:
     """Variables of `launcher.forward_env` that are not set in this shell."""
-    if is_foreground(planned.config):  # the ranks have this shell's variables
+    if planned.launch.foreground:  # the ranks have this shell's variables
         return []
-    return [name for name in forwarded_names(planned) if name not in os.environ]
-
-
-def forwarded_names(planned: Plan) -> tuple[str, ...]:
-    return tuple(planned.config.launcher.get("forward_env") or ())
+    return [name for name in planned.launch.forwarded_names if name not in os.environ]
 
 
 def refuse_unset(planned: Sequence[Plan]) -> None:
@@ -192,16 +188,16 @@ def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None)
 
 def begin_attempt(planned: Plan, command: Sequence[str]) -> Attempt:
     """Writes the run, if it is new, and its next attempt, without a bundle."""
-    root = root_of(planned.config)
     refuse_second(planned)
     if not planned.run.exists:
         recipe = configs.to_yaml(planned.recipe)
+        root = planned.launch.root
         record = provenance.collect(command, root, planned.overrides, planned.swept)
         if unknown := record["git"].get("error"):
             note = escaped(f"note       no commit is recorded: {unknown}")
             print(note, file=sys.stderr, flush=True)
         planned.run.create(recipe, record)
-    record = launch_record(planned, root)
+    record = launch_record(planned)
     return planned.run.begin_attempt(record, lambda: refuse_second(planned))
 
 
@@ -250,7 +246,7 @@ def refusal_recorded(attempt: Attempt) -> Iterator[None]:
 
 def wait_or_follow(job: JobBase, attempt: Attempt, planned: Plan) -> JobState | None:
     """Waits for a job or follows it. None if it continues without this process."""
-    if is_foreground(planned.config):
+    if planned.launch.foreground:
         return job.wait()
     print(f"submitted  {job.handle}")
     for note in planned.notes:
@@ -264,29 +260,17 @@ def wait_or_follow(job: JobBase, attempt: Attempt, planned: Plan) -> JobState | 
     return following.follow(job, attempt)
 
 
-def is_foreground(config: DictConfig) -> bool:
-    """Whether the job ends with this process. It then uses the code that is imported here."""
-    launcher = launcher_class(config)
-    return launcher is not None and launcher.foreground
-
-
-def runs_in_turn(config: DictConfig) -> bool:
-    """Whether the members of a sweep must run one by one, because no platform queues them."""
-    launcher = launcher_class(config)
-    return launcher is not None and (launcher.foreground or launcher.in_turn)
-
-
 def snapshot_of(*planned: Plan) -> Snapshot | None:
     """The snapshot of the code for one job, or for the members of a sweep; None if it runs in this
     process."""
     first = planned[0]
-    if is_foreground(first.config):
+    if first.launch.foreground:
         return None
     return snapshot.take(
-        root_of(first.config),
+        first.launch.root,
         exclude=[Path(first.config.output_dir).resolve(), first.run.path],
         limit_mb=first.config.project.max_snapshot_mb,
-        secret_names=forwarded_names(first),
+        secret_names=first.launch.forwarded_names,
         imported=sorted({file for each in planned for file in each.imported}),
     )
 
@@ -309,33 +293,32 @@ def specs_of(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> list[JobSp
     return [
         JobSpec(
             name=each.run_id,
-            bundle=str(each.run.path if is_foreground(each.config) else attempt.path / "bundle"),
+            bundle=str(each.run.path if each.launch.foreground else attempt.path / "bundle"),
             store=str(each.run.path),
             attempt=attempt.number,
             resources=each.resources,
-            forward_env=forwarded_names(each),
+            forward_env=each.launch.forwarded_names,
         )
         for each, attempt in zip(planned, attempts, strict=True)
     ]
 
 
-def launch_record(planned: Plan, root: Path) -> dict[str, Any]:
+def launch_record(planned: Plan) -> dict[str, Any]:
     """The attempt's launch.yaml."""
-    where = OmegaConf.to_container(configs.where_of(planned.config), resolve=False)
+    launch, size = planned.launch, planned.resources
+    where = OmegaConf.to_container(launch.where, resolve=False)
     assert isinstance(where, dict)
-    where.setdefault("project", {})["root"] = str(root)
-    size = planned.resources
-    launcher = launcher_class(planned.config)
+    where.setdefault("project", {})["root"] = str(launch.root)
     return {
         "run_id": planned.run_id,
-        "python_path": python_path(root),
+        "python_path": python_path(launch.root, launch.trust.folders),
         "where": where,
         "resources": {**asdict(size), "device_ids": list(size.device_ids or ()) or None},
         "changes": planned.changes,
         "global_batch_size": batches.global_batch_size(planned.config, size),
         "notes": planned.notes,
         **({"left_out": planned.left_out} if planned.left_out else {}),
-        "network_gbps": launcher and launcher.network_gbps(where["launcher"]),
+        "network_gbps": launch.launcher and launch.launcher.network_gbps(where["launcher"]),
     }
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -33,13 +33,16 @@ from distdl.util.errors import Problem, Unchecked, UserError
 from distdl.util.orphans import die_with_parent
 from distdl.util.redact import redact_command
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Ended = tuple[str, Plan, JobState | None]  # a member's text, plan and state
 Member = tuple[str, Plan]  # the text has its values of the swept keys: "seed=1 optimizer.lr=0.1"
 
 
-def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
+def main(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> int:
     """Checks every member, then starts them: one after the other with launcher=local or mpi, all at
     once if the platform has a queue."""
     user_conf.print_shadowed()
@@ -65,7 +68,7 @@ def main(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         names, plans = zip(*planned, strict=True)
         print(dry_run.render_sweep(plans, names))
         return 0
-    if start.runs_in_turn(planned[0][1].config):
+    if planned[0][1].launch.in_turn:
         return _run_all(planned)
     return _submit_all(planned)
 
@@ -96,11 +99,13 @@ def map_all(
 
 def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]) -> Plan:
     """One member: the run `<sweep>/<hash of its overrides>`."""
-    config = compose.compose(member, config_dirs)
+    composed = compose.composed(compose.parse_checked(member), config_dirs)
+    config = composed.config
     relevant = sorted(o for o in member if _key(o) in swept or not _is_where(_key(o)))
     common = [o for o in relevant if _key(o) not in swept]
     sweep = config.name or "sweep-" + configs.hash_of("\n".join([*common, *sorted(swept)]), 6)
-    planned = planning.plan(config, name=f"{sweep}/{configs.hash_of(chr(10).join(relevant))}")
+    name = f"{sweep}/{configs.hash_of(chr(10).join(relevant))}"
+    planned = planning.plan(config, name, composed.typed)
     planned.swept = [o for o in member if _key(o) in swept]
     return planned
 
@@ -116,7 +121,7 @@ def _run_all(planned: Sequence[Member]) -> int:
                 print(f"{title}: succeeded before, skipped", flush=True)
             elif runner.state is None:
                 print(f"\n{title}", flush=True)
-                each.config.follow = True
+                each.launch = each.launch.followed()
                 state = run_one(each, runner)
                 if state in (JobState.PREEMPTED, JobState.CANCELLED) or not state.ended:
                     runner.state = runner.state or state

@@ -46,7 +46,7 @@ def problems_of(
     *,
     topology: Resources | None = None,
     local: bool | None = None,
-    project_root: str | None = None,
+    folders: Sequence[str] | None = None,
 ) -> list[Problem]:
     """Stage 1: all problems that can be found without importing the classes that a config names.
 
@@ -54,7 +54,7 @@ def problems_of(
         config: As composed, with unknown keys still in it.
         topology: The resolved size of the run; None skips the checks that need it.
         local: Whether the workers run on this machine; None reads it from the launcher.
-        project_root: Folder of the user's code; None means `project.root`.
+        folders: Of the user's own code (`own_folders`); None: those of `project.root`.
 
     Returns:
         Problems sorted by path; their texts never repeat a value from the environment.
@@ -68,7 +68,7 @@ def problems_of(
         *(each for each in shape if each.path not in [known.path for known in trainer]),
         *rules.names(resolved),
         *rules.services(resolved, local),
-        *(each for _, each in target_problems(resolved.values, _trust(resolved, project_root))),
+        *(each for _, each in target_problems(resolved.values, _trust(resolved, folders))),
         *rules.topology(resolved, topology, local),
         *rules.classes(resolved),
         *rules.secrets(resolved),
@@ -86,19 +86,19 @@ def refuse(
     topology: Resources | None,
     *,
     local: bool | None = None,
-    project_root: str | None = None,
+    folders: Sequence[str] | None = None,
     further: Sequence[Problem] = (),
 ) -> None:
     """Stage 1 of a run that is about to start.
 
     Args:
-        config, topology, local, project_root: As in `problems_of`.
+        config, topology, local, folders: As in `problems_of`.
         further: The caller's own problems, reported if stage 1 finds nothing at their path.
 
     Raises:
         Unchecked: with all problems, so that a typo is reported without waiting for torch.
     """
-    problems = problems_of(config, topology=topology, local=local, project_root=project_root)
+    problems = problems_of(config, topology=topology, local=local, folders=folders)
     paths = {problem.path for problem in problems}
     problems += [problem for problem in further if problem.path.partition("=")[0] not in paths]
     if problems:
@@ -108,7 +108,7 @@ def refuse(
 def check_bindings(
     config: DictConfig | Mapping[str, Any],
     size: Resources | None,
-    project_root: str | None = None,
+    folders: Sequence[str] | None = None,
     *,
     local: bool | None = None,
     in_process: bool = False,
@@ -117,7 +117,7 @@ def check_bindings(
     """Stage 2: imports each `_target_` and binds its arguments, in a child process.
 
     Args:
-        config, local, project_root: As in `problems_of`, which must have found nothing.
+        config, local, folders: As in `problems_of`, which must have found nothing.
         size: The size of the run; None if only the launcher knows it.
         in_process: Import everything in this process, which becomes the worker afterwards.
         new: Whether the run has no attempt yet: a resume is not refused for its tracker.
@@ -128,7 +128,7 @@ def check_bindings(
         imported; for a job elsewhere, `imported`: the files of the user's modules.
     """
     resolved = resolve(config)
-    known, trust = size or Resources(accelerator="auto"), _trust(resolved, project_root)
+    known, trust = size or Resources(accelerator="auto"), _trust(resolved, folders)
     more = {"world_size": known.world_size, "local": is_local(resolved, local), "new": new}
     request = {
         "config": resolved.values,
@@ -147,12 +147,12 @@ def validate(
     size: Resources | None,
     *,
     local: bool | None = None,
-    project_root: str | None = None,
+    folders: Sequence[str] | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
     """Runs stage 1 and, if it finds nothing, stage 2. Returns notes and facts (`check_bindings`),
     or raises a UserError with all problems of the first stage that finds any."""
-    refuse(config, size, local=local, project_root=project_root)
-    problems, notes, facts = check_bindings(config, size, project_root, local=local)
+    refuse(config, size, local=local, folders=folders)
+    problems, notes, facts = check_bindings(config, size, folders, local=local)
     if problems:
         raise UserError(*problems)
     return notes, facts
@@ -165,10 +165,11 @@ def _tidy(problems: Sequence[Problem], resolved: Resolved | None = None) -> list
     return sorted(dict.fromkeys(safe), key=lambda problem: problem.path)
 
 
-def _trust(resolved: Resolved, project_root: str | None) -> Trust:
+def _trust(resolved: Resolved, folders: Sequence[str] | None) -> Trust:
     project = resolved.section("project")
-    root = str(project_root or project.get("root") or os.getcwd())
-    return Trust(own_folders(root), tuple(strings(project.get("allow"))))
+    if folders is None:
+        folders = own_folders(str(project.get("root") or os.getcwd()))
+    return Trust(tuple(folders), tuple(strings(project.get("allow"))))
 
 
 def _known(resolved: Resolved) -> list[str]:

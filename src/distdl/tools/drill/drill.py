@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import compose, consent
 from distdl.config import recipe as configs
 from distdl.incident import incident
-from distdl.launch import planning, start
+from distdl.launch import launch, planning
 from distdl.runs.directory import shown
 from distdl.tools.drill import table, trial
 from distdl.tools.drill.drilled_run import DrilledRun
@@ -25,6 +26,9 @@ from distdl.tools.drill.faults import FAULTS
 from distdl.tools.drill.tracking_server import TrackingServer
 from distdl.tools.drill.trial import FaultRow
 from distdl.util.errors import UserError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 TWIN = "twin"
 LIMIT_S, LIMIT_TWINS = 300.0, 10  # how long each part of a trial may take; the second in twins
@@ -53,16 +57,17 @@ def shortened(config: DictConfig, steps: int) -> DictConfig:
     return short
 
 
-def refuse(config: DictConfig) -> None:
+def refuse(config: DictConfig, typed: Sequence[Override]) -> None:
     """Refuses what cannot be drilled, or run."""
     if config.task.get("_target_") != configs.TRAIN:
         raise UserError.at("task", "only a training can be drilled", "task=train")
-    if not start.runs_in_turn(config):
+    _, _, launcher_class = launch.code_of(config)
+    if not launch.runs_in_turn(launcher_class):
         what = "its hosts cannot be reached from here, to kill processes on them"
         raise UserError.at("launcher", what, "launcher=local, or launcher=mpi")
     if config.dry_run or sys.platform != "linux":
         raise UserError("a drill trains, on Linux: there is no dry run of it")
-    planning.size_of(config)  # checks the settings that `shortened` replaces, too
+    launch.of(config, typed)  # checks the settings that `shortened` replaces, too
 
 
 def drill(config: DictConfig, options: Namespace) -> int:
@@ -72,9 +77,10 @@ def drill(config: DictConfig, options: Namespace) -> int:
         options: `run` (the words of the command line), `faults` (names), `seed`, `steps` (of the
             optimizer), and `tolerance` (the largest difference of weights that counts as none).
     """
-    typed = compose.typed(config) or options.run[1:]  # of a run: after its folder
+    # Of a run: after its folder.
+    typed = compose.typed(config) or compose.parse_overrides(options.run[1:])
     consent.refuse(config, typed)
-    refuse(config)
+    refuse(config, typed)
     short, began = shortened(config, options.steps), time.monotonic()
     name = f"drill-{time.strftime('%Y-%m-%d_%H-%M-%S')}/{TWIN}"
     planned = planning.plan(short, name, typed)
@@ -114,7 +120,7 @@ def drill(config: DictConfig, options: Namespace) -> int:
 
 @contextmanager
 def started(
-    config: DictConfig, fault: str, above: Path, limit: float, typed: Sequence[str]
+    config: DictConfig, fault: str, above: Path, limit: float, typed: Sequence[Override]
 ) -> Iterator[DrilledRun]:
     """A copy of the twin, as the fault needs it."""
     server = TrackingServer(above / "server") if fault == "tracking_down" else None

@@ -14,7 +14,7 @@ from typing import Any
 from distdl.config import consent
 from distdl.job import JobState
 from distdl.launch import resuming, sweeps
-from distdl.launch.planning import Plan, is_local
+from distdl.launch.planning import Plan
 from distdl.runs.checkpoints import CheckpointStore
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.tools.drill import processes, samples
@@ -55,14 +55,14 @@ class DrilledRun:
         """Starts a run by its plan, or resumes one."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")
-        agreed = consent.repeated(self.planned.typed)
+        agreed = consent.repeated(self.planned.launch.typed)
         arguments = (what, agreed, self.log, self.own_network, os.getpid())
         self.process: Any = context.Process(target=_command, args=arguments)
         self.process.start()
 
     def close(self) -> None:
         """Ends what still runs."""
-        if self.process.is_alive() and not is_local(self.planned.config):
+        if self.process.is_alive() and not self.planned.launch.is_local:
             self.process.terminate()  # cancels the job
             self.process.join(END_S)
         pid, last = self.process.pid, self.run.last_attempt() or self.first

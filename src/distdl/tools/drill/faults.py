@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from distdl.launch.planning import Plan, is_local
+from distdl.launch.planning import Plan
 from distdl.runs.attempt import RankProcess
 from distdl.runs.checkpoints import parts_of
 from distdl.tools.drill.drilled_run import DrilledRun
@@ -116,7 +116,7 @@ def one_rank(planned: Plan) -> str:
 
 def no_namespace(planned: Plan) -> str:
     """Why the ranks of this host cannot have a network of their own."""
-    if not is_local(planned.config) or planned.resources.accelerator != "cpu":
+    if not planned.launch.is_local or planned.resources.accelerator != "cpu":
         return "only for ranks on the CPUs of this machine, which talk through its network"
     if os.geteuid():
         return "needs root"

@@ -8,7 +8,7 @@ from typing import Any
 
 from distdl.config import batches, compose, consent, own_code, resources
 from distdl.job import Resources
-from distdl.launch.planning import root_of
+from distdl.launch.launch import root_of
 from distdl.tools.measure.estimate import Estimate, Machine, estimates
 from distdl.tools.measure.recommendation import StrategyAdvice, advise
 from distdl.tools.measure.step_profile import MeasuredStep, measure
@@ -40,16 +40,17 @@ def plan_strategy(
     Raises:
         UserError: The config or the training step has an error.
     """
-    config = compose.compose(overrides)
-    consent.refuse(config, compose.typed(config))
+    composed = compose.composed(compose.parse_overrides(overrides))
+    config = composed.config
+    consent.refuse(config, composed.typed)
     devices, note = how_many(config.trainer, devices)
     size = Resources(1, devices, "gpu")
-    root = root_of(config)
-    notes, facts = validate.validate(config, size, project_root=str(root))
+    folders = own_code.own_folders(root_of(config))
+    notes, facts = validate.validate(config, size, folders=folders)
     if not config.get("optimizer") and not facts.get("model_configures_optimizers"):
         raise UserError.at("optimizer", "the run has none", "choose one, e.g. optimizer=sgd")
     config.pop("hydra", None)
-    own_code.make_importable(own_code.own_folders(root))
+    own_code.make_importable(folders)
     measured = measure(config, batches.global_batch_size(config, size) or devices)
     machine = Machine(devices, memory, link, flops)
     rows = estimates(measured, machine)

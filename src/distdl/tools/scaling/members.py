@@ -140,12 +140,12 @@ def measure(members: Sequence[Member]) -> int:
         if member.is_damaged():
             kept = member.file.replace(member.file.with_name(f"{FILE}.damaged"))
             print(f"the damaged file is kept as {shown(kept)}", flush=True)
-        if not start.runs_in_turn(plan.config):
+        if not plan.launch.in_turn:
             _, job = start.submit(plan, sys.argv)
             member.lacking = "under way"
             print(f"submitted  {job.handle}")
             continue
-        plan.config.follow = True
+        plan.launch = plan.launch.followed()
         state = sweeps.run_one(plan)
         member.read()
         if state is not JobState.SUCCEEDED:
