@@ -17,16 +17,16 @@ def of_thread(ident: int) -> list[Frame]:
     Python 3.11 holds a lock of the interpreter while it makes the frames, and may collect garbage
     meanwhile. A finalizer then lets another thread run, which starts a thread and blocks the whole
     process, or forks a loader worker, which never begins
-    (https://github.com/python/cpython/issues/106883). So nothing is collected in this call.
+    (https://github.com/python/cpython/issues/106883). The outer frames are made as they are walked,
+    and the thread that is looked at may return meanwhile. So nothing is collected in this call.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
-        frames = sys._current_frames()
+        return listed(traceback.walk_stack(sys._current_frames()[ident]))
     finally:
         if enabled:
             gc.enable()
-    return listed(traceback.walk_stack(frames[ident]))
 
 
 def listed(stack: Iterable[tuple[FrameType, int]]) -> list[Frame]:
