@@ -21,6 +21,8 @@ from distdl.job import JobSpec
 from distdl.util import walltime
 from distdl.util.errors import Problem, Refused, UserError
 from distdl.util.ranges import AboveZero, Count, Positive
+from distdl.util.suggest import did_you_mean_word
+from distdl.util.typed import problems
 
 if TYPE_CHECKING:
     from distdl.runs.attempt import Attempt
@@ -85,7 +87,7 @@ class LauncherSettings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            refuse(problems(error, values, type(self).model_fields))
+            refuse(problems(error, values, type(self).model_fields, "launcher."))
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -128,66 +130,14 @@ def refuse(problems: Iterable[Problem]) -> None:
         raise UserError(*wrong)
 
 
-def did_you_mean(word: Any, known: Iterable[str]) -> str:
-    """`did you mean X?`; empty if no known word is close."""
-    from distdl.util.suggest import closest
-
-    near = closest(str(word), known)
-    return f"did you mean {near}?" if near else ""
-
-
 def unknown_keys(
     inputs: Mapping[str, Mapping[str, Any]], known: Sequence[str]
 ) -> Iterator[Problem]:
     """One Problem for each key of an input that the launcher does not know."""
     for name, entry in inputs.items():
         for key in sorted(set(entry) - set(known)):
-            hint = did_you_mean(key, known) or f"an input has {' and '.join(known)}"
+            hint = did_you_mean_word(key, known) or f"an input has {' and '.join(known)}"
             yield Problem(f"inputs.{name}.{key}", "not a setting of an input", hint)
-
-
-def problems(
-    error: ValidationError, values: Mapping[str, Any], known: Iterable[str]
-) -> Iterator[Problem]:
-    """One Problem for each value that pydantic rejects. A union's errors become one sentence."""
-    reasons: dict[str, list[dict[str, Any]]] = {}
-    for item in error.errors(include_url=False):
-        reasons.setdefault(_path(values, item["loc"]), []).append(dict(item))
-    for path, items in reasons.items():
-        first, value = items[0], items[0]["input"]
-        cause = next((i["ctx"]["error"] for i in items if i["type"] == "value_error"), None)
-        if cause is not None:
-            yield Problem(path, str(cause), getattr(cause, "remedy", ""))
-        elif first["type"] == "missing":
-            yield Problem(path, "missing", f"write {path}=...")
-        elif first["type"] == "extra_forbidden":
-            yield Problem(path, "no such setting", did_you_mean(path, known))
-        else:
-            expected = " or ".join(dict.fromkeys(_expected(i["msg"]) for i in items))
-            plain = re.fullmatch(r"[\w./:-]+", str(value))
-            listed = f"launcher.{path}=[{value}]" if plain else f"'launcher.{path}=[\"{value}\"]'"
-            remedy = listed if first["type"] == "list_type" else ""
-            if first["type"] == "literal_error":
-                remedy = did_you_mean(value, re.findall("'([^']*)'", expected))
-            yield Problem(path, f"{value!r} is not {expected}", remedy)
-
-
-def _path(values: Any, location: Sequence[str | int]) -> str:
-    """The dotted key that the user wrote: pydantic also adds list indices and union branches."""
-    path: list[str] = []
-    for part in location:
-        if not isinstance(values, Mapping) or part not in values:
-            break
-        path.append(str(part))
-        values = values[part]
-    return ".".join(path or map(str, location[:1]))
-
-
-def _expected(message: str) -> str:
-    """Turns `Input should be a valid integer` into `an integer`."""
-    text = message.removeprefix("Input should be ").split(", unable")[0].replace("a valid ", "a ")
-    names = {"a integer": "an integer", "a boolean": "true or false", "a dictionary": "a mapping"}
-    return names.get(text, text)
 
 
 # ---- parts of a request -------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from pydantic import BaseModel, ValidationError
 from distdl.launchers.azureml import vm_sizes
 from distdl.launchers.azureml.client import Connection, Workspace, azure_errors, rest_client
 from distdl.launchers.azureml.vm_sizes import VmSize
-from distdl.launchers.common import matching, problems
+from distdl.launchers.common import matching
 from distdl.util.errors import UserError
+from distdl.util.typed import problems
 
 HELP = """\
 usage: python -m distdl provision azureml prices [location=REGION]

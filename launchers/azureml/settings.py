@@ -28,11 +28,11 @@ from distdl.launchers.common import (
     Positive,
     Values,
     Walltime,
-    did_you_mean,
     matching,
     with_paths,
 )
 from distdl.util.errors import Problem, Refused
+from distdl.util.suggest import did_you_mean_word
 
 Size = Annotated[str, matching(r"[1-9]\d*[bkmgBKMG]", "a size", "a number and b, k, m or g: 16g")]
 # https://learn.microsoft.com/azure/azure-resource-manager/management/resource-name-rules
@@ -95,7 +95,7 @@ MOUNT = (
 
 def _mount_setting(name: str) -> str:
     if name not in MOUNT:
-        remedy = did_you_mean(name, MOUNT) or f"one of {', '.join(MOUNT)}"
+        remedy = did_you_mean_word(name, MOUNT) or f"one of {', '.join(MOUNT)}"
         raise Refused(f"{name!r} is not a setting of Azure's data mounts", remedy)
     return name
 
@@ -116,7 +116,8 @@ class Entry(BaseModel, strict=True, validate_default=True, extra="forbid"):
     @classmethod
     def _known(cls, values: Any) -> Any:
         for key in sorted(set(values) - set(cls.model_fields)) if isinstance(values, dict) else ():
-            hint = did_you_mean(key, cls.model_fields) or f"one of {', '.join(cls.model_fields)}"
+            known = cls.model_fields
+            hint = did_you_mean_word(key, known) or f"one of {', '.join(known)}"
             raise Refused(f"{key!r} is not a setting of {cls.kind}", hint)
         return values
 
@@ -394,7 +395,7 @@ class AzureSettings(LauncherSettings):
                 if name not in known[kind]:
                     has = f"launcher.{kind} has {', '.join(known[kind]) or 'none'}"
                     what = f"refers to ${{{{{kind}.{name}}}}}, which is undefined"
-                    yield Problem(path, what, did_you_mean(name, known[kind]) or has)
+                    yield Problem(path, what, did_you_mean_word(name, known[kind]) or has)
 
     def _files(self) -> Iterator[Problem]:
         """Settings that need an action at submission, which `launcher.files` cannot include."""

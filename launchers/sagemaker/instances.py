@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from distdl.launchers.common import did_you_mean
 from distdl.launchers.sagemaker.limits import input_shape
 from distdl.util.errors import Problem
+from distdl.util.suggest import did_you_mean_word
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def misfits(name: str, at: str, context: Mapping[str, Any]) -> Iterator[Problem]
     devices, wants_gpu = int(context["devices"]), context["accelerator"] == "gpu"
     if instance is None:
         if not _is_newer_than_the_file(name):
-            hint = did_you_mean(name, instances()) or "names begin with ml., e.g. ml.g5.12xlarge"
+            near = did_you_mean_word(name, instances())
+            hint = near or "names begin with ml., e.g. ml.g5.12xlarge"
             yield Problem(at, f"SageMaker has no instance type {name}", hint)
     elif wants_gpu and not instance.gpus:
         remedy = "choose a type of ml.g or ml.p, or write trainer.accelerator=cpu"

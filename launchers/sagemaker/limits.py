@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from distdl.launchers.common import did_you_mean
 from distdl.util.errors import Problem
+from distdl.util.suggest import did_you_mean_word
 
 if TYPE_CHECKING:
     from botocore.model import Shape
@@ -148,7 +148,7 @@ def size_problem(shape: Shape, value: Any) -> str:
 def text_violations(shape: Shape, text: str, where: tuple[str | int, ...]) -> Iterator[Violation]:
     if shape.enum and text not in shape.enum:
         yield Violation(
-            where, text, f"SageMaker does not know {text!r}", did_you_mean(text, shape.enum)
+            where, text, f"SageMaker does not know {text!r}", did_you_mean_word(text, shape.enum)
         )
     pattern = shape.metadata.get("pattern")
     if pattern and not in_python(pattern).fullmatch(text):

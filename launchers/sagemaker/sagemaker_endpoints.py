@@ -12,13 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from distdl.launchers.common import did_you_mean, refuse
+from distdl.launchers.common import refuse
 from distdl.launchers.deploying import Platform, is_ours
 from distdl.launchers.sagemaker import limits
 from distdl.launchers.sagemaker.aws import aws_errors
 from distdl.launchers.sagemaker.sagemaker_settings import REQUIRED
 from distdl.launchers.sagemaker.uploads import send
 from distdl.util.errors import NotDeployed, Problem, UserError
+from distdl.util.suggest import did_you_mean_word
 
 # Field of a request -> the option or key that it comes from.
 WRITTEN_AS = {
@@ -57,7 +58,7 @@ class HostedEndpoint(Platform):
             raise UserError.at("--image", "missing", remedy)
         service = Session().get_service_model("sagemaker")
         if o.instance_type not in (known := service.shape_for(self.types).enum):
-            remedy = did_you_mean(o.instance_type, known)
+            remedy = did_you_mean_word(o.instance_type, known)
             raise UserError.at("--instance-type", f"there is no {o.instance_type}", remedy)
         container = {"Image": o.image, "ModelDataUrl": f"s3://{s.bucket}/{self.key(name)}"}
         model = {"ModelName": name, "PrimaryContainer": container, "ExecutionRoleArn": s.role}

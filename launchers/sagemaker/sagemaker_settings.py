@@ -21,13 +21,13 @@ from distdl.launchers.common import (
     Positive,
     Values,
     Walltime,
-    did_you_mean,
     matching,
     unknown_keys,
 )
 from distdl.launchers.sagemaker import instances
 from distdl.util import walltime
 from distdl.util.errors import Problem, Refused
+from distdl.util.suggest import did_you_mean_word
 
 REQUIRED = {
     "role": "launcher.role=arn:aws:iam::<account>:role/<name>: the job's permissions",
@@ -152,7 +152,7 @@ class SageMakerSettings(LauncherSettings):
             at = f"instance_groups.{name}"
             for key in sorted(set(group) - set(GROUP_KEYS)):
                 yield Problem(
-                    f"{at}.{key}", "not a setting of a group", did_you_mean(key, GROUP_KEYS)
+                    f"{at}.{key}", "not a setting of a group", did_you_mean_word(key, GROUP_KEYS)
                 )
             kind, count = group.get("instance_type"), group.get("count", 1)
             if not isinstance(kind, str):
@@ -191,7 +191,7 @@ class SageMakerSettings(LauncherSettings):
                 remedy = f"aws s3 sync {path or 'FOLDER'} s3://BUCKET/FOLDER, and write that URI"
                 yield Problem(at, what, remedy)
             elif (mode := mode_of(entry)) not in modes:
-                hint = f"{did_you_mean(mode, modes)} one of {', '.join(modes)}".strip()
+                hint = f"{did_you_mean_word(mode, modes)} one of {', '.join(modes)}".strip()
                 yield Problem(f"{at}.mode", f"{mode!r} is not a mode", hint)
             elif on_disk and not (self.subnets and self.security_groups):
                 remedy = "launcher.subnets=[subnet-...] launcher.security_groups=[sg-...]"
@@ -212,7 +212,7 @@ class SageMakerSettings(LauncherSettings):
             return
         for name in groups:
             if name not in self.instance_groups:
-                hint = did_you_mean(name, self.instance_groups) or "launcher.instance_groups"
+                hint = did_you_mean_word(name, self.instance_groups) or "launcher.instance_groups"
                 yield Problem(f"{at}.groups", f"there is no instance group {name}", hint)
 
 

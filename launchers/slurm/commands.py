@@ -75,9 +75,13 @@ DOWN = ("unable to contact slurm controller", "process configuration", "configur
 class Unreachable(UserError):
     """Slurm does not answer: its commands are not installed, or its controller is down."""
 
+    code = "unreachable"
+
 
 class NotInstalled(Unreachable, Lasting):
     """This machine has no Slurm."""
+
+    code = "not-installed"
 
 
 def forgotten_job(number: str) -> Forgotten:

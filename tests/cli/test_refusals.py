@@ -212,7 +212,7 @@ def test_a_folder_that_cannot_be_written(command, without_stage_2, monkeypatch, 
 
     monkeypatch.setattr("distdl.runs.directory.write_text", full)  # config.yaml, the last file
     output = command("trainer.accelerator=cpu", "name=x", "output_dir=folder")
-    text = "output_dir: folder/default/x cannot be written: No space left on device\n"
+    text = "output_dir: folder/default/x cannot be written: No space left on device [not-writable]\n"
     check_one(output, text, "      choose another: output_dir=FOLDER\n")
     assert not (tmp_path / "folder/default/x").exists()
     monkeypatch.setattr("os.access", lambda *_: False)

@@ -15,8 +15,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from distdl.launchers.azureml.client import PATIENCE, azure_errors, sign_in
-from distdl.launchers.common import matching, problems
+from distdl.launchers.common import matching
 from distdl.util.errors import UserError
+from distdl.util.typed import problems
 
 HELP = """\
 usage: python -m distdl provision azureml sas account=NAME container=NAME [days=1]

@@ -20,8 +20,9 @@ from pydantic import field_validator as checks
 
 from distdl.launchers.azureml import vm_sizes
 from distdl.launchers.azureml.settings import VmSizeName
-from distdl.launchers.common import Count, Positive, matching, problems
+from distdl.launchers.common import Count, Positive, matching
 from distdl.util.errors import Problem, Refused, UserError
+from distdl.util.typed import problems
 
 # The RDMA network's addresses: learn.microsoft.com/azure/virtual-machines/setup-infiniband
 RDMA_NETWORK = ipaddress.ip_network("172.16.0.0/16")

@@ -22,7 +22,8 @@ def command() -> None:
     try:
         folder = os.getcwd()
     except OSError:
-        codes.append(refused(".", "the current folder no longer exists", "cd to another one"))
+        missing = "the current folder no longer exists [not-found]"
+        codes.append(refused(".", missing, "cd to another one"))
         sys.exit(*codes)
     try:
         from distdl.cli.main import main
@@ -37,7 +38,8 @@ def command() -> None:
     except Exception as error:  # a file that shadows a module raises anything
         if (shadow := shadowing(error, (folder,))) is None:
             raise
-        codes.append(refused(*shadow))
+        path, what, remedy = shadow
+        codes.append(refused(path, f"{what} [hidden-module]", remedy))
     sys.exit(*codes)
 
 

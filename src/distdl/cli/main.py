@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{ended.state.lower()} by {ended}", file=sys.stderr)
         return ended.state.exit_code
     except UserError as error:
-        print_problems(error)
+        print(escaped(error.shown()), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as error:  # a command may add how its work continues
         print(": ".join(("interrupted", *map(str, error.args))), file=sys.stderr)
@@ -210,11 +210,3 @@ def hydra_itself(arguments: list[str]) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(compose.first_lines(error)) from error
     return 0
-
-
-def print_problems(error: UserError) -> None:
-    count = len(error.problems)
-    lines = [f"distdl: {count} problem{'s' if count > 1 else ''}, {error.outcome}"]
-    lines += [f"  {problem}".replace("\n    ", "\n      ") for problem in error.problems]
-    lines += [error.further] if error.further else []
-    print(escaped("\n".join(lines)), file=sys.stderr)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -18,11 +19,11 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from distdl.config import words
 from distdl.config.recipe import LAYERS
+from distdl.util import typed
 from distdl.util.errors import Problem
 from distdl.util.ranges import AboveZero, Count, NotNegative, Positive
 from distdl.util.suggest import did_you_mean, respelt, written
-
-Path = tuple[str | int, ...]
+from distdl.util.typed import Misfit, Path
 
 
 def _must(fits: Callable[[Any], bool], expected: str) -> AfterValidator:
@@ -43,7 +44,11 @@ def _are_devices(value: Any) -> bool:
 # Refuses "None", which is Python's null, and "", which an unset variable leaves.
 _NAMED = _must(lambda value: value.strip() not in ("", "None"), "null or a text")
 Text = Annotated[str, _NAMED]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200), _NAMED]
+_PLAIN = _must(
+    lambda value: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is not None,
+    "made of letters from a to z, digits, dots, underscores and dashes",
+)
+Name = Annotated[str, Field(max_length=200), _PLAIN, _NAMED]
 MinusOneOrMore = Annotated[int, Field(ge=-1)]
 # "00:12:00:00", {hours: 12}, or a node of datetime.timedelta.
 Time = Text | dict[str, Any]
@@ -223,36 +228,29 @@ def check(
 ) -> Iterator[Problem]:
     """Checks resolved values against the schema. `show` formats the value at a path, without values
     of the environment; `known` are paths to suggest."""
-    expected: dict[Path, list[str]] = {}
-    for path, deeper, error in _errors(values):
-        if error["type"] == "extra_forbidden":
+    wrong: list[Misfit] = []
+    for misfit in _misfits(values):
+        path = misfit.path
+        if misfit.kind == "extra_forbidden":
             yield from _unknown(path, _at(values, path), known, values)
-        elif error["type"] == "missing":
-            yield _absent(path, deeper, _at(values, path), known, values)
+        elif misfit.kind == "missing":
+            yield _absent(path, misfit.below, _at(values, path), known, values)
         else:
-            expected.setdefault(path, []).append(_sentence(error))
-    for path, sentences in expected.items():
-        either = " or ".join(dict.fromkeys(sentences))
+            wrong.append(misfit)
+    for path, same in typed.by_path(wrong).items():
+        either = typed.either(same)
         remedy = _remedy(path, either, values)
-        yield Problem(path_text(path), f"must be {either}, not {show(path)}", remedy)
+        yield Problem(path_text(path), f"must be {either}, not {show(path)}", remedy, same[0].code)
 
 
-def _errors(values: Mapping[str, Any]) -> Iterator[tuple[Path, Path, Any]]:
-    """Each pydantic error: the user's path, the rest of pydantic's path (a union's branch or a
-    missing field), the error."""
+def _misfits(values: Mapping[str, Any]) -> Iterator[Misfit]:
+    """What does not fit the schema."""
     # `optimizer=none` composes to an empty mapping, which means null.
     empty = {key: None for key in COMPONENTS if key != "task" and values.get(key) == {}}
     try:
         Config.model_validate({**values, **empty})
     except ValidationError as refused:
-        for error in refused.errors(include_url=False, include_context=False, include_input=False):
-            location, depth, value = error["loc"], 0, values
-            for part in location:
-                inside = isinstance(value, Mapping) and part in value
-                if not inside and not (isinstance(value, list) and isinstance(part, int)):
-                    break
-                value, depth = value[part], depth + 1  # type: ignore[index]
-            yield location[:depth], location[depth:], error
+        yield from typed.misfits(refused, values)
 
 
 def _at(values: Any, path: Path) -> Any:
@@ -297,20 +295,6 @@ def _absent(
     return Problem(text, what, remedy)
 
 
-_SENTENCES = {
-    **dict.fromkeys(("model_type", "dict_type"), "a mapping"),
-    "string_pattern_mismatch": "made of letters from a to z, digits, dots, underscores and dashes",
-    "string_too_long": "of at most 200 characters",
-}
-
-
-def _sentence(error: Any) -> str:
-    """What pydantic expects: "an integer" for "Input should be a valid integer"."""
-    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    message = message.replace("a valid ", "a ").replace("a integer", "an integer")
-    return _SENTENCES.get(error["type"], message)
-
-
 def _remedy(path: Path, expected: str, values: Mapping[str, Any]) -> str:
     value, text = _at(values, path), path_text(path)
     if path == ("strategy",) and isinstance(value, str):
@@ -327,5 +311,5 @@ def _remedy(path: Path, expected: str, values: Mapping[str, Any]) -> str:
         return ""
     changed = copy.deepcopy(dict(values))
     _at(changed, path[:-1])[path[-1]] = meant
-    fits = path not in (refused for refused, *_ in _errors(changed))
+    fits = path not in (misfit.path for misfit in _misfits(changed))
     return f"write {written(text, meant)}" if fits else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class Augment:
     ) -> None:
         problems = list(self.check(config))
         if problems:
-            raise UserError(*(Problem(f"data.{p.path}", p.what, p.remedy) for p in problems))
+            raise UserError(*(replace(p, path=f"data.{p.path}") for p in problems))
         config = config or {}
         self.flip = float(config.get("horizontal_flip", 0.5) or 0)
         self.ops = _ops(config)

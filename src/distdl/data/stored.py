@@ -7,6 +7,7 @@ import logging
 import math
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ class StoredImages(ImageData):
             if not found:
                 yield from _of_epoch(context, data.manifest.splits["train"].samples)
         except UserError as error:
-            yield from (Problem("root", p.what, p.remedy) for p in error.problems)
+            yield from (replace(p, path="root") for p in error.problems)
 
     def setup(self, stage: str | None = None) -> None:
         if self._splits:
@@ -307,7 +308,7 @@ def refuse_different_data(key: str) -> None:
 
 
 def _refuse(problems: Iterable[Problem]) -> None:
-    listed = [Problem(f"data.{p.path}", p.what, p.remedy) for p in problems]
+    listed = [replace(p, path=f"data.{p.path}") for p in problems]
     if listed:
         raise UserError(*listed)
 

@@ -6,6 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,7 +83,7 @@ class ImageClassifier(LightningModule):
         node = {"norm": norm, "label_smoothing": label_smoothing, "mixup": mixup, "cutmix": cutmix}
         problems = list(self.check(node))
         if problems:
-            raise UserError(*(Problem(f"model.{p.path}", p.what, p.remedy) for p in problems))
+            raise UserError(*(replace(p, path=f"model.{p.path}") for p in problems))
         if weights is not None:
             load_weights(network, weights)
         if norm == "group":

@@ -48,11 +48,12 @@ else in the one that is named behind it, with the reason.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
 from distdl.util.exit_codes import EXIT_FAILURE, EXIT_REFUSED
+from distdl.util.refusal_codes import of_words
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,24 @@ class Problem:
     path: str  # in the config, as the user writes it (`strategy.stages`); empty if there is none
     what: str  # one sentence without the path
     remedy: str = ""  # what to write instead, as the user would type it; empty if it is unknown
+    # Which kind of problem it is: one of `refusal_codes.CODES`; by default what `what` says.
+    code: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.code:
+            object.__setattr__(self, "code", of_words(self.what))
 
     def __str__(self) -> str:
-        text = f"{self.path}: {self.what}" if self.path else self.what
-        return f"{text}\n    {self.remedy}" if self.remedy else text
+        return self._text("")
+
+    def shown(self) -> str:
+        """As `str`, with the code at the end of the sentence, for the screen."""
+        return self._text(f" [{self.code}]")
+
+    def _text(self, mark: str) -> str:
+        place = f"{self.path}: " if self.path else ""
+        remedy = f"\n    {self.remedy}" if self.remedy else ""
+        return f"{place}{self.what}{mark}{remedy}"
 
 
 class UserError(Exception):
@@ -73,6 +88,7 @@ class UserError(Exception):
 
     exit_code = EXIT_REFUSED
     outcome = "nothing was started"
+    code = ""  # of all its problems; empty: each has its own
     further = ""
 
     def __init__(self, *problems: Problem | str) -> None:
@@ -86,12 +102,23 @@ class UserError(Exception):
         self.problems: Sequence[Problem] = [
             p if isinstance(p, Problem) else Problem("", p) for p in problems
         ]
+        if self.code:
+            self.problems = [replace(p, code=self.code) for p in self.problems]
         super().__init__("\n".join(map(str, self.problems)))
 
     @classmethod
     def at(cls, path: str, what: str, remedy: str = "") -> Self:
         """An error with one problem."""
         return cls(Problem(path, what, remedy))
+
+    def shown(self) -> str:
+        """What the command line prints: how many problems, the outcome, and each with its code."""
+        count = len(self.problems)
+        lines = [f"distdl: {count} problem{'s' if count > 1 else ''}, {self.outcome}"]
+        lines += [f"  {problem.shown()}".replace("\n    ", "\n      ") for problem in self.problems]
+        if self.further:
+            lines.append(self.further)
+        return "\n".join(lines)
 
 
 class Unchecked(UserError):
@@ -108,6 +135,8 @@ class Unfinished(UserError):
 
 class Damaged(UserError):
     """A file of a run exists, but is not what was written."""
+
+    code = "damaged-file"
 
     def __init__(self, path: Path, what: str, remedy: str) -> None:
         super().__init__(Problem(str(path), f"is damaged: {what}", remedy))
@@ -144,9 +173,13 @@ class Lasting(UserError):
 class Forgotten(Lasting):
     """The platform does not know the job, or has forgotten it."""
 
+    code = "not-found"
+
 
 class NoRight(Lasting):
     """The platform answers, but not to this user."""
+
+    code = "platform-refuses"
 
 
 class NotSignedIn(NoRight):

@@ -34,6 +34,12 @@ def closest(word: str, choices: Iterable[str]) -> str:
     return choice if score >= _CLOSE else ""
 
 
+def did_you_mean_word(word: object, known: Iterable[str]) -> str:
+    """`did you mean X?` for a word that is no path; "" if nothing is close."""
+    near = closest(str(word), known)
+    return f"did you mean {near}?" if near else ""
+
+
 def did_you_mean(path: str, known: Iterable[str]) -> str:
     """Suggests the known config paths (at most two) that the user may have meant by `lrr` or
     `optimiser.lr`: "did you mean optimizer.lr?", or "" if nothing is close."""

@@ -16,6 +16,7 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -298,7 +299,7 @@ class Binding:
                     self.notes.append(f"not checked: {start}: {problem}")
                 else:
                     location = f"{start}.{problem.path}" if problem.path else start
-                    self.problems.append(Problem(location, problem.what, problem.remedy))
+                    self.problems.append(replace(problem, path=location))
         except Exception as error:  # a check may be the user's own code
             self.add(path, f"its own check failed: {in_short(error)}", origin(error))
 
@@ -336,7 +337,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         if (shadow := shadowing(error, binding.trust.folders)) is None:
             raise
         binding.problems = [Problem(*shadow)]
-    problems = [[p.path, hide_shapes(p.what), p.remedy] for p in binding.problems]
+    problems = [[p.path, hide_shapes(p.what), p.remedy, p.code] for p in binding.problems]
     return {"problems": problems, "notes": binding.notes, "facts": binding.facts}
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def names(resolved: Resolved) -> Iterator[Problem]:
             reasons.append(what)
         yield from (Problem("output_dir", why, "choose another folder") for why in reasons if why)
     for problem in variable_problems(resolved.section("launcher")):
-        yield Problem(f"launcher.{problem.path}", problem.what, problem.remedy)
+        yield replace(problem, path=f"launcher.{problem.path}")
 
 
 def unwritable(output: str) -> str:

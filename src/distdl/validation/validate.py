@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -161,7 +161,7 @@ def validate(
 def _tidy(problems: Sequence[Problem], resolved: Resolved | None = None) -> list[Problem]:
     """Removes duplicates and values from the environment, and sorts by path."""
     hide = (resolved or Resolved()).hide_environment
-    safe = (Problem(each.path, hide(each.what), hide(each.remedy)) for each in problems)
+    safe = (replace(each, what=hide(each.what), remedy=hide(each.remedy)) for each in problems)
     return sorted(dict.fromkeys(safe), key=lambda problem: problem.path)
 
 

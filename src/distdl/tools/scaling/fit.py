@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distdl.tools.scaling.fields import Above0, Count, checked
 from distdl.tools.scaling.links import Link
 from distdl.tools.scaling.predict import predict
 from distdl.tools.scaling.setting import Setting
 from distdl.util.errors import Problem, UserError
+from distdl.util.typed import Above0, FromOne, checked
 
 SLOWEST = 1e-4  # bandwidth considered, as a share of the setting's
 CANDIDATES = 400
@@ -53,7 +53,7 @@ def fit(setting: Setting, measured: Mapping[int, float]) -> Fit:
     Raises:
         UserError: Too little was measured, or a time is not a positive number.
     """
-    measured = dict(sorted(checked(dict[Count, Above0], measured, "measured").items()))
+    measured = dict(sorted(checked(dict[FromOne, Above0], measured, "measured").items()))
     inside = {n: s for n, s in measured.items() if 1 < n <= setting.devices_per_node}
     across = {n: s for n, s in measured.items() if n > setting.devices_per_node}
     problems = []

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from distdl.tools.scaling.fields import Above0, Checked, From0
+from distdl.util.typed import Above0, Checked, From0
 
 RING, HIERARCHICAL, TREE = "ring", "hierarchical", "tree"
 ALGORITHMS = (RING, HIERARCHICAL, TREE)

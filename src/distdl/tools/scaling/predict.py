@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from distdl.strategies.pipeline.balance import bubble
-from distdl.tools.scaling.fields import Count, checked
 from distdl.tools.scaling.links import Group, all_reduce, exposed, fastest
 from distdl.tools.scaling.setting import Setting
 from distdl.util.errors import UserError
+from distdl.util.typed import FromOne, checked
 
 # A loss below this share of the step is not reported.
 SMALL = 0.005
@@ -71,7 +71,7 @@ def predict(setting: Setting, num_devices: int) -> Prediction:
     Raises:
         UserError: `num_devices` is not a number, or does not divide into nodes or pipelines.
     """
-    num_devices = checked(Count, num_devices, "num_devices")
+    num_devices = checked(FromOne, num_devices, "num_devices")
     group = _group(setting, num_devices)
     if num_devices == 1:
         return Prediction(setting.step_seconds, 1.0, 0.0, 0.0, "one device")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from distdl.strategies.pipeline.balance import SEVERAL_PIECES
-from distdl.tools.scaling.fields import Above0, Checked, Count, From0, Share
 from distdl.tools.scaling.links import Links
 from distdl.util.errors import Problem, UserError
+from distdl.util.typed import Above0, Checked, From0, FromOne, Share
 
 # The backward has two matrix products for each one of the forward.
 BACKWARD_SHARE = 2 / 3
@@ -53,7 +53,7 @@ class Setting(Checked):
     step_seconds: Above0
     gradient_bytes: From0
     links: Links
-    devices_per_node: Count
+    devices_per_node: FromOne
     strategy: Strategy = "ddp"
     backward_share: Share = BACKWARD_SHARE
     bucket_bytes: Above0 = 25 * 2**20
@@ -61,10 +61,10 @@ class Setting(Checked):
     algorithm: Literal["ring", "hierarchical", "tree", "fastest"] = "fastest"
     overhead_seconds: From0 = 0.0
     spread_seconds: From0 = 0.0
-    stages: Count = 1
-    micro_batches: Count | None = None
+    stages: FromOne = 1
+    micro_batches: FromOne | None = None
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    pieces_per_stage: Count = 1
+    pieces_per_stage: FromOne = 1
     activation_bytes: From0 = 0.0
 
     def __post_init__(self) -> None:
