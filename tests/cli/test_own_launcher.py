@@ -157,5 +157,6 @@ def test_what_its_platform_refuses_and_once_it_is_gone(there, project, without_s
 def test_its_settings_are_checked(there):
     wrong = ("launcher.niceness=20", "trainer.num_nodes=2", "dry_run=true")
     shown = there(*CPU, *LAUNCHER, *wrong, code=2)
-    assert "launcher.niceness: 20 is not 0 to 19 [out-of-range]\n      launcher.niceness=10" in shown
+    assert "launcher.niceness: 20 is not 0 to 19 [out-of-range]\n" in shown
+    assert "\n      launcher.niceness=10\n" in shown
     assert "this is one machine" in shown

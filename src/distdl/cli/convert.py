@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distdl.cli.arguments import Parser
 from distdl.runs import checkpoints
 from distdl.util.errors import UserError
 from distdl.util.suggest import closest
@@ -27,9 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Writes one file, and prints which of its parts are equal to the source."""
     known = (*STRATEGIES, WEIGHTS)
     text = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m distdl convert", description=__doc__, formatter_class=text
-    )
+    parser = Parser("python -m distdl convert", description=__doc__, formatter_class=text)
     add = parser.add_argument
     add("checkpoint", help="a file, a run directory, FSDP's or DeepSpeed's folder")
     add("--to", required=True, help=f"one of {', '.join(known)}")

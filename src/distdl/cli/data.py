@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from distdl.cli.data_arguments import DataParser
+from distdl.cli.arguments import Parser
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.util.errors import Problem, UserError
-from distdl.util.suggest import closest
 
 EPILOG = """\
 URI is what data.root takes: a folder with train/ and val/, a prepared folder, azure://container/path,
@@ -21,7 +20,7 @@ abfss://..., https://..., s3://bucket/path. Exit code 1: there are damaged image
 
 def main(argv: Sequence[str]) -> int:
     """Prints one screen; 1 if there are damaged images."""
-    parser = DataParser("python -m distdl data", description=__doc__)
+    parser = Parser("python -m distdl data", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     text = "what a data set holds, how fast it is read here, and whether that feeds the GPUs"
     form = argparse.RawDescriptionHelpFormatter
@@ -40,11 +39,7 @@ def main(argv: Sequence[str]) -> int:
     add("--image-size", type=int, default=224, help="in pixels (224)")
     limit = f"an image with more pixels counts as damaged ({MOST_PIXELS:,})"
     add("--max-pixels", type=int, default=MOST_PIXELS, help=limit)
-    options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        near = closest(unknown[0].partition("=")[0], verb._option_string_actions)
-        remedy = f"did you mean: {near}" if near else "python -m distdl data check --help"
-        raise UserError.at(unknown[0], "is not an option of data check", remedy)
+    options = parser.parse_args(argv)
     counts = ("sample", "gpus", "batch_size", "image_size", "max_pixels")
     problems = [
         Problem(f"--{name.replace('_', '-')}", f"must be 1 or more, not {value}")

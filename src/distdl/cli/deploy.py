@@ -17,6 +17,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from distdl.cli.arguments import Parser
 from distdl.launchers import deploying
 from distdl.util.errors import UserError
 from distdl.util.screen import escaped
@@ -28,10 +29,10 @@ PLATFORMS = {"azureml": "azureml.endpoints", "sagemaker": "sagemaker.sagemaker_e
 
 def main(argv: Sequence[str]) -> int:
     """Creates, changes or deletes one endpoint."""
-    parser = argparse.ArgumentParser("python -m distdl deploy", description=__doc__)
+    parser = Parser("python -m distdl deploy", description=__doc__)
     add = parser.add_argument
     add("platform", choices=PLATFORMS)
-    add("words", nargs="*", metavar="RUN|MODEL, launcher.key=value, dry_run=true")
+    add("words", nargs="*", default=[], metavar="RUN|MODEL, launcher.key=value, dry_run=true")
     add("--name", required=True, help="of the endpoint: 3 to 23 letters, digits and hyphens")
     add("--instance-type", help="a VM size of Azure, or an instance type of SageMaker")
     add("--instances", type=int, default=1, help="how many of them (default: 1)")

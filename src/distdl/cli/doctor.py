@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import sys
 from collections.abc import Sequence
 
+from distdl.cli.arguments import Parser
 from distdl.ranks import environment
 from distdl.tools.doctor import FILE
 from distdl.util.errors import UserError
@@ -16,8 +16,8 @@ from distdl.util.errors import UserError
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0 if nothing fails, 1 if something does."""
-    parser = argparse.ArgumentParser("python -m distdl doctor", description=__doc__)
-    parser.add_argument("overrides", nargs="*", help="as for a run")
+    parser = Parser("python -m distdl doctor", description=__doc__)
+    parser.add_argument("overrides", nargs="*", default=[], help="as for a run")
     what = "of a link between two hosts (on one host: of two ranks)"
     parser.add_argument("--expect", type=float, metavar="GB/s", help=what)
     parser.add_argument(

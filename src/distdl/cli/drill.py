@@ -15,6 +15,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from distdl.cli.arguments import Parser
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import did_you_mean
 
@@ -22,9 +23,7 @@ from distdl.util.suggest import did_you_mean
 def main(argv: Sequence[str]) -> int:
     """Returns 0 if the run survived every fault that can be done here."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m distdl drill", description=__doc__, formatter_class=raw
-    )
+    parser = Parser("python -m distdl drill", description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("run", nargs="+", metavar="RUN|OVERRIDES", help="a run's folder, or as for a run")
     add("--faults", default="all", help="all, or some: kill_rank,sigstop")

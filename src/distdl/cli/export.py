@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from distdl.cli.arguments import Parser
 from distdl.config.recipe import exportable_instead, not_exportable
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory, shown
@@ -24,10 +24,10 @@ HERE = (
 
 def main(argv: Sequence[str]) -> int:
     """Exports in this process, with the run's config as `resume RUN task=predict` has it."""
-    parser = argparse.ArgumentParser("python -m distdl export", description=__doc__)
+    parser = Parser("python -m distdl export", description=__doc__)
     add = parser.add_argument
     add("source", metavar="RUN|CHECKPOINT", help="a run directory, or a checkpoint inside one")
-    add("overrides", nargs="*", help="e.g. data.root=/where/the/validation/images/are")
+    add("overrides", nargs="*", default=[], help="e.g. data.root=/where/the/validation/images/are")
     add("--to", required=True, choices=FORMATS, help="pt2: torch.export; weights: safetensors")
     add("--register", metavar="NAME", help="with --to mlflow: its name in MLflow's registry")
     options = parser.parse_intermixed_args(argv)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from distdl.cli.arguments import Parser
 from distdl.job import JobBase, JobState
 from distdl.launch import asking, job_status, jobs, one_attempt
 from distdl.launch.jobs import Target
@@ -75,7 +76,7 @@ def raise_all(errors: Sequence[UserError]) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m distdl jobs", description=__doc__)
+    parser = Parser("python -m distdl jobs", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, text in VERBS.items():
         add = (verb := verbs.add_parser(name, help=text, description=text)).add_argument
@@ -85,10 +86,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         add("target", metavar="RUN", help="a run's folder, or slurm://123")
         verb.set_defaults(attempt=None)
         if name == "resubmit":
-            add("overrides", nargs="*", help="as for `resume`: trainer.max_epochs=20")
+            add("overrides", nargs="*", default=[], help="as for `resume`: trainer.max_epochs=20")
         else:
             trusted = "project.allow=[PACKAGE]: the package of a launcher that you trust"
-            add("overrides", nargs="*", help=trusted)
+            add("overrides", nargs="*", default=[], help=trusted)
             add("--attempt", type=int, metavar="N", help="default: the newest")
         if name == "logs":
             add("--follow", "-f", action="store_true")

@@ -10,14 +10,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from distdl import __version__
+from distdl.cli.arguments import Parser
 from distdl.config import words
 from distdl.config.own_code import in_a_run
 from distdl.ranks import process_exit, stopping
 from distdl.util import lightning_names
-from distdl.util.errors import UserError
+from distdl.util.errors import Problem, UserError
 from distdl.util.exit_codes import EXIT_CANCELLED
 from distdl.util.screen import escaped
 
@@ -134,28 +135,27 @@ def launch(composed: Composed) -> int:
     return launching.start(planned, [*sys.argv])
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports errors like all other problems."""
+class OverridesParser(Parser):
+    """The parser of a command without a verb, whose options may be Hydra's or Lightning's."""
 
     typed: Sequence[str] = ()
 
-    def error(self, message: str) -> NoReturn:
-        option = message.rpartition("unrecognized arguments: ")[2].split()[0]
-        if not option.startswith("-"):
-            raise UserError(message)
+    def unknown(self, word: str) -> Problem:
+        if not word.startswith("-"):
+            return super().unknown(word)
         from distdl.config.recipe import LAYERS
         from distdl.config.schema import known_paths
 
         pairs = itertools.pairwise([*self.typed, ""])
-        following = next((word for typed, word in pairs if typed == option), "")
-        remedy = words.for_option(option, [*LAYERS, *known_paths()], following)
+        following = next((after for typed, after in pairs if typed == word), "")
+        remedy = words.for_option(word, [*LAYERS, *known_paths()], following)
         remedy = remedy or "--help lists the options"
-        raise UserError.at(option, "is not an option of distdl", remedy)
+        return Problem(word, "is not an option of distdl", remedy)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m distdl", add_help=False, allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*")
+    parser = OverridesParser("python -m distdl", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*", default=[])
     for flags in (("-h", "--help"), ("--version",), ("-m", "--multirun"), ("--resolve",)):
         parser.add_argument(*flags, action="store_true")
     parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))

@@ -6,6 +6,7 @@ import argparse
 import warnings
 from collections.abc import Sequence
 
+from distdl.cli.arguments import Parser
 from distdl.util.errors import Problem, UserError
 
 EPILOG = """\
@@ -19,14 +20,14 @@ little memory is needed; data.root must be readable here, or plan with data=synt
 
 def main(argv: Sequence[str]) -> int:
     """Prints a table of strategies and a recommendation."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m distdl plan",
         description="Estimates memory and traffic of each strategy, and recommends one.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("overrides", nargs="*", help="as for a run")
+    add("overrides", nargs="*", default=[], help="as for a run")
     add("--devices", type=int, help="number of all devices (the run's, else 8)")
     add("--device-memory", type=float, default=16, help="memory of each, in GiB (16)")
     add("--link", type=float, default=100, help="Gbit/s that each can send (100)")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from distdl.cli.data_arguments import DataParser, not_empty
+from distdl.cli.arguments import Parser, not_empty
 from distdl.config.resources import cpu_cores
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.tools.prepare.images import DEFAULT_QUALITY
@@ -56,7 +56,7 @@ def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
 def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     name = module.__name__.rpartition(".")[2]
     name = name if name in KINDS else module.__name__
-    parser = DataParser(f"{COMMAND} {name}", description=module.__doc__, allow_abbrev=False)
+    parser = Parser(f"{COMMAND} {name}", description=module.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = functools.partial(parser.add_argument, metavar="N")
     text = functools.partial(parser.add_argument, type=not_empty)

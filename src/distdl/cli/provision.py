@@ -5,10 +5,10 @@ The command prints a plan, asks, changes only what differs, and deletes nothing.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from distdl.cli.arguments import Parser
 from distdl.util.errors import Problem, UserError
 
 USAGE = """\
@@ -28,8 +28,8 @@ changes only what differs and deletes nothing. dry_run=true prints the resources
 
 def main(argv: Sequence[str]) -> int:
     """Provisions a platform."""
-    parser = argparse.ArgumentParser("python -m distdl provision", add_help=False)
-    parser.add_argument("words", nargs="*")
+    parser = Parser("python -m distdl provision", add_help=False)
+    parser.add_argument("words", nargs="*", default=[])
     parser.add_argument("-h", "--help", action="store_true")
     options = parser.parse_args(argv)
     platform, *words = options.words or [""]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from distdl.cli.arguments import Parser
 from distdl.tools.report import page
 from distdl.util.tail import plain
 
 
 def main(argv: Sequence[str]) -> int:
     """Writes the page."""
-    parser = argparse.ArgumentParser(prog="distdl report", description=__doc__)
+    parser = Parser("python -m distdl report", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the run's folder")
     parser.add_argument("--output", metavar="FILE", help="default: RUN/report.html")
     options = parser.parse_args(argv)

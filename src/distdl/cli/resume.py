@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distdl.cli.arguments import Parser
 from distdl.config import compose
 from distdl.launch import dry_run, external, jobs, left_out, resuming
 from distdl.launch import start as launch
@@ -17,9 +17,11 @@ from distdl.util.errors import UserError
 
 def main(argv: Sequence[str]) -> int:
     """Starts the next attempt of a run; `launch.resuming` decides which overrides it may have."""
-    parser = argparse.ArgumentParser("python -m distdl resume", description=__doc__)
+    parser = Parser("python -m distdl resume", description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run directory")
-    parser.add_argument("overrides", nargs="*", help="e.g. trainer.max_epochs=20 trainer.devices=2")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], help="e.g. trainer.max_epochs=20 trainer.devices=2"
+    )
     options = parser.parse_args(argv)
     if options.run is None or ("=" in options.run and not Path(options.run).exists()):
         newest = next(iter(jobs.runs_below(Path(compose.compose([]).output_dir))), None)

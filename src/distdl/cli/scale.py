@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
+from distdl.cli.arguments import Parser
 from distdl.util.errors import Problem, UserError
 
 EPILOG = """\
@@ -21,14 +22,14 @@ only the missing sizes. One device is measured without a strategy, for compariso
 
 def main(argv: Sequence[str]) -> int:
     """Measures the missing sizes, and prints all results."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m distdl scale",
         description="Measures weak and strong scaling; see docs/benchmark.md.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("overrides", nargs="*", help="as for a run")
+    add("overrides", nargs="*", default=[], help="as for a run")
     add("--devices", help="numbers of devices on one node: 1,2,4 (up to all here)")
     add("--nodes", default="", help="numbers of nodes with all their devices: 2,4,8")
     add("--strategy", action="append", help="a strategy to measure (ddp); may be repeated")

@@ -6,12 +6,12 @@ first if necessary. Settings: docs/serve.md.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distdl.cli.arguments import Parser
 from distdl.ranks import stopping
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory, read_json, shown
@@ -20,16 +20,18 @@ from distdl.util.errors import UserError
 
 def main(argv: Sequence[str]) -> int:
     """Serves until Ctrl-C or SIGTERM."""
-    parser = argparse.ArgumentParser("python -m distdl serve", description=__doc__)
+    parser = Parser("python -m distdl serve", description=__doc__)
     parser.add_argument("source", metavar="RUN|MODEL", help="a run directory, or a model folder")
-    parser.add_argument("settings", nargs="*", help="e.g. serve.port=8081 serve.max_batch=16")
+    parser.add_argument(
+        "settings", nargs="*", default=[], help="e.g. serve.port=8081 serve.max_batch=16"
+    )
     options = parser.parse_args(argv)
 
     from pydantic import ValidationError
 
-    from distdl.launchers.common import problems
     from distdl.tools.serving import server
     from distdl.tools.serving.settings import TOKEN, Settings, values_of
+    from distdl.util.typed import problems
 
     values = values_of(options.settings)
     try:

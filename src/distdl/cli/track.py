@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-
+from distdl.cli.arguments import Parser
 from distdl.runs.records import find_run
 from distdl.tracking.sync import SEND_TO, sync
 
 
 def main(argv: list[str]) -> int:
     """Returns 0 if everything has arrived or a process of the run is still sending, else 1."""
-    parser = argparse.ArgumentParser(prog="distdl track", description=__doc__)
+    parser = Parser("python -m distdl track", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("sync", help="send the metrics that the tracking server has missed")
     verb.add_argument("run", metavar="RUN", help="the run's folder")

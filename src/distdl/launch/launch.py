@@ -155,7 +155,7 @@ def checked_size(
         size = resources.resolve(trainer, local=is_local(config), known=known)
     except UserError as error:
         if notes := "; ".join(notes_of(launcher, config)):
-            problems += [Problem(p.path, f"{p.what}: {notes}", p.remedy) for p in error.problems]
+            problems += [replace(p, what=f"{p.what}: {notes}") for p in error.problems]
         elif launcher is None or (launcher.knows_sizes() and known is None):
             uncounted = error  # the second stage reports the launcher's own problem
         else:

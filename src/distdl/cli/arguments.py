@@ -1,0 +1,117 @@
+"""The parser of every verb: what argparse refuses is reported like all other problems."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
+
+from distdl.util.errors import Problem, UserError
+from distdl.util.suggest import closest, did_you_mean_word
+
+NO_OPTION = "unrecognized arguments: "
+REQUIRED = "the following arguments are required: "
+OF_ARGUMENT = re.compile(r"argument ([^:]+): (.*)", re.DOTALL)
+CHOICE = re.compile(r"invalid choice: (.+?) \(choose from .*\)", re.DOTALL)
+TYPE = re.compile(r"invalid (\w+) value: (.*)", re.DOTALL)
+KINDS = {"int": "a whole number", "float": "a number"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises a UserError, with what to type instead, and prints no usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(*self._problems(message))
+
+    def unknown(self, word: str) -> Problem:
+        """The problem of a word that nothing here takes."""
+        if not word.startswith("-"):
+            return Problem(word, f"is one word too many for {self._verb()}", self.example())
+        near = closest(word.partition("=")[0], self._options())
+        remedy = f"did you mean: {near}" if near else f"{self.prog} --help"
+        return Problem(word, f"is not an option of {self._verb()}", remedy, "unknown-key")
+
+    def example(self) -> str:
+        """What must be typed, and below it what may be."""
+        required, optional = [self.prog], list[str]()
+        for action in self._actions:
+            if isinstance(action, argparse._HelpAction):
+                continue
+            named = "/".join(action.option_strings[:1])
+            value = self._value(action)
+            text = " ".join(part for part in (named, value) if part)
+            (required if action.required else optional).append(text)
+        lines = [" ".join(required)]
+        if optional:
+            lines.append(f"optional: {', '.join(optional)}")
+        return "\n    ".join(lines)
+
+    def _problems(self, message: str) -> Iterator[Problem]:
+        if message.startswith(NO_OPTION):
+            words = message.removeprefix(NO_OPTION).split()
+            yield from (self.unknown(word) for word in self._without_values(words))
+        elif message.startswith(REQUIRED):
+            names = message.removeprefix(REQUIRED)
+            yield Problem(self._verb(), f"missing: {names}", self.example(), "missing-key")
+        elif found := OF_ARGUMENT.fullmatch(message):
+            yield self._of_argument(found[1], found[2])
+        else:
+            yield Problem(self._verb(), message, f"{self.prog} --help")
+
+    def _of_argument(self, names: str, message: str) -> Problem:
+        """The problem of one argument, which argparse names `-f/--follow`, or by its metavar."""
+        name = names.split("/")[-1]
+        action = next((a for a in self._actions if self._is_named(a, name)), None)
+        choices = [str(choice) for choice in (action.choices if action else None) or ()]
+        if (wrong := CHOICE.fullmatch(message)) and action:
+            word = wrong[1].strip("'\"")
+            remedy = did_you_mean_word(word, choices) or f"one of {', '.join(choices)}"
+            path = name if name.startswith("-") else self._verb()
+            return Problem(path, f"there is no {word!r}", remedy, "wrong-choice")
+        if wrong := TYPE.fullmatch(message):
+            what = f"must be {KINDS.get(wrong[1], wrong[1])}, not {wrong[2]}"
+            return Problem(name, what, "", "wrong-type")
+        if message.startswith("expected ") and action:
+            value = self._value(action)
+            return Problem(name, "needs a value", f"{name} {value}", "missing-key")
+        return Problem(name, message, f"{self.prog} --help")
+
+    def _is_named(self, action: argparse.Action, name: str) -> bool:
+        return name in (*action.option_strings, action.metavar, action.dest)
+
+    def _value(self, action: argparse.Action) -> str:
+        """What stands for an argument's value; empty for a flag."""
+        if action.nargs == 0:
+            return ""
+        verbs = isinstance(action, argparse._SubParsersAction)
+        if action.metavar is not None and not verbs:
+            return str(action.metavar)
+        if action.choices is not None:
+            return "|".join(str(choice) for choice in action.choices)
+        return action.dest.upper()
+
+    def _verb(self) -> str:
+        """`jobs wait` for the program `python -m distdl jobs wait`."""
+        return self.prog.partition("distdl ")[2] or "distdl"
+
+    def _options(self) -> Iterable[str]:
+        """The options of this parser and of its verbs."""
+        yield from self._option_string_actions
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for verb in action.choices.values():
+                    yield from verb._option_string_actions
+
+    @staticmethod
+    def _without_values(words: Sequence[str]) -> list[str]:
+        """Without the values behind unknown options, which argparse lists as well."""
+        options = [word for word in words if word.startswith("-")]
+        return options or list(words)
+
+
+def not_empty(text: str) -> str:
+    """Refuses "", which an unset variable leaves and which Path takes for the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return text
