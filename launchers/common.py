@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from distdl.job import JobSpec
 from distdl.util import walltime
+from distdl.util.attribute_docs import attribute_docs
 from distdl.util.errors import Problem, Refused, UserError
 from distdl.util.ranges import AboveZero, Count, Positive
 from distdl.util.suggest import did_you_mean_word
@@ -69,8 +70,11 @@ def matching(pattern: str, what: str, remedy: str = "") -> BeforeValidator:
 
 
 class LauncherSettings(BaseModel):
-    """The typed keys of `launcher.*`: a launcher is a subclass with one field per key. The files of
-    conf/launcher/ explain each key and set its default.
+    """The typed keys of `launcher.*`: a launcher is a subclass with one field per key, which
+    conf/launcher/ repeats with its default.
+
+    The docstring below a field says what it does: its first paragraph is one sentence, which a dry
+    run shows; `--help` and the documents show all of it.
 
     Raises:
         UserError: A value has the wrong type or range, or a key is unknown.
@@ -81,7 +85,12 @@ class LauncherSettings(BaseModel):
     )
 
     inputs: Inputs = {}
+    """Paths of the data sets that a recipe only names.
+
+    data.root='${input:imagenet}' is launcher.inputs.imagenet."""
+
     forward_env: ListOf[str] = []
+    """Names of environment variables that workers need; launchers pass these and no others."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -98,6 +107,14 @@ class LauncherSettings(BaseModel):
         cls.__signature__ = signature.replace(parameters=untyped)
 
     @classmethod
+    def about_settings(cls) -> dict[str, str]:
+        return attribute_docs(cls, LauncherSettings)
+
+    def changed_settings(self) -> list[str]:
+        defaults = dict(type(self)())
+        return [name for name, value in self if value != defaults[name]]
+
+    @classmethod
     def check(cls, node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
         """Yields every problem of a `launcher` node, with paths relative to it. The context has the
         size of the run: `num_nodes`, `devices` (per node), `accelerator`."""
@@ -106,7 +123,10 @@ class LauncherSettings(BaseModel):
         try:
             settings = cls(**values)
         except UserError as error:
-            wrong = relative(error.problems)
+            about = cls.about_settings()
+            for problem in relative(error.problems):
+                sentence = about.get(problem.path, "").partition("\n")[0]
+                wrong.append(replace(problem, remedy=problem.remedy or sentence))
             keys = {problem.path.partition(".")[0] for problem in wrong}
             settings = cls(**{key: values[key] for key in values if key not in keys})
         reported = {problem.path for problem in wrong}

@@ -52,7 +52,13 @@ class LocalLauncher(LauncherSettings, LauncherBase[LocalRequest]):
     foreground: ClassVar = True
 
     max_attempts: Count = 0
+    """How often a failed or preempted run is started again; a checkpoint gives all starts back.
+
+    With more than 0 one device has a process of its own as well, which may be killed (no
+    breakpoint() then)."""
+
     grace_seconds: Count = 30
+    """Seconds for a checkpoint after a signal, before the workers are killed."""
 
     def request(self, spec: JobSpec) -> LocalRequest:
         return LocalRequest(spec, self.grace_seconds, standby=self.max_attempts > 0)

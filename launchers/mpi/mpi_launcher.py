@@ -88,20 +88,58 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
     in_turn: ClassVar = True
 
     hosts: ListOf[Any] = []
+    """The hosts, in the order of the ranks; empty: this machine.
+
+    [node1:4,node2:4], or [node1,node2] with trainer.devices ranks each."""
+
     hostfile: str | None = None
+    """The hosts as a file, with lines as for Open MPI (node1 slots=4) or MPICH (node1:4)."""
+
     mpirun: str = MPIRUN
+    """The name of mpirun on PATH, or its path."""
+
     flavour: Literal["auto", "openmpi4", "openmpi5", "mpich", "intel"] = "auto"
+    """Which mpirun it is; auto runs `mpirun --version`.
+
+    With openmpi4, openmpi5, mpich or intel a dry run needs no mpirun."""
+
     agent: bool = False
+    """Whether mpirun starts one agent per host, which starts the host's ranks, as torchrun does."""
+
     copy_bundle: bool = False
+    """Whether the code and config are copied to each host by ssh, for hosts that share no file
+    system."""
+
     ssh: str = "ssh"
+    """The ssh command, with options: "ssh -p 2222 -i key". It must not ask for a password."""
+
     python: str | None = None
+    """The Python interpreter on every host; null: the same path as here."""
+
     interface: str | None = None
+    """The network interface between the hosts, such as eth0; null: the libraries choose."""
+
     infiniband: bool = True
+    """Whether NCCL may use InfiniBand; false sets NCCL_IB_DISABLE=1, true sets nothing."""
+
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
+    """The port of rank 0; null: derived from the run, or a free one if rank 0 is here."""
+
     grace_seconds: Count = 30
+    """Seconds for a checkpoint after a cancel, before the remaining processes are killed."""
+
     max_attempts: Count = 0
+    """How often a failed or preempted run is started again; a checkpoint gives all starts back."""
+
     env: Values = {}
+    """More environment variables of every rank, e.g. {NCCL_DEBUG: INFO}.
+
+    Never a secret, since they are printed and kept."""
+
     extra_args: ListOf[str] = []
+    """More arguments for mpirun: ["--mca","coll","^hcoll"].
+
+    Those that say how many ranks there are, and where, are refused."""
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         """Hosts that do not fit the run's size, and programs or interfaces this machine lacks."""

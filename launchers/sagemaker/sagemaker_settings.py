@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from distdl.launchers.common import (
+    Inputs,
     LauncherSettings,
     ListOf,
     Positive,
@@ -92,28 +93,102 @@ def _metric(name: str, pattern: Any) -> Iterator[Problem]:
 
 class SageMakerSettings(LauncherSettings):
     role: Annotated[str, ROLE_ARN] | None = None
+    """The role that the job acts as: arn:aws:iam::<account>:role/<name>. Required."""
+
     image: str | None = None
+    """The container image, in ECR. Required.
+
+    launchers/sagemaker/Dockerfile shows one."""
+
     instance_type: str | None = None
+    """The type of every host, e.g. ml.g5.12xlarge. Required, unless there are instance_groups.
+
+    trainer.num_nodes is the number of hosts; trainer.devices=auto means all their GPUs."""
+
     bucket: Annotated[str, AfterValidator(_bucket)] | None = None
+    """The bucket of code, checkpoints and logs: s3://<bucket>/<prefix>/<experiment>/<name>/.
+    Required."""
+
     prefix: Annotated[str, PREFIX] = "distdl"
+    """The folder in the bucket, and the beginning of the names of secrets."""
+
     region: str | None = None
+    """The AWS region; null: that of AWS_REGION or ~/.aws/config."""
+
     profile: str | None = None
+    """The profile of ~/.aws/config; null: that of AWS_PROFILE, or the default."""
+
     volume_gb: Positive = 100
+    """Disk of each host in GB, for inputs of mode File and checkpoints.
+
+    Hosts with NVMe disks use those."""
+
     walltime: Annotated[Walltime, _at_most(28)] = 24
+    """The time limit: hours (0.5), or in quotes "1:30:00", "2-12" (days-hours).
+
+    The ranks then get SIGTERM, and two more minutes to save."""
+
     spot: bool = False
+    """Whether to use spare capacity, which is much cheaper but may be taken away: the run then
+    resumes by itself."""
+
     max_wait: Annotated[Walltime, _at_most(30)] | None = None
+    """The limit of waiting for spot capacity and running together; null: twice the walltime."""
+
     keep_alive: Annotated[int, Field(ge=0, le=6 * 3600)] = 0
+    """Seconds that the hosts are kept, and paid, for a next job (a warm pool): at most 6 hours, no
+    spot."""
+
     retries: Annotated[int, Field(ge=0, le=30)] = 0
+    """How often SageMaker starts the job again after an error of SageMaker itself."""
+
     subnets: ListOf[str] = []
+    """The subnets of the hosts in a VPC, with security_groups; needed for inputs on EFS and FSx."""
+
     security_groups: ListOf[str] = []
+    """The security groups of the hosts in a VPC, with subnets."""
+
     encrypt_traffic: bool = False
+    """Whether the traffic between the hosts is encrypted; slower."""
+
     kms_key: str | None = None
+    """A KMS key for disks and output."""
+
     tags: Values = {}
+    """Tags of the job, besides distdl:run."""
+
     env: Values = {}
+    """More environment variables of every rank, e.g. {NCCL_DEBUG: INFO}; never a secret."""
+
     metrics: Values = {}
+    """Metrics that CloudWatch reads from the log: name -> a regular expression, whose one group is
+    the value.
+
+    {train/loss: "step .* loss ([0-9.e+-]+)", val/acc1: "val/acc1 ([0-9.e+-]+)"}."""
+
     network_isolation: bool = False
+    """Whether the containers are cut off from everything but each other: no forward_env, tracking
+    server or store."""
+
     training_plan: str | None = None
+    """The ARN of a training plan, whose reserved hosts the job uses; null: none."""
+
     instance_groups: Groups = {}
+    """Hosts of several types instead: name -> {instance_type: ml.g5.48xlarge, count: 1}.
+
+    trainer.num_nodes is the number of all of them."""
+
+    inputs: Inputs = {}
+    """The data of the job: name -> s3://..., efs://<id>/<folder>, fsx://<id>/<mount>/<folder>, or a
+    mapping.
+
+    {path: ..., mode: File|FastFile|Pipe (S3), ro|rw (EFS, FSx)}. On S3 also sharded: true (each
+    host gets a part of the objects; only for a data module of your own) and groups: [instance
+    groups that get it]. The recipe uses it as ${input:name}."""
+
+    forward_env: ListOf[str] = []
+    """Names of environment variables whose values are sent to every rank, through AWS Secrets
+    Manager."""
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         for key, remedy in REQUIRED.items():

@@ -92,29 +92,83 @@ Mount = Annotated[str, matching(_MOUNT, "a folder, as /data or /here:/there or /
 
 class SlurmSettings(LauncherSettings):
     walltime: Walltime | None = None
+    """The time limit: hours (0.5), or in quotes "1:30:00", "2-12" (days-hours); null: the
+    partition's own."""
+
     partition: Word | None = None
+    """The partition; null: that of SBATCH_PARTITION, or the cluster's default."""
+
     account: Word | None = None
+    """The account; null: that of SBATCH_ACCOUNT, or the cluster's default."""
+
     qos: Word | None = None
+    """The quality of service; null: that of SBATCH_QOS, or the cluster's default."""
+
     constraint: Word | None = None
+    """Features that the nodes must have; null: those of SBATCH_CONSTRAINT, or none."""
+
     mem: Memory | None = None
+    """Memory per node, such as "64G"; "0" is all of it."""
+
     cpus_per_task: Positive | None = None
+    """Cores per rank, including those of its data loaders; null: none are requested, and ranks are
+    not bound."""
+
     gpus: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """The option that requests trainer.devices GPUs: gpus-per-node, gres, or none (for exclusive
+    nodes)."""
+
     gpu_type: Annotated[str, matching(r"[\w.-]+", "a GPU type, such as a100")] | None = None
+    """The type of GPU, e.g. a100, if a cluster has several."""
+
     modules: ListOf[Module] = []
+    """Modules for `module load` before the ranks start."""
+
     python: Line | None = None
+    """The Python interpreter on the nodes; null: the path of this one; in a container, its own
+    `python`."""
+
     container: Line | None = None
+    """A container image: nvcr.io#nvidia/pytorch:25.01-py3 for pyxis, a .sif file for apptainer."""
+
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """What runs the container: pyxis or apptainer."""
+
     container_mounts: ListOf[Mount] = []
+    """More folders to mount in the container: /data, /here:/there. Runs and inputs are always
+    mounted."""
+
     env: Values = {}
+    """More environment variables of every rank, e.g. {NCCL_DEBUG: INFO}; never a secret."""
+
     sbatch: ListOf[SbatchOption] = []
+    """More options of sbatch, each a #SBATCH line: ["--exclusive", "--mail-type=END"]."""
+
     before_srun: ListOf[Line] = []
+    """Shell lines before srun: ["ulimit -n 65536"]."""
+
     srun_args: ListOf[SrunOption] = []
+    """More options of srun, each one word: ["--label"]."""
+
     requeue: bool = True
+    """Whether a job that is preempted, or whose node fails, is queued again and then resumes."""
+
     requeue_at_time_limit: bool = False
+    """Whether a job at its time limit is queued again as well, until the training has finished."""
+
     # The upper limit is that of sbatch --signal.
     grace_seconds: Annotated[int, Field(ge=1, le=65535)] = 120
+    """Seconds before the time limit at which the ranks write a checkpoint and end."""
+
     max_parallel: Positive | None = None
+    """How many members of a sweep run at a time; null: as many as the cluster allows."""
+
     poll_seconds: AboveZero = 5
+    """Seconds between two queries to the controller while a job is followed."""
+
+    forward_env: ListOf[str] = []
+    """Names of environment variables whose values are sent to every rank, through sbatch's
+    environment."""
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         if self.walltime is not None and self.walltime <= self.grace_seconds:

@@ -1,12 +1,20 @@
-"""`--help`: the groups, their options with one line each, and examples. Imports no torch."""
+"""`--help`: the groups, their options with one line each, and examples; or, with `launcher=slurm`,
+each setting of that launcher. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+import yaml
+from omegaconf import OmegaConf
+
 from distdl.config import compose, user_conf
+from distdl.util.screen import escaped
 
 HEAD = """\
 distdl trains with PyTorch Lightning here, on a cluster, or on Azure: the same run anywhere.
@@ -22,6 +30,7 @@ EXAMPLES = """examples:
   python -m distdl experiment=resnet50_imagenet data.root=/path/to/imagenet dry_run=true
   python -m distdl -m optimizer.lr=0.05,0.1 seed=0,1 ...       each combination as a run
   torchrun --nproc-per-node 2 -m distdl ...                    ranks that somebody else starts
+  python -m distdl launcher=slurm --help                       each setting of a launcher
 
 flags:
   -m, --multirun            run every combination of comma-separated values
@@ -45,6 +54,37 @@ def text(commands: Mapping[str, tuple[str, str]]) -> str:
             mark = "*" if option in defaults.get(group, ()) else " "
             parts.append(f"   {mark} {option:<20} {about}")
     return "\n".join([*parts, "", EXAMPLES])
+
+
+def of_launcher(overrides: Sequence[str], config_dirs: Sequence[str]) -> str:
+    """Each setting of the launcher that the overrides choose: its value here, and what it does."""
+    from distdl.launch import launch
+
+    config = compose.compose(overrides, config_dirs)
+    written = OmegaConf.to_container(config.launcher, resolve=False)
+    assert isinstance(written, dict)
+    node = {str(key): value for key, value in written.items()}
+    _, _, kind = launch.code_of(config)
+    launcher = launch.adapted(kind)
+    about = launcher.about_settings() if launcher else {}
+    option = [word for word in overrides if word.startswith("launcher=")][-1]
+    first = _groups().get("launcher", {}).get(option.removeprefix("launcher="), "")
+    parts = [f"{option}: {first}" if first else option, ""]
+    if not launcher:
+        parts += [f"{node['_target_']} is not allowed, or not installed, and explains nothing:", ""]
+    width = max(shutil.get_terminal_size().columns, 40)
+    indented = textwrap.TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for key, value in node.items():
+        if not key.startswith("_"):
+            parts.append(f"  launcher.{key}={flow(value)}")
+            parts += map(indented.fill, about.get(key, "").splitlines())
+    return escaped("\n".join(parts))
+
+
+def flow(value: object) -> str:
+    """A value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
+    return text.removesuffix("...\n").strip()
 
 
 def _groups() -> dict[str, dict[str, str]]:

@@ -89,9 +89,13 @@ def run(arguments: list[str]) -> int:
     words.check(first, COMMANDS)
     options = parse(arguments)
     if options.help or not arguments:
-        from distdl.cli.help import text
+        from distdl.cli import help as texts
 
-        print(text(COMMANDS))
+        chosen = any(word.startswith("launcher=") for word in options.overrides)
+        if chosen:
+            print(texts.of_launcher(options.overrides, options.config_dir))
+        else:
+            print(texts.text(COMMANDS))
         return 0
     if options.version:
         print(f"distdl {__version__}")

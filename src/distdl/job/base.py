@@ -152,6 +152,15 @@ class LauncherBase(Generic[R]):
     """What to write instead of a key that the launcher does not have, by key."""
 
     @classmethod
+    def about_settings(cls) -> Mapping[str, str]:
+        """What each setting does, by its key: a sentence, and more of it after a line break."""
+        return {}
+
+    def changed_settings(self) -> Iterable[str]:
+        """The keys of settings that differ from their defaults. A dry run shows what they do."""
+        return ()
+
+    @classmethod
     def check(cls, node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
         """Yields all problems of the settings before anything is started.
 

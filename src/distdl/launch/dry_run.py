@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +37,7 @@ def render(planned: Plan) -> str:
         *(f"left out   {line}" for line in (code.lines_left_out() if code else ())),
         *(f"note       {note}" for note in planned.notes),
         *(f"note       ${n} is not set: submitting needs it" for n in start.unset_names(planned)),
+        *settings(launcher),
         *(f"file       {shown(file)}" for file in files),
         "",
         request.render(),
@@ -56,6 +57,14 @@ def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
             return escaped("\n".join([*numbered, request.render()]))
     members = zip(names, planned, strict=True)
     return "\n".join(f"\n# {escaped(n)}\n{render(p)}" for n, p in members)
+
+
+def settings(launcher: LauncherBase[Any]) -> Iterator[str]:
+    """What each setting does that differs from its default, as far as the launcher says so."""
+    about = launcher.about_settings()
+    for key in launcher.changed_settings():
+        if sentence := about.get(key, "").partition("\n")[0]:
+            yield f"setting    launcher.{key}: {sentence}"
 
 
 def _launcher(planned: Plan) -> LauncherBase[Any]:
