@@ -13,6 +13,7 @@ from distdl.job import JobBase, JobState
 from distdl.launch import asking, job_status, jobs, one_attempt
 from distdl.launch.jobs import Target
 from distdl.runs.directory import Attempt, RunDirectory, shown
+from distdl.util import table
 from distdl.util.answering import refuse_silent
 from distdl.util.errors import Damaged, UserError
 from distdl.util.tail import plain, tail
@@ -211,10 +212,4 @@ def print_rows(rows: Sequence[job_status.Row]) -> None:
     if not sys.stdout.isatty():  # for `cut`, `awk` and spreadsheets
         print(*("\t".join(row) + "\n" for row in rows), sep="", end="", flush=True)
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*job_status.COLUMNS)
-    for row in rows:
-        table.add_row(*row)
-    Console(markup=False, emoji=False).print(table)  # brackets are text here
+    table.show(job_status.COLUMNS, rows)

@@ -13,6 +13,7 @@ import torch
 from distdl.config.resources import VISIBLE, listed
 from distdl.distributed import process_group
 from distdl.ranks.environment import Environment
+from distdl.util import table as tables
 from distdl.util.errors import UserError
 from distdl.util.processes import start_time
 from distdl.util.redact import redact
@@ -134,9 +135,8 @@ def table(ranks: list[dict[str, Any]]) -> str:
     """One line per rank, followed by the values that all ranks share."""
     columns = ["rank", "node", "local", "host", "pid", "device"]
     columns += ["interconnect"] if any(rank["interconnect"] for rank in ranks) else []
-    rows = [columns, *(tuple(str(rank[c]) for c in columns) for rank in ranks)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    rows = [[str(rank[column]) for column in columns] for rank in ranks]
+    lines = tables.text(columns, rows).splitlines()
     first = ranks[0]
     sources = ", ".join(f"{name} by {source}" for name, source in first["sources"].items())
     lines += [f"launcher {first['launcher']}, rank 0 at {first['main']}: {sources}"]

@@ -18,9 +18,6 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
-
 from distdl.config import compose, user_conf
 from distdl.config import recipe as configs
 from distdl.job import JobState
@@ -29,6 +26,7 @@ from distdl.launch.planning import Plan
 from distdl.ranks import stopping
 from distdl.runs import checkpoints
 from distdl.runs.directory import shown
+from distdl.util import table
 from distdl.util.errors import Problem, Unchecked, UserError
 from distdl.util.orphans import die_with_parent
 from distdl.util.redact import redact_command
@@ -219,16 +217,15 @@ def start_here(planned: Plan, command: list[str], parent: int) -> None:
 
 
 def _print_table(results: Sequence[Ended]) -> None:
-    table = Table("overrides", "state", "metrics", "run", title="sweep")
+    rows = []
     best = _best(results)
     for number, (chosen, each, state) in enumerate(results):
         last = each.last_attempt
         values = job_status.metrics_text(last.status()) if last else ""
         mark = ", best" if number == best else ""
         word = str(state or "UNKNOWN").lower()
-        table.add_row(chosen, word + mark, values, shown(each.run.path))
-    # A log has no width, and a path that is broken over lines cannot be copied.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+        rows.append((chosen, word + mark, values, shown(each.run.path)))
+    table.show(("overrides", "state", "metrics", "run"), rows)
 
 
 def _monitored(planned: Plan) -> float:

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import numpy as np
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 
 from distdl.tools.data_check.image_files import Findings
 from distdl.tools.data_check.needs import Format, Need, Shm, cores_for
 from distdl.tools.data_check.sources import DataAtUri
 from distdl.tools.data_check.throughput import Rates
+from distdl.util import table
 from distdl.util.progress_bar import size
+from distdl.util.screen import escaped
+
+INDENT = 9  # of what follows the leading word
 
 
 class Screen:
     """Prints lines with a leading word, and tables, on a terminal or in a log."""
 
-    def __init__(self) -> None:
-        # Wide in a log, whose lines need not fit a terminal.
-        self.console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-
     def line(self, word: str, text: str) -> None:
-        self.console.print(f"[bold]{word:9}[/bold]", end="")
-        self.console.print(text, markup=False, soft_wrap=True)
+        print(f"{word:{INDENT}}{escaped(text)}", flush=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = Table(box=None, pad_edge=False)
-        for number, column in enumerate(columns):
-            table.add_column(column, justify="right" if number else "left", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        self.console.print(Padding(table, (0, 0, 0, 9), expand=False))
+        table.show(columns, rows, numbers=True, indent=INDENT)
 
 
 def contents(screen: Screen, data: DataAtUri) -> None:

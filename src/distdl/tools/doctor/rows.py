@@ -7,6 +7,8 @@ from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
 
+from distdl.util import table as tables
+
 PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "not checked"
 
 
@@ -72,14 +74,9 @@ def table(rows: Sequence[Finding]) -> str:
     """The table for the screen: one line per problem, and one per check for all that passes.
 
     The remedies of what fails are in the error that follows."""
-    lines = [("check", "where", "state", "measured"), *_short(rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(3)]
-    text = [
-        "  ".join([c.ljust(w) for c, w in zip(line, widths, strict=False)] + [line[3]])
-        for line in lines
-    ]
-    text += [f"{r.state}: {r}" for r in rows if r.state == WARN]
-    return "\n".join(text) + "\n"
+    columns = ("check", "where", "state", "measured")
+    shown = tables.text(columns, [*_short(rows)], width=tables.terminal_width())
+    return shown + "".join(f"{row.state}: {row}\n" for row in rows if row.state == WARN)
 
 
 def _short(rows: Sequence[Finding]) -> Iterator[tuple[str, str, str, str]]:

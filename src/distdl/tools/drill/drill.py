@@ -111,7 +111,9 @@ def drill(config: DictConfig, options: Namespace) -> int:
                 shutil.rmtree(run.run.checkpoints)
         print("  " + "  ".join(filter(None, table.cells(row)[1:])), flush=True)
         table.write(above, rows[:number], seed=options.seed, steps=options.steps)
-    print(f"\n{table.text(rows)}\ntable   {shown(above / 'drill.md')}")
+    print()
+    table.show(rows)
+    print(f"\ntable   {shown(above / 'drill.md')}")
     done = [row for row in rows if row.survived is not None]
     if failed := [row.fault for row in done if not row.survived]:
         print(f"next    python -m distdl jobs status {shown(above / failed[0])}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from distdl.runs.files import write_json, write_text
 from distdl.tools.drill.trial import FaultRow
+from distdl.util import table
 
 COLUMNS = (
     *("fault", "detected after", "named", "resumed after"),
@@ -38,11 +39,12 @@ def _seconds(value: float | None) -> str:
 
 def text(rows: Sequence[FaultRow]) -> str:
     """A table in Markdown, whose columns are aligned."""
-    lines = [COLUMNS, *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, tuple("-" * width for width in widths))
-    joined = (" | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
-    return "".join(f"| {line} |\n" for line in joined)
+    return table.markdown(COLUMNS, [cells(row) for row in rows])
+
+
+def show(rows: Sequence[FaultRow]) -> None:
+    """Prints the table."""
+    table.show(COLUMNS, [cells(row) for row in rows])
 
 
 def write(folder: Path, rows: Sequence[FaultRow], **facts: Any) -> None:

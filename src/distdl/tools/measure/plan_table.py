@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from distdl.util import table
 
 if TYPE_CHECKING:
     from distdl.tools.measure.plan import StrategyPlan
@@ -14,17 +15,13 @@ if TYPE_CHECKING:
 
 def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
     """Prints the table."""
-    from rich.console import Console
-    from rich.table import Table
-
     from distdl.distributed.traffic import in_words
 
-    measured, machine, rows, gib = plan.measured, plan.machine, plan.rows, 2**30
+    measured = plan.measured
+    machine = plan.machine
     # In GiB a small model would be 0.00.
-    unit, scale = ("GiB", gib) if rows[0].total >= gib else ("MiB", 2**20)
-    # A log file has no width, and a truncated column is useless.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(
+    unit, scale = ("GiB", 2**30) if plan.rows[0].total >= 2**30 else ("MiB", 2**20)
+    print(
         f"step    batch {measured.batch_size} per device, {measured.flops / 1e12:.3g} TFLOP, "
         f"{measured.flops / machine.flops:.3g} s of work on each device",
         f"size    {measured.gradients / scale:.3g} {unit} trained weights, "
@@ -33,17 +30,15 @@ def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
         f"{options.link:g} Gbit/s, {options.tflops:g} TFLOP/s",
         sep="\n",
     )
-    title = f"{unit} on the fullest device"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
-    columns = "weights", "gradients", "optimizer", "activations", "other", "total"
-    for name in (*columns, "fits", "sent per step", "step, s"):
-        table.add_column(name, justify="right", no_wrap=name != "fits")
-    notes = [f"single: {machine.devices} batches, accumulated: one step of all the others"]
-    notes = notes if machine.devices > 1 else []
-    for row in rows:
+    sizes = ("weights", "gradients", "optimizer", "activations", "other", "total")
+    columns = ("strategy", *sizes, "fits", "sent per step", "step, s")
+    notes = []
+    if machine.devices > 1:
+        notes.append(f"single: {machine.devices} batches, accumulated: one step of all the others")
+    rows = []
+    for row in plan.rows:
         if row.missing:
-            table.add_row(row.name, *"-" * 9)
+            rows.append([row.name] + ["-"] * (len(columns) - 1))
             notes.append(f"{row.name}: {row.missing}")
             continue
         if row.host:
@@ -51,19 +46,19 @@ def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
                 f"{row.name}: {row.host / scale:.2f} {unit} of host memory per device; each step "
                 "takes its gradients there and its weights back"
             )
-        sizes = [digits(getattr(row, name) / scale) for name in columns]
-        fits = "yes" if row.fits(machine) else "[bold]no[/bold]"
+        needed = [digits(getattr(row, name) / scale) for name in sizes]
+        fits = "yes" if row.fits(machine) else "no"
         seconds = f"{row.seconds(measured, machine):.3g}"
-        table.add_row(row.name, *sizes, fits, in_words(row.sent), seconds)
-    console.print(table)
+        rows.append([row.name, *needed, fits, in_words(row.sent), seconds])
+    print(f"{unit} on the fullest device")
+    table.show(columns, rows, numbers=True)
     for note in (*notes, *plan.notes):
-        console.print(f"note    {note}", markup=False, soft_wrap=True)
+        print(f"note    {note}")
     chosen = plan.advice.overrides
-    heading = f"\nadvice  {shlex.join(chosen) or 'none'}"
-    console.print(heading, style="bold", markup=False, soft_wrap=True)
-    console.print(f"        {plan.advice.reason}.", markup=False, soft_wrap=True)
+    print(f"\nadvice  {shlex.join(chosen) or 'none'}")
+    print(f"        {plan.advice.reason}.")
     if chosen:
-        console.print(f"        {command(options.overrides, chosen)}", markup=False, soft_wrap=True)
+        print(f"        {command(options.overrides, chosen)}")
 
 
 def command(typed: Sequence[str], chosen: Sequence[str]) -> str:

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from distdl.config.recipe import unit_of
 from distdl.tools.measure import PHASES
+from distdl.util import table
 
 PHASE_NAMES = {phase: phase for phase in PHASES} | {"data": "data wait"}
 
 
 def show(result: dict[str, Any]) -> None:
     """Prints the result of `result.assemble`."""
-    from rich.console import Console
-    from rich.table import Table
-
-    # A log is not as narrow as a terminal, and a truncated column is useless.
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(f"\n{setting_text(result)}")
-    table = Table("", box=None, pad_edge=False)
-    for title in ("real input", "held input"):
-        table.add_column(title, justify="right", no_wrap=True)
-    sides, unit = (result["real"], result["held"]), unit_of(result["setting"].get("data"))
+    print(f"\n{setting_text(result)}")
+    sides = (result["real"], result["held"])
+    unit = unit_of(result["setting"].get("data"))
     count = result["setting"]["world_size"]
-    table.add_row(unit, *(f"{s['images_per_second']:,.1f}" for s in sides))
-    table.add_row(f"{unit} per device", *(f"{s['images_per_second'] / count:,.1f}" for s in sides))
-    spread = (f"{min(s['windows']):,.1f} - {max(s['windows']):,.1f}" for s in sides)
-    table.add_row("  slowest to fastest window", *spread)
+    rates = [side["images_per_second"] for side in sides]
+    rows = [
+        (unit, *(f"{rate:,.1f}" for rate in rates)),
+        (f"{unit} per device", *(f"{rate / count:,.1f}" for rate in rates)),
+        (
+            "  slowest to fastest window",
+            *(f"{min(s['windows']):,.1f} - {max(s['windows']):,.1f}" for s in sides),
+        ),
+    ]
     for name in ("median", "p95"):
-        table.add_row(f"step, {name}", *(milliseconds(s["step_seconds"][name]) for s in sides))
+        rows.append((f"step, {name}", *(milliseconds(s["step_seconds"][name]) for s in sides)))
     for phase, name in PHASE_NAMES.items():
         parts = [(s["split"][phase], s["split"][phase] / sum(s["split"].values())) for s in sides]
         if any(seconds for seconds, _ in parts):
             cells = (f"{milliseconds(seconds)} {100 * share:4.0f} %" for seconds, share in parts)
-            table.add_row(f"  {name}", *cells)
-    console.print(table)
+            rows.append((f"  {name}", *cells))
+    table.show(("", "real input", "held input"), rows, numbers=True)
     for name, text in facts(result):
-        console.print(f"{name:8} {text}", markup=False)
+        print(f"{name:8} {text}")
     verdict = result["verdict"]
-    console.print(f"\n[bold]{verdict['bound']}[/bold]: {verdict['why']}")
+    print(f"\n{verdict['bound']}: {verdict['why']}")
     for remedy in verdict["remedies"]:
-        console.print(f"  try: {remedy}", markup=False)
+        print(f"  try: {remedy}")
 
 
 def setting_text(result: dict[str, Any]) -> str:

@@ -2,76 +2,56 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from distdl.runs.directory import shown, write_json
 from distdl.tools.scaling import Prediction, plot
 from distdl.tools.scaling.members import Member
 from distdl.tools.scaling.results import Rented, ScalingRow, dollars
+from distdl.util import table
 
 FILE, PLOT = "scale.json", "scale.png"
 
 # Measured and predicted efficiency agree if they differ by at most this, plus the spread.
 CLOSE = 0.05
-# Columns that a narrow terminal omits, in this order; scale.json has all of them.
-OMITTED_FIRST = ["data wait", "spread", "communication", "batch", "step", "predicted", "verdict"]
-OMITTED_FIRST += ["$ an epoch"]
-NAME = 20  # characters of a strategy on one line in a narrow terminal
 
 
 def print_rows(rows: Sequence[ScalingRow], rented: Rented | None) -> None:
     """A table for each mode."""
-    # A log is not as narrow as a terminal, and a truncated column is useless.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for mode in dict.fromkeys(row.mode for row in rows):
         batch = "a batch for each device" if mode == "weak" else "one batch for all devices"
-        columns: dict[str, list[str]] = {}
-        for row in (r for r in rows if r.mode == mode):
-            cells = {
-                "strategy": row.strategy,
-                "nodes x devices": f"{row.nodes} x {row.devices}",
-                "batch": f"{row.global_batch:,}",
-                rows[0].unit: f"{row.rate:,.1f}",
-                "spread": percent(row.spread),
-                "step": f"{1000 * row.step_seconds:,.4g} ms",
-                "efficiency": percent(row.efficiency),
-                "predicted": percent(row.predicted.efficiency if row.predicted else None),
-                "communication": percent(row.communication),
-                "data wait": percent(row.data_wait),
-                "verdict": row.bound,
-                **({"$ an epoch": dollars(row.price) if row.price else "-"} if rented else {}),
-            }
-            for name, cell in cells.items():
-                columns.setdefault(name, []).append(cell)
-        widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
-        least = min(NAME, widths["strategy"])
-        for name in OMITTED_FIRST:
-            if sum(widths.values()) + 2 * (len(widths) - 1) > console.width:
-                widths["strategy"] = least
-                widths.pop(name, None)
-        title = f"{mode} scaling: {batch}"
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for name in widths:
-            if name == "strategy":
-                table.add_column(name, min_width=least, overflow="fold")
-            else:
-                table.add_column(name, justify="right", no_wrap=True, overflow="fold")
-        for line in zip(*(columns[name] for name in widths), strict=True):
-            table.add_row(*line)
-        console.print(table)
-        console.print()
+        lines = [_cells(row, rented) for row in rows if row.mode == mode]
+        print(f"{mode} scaling: {batch}")
+        table.show([*lines[0]], [[*line.values()] for line in lines], numbers=True)
+        print()
     if rented and rented.price is None:
         print(f"note    the price of {rented.name} is not known")
     elif rented:
         costs = f"prices: whole VMs of {rented.name} at ${rented.price} an hour (indicative)"
         print(f"note    {costs}, at the speed measured here")
+
+
+def _cells(row: ScalingRow, rented: Rented | None) -> dict[str, str]:
+    """The name of each column, and what the row has there."""
+    cells = {
+        "strategy": row.strategy,
+        "nodes x devices": f"{row.nodes} x {row.devices}",
+        "batch": f"{row.global_batch:,}",
+        row.unit: f"{row.rate:,.1f}",
+        "spread": percent(row.spread),
+        "step": f"{1000 * row.step_seconds:,.4g} ms",
+        "efficiency": percent(row.efficiency),
+        "predicted": percent(row.predicted.efficiency if row.predicted else None),
+        "communication": percent(row.communication),
+        "data wait": percent(row.data_wait),
+        "verdict": row.bound,
+    }
+    if rented:
+        cells["$ an epoch"] = dollars(row.price) if row.price else "-"
+    return cells
 
 
 def percent(share: float | None) -> str:
