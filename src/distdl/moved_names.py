@@ -42,6 +42,8 @@ MOVED = {
     "distdl.datasets.tfrecord": "distdl.tools.prepare.tfrecord",
     "distdl.datasets.upload": "distdl.tools.prepare.upload",
     "distdl.datasets.work": "distdl.tools.prepare.work",
+    "distdl.config.words": "distdl.config.hints.words",
+    "distdl.validation.lightning_1": "distdl.config.hints.lightning_1",
     "distdl.cli.data_arguments": "distdl.cli.arguments",
     "distdl.tools.scaling.fields": "distdl.util.typed",
     "distdl.datasets.writers": "distdl.tools.prepare.writers",

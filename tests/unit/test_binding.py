@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from sample_config import change, check_parts, node, problems, rows, sample
 
 from distdl.config.compose import compose
-from distdl.config.words import TRAINER_OWNED
+from distdl.config.hints.words import TRAINER_OWNED
 from distdl.job import Resources
 from distdl.validation.validate import check_bindings, problems_of
 from distdl.worker import build

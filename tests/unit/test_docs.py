@@ -13,7 +13,7 @@ import pytest
 
 from distdl.cli import main as command_line
 from distdl.config import compose
-from distdl.config.words import check
+from distdl.config.hints.words import check
 from distdl.validation.validate import problems_of
 from tests.conftest import ROOT
 

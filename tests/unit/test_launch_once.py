@@ -28,7 +28,7 @@ DERIVED = [
 COUNTED = [
     *DERIVED,
     ("distdl.config.compose", "composed"),
-    ("distdl.config.words", "check"),
+    ("distdl.config.hints.words", "check"),
     ("distdl.runs.git", "_run"),
 ]
 Calls = dict[str, list[tuple[Any, ...]]]

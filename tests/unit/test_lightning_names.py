@@ -17,9 +17,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 from sample_config import check_parts, node, problems, rows
 
 from distdl.config import compose
-from distdl.config.words import strategy_for
+from distdl.config.hints import lightning_1
+from distdl.config.hints.words import strategy_for
 from distdl.util import lightning_names
-from distdl.validation import lightning_1
 from distdl.validation.kinds import locate
 
 # A library of somebody's, which derives from the other name in several ways.

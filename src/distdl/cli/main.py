@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from distdl import __version__
 from distdl.cli.arguments import Parser
-from distdl.config import words
+from distdl.config.hints import words
 from distdl.config.own_code import in_a_run
 from distdl.ranks import process_exit, stopping
 from distdl.util import lightning_names

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import user_conf, words
+from distdl.config import user_conf
+from distdl.config.hints import words
 from distdl.config.recipe import LAYERS, is_own
 from distdl.util.errors import Problem, UserError
 from distdl.util.names import kept_apart

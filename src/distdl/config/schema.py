@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from distdl.config import words
+from distdl.config.hints import words
 from distdl.config.recipe import LAYERS
 from distdl.util import typed
 from distdl.util.errors import Problem

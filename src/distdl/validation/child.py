@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
+from distdl.config.hints import lightning_1
 from distdl.config.own_code import editable, is_installed, make_importable
 from distdl.config.schema import COLLECTIONS, COMPONENTS, Path, path_text
 from distdl.job import adapted_launcher, is_launcher
@@ -29,7 +30,7 @@ from distdl.util.imports import no_exit
 from distdl.util.redact import hide_shapes
 from distdl.util.shadowing import shadowing
 from distdl.util.suggest import closest
-from distdl.validation import kinds, lightning_1
+from distdl.validation import kinds
 from distdl.validation.resolve import Resolved
 from distdl.validation.targets import BUILT, Trust, nodes, target_problems
 

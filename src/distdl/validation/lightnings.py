@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from distdl.config.hints import lightning_1
+from distdl.config.hints.words import TRAINER_OWNED
 from distdl.config.recipe import BENCHMARK, TRAIN
 from distdl.config.schema import Path, path_text
-from distdl.config.words import TRAINER_OWNED
 from distdl.util.errors import Problem
-from distdl.validation import lightning_1, misfits
+from distdl.validation import misfits
 from distdl.validation.targets import lies_in
 
 if TYPE_CHECKING:

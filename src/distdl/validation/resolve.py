@@ -24,7 +24,7 @@ from omegaconf.errors import (
 )
 
 from distdl.config import recipe as configs  # (it registers ${input:NAME})
-from distdl.config import words
+from distdl.config.hints import words
 from distdl.config.schema import Path, path_text
 from distdl.util.errors import Problem
 from distdl.util.redact import redact

@@ -12,8 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from distdl.config import epochs, words
+from distdl.config import epochs
 from distdl.config import recipe as configs
+from distdl.config.hints import lightning_1, words
 from distdl.config.resources import replicas, share_kind
 from distdl.config.schema import COLLECTIONS, COMPONENTS, known_paths, path_text, walk
 from distdl.job import Resources, unprintable, variable_problems
@@ -21,7 +22,6 @@ from distdl.util.errors import Problem
 from distdl.util.redact import holds_secret, redact
 from distdl.util.secret_names import looks_secret
 from distdl.util.suggest import did_you_mean
-from distdl.validation import lightning_1
 from distdl.validation.resolve import Resolved
 from distdl.validation.targets import nodes
 

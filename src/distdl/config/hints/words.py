@@ -12,150 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from distdl.config import user_conf
+from distdl.config.hints.tables import OTHER_TOOLS, patterns, table
 from distdl.util.errors import Problem, UserError
 from distdl.util.redact import redact
 from distdl.util.suggest import closest, nearest
 
-_RUN_FOLDER = "output_dir=FOLDER is the folder of all runs, name=NAME the folder of this one in it"
-_START = "checkpoint.resume_from=FILE continues from it, task=test task.checkpoint=FILE tests it"
-_SWEEP = "a sweep is -m and several values: -m optimizer.lr=0.1,0.01"
-_BEST = "checkpoint.monitor=METRIC checkpoint.mode=max"
 _SIZE = "trainer.accelerator=cpu or gpu, trainer.devices=N, strategy=ddp"
 
 PLAIN = re.compile(r"\s*[\w./:@%+-]*\s*")  # an item of a list that needs no quotes
 
 
-def table(text: str) -> dict[str, str]:
-    """Parses lines of `name other_name: what to write instead` into a dict by name."""
-    rows = [line.strip().partition(": ") for line in text.strip().splitlines()]
-    return {name: instead for names, _, instead in rows for name in names.split()}
-
-
-# Keys, or the sections that contain them. Trainer arguments have their own tables.
-_KEYS = table(f"""
-    hydra/launcher: launcher=slurm (--help lists them); a sweep on any of them: -m
-    hydra/sweeper hydra.sweeper hparams_search: {_SWEEP}
-    hydra.launcher: launcher.<argument>=...
-    hydra.run hydra.sweep: {_RUN_FOLDER}
-    hydra.output_subdir: the composed config is always kept, as the run's config.yaml
-    hydra.job: experiment_name=NAME and name=NAME name a run; the current folder never changes
-    hydra: distdl writes its own logs and folders; only hydra.searchpath has an effect
-    ckpt_path resume_from_checkpoint: {_START}
-    logger loggers wandb comet neptune clearml mlflow tensorboard csv: tracking=NAME (--help lists \
-them); several: tracking=[mlflow,tensorboard]
-    seed_everything: seed=N
-    task_name: experiment_name=NAME
-    optimized_metric: {_BEST} chooses best.ckpt
-    train test: choose one: task=train, task=validate or task=test
-    paths.data_dir: data.root=FOLDER, or the argument of your own class
-    paths: output_dir=FOLDER for the runs, data.root=FOLDER for the data
-    extras: tags=[...] labels a run; its config is always kept
-    print_config: --cfg job prints it
-    checkpoint.save_last: the newest N are always kept: checkpoint.keep_last=N
-    checkpoint.dirpath: checkpoints are in the run's folder: {_RUN_FOLDER}
-    checkpoint.filename: distdl names the files; name=NAME names the run's folder
-    callbacks.model_summary: trainer.enable_model_summary=true
-    lr_scheduler scheduler: schedule=NAME and schedule.<argument>=...
-    dataset datamodule: data=NAME and data.<argument>=...
-    gpu gpus n_gpu n_gpus ngpus num_gpus nproc_per_node num_devices: trainer.devices=N
-    num_processes world_size: trainer.devices=N
-    nnodes n_nodes: trainer.num_nodes=N
-    epoch epochs n_epochs num_epochs num_train_epochs: trainer.max_epochs=N
-    steps num_steps iterations max_iters: trainer.max_steps=N
-    grad_clip clip_grad clip max_grad_norm gradient_clip: trainer.gradient_clip_val=...
-    accumulate grad_accum gradient_accumulation_steps: trainer.accumulate_grad_batches=N
-    workers nworkers: data.num_workers=N
-    data_dir data_path data_root dataset_path: data.root=FOLDER
-    wd l2: optimizer.weight_decay=...
-    optim opt: optimizer=NAME
-    exp config config_name recipe: experiment=NAME
-    device cuda use_gpu use_cuda: trainer.accelerator=gpu or cpu, trainer.devices=N
-    warmup warmup_steps: schedule.warmup_epochs=N
-    out output save_dir log_dir out_dir work_dir default_root_dir: output_dir=FOLDER
-    run_name exp_name project_name: experiment_name=NAME and name=NAME
-    resume resume_run: python -m distdl resume RUN
-    checkpoint.save_top_k model_checkpoint callbacks.model_checkpoint: {_BEST}, \
-checkpoint.keep_last=N
-    callbacks.rich_progress_bar: +callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar
-    fp16 bf16 amp half dtype mixed_precision: trainer.precision=16-mixed, bf16-mixed or 32-true
-    bs bsz train_batch_size per_device_train_batch_size: data.batch_size=N, per device
-    lr learning_rate base_lr max_lr: optimizer.lr=..., or model.lr=... where the model makes the \
-optimizer itself
-""")
-# Arguments of the Trainer that distdl sets itself.
-TRAINER_OWNED = {
-    "logger": "choose loggers by the group tracking: tracking=mlflow, tracking=csv",
-    "callbacks": "add callbacks under callbacks: +callbacks.<name>._target_=package.Class",
-    "plugins": "choose the precision by trainer.precision, the rest by the group strategy",
-    "strategy": "choose the strategy by its group: strategy=ddp",
-    "default_root_dir": "choose the folder of all runs by output_dir=FOLDER",
-    "enable_progress_bar": "the bar is shown on a terminal; callbacks.progress=null removes it",
-    "enable_checkpointing": "choose what is saved by checkpoint.*",
-    "model_registry": "add litmodels' callback, which uploads: +callbacks.<name>._target_=...",
-    "barebones": "task=benchmark measures training steps alone",
-}
-# Lightning's names of strategies, as its messages and documents use them. The ways to start ddp
-# (spawn, fork, notebook) make no difference here: each rank is its own process.
-_STRATEGIES = {
-    r"dp|ddp(_spawn|_fork|_notebook)?(_find_unused_parameters_false)?": "ddp",
-    r"ddp_((spawn|fork|notebook)_)?find_\w+_true": "ddp strategy.find_unused_parameters=true",
-    "fsdp": "fsdp",
-    "fsdp_cpu_offload": "fsdp strategy.offload=true",
-    "single_device": "single",
-    r"deepspeed(_stage_2)?": "deepspeed_zero2",
-    r"deepspeed_stage_([13])": r"deepspeed_zero\1",
-    "deepspeed_stage_2_offload": "deepspeed_offload",
-    "deepspeed_stage_3_offload": "deepspeed_offload strategy.stage=3 "
-    "strategy.offload_parameters=true",
-}
-# The names that other libraries give to precisions.
-_PRECISIONS = {
-    r"(float|fp|f)?16|half|amp|mixed|16-mix\w*": "16-mixed or bf16-mixed, with weights of 32 bit",
-    r"bf(loat)?16(-mix\w*)?": "bf16-mixed, with weights of 32 bit, or bf16-true",
-    r"t?(float|fp|f)?32|full|single|float|high(est)?": "32-true",
-    r"(float|fp|f)?64|double": "64-true",
-}
+_KEYS = table(OTHER_TOOLS, "keys")
+_STRATEGIES = patterns(OTHER_TOOLS, "strategies")
+_PRECISIONS = patterns(OTHER_TOOLS, "precisions")
+_CHOICES = table(OTHER_TOOLS, "choices")
+_OPTIONS = table(OTHER_TOOLS, "options")
+_VERBS = table(OTHER_TOOLS, "verbs")
+TRAINER_OWNED = table(OTHER_TOOLS, "trainer_owned")
 # An experiment or debug file without `# @package _global_`: what is wrong, and the remedy.
 NOT_GLOBAL = (
     "its keys would be nested below it, not beside model and data",
     "make its first line: # @package _global_",
 )
-# Options of groups.
-_CHOICES = table("""
-    trainer=cpu: trainer.accelerator=cpu
-    trainer=gpu: trainer.accelerator=gpu trainer.devices=1
-    trainer=mps: trainer.accelerator=mps
-    trainer=ddp: strategy=ddp trainer.accelerator=gpu trainer.devices=N
-    trainer=ddp_sim: strategy=ddp trainer.accelerator=cpu trainer.devices=2
-    debug=default: debug=cpu trainer.detect_anomaly=true
-    debug=fdr: debug=step, or trainer.fast_dev_run=true
-    task=fit: task=train
-    task=eval: task=test task.checkpoint=FILE
-    tracking=neptune: Neptune was shut down, and Lightning's logger for it only raises: \
-tracking=wandb, comet or clearml
-""")
-# Options of the command line.
-_OPTIONS = table(f"""
-    --config-name -cn --config: experiment=NAME takes conf/experiment/NAME.yaml
-    --config-path -cp: --config-dir FOLDER, or export DISTDL_CONF=FOLDER
-    --ckpt_path: {_START}
-    --experimental-rerun --resume: python -m distdl resume RUN
-    --debug: debug=cpu
-    --print_config: --cfg job
-    --run: python -m distdl key=value ... starts a run
-""")
-# Other tools' verbs. {} stands for the words that follow.
-_VERBS = table("""
-    train fit run launch start: python -m distdl {}
-    test eval evaluate: python -m distdl resume RUN task=test
-    validate val: python -m distdl resume RUN task=validate
-    predict: python -m distdl resume RUN task=predict data.root=FOLDER
-    sweep multirun: python -m distdl -m {}
-    list: python -m distdl jobs list
-    logs: python -m distdl jobs logs RUN
-    status: python -m distdl jobs status RUN
-    cancel: python -m distdl jobs cancel RUN
-""")
 
 
 def strategy_for(name: str) -> str:
