@@ -128,6 +128,7 @@ def test_three_methods_are_a_launcher_and_get_the_defaults():
     request = launcher.request(SPEC)
     assert request.render() == "night: e/r" and launcher.request_sweep([SPEC]) is None
     launcher.reach(request)
+    assert not launcher.about_settings() and not launcher.changed_settings()
     assert [*launcher.starts_to_know(), *launcher.without(["a"], SPEC.resources)] == []
 
 

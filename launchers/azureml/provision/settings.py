@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic import field_validator as checks
 
 from distdl.launchers.azureml import vm_sizes
-from distdl.launchers.azureml.settings import VmSizeName
+from distdl.launchers.azureml.values import VmSizeName
 from distdl.launchers.common import Count, Positive, matching
 from distdl.util.errors import Problem, Refused, UserError
 from distdl.util.typed import problems
