@@ -1,9 +1,9 @@
 """What a rank is doing, as its watchdog and its monitor see it, by a real Trainer."""
 
 import functools
-import gc
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -130,28 +130,42 @@ def test_what_is_seen_of_a_training(tmp_path):
     assert [part[0] for part in parts] == order[:6]
 
 
-def test_no_garbage_is_collected_while_the_watchdog_looks(monkeypatch) -> None:
-    """On Python 3.11 a finalizer that runs then can block the process, and the loader workers that
-    it forks meanwhile."""
-    collected, frames = [], sys._current_frames
+def recursive(depth: int, act: Callable[[], None]) -> None:
+    if depth:
+        recursive(depth - 1, act)
+    else:
+        act()
 
-    def looked() -> object:
-        gc.callbacks.append(note)
-        try:
-            return frames()
-        finally:
-            gc.callbacks.remove(note)
 
-    def note(phase: str, info: object) -> None:
-        collected.append(phase)
+def looked_at(depth: int, file: str = __file__) -> list[heartbeat.Frame]:
+    """The stack of this thread as another one sees it, with so many calls of a function."""
+    seen: list[heartbeat.Frame] = []
+    ident = threading.get_ident()
+    looks = threading.Thread(target=lambda: seen.extend(stacks.of_thread(ident)))
 
-    monkeypatch.setattr(sys, "_current_frames", looked)
-    looks = threading.Thread(target=stacks.of_thread, args=(threading.get_ident(),))
-    thresholds = gc.get_threshold()
-    gc.set_threshold(1)
-    try:
+    def look() -> None:
         looks.start()
         looks.join()
-    finally:
-        gc.set_threshold(*thresholds)
-    assert collected == [] and gc.isenabled()
+
+    called = {"recursive": recursive, "look": look, "depth": depth}
+    exec(compile("def ends():\n    recursive(depth, look)\nends()", file, "exec"), called)
+    return seen
+
+
+def test_another_threads_stack_is_seen_without_objects_for_its_frames(monkeypatch) -> None:
+    """Python 3.11 can block or crash where these are made."""
+    monkeypatch.setattr(sys, "_current_frames", None)
+    seen = looked_at(2, "/home/josé/日本/net.py")
+    functions = [function for _, _, function in seen]
+    at = functions.index("look")
+    assert functions[at : at + 5] == ["look", *["recursive"] * 3, "ends"]
+    assert seen[at + 4][:2] == ("/home/josé/日本/net.py", 2)
+
+
+def test_a_very_deep_stack_keeps_the_phase() -> None:
+    rank = RankHeartbeat()
+    rank.phase, rank.action, rank.in_step = PHASES.index("forward"), "strategy.training_step", True
+    rank.look(looked_at(150))
+    assert (rank.phase, rank.action) == (PHASES.index("forward"), "strategy.training_step")
+    rank.look(looked_at(2))
+    assert rank.phase == PHASES.index("set-up")

@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 # A frame in a traceback, or in a dump of faulthandler.
+ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
 LINE = re.compile(r'File "(.+)", line (\d+),? in (.+)')
 # Who calls the user's code. What called these is not it, such as the user's own script.
 CALLERS = re.compile(r"/distdl/worker/main\.py$|/torch/utils/data/_utils/worker\.py$")
@@ -87,8 +88,27 @@ def innermost(stack: Iterable[tuple[str, str | int, str]]) -> str:
 
 def main_thread(dump: str) -> list[tuple[str, str, str]]:
     """The stack of the main thread, the last one in a dump of faulthandler, as for `innermost`."""
-    threads = map(LINE.findall, reversed(dump.split("(most recent call first):")))
+    threads = map(_frames, reversed(dump.split("(most recent call first):")))
     return next(filter(None, threads), [])
+
+
+def of_dump(dump: str, ident: int) -> list[tuple[str, str, str]]:
+    """The stack of a thread in a dump of faulthandler, as for `innermost`; empty if it is not
+    there."""
+    _, _, rest = dump.partition(f"hread 0x{ident:016x} ")
+    return _frames(rest.partition("\n\n")[0])
+
+
+def _frames(text: str) -> list[tuple[str, str, str]]:
+    return [
+        (_unescaped(file), line, _unescaped(function))
+        for file, line, function in LINE.findall(text)
+    ]
+
+
+def _unescaped(name: str) -> str:
+    """A name as it is; faulthandler writes other characters than ASCII's as escapes."""
+    return ESCAPED.sub(lambda match: chr(int(match[match.lastindex or 0], 16)), name)
 
 
 @functools.lru_cache(1000)

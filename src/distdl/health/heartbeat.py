@@ -66,6 +66,7 @@ _BEGINS = {
 }
 FETCHERS = "/loops/fetchers.py"  # the part of Lightning that waits for batches
 KEPT = 512  # steps
+DEEP = 100  # frames of a stack that are seen: `distdl.health.stacks`
 MOST = 64  # samples of a batch in a report
 MARKS = 64  # phases of a step; a longer one, with a validation in it, is not timed
 # The memory shared with the monitor: step, epoch, batch (-1: unknown).
@@ -163,7 +164,10 @@ class RankHeartbeat:
     def look(self, stack: Iterable[Frame]) -> None:
         """Called by the watchdog's thread with the stack of the main thread."""
         stack = [*stack]
-        phase, self.action, in_batch = seen_in(stack)
+        phase, action, in_batch = seen_in(stack)
+        if phase is None and len(stack) >= DEEP:
+            return  # of so deep a stack the outer frames, which tell the phase, are not seen
+        self.action = action
         fetches = any(file.endswith(FETCHERS) for file, _, _ in stack)
         # The wait for the first batch is that for the workers, which start and open their files.
         self.in_step = in_batch and not (fetches and self._trainer.has_no_batch)

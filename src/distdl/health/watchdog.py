@@ -167,14 +167,15 @@ class Watchdog:
                 self.peers.paused(now - self._looked)
             before = self.peers.pulse
             works = not before["in_step"] and used - self._used > BUSY * (now - self._looked)
-            self.heartbeat.look(self._stack())
+            stack = self._stack()
+            self.heartbeat.look(stack)
             if (done := self.heartbeat.progress) != self._done or works:
                 if before["in_step"] and before["limit"]:
                     self._longest = max(self._longest, now - self._progress)
                 self._done, self._progress = done, now
             self._looked, self._used = now, used
             self._look_after_store(now)
-            pulse = self._announce()
+            pulse = self._announce(stack)
             limit = pulse["limit"]
             late = limit is not None and pulse["age"] > limit and not self.peers.excuse(limit)
             if ((late and not self.store.silent) or self.peers.hang) and not self._stop.is_set():
@@ -203,9 +204,9 @@ class Watchdog:
         if self.environment.local_rank == 0:
             within(0.0, lambda: os.write(2, f"distdl: {what}\n".encode()))
 
-    def _announce(self) -> dict[str, Any]:
+    def _announce(self, stack: Sequence[Frame] = ()) -> dict[str, Any]:
         """Tells the monitor and the other ranks what this rank is doing."""
-        self.peers.pulse = pulse = self._pulse()
+        self.peers.pulse = pulse = self._pulse(stack)
         self._tell(pulse)
         return pulse
 
