@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from distdl.launchers.local import LocalLauncher
 from distdl.launchers.mpi import MpiLauncher
 from distdl.launchers.sagemaker import SageMakerLauncher
 from distdl.launchers.slurm import SlurmLauncher
+from tests.conftest import ROOT
 
 SPEC = JobSpec("e/r", "/runs/e/r/bundle", "/runs/e/r", 1, Resources())
 SHIPPED = (AzureMLLauncher, SageMakerLauncher, SlurmLauncher, MpiLauncher, LocalLauncher)
@@ -118,6 +120,7 @@ class EachJob(FullerJob):
 def test_three_methods_are_a_launcher_and_get_the_defaults():
     kind = adapted_launcher(OwnLauncher)
     assert is_launcher(OwnLauncher) and issubclass(kind, OwnLauncher)
+    assert adapted_launcher(OwnLauncher) is kind
     assert (kind.__module__, kind.__qualname__) == (OwnLauncher.__module__, "OwnLauncher")
     assert kind.__doc__ == OwnLauncher.__doc__
     assert (kind.foreground, kind.in_turn, dict(kind.instead)) == (False, False, {})
@@ -158,6 +161,14 @@ def test_a_class_that_lacks_a_method_is_no_launcher(missing):
     del rest[missing]
     assert not is_launcher(type("Lacking", (LauncherBase,), rest)), "the base's own only raises"
     assert not is_launcher(OwnLauncher()) and not is_launcher(LauncherBase)
+
+
+def test_the_page_on_own_launchers_names_each_member():
+    text = (ROOT / "docs/own_launcher.md").read_text(encoding="utf-8")
+    public = {name for base in (LauncherBase, JobBase) for name in vars(base) if name[0] != "_"}
+    # Those of this process alone, and those that follow from another.
+    ours = {"foreground", "preempted_here", "is_remote", "knows_sizes", "names_hosts"}
+    assert [name for name in sorted(public - ours) if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_every_shipped_launcher_derives_from_the_base():

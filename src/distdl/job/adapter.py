@@ -3,6 +3,7 @@ defaults here, so that everything else may rely on each member."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ def is_launcher(thing: object) -> bool:
     return all(callable(own) and own is not default for own, default in found)
 
 
+@functools.cache
 def adapted_launcher(kind: type) -> type[LauncherBase[Any]]:
     """The class of a launcher; if it does not derive from LauncherBase, a class of the same name
     that has its members, and the defaults for all others."""
