@@ -7,6 +7,7 @@ import graphlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 
 from distdl.validation.kinds import locate
@@ -70,6 +71,12 @@ def test_every_package_has_a_layer_and_one_sentence():
     assert len(LAYERS) == len(set(LAYERS))
     packages = [path for path in FILES.values() if path.name == "__init__.py"]
     assert [path for path in packages if not ast.get_docstring(TREES[path])] == []
+
+
+def test_every_package_is_in_the_wheel():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = {name for name, path in FILES.items() if path.name == "__init__.py"}
+    assert packages - {*project["tool"]["setuptools"]["packages"]} == set()
 
 
 def test_the_longest_chain_of_packages():
