@@ -239,7 +239,7 @@ def test_a_check_gets_the_size_and_what_is_refused(project):
 def test_whether_the_model_makes_its_optimizer_is_a_fact(project):
     for name, expected in {"Model": True, "Bare": False, "schedule": None}.items():
         config = sample({"model": node(f"mine.{name}")})
-        facts = check_bindings(config, None, str(project), in_process=True)[2]
+        facts = check_bindings(config, None, [str(project)], in_process=True)[2]
         assert facts == {"model_configures_optimizers": expected}
 
 
@@ -255,7 +255,7 @@ def test_what_names_a_dtype_is_one(project, monkeypatch):
 
 def remote(changes, project):
     """Problems and notes of a job elsewhere."""
-    return check_bindings(sample(changes), None, str(project), local=False, in_process=True)[:2]
+    return check_bindings(sample(changes), None, [str(project)], local=False, in_process=True)[:2]
 
 
 def test_what_only_the_nodes_have_is_noted(project):
@@ -343,6 +343,6 @@ def test_a_real_child_answers_through_noise_and_may_die_or_hang(
         expired = mock.Mock(side_effect=subprocess.TimeoutExpired("python", 1))
         monkeypatch.setattr(subprocess, "run", expired)
     config = {"callbacks": {"x": node(target)}}  # without torch
-    (problem,), _, _ = check_bindings(config, None, str(project), local=True)
+    (problem,), _, _ = check_bindings(config, None, [str(project)], local=True)
     check_parts(str(problem), parts)
     assert "noise" not in capfd.readouterr().out
