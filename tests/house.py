@@ -110,7 +110,8 @@ def package(name):
     return parts[0] if parts else ""
 
 
-IMPORTED = {name: files_imported(name) for name in FILES}
+# Without TOP: whoever may, imports those.
+IMPORTED = {n: {o for o in files_imported(n) if package(o) not in TOP} for n in FILES}
 INNER = [name for name in FILES if package(name) not in ("", *TOP)]
 
 

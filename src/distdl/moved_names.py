@@ -14,8 +14,8 @@ from types import ModuleType
 # Old name -> new name, of a package with all that is in it, of a module, or of an object.
 MOVED = {
     # Tasks: the `_target_` of a run.
-    "distdl.tasks.benchmark": "distdl.tools.measure.task.benchmark",
-    "distdl.tasks.doctor": "distdl.tools.doctor.task.doctor",
+    "distdl.tasks.benchmark": "distdl.tools.measure.task.Benchmark",
+    "distdl.tasks.doctor": "distdl.tools.doctor.task.Doctor",
     # What users' own code imports.
     "distdl.build": "distdl.worker.build",
     "distdl.errors": "distdl.util.errors",
@@ -51,6 +51,7 @@ MOVED = {
     "distdl.health.evidence": "distdl.incident.evidence",
     "distdl.health.incident": "distdl.incident.incident",
     "distdl.health.sights": "distdl.incident.sights",
+    "distdl.tasks.needs": "distdl.worker.needs",
     "distdl.planner.strategies": "distdl.tools.measure.plan",
     "distdl.worker.agent": "distdl.agent.agent",
     "distdl.worker.rank_output": "distdl.agent.rank_output",

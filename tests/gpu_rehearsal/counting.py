@@ -48,7 +48,7 @@ def train(folder, resume, *overrides):
     built = built_of(Case(overrides, folder, resume=resume or None))
     built.trainer.callbacks.insert(0, counting)
     try:
-        tasks.train(built)
+        tasks.train().run(built)
         yield "steps", counting.steps
     finally:
         # What one rank opened for itself is not for the next case; but DeepSpeed keeps its first

@@ -138,9 +138,9 @@ def trained(case):
     built.trainer.callbacks.insert(0, Watch())
     if case.fit:
         with suppress(Stopped):
-            seen.metrics = tasks.train(built)
+            seen.metrics = tasks.train().run(built)
     if case.validate:
-        mine["validated"] = seen.validated = tasks.validate(built, "last")
+        mine["validated"] = seen.validated = tasks.validate("last").run(built)
     seen.ranks = process_group.gather(mine)
     return seen
 

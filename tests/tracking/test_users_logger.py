@@ -16,9 +16,9 @@ from mlflow.exceptions import MlflowException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distdl.config import compose
-from distdl.tasks import evaluate
 from distdl.tracking.client import metric_name
 from distdl.tracking.journal import Journal
+from distdl.worker import performing
 from tests.prepared import quiet_trainer
 from tests.tracking.conftest import Tracked, database, draw, logger
 
@@ -165,7 +165,7 @@ def test_a_loggers_own_arguments_reach_it(tmp_path):
     Tracked(tmp_path, components={"own": own}).finish()
     own.log_metrics({"x": 1.0}, 3, "val", commit=True)
     assert own.got == ({"x": 1.0}, 3, "val", True)
-    evaluate.name_by_task([own], "test")
+    performing.name_by_task([own], "test")
     own.log_metrics({"x": 1.0, "epoch": 2}, 4, "val", commit=True)
     assert own.got == ({"test/x": 1.0, "epoch": 2}, 4, "val", True)
     own.log_metrics(metrics={"x": 1.0}, step=4)  # as Lightning calls it

@@ -1,6 +1,5 @@
 """Checkpoints both ways: a run starts from Lightning's, and Lightning resumes from one of ours."""
 
-import functools
 import logging
 import sys
 
@@ -100,7 +99,7 @@ def ours(tmp_path, monkeypatch):
 
 
 def train(built):
-    tasks.train(built)
+    tasks.train().run(built)
     assert built.trainer.global_step == 16
     return built
 
@@ -182,7 +181,7 @@ def test_what_does_not_fit_leaves_the_weights(ours, file, name, kind, reason, lo
         prefixed = {f"{prefix}{key}": value for key, value in weights.items()}
         torch.save(prefixed, file.with_name(other))
     built = ours("run", file.with_name(name), kind=kind)
-    tasks.train(built)
+    tasks.train().run(built)
     assert logged() and reason in logged()
     reference = Net(kind=kind)
     reference.load_state_dict(weights)
@@ -193,16 +192,16 @@ def test_what_does_not_fit_leaves_the_weights(ours, file, name, kind, reason, lo
 def test_a_test_of_each_loader_is_lightnings(ours, file):
     module = Net.load_from_checkpoint(file)
     first, second = trainer(1).test(module, datamodule=Data(), verbose=False)
-    assert tasks.test(ours("run"), str(file)) == first | second and len(first | second) == 2
+    assert tasks.test(str(file)).run(ours("run")) == first | second and len(first | second) == 2
 
 
 def test_refusals_name_what_is_wrong(ours, file):
     unfit = r"a.ckpt: its weights do not fit .*\n.*layers.0.weight"
-    for run in (tasks.train, functools.partial(tasks.test, checkpoint=str(file))):
+    for task in (tasks.train(), tasks.test(str(file))):
         with pytest.raises(UserError, match=unfit):
-            run(ours("run", file, width=5))
+            task.run(ours("run", file, width=5))
     with pytest.raises(UserError, match=r"is 2, but a.ckpt .* for 2 epochs") as error:
-        tasks.train(ours("run", file, "trainer.max_epochs=2"))
+        tasks.train().run(ours("run", file, "trainer.max_epochs=2"))
     assert error.value.problems[0].path == "trainer.max_epochs"
 
 
@@ -212,18 +211,18 @@ def rates(built):
 
 
 def test_another_run_has_its_own_rate_and_a_resumed_one_keeps_it(ours, tmp_path, logged, caplog):
-    tasks.train(ours("first", None, "trainer.max_epochs=2"))
+    tasks.train().run(ours("first", None, "trainer.max_epochs=2"))
     file = tmp_path / "first/checkpoints/last.ckpt"
     # The schedule resumes from its position.
     assert rates(ours("second", file, lr=0.001, decay=0.1)) == (approx(0.001 / 100), 0.1)
     assert "continues with weight_decay 0.1 instead of 0.0, lr 0.001 instead of 0.01" in logged()
     with pytest.raises(UserError, match=r", but .*last.ckpt was") as error:
-        tasks.train(ours("third", file, "trainer.max_steps=8"))
+        tasks.train().run(ours("third", file, "trainer.max_steps=8"))
     assert error.value.problems[0].path == "trainer.max_steps"
     caplog.clear()
     assert rates(ours("first", file, lr=0.001))[0] == approx(0.01 / 100)
     # Without a schedule, a module may have set the rate in the file by hand: it is not used.
-    tasks.train(ours("bare", None, "trainer.max_epochs=2", kind="bare"))
+    tasks.train().run(ours("bare", None, "trainer.max_epochs=2", kind="bare"))
     file = tmp_path / "bare/checkpoints/last.ckpt"
     assert rates(ours("fourth", file, kind="bare", lr=0.001))[0] == approx(0.001)
 

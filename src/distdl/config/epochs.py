@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from distdl.config.recipe import TRAIN
+from distdl.config import task_facts
 from distdl.config.resources import replicas
 from distdl.util.errors import Problem
 
@@ -19,7 +19,7 @@ def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterat
         world_size: The number of ranks.
     """
     trainer, batch = config.get("trainer") or {}, (config.get("data") or {}).get("batch_size")
-    if (config.get("task") or {}).get("_target_") != TRAIN or not is_count(batch):
+    if not task_facts.of(config).trains or not is_count(batch):
         return
     shares = replicas(config.get("strategy"), world_size, trainer.get("num_nodes") or 1)
     batches = samples // (batch * shares)

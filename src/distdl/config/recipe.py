@@ -16,6 +16,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from distdl.config import task_facts
+
 # Groups that are layered over everything else, in this order. The config has no key for them.
 LAYERS = ("experiment", "debug")
 # Keys that say where a run runs, not what it is.
@@ -25,17 +27,13 @@ WHERE = (
     *("project.max_snapshot_mb", "checkpoint.trust_pickle", "trainer.devices", "trainer.num_nodes"),
 )
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
-# Values of `task._target_`.
-TRAIN, BENCHMARK = "distdl.tasks.train", "distdl.tasks.benchmark"
-DOCTOR = "distdl.tasks.doctor"  # it builds nothing
-EVALUATE = tuple(f"distdl.tasks.{name}" for name in ("validate", "test", "predict"))
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (
     *("data.batch_size", "data.on_damaged", "trainer.accumulate_grad_batches"),
     *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time"),
     *("checkpoint.sharded", "checkpoint.monitor", "checkpoint.mode"),
 )
-# Keys that an attempt of a task in EVALUATE may change as well, for itself alone.
+# Keys that an attempt of a task that evaluates may change as well, for itself alone.
 CHANGEABLE_TO_EVALUATE = (
     *("trainer.accelerator", "trainer.precision", "model.compile"),
     *("data.root", "data.decoder", "data.num_workers", "data.cache_dir", "data.max_pixels"),
@@ -46,7 +44,7 @@ EXPORTABLE = {"model": "distdl.models.ImageClassifier", "data": "distdl.data.Sto
 
 def evaluates(config: DictConfig) -> bool:
     """Whether the config's task leaves the training as it is."""
-    return config.task.get("_target_") in EVALUATE
+    return task_facts.of(config).evaluates
 
 
 def _input(name: str, *, _root_: DictConfig) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from distdl.config import epochs
+from distdl.config import epochs, task_facts
 from distdl.data.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
 from distdl.data.encoded import EncodedImages, OnDamaged
 from distdl.data.folder import FolderImages, check_folder
@@ -138,8 +138,7 @@ class StoredImages(ImageData):
         """
         local = context is None or bool(context["local"])
         yield from check_views(config, local)
-        task = (context or {}).get("config", {}).get("task") or {}
-        predicts = task.get("_target_") == "distdl.tasks.predict"
+        predicts = "predict_dataloader" in task_facts.of((context or {}).get("config", {})).calls
         if not local:
             yield f"the job itself checks {str(config['root']).partition('?')[0]}"  # no signature
             return

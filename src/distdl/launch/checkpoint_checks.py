@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def for_task(config: DictConfig, run: RunDirectory, typed: Sequence[Override]) -> Sequence[Problem]:
     """Checks that `task.checkpoint` exists, if the task takes one and runs here. `typed`: the
     overrides of the command line, for the remedy."""
-    named = str(config.task.get("checkpoint", "best"))
+    default = "best" if configs.is_own(config.task.get("_target_")) else "none"
+    named = str(config.task.get("checkpoint", default))
     is_local = rules.runs_here(str(config.launcher["_target_"]))
     if not is_local or named == "none" or not configs.evaluates(config):
         return ()

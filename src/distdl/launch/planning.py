@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distdl.config import batches, compose, consent
+from distdl.config import batches, compose, consent, task_facts
 from distdl.config import recipe as configs
 from distdl.job import JobState, Resources
 from distdl.launch import launch as launches
@@ -93,7 +93,7 @@ class Plan:
     def finished(self) -> bool:
         """Whether this same training has succeeded already: starting it again would do nothing."""
         task = self.config.task.get("_target_")
-        return task == configs.TRAIN and any(
+        return task_facts.of(self.config).trains and any(
             attempt.state() is JobState.SUCCEEDED
             and launch["where"]["task"]["_target_"] == task
             and (launch.get("changes") or {}) == self.changes
@@ -206,8 +206,10 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     """Runs the second stage of validation, unless the run has finished, and adds notes to the plan.
     `apart` says that the run will have a process of its own, as a sweep's members do."""
     launch, config, size = planned.launch, planned.config, planned.resources
-    builds = config.task.get("_target_") != configs.DOCTOR
-    if not builds or (planned.finished and not config.dry_run):
+    builds = task_facts.of(config).needs_build
+    if not builds and configs.is_own(config.task.get("_target_")):
+        return  # nothing of somebody else's is imported
+    if planned.finished and not config.dry_run:
         return
     if planned.stale:
         validate.refuse(config, size, folders=launch.trust.folders)
@@ -224,6 +226,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
             launch.trust.folders,
             in_process=trains_here,
             new=not planned.run.exists,
+            builds=builds,
         )
     if problems:
         raise UserError(*problems)

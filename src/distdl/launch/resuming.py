@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import compose, consent
 from distdl.config import recipe as configs
+from distdl.config.own_code import make_importable, own_folders
 from distdl.launch import external, jobs, planning
 from distdl.launch import launch as launches
 from distdl.ranks import environment
@@ -96,9 +97,12 @@ def apply(
         options = [each for each in setting if compose.is_group(each.key_or_group)]
     groups = {each.key_or_group for each in options}
     if options:
-        chosen = compose.composed(options).config
-        if "task" in groups and configs.evaluates(chosen):
-            changeable += configs.CHANGEABLE_TO_EVALUATE
+        roots = [each for each in setting if each.key_or_group == "project.root"]
+        chosen = compose.composed([*options, *roots]).config
+        if "task" in groups:
+            make_importable(own_folders(launches.root_of(chosen)))  # it may be the user's own
+            if configs.evaluates(chosen):
+                changeable += configs.CHANGEABLE_TO_EVALUATE
     for override in parsed:
         path, value = override.key_or_group, override.value()
         if override not in setting:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from distdl.optim.schedules import constant, warmup_cosine, warmup_step
+from distdl.optim.schedules import constant
 from distdl.optim.schedules import rescale_schedule as rescale_schedule
 from distdl.util.errors import UserError
 
@@ -23,7 +23,6 @@ from distdl.util.errors import UserError
 OUR_OPTIMIZER_KEYS = ("_target_", "lr_scaling", "lr_reference_batch", "decay_norm_and_bias")
 # Keys of a schedule node that tell Lightning when to step it; all others are arguments.
 OUR_SCHEDULE_KEYS = ("_target_", "interval", "frequency", "monitor", "strict", "name")
-OUR_SCHEDULES = (warmup_cosine, warmup_step, constant)
 # Keys of a parameter group that are null in a checkpoint: each run keeps its own values.
 KERNELS = {"fused", "foreach"}
 
@@ -268,7 +267,8 @@ def build_schedule(
         raise UserError.at("schedule", what, remedy)
     arguments = {name: value for name, value in supplied.items() if name in taken}
     arguments |= {k: v for k, v in config.items() if k not in OUR_SCHEDULE_KEYS}
-    per_step = target in OUR_SCHEDULES or "total_steps" in taken
+    ours = target.__module__.startswith("distdl.optim.")
+    per_step = ours or "total_steps" in taken
     defaults = {"interval": "step" if per_step else "epoch", "frequency": 1}
     for_lightning = {k: v for k, v in config.items() if k in OUR_SCHEDULE_KEYS[1:]}
     return {"scheduler": target(optimizer, **arguments), **defaults, **for_lightning}

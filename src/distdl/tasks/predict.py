@@ -19,12 +19,12 @@ from distdl.models.classifier import ImageClassifier
 from distdl.runs import checkpoints
 from distdl.runs.directory import shown
 from distdl.tasks.evaluate import checkpoint_of
-from distdl.tasks.needs import needs
 from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import Positive
 from distdl.util.safe_paths import odd
 from distdl.worker.build import Built
 from distdl.worker.initial_state import start
+from distdl.worker.task import Metrics, Task
 
 if TYPE_CHECKING:
     from distdl.tasks.prediction_rows import Rows
@@ -35,14 +35,7 @@ NUMBERS = (torch.bool, torch.float32, torch.float64, torch.uint16, torch.uint32,
 Columns = dict[str, tuple[str, tuple[int, ...]]]  # name -> type, and shape of a sample's value
 
 
-def predict(
-    context: Built,
-    checkpoint: str = "best",
-    output: str = "predictions",
-    format: Literal["parquet", "csv", "jsonl"] = "parquet",
-    top_k: Positive = 5,
-    part_samples: Positive = 10_000,
-) -> dict[str, float]:
+class Predict(Task[Built]):
     """Calls `predict_step` for each sample of the data's `predict_dataloader`, in its order.
 
     A row has the sample's name (or its index) and what `predict_step` returned for it: a tensor, or
@@ -53,53 +46,66 @@ def predict(
     complete part, on any number of ranks.
 
     Args:
-        checkpoint: As of `validate`.
+        checkpoint: As of `Validate`.
         output: Folder of the rows, in the run's directory.
         format: Of the rows' files.
         top_k: How many classes the row of an image has.
         part_samples: The least number of rows in a part, except the last.
-
-    Returns:
-        `predict/samples`; of images also `predict/damaged`, and `predict/acc1` if all have labels.
-
-    Raises:
-        UserError: There is no such checkpoint, `output` holds other rows, or a part cannot be
-            written.
     """
-    from distdl.tasks.prediction_rows import Rows  # pyarrow, which no other task needs
 
-    path = checkpoint_of(context, checkpoint)
-    identity = path and checkpoints.identity(Path(path))
-    rows = Rows(context.run.path / output, format, checkpoint=identity, top_k=top_k)
-    trainer = context.trainer
-    stored = rows.open() if trainer.is_global_zero else 0
-    context.checkpointer.position.predicted = process_group.broadcast(stored)
-    collector = Collector(context, rows, top_k, part_samples)
-    trainer.callbacks.append(collector)  # type: ignore[attr-defined]
-    trainer.look_at_loader(collector.opened)  # `distribute` has given each rank its share
-    start(context, path, trainer.predict, return_predictions=False)
-    samples = collector.total - len(collector.order)
-    if trainer.is_global_zero:
-        if samples == collector.total:
-            rows.finish()
-        print(f"rows    {shown(rows.folder)}: {samples:,} of {collector.total:,}")
-    metrics = {"predict/samples": float(samples)}
-    if counts := process_group.broadcast(rows.record["counts"]):
-        metrics["predict/damaged"] = float(counts["damaged"])
-        if 0 < counts["labels"] == samples - counts["damaged"]:
-            metrics["predict/acc1"] = counts["hits"] / counts["labels"]
-    return metrics
+    evaluates = True
+    calls = ("predict_step", "predict_dataloader")
 
+    def __init__(
+        self,
+        checkpoint: str = "best",
+        output: str = "predictions",
+        format: Literal["parquet", "csv", "jsonl"] = "parquet",
+        top_k: Positive = 5,
+        part_samples: Positive = 10_000,
+    ) -> None:
+        self.checkpoint, self.output, self.format = checkpoint, output, format
+        self.top_k, self.part_samples = top_k, part_samples
 
-def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of the task node; paths are relative to it."""
-    yield from needs("predict_step", "predict_dataloader")(node, context)
-    output = str(node.get("output", "predictions"))
-    if why := odd(output):
-        yield Problem("output", f"{output!r} {why}", "name a folder in the run's directory")
+    @classmethod
+    def check(cls, node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem | str]:
+        yield from super().check(node, context)
+        output = str(node.get("output", "predictions"))
+        if why := odd(output):
+            yield Problem("output", f"{output!r} {why}", "name a folder in the run's directory")
 
+    def run(self, context: Built) -> Metrics:
+        """Returns `predict/samples`; of images also `predict/damaged`, and `predict/acc1` if all
+        have labels.
 
-predict.check = check  # type: ignore[attr-defined]
+        Raises:
+            UserError: There is no such checkpoint, `output` holds other rows, or a part cannot be
+                written.
+        """
+        from distdl.tasks.prediction_rows import Rows  # pyarrow, which no other task needs
+
+        path = checkpoint_of(context, self.checkpoint)
+        identity = path and checkpoints.identity(Path(path))
+        folder = context.run.path / self.output
+        rows = Rows(folder, self.format, checkpoint=identity, top_k=self.top_k)
+        trainer = context.trainer
+        stored = rows.open() if trainer.is_global_zero else 0
+        context.checkpointer.position.predicted = process_group.broadcast(stored)
+        collector = Collector(context, rows, self.top_k, self.part_samples)
+        trainer.callbacks.append(collector)  # type: ignore[attr-defined]
+        trainer.look_at_loader(collector.opened)  # `distribute` has given each rank its share
+        start(context, path, trainer.predict, return_predictions=False)
+        samples = collector.total - len(collector.order)
+        if trainer.is_global_zero:
+            if samples == collector.total:
+                rows.finish()
+            print(f"rows    {shown(rows.folder)}: {samples:,} of {collector.total:,}")
+        metrics = {"predict/samples": float(samples)}
+        if counts := process_group.broadcast(rows.record["counts"]):
+            metrics["predict/damaged"] = float(counts["damaged"])
+            if 0 < counts["labels"] == samples - counts["damaged"]:
+                metrics["predict/acc1"] = counts["hits"] / counts["labels"]
+        return metrics
 
 
 class Collector(Callback):

@@ -8,24 +8,31 @@ from lightning.pytorch.callbacks import Timer
 
 from distdl.callbacks.metrics import steps_of
 from distdl.runs.directory import shown
-from distdl.tasks.needs import needs
 from distdl.worker.build import Built
 from distdl.worker.initial_state import start
+from distdl.worker.task import Metrics, Task
 
 log = logging.getLogger(__name__)
 
 
-def train(context: Built) -> dict[str, float]:
-    """Fits the module and returns the last value of every metric."""
-    start(context, context.checkpoint, context.trainer.fit)
-    warn_of_time_limit(context)
-    warn_of_nothing(context)
-    metrics = {k: float(v) for k, v in context.trainer.callback_metrics.items()}
-    speeds = sorted(context.metrics.images_per_second)
-    if speeds:
-        metrics["perf/images_per_second"] = speeds[len(speeds) // 2]
-    latest = context.metrics.latest
-    return {**{k: v for k, v in latest.items() if k in ("train/loss", "perf/data_wait")}, **metrics}
+class Train(Task[Built]):
+    """Fits the module, from the newest checkpoint if there is one."""
+
+    trains = True
+    calls = ("training_step", "train_dataloader")
+
+    def run(self, context: Built) -> Metrics:
+        """Returns the last value of every metric."""
+        start(context, context.checkpoint, context.trainer.fit)
+        warn_of_time_limit(context)
+        warn_of_nothing(context)
+        metrics = {k: float(v) for k, v in context.trainer.callback_metrics.items()}
+        speeds = sorted(context.metrics.images_per_second)
+        if speeds:
+            metrics["perf/images_per_second"] = speeds[len(speeds) // 2]
+        latest = context.metrics.latest
+        own = {k: v for k, v in latest.items() if k in ("train/loss", "perf/data_wait")}
+        return {**own, **metrics}
 
 
 def warn_of_nothing(context: Built) -> None:
@@ -51,6 +58,3 @@ def warn_of_time_limit(context: Built) -> None:
     text = "%s, in all attempts together: the training ended at step %d, in epoch %d%s"
     more = f". To continue: {resume}" if limit else ""
     log.warning(text, cause, steps_of(trainer), trainer.current_epoch, more)
-
-
-train.check = needs("training_step", "train_dataloader")  # type: ignore[attr-defined]

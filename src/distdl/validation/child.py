@@ -30,7 +30,7 @@ from distdl.util.imports import no_exit
 from distdl.util.redact import hide_shapes
 from distdl.util.shadowing import shadowing
 from distdl.util.suggest import closest
-from distdl.validation import kinds
+from distdl.validation import kinds, own_tasks
 from distdl.validation.resolve import Resolved
 from distdl.validation.targets import BUILT, Trust, nodes, target_problems
 
@@ -54,7 +54,7 @@ SUPPLIED: dict[str, dict[str, tuple[str, ...]]] = {
         "consumed": ("interval",),
         "offered": ("steps_per_epoch", "max_epochs", "total_steps"),
     },
-    "task": {"supplied": ("context",), "offered": ("config",)},
+    "task": {"supplied": ("context",)},  # to a function; a class is made of the node's own keys
 }
 
 
@@ -217,6 +217,8 @@ class Binding:
             why = (f"{target} is abstract: it does not define {missing}", "")
         else:
             why = kinds.problem_of_kind(called, node, path, self.trust)
+        if path == ("task",) and why is None:
+            why = own_tasks.problem(called, target)
         if why:
             self.add((*path, "_target_"), *why)
         return why is None
@@ -229,6 +231,8 @@ class Binding:
         if parameters is None:
             return
         table = SUPPLIED.get(text, {})
+        if text == "task" and inspect.isclass(called):
+            table = {}
         hidden = [*_SPECIAL, *table.get("consumed", ())]
         hidden += [key for key in table.get("null_is_absent", ()) if node.get(key) is None]
         misfits = [

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,11 +47,7 @@ PARTS = (
     *("timm.create_model", "timm.data.create_transform", "torchvision.models.get_model"),
     *(f"torchvision.datasets.{name}" for name in DATASETS),
 )
-_SCHEDULES = ("constant", "warmup_cosine", "warmup_step")
-SCHEDULES = tuple(f"distdl.optim.schedules.{name}" for name in _SCHEDULES)
 STRATEGIES = ("distdl.strategies.auto", "distdl.strategies.single")
-_TASKS = ("benchmark", "doctor", "predict", "test", "train", "validate")
-TASKS = tuple(f"distdl.tasks.{name}" for name in _TASKS)
 TRACKERS = ("distdl.tracking.mlflow.MLflowLogger",)
 # Arguments of timm's models that name a file to load, or describe where weights come from.
 TIMM_LOADS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir", "_args_")
@@ -175,6 +172,36 @@ def _one_of(names: tuple[str, ...]) -> Callable[[Any], bool]:
     return lambda thing: any(thing is _known(name) for name in names)
 
 
+def _functions(package: str, returns: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A test for functions of a package of distdl that are of a kind: by the type that they return,
+    or because `__all__` of the package names them. All others are helpers, which no config calls.
+
+    Args:
+        returns: Whether the functions of this kind may return a type.
+    """
+
+    def takes(thing: Any) -> bool:
+        is_method = inspect.isfunction(thing) and thing.__qualname__ != thing.__name__
+        if not inspect.isfunction(thing) or is_method or not under(thing.__module__, (package,)):
+            return False
+        home = vars(sys.modules[package])
+        if any(thing is home[name] for name in home["__all__"]):
+            return True
+        with suppress(NameError):  # a type that is imported for type checkers only
+            return returns(typing.get_type_hints(thing).get("return"))
+        return False
+
+    return takes
+
+
+def _is_metrics(hint: Any) -> bool:
+    return bool(hint == dict[str, float])
+
+
+def _is_schedule(hint: Any) -> bool:
+    return inspect.isclass(hint) and issubclass(hint, _known(f"{_LR}.LRScheduler"))
+
+
 def _known(name: str) -> Any:
     """The object of a dotted name in this module; None if its module is not imported, because no
     target can then be that object."""
@@ -209,14 +236,21 @@ def _is_timm_entry(thing: Any) -> bool:
     return bool(timm and timm.is_model(name) and timm.model_entrypoint(name) is thing)
 
 
-def _of(words: str, example: str, *bases: str, one_of: tuple[str, ...] = ()) -> Kind:
+def _of(
+    words: str,
+    example: str,
+    *bases: str,
+    one_of: tuple[str, ...] = (),
+    functions: Callable[[Any], bool] = lambda thing: False,
+) -> Kind:
     """The kind of classes that derive from one of these bases, and of these functions."""
     derived, named = _classes_of(*bases), _one_of(one_of)
-    return Kind(words, example, lambda thing: derived(thing) or named(thing))
+    return Kind(words, example, lambda thing: derived(thing) or named(thing) or functions(thing))
 
 
 _PL, _OPTIM, _LR = "lightning.pytorch", "torch.optim", "torch.optim.lr_scheduler"
 _SCHEDULE = ("a schedule of torch's or distdl's", f"{_LR}.StepLR", f"{_LR}.LRScheduler")
+_TASK = "a task of distdl", "distdl.tasks.train", "distdl.worker.task.Task"
 _STRATEGY = "a Strategy of Lightning's", "distdl.strategies.DDPStrategy"
 _LOGGER = "a Logger of Lightning's or distdl's", f"{_PL}.loggers.CSVLogger"
 _PROFILER = "a Profiler of Lightning's", f"{_PL}.profilers.SimpleProfiler"
@@ -224,14 +258,14 @@ KINDS = {
     "model": _of("a LightningModule", "distdl.models.ImageClassifier", f"{_PL}.LightningModule"),
     "data": _of("a LightningDataModule", "distdl.data.StoredImages", f"{_PL}.LightningDataModule"),
     "optimizer": _of("an Optimizer of torch's", f"{_OPTIM}.SGD", f"{_OPTIM}.Optimizer"),
-    "schedule": _of(*_SCHEDULE, one_of=SCHEDULES),
+    "schedule": _of(*_SCHEDULE, functions=_functions("distdl.optim", _is_schedule)),
     "strategy": _of(*_STRATEGY, f"{_PL}.strategies.Strategy", one_of=STRATEGIES),
     "launcher": Kind(
         "a launcher",
         "distdl.launchers.local.LocalLauncher",
         lambda thing: is_launcher(thing) and under(thing.__module__, ("distdl.launchers",)),
     ),
-    "task": _of("a task of distdl", "distdl.tasks.train", one_of=TASKS),
+    "task": _of(*_TASK, functions=_functions("distdl.tasks", _is_metrics)),
     "tracking": _of(*_LOGGER, f"{_PL}.loggers.Logger", one_of=TRACKERS),
     "callbacks": _of(
         "a Callback of Lightning's", f"{_PL}.callbacks.EarlyStopping", f"{_PL}.Callback"

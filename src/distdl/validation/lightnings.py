@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from distdl.config import task_facts
 from distdl.config.hints import lightning_1
 from distdl.config.hints.words import TRAINER_OWNED
-from distdl.config.recipe import BENCHMARK, TRAIN
 from distdl.config.schema import Path, path_text
 from distdl.util.errors import Problem
 from distdl.validation import misfits
@@ -70,7 +70,7 @@ def trainer(binding: Binding, node: dict[str, Any]) -> None:
         binding.absent(refused, ("trainer",))
     elif refused is not None:
         binding.problems.append(refused)
-    if (binding.config.get("task") or {}).get("_target_", TRAIN) in (TRAIN, BENCHMARK):
+    if "training_step" in task_facts.of(binding.config).calls:
         classes = {path: each for path, each in binding.called.items() if inspect.isclass(each)}
         binding.problems += misfits.misfits(
             node,

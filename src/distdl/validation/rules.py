@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from distdl.config import epochs
+from distdl.config import epochs, task_facts
 from distdl.config import recipe as configs
 from distdl.config.hints import lightning_1, words
 from distdl.config.resources import replicas, share_kind
@@ -63,7 +63,7 @@ def runs_here(target: str) -> bool:
 def trainer(resolved: Resolved) -> Iterator[Problem]:
     """Trainer arguments that distdl sets itself, that only Lightning 1 had, or that are unknown;
     and a training on no batches."""
-    takes, target = _trainer_takes(), resolved.section("task").get("_target_")
+    takes, trains = _trainer_takes(), task_facts.of(resolved.values).trains
     for key, value in resolved.section("trainer").items():
         path, strategy = f"trainer.{key}", words.strategy_for(str(value))
         if key in words.TRAINER_OWNED:
@@ -77,7 +77,7 @@ def trainer(resolved: Resolved) -> Iterator[Problem]:
             near = did_you_mean(path, [f"trainer.{name}" for name in takes])
             remedy = near or words.for_key(key) or did_you_mean(key, known_paths())
             yield Problem(path, f"lightning's Trainer takes no argument {key!r}", remedy)
-        elif key in _NOTHING and value == 0 and target == configs.TRAIN:
+        elif key in _NOTHING and value == 0 and trains:
             what, remedy = _NOTHING[key]
             yield Problem(path, what, f"{path}={remedy}, or task=validate")
 

@@ -36,7 +36,7 @@ from distdl.util.redact import redact
 from distdl.validation import rules
 from distdl.validation.resolve import Resolved, resolve
 from distdl.validation.rules import is_local, strings
-from distdl.validation.targets import Trust, nodes, target_problems
+from distdl.validation.targets import BUILT, Trust, nodes, target_problems
 
 _CHILD_SECONDS = 300.0
 
@@ -113,6 +113,7 @@ def check_bindings(
     local: bool | None = None,
     in_process: bool = False,
     new: bool = False,
+    builds: bool = True,
 ) -> tuple[list[Problem], list[str], dict[str, Any]]:
     """Stage 2: imports each `_target_` and binds its arguments, in a child process.
 
@@ -121,6 +122,8 @@ def check_bindings(
         size: The size of the run; None if only the launcher knows it.
         in_process: Import everything in this process, which becomes the worker afterwards.
         new: Whether the run has no attempt yet: a resume is not refused for its tracker.
+        builds: Whether the task needs the built run; else only the task and the launcher are
+            imported.
 
     Returns:
         Problems; notes for the user ("not checked: ..."); facts: `model_configures_optimizers` is
@@ -130,8 +133,9 @@ def check_bindings(
     resolved = resolve(config)
     known, trust = size or Resources(accelerator="auto"), _trust(resolved, folders)
     more = {"world_size": known.world_size, "local": is_local(resolved, local), "new": new}
+    unused = () if builds else {*BUILT} - {"task", "launcher"}
     request = {
-        "config": resolved.values,
+        "config": {key: value for key, value in resolved.values.items() if key not in unused},
         "expressions": list(resolved.expressions.items()),
         "trust": [trust.folders, trust.allow],
         "context": asdict(known) | more,

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl.callbacks import Checkpointer, StepMetrics
 from distdl.config import recipe as configs
+from distdl.config import task_facts
 from distdl.distributed import process_group
 from distdl.job import Resources
 from distdl.loops.fit import fit_loop_of
@@ -62,7 +63,7 @@ class Measured:
 def tuned(config: DictConfig, context: RankContext) -> DictConfig:
     """Returns the config with the fastest candidate, or unchanged if the task is not training.
     Raises a UserError if no candidate can train. Collective."""
-    if config.task._target_ != configs.TRAIN:
+    if not task_facts.of(config).trains:
         return config
     environment, measured = context.environment, []
     for candidate in candidates(config):

@@ -22,8 +22,8 @@ from omegaconf import DictConfig
 from distdl.callbacks import Checkpointer, ModuleState, RecordSamples, StepMetrics
 from distdl.checkpoint import portable
 from distdl.checkpoint.formats import AnyCheckpoint
-from distdl.config import batches
-from distdl.config.recipe import TRAIN, plain
+from distdl.config import batches, task_facts
+from distdl.config.recipe import plain
 from distdl.config.resources import tensor_parallel_size
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
@@ -67,7 +67,7 @@ class Built:
     @property
     def has_trained(self) -> bool:
         """Whether any attempt of this run trains."""
-        return any(attempt.task == TRAIN for attempt in self.run.attempts())
+        return any(task_facts.of_target(each.task).trains for each in self.run.attempts())
 
 
 def build(

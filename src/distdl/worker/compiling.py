@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from omegaconf import DictConfig
 
-from distdl.config.recipe import BENCHMARK, TRAIN
+from distdl.config import task_facts
 from distdl.models.compilers import keep_results, refuse_without_compiler
 from distdl.worker import autotune
 from distdl.worker.rank_context import RankContext
@@ -32,7 +32,7 @@ def candidate(mode: str | bool) -> autotune.Candidate:
 def tuned(config: DictConfig, context: RankContext) -> DictConfig:
     """Returns the config with the fastest mode instead of "measured". Raises a UserError if the
     model cannot train in any mode, or if there is no compiler. Collective."""
-    if config.task._target_ not in (BENCHMARK, TRAIN):
+    if "training_step" not in task_facts.of(config).calls:
         return config
     resources, measured = context.resources, []
     refuse_without_compiler(resources.accelerator)

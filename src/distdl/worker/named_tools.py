@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
-from distdl.config.recipe import DOCTOR
+from distdl.config import task_facts
 from distdl.ranks.environment import Environment
 from distdl.runs.directory import RunDirectory
 from distdl.util.errors import UserError
@@ -42,7 +42,7 @@ class Exporter(Protocol):
 
 def examiner(config: DictConfig) -> Examiner | None:
     """What examines this job at its start; None: nothing."""
-    if config.get("preflight") or config.task.get("_target_") == DOCTOR:
+    if config.get("preflight") or task_facts.of(config).examines:
         tool: Any = _tool("preflight", EXAMINER)
         return tool
     return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from hydra.utils import get_method
+from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
 from distdl import tracking
@@ -18,27 +19,29 @@ from distdl.ranks.stopping import Stopped
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory
 from distdl.tracking import Tracking
+from distdl.validation.kinds import locate
 from distdl.worker import autotune, compiling, named_tools, summary
 from distdl.worker.build import Built, build, make
 from distdl.worker.failing import lightnings_refusals, record_failure, refusal
 from distdl.worker.rank_context import RankContext
-
-Task = Callable[..., dict[str, float] | None]
+from distdl.worker.task import Task, Unbuilt, make_task
 
 
 def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
     """Performs the config's task, and returns its metrics."""
     announce(context)
-    task, arguments = configured_task(config)
-    if getattr(task, "before_build", False):  # it needs no model
-        return task(context, config=config, **arguments) or {}
+    task = configured_task(config)
+    if not task.needs_build:
+        return task.run(Unbuilt(config, context)) or {}
     examine(config, context)
     checkpoint = starting_point(config, context)
     config = tune(config, context)
     tracker = track(config, context)
     with outcome_told(context, tracker):
         built = build_run(config, context, tracker, checkpoint)
-        metrics = perform_task(task, arguments, built)
+        if task.evaluates and built.has_trained:
+            name_by_task(built.trainer.loggers, str(config.task._target_).rpartition(".")[2])
+        metrics = perform_task(task, built)
         end(built, context, tracker, metrics)
     return metrics
 
@@ -52,10 +55,9 @@ def announce(context: RankContext) -> None:
         context.watchdog.join(ranks)
 
 
-def configured_task(config: DictConfig) -> tuple[Task, dict[str, Any]]:
-    """The task and its arguments. Not by Hydra's `instantiate`, which would wrap its exceptions."""
+def configured_task(config: DictConfig) -> Task[Any]:
     arguments = configs.plain(config.task)
-    return get_method(str(arguments.pop("_target_"))), arguments
+    return make_task(locate(str(arguments.pop("_target_"))), arguments)
 
 
 def examine(config: DictConfig, context: RankContext) -> None:
@@ -159,9 +161,23 @@ def build_run(
     return built
 
 
-def perform_task(task: Task, arguments: dict[str, Any], built: Built) -> dict[str, float]:
+def name_by_task(loggers: Iterable[Logger], task: str) -> None:
+    """Makes loggers write metrics as `<task>/<name>`: no points in the curves of the training."""
+    for each in loggers:
+        each.log_metrics = functools.partial(_log_as, task, each.log_metrics)  # type: ignore[method-assign]
+
+
+def _log_as(
+    task: str, log: Callable[..., None], metrics: Mapping[str, Any], *args: Any, **options: Any
+) -> None:
+    # `epoch` is that of the checkpoint, and hp_metric is a placeholder of TensorBoard's logger.
+    same = ("epoch", "hp_metric")
+    log({k if k in same else f"{task}/{k}": v for k, v in metrics.items()}, *args, **options)
+
+
+def perform_task(task: Task[Built], built: Built) -> dict[str, float]:
     """The task's metrics, once all ranks have performed it."""
-    metrics = task(built, **arguments) or {}
+    metrics = task.run(built) or {}
     process_group.gather(None)  # nobody is done while another rank is not
     return metrics
 

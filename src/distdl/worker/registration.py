@@ -6,7 +6,7 @@ import logging
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config.recipe import TRAIN
+from distdl.config import task_facts
 from distdl.runs.checkpoints import best_or_last
 from distdl.runs.directory import shown
 from distdl.worker import named_tools
@@ -19,7 +19,7 @@ def register(config: DictConfig, context: RankContext) -> None:
     """Exports and registers the best checkpoint on rank 0, after the process group is gone. A
     failure leaves the training a success."""
     named = OmegaConf.select(config, "tracking.mlflow.register")
-    if not named or context.environment.rank != 0 or config.task.get("_target_") != TRAIN:
+    if not named or context.environment.rank != 0 or not task_facts.of(config).trains:
         return
     try:
         best = best_or_last(context.run.checkpoints)

@@ -12,9 +12,9 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import nn
 
-from distdl.config import batches
+from distdl.config import batches, task_facts
 from distdl.config import recipe as configs
-from distdl.config.recipe import TRAIN, longer, plain, unit_of
+from distdl.config.recipe import longer, plain, unit_of
 from distdl.job import Resources
 from distdl.optim import optimizers
 from distdl.ranks.environment import Environment
@@ -102,7 +102,7 @@ def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
     print(f"on      {size.num_nodes} x {size.devices} {size.accelerator}")
     for note in launch.get("notes") or []:
         print(f"note    {note}")
-    if built.checkpoint and built.config.task.get("_target_") == TRAIN:
+    if built.checkpoint and task_facts.of(built.config).trains:
         print(f"resume  {shown(Path(built.checkpoint))}")
     print(flush=True)
 
@@ -166,7 +166,7 @@ def print_end(
         print(f"watch   {line}")
     print(f"next    python -m distdl report {path}", flush=True)
     # A benchmark and `trainer.fast_dev_run` leave no checkpoint to resume from.
-    if built.config.task.get("_target_") == TRAIN and any(built.run.checkpoints.glob("*.ckpt")):
+    if task_facts.of(built.config).trains and any(built.run.checkpoints.glob("*.ckpt")):
         print(f"        python -m distdl resume {path} {longer(built.config)}")
         if not configs.not_exportable(built.config):
             print(f"        python -m distdl export {path} --to pt2")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from omegaconf import DictConfig
 
-from distdl.config.recipe import DOCTOR
 from distdl.distributed import process_group
 from distdl.ranks.environment import Environment
 from distdl.runs.directory import write_json
@@ -28,10 +27,6 @@ PASSES = 4  # what is slow in only some of them has been disturbed by another pr
 T = TypeVar("T")
 
 
-def _is_doctor(config: DictConfig) -> bool:
-    return bool(config.task.get("_target_") == DOCTOR)
-
-
 def record_transport(context: RankContext) -> None:
     """Lets NCCL write what it uses, unless the user has told it what to write. It reads this when
     the process group is made."""
@@ -41,12 +36,16 @@ def record_transport(context: RankContext) -> None:
         os.environ.setdefault("NCCL_DEBUG_FILE", str(log_file))
 
 
-def examine(config: DictConfig, context: RankContext, expect: float | None) -> dict[str, float]:
+def examine(
+    config: DictConfig, context: RankContext, expect: float | None, *, alone: bool = False
+) -> dict[str, float]:
     """Measures and judges; every rank calls it, in the process group that trains.
 
     Args:
         expect: GB/s that a link between two hosts (on one host: of two ranks) should have; None:
             what the launcher knows of its VM size, if anything.
+        alone: Whether nothing follows, so that the table of all checks is printed; else warnings
+            are logged.
 
     Returns:
         The numbers of checks that pass and warn, as `doctor/...`.
@@ -54,7 +53,7 @@ def examine(config: DictConfig, context: RankContext, expect: float | None) -> d
     Raises:
         Unfit: A check fails.
     """
-    started, rank, alone = time.monotonic(), context.environment.rank, _is_doctor(config)
+    started, rank = time.monotonic(), context.environment.rank
     judged = _measured(config, context, expect)
     report = {"seconds": time.monotonic() - started, "checks": [row._asdict() for row in judged]}
     if rank == 0:

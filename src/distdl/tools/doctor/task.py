@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
-
 from distdl.tools.doctor import examination
 from distdl.util.ranges import AboveZero
-from distdl.worker.rank_context import RankContext
+from distdl.worker.task import Metrics, Task, Unbuilt
 
 
-def doctor(
-    context: RankContext, config: DictConfig, expect: AboveZero | None = None
-) -> dict[str, float]:
+class Doctor(Task[Unbuilt]):
     """Prints a table of checks and writes ATTEMPT/doctor.json (docs/doctor.md).
 
     Args:
         expect: GB/s of a link between two hosts (on one host: of two ranks); None: by the VM size,
             where that is known.
-
-    Returns:
-        How many checks pass and warn, as `doctor/...`.
-
-    Raises:
-        Unfit: A check fails.
     """
-    return examination.examine(config, context, expect)
 
+    examines = True
+    needs_build = False
 
-doctor.before_build = True  # type: ignore[attr-defined]  # the worker builds nothing for it
+    def __init__(self, expect: AboveZero | None = None) -> None:
+        self.expect = expect
+
+    def run(self, context: Unbuilt) -> Metrics:
+        """Returns how many checks pass and warn, as `doctor/...`; raises `Unfit` if one fails."""
+        return examination.examine(context.config, context.context, self.expect, alone=True)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import compose, consent
-from distdl.config import recipe as configs
+from distdl.config import compose, consent, task_facts
 from distdl.incident import incident
 from distdl.launch import launch, planning
 from distdl.runs.directory import shown
@@ -59,7 +58,7 @@ def shortened(config: DictConfig, steps: int) -> DictConfig:
 
 def refuse(config: DictConfig, typed: Sequence[Override]) -> None:
     """Refuses what cannot be drilled, or run."""
-    if config.task.get("_target_") != configs.TRAIN:
+    if not task_facts.of(config).trains:
         raise UserError.at("task", "only a training can be drilled", "task=train")
     _, _, launcher_class = launch.code_of(config)
     if not launch.runs_in_turn(launcher_class):

@@ -13,7 +13,6 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from distdl.callbacks import Checkpointer, Progress, StepMetrics
 from distdl.distributed import process_group
 from distdl.runs.directory import write_json
-from distdl.tasks.train import train
 from distdl.tools.measure import FILE, limits, model, result, screen
 from distdl.tools.measure.clock import DeviceClock, Timeline
 from distdl.tools.measure.input import Input
@@ -30,6 +29,7 @@ from distdl.tools.measure.timing import (
 )
 from distdl.util.errors import Problem
 from distdl.worker.build import Built
+from distdl.worker.task import Metrics, Task
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,7 @@ SETTLE = 3
 NOT_TIMED = (Checkpointer, Checkpoint, EarlyStopping, Timer, Progress, StepMetrics)
 
 
-def benchmark(
-    context: Built, warmup: int = 10, windows: int = 5, steps: int = 20, trace: int = 3
-) -> dict[str, float]:
+class Benchmark(Task[Built]):
     """Measures the run's own training step and writes RUN/benchmark.json (docs/benchmark.md).
 
     It trains from fresh weights, without checkpoints, curves and validations.
@@ -54,36 +52,55 @@ def benchmark(
         windows: Timed windows with real input, and as many with held input.
         steps: Optimizer steps per window.
         trace: Optimizer steps under torch's profiler, which measures the communication; 0 for none.
-
-    Returns:
-        The main numbers, as `benchmark/...`.
     """
-    trainer, precision = context.trainer, str(context.config.trainer.get("precision") or "32-true")
-    plan = [Segment(WARM, REAL, warmup)]
-    for _ in range(windows):  # alternating, so that a change of the machine's speed affects both
-        plan += [Segment(WINDOW, REAL, steps), Segment(WARM, HELD, SETTLE)]
-        plan += [Segment(WINDOW, HELD, steps), Segment(WARM, REAL, SETTLE)]
-    # A pipeline's phases show its communication already.
-    if trace and trainer.world_size > 1 and not _is_pipeline(trainer):
-        plan.append(Segment(TRACE, HELD, trace))
-    timing = timed_fit(context, plan)
-    device = trainer.strategy.root_device
-    measured = result.of_rank(timing, device) | {"limits": vars(limits.measure(device, precision))}
-    link = limits.measure_link(device, trainer.num_nodes)
-    ranks = process_group.gather(measured)
-    report: dict[str, Any] = {}
-    if trainer.is_global_zero:
-        size = result.batch_size(context, timing)
-        if context.module.automatic_optimization:
-            counted = model.count(context.config, size.global_batch)
-        else:
-            counted = model.from_a_live_step(context.module, timing.live_flops, size.batch)
-        report = result.assemble(context, timing, ranks, link, counted)
-        write_json(context.run.path / FILE, report)
-        screen.show(report)
-        for logger in trainer.loggers:
-            logger.log_metrics(result.metrics(report), 0)
-    return result.metrics(process_group.broadcast(report), result.MAIN)
+
+    calls = ("training_step", "train_dataloader")
+
+    def __init__(self, warmup: int = 10, windows: int = 5, steps: int = 20, trace: int = 3) -> None:
+        self.warmup, self.windows, self.steps, self.trace = warmup, windows, steps, trace
+
+    @classmethod
+    def check(cls, node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem | str]:
+        yield from super().check(node, context)
+        for name, least in LEAST.items():
+            value = node.get(name, least)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                what = f"must be an integer of at least {least}, not {value!r}"
+                yield Problem(name, what, f"task.{name}={least}")
+
+    def run(self, context: Built) -> Metrics:
+        """Returns the main numbers, as `benchmark/...`."""
+        trainer = context.trainer
+        timing = timed_fit(context, self._plan(trainer))
+        device, precision = trainer.strategy.root_device, context.config.trainer.get("precision")
+        measured = result.of_rank(timing, device)
+        measured["limits"] = vars(limits.measure(device, str(precision or "32-true")))
+        link = limits.measure_link(device, trainer.num_nodes)
+        ranks = process_group.gather(measured)
+        report: dict[str, Any] = {}
+        if trainer.is_global_zero:
+            size = result.batch_size(context, timing)
+            if context.module.automatic_optimization:
+                counted = model.count(context.config, size.global_batch)
+            else:
+                counted = model.from_a_live_step(context.module, timing.live_flops, size.batch)
+            report = result.assemble(context, timing, ranks, link, counted)
+            write_json(context.run.path / FILE, report)
+            screen.show(report)
+            for logger in trainer.loggers:
+                logger.log_metrics(result.metrics(report), 0)
+        return result.metrics(process_group.broadcast(report), result.MAIN)
+
+    def _plan(self, trainer: Any) -> list[Segment]:
+        plan = [Segment(WARM, REAL, self.warmup)]
+        # Alternating, so that a change of the machine's speed affects both inputs.
+        for _ in range(self.windows):
+            plan += [Segment(WINDOW, REAL, self.steps), Segment(WARM, HELD, SETTLE)]
+            plan += [Segment(WINDOW, HELD, self.steps), Segment(WARM, REAL, SETTLE)]
+        # A pipeline's phases show its communication already.
+        if self.trace and trainer.world_size > 1 and not _is_pipeline(trainer):
+            plan.append(Segment(TRACE, HELD, self.trace))
+        return plan
 
 
 def _is_pipeline(trainer: Any) -> bool:
@@ -121,16 +138,3 @@ def timed_fit(context: Built, plan: list[Segment]) -> Timing:
         source.remove()
     trainer.loggers = loggers
     return timing
-
-
-def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of the task's node, reported before anything starts."""
-    yield from train.check(node, context)  # type: ignore[attr-defined]
-    for name, least in LEAST.items():
-        value = node.get(name, least)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            what = f"must be an integer of at least {least}, not {value!r}"
-            yield Problem(name, what, f"task.{name}={least}")
-
-
-benchmark.check = check  # type: ignore[attr-defined]  # validation of the config calls it

@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from distdl.config.recipe import TRAIN, unit_of
+from distdl.config import task_facts
+from distdl.config.recipe import unit_of
 from distdl.runs.directory import RunDirectory
 from distdl.runs.records import journals, read
 from distdl.util.errors import Damaged
@@ -108,10 +109,10 @@ def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> ReportedAttempt
     error = status.get("error") or ""
     if isinstance(error, dict):
         error = error.get("message") or json.dumps(error)
-    task = mapping(mapping(launch.get("where")).get("task")).get("_target_") or TRAIN
+    task = mapping(mapping(launch.get("where")).get("task")).get("_target_")
     return ReportedAttempt(
         number=int(folder.name),
-        task="" if task == TRAIN else str(task).rpartition(".")[2],
+        task="" if not task or task_facts.of_target(task).trains else str(task).rpartition(".")[2],
         state=str(status.get("state") or "UNKNOWN"),
         started=_moment(status.get("started")),
         ended=_moment(status.get("ended")),

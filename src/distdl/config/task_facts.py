@@ -1,0 +1,165 @@
+"""What a task says about itself, read from its source: whether it trains, needs the built run, ...
+
+Launching asks before anything is imported: torch takes seconds, and the user's own modules may
+print, hang or crash. So a task says these things by literals in the body of its class
+(`distdl.tasks.Task`), and they are read here without running anything. Later, validation imports
+the class and compares (`validation.child`), so that a class that says them in another way is
+refused and never misread.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from distdl.moved_names import current
+
+# The base class of all tasks, whose own values hold for plain functions, too.
+BASE = "distdl.worker.task.Task"
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """The attributes of `distdl.tasks.Task`, which describes each."""
+
+    trains: bool
+    evaluates: bool
+    examines: bool
+    needs_build: bool
+    calls: tuple[str, ...]
+
+
+_NAME = ast.Name | ast.Attribute
+NAMES = tuple(each.name for each in fields(TaskFacts))
+
+
+def of(config: Mapping[Any, Any]) -> TaskFacts:
+    """The facts of a config's task; those of a plain function if it names none."""
+    node = config.get("task")
+    return of_target(node.get("_target_") if isinstance(node, Mapping) else None)
+
+
+def of_target(target: Any) -> TaskFacts:
+    """The facts of the task that a `_target_` names; those of a plain function if its source is not
+    found or is no Python."""
+    values = _literals(next(_classes(BASE, set())))
+    for cls in reversed([*_classes(str(target), {BASE})]):
+        values |= _literals(cls)
+    return TaskFacts(**values)
+
+
+def _literals(cls: ast.ClassDef) -> dict[str, Any]:
+    """The facts that the body of a class assigns."""
+    found = {}
+    for statement in cls.body:
+        if isinstance(statement, ast.Assign):
+            targets, value = statement.targets, statement.value
+        elif isinstance(statement, ast.AnnAssign) and statement.value:
+            targets, value = [statement.target], statement.value
+        else:
+            continue
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id in NAMES:
+                try:
+                    found[target.id] = ast.literal_eval(value)
+                except ValueError:  # computed: validation refuses it if it is another value
+                    continue
+    return found
+
+
+def _classes(name: str, seen: set[str]) -> Iterator[ast.ClassDef]:
+    """The class that a dotted name names, then its bases, nearest first; without those in `seen`.
+    Follows imports and other names of a class (`train = Train`)."""
+    name = current(name)
+    module, _, attribute = name.rpartition(".")
+    source = None if name in seen else _source(module)
+    seen.add(name)
+    if source is None:
+        return
+    if cls := source.classes.get(attribute):
+        yield cls
+        for base in cls.bases:
+            # Task[Built] is Task.
+            yield from _classes(
+                source.meaning(base.value if isinstance(base, ast.Subscript) else base), seen
+            )
+    elif attribute in source.names:
+        yield from _classes(source.names[attribute], seen)
+
+
+@dataclass
+class _Source:
+    """The classes of a module, and the dotted names behind its other names."""
+
+    module: str
+    classes: dict[str, ast.ClassDef] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def meaning(self, expression: ast.expr) -> str:
+        """The dotted name, from the top, that `Base` or `module.Base` stands for."""
+        first, dot, rest = ast.unparse(expression).partition(".")
+        return self.names.get(first, f"{self.module}.{first}") + dot + rest
+
+
+def _source(module: str) -> _Source | None:
+    """The source of a module; None if it has none that is Python."""
+    file = _file(module)
+    try:
+        return _read(module, file, file.stat().st_mtime_ns) if file else None
+    except (OSError, SyntaxError, ValueError):  # validation reports it, with its line
+        return None
+
+
+@functools.lru_cache(100)  # a start asks about ten times
+def _read(module: str, file: Path, changed: int) -> _Source:
+    """Reads the file of a module, as it was when it last `changed`."""
+    tree = ast.parse(file.read_bytes())
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    source = _Source(module)
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef):
+            source.classes[statement.name] = statement
+        elif isinstance(statement, ast.Import):
+            for alias in statement.names:
+                top = alias.name.partition(".")[0]
+                source.names[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(statement, ast.ImportFrom):
+            home = _absolute(statement, package)
+            for alias in statement.names:
+                source.names[alias.asname or alias.name] = f"{home}.{alias.name}"
+        elif isinstance(statement, ast.Assign) and isinstance(statement.value, _NAME):
+            for target in statement.targets:
+                source.names[ast.unparse(target)] = source.meaning(statement.value)
+    return source
+
+
+def _absolute(statement: ast.ImportFrom, package: str) -> str:
+    """The module that `from x import` or `from .x import` names."""
+    above = package.split(".")
+    kept = above[: len(above) - statement.level + 1] if statement.level else []
+    return ".".join([*kept, *([statement.module] if statement.module else [])])
+
+
+def _file(module: str) -> Path | None:
+    """The file of a module. Only its top package is looked up by Python, because `find_spec` would
+    import the packages between."""
+    top, *inner = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # no name at all, or a module that was made by hand
+        return None
+    if spec is None:
+        return None
+    if not inner and spec.origin:
+        return Path(spec.origin) if spec.origin.endswith(".py") else None
+    for folder in spec.submodule_search_locations or ():
+        path = Path(folder, *inner)
+        for file in (path.parent / f"{path.name}.py", path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None

@@ -1,0 +1,34 @@
+"""Whether a task is what the reading of its source has said (`config.task_facts`)."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+from distdl.config import task_facts
+
+
+def problem(called: Any, target: str) -> tuple[str, str] | None:
+    """What is wrong with the class that `task._target_` names, and the remedy; None if nothing is,
+    or if it is a function.
+
+    Args:
+        called: The target, imported but not called.
+    """
+    if not inspect.isclass(called):
+        return None
+    base = task_facts.BASE.rpartition(".")
+    task = getattr(sys.modules.get(base[0]), base[2], object())
+    if task not in called.__mro__:
+        what = f"{target} is a class, but not a Task"
+        return what, "derive it from distdl.tasks.Task, or name a function"
+    read = task_facts.of_target(target)
+    for name in task_facts.NAMES:
+        real, said = getattr(called, name), getattr(read, name)
+        if real != said:
+            what = f"{target} has {name} = {real!r}, and its source, which is read before it is "
+            what += f"imported, says {said!r}"
+            remedy = f"write {name} = {real!r} in the body of the class, and its module's name in "
+            return what, f"{remedy}task._target_"
+    return None

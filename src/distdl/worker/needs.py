@@ -1,0 +1,45 @@
+"""The methods that a task requires of the user's classes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from distdl.util.errors import Problem
+from distdl.validation import kinds
+
+
+def missing_methods(methods: Sequence[str], context: Mapping[str, Any]) -> Iterator[Problem]:
+    """The methods (`training_step`, `train_dataloader`) that the config's model and data do not
+    define. Objects that functions return are checked later, by Lightning.
+
+    Args:
+        context: Of a task's `check`.
+    """
+    config = context["config"]
+    # As in Lightning: if there is a data module, only it provides loaders.
+    loads = "data" if config.get("data") else "model"
+    wanted = {name: loads if name.endswith("_dataloader") else "model" for name in methods}
+    if "training_step" in methods and not config.get("optimizer"):
+        wanted["configure_optimizers"] = "model"
+    for name, section in wanted.items():
+        part = config.get(section)
+        if not part or section in context["refused"] or part.get("_partial_"):
+            continue
+        if not has(kinds.locate(part["_target_"]), name):
+            what = f"needs {name}, which {part['_target_']} does not define"
+            other = ", or choose one: optimizer=sgd" if name == "configure_optimizers" else ""
+            ours = part["_target_"].startswith("distdl.") and section == "data"
+            yield Problem("", what, "data=imagenet" if ours else f"define it{other}")
+
+
+def has(target: Any, name: str) -> bool:
+    """Whether what `target` builds has its own method: from its class, or set by `__init__`."""
+    bases = (LightningModule, LightningDataModule)
+    base = next((b for b in bases if inspect.isclass(target) and issubclass(target, b)), None)
+    if base is None or getattr(target, name, None) is not getattr(base, name, None):
+        return True
+    return name in getattr(target.__init__, "__code__", has.__code__).co_names
