@@ -90,7 +90,7 @@ def apply(
 ) -> dict[str, Any]:
     """Applies Hydra's overrides to `where`; returns what this attempt and the `earlier` ones change
     in the recipe."""
-    changes, problems = dict(earlier), []
+    changes, problems, known = dict(earlier), [], configs.flat_paths(recipe)
     changeable: tuple[str, ...] = configs.CHANGEABLE
     setting = [each for each in parsed if not each.is_delete() and not each.is_sweep_override()]
     with compose.hydra_session():
@@ -121,7 +121,7 @@ def apply(
         elif path in changeable or path.startswith(("strategy.", "tracking.")):
             changes[path] = value
         else:
-            problems.append(_refused(path, changeable, configs.flat_paths(recipe)))
+            problems.append(_refused(path, changeable, known))
     if problems:
         raise UserError(*problems)
     return changes
