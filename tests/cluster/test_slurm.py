@@ -336,7 +336,7 @@ def test_what_slurm_refuses(slurm, tmp_path, monkeypatch, on_cluster):
     (tmp_path / "down.conf").write_text(re.sub("SlurmctldPort=.*", port, text))
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "down.conf"))
     shown = on_cluster(*SLURM, "name=down", code=2).err
-    assert "Slurmctld(primary) at " in shown and " is DOWN\n" in shown
+    assert "Slurmctld(primary) at " in shown and " is DOWN" in shown
     assert not Path("outputs/default/down").exists()
 
 
