@@ -46,7 +46,9 @@ def _with_checkpoint(config: DictConfig, typed: Sequence[Override]) -> str:
         folder = shlex.quote(shown(newest.path))
         command = f"python -m distdl resume {folder} task={task}"
         return f"the newest run that has one: {command}; or task.checkpoint=FILE of another"
-    texts = [each.lstrip("+") for each in compose.texts_of(typed)]
+    # What is typed for a resume does not make up its config.
+    composed_of = typed if "hydra" in config else ()
+    texts = [each.lstrip("+") for each in compose.texts_of(composed_of)]
     others = redact_command([each for each in texts if not each.startswith("task")])
     train = shlex.join(["python", "-m", "distdl", *others])
     return f"train first: {train}; then: python -m distdl resume RUN task={task}"
