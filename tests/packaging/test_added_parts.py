@@ -79,6 +79,8 @@ def test_parts_added_as_contributing_says_work(tmp_path, home):
     lines = (work / "outputs/default/x/logs/metrics.jsonl").read_text().splitlines()
     logged = [json.loads(line)["metrics"] for line in lines]
     rates = [each["lr"] for each in logged if "lr" in each]
+    assert sum("val/loss" in each for each in logged) == 1, "an evaluation adds no point"
+    assert sum("Timed/val/loss" in each for each in logged) == 1
     assert rates == [rates[0], rates[0] / 2, rates[0] / 2, rates[0] / 4], "halved per half epoch"
     assert status(work / "outputs/default/x", 2)["state"] == "SUCCEEDED"
 
