@@ -67,11 +67,20 @@ def create_run(folder: Path, total: int) -> Path:
     """A run of distdl that trains the same, for its ranks to execute."""
     run = runs.create_run(
         folder,
-        *("model=resnet18", "data=synthetic", f"data.image_size={SIZE}", f"data.pool_size={POOL}"),
-        *(f"data.num_classes={CLASSES}", f"data.batch_size={BATCH}", "schedule.warmup_epochs=0"),
+        "model=resnet18",
+        "data=synthetic",
+        f"data.image_size={SIZE}",
+        f"data.pool_size={POOL}",
+        f"data.num_classes={CLASSES}",
+        f"data.batch_size={BATCH}",
+        "schedule.warmup_epochs=0",
         f"data.train_samples={total * BATCH * RANKS}",
-        *("strategy=ddp", "trainer.accelerator=cpu", f"trainer.devices={RANKS}"),
-        *("trainer.max_epochs=1", "trainer.limit_val_batches=0", "tracking=none"),
+        "strategy=ddp",
+        "trainer.accelerator=cpu",
+        f"trainer.devices={RANKS}",
+        "trainer.max_epochs=1",
+        "trainer.limit_val_batches=0",
+        "tracking=none",
         *(f"trainer.log_every_n_steps={LOG_EVERY}", *stops.overrides(WARM_UP, STEPS)),
     )
     return run.path

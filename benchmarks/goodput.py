@@ -99,11 +99,21 @@ def ours(folder: Path, steps: int, wait: float) -> list[str]:
     shutil.copy(KILLED, folder)
     return [
         *(sys.executable, "-m", "distdl", "model=net", f"model.folder={folder}", "data=rows"),
-        *(f"model.wait={wait}", f"data.rows={steps * RANKS * BATCH}", "~optimizer", "~schedule"),
-        *("trainer.accelerator=cpu", f"trainer.devices={RANKS}", "trainer.max_epochs=1"),
-        *("strategy=ddp", "tracking=none", "checkpoint.monitor=null", "name=run"),
-        *(f"checkpoint.every_n_steps={SAVE_EVERY}", "experiment_name=goodput"),
-        *(f"output_dir={folder}", "launcher.max_attempts=1000"),
+        f"model.wait={wait}",
+        f"data.rows={steps * RANKS * BATCH}",
+        "~optimizer",
+        "~schedule",
+        "trainer.accelerator=cpu",
+        f"trainer.devices={RANKS}",
+        "trainer.max_epochs=1",
+        "strategy=ddp",
+        "tracking=none",
+        "checkpoint.monitor=null",
+        "name=run",
+        f"checkpoint.every_n_steps={SAVE_EVERY}",
+        "experiment_name=goodput",
+        f"output_dir={folder}",
+        "launcher.max_attempts=1000",
     ]
 
 

@@ -141,9 +141,12 @@ def by_distdl(folder: Path, device: torch.device, size: Size, *overrides: str) -
     name = f"run-{len([*folder.glob('*/run-*')])}"
     command = [
         *(sys.executable, "-m", "distdl", "+experiment=resnet50_ddp", f"model={size.model}"),
-        *("trainer.devices=1", f"trainer.accelerator={'gpu' if device.type == 'cuda' else 'cpu'}"),
-        *(f"data.batch_size={size.batch}", f"data.image_size={size.pixels}"),
-        *(f"data.num_classes={size.classes}", "trainer.limit_val_batches=0"),
+        "trainer.devices=1",
+        f"trainer.accelerator={'gpu' if device.type == 'cuda' else 'cpu'}",
+        f"data.batch_size={size.batch}",
+        f"data.image_size={size.pixels}",
+        f"data.num_classes={size.classes}",
+        "trainer.limit_val_batches=0",
         f"trainer.limit_train_batches={size.warm_up + size.steps}",
         f"trainer.log_every_n_steps={size.window}",
         *("tracking=none", f"output_dir={folder}", f"name={name}", *overrides),

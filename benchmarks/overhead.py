@@ -35,8 +35,12 @@ WARM_UP, STEPS, REPEATS = 200, 300, 24
 PARTS_STEPS, PARTS_REPEATS = 900, 5  # steps and runs in which the parts are timed
 # The hooks that Lightning (2.6) calls in every training step.
 HOOKS = (
-    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
-    *("on_after_backward", "on_before_optimizer_step"),
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
 )
 DISPATCH, LOGGERS = "Lightning's call of the callbacks", "the loggers: the journal"
 REST = "everything else in the Trainer"
@@ -68,9 +72,16 @@ def distdl(folder: Path, total: int, first: int = 0, steps: int = 0) -> None:
     runs.work(
         runs.create_run(
             folder,
-            *("model=tiny", f"model.first={first}", f"model.steps={steps}"),
-            *("data=tiny", f"data.steps={total}", "optimizer=none", "schedule=none"),
-            *("trainer.accelerator=cpu", "trainer.max_epochs=1", "tracking=none"),
+            "model=tiny",
+            f"model.first={first}",
+            f"model.steps={steps}",
+            "data=tiny",
+            f"data.steps={total}",
+            "optimizer=none",
+            "schedule=none",
+            "trainer.accelerator=cpu",
+            "trainer.max_epochs=1",
+            "tracking=none",
         )
     )
 

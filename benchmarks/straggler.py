@@ -37,9 +37,16 @@ UNDISTURBED = 10
 STEPS = dict.fromkeys(PARTS, 100) | {"checkpoint": 200, "": 320}  # about 8 s each
 EXCHANGE_S = 2.0
 COMMON = (
-    *("model=slow", "data=slow", "optimizer=none", "schedule=none", "strategy=ddp"),
-    *("trainer.accelerator=cpu", f"trainer.devices={pair.RANKS}", "trainer.max_epochs=1"),
-    *("tracking=none", f"checkpoint.every_n_steps={SAVE_EVERY}"),
+    "model=slow",
+    "data=slow",
+    "optimizer=none",
+    "schedule=none",
+    "strategy=ddp",
+    "trainer.accelerator=cpu",
+    f"trainer.devices={pair.RANKS}",
+    "trainer.max_epochs=1",
+    "tracking=none",
+    f"checkpoint.every_n_steps={SAVE_EVERY}",
 )
 ROOT = Path(__file__).resolve().parents[1]
 TRACEML = ROOT / ".servers/traceml/bin/traceml"

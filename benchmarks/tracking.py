@@ -46,9 +46,17 @@ def create_run(folder: Path, total: int, *overrides: str) -> Path:
     """A run of distdl, for its worker."""
     run = runs.create_run(
         folder,
-        *("model=tiny", f"model.width={WIDTH}", f"model.depth={DEPTH}", "data=tiny"),
-        *(f"data.steps={total}", f"data.batch_size={BATCH}", "optimizer=none", "schedule=none"),
-        *("trainer.accelerator=cpu", "trainer.max_epochs=1", f"trainer.log_every_n_steps={EVERY}"),
+        "model=tiny",
+        f"model.width={WIDTH}",
+        f"model.depth={DEPTH}",
+        "data=tiny",
+        f"data.steps={total}",
+        f"data.batch_size={BATCH}",
+        "optimizer=none",
+        "schedule=none",
+        "trainer.accelerator=cpu",
+        "trainer.max_epochs=1",
+        f"trainer.log_every_n_steps={EVERY}",
         *(*stops.overrides(WARM_UP, STEPS), *overrides),
     )
     return run.path

@@ -18,12 +18,22 @@ from distdl.distributed.traffic import in_words
 
 SKIPPED, STEPS = 2, 8
 COMMON = (
-    *("model=resnet18", "data=synthetic", "data.image_size=32", "data.num_classes=10"),
-    *("data.batch_size=8", "data.train_samples=1600", "schedule.warmup_epochs=0"),
-    *("trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_epochs=1"),
-    *(f"trainer.limit_train_batches={SKIPPED + STEPS}", "trainer.limit_val_batches=0"),
+    "model=resnet18",
+    "data=synthetic",
+    "data.image_size=32",
+    "data.num_classes=10",
+    "data.batch_size=8",
+    "data.train_samples=1600",
+    "schedule.warmup_epochs=0",
+    "trainer.accelerator=cpu",
+    "trainer.devices=2",
+    "trainer.max_epochs=1",
+    f"trainer.limit_train_batches={SKIPPED + STEPS}",
+    "trainer.limit_val_batches=0",
     # Reading the loss at a log step sends four bytes.
-    *("trainer.log_every_n_steps=1000", "tracking=none", "callbacks=[traffic]"),
+    "trainer.log_every_n_steps=1000",
+    "tracking=none",
+    "callbacks=[traffic]",
 )
 # Smaller buckets for DeepSpeed, because of the small model and a laptop's memory.
 SMALL = ("strategy.reduce_bucket_size=5_000_000", "strategy.allgather_bucket_size=5_000_000")
@@ -32,18 +42,26 @@ ARMS: dict[str, tuple[str, ...]] = {
     "ddp, bf16": ("strategy=ddp", "strategy.comm_hook=bf16"),
     "ddp, fp16": ("strategy=ddp", "strategy.comm_hook=fp16"),
     "ddp, powersgd of rank 1": (
-        *("strategy=ddp", "strategy.comm_hook=powersgd", "strategy.hook_start_step=2"),
+        "strategy=ddp",
+        "strategy.comm_hook=powersgd",
+        "strategy.hook_start_step=2",
     ),
     "ddp, powersgd of rank 4": (
-        *("strategy=ddp", "strategy.comm_hook=powersgd", "strategy.hook_start_step=2"),
+        "strategy=ddp",
+        "strategy.comm_hook=powersgd",
+        "strategy.hook_start_step=2",
         "strategy.powersgd_rank=4",
     ),
     "ddp, post_local_sgd every 4": (
-        *("strategy=ddp", "strategy.comm_hook=post_local_sgd", "strategy.hook_start_step=2"),
+        "strategy=ddp",
+        "strategy.comm_hook=post_local_sgd",
+        "strategy.hook_start_step=2",
     ),
     "local_sgd every 8": ("strategy=local_sgd", "strategy.sync_every=8"),
     "local_sgd every 8, nesterov": (
-        *("strategy=local_sgd", "strategy.sync_every=8", "strategy.outer=nesterov"),
+        "strategy=local_sgd",
+        "strategy.sync_every=8",
+        "strategy.outer=nesterov",
     ),
     "deepspeed_zero1": ("strategy=deepspeed_zero1", *SMALL),
     "deepspeed_zero2": ("strategy=deepspeed_zero2", *SMALL),

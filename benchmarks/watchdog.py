@@ -30,9 +30,16 @@ def create_run(folder: Path, total: int, ranks: int, enabled: bool) -> Path:
     """A run of `total` steps, for its ranks to execute."""
     run = runs.create_run(
         folder,
-        *("model=tiny", f"model.first={WARM_UP}", f"model.steps={STEPS}"),
-        *("data=tiny", f"data.steps={total * ranks}", "optimizer=none", "schedule=none"),
-        *("trainer.accelerator=cpu", "trainer.max_epochs=1", f"trainer.devices={ranks}"),
+        "model=tiny",
+        f"model.first={WARM_UP}",
+        f"model.steps={STEPS}",
+        "data=tiny",
+        f"data.steps={total * ranks}",
+        "optimizer=none",
+        "schedule=none",
+        "trainer.accelerator=cpu",
+        "trainer.max_epochs=1",
+        f"trainer.devices={ranks}",
         *("strategy=ddp", "tracking=none", f"watchdog.enabled={str(enabled).lower()}"),
     )
     return run.path

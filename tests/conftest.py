@@ -40,10 +40,20 @@ matrix_only = pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make
 # A real ResNet-18 with GroupNorm on 32-pixel images: 40 ms a step, and SyncBatchNorm, which does
 # not run on a CPU, is not needed for one and two ranks to agree.
 TINY = (
-    *("model=resnet18", "model.norm=group", "data=synthetic", "data.image_size=32"),
-    *("data.num_classes=10", "data.train_samples=160", "data.val_samples=21", "data.batch_size=8"),
-    *("schedule.warmup_epochs=0", "trainer.accelerator=cpu", "trainer.max_epochs=3"),
-    *("trainer.log_every_n_steps=1", "tracking=none", "callbacks=[default,record_samples]"),
+    "model=resnet18",
+    "model.norm=group",
+    "data=synthetic",
+    "data.image_size=32",
+    "data.num_classes=10",
+    "data.train_samples=160",
+    "data.val_samples=21",
+    "data.batch_size=8",
+    "schedule.warmup_epochs=0",
+    "trainer.accelerator=cpu",
+    "trainer.max_epochs=3",
+    "trainer.log_every_n_steps=1",
+    "tracking=none",
+    "callbacks=[default,record_samples]",
 )
 NO_PROBLEMS: dict[str, Any] = {"problems": [], "notes": [], "facts": {}}
 # What is run with `python`: the command line, and the same without the child process that imports

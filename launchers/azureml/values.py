@@ -70,10 +70,19 @@ def _vm_size(name: Any) -> Any:
 VmSizeName = Annotated[str, BeforeValidator(_vm_size)]
 # https://learn.microsoft.com/azure/machine-learning/how-to-read-write-data-v2#available-mount-settings
 MOUNT = (
-    *("attribute_cache_ttl", "block_based_cache_enabled", "block_file_cache_enabled"),
-    *("block_file_cache_max_queue_size", "block_file_cache_write_threads", "cache_size"),
-    *("file_cache_prune_target", "file_cache_prune_threshold", "memory_cache_size"),
-    *("read_block_size", "read_buffer_block_count", "read_threads", "reserved_free_disk_space"),
+    "attribute_cache_ttl",
+    "block_based_cache_enabled",
+    "block_file_cache_enabled",
+    "block_file_cache_max_queue_size",
+    "block_file_cache_write_threads",
+    "cache_size",
+    "file_cache_prune_target",
+    "file_cache_prune_threshold",
+    "memory_cache_size",
+    "read_block_size",
+    "read_buffer_block_count",
+    "read_threads",
+    "reserved_free_disk_space",
     "unmount_timeout_seconds",
 )
 

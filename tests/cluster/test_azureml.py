@@ -37,7 +37,8 @@ pytestmark = [
 SECRET = "canary-forwarded-by-name-3f1c"
 SMALL = (
     *(*TINY, "data.train_samples=64", "data.val_samples=8"),
-    *("launcher=azureml", "launcher.env={OMP_NUM_THREADS: 1}"),
+    "launcher=azureml",
+    "launcher.env={OMP_NUM_THREADS: 1}",
     "+callbacks.witness._target_=witness.Witness",
     "+callbacks.witness.data='${input:pictures}'",
     "+launcher.inputs.pictures=https://data.example.org/pictures",
@@ -102,8 +103,10 @@ def trained(azure, distdl, monkeypatch):
         monkeypatch.setenv("CANARY", SECRET)
         azure.printed["x"] = distdl(
             *(*SMALL, *TWO_NODES, "launcher.tier=low_priority", "name=x"),
-            *("launcher.forward_env=[CANARY]", f"launcher.key_vault={azure.url}"),
-            *("+callbacks.witness.pause=0.1", f"launcher.tags={{{EVICTED}: 'epoch 2  step 5 '}}"),
+            "launcher.forward_env=[CANARY]",
+            f"launcher.key_vault={azure.url}",
+            "+callbacks.witness.pause=0.1",
+            f"launcher.tags={{{EVICTED}: 'epoch 2  step 5 '}}",
         )
     return azure.printed["x"]
 

@@ -157,11 +157,21 @@ def test_from_tars_to_two_ranks(azurite, account, tmp_path, background, monkeypa
     # Two ranks; the server is there for the first epoch only.
     run, before = tmp_path / "outputs/default/run", len(azurite.log.read_text())
     training = background(
-        *("model=resnet18", "model.norm=group", "data=imagenet", f"data.root={account}"),
+        "model=resnet18",
+        "model.norm=group",
+        "data=imagenet",
+        f"data.root={account}",
         *(f"data.num_classes={len(CLASSES)}", "data.image_size=32", "data.batch_size=12"),
-        *("data.num_workers=1", "data.shuffle_window=4", "schedule.warmup_epochs=0", "name=run"),
-        *("trainer.accelerator=cpu", "trainer.devices=2", f"trainer.max_epochs={EPOCHS}"),
-        *("trainer.log_every_n_steps=1", "tracking=none", "callbacks=[default,record_samples]"),
+        "data.num_workers=1",
+        "data.shuffle_window=4",
+        "schedule.warmup_epochs=0",
+        "name=run",
+        "trainer.accelerator=cpu",
+        "trainer.devices=2",
+        f"trainer.max_epochs={EPOCHS}",
+        "trainer.log_every_n_steps=1",
+        "tracking=none",
+        "callbacks=[default,record_samples]",
         **where,
     )
     training.until(lambda: last_step(run) > STEPS)

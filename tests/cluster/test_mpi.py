@@ -211,8 +211,10 @@ def test_cancel_leaves_time_for_a_checkpoint(hosts, tmp_path, mpi):
     job = Waiting(hosts, tmp_path, mpi, names=names)
     lines = job.log().splitlines()
     assert sorted(line for line in lines if line.startswith("born")) == [
-        *("born 0 node1 fd77::1", "born 1 node1 fd77::1"),
-        *("born 2 node2 fd77::1", "born 3 node2 fd77::1"),
+        "born 0 node1 fd77::1",
+        "born 1 node1 fd77::1",
+        "born 2 node2 fd77::1",
+        "born 3 node2 fd77::1",
     ]
     assert job.end("cancel") == "CANCELLED"
     assert job.log().count("saved") == 4 and not list(job.attempt.glob("errors/*"))

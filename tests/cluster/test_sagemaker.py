@@ -44,8 +44,12 @@ JOB = (
     "+callbacks.witness.token=${oc.env:CANARY}",
     "launcher.role=arn:aws:iam::123456789012:role/train",
     "launcher.image=123456789012.dkr.ecr.eu-west-1.amazonaws.com/distdl:1",
-    *("launcher=sagemaker", "launcher.instance_type=ml.m5.large", f"launcher.bucket={BUCKET}"),
-    *(f"launcher.region={REGION}", "launcher.forward_env=[CANARY]", "name=x"),
+    "launcher=sagemaker",
+    "launcher.instance_type=ml.m5.large",
+    f"launcher.bucket={BUCKET}",
+    f"launcher.region={REGION}",
+    "launcher.forward_env=[CANARY]",
+    "name=x",
     """launcher.metrics={train/loss: "step .* loss ([0-9.e+-]+)","""
     """ val/acc1: "val/acc1 ([0-9.e+-]+)"}""",
 )

@@ -22,10 +22,18 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 BASE = [
-    *("model=resnet50", "data=synthetic", "data.batch_size=64", "data.train_samples=1280"),
-    *("data.val_samples=100", "schedule.warmup_epochs=0", "trainer.accelerator=gpu"),
-    *("trainer.devices=1", "trainer.precision=bf16-mixed", "trainer.max_epochs=1"),
-    *("trainer.log_every_n_steps=1", "tracking=none"),
+    "model=resnet50",
+    "data=synthetic",
+    "data.batch_size=64",
+    "data.train_samples=1280",
+    "data.val_samples=100",
+    "schedule.warmup_epochs=0",
+    "trainer.accelerator=gpu",
+    "trainer.devices=1",
+    "trainer.precision=bf16-mixed",
+    "trainer.max_epochs=1",
+    "trainer.log_every_n_steps=1",
+    "tracking=none",
 ]
 EVERY = ("trainer.max_steps=20", "checkpoint.every_n_steps=10", "checkpoint.keep_last=9")
 EVERY += ("trainer.deterministic=warn",)
@@ -87,9 +95,17 @@ def test_peak_memory_is_what_plan_says(strategy, planned, tmp_path):
 
 
 SHORT = [
-    *("model=resnet18", "data=synthetic", "data.image_size=32", "data.batch_size=8"),
-    *("data.train_samples=64", "data.val_samples=8", "schedule.warmup_epochs=0"),
-    *("trainer.accelerator=gpu", "trainer.max_epochs=1", "tracking=none", "name=run"),
+    "model=resnet18",
+    "data=synthetic",
+    "data.image_size=32",
+    "data.batch_size=8",
+    "data.train_samples=64",
+    "data.val_samples=8",
+    "schedule.warmup_epochs=0",
+    "trainer.accelerator=gpu",
+    "trainer.max_epochs=1",
+    "tracking=none",
+    "name=run",
 ]
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "distdl")
 
@@ -177,9 +193,16 @@ def test_faster_than_a_hand_written_loop():
 @pytest.mark.parametrize("batch, bound", [(8, "host-bound"), (256, "compute-bound")])
 def test_the_devices_clock_and_the_wall_agree(batch, bound, tmp_path):
     done = distdl(
-        *("model=resnet50", "data=synthetic", f"data.batch_size={batch}", "trainer.devices=1"),
-        *("trainer.precision=bf16-mixed", "task=benchmark", "task.steps=20", "task.windows=3"),
-        *("name=b", "tracking=none"),
+        "model=resnet50",
+        "data=synthetic",
+        f"data.batch_size={batch}",
+        "trainer.devices=1",
+        "trainer.precision=bf16-mixed",
+        "task=benchmark",
+        "task.steps=20",
+        "task.windows=3",
+        "name=b",
+        "tracking=none",
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr

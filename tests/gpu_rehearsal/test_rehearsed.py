@@ -21,9 +21,13 @@ STEPS, HALF, LOG_EVERY = 12, 6, 4
 LEFT_OUT = ("trainer.", "checkpoint.every", "model.network")
 COMMON = (
     *(o for o in matrix.COMMON if not o.startswith(LEFT_OUT)),
-    *("trainer.accelerator=gpu", "trainer.max_epochs=1", f"trainer.max_steps={STEPS}"),
-    *(f"trainer.log_every_n_steps={LOG_EVERY}", "+trainer.enable_model_summary=false"),
-    *(f"checkpoint.every_n_steps={HALF}", "data.batch_size=4"),
+    "trainer.accelerator=gpu",
+    "trainer.max_epochs=1",
+    f"trainer.max_steps={STEPS}",
+    f"trainer.log_every_n_steps={LOG_EVERY}",
+    "+trainer.enable_model_summary=false",
+    f"checkpoint.every_n_steps={HALF}",
+    "data.batch_size=4",
 )
 # The overrides of a strategy, and with how many ranks.
 PIPELINE = "pipeline strategy.stages=2 strategy.balance=parameters strategy.micro_batches=2"
@@ -100,7 +104,9 @@ def test_trains_and_resumes(strategy, size, ranks, tmp_path):
 
 ONE_STEP = (
     *(o for o in TINY if not o.startswith(("trainer.", "callbacks"))),
-    *("trainer.accelerator=gpu", "trainer.max_steps=1", "name=here"),
+    "trainer.accelerator=gpu",
+    "trainer.max_steps=1",
+    "name=here",
 )
 CARDS = 8
 # $CUDA_VISIBLE_DEVICES, trainer.devices -> the cards

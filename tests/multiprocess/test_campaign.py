@@ -31,9 +31,15 @@ PHASES = ("set-up", "training", "validation", "checkpoint", "end")
 EMA = "distdl.callbacks.EMAWeightAveraging"
 SWA = "lightning.pytorch.callbacks.StochasticWeightAveraging"
 COMMON = (
-    *("trainer.accelerator=cpu", "trainer.max_epochs=3", "tracking=none", "experiment_name=e"),
-    *("callbacks=[default,record_samples]", "+callbacks.points._target_=mine.Points"),
-    *("model=ours", "checkpoint.monitor=val_loss", "checkpoint.mode=min"),
+    "trainer.accelerator=cpu",
+    "trainer.max_epochs=3",
+    "tracking=none",
+    "experiment_name=e",
+    "callbacks=[default,record_samples]",
+    "+callbacks.points._target_=mine.Points",
+    "model=ours",
+    "checkpoint.monitor=val_loss",
+    "checkpoint.mode=min",
 )
 OWN = ("data=ours", "optimizer=none", "schedule=none", "checkpoint.every_n_steps=4")
 # The module, and overrides.
@@ -43,7 +49,8 @@ IDIOMS = {
         "Plain",
         [
             f"+callbacks.swa._target_={SWA}",
-            *("+callbacks.swa.swa_lrs=0.01", "+callbacks.swa.swa_epoch_start=1"),
+            "+callbacks.swa.swa_lrs=0.01",
+            "+callbacks.swa.swa_epoch_start=1",
         ],
     ),
     "by hand": ("ByHand", ["trainer.val_check_interval=3"]),
@@ -59,8 +66,13 @@ network:
   num_classes: ${data.num_classes}
 """
 SYNTHETIC = (
-    *("data=synthetic", "data.image_size=8", "data.num_classes=10", "data.train_samples=24"),
-    *("data.val_samples=24", "schedule.warmup_epochs=0", "checkpoint.monitor=val/loss"),
+    "data=synthetic",
+    "data.image_size=8",
+    "data.num_classes=10",
+    "data.train_samples=24",
+    "data.val_samples=24",
+    "schedule.warmup_epochs=0",
+    "checkpoint.monitor=val/loss",
 )
 TRAININGS = [*itertools.product((1, 2, 3), IDIOMS)]
 CHOSEN = TRAININGS if MATRIX else [(3, "ema")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -15,8 +16,15 @@ from tests.multiprocess import drilled
 
 MATRIX = bool(os.environ.get("DISTDL_MATRIX"))
 TWO = (
-    *("model=net", "~data", "~optimizer", "~schedule", "trainer.accelerator=cpu"),
-    *("trainer.devices=2", "trainer.max_epochs=9", "checkpoint.monitor=null", "tracking=none"),
+    "model=net",
+    "~data",
+    "~optimizer",
+    "~schedule",
+    "trainer.accelerator=cpu",
+    "trainer.devices=2",
+    "trainer.max_epochs=9",
+    "checkpoint.monitor=null",
+    "tracking=none",
 )
 FORGETFUL = "+callbacks.forgetful._target_=mine.Forgetful"
 
@@ -46,7 +54,7 @@ def test_a_killed_rank_is_survived(project) -> None:
     assert (row["named"], row["rightly"]) == ("killed", True), printed
     assert (row["lost"], row["repeated"], row["difference"]) == (0, 0, 0.0), printed
     assert 0 < row["detected_s"] < row["resumed_s"], printed
-    assert "| kill_rank | " in printed and " | bit-equal | yes" in printed
+    assert re.search("^kill_rank  .* bit-equal  +yes$", printed, re.M), printed
 
 
 @pytest.mark.skipif(not MATRIX, reason="make matrix")

@@ -19,10 +19,19 @@ MATRIX = bool(os.environ.get("DISTDL_MATRIX"))
 STEPS = drawing.COUNT // drawing.GLOBAL_BATCH
 KILLED_AT = STEPS + 5  # a checkpoint was written two batches before
 COMMON = (
-    *("model=ours", "data=ours", "schedule=none", "experiment_name=e"),
-    *("trainer.accelerator=cpu", "trainer.max_epochs=3", "tracking=none", "callbacks=[]"),
-    *("checkpoint.every_n_steps=2", "checkpoint.monitor=null", "checkpoint.background=false"),
-    *("+callbacks.kill._target_=mine.Kill", "+trainer.enable_model_summary=false"),
+    "model=ours",
+    "data=ours",
+    "schedule=none",
+    "experiment_name=e",
+    "trainer.accelerator=cpu",
+    "trainer.max_epochs=3",
+    "tracking=none",
+    "callbacks=[]",
+    "checkpoint.every_n_steps=2",
+    "checkpoint.monitor=null",
+    "checkpoint.background=false",
+    "+callbacks.kill._target_=mine.Kill",
+    "+trainer.enable_model_summary=false",
 )
 STRATEGIES = {
     "single": ("trainer.devices=1",),

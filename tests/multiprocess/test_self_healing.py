@@ -19,9 +19,18 @@ from tests.waiting import until
 
 MATRIX = bool(os.environ.get("DISTDL_MATRIX"))
 COMMON = (
-    *("model=net", "data=rows", "~optimizer", "~schedule", "trainer.accelerator=cpu"),
-    *("trainer.max_epochs=1", "trainer.devices=2", "strategy=ddp", "tracking=none"),
-    *("checkpoint.monitor=null", "checkpoint.every_n_steps=1", "experiment_name=e"),
+    "model=net",
+    "data=rows",
+    "~optimizer",
+    "~schedule",
+    "trainer.accelerator=cpu",
+    "trainer.max_epochs=1",
+    "trainer.devices=2",
+    "strategy=ddp",
+    "tracking=none",
+    "checkpoint.monitor=null",
+    "checkpoint.every_n_steps=1",
+    "experiment_name=e",
 )
 NODES = {"model/net": "_target_: mine.Net\nkill: rank", "data/rows": "_target_: mine.Data"}
 

@@ -31,9 +31,17 @@ NODES = {
     "data/rows": "_target_: mine.Data\npause: 0.01\nstart: fork",
 }
 COMMON = (
-    *("model=net", "data=rows", "~optimizer", "~schedule", "trainer.accelerator=cpu"),
-    *("trainer.max_epochs=1", "strategy=ddp", "tracking=none", "checkpoint.monitor=null"),
-    *("checkpoint.every_n_steps=2", "experiment_name=e"),
+    "model=net",
+    "data=rows",
+    "~optimizer",
+    "~schedule",
+    "trainer.accelerator=cpu",
+    "trainer.max_epochs=1",
+    "strategy=ddp",
+    "tracking=none",
+    "checkpoint.monitor=null",
+    "checkpoint.every_n_steps=2",
+    "experiment_name=e",
 )
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts")
 TWO = ("trainer.devices=2",)

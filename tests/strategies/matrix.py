@@ -24,8 +24,11 @@ SAME_TO = 4e-6 if MATRIX else 2e-5
 WIDE = "model.network._target_=tests.strategies.small.Wide"
 COMMON = (
     *(o for o in TINY if not o.startswith(("data.batch_size", "trainer.max_epochs", "callbacks"))),
-    *("callbacks=[]", "trainer.max_epochs=1", f"trainer.max_steps={STEPS}"),
-    *("+trainer.enable_model_summary=false", f"checkpoint.every_n_steps={HALF}"),
+    "callbacks=[]",
+    "trainer.max_epochs=1",
+    f"trainer.max_steps={STEPS}",
+    "+trainer.enable_model_summary=false",
+    f"checkpoint.every_n_steps={HALF}",
     *("checkpoint.keep_last=9", "checkpoint.monitor=null", *([] if MATRIX else [WIDE])),
 )
 

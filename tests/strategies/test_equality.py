@@ -40,15 +40,21 @@ def test_trains_as_one_process_does(name, runs):
 # Two epochs of 20 samples: three accumulated batches of 2 x 2 and a rest that is stepped, too; the
 # norm is clipped; 21 samples are validated, which no two ranks share evenly.
 HARD = (
-    *("data.train_samples=20", "trainer.max_epochs=2", "trainer.max_steps=-1"),
-    *("+trainer.gradient_clip_val=0.5", "optimizer=adamw", "checkpoint.every_n_steps=null"),
+    "data.train_samples=20",
+    "trainer.max_epochs=2",
+    "trainer.max_steps=-1",
+    "+trainer.gradient_clip_val=0.5",
+    "optimizer=adamw",
+    "checkpoint.every_n_steps=null",
     *matrix.batch(2, 3),
 )
 STAGES = ["fsdp", *(["deepspeed_zero1"] if MATRIX else []), "deepspeed_zero2", "deepspeed_zero3"]
 # channels_last chooses other kernels for DDP's weights, and a fused step rounds once less than that
 # of sharded weights: both show in 16 bits.
 HALF_PRECISION = (
-    *("model.norm=batch", "model.channels_last=false", "optimizer.fused=false"),
+    "model.norm=batch",
+    "model.channels_last=false",
+    "optimizer.fused=false",
     *("+trainer.precision=bf16-mixed", *matrix.batch(4)),
 )
 

@@ -84,7 +84,12 @@ def test_a_row_says_what_went_wrong() -> None:
     _, _, first, second, third = table.text(rows).splitlines()
     assert first.split("|")[-2].strip() == "not run here: needs root"
     assert [c.strip() for c in second.split("|")[2:-1]] == [
-        *("0.4 s", "WRONGLY: stopped", "5.0 s", "0 / 8", "differ by 0.25", "NO: see x.log")
+        "0.4 s",
+        "WRONGLY: stopped",
+        "5.0 s",
+        "0 / 8",
+        "differ by 0.25",
+        "NO: see x.log",
     ]
     assert [c.strip() for c in third.split("|")[5:-1]] == ["not recorded", "bit-equal", "yes"]
 

@@ -28,8 +28,12 @@ from tests.house import (
 LONGEST_CHAIN = {"core": 11, "all": 14}
 HEAVY = ("torch", "torchvision", "lightning", "torchmetrics", "timm", "mlflow", "deepspeed")
 FOR_LAUNCHERS = (
-    *("distdl.job", "distdl.util", "distdl.stores"),
-    *("distdl.launchers.common", "distdl.launchers.queried_job", "distdl.launchers.deploying"),
+    "distdl.job",
+    "distdl.util",
+    "distdl.stores",
+    "distdl.launchers.common",
+    "distdl.launchers.queried_job",
+    "distdl.launchers.deploying",
 )
 # This machine's launcher runs the worker, or torch's agent, in its own process.
 MORE_FOR_LAUNCHERS = {

@@ -92,10 +92,19 @@ def test_files_are_fetched_manifests_last_and_newer_ones_stay(tmp_path):
 
 
 NASTY = [
-    *("a\n\n\n\nb\n", "\n#SBATCH --array=0-9\n"),
+    "a\n\n\n\nb\n",
+    "\n#SBATCH --array=0-9\n",
     "$(touch /tmp/x) `id` \"'\\ \\n \\x0a %s %% !! ~ * @env@ ${HOME}",
-    *("\r\n\t\x01\x1b[2J\x7f\x85\u2028\u2029\ufeff", "\x85", "Grüße 日本語 🎉"),
-    *("", " ", "=", "yes", "1e3", "null", "- a: b # c"),
+    "\r\n\t\x01\x1b[2J\x7f\x85\u2028\u2029\ufeff",
+    "\x85",
+    "Grüße 日本語 🎉",
+    "",
+    " ",
+    "=",
+    "yes",
+    "1e3",
+    "null",
+    "- a: b # c",
 ]
 # What a script of Slurm calls on a node; here it only records what it was given.
 NODE = {

@@ -16,7 +16,16 @@ from tests.unit.test_launcher_azureml import spec
 
 ODD = (
     *("acc@1", "IoU<0.5", "IoU>0.5", "f1[a]", "f1(a)", "a//b", "a/./b", "../a/b", "/a/b", "a/b/"),
-    *("", ".", "..", "..a", "a\n", "a=1", "a%1", "\ud800", f"{'x' * 300}1", f"{'x' * 300}2"),
+    "",
+    ".",
+    "..",
+    "..a",
+    "a\n",
+    "a=1",
+    "a%1",
+    "\ud800",
+    f"{'x' * 300}1",
+    f"{'x' * 300}2",
 )
 FINE = ("acc_1", "IoU_0.5", "f1_a_", "a/b", "_", "a", "a_1", "x" * 250, "Val/Loss", "val/loss", " ")
 

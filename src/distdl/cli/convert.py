@@ -19,8 +19,15 @@ from distdl.util.suggest import closest
 
 WEIGHTS = "weights"
 STRATEGIES = (
-    *("single", "ddp", "fsdp", "pipeline", "deepspeed_zero1", "deepspeed_zero2"),
-    *("deepspeed_zero3", "deepspeed_offload", "local_sgd"),
+    "single",
+    "ddp",
+    "fsdp",
+    "pipeline",
+    "deepspeed_zero1",
+    "deepspeed_zero2",
+    "deepspeed_zero3",
+    "deepspeed_offload",
+    "local_sgd",
 )
 
 

@@ -16,9 +16,15 @@ from distdl.util.suggest import written
 FORMATS = ("pt2", "onnx", "mlflow", "weights")
 # On this machine's CPU.
 HERE = (
-    *("task=predict", "launcher=local", "strategy=single", "trainer.devices=1"),
-    *("trainer.num_nodes=1", "trainer.accelerator=cpu", "trainer.precision=32-true"),
-    *("model.compile=false", "data.decoder=auto"),
+    "task=predict",
+    "launcher=local",
+    "strategy=single",
+    "trainer.devices=1",
+    "trainer.num_nodes=1",
+    "trainer.accelerator=cpu",
+    "trainer.precision=32-true",
+    "model.compile=false",
+    "data.decoder=auto",
 )
 
 

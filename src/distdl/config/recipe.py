@@ -22,21 +22,43 @@ from distdl.config import task_facts
 LAYERS = ("experiment", "debug")
 # Keys that say where a run runs, not what it is.
 WHERE = (
-    *("task", "launcher", "output_dir", "dry_run", "follow", "watchdog", "preflight"),
-    *("project.root", "project.allow"),
-    *("project.max_snapshot_mb", "checkpoint.trust_pickle", "trainer.devices", "trainer.num_nodes"),
+    "task",
+    "launcher",
+    "output_dir",
+    "dry_run",
+    "follow",
+    "watchdog",
+    "preflight",
+    "project.root",
+    "project.allow",
+    "project.max_snapshot_mb",
+    "checkpoint.trust_pickle",
+    "trainer.devices",
+    "trainer.num_nodes",
 )
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (
-    *("data.batch_size", "data.on_damaged", "trainer.accumulate_grad_batches"),
-    *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time"),
-    *("checkpoint.sharded", "checkpoint.monitor", "checkpoint.mode"),
+    "data.batch_size",
+    "data.on_damaged",
+    "trainer.accumulate_grad_batches",
+    "trainer.max_epochs",
+    "trainer.max_steps",
+    "trainer.max_time",
+    "checkpoint.sharded",
+    "checkpoint.monitor",
+    "checkpoint.mode",
 )
 # Keys that an attempt of a task that evaluates may change as well, for itself alone.
 CHANGEABLE_TO_EVALUATE = (
-    *("trainer.accelerator", "trainer.precision", "model.compile"),
-    *("data.root", "data.decoder", "data.num_workers", "data.cache_dir", "data.max_pixels"),
+    "trainer.accelerator",
+    "trainer.precision",
+    "model.compile",
+    "data.root",
+    "data.decoder",
+    "data.num_workers",
+    "data.cache_dir",
+    "data.max_pixels",
 )
 # What `distdl export` takes.
 EXPORTABLE = {"model": "distdl.models.ImageClassifier", "data": "distdl.data.StoredImages"}

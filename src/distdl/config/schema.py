@@ -55,8 +55,18 @@ Time = Text | dict[str, Any]
 Limit = Count | NotNegative | None
 _DEVICES = "a number of devices of each node, 1 or more, -1 or auto for all of them"
 _PRECISIONS = (
-    *("16", "32", "64", "bf16", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true"),
-    *("64-true", "transformer-engine", "transformer-engine-float16"),
+    "16",
+    "32",
+    "64",
+    "bf16",
+    "16-true",
+    "16-mixed",
+    "bf16-true",
+    "bf16-mixed",
+    "32-true",
+    "64-true",
+    "transformer-engine",
+    "transformer-engine-float16",
 )
 _PRECISION = "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true or 64-true"
 Precision = Annotated[Any, _must(lambda value: str(value) in _PRECISIONS, _PRECISION)] | None

@@ -28,23 +28,54 @@ from distdl.validation.targets import ALLOWED, BUILT, Trust, advice, nodes, targ
 
 # Modules whose layers and networks are allowed: other modules of torch run code from files.
 LAYERS = (
-    *("torch.nn.modules", "torchvision.models", "torchvision.ops", "torchvision.transforms"),
-    *("timm.layers", "timm.models", "timm.loss", "distdl.models"),
+    "torch.nn.modules",
+    "torchvision.models",
+    "torchvision.ops",
+    "torchvision.transforms",
+    "timm.layers",
+    "timm.models",
+    "timm.loss",
+    "distdl.models",
 )
 TRANSFORMS = ("torchvision.transforms", "timm.data.mixup", "timm.data.random_erasing")
 # Data sets that read images, or verify a checksum before they unpickle a file.
 DATASETS = (
-    *("CIFAR10", "CIFAR100", "DTD", "EMNIST", "EuroSAT", "FakeData", "FashionMNIST", "Flowers102"),
-    *("Food101", "GTSRB", "ImageFolder", "KMNIST", "MNIST", "OxfordIIITPet", "STL10", "SVHN"),
+    "CIFAR10",
+    "CIFAR100",
+    "DTD",
+    "EMNIST",
+    "EuroSAT",
+    "FakeData",
+    "FashionMNIST",
+    "Flowers102",
+    "Food101",
+    "GTSRB",
+    "ImageFolder",
+    "KMNIST",
+    "MNIST",
+    "OxfordIIITPet",
+    "STL10",
+    "SVHN",
 )
 # Small objects that configs pass as arguments.
 PARTS = (
-    *("datetime.timedelta", "torch.device", "torch.Generator", "torch.tensor", "torch.ones"),
-    *("torch.zeros", "torch.profiler.schedule", "torch.profiler.tensorboard_trace_handler"),
-    *("torch.distributed.fsdp.MixedPrecision", "torch.distributed.fsdp.MixedPrecisionPolicy"),
-    *("torch.distributed.fsdp.CPUOffload", "torch.distributed.fsdp.CPUOffloadPolicy"),
-    *("torch.distributed.fsdp.ShardingStrategy", "torch.distributed.fsdp.BackwardPrefetch"),
-    *("timm.create_model", "timm.data.create_transform", "torchvision.models.get_model"),
+    "datetime.timedelta",
+    "torch.device",
+    "torch.Generator",
+    "torch.tensor",
+    "torch.ones",
+    "torch.zeros",
+    "torch.profiler.schedule",
+    "torch.profiler.tensorboard_trace_handler",
+    "torch.distributed.fsdp.MixedPrecision",
+    "torch.distributed.fsdp.MixedPrecisionPolicy",
+    "torch.distributed.fsdp.CPUOffload",
+    "torch.distributed.fsdp.CPUOffloadPolicy",
+    "torch.distributed.fsdp.ShardingStrategy",
+    "torch.distributed.fsdp.BackwardPrefetch",
+    "timm.create_model",
+    "timm.data.create_transform",
+    "torchvision.models.get_model",
     *(f"torchvision.datasets.{name}" for name in DATASETS),
 )
 STRATEGIES = ("distdl.strategies.auto", "distdl.strategies.single")

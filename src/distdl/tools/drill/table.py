@@ -12,8 +12,13 @@ from distdl.tools.drill.trial import FaultRow
 from distdl.util import table
 
 COLUMNS = (
-    *("fault", "detected after", "named", "resumed after"),
-    *("samples lost / repeated", "weights", "survived"),
+    "fault",
+    "detected after",
+    "named",
+    "resumed after",
+    "samples lost / repeated",
+    "weights",
+    "survived",
 )
 
 
