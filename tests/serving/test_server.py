@@ -291,7 +291,10 @@ def test_a_second_sigterm_ends_it_at_once(background, model, tmp_path, pool):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["serve.max_bach=3"], "no such setting\n      did you mean serve.max_batch?"),
+        (
+            ["serve.max_bach=3"],
+            "no such setting [unknown-key]\n      did you mean serve.max_batch?",
+        ),
         (["serve.max_batch=many"], "serve.max_batch: 'many' is not an integer"),
         (["serve.max_batch=0"], "serve.max_batch: '0' is not greater than or equal to 1"),
         (["serve.timeout_s=nan"], "serve.timeout_s: 'nan' is not"),

@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 
+from distdl.checkpoint import enum_members
 from distdl.util.errors import UserError
 
+# DeepSpeed's ZeroStageEnum.
+STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 FP32 = "single_partition_of_fp32_groups"
 TRAINER = "lightning"  # our key for the Trainer's other state
 # In folders that Lightning itself wrote, these keys of that state are among DeepSpeed's own.
@@ -97,11 +100,13 @@ def ranked(folder: Path, pattern: str) -> list[Path]:
 
 
 def loaded(file: Path, trust: bool) -> dict[str, Any]:
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    found = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    names = [name for name in found if name != enum_members.GETATTR]
     replaced = [name for name in names if name.startswith("deepspeed.")]
     if trust and len(replaced) < len(names):
         return torch.load(file, map_location="cpu", weights_only=False, mmap=True)
-    with torch.serialization.safe_globals([(Inert, name) for name in replaced]):
+    inert = torch.serialization.safe_globals([(Inert, name) for name in replaced])
+    with inert, enum_members.allowed(member):
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -113,6 +118,11 @@ class Inert:
 
     def __int__(self) -> int:  # a member of an enum, made from its value
         return int(self.values[0])
+
+
+def member(cls: Any, name: Any) -> Any:
+    """As `enum_members.member`, also of DeepSpeed's own enums."""
+    return Inert(STAGES.get(name)) if cls is Inert else enum_members.member(cls, name)
 
 
 def optimizer_state(

@@ -19,6 +19,7 @@ import lightning
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from distdl.checkpoint import enum_members
 from distdl.checkpoint.hyper_parameters import described
 from distdl.checkpoint.plain_state import TRUST, Packing, restored
 from distdl.util.errors import Problem, UserError
@@ -82,12 +83,13 @@ def read(path: Path, *, weights_only: bool | None = True, mmap: bool = False) ->
             from safetensors.torch import load_file
 
             return {"state_dict": load_file(path)}
-        checkpoint = torch.load(
-            path,
-            map_location="cpu",
-            weights_only=weights_only is not False,
-            mmap=mmap and zipfile.is_zipfile(path),
-        )
+        with enum_members.allowed():
+            checkpoint = torch.load(
+                path,
+                map_location="cpu",
+                weights_only=weights_only is not False,
+                mmap=mmap and zipfile.is_zipfile(path),
+            )
     except (FileNotFoundError, PermissionError, MemoryError, UserError):
         raise
     except Exception as error:  # files of other kinds can raise anything, even a KeyError

@@ -13,7 +13,7 @@ import functools
 import inspect
 from argparse import Namespace
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -31,42 +31,93 @@ def described(value: Any) -> Any:
     """A value as plain data; an object without such a form becomes text."""
     if is_leaf(value):
         return value
-    if isinstance(value, Container):
-        try:
-            return OmegaConf.to_container(value, resolve=True)
-        except Exception:  # if a resolver fails: keep the interpolation as written
-            return OmegaConf.to_container(value, resolve=False)
-    if isinstance(value, Mapping):
-        new = {k if is_leaf(k) else str(k): described(v) for k, v in value.items()}
-        same = type(value) in MAPPINGS and all(k in value and v is value[k] for k, v in new.items())
-        return value if same else new
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        each = [described(one) for one in value]
-        same = type(value) in (list, tuple, set) and all(map(is_leaf, value))
-        return value if same else tuple(each) if isinstance(value, tuple) else each
-    if isinstance(value, Namespace):
-        return described(vars(value))
-    if isinstance(value, enum.Enum):
-        return value.value if is_leaf(value.value) else value.name
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, np.generic) and is_leaf(value.item()):
-        return value.item()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: described(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, functools.partial):
-        positional = {"_args_": described(list(value.args))} if value.args else {}
-        target = {"_target_": name_of(value.func), "_partial_": True}
-        return {**target, **positional, **described(value.keywords)}
-    if inspect.ismodule(value):
-        return value.__name__
-    if callable(value):
-        return name_of(type(value) if isinstance(value, nn.Module) else value)
-    if loads(value):
+    for is_of_kind, form in FORMS:
+        if is_of_kind(value):
+            return form(value)
+    return value if loads(value) else _text(value)
+
+
+def _config(value: Container) -> Any:
+    try:
+        return OmegaConf.to_container(value, resolve=True)
+    except Exception:  # if a resolver fails: keep the interpolation as written
+        return OmegaConf.to_container(value, resolve=False)
+
+
+def _mapping(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The same object if nothing in it changes, and torch reads it."""
+    new = {k if is_leaf(k) else str(k): described(v) for k, v in value.items()}
+    unchanged = all(key in value and new[key] is value[key] for key in new)
+    return value if unchanged and type(value) in MAPPINGS else new
+
+
+def _sequence(value: Collection[Any]) -> Any:
+    """The same object if nothing in it changes, and torch reads it; else a tuple or a list."""
+    if type(value) in (list, tuple, set) and all(map(is_leaf, value)):
         return value
+    each = [described(one) for one in value]
+    return tuple(each) if isinstance(value, tuple) else each
+
+
+def _member(value: enum.Enum) -> Any:
+    return value.value if is_leaf(value.value) else value.name
+
+
+def _array(value: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {f.name: described(getattr(value, f.name)) for f in dataclasses.fields(value)}
+
+
+def _partial(value: functools.partial[Any]) -> dict[str, Any]:
+    """As a node of Hydra's."""
+    node: dict[str, Any] = {"_target_": name_of(value.func), "_partial_": True}
+    if value.args:
+        node["_args_"] = described(list(value.args))
+    return {**node, **described(value.keywords)}
+
+
+def _name(value: Any) -> str:
+    return name_of(type(value) if isinstance(value, nn.Module) else value)
+
+
+def _text(value: Any) -> str:
     try:
         return repr(value)[:LONGEST]
     except Exception:  # a `__repr__` of the user's code
         return name_of(type(value))
+
+
+def _of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, np.generic) and is_leaf(value.item())
+
+
+def _is_array_of_numbers(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+# What a value is -> its form; the first that fits.
+FORMS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
+    (_of(Container), _config),
+    (_of(Mapping), _mapping),
+    (_of(list, tuple, set, frozenset, deque), _sequence),
+    (_of(Namespace), lambda value: described(vars(value))),
+    (_of(enum.Enum), _member),
+    (_of(PurePath), str),
+    (_is_number, lambda value: value.item()),
+    (_is_array_of_numbers, _array),
+    (_is_dataclass, _fields),
+    (_of(functools.partial), _partial),
+    (inspect.ismodule, lambda value: value.__name__),
+    (callable, _name),
+)

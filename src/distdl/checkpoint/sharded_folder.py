@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from distdl.checkpoint import enum_members
 from distdl.runs.checkpoints import remove
 
 INDEX = ".metadata"
@@ -82,7 +83,8 @@ def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
         raise next(iter(error.failures.values()))[0] from None
     checkpoint = {}
     if (path / REST).is_file():
-        checkpoint = torch.load(path / REST, map_location="cpu", weights_only=not trust)
+        with enum_members.allowed():
+            checkpoint = torch.load(path / REST, map_location="cpu", weights_only=not trust)
     checkpoint["state_dict"] = state.pop("state_dict", None) or state.pop("model", state)
     optimizers: list[Any] = []
     while OPTIMIZER.format(len(optimizers)) in state:
@@ -96,6 +98,8 @@ class _Index(pickle.Unpickler):
     """Reads DCP's `.metadata`."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" == enum_members.GETATTR:
+            return enum_members.member
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) in KNOWN or is_type:
             return super().find_class(module, name)
@@ -128,6 +132,7 @@ class _Planner(_EmptyStateDictLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         """Reads values other than tensors, which torch's planner unpickles without restriction."""
         plain = BytesIO()
-        torch.save(torch.load(value, weights_only=not self._trust), plain)
+        with enum_members.allowed():
+            torch.save(torch.load(value, weights_only=not self._trust), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from distdl.job import JobState, Resources
-from distdl.runs import failures, files
+from distdl.runs import conclusion, failures, files
 from distdl.runs.files import write_json
 from distdl.util.errors import Damaged
 from distdl.util.processes import is_alive, this_process
@@ -203,40 +203,15 @@ class Attempt:
             code: The exit code, if the job ran as one process.
             killed: What ended the job from outside (except a preemption), as a sentence.
         """
-        state = recorded = JobState(self._status_or_new().get("state") or "UNKNOWN")
-        first = self.first_error()
-        ordered = seen in (JobState.CANCELLED, JobState.PREEMPTED)
-        fields: dict[str, Any] = {}
-        if killed and recorded is not JobState.SUCCEEDED and (not first or first.get("lost_peer")):
-            state = JobState.FAILED
-            fields = {**_ended(state), "error": killed, "killed": True}
-        elif first:  # whatever state rank 0 recorded
-            state = JobState.FAILED
-            error = f"rank {first['rank']}: {failures.describe(first)}"
-            fields = {**_ended(state), "error": error, "first_error": failures.facts(first)}
-            code = first.get("exit_code", code)
-        elif recorded.ended and (ordered or not code or recorded is not JobState.SUCCEEDED):
-            # A worker gets the same signal for a cancel and for a preemption.
-            if recorded is JobState.PREEMPTED and seen is JobState.CANCELLED:
-                state = seen
-                fields = {"state": state, "exit_code": state.exit_code}
-        elif recorded is JobState.PENDING and seen is JobState.SUCCEEDED and not code:
-            state = seen  # its files are on another machine
-            fields = _ended(state)
-        else:
-            state = seen if ordered else JobState.FAILED
-            error = (
-                f"a worker ended with exit code {code}"
-                if code
-                else "it ended without an error message"
-            )
-            if ordered:
-                error = "it was asked to end, and its ranks ended before they could record it"
-            fields = {**_ended(state), "error": error}
-        if state is JobState.FAILED and code is not None and code > 0:
-            fields["exit_code"] = code
+        recorded = JobState(self._status_or_new().get("state") or "UNKNOWN")
+        ending = conclusion.Ending(recorded, seen, code, killed, self.first_error())
+        verdict = conclusion.conclude(ending)
+        fields: dict[str, Any] = _ended(verdict.state) if verdict.ends else {}
+        fields |= verdict.fields
+        if verdict.state is JobState.FAILED and verdict.code is not None and verdict.code > 0:
+            fields["exit_code"] = verdict.code
         self.update(**fields, concluded=True)
-        return state
+        return verdict.state
 
     def record_ranks(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Records the processes of the ranks, once these are connected."""

@@ -14,7 +14,7 @@ import itertools
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,50 +67,75 @@ class CollectiveTrace:
 
 def analyse(events: Iterable[Any], steps: int) -> Exposed:
     """Reads the events of a trace (torch's `_KinetoEvent`) of that many steps."""
-    events = _finished(list(events))
+    seen = sorted_by_kind(_finished(list(events)))
+    busy, exposed = 0.0, defaultdict[str, float](float)
+    for seconds, sending, computing, phases in moments(seen):
+        if not sending:
+            continue
+        busy += seconds / steps
+        if not computing and seconds:
+            # Time that two collectives share counts once, for the one that began first.
+            exposed[phase_of(sending[0], seen, phases)] += seconds / steps
+    return Exposed(busy, dict(exposed), len(seen.sent) / steps)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The events of a trace, by what they tell.
+
+    Args:
+        sent: Collectives.
+        computed: What hides them.
+        phases: Of the steps, on the host.
+        launched: On a GPU: by correlation, when the host launched a collective.
+    """
+
+    sent: list[Any]
+    computed: list[Any]
+    phases: list[Any]
+    launched: dict[int, int]
+
+
+def sorted_by_kind(events: list[Any]) -> Seen:
     host = [e for e in events if _on_host(e)]
     phases = [e for e in host if _begins(e, PREFIX)]
-    sent = [e for e in events if not _on_host(e) and _begins(e, COLLECTIVES)]
-    launched = {}
-    if sent:
-        others = (*COLLECTIVES, *NOT_KERNELS)
-        computed = [e for e in events if not _on_host(e) and not _begins(e, others)]
-        launched = {e.correlation_id(): e.start_ns() for e in host}
-    else:
-        sent = [e for e in host if _begins(e, COLLECTIVES)]
-        # The work of gloo's own threads is communication, too.
-        threads = {e.start_thread_id() for e in phases}
-        operations = [e for e in host if _begins(e, OPERATIONS) and not e.is_async()]
-        computed = [e for e in operations if e.start_thread_id() in threads]
+    on_device = [e for e in events if not _on_host(e)]
+    if sent := [e for e in on_device if _begins(e, COLLECTIVES)]:
+        kernels = [e for e in on_device if not _begins(e, (*COLLECTIVES, *NOT_KERNELS))]
+        return Seen(sent, kernels, phases, {e.correlation_id(): e.start_ns() for e in host})
+    # The work of gloo's own threads is communication, too.
+    threads = {e.start_thread_id() for e in phases}
+    operations = [e for e in host if _begins(e, OPERATIONS) and not e.is_async()]
+    computed = [e for e in operations if e.start_thread_id() in threads]
+    return Seen([e for e in host if _begins(e, COLLECTIVES)], computed, phases, {})
 
-    def phase_of(collective: Any) -> str:
-        if (at := launched.get(collective.correlation_id())) is not None:
-            inside = [e for e in phases if e.start_ns() <= at <= _end(e)]
-            inside.sort(key=lambda e: (e.start_ns(), -_end(e)))
-        else:
-            inside = open_phases
-        return inside[-1].name().removeprefix(PREFIX) if inside else OTHER
 
-    sending: list[Any] = []
-    computing: list[Any] = []
-    open_phases: list[Any] = []  # the innermost one last
+def moments(seen: Seen) -> Iterator[tuple[float, list[Any], list[Any], list[Any]]]:
+    """The time between each two changes: its seconds, and the collectives, the computations and
+    the phases (the innermost one last) that are under way in it."""
+    under_way: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
     edges = []
-    for spans, among in ((sent, sending), (computed, computing), (phases, open_phases)):
-        for event in spans:
+    for events, running in zip((seen.sent, seen.computed, seen.phases), under_way, strict=True):
+        for event in events:
             if event.duration_ns():
-                edges.append((event.start_ns(), 1, -_end(event), event, among))
-                edges.append((_end(event), 0, 0, event, among))
+                edges.append((event.start_ns(), 1, -_end(event), event, running))
+                edges.append((_end(event), 0, 0, event, running))
     edges.sort(key=lambda edge: edge[:3])
-    busy, exposed = 0.0, defaultdict[str, float](float)
-    for (at, begins, _, event, among), (until, *_) in itertools.pairwise([*edges, *edges[-1:]]):
-        among.append(event) if begins else among.remove(event)
-        if sending:
-            seconds = (until - at) / 1e9 / steps
-            busy += seconds
-            if not computing and seconds:
-                # Time that two collectives share counts once, for the one that began first.
-                exposed[phase_of(sending[0])] += seconds
-    return Exposed(busy, dict(exposed), len(sent) / steps)
+    for (at, begins, _, event, running), (until, *_) in itertools.pairwise([*edges, *edges[-1:]]):
+        if begins:
+            running.append(event)
+        else:
+            running.remove(event)
+        yield (until - at) / 1e9, *under_way
+
+
+def phase_of(collective: Any, seen: Seen, under_way: list[Any]) -> str:
+    """The phase in which a collective is; on a GPU that in which the host launched it."""
+    inside = under_way
+    if (at := seen.launched.get(collective.correlation_id())) is not None:
+        inside = [e for e in seen.phases if e.start_ns() <= at <= _end(e)]
+        inside.sort(key=lambda e: (e.start_ns(), -_end(e)))
+    return inside[-1].name().removeprefix(PREFIX) if inside else OTHER
 
 
 def _finished(events: list[Any]) -> list[Any]:
