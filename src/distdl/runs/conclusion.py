@@ -30,7 +30,7 @@ class Ending:
     seen: JobState
     code: int | None = None
     killed: str = ""
-    first: Mapping[str, Any] | None = None
+    first: dict[str, Any] | None = None
 
     @property
     def was_asked(self) -> bool:
