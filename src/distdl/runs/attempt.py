@@ -205,13 +205,13 @@ class Attempt:
         """
         recorded = JobState(self._status_or_new().get("state") or "UNKNOWN")
         ending = conclusion.Ending(recorded, seen, code, killed, self.first_error())
-        verdict = conclusion.conclude(ending)
-        fields: dict[str, Any] = _ended(verdict.state) if verdict.ends else {}
-        fields |= verdict.fields
-        if verdict.state is JobState.FAILED and verdict.code is not None and verdict.code > 0:
-            fields["exit_code"] = verdict.code
+        concluded = conclusion.conclude(ending)
+        fields: dict[str, Any] = _ended(concluded.state) if concluded.ends else {}
+        fields |= concluded.fields
+        if concluded.state is JobState.FAILED and concluded.code is not None and concluded.code > 0:
+            fields["exit_code"] = concluded.code
         self.update(**fields, concluded=True)
-        return verdict.state
+        return concluded.state
 
     def record_ranks(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Records the processes of the ranks, once these are connected."""

@@ -39,7 +39,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Conclusion:
     """The state of the attempt, and what is recorded besides.
 
     Args:
@@ -55,32 +55,32 @@ class Verdict:
     code: int | None = None
 
 
-def conclude(ending: Ending) -> Verdict:
-    verdicts = (rule(ending) for rule in RULES)
-    return next(verdict for verdict in verdicts if verdict is not None)
+def conclude(ending: Ending) -> Conclusion:
+    conclusions = (rule(ending) for rule in RULES)
+    return next(each for each in conclusions if each is not None)
 
 
-def killed_from_outside(ending: Ending) -> Verdict | None:
+def killed_from_outside(ending: Ending) -> Conclusion | None:
     """Unless a rank had failed before by itself, or all was done."""
     if not ending.killed or ending.recorded is JobState.SUCCEEDED:
         return None
     if ending.first and not ending.first.get("lost_peer"):
         return None
     fields = {"error": ending.killed, "killed": True}
-    return Verdict(JobState.FAILED, fields=fields, code=ending.code)
+    return Conclusion(JobState.FAILED, fields=fields, code=ending.code)
 
 
-def a_rank_failed(ending: Ending) -> Verdict | None:
+def a_rank_failed(ending: Ending) -> Conclusion | None:
     """Whatever state rank 0 has recorded."""
     if not ending.first:
         return None
     error = f"rank {ending.first['rank']}: {failures.describe(ending.first)}"
     fields = {"error": error, "first_error": failures.facts(ending.first)}
     code = ending.first.get("exit_code", ending.code)
-    return Verdict(JobState.FAILED, fields=fields, code=code)
+    return Conclusion(JobState.FAILED, fields=fields, code=code)
 
 
-def recorded_by_rank_0(ending: Ending) -> Verdict | None:
+def recorded_by_rank_0(ending: Ending) -> Conclusion | None:
     """A success is believed only if the exit code does not speak against it."""
     contradicted = ending.recorded is JobState.SUCCEEDED and ending.code and not ending.was_asked
     if not ending.recorded.ended or contradicted:
@@ -88,30 +88,30 @@ def recorded_by_rank_0(ending: Ending) -> Verdict | None:
     if ending.recorded is JobState.PREEMPTED and ending.seen is JobState.CANCELLED:
         # A worker gets the same signal for a cancel and for a preemption.
         fields = {"state": ending.seen, "exit_code": ending.seen.exit_code}
-        return Verdict(ending.seen, ends=False, fields=fields, code=ending.code)
-    return Verdict(ending.recorded, ends=False, code=ending.code)
+        return Conclusion(ending.seen, ends=False, fields=fields, code=ending.code)
+    return Conclusion(ending.recorded, ends=False, code=ending.code)
 
 
-def recorded_elsewhere(ending: Ending) -> Verdict | None:
+def recorded_elsewhere(ending: Ending) -> Conclusion | None:
     """Its files are on another machine."""
     succeeded = ending.seen is JobState.SUCCEEDED and not ending.code
     if ending.recorded is JobState.PENDING and succeeded:
-        return Verdict(ending.seen, code=ending.code)
+        return Conclusion(ending.seen, code=ending.code)
     return None
 
 
-def asked_to_end(ending: Ending) -> Verdict | None:
+def asked_to_end(ending: Ending) -> Conclusion | None:
     if not ending.was_asked:
         return None
-    return Verdict(ending.seen, fields={"error": ASKED}, code=ending.code)
+    return Conclusion(ending.seen, fields={"error": ASKED}, code=ending.code)
 
 
-def ended_silently(ending: Ending) -> Verdict:
+def ended_silently(ending: Ending) -> Conclusion:
     error = f"a worker ended with exit code {ending.code}" if ending.code else SILENT
-    return Verdict(JobState.FAILED, fields={"error": error}, code=ending.code)
+    return Conclusion(JobState.FAILED, fields={"error": error}, code=ending.code)
 
 
-RULES: tuple[Callable[[Ending], Verdict | None], ...] = (
+RULES: tuple[Callable[[Ending], Conclusion | None], ...] = (
     killed_from_outside,
     a_rank_failed,
     recorded_by_rank_0,
