@@ -36,14 +36,15 @@ def main(argv: Sequence[str]) -> int:
     known = (*STRATEGIES, WEIGHTS)
     text = argparse.RawDescriptionHelpFormatter
     parser = Parser("python -m distdl convert", description=__doc__, formatter_class=text)
-    add = parser.add_argument
-    add("checkpoint", help="a file, a run directory, FSDP's or DeepSpeed's folder")
-    add("--to", required=True, help=f"one of {', '.join(known)}")
-    add("--world-size", type=int, help="check that the global batch is divisible by it")
+    parser.add_argument("checkpoint", help="a file, a run directory, FSDP's or DeepSpeed's folder")
+    parser.add_argument("--to", required=True, help=f"one of {', '.join(known)}")
+    parser.add_argument(
+        "--world-size", type=int, help="check that the global batch is divisible by it"
+    )
     name = "a .ckpt file; for weights .pth or .safetensors (by default in the current folder: "
-    add("--output", type=Path, help=f"{name}epoch_002-fsdp.ckpt, epoch_002.pth)")
+    parser.add_argument("--output", type=Path, help=f"{name}epoch_002-fsdp.ckpt, epoch_002.pth)")
     trust = "let the checkpoint run code while it is read: only for your own files"
-    add("--trust-pickle", action="store_true", help=trust)
+    parser.add_argument("--trust-pickle", action="store_true", help=trust)
     options = parser.parse_args(argv)
     if options.to not in known:
         near = closest(options.to, known) or next((n for n in known if options.to in n), "")
@@ -105,8 +106,9 @@ def check_resumable(checkpoint: Mapping[str, Any], source: Path, world_size: int
     """Refuses a checkpoint that a training cannot resume from, by a UserError: one of weights only,
     or with a global batch that is not divisible by `world_size`."""
     if "optimizer_states" not in checkpoint:
-        what, remedy = "holds weights only, not a training's state", "start a training from them"
-        raise UserError.at(str(source), what, f"{remedy}: model.weights={source}")
+        what = "holds weights only, not a training's state"
+        remedy = f"start a training from them: model.weights={source}"
+        raise UserError.at(str(source), what, remedy)
     batch = (checkpoint.get("distdl") or {}).get("global_batch_size")
     if world_size is not None and (world_size < 1 or (batch and batch % world_size)):
         what = f"the global batch of {batch} is not divisible by {world_size}"

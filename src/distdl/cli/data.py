@@ -27,18 +27,23 @@ def main(argv: Sequence[str]) -> int:
     verb = verbs.add_parser(
         "check", help=text, description=text, epilog=EPILOG, formatter_class=form
     )
-    add = verb.add_argument
-    add("uri", metavar="URI", help="where the images are: see below")
-    add("--all", action="store_true", help="check every image, not only a sample")
-    add("--sample", type=int, default=400, metavar="N", help="number of images to check (400)")
-    add("--model", default="resnet50", help="the model to be fed (resnet50)")
-    add("--gpu", help="its GPU: k80 ... v100, a100, h100, h200 (this machine's, else h100)")
-    add("--gpus", type=int, help="number of GPUs that share this machine's cores (all, or 1)")
-    add("--rate", type=float, help="img/s of one GPU in training, if you measured it")
-    add("--batch-size", type=int, default=256, help="images per GPU and step (256)")
-    add("--image-size", type=int, default=224, help="in pixels (224)")
+    verb.add_argument("uri", metavar="URI", help="where the images are: see below")
+    verb.add_argument("--all", action="store_true", help="check every image, not only a sample")
+    verb.add_argument(
+        "--sample", type=int, default=400, metavar="N", help="number of images to check (400)"
+    )
+    verb.add_argument("--model", default="resnet50", help="the model to be fed (resnet50)")
+    verb.add_argument(
+        "--gpu", help="its GPU: k80 ... v100, a100, h100, h200 (this machine's, else h100)"
+    )
+    verb.add_argument(
+        "--gpus", type=int, help="number of GPUs that share this machine's cores (all, or 1)"
+    )
+    verb.add_argument("--rate", type=float, help="img/s of one GPU in training, if you measured it")
+    verb.add_argument("--batch-size", type=int, default=256, help="images per GPU and step (256)")
+    verb.add_argument("--image-size", type=int, default=224, help="in pixels (224)")
     limit = f"an image with more pixels counts as damaged ({MOST_PIXELS:,})"
-    add("--max-pixels", type=int, default=MOST_PIXELS, help=limit)
+    verb.add_argument("--max-pixels", type=int, default=MOST_PIXELS, help=limit)
     options = parser.parse_args(argv)
     counts = ("sample", "gpus", "batch_size", "image_size", "max_pixels")
     problems = [

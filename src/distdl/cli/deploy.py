@@ -30,20 +30,36 @@ PLATFORMS = {"azureml": "azureml.endpoints", "sagemaker": "sagemaker.sagemaker_e
 def main(argv: Sequence[str]) -> int:
     """Creates, changes or deletes one endpoint."""
     parser = Parser("python -m distdl deploy", description=__doc__)
-    add = parser.add_argument
-    add("platform", choices=PLATFORMS)
-    add("words", nargs="*", default=[], metavar="RUN|MODEL, launcher.key=value, dry_run=true")
-    add("--name", required=True, help="of the endpoint: 3 to 23 letters, digits and hyphens")
-    add("--instance-type", help="a VM size of Azure, or an instance type of SageMaker")
-    add("--instances", type=int, default=1, help="how many of them (default: 1)")
-    add("--image", help="the image that answers")
-    add("--batch", action="store_true", help="many files at once, as a job")
-    add("--input", help="SageMaker, --batch: s3://BUCKET/FOLDER with images")
-    add("--output", help="SageMaker, --batch: s3://BUCKET/FOLDER for the answers")
-    only: dict[str, Any] = {"dest": "change", "action": "store_const"}
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--rollback", **only, const=deploying.roll_back, help="back to the model before")
-    add("--delete", **only, const=deploying.delete, help="delete the endpoint")
+    parser.add_argument("platform", choices=PLATFORMS)
+    parser.add_argument(
+        "words", nargs="*", default=[], metavar="RUN|MODEL, launcher.key=value, dry_run=true"
+    )
+    parser.add_argument(
+        "--name", required=True, help="of the endpoint: 3 to 23 letters, digits and hyphens"
+    )
+    parser.add_argument(
+        "--instance-type", help="a VM size of Azure, or an instance type of SageMaker"
+    )
+    parser.add_argument("--instances", type=int, default=1, help="how many of them (default: 1)")
+    parser.add_argument("--image", help="the image that answers")
+    parser.add_argument("--batch", action="store_true", help="many files at once, as a job")
+    parser.add_argument("--input", help="SageMaker, --batch: s3://BUCKET/FOLDER with images")
+    parser.add_argument("--output", help="SageMaker, --batch: s3://BUCKET/FOLDER for the answers")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--rollback",
+        dest="change",
+        action="store_const",
+        const=deploying.roll_back,
+        help="back to the model before",
+    )
+    instead.add_argument(
+        "--delete",
+        dest="change",
+        action="store_const",
+        const=deploying.delete,
+        help="delete the endpoint",
+    )
     options = parser.parse_intermixed_args(argv)
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{1,21}[A-Za-z0-9]", options.name):
         raise UserError.at("--name", f"{options.name} is not a name for an endpoint", "see --help")

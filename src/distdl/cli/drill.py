@@ -24,12 +24,15 @@ def main(argv: Sequence[str]) -> int:
     """Returns 0 if the run survived every fault that can be done here."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser("python -m distdl drill", description=__doc__, formatter_class=raw)
-    add = parser.add_argument
-    add("run", nargs="+", metavar="RUN|OVERRIDES", help="a run's folder, or as for a run")
-    add("--faults", default="all", help="all, or some: kill_rank,sigstop")
-    add("--seed", type=int, default=0, help="of the moments and the ranks (0)")
-    add("--steps", type=int, default=40, help="optimizer steps of each run (40)")
-    add("--tolerance", type=float, default=0.0, help="largest difference of weights (0: no bit)")
+    parser.add_argument(
+        "run", nargs="+", metavar="RUN|OVERRIDES", help="a run's folder, or as for a run"
+    )
+    parser.add_argument("--faults", default="all", help="all, or some: kill_rank,sigstop")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and the ranks (0)")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run (40)")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.0, help="largest difference of weights (0: no bit)"
+    )
     options = parser.parse_intermixed_args(list(argv))
 
     from distdl.tools.drill import drill

@@ -31,11 +31,18 @@ HERE = (
 def main(argv: Sequence[str]) -> int:
     """Exports in this process, with the run's config as `resume RUN task=predict` has it."""
     parser = Parser("python -m distdl export", description=__doc__)
-    add = parser.add_argument
-    add("source", metavar="RUN|CHECKPOINT", help="a run directory, or a checkpoint inside one")
-    add("overrides", nargs="*", default=[], help="e.g. data.root=/where/the/validation/images/are")
-    add("--to", required=True, choices=FORMATS, help="pt2: torch.export; weights: safetensors")
-    add("--register", metavar="NAME", help="with --to mlflow: its name in MLflow's registry")
+    parser.add_argument(
+        "source", metavar="RUN|CHECKPOINT", help="a run directory, or a checkpoint inside one"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", default=[], help="e.g. data.root=/where/the/validation/images/are"
+    )
+    parser.add_argument(
+        "--to", required=True, choices=FORMATS, help="pt2: torch.export; weights: safetensors"
+    )
+    parser.add_argument(
+        "--register", metavar="NAME", help="with --to mlflow: its name in MLflow's registry"
+    )
     options = parser.parse_intermixed_args(argv)
     path = Path(options.source).absolute()
     named = path.suffix == ".ckpt"  # RUN/checkpoints/NAME.ckpt

@@ -80,22 +80,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("python -m distdl jobs", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, text in VERBS.items():
-        add = (verb := verbs.add_parser(name, help=text, description=text)).add_argument
+        verb = verbs.add_parser(name, help=text, description=text)
         if name == "list":
-            add("target", nargs="?", metavar="FOLDER", help="default: outputs")
+            verb.add_argument("target", nargs="?", metavar="FOLDER", help="default: outputs")
             continue
-        add("target", metavar="RUN", help="a run's folder, or slurm://123")
+        verb.add_argument("target", metavar="RUN", help="a run's folder, or slurm://123")
         verb.set_defaults(attempt=None)
         if name == "resubmit":
-            add("overrides", nargs="*", default=[], help="as for `resume`: trainer.max_epochs=20")
+            verb.add_argument(
+                "overrides", nargs="*", default=[], help="as for `resume`: trainer.max_epochs=20"
+            )
         else:
             trusted = "project.allow=[PACKAGE]: the package of a launcher that you trust"
-            add("overrides", nargs="*", default=[], help=trusted)
-            add("--attempt", type=int, metavar="N", help="default: the newest")
+            verb.add_argument("overrides", nargs="*", default=[], help=trusted)
+            verb.add_argument("--attempt", type=int, metavar="N", help="default: the newest")
         if name == "logs":
-            add("--follow", "-f", action="store_true")
+            verb.add_argument("--follow", "-f", action="store_true")
         if name == "fetch":
-            add("--to", type=Path, help="default: the run's own folder")
+            verb.add_argument("--to", type=Path, help="default: the run's own folder")
     return parser.parse_args(argv)
 
 

@@ -26,12 +26,15 @@ def main(argv: Sequence[str]) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("overrides", nargs="*", default=[], help="as for a run")
-    add("--devices", type=int, help="number of all devices (the run's, else 8)")
-    add("--device-memory", type=float, default=16, help="memory of each, in GiB (16)")
-    add("--link", type=float, default=100, help="Gbit/s that each can send (100)")
-    add("--tflops", type=float, default=50, help="sustained TFLOP/s of each, not the peak (50)")
+    parser.add_argument("overrides", nargs="*", default=[], help="as for a run")
+    parser.add_argument("--devices", type=int, help="number of all devices (the run's, else 8)")
+    parser.add_argument(
+        "--device-memory", type=float, default=16, help="memory of each, in GiB (16)"
+    )
+    parser.add_argument("--link", type=float, default=100, help="Gbit/s that each can send (100)")
+    parser.add_argument(
+        "--tflops", type=float, default=50, help="sustained TFLOP/s of each, not the peak (50)"
+    )
     options = parser.parse_intermixed_args(list(argv))
     problems = [
         Problem(f"--{name.replace('_', '-')}", f"must be more than 0, not {value}")

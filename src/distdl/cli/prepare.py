@@ -6,7 +6,6 @@ Each image is decoded once. The same command continues interrupted work. See doc
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,25 +57,48 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     name = name if name in KINDS else module.__name__
     parser = Parser(f"{COMMAND} {name}", description=module.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = functools.partial(parser.add_argument, metavar="N")
-    text = functools.partial(parser.add_argument, type=not_empty)
-    flag = functools.partial(parser.add_argument, action="store_true")
-    text("--source", required=True, metavar="DIR", help="where the images are")
-    text("--to", required=True, metavar="OUT", help="a new folder, or an unfinished one")
     layout = "shards (the default), or folder: OUT/train/<class>/*.jpg"
-    parser.add_argument("--format", choices=FORMATS, default="shards", help=layout)
-    add("--shard-mb", type=float, default=128, metavar="MB", help="size of a shard (128)")
-    add("--max-side", type=int, help="scale the longer side down to N pixels; lossy")
-    add("--short-side", type=int, help="scale the shorter side down to N pixels; lossy")
     quality = f"re-encode all JPEGs (by default only scaled images, at {DEFAULT_QUALITY}); lossy"
-    add("--quality", type=int, metavar="Q", help=quality)
     limit = f"an image with more pixels counts as damaged ({MOST_PIXELS:,})"
-    add("--max-pixels", type=int, default=MOST_PIXELS, help=limit)
-    flag("--skip-damaged", help="leave out images that cannot be decoded")
-    add("--seed", type=int, default=0, metavar=None, help="of the order of the training images (0)")
-    add("--workers", type=int, default=cpu_cores(), help=f"number of processes ({cpu_cores()})")
-    text("--upload", metavar="URL", help="also upload: azure://container/path, s3://...")
-    flag("--dry-run", help="print the plan, write nothing")
+    cores = cpu_cores()
+    parser.add_argument(
+        "--source", type=not_empty, required=True, metavar="DIR", help="where the images are"
+    )
+    parser.add_argument(
+        "--to",
+        type=not_empty,
+        required=True,
+        metavar="OUT",
+        help="a new folder, or an unfinished one",
+    )
+    parser.add_argument("--format", choices=FORMATS, default="shards", help=layout)
+    parser.add_argument(
+        "--shard-mb", type=float, default=128, metavar="MB", help="size of a shard (128)"
+    )
+    parser.add_argument(
+        "--max-side", type=int, metavar="N", help="scale the longer side down to N pixels; lossy"
+    )
+    parser.add_argument(
+        "--short-side", type=int, metavar="N", help="scale the shorter side down to N pixels; lossy"
+    )
+    parser.add_argument("--quality", type=int, metavar="Q", help=quality)
+    parser.add_argument("--max-pixels", type=int, default=MOST_PIXELS, metavar="N", help=limit)
+    parser.add_argument(
+        "--skip-damaged", action="store_true", help="leave out images that cannot be decoded"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the order of the training images (0)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=cores, metavar="N", help=f"number of processes ({cores})"
+    )
+    parser.add_argument(
+        "--upload",
+        type=not_empty,
+        metavar="URL",
+        help="also upload: azure://container/path, s3://...",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
     module.add_options(parser)
     options = parser.parse_args(argv)
     options.source = Path(options.source).expanduser()

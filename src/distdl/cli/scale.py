@@ -28,16 +28,23 @@ def main(argv: Sequence[str]) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("overrides", nargs="*", default=[], help="as for a run")
-    add("--devices", help="numbers of devices on one node: 1,2,4 (up to all here)")
-    add("--nodes", default="", help="numbers of nodes with all their devices: 2,4,8")
-    add("--strategy", action="append", help="a strategy to measure (ddp); may be repeated")
-    add("--mode", default="weak,strong", help="weak or strong (both)")
-    add("--vm", help="an Azure VM size, for prices (launcher=azureml's own)")
-    add("--spot", "--low-priority", action="store_true", help="use the spot price of the VM size")
-    add("--between", type=float, help="Gbit/s of a node's network, for predictions")
-    add("--predict", type=int, metavar="N", help="predict up to N devices, e.g. 4096")
+    parser.add_argument("overrides", nargs="*", default=[], help="as for a run")
+    parser.add_argument("--devices", help="numbers of devices on one node: 1,2,4 (up to all here)")
+    parser.add_argument(
+        "--nodes", default="", help="numbers of nodes with all their devices: 2,4,8"
+    )
+    parser.add_argument(
+        "--strategy", action="append", help="a strategy to measure (ddp); may be repeated"
+    )
+    parser.add_argument("--mode", default="weak,strong", help="weak or strong (both)")
+    parser.add_argument("--vm", help="an Azure VM size, for prices (launcher=azureml's own)")
+    parser.add_argument(
+        "--spot", "--low-priority", action="store_true", help="use the spot price of the VM size"
+    )
+    parser.add_argument("--between", type=float, help="Gbit/s of a node's network, for predictions")
+    parser.add_argument(
+        "--predict", type=int, metavar="N", help="predict up to N devices, e.g. 4096"
+    )
     options = parser.parse_intermixed_args(list(argv))
     modes = options.mode.split(",")
     problems = [

@@ -102,7 +102,8 @@ def resolve(
     shown_by = f"{VISIBLE}={os.environ[VISIBLE]!r}" if VISIBLE in os.environ else "nvidia-smi"
     if accelerator == "auto":
         apple = platform.system() == "Darwin" and platform.machine() == "arm64"
-        accelerator = "gpu" if gpus else "mps" if apple else "cpu"
+        without_nvidia = "mps" if apple else "cpu"
+        accelerator = "gpu" if gpus else without_nvidia
     accelerator = "gpu" if accelerator == "cuda" else accelerator
     if accelerator == "gpu" and not gpus:
         what = f"a GPU is asked for, and this machine shows none (see {shown_by})"

@@ -71,9 +71,11 @@ def adopt_ranks(where: DictConfig, ranks: environments.Environment, requested: A
     """Writes the number of started ranks into a config; `requested` is from the command line."""
     per_node = ranks.local_world_size
     nodes, rest = divmod(ranks.world_size, per_node)
-    what, remedy = "", "leave it out: the number of started processes sets it"
+    what = ""
+    remedy = "leave it out: the number of started processes sets it"
     if rest:
-        what, remedy = f"the nodes have different numbers of processes ({ranks.world_size})", ""
+        what = f"the nodes have different numbers of processes ({ranks.world_size})"
+        remedy = ""
     elif isinstance(requested, (list, ListConfig)):
         what = f"{list(requested)} chooses GPUs, but the processes are running already"
         remedy = "leave it out, and export CUDA_VISIBLE_DEVICES before they are started"

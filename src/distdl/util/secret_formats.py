@@ -252,7 +252,7 @@ def docker(text: str) -> Iterator[Found]:
 def columns(text: str) -> Iterator[Found]:
     """A table with a column of passwords or tokens."""
     head, _, rest = text.partition("\n")
-    separator = "\t" if "\t" in head else (";" if ";" in head else ",")
+    separator = next((sign for sign in "\t;" if sign in head), ",")
     names = [name.strip().strip('"') for name in head.split(separator)]
     secret = [i for i, name in enumerate(names) if looks_secret(name) or is_password_name(name)]
     for row in csv.reader(rest.splitlines()[:50], delimiter=separator) if secret else ():

@@ -259,7 +259,8 @@ class Binding:
                 if name == "class_path":
                     remedy = f"this key is LightningCLI's: write {text}._target_={node[name]}"
             elif what == "missing argument":
-                what, remedy = f"missing, {target} needs it", f"write {path_text(location)}=..."
+                what = f"missing, {target} needs it"
+                remedy = f"write {path_text(location)}=..."
             elif "{}" in what:
                 shown = Resolved(values=self.config, expressions=self.expressions).show(location)
                 what = what.replace("{}", shown)

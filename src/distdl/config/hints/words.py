@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,10 @@ def meant(word: str) -> str:
     text = word.translate(_TYPESET).strip()
     if text.startswith("-"):
         name = text.lstrip("-")
-        return text if word.startswith("-") else f"{'-' if len(name) == 1 else '--'}{name}"
+        if word.startswith("-"):
+            return text
+        dashes = "-" if len(name) == 1 else "--"
+        return f"{dashes}{name}"
     key, sign, value = text.partition("=")
     if not sign:
         key, sign, value = text.partition(":")
@@ -239,34 +243,70 @@ def meant(word: str) -> str:
     return f"{key}={os.path.expanduser(value)}"
 
 
+@dataclass(frozen=True)
+class _Refused:
+    """A word that is no override.
+
+    Args:
+        word: It, as it was typed or as it was meant.
+        count: The words that belong to it.
+        takes_the_rest: Whether all words behind it belong to it, too.
+    """
+
+    word: str
+    what: str
+    remedy: str
+    count: int
+    takes_the_rest: bool = False
+
+
+def _refused(left: Sequence[str], count: int, typed: str, commands: Sequence[str]) -> _Refused:
+    """What is wrong with the first of the words that are left.
+
+    Args:
+        count: The words into which the shell split it.
+        typed: It, as it was meant.
+    """
+    word, rest = left[0], left[count:]
+    if count > 1:
+        what = "the shell splits it into several words"
+        return _Refused(typed, what, f"write {shlex.quote(typed)}", count)
+    what = "is not an override"
+    if typed != word and ("=" in typed or typed.startswith("-")):
+        is_option = typed.startswith("-")
+        return _Refused(word, what, f"write {shlex.quote(typed)}", count, is_option)
+    close = closest(word, commands)
+    if rest and rest[0].replace(".", "", 1).isdigit():  # a value, and no command takes one
+        close = ""
+    verb = for_verb(word, list(rest)) or for_experiment(word, list(rest))
+    if not (verb or close) and rest and "=" not in rest[0] and _KEY.fullmatch(word):
+        remedy = f"write {shlex.quote(f'{word}={rest[0]}')}"
+        return _Refused(word, what, remedy, count + 1)
+    if not commands:
+        return _Refused(word, what, "write key=value, or group=option", count)
+    what = "is neither a command nor an override"
+    if verb:
+        return _Refused(word, what, verb, count, takes_the_rest=True)
+    if close:
+        return _Refused(word, what, f"did you mean: python -m distdl {close}", count, True)
+    remedy = f"write key=value, or begin with a command: {', '.join(commands)}"
+    return _Refused(word, what, remedy, count)
+
+
 def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
     """Checks overrides as the shell passed them, before they are parsed: refuses, by a UserError,
     words without `=`. These are misspelt or other tools' verbs (if there are `commands`), or a part
     of an override that the shell split."""
-    problems, left, commands = [], list(words), [*commands]
+    problems, left = [], list(words)
     while left:
         count, override = first_override(left)
-        word, left = left[0], left[count:]
+        word = left[0]
         if (count == 1 and "=" in word[1:]) or word.startswith("~"):
+            left = left[count:]
             continue
-        typed, close = meant(override), closest(word, commands)
-        if left and left[0].replace(".", "", 1).isdigit():  # a value, and no command takes one
-            close = ""
-        verb = for_verb(word, left) or (for_experiment(word, left) if count == 1 else "")
-        what, remedy, last = "is not an override", "write key=value, or group=option", False
-        if count > 1:
-            what, word = "the shell splits it into several words", typed
-            remedy = f"write {shlex.quote(typed)}"
-        elif typed != word and ("=" in typed or typed.startswith("-")):
-            remedy, last = f"write {shlex.quote(typed)}", typed.startswith("-")
-        elif not (verb or close) and left and "=" not in left[0] and _KEY.fullmatch(word):
-            remedy = f"write {shlex.quote(f'{word}={left.pop(0)}')}"
-        elif commands:
-            what, last = "is neither a command nor an override", bool(close or verb)
-            known = f"write key=value, or begin with a command: {', '.join(commands)}"
-            remedy = verb or (f"did you mean: python -m distdl {close}" if close else known)
-        problems.append(Problem(word, what, remedy))
-        if last:
-            break  # what follows are that command's arguments, or the option's value
+        refused = _refused(left, count, meant(override), [*commands])
+        problems.append(Problem(refused.word, refused.what, refused.remedy))
+        # The arguments of the command that was meant, or the value of the option.
+        left = [] if refused.takes_the_rest else left[refused.count :]
     if problems:
         raise UserError(*problems)

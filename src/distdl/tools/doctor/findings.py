@@ -158,7 +158,11 @@ def gpus(ranks: Sequence[Facts]) -> Iterator[Finding]:
         if gpu.get("driver_cuda") and gpu["cuda"]:
             newest = [gpu["driver_cuda"] // 1000, gpu["driver_cuda"] % 1000 // 10]
             needed = [*map(int, gpu["cuda"].split(".")[:2])]
-            state = FAIL if newest[0] < needed[0] else WARN if newest < needed else PASS
+            state = PASS
+            if newest[0] < needed[0]:
+                state = FAIL
+            elif newest < needed:
+                state = WARN
             what = f"{gpu['driver']} runs CUDA {newest[0]}.{newest[1]}, torch has {gpu['cuda']}"
             remedy = "" if state == PASS else "update NVIDIA's driver"
             yield Finding("driver", where, state, None, what, remedy)

@@ -46,7 +46,8 @@ class Folder:
             what = f"{folder} has no {' and no '.join(f'{split}/' for split in missing)}"
             remedy = "it must hold train/<class>/ and val/<class>/"
             if not folder.is_dir():
-                what, remedy = no_folder(folder), unpacking.first(folder) + remedy
+                what = no_folder(folder)
+                remedy = unpacking.first(folder) + remedy
             raise UserError.at("--source", what, remedy)
         self.classes, val = class_names(folder / "train"), class_names(folder / "val")
         if not val and (kaggle := kaggle_below(folder)):
