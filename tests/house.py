@@ -11,17 +11,9 @@ SOURCE = ROOT / "src" / "distdl"
 
 # Lowest first. A file imports from its own package and from lower ones, at the top and inside
 # functions alike. Only those in WITH_TORCH import torch, Lightning or MLflow at the top.
-CORE = [
-    "util",
-    "job",
-    "stores",
-    "ranks",
-    "config",
-    "datasets",
-    "runs",
-    "incident",
-    "health",
-    "validation",
+
+# What a rank runs, and what starts ranks.
+WORKERS_HALF = [
     "distributed",
     "optim",
     "checkpoint",
@@ -34,6 +26,19 @@ CORE = [
     "worker",
     "tasks",
     "agent",
+]
+CORE = [
+    "util",
+    "job",
+    "stores",
+    "ranks",
+    "config",
+    "datasets",
+    "runs",
+    "incident",
+    "health",
+    "validation",
+    *WORKERS_HALF,
     "launchers",
     "launch",
 ]
@@ -51,18 +56,7 @@ TOOLS = [
 ]
 LAYERS = [*CORE, *TOOLS, "cli"]
 WITH_TORCH = [
-    "distributed",
-    "optim",
-    "checkpoint",
-    "tracking",
-    "models",
-    "data",
-    "strategies",
-    "loops",
-    "callbacks",
-    "worker",
-    "tasks",
-    "agent",
+    *WORKERS_HALF,
     "tools.doctor",
     "tools.measure",
     "tools.serving",

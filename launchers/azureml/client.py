@@ -242,8 +242,8 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
         raise kind.at(path, what, remedies.get(code_of(error), "")) from error
     except core.AzureError as error:
         raise UserError.at(path, f"Azure does not answer: {brief(error)}") from error
-    except Exception as error:  # see below
-        # The SDK's exceptions have no common base class outside it, and importing it takes seconds.
+    # The SDK's own exceptions have no common base class, and importing them takes seconds.
+    except Exception as error:
         if type(error).__module__.startswith(("azure.", "marshmallow")):
             raise UserError.at(path, f"Azure's SDK refuses: {brief(error)}") from error
         raise

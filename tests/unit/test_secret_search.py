@@ -184,7 +184,7 @@ FAMILIES: dict[str, dict[str, str | bytes]] = {
         "cookies.py": f'get(url, cookies={{"sessionid": "{MIXED}"}})\n',
         "appid.py": f'get("https://api.weather.net/data?q=Oslo&appid={HEX}")\n',
         ".condarc": f"channels:\n- https://conda.anaconda.org/t/xy-{MIXED}/lab\n",
-        "pip.conf": f"[global]\nindex-url = https://ci:{MIXED}@nexus.corp.example/simple\n",
+        "pip.conf": f"[global]\nfind-links = https://ci:{MIXED}@wheels.example/own\n",
     },
     "a password that begins with a sign, a key named key": {
         "a.yaml": f"user: me\npassword: '!{PASSWORD}'\n",
