@@ -28,7 +28,7 @@ def main(classes: int = CLASSES, files: int = FILES, repeats: int = REPEATS) -> 
     from torchvision.datasets import ImageFolder
 
     from distdl.data.folder import FolderImages
-    from distdl.data.views import EvalView
+    from distdl.images.views import EvalView
 
     arms: dict[str, Callable[[Path], Any]] = {
         "torchvision ImageFolder": ImageFolder,

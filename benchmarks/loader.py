@@ -191,7 +191,7 @@ def differences(folder: Path) -> str:
     from PIL import Image
     from torchvision.transforms.v2 import functional as v2
 
-    from distdl.data.views import EvalView, TrainView
+    from distdl.images.views import EvalView, TrainView
 
     def mean(left: torch.Tensor, right: torch.Tensor) -> float:
         return float((left.float() - right.float()).abs().mean())

@@ -82,7 +82,7 @@ def write_models(folder: Path) -> None:
     import torch
     from torchvision.models import resnet18
 
-    from distdl.data.views import EvalView
+    from distdl.images.views import EvalView
     from distdl.tools.serving import formats, model_folder
 
     torch.manual_seed(0)

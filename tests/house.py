@@ -15,6 +15,7 @@ SOURCE = ROOT / "src" / "distdl"
 # What a rank runs, and what starts ranks.
 WORKERS_HALF = [
     "distributed",
+    "images",
     "optim",
     "checkpoint",
     "tracking",

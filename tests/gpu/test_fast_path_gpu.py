@@ -13,10 +13,10 @@ from distdl.callbacks import EMAWeightAveraging, StepMetrics
 from distdl.checkpoint import host_copy
 from distdl.checkpoint.host_copy import HostCopy
 from distdl.data import SyntheticImages
-from distdl.data.decoding import works
-from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.synthetic_jpeg import jpegs
-from distdl.data.views import EvalView, TrainView
+from distdl.images.decoding import works
+from distdl.images.nvjpeg import EncodedBatch
+from distdl.images.views import EvalView, TrainView
 from distdl.models import ImageClassifier
 from distdl.optim import optimizers
 from tests.unit.sample_data import share

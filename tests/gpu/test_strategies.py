@@ -157,11 +157,11 @@ def test_gradients_are_accumulated_on_the_stream_of_the_step():
 
 
 def test_nvjpeg_does_not_wait_for_the_step(monkeypatch):
-    from distdl.data.decoding import works
     from distdl.data.images import ImageData
-    from distdl.data.nvjpeg import EncodedBatch
     from distdl.data.synthetic_jpeg import jpegs
-    from distdl.data.views import EvalView
+    from distdl.images.decoding import works
+    from distdl.images.nvjpeg import EncodedBatch
+    from distdl.images.views import EvalView
 
     if not works("torchcodec"):
         pytest.skip("no torchcodec")

@@ -15,7 +15,7 @@ from distdl.data import SyntheticImages
 from distdl.data.encoded import EncodedImages
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
-from distdl.data.views import EvalView
+from distdl.images.views import EvalView
 from distdl.models import ImageClassifier
 from tests.miniature import encoded, photograph
 

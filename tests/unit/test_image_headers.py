@@ -13,7 +13,6 @@ from PIL import Image
 from distdl.data.folder import FolderImages
 from distdl.data.listed import ListedImages
 from distdl.data.stored import StoredImages
-from distdl.data.views import EvalView, TrainView
 from distdl.datasets import image_files
 from distdl.datasets.image_headers import (
     MOST_PIXELS,
@@ -23,6 +22,7 @@ from distdl.datasets.image_headers import (
     examine,
 )
 from distdl.datasets.left_out import LeftOut
+from distdl.images.views import EvalView, TrainView
 from distdl.tools.data_check.image_files import inspect_images
 from distdl.tools.data_check.sources import ImageReader, SplitImages
 from distdl.tools.prepare.folder import Folder
@@ -125,7 +125,7 @@ def test_no_other_file_opens_an_image():
         for path in (ROOT / folder).rglob("*.py")
         if opens.search(path.read_text())
     }
-    assert found == {"datasets/image_files.py", "data/decoding.py", "data/nvjpeg.py"}
+    assert found == {"datasets/image_files.py", "images/decoding.py", "images/nvjpeg.py"}
     assert "formats=FORMATS" in (ROOT / "src/distdl/datasets/image_files.py").read_text()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distdl.data.folder import FolderImages
-from distdl.data.views import EvalView
+from distdl.images.views import EvalView
 from distdl.stores.walking import ClassFolders
 from distdl.tools.prepare.folder import Folder
 from distdl.util.errors import UserError

@@ -11,17 +11,17 @@ from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
-from distdl.data import views
-from distdl.data.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
-from distdl.data.crop import random_crop
-from distdl.data.decoding import CPU_DECODERS, decoder, works
 from distdl.data.drawing import seed_all
 from distdl.data.images import ImageData
 from distdl.data.loading import KeyedDataset
-from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.sampling import SampleKey
-from distdl.data.views import EvalView, TrainView, check_views
 from distdl.datasets.image_headers import DamagedImage
+from distdl.images import views
+from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
+from distdl.images.crop import random_crop
+from distdl.images.decoding import CPU_DECODERS, decoder, works
+from distdl.images.nvjpeg import EncodedBatch
+from distdl.images.views import EvalView, TrainView, check_views
 from tests.conftest import ROOT
 from tests.miniature import encoded, photograph
 from tests.unit.sample_data import BROKEN, GREY, PICTURE, PLAIN, Listed

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import Dataset, default_collate
 
-from distdl.data.nvjpeg import EncodedBatch
-from distdl.data.views import View
 from distdl.datasets.image_headers import DamagedImage
+from distdl.images.nvjpeg import EncodedBatch
+from distdl.images.views import View
 from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ OnDamaged = Literal["skip", "error"]
 
 
 class EncodedImages(Dataset[dict[str, Any]]):
-    """Encoded images, decoded and cropped by a view (`distdl.data.views`).
+    """Encoded images, decoded and cropped by a view (`distdl.images.views`).
 
     A subclass defines `__len__`, `read`, `label` and `name`, and may repair a damaged copy in
     `repair`. A sample has the view's fields ("image": uint8 [3, S, S]), "label" (int), "weight"
@@ -110,8 +110,9 @@ class EncodedImages(Dataset[dict[str, Any]]):
             return self.view(self.read(index), epoch)
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """A batch. Its "image" is uint8 [B, 3, S, S] or a `distdl.data.nvjpeg.EncodedBatch`. Pixels
-        stay channels_last as in the samples; default_collate alone would copy them to planes."""
+        """A batch. Its "image" is uint8 [B, 3, S, S] or a `distdl.images.nvjpeg.EncodedBatch`.
+        Pixels stay channels_last as in the samples; default_collate alone would copy them to
+        planes."""
         rest = [{k: v for k, v in s.items() if k not in ("image", "crop")} for s in samples]
         batch: dict[str, Any] = default_collate(rest)
         if "crop" in samples[0]:

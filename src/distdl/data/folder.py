@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from distdl.data.encoded import EncodedImages
-from distdl.data.views import View
 from distdl.datasets.format import WORK
 from distdl.datasets.image_headers import DamagedImage
 from distdl.datasets.layout import different_classes, kaggle_below, no_image
 from distdl.datasets.left_out import LeftOut
+from distdl.images.views import View
 from distdl.stores.files import read_file
 from distdl.stores.walking import ClassFolders, class_names
 from distdl.util import unpacking
@@ -66,7 +66,7 @@ class FolderImages(EncodedImages):
     Args:
         folder: The split's folder. Subfolders of a class count too, as in torchvision's
             ImageFolder. A folder that several links lead to counts once.
-        view: See `distdl.data.views`.
+        view: See `distdl.images.views`.
         folders: Shared with the other split, so that a folder belongs to one class only.
         left_out: Counts the files that are no images.
 

@@ -12,10 +12,10 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
 from distdl.config.resources import cpu_cores, loader_workers
-from distdl.data.augment import IMAGENET_MEAN, IMAGENET_STD
 from distdl.data.encoded import Damage, OnDamaged
-from distdl.data.nvjpeg import EncodedBatch
 from distdl.data.side_stream import SideStream
+from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD
+from distdl.images.nvjpeg import EncodedBatch
 
 
 def default_workers() -> int:

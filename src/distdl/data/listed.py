@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from distdl.data.encoded import EncodedImages
-from distdl.data.views import View
 from distdl.datasets.image_headers import FORMATS, DamagedImage
 from distdl.datasets.left_out import NO_IMAGE, NO_IMAGES, LeftOut, ending
+from distdl.images.views import View
 from distdl.stores import StoreError, open_store
 from distdl.util.errors import UserError
 
@@ -26,7 +26,7 @@ class ListedImages(EncodedImages):
 
     Args:
         root: A folder, or a URI of `distdl.stores`.
-        view: See `distdl.data.views`.
+        view: See `distdl.images.views`.
 
     Raises:
         UserError: There is no image.

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from distdl.data.encoded import EncodedImages
-from distdl.data.views import View
 from distdl.datasets.image_headers import DamagedImage
 from distdl.datasets.order import Needs, by_first_use
 from distdl.datasets.prefetch import Prefetch
 from distdl.datasets.reading import Shards
+from distdl.images.views import View
 
 
 class ShardImages(EncodedImages):

@@ -14,13 +14,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from distdl.config import epochs, task_facts
-from distdl.data.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
 from distdl.data.encoded import EncodedImages, OnDamaged
 from distdl.data.folder import FolderImages, check_folder
 from distdl.data.images import ImageData
 from distdl.data.listed import ListedImages
 from distdl.data.shards import ShardImages, TrainOrder
-from distdl.data.views import EvalView, TrainView, View, check_views
 from distdl.datasets.cache import REMEDY, Cache
 from distdl.datasets.format import MANIFEST, Manifest
 from distdl.datasets.image_headers import MOST_PIXELS
@@ -29,6 +27,8 @@ from distdl.datasets.order import Needs, Windows
 from distdl.datasets.prefetch import Prefetch
 from distdl.datasets.reading import DataSet, Shards, open_data_set
 from distdl.distributed import process_group
+from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
+from distdl.images.views import EvalView, TrainView, View, check_views
 from distdl.stores import PATIENCE, is_remote, open_store
 from distdl.stores.files import readable
 from distdl.stores.walking import ClassFolders
@@ -69,9 +69,9 @@ class StoredImages(ImageData):
         ratio: Smallest and largest aspect ratio (width / height) of a random crop.
         num_workers: Processes that decode; None: this rank's share of the cores, less one or two.
         mean, std: The device normalises red, green and blue by these; for values from 0 to 1.
-        decoder: A name in `distdl.data.decoding`; "auto": the fastest that is installed.
-        augment: As `distdl.data.augment.Augment` takes it; None: a flip.
-        resize: {from, to, until_epoch}: progressive resizing (`distdl.data.resizing`).
+        decoder: A name in `distdl.images.decoding`; "auto": the fastest that is installed.
+        augment: As `distdl.images.augment.Augment` takes it; None: a flip.
+        resize: {from, to, until_epoch}: progressive resizing (`distdl.images.resizing`).
         val_crop_size: Height and width in validation, in pixels; None: `image_size`. The names
             of this argument and the next are from torchvision's references
             (https://github.com/pytorch/vision/blob/main/references/classification/train.py).

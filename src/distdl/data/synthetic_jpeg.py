@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from distdl.data.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
 from distdl.data.encoded import EncodedImages
 from distdl.data.images import ImageData
-from distdl.data.views import EvalView, TrainView, View, check_views
+from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
+from distdl.images.views import EvalView, TrainView, View, check_views
 from distdl.util.errors import Problem
 from distdl.util.ranges import Count, Positive
 

@@ -36,8 +36,8 @@ def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rat
     """
     import torch
 
-    from distdl.data import decoding
-    from distdl.data.views import TrainView
+    from distdl.images import decoding
+    from distdl.images.views import TrainView
 
     reader.forget(indices)
     start, files = time.perf_counter(), []

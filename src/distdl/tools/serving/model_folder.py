@@ -24,8 +24,8 @@ PACKAGE = "distdl_scoring"
 COPIED = (
     "datasets/image_headers.py",
     "datasets/image_files.py",
-    "data/decoding.py",
-    "data/crop.py",
+    "images/decoding.py",
+    "images/crop.py",
     "tools/serving/json_rules.py",
     "tools/serving/exported_program.py",
     "tools/serving/safe_loading.py",

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl.data.crop import central_crop
-from distdl.data.decoding import decoder
 from distdl.datasets.image_headers import MOST_PIXELS, Header, examine
+from distdl.images.crop import central_crop
+from distdl.images.decoding import decoder
 from distdl.tools.serving.safe_loading import DESCRIPTION, checked_archive, read, refuse_onnx
 
 # Pixels, uint8 [B, 3, S, S], to probabilities, float32 [B, number of classes].

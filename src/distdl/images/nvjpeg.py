@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from distdl.data.crop import Crop
+from distdl.images.crop import Crop
 
 END_OF_IMAGE = b"\xff\xd9"
 

@@ -21,7 +21,7 @@ Decoder = Callable[[bytes], torch.Tensor]
 
 # In the order in which `auto` tries them: fastest first (benchmarks/loader.py).
 CPU_DECODERS = ("simplejpeg", "torchcodec", "pil")
-# nvjpeg decodes on the GPU, in distdl.data.nvjpeg.
+# nvjpeg decodes on the GPU, in distdl.images.nvjpeg.
 DECODERS = ("auto", *CPU_DECODERS, "nvjpeg")
 
 

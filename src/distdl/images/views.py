@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from distdl.data.augment import Augment
-from distdl.data.crop import Crop, central_crop, random_crop
-from distdl.data.decoding import DECODERS, is_plain, without_exif, works
-from distdl.data.decoding import decoder as make_decoder
-from distdl.data.nvjpeg import END_OF_IMAGE
-from distdl.data.resizing import Resizing
 from distdl.datasets.image_headers import MOST_PIXELS, examine
+from distdl.images.augment import Augment
+from distdl.images.crop import Crop, central_crop, random_crop
+from distdl.images.decoding import DECODERS, is_plain, without_exif, works
+from distdl.images.decoding import decoder as make_decoder
+from distdl.images.nvjpeg import END_OF_IMAGE
+from distdl.images.resizing import Resizing
 from distdl.util.errors import Problem
 
 LONGEST_SIDE = 8192  # in pixels: more is probably a typo, and would fill any GPU
@@ -77,8 +77,8 @@ class View(ABC):
     Random choices are drawn from the generators that `distdl.data.loading.KeyedDataset` seeds.
 
     Args:
-        decoder: As `distdl.data.decoding.decoder` takes it, or "nvjpeg": samples then have the
-            form that `distdl.data.nvjpeg.EncodedBatch` takes.
+        decoder: As `distdl.images.decoding.decoder` takes it, or "nvjpeg": samples then have the
+            form that `distdl.images.nvjpeg.EncodedBatch` takes.
         max_pixels: An image with more is refused, as a damaged one.
     """
 

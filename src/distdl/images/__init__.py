@@ -1,0 +1,1 @@
+"""From bytes to pixels: decoders, crops, resizing, augmentation."""
