@@ -219,14 +219,18 @@ def test_a_disturbed_run_ends_as_if_undisturbed(ranks, idiom, tmp_path, capsys):
 
 if MATRIX:
 
+    # A signal in the middle of a validation, and kill -9 inside the second of three epochs.
+    ENDINGS = [("validation", signal.SIGTERM), ("training", signal.SIGKILL)]
+
+    @pytest.mark.parametrize(("phase", "number"), ENDINGS)
     @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_a_signal_in_a_validation_of_any_strategy(strategy, tmp_path):
+    def test_any_strategy_ends_as_if_undisturbed(strategy, phase, number, tmp_path):
         project(tmp_path, model=IMAGES)
         ranks = 1 if strategy == "single" else 2
         alone = strategy in ("single", "pipeline")  # a rank whose batch is the global one
         more = [f"data.batch_size={4 if alone else 2}", f"trainer.devices={ranks}"]
         more += ["strategy.micro_batches=2"] if strategy == "pipeline" else []
-        words = (*COMMON, *SYNTHETIC, f"strategy={strategy}", *more)
-        each = Disturbance("validation", ranks - 1, signal.SIGTERM, "rank", 0.5)
+        words = (*COMMON, *SYNTHETIC, "checkpoint.every_n_steps=2", f"strategy={strategy}", *more)
+        each = Disturbance(phase, ranks - 1, number, "rank", 0.5)
         row, wrong = disturb(undisturbed(tmp_path, words), words, each, ranks)
         assert not wrong, row
