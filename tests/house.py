@@ -16,6 +16,7 @@ SOURCE = ROOT / "src" / "distdl"
 WORKERS_HALF = [
     "distributed",
     "images",
+    "domains",
     "optim",
     "checkpoint",
     "tracking",

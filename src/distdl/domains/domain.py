@@ -1,0 +1,105 @@
+"""A domain: what samples are. Everything else of distdl asks it, and knows no kind of sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from distdl.domains.drawing import Drawing
+from distdl.domains.metric import Metric
+from distdl.domains.record import Annotation, SampleRecord
+from distdl.domains.rows import PredictedRows
+from distdl.images.views import EvalView, TrainView, check_views
+from distdl.util.errors import Problem
+
+# Bytes, epoch and what else its domain's `sample` passes, to the fields of a sample.
+View = Callable[..., dict[str, Any]]
+
+
+class Domain:
+    """What samples are: six parts. A subclass says what differs from the defaults below.
+
+    A data module and a module name their domain in a class attribute, `domain = Classification()`,
+    and the two must be of one domain. Neither has to: a module without one trains, and its
+    predictions are the tensors that `predict_step` returns.
+
+    An instance has no state of a run: it is pickled to the processes that load.
+    """
+
+    # As in manifests and messages, such as "classification".
+    name = ""
+    # The metric that decides which checkpoint is the best, if a run names no `checkpoint.monitor`,
+    # and "max" or "min"; the report begins with it. Asked by `callbacks.best`, `tools.report`.
+    main_metric: str | None = None
+    mode = "max"
+    # Part 1: its record in a shard. Asked by `tools.prepare`, and by what reads prepared sets.
+    record = SampleRecord()
+
+    # Part 2: views and augmentation.
+
+    def check(self, node: Mapping[str, Any], *, local: bool = True) -> Iterable[Problem]:
+        """Problems of the keys of the data node that `views` takes; paths are relative to the node.
+        Called by the `check` of data modules, before anything starts.
+
+        Args:
+            local: Whether the run is on this machine, so that packages must be installed here.
+        """
+        return check_views(node, local)
+
+    def views(self, node: Mapping[str, Any]) -> tuple[View, View]:
+        """The views of training and of evaluation, by the same keys of the data node. Called by
+        data modules in `__init__`, and with an empty mapping by `data check`, which measures how
+        fast images are decoded."""
+        size, decoder = node.get("image_size", 224), node.get("decoder", "auto")
+        return TrainView(size, decoder=decoder), EvalView(size, decoder=decoder)
+
+    def sample(self, view: View, data: bytes, annotation: Annotation, epoch: int) -> dict[str, Any]:
+        """The fields of a sample, of its encoded image and what is known of it. Called in a
+        loader's worker, which has seeded the generators that views draw from.
+
+        By default the view's fields ("image": uint8 [3, S, S]), and those of an annotation that is
+        a mapping, or else the annotation as "target".
+
+        Args:
+            view: One of `views`.
+            epoch: From 0; 0 in an evaluation.
+
+        Raises:
+            DamagedImage: The sample is replaced by another one, and reported.
+        """
+        fields = annotation if isinstance(annotation, Mapping) else {"target": annotation}
+        return {**view(data, epoch), **fields}
+
+    # Part 3: collate.
+
+    def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """A batch of samples, on the host. Called in a loader's worker. Besides the fields of
+        `sample` each has "weight" (float32, 1 or 0) and "damaged" (text, "" if intact), and in an
+        exact evaluation "index" (int64). By default torch's own: a tensor [B, ...] per field."""
+        return default_collate([*samples])
+
+    # Part 4: the metric over ranks.
+
+    def metric(self) -> Metric:
+        """A new metric. Called by the module (`models.evaluated`)."""
+        raise NotImplementedError(f"{type(self).__name__} has no metric")
+
+    # Part 5: rows of predictions.
+
+    def rows(self, *, named: bool, top_k: int) -> PredictedRows:
+        """What `task=predict` stores. Called by it, on every rank, if the class that has the
+        module's `predict_step` names the domain, too: other modules return rows of their own.
+
+        Args:
+            named: Whether the data set names its samples (`PredictedRows`).
+            top_k: `task.top_k`.
+        """
+        return PredictedRows(named)
+
+    # Part 6: what people look at.
+
+    def drawing(self) -> Drawing | None:
+        """A new drawing; None: nothing is drawn. Called by the module (`models.evaluated`)."""
+        return None

@@ -1,0 +1,41 @@
+"""Part 4 of a domain: what a validation measures, exact at any number of ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import torch
+
+# Sums a tensor over the ranks, and gives all of them the sum: the strategy's own.
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Metric(ABC):
+    """The numbers of one validation or test. The module (`distdl.models.evaluated`) calls `start`,
+    then `add` for each batch, then `result`.
+
+    Every sample counts once: a batch's "weight", float32 [B], is 0 for rows that only make the
+    shapes of all ranks equal, and for damaged images that were replaced.
+    """
+
+    @abstractmethod
+    def start(self, device: torch.device) -> None:
+        """Forgets all samples. Sums belong on `device`, where nobody waits for them."""
+
+    @abstractmethod
+    def add(self, batch: Mapping[str, object], outputs: object) -> None:
+        """Adds the samples of a batch, as it arrived at the module.
+
+        Args:
+            outputs: Of the network for this batch, such as logits [B, num_classes].
+        """
+
+    @abstractmethod
+    def result(self, reduce: Reduce) -> dict[str, float]:
+        """The values over all ranks, the same on every rank: a value that is no mean over samples
+        gathers what it needs (`distdl.distributed.process_group.gather`). Collective.
+
+        Returns:
+            By name, without the stage: "acc1" becomes "val/acc1". "samples" is how many counted.
+        """
