@@ -18,7 +18,7 @@ ImageOf = Callable[[int], tuple[bytes, str]]
 
 
 @dataclass(frozen=True)
-class Picture:
+class DrawnImage:
     """An image with a caption: a drawn copy, a few hundred pixels wide."""
 
     image: Image.Image
@@ -26,7 +26,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Section:
+class DrawnSection:
     """A part of a report. One of its forms is filled.
 
     - pictures: in the order in which they are shown.
@@ -37,7 +37,7 @@ class Section:
 
     title: str
     note: str = ""
-    pictures: Sequence[Picture] = ()
+    pictures: Sequence[DrawnImage] = ()
     head: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     names: Sequence[str] = ()
@@ -65,7 +65,7 @@ class Drawing(ABC):
         """Brings what the ranks have noted to rank 0. Collective."""
 
     @abstractmethod
-    def sections(self, image_of: ImageOf | None, classes: Sequence[str]) -> list[Section]:
+    def sections(self, image_of: ImageOf | None, classes: Sequence[str]) -> list[DrawnSection]:
         """What to show. Called on rank 0.
 
         Args:
