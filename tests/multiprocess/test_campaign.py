@@ -218,7 +218,6 @@ def test_a_disturbed_run_ends_as_if_undisturbed(ranks, idiom, tmp_path, capsys):
 
 
 if MATRIX:
-
     # A signal in the middle of a validation, and kill -9 inside the second of three epochs.
     ENDINGS = [("validation", signal.SIGTERM), ("training", signal.SIGKILL)]
 

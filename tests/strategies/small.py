@@ -4,7 +4,7 @@ that step by hand, or do what FSDP2 cannot."""
 from functools import partial, wraps
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -274,3 +274,14 @@ def checksum(module):
 
 def flat(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+class Ends(Callback):
+    """Asks for the end of the training after a batch, as a time limit does."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.after:
+            trainer.should_stop = True

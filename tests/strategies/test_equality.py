@@ -124,3 +124,24 @@ def test_a_file_by_position_resumes_alike(name, old, runs):
         ddp = runs.train("lightnings then ddp", TOPOLOGIES["ddp x2"], resume=file)
     resumed = runs.train(f"{kind} then {name}", TOPOLOGIES[name], resume=file)
     assert difference(step(ddp), step(resumed)) < SAME_TO
+
+
+# Two accumulated batches a step.
+ACCUMULATING = {
+    "pipeline": matrix.staged(2, 4, 2, repeat=2),
+    "local_sgd": two("local_sgd", "strategy.sync_every=2", *matrix.batch(2, 2)),
+}
+if MATRIX:
+    for each in ("ddp", "fsdp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"):
+        ACCUMULATING[each] = two(each, *matrix.batch(2, 2))
+ENDS = ("+callbacks.ends._target_=tests.strategies.small.Ends", "+callbacks.ends.after=5")
+
+
+@pytest.mark.parametrize("name", ACCUMULATING)
+def test_a_time_limit_between_accumulated_batches_loses_no_gradient(name, runs):
+    topology = ACCUMULATING[name]
+    whole = runs.train(f"{name} without a limit", topology)
+    cut = runs.train(f"{name} with a limit", topology.plus(*ENDS)) / "last.ckpt"
+    assert matrix.read(cut)["global_step"] < STEPS
+    rest = runs.train(f"{name} after a limit", topology, resume=cut)
+    assert difference(step(whole), step(rest)) < SAME_TO

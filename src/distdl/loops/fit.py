@@ -7,7 +7,8 @@ Lightning's loops (2.6) with what an exact resume needs besides. It rests on thi
      the step's hooks and loggers, and never between batches whose gradients are accumulated. If a
      validation follows, before it, since it may take long: a resume begins with that validation.
      What a validation between such batches finds best is best.ckpt alone, which no resume of the
-     run begins with. What ends the training there (`max_time`) saves those gradients as well;
+     run begins with. What ends the training there (`max_time`) saves those gradients as well, or
+     waits for their step where a strategy cannot save them (`waits_for_step`);
    - inside a validation that a signal cuts short (`loops/validation.py`), as it was before it;
    - at the end of an epoch (`FitLoop.on_advance_end`), after all hooks and plateau schedules.
 2. A signal is obeyed at these moments alone, by all ranks at the same one: they have agreed on it
@@ -60,6 +61,19 @@ class EpochLoop(_TrainingEpochLoop):
         return self._num_ready_batches_reached()
 
     @property
+    def waits_for_step(self) -> bool:
+        """Whether the training, told to end between accumulated batches, takes their step first:
+        under a strategy whose waiting gradients no checkpoint holds."""
+        if not self.trainer.should_stop or not self.accumulates or self.is_over:
+            return False
+        return not getattr(self.trainer.strategy, "ends_between_steps", True)
+
+    @property
+    def done(self) -> bool:
+        """Whether the epoch is left: after its last batch, or since something ends the training."""
+        return super().done and not self.waits_for_step
+
+    @property
     def logged_names(self) -> set[str]:
         """The names of what the module has logged in this epoch."""
         return {result.meta.name for result in self._results.values()}
@@ -81,6 +95,12 @@ class EpochLoop(_TrainingEpochLoop):
             self.decides.validated(self.trainer, between_steps=not stepped)
         elif not validates and stepped and self.decides:
             self.decides.batch_ended(self.trainer, before_validation=False)
+
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+        """Whether a validation follows the batch. One at the end of a training waits with it."""
+        if self.waits_for_step:
+            return self._is_due(data_fetcher)
+        return super()._should_check_val_fx(data_fetcher)
 
     def rng_state(self) -> dict[str, Any]:
         """The state of this rank's generators, for a checkpoint."""

@@ -50,6 +50,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         UserError: DeepSpeed is not installed, or the file cannot be read.
     """
 
+    ends_between_steps = False  # gradients that wait for a step are each rank's own
+
     def __init__(
         self,
         stage: Literal[0, 1, 2, 3] = 2,

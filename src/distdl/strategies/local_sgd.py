@@ -39,6 +39,8 @@ class LocalSGDStrategy(DriftingStrategy):
         outer_momentum: Momentum of the outer step. Both defaults are DiLoCo's (section 3.1).
     """
 
+    ends_between_steps = False  # gradients that wait for a step are each rank's own
+
     def __init__(
         self,
         sync_every: Positive = 32,

@@ -62,6 +62,8 @@ class PipelineStrategy(StagedStrategy):
         UserError: The settings do not fit the ranks, or the module cannot be split.
     """
 
+    ends_between_steps = False  # gradients that wait for a step are each rank's own
+
     def __init__(
         self,
         stages: Positive | None = None,
