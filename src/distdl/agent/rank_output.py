@@ -11,8 +11,9 @@ import dataclasses
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Protocol
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
@@ -70,11 +71,19 @@ def pump(reading: int, stream: Stream) -> None:
     stream.end()
 
 
+class Writes(Protocol):
+    """What is used of a file that is open for bytes."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+    def close(self) -> None: ...
+
+
 class Stream:
     """One file, redacted and written in complete lines, so that no secret is cut in two. The lines
     of a key (from BEGIN to END) are written together."""
 
-    def __init__(self, file: BinaryIO | Any) -> None:
+    def __init__(self, file: Writes) -> None:
         self.file, self.pending = file, b""
 
     def add(self, data: bytes) -> None:
@@ -103,7 +112,9 @@ class Stream:
 class Specs(DefaultLogsSpecs):
     """torch's folders for the output of ranks, with pipes instead of files."""
 
-    def __init__(self, folder: str, redirects: dict[int, Std], pipe_to: Any) -> None:
+    def __init__(
+        self, folder: str, redirects: dict[int, Std], pipe_to: Callable[[str], str]
+    ) -> None:
         super().__init__(log_dir=folder, redirects=redirects)
         self._pipe_to = pipe_to
 

@@ -132,21 +132,25 @@ class ForkedRank:
         return code
 
 
+Started = subprocess.Popen[Any] | ForkedRank
+
+
 class RankHandler(SubprocessHandler):
     """Starts and ends one rank for torch's agent."""
 
     status: ClassVar[Path]
     by_standby: ClassVar = False
     standby: ClassVar[Standby | None] = None
-    started: ClassVar[list[subprocess.Popen[Any] | ForkedRank]] = []  # of this attempt
+    started: ClassVar[list[Started]] = []  # of this attempt
 
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+    # torch says that it is a Popen. A ForkedRank has all that torch uses of one.
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:  # noqa: ANN401
         with stopping.deferred():
             process = self._start(args, env)
             RankHandler.started.append(process)
         return process
 
-    def _start(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+    def _start(self, args: tuple[str, ...], env: dict[str, str]) -> Started:
         standby = RankHandler.standby
         if not self.by_standby:
             pass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import importlib
 import io
 import json
 import re
@@ -93,7 +94,6 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.P
     from distdl.config import consent
     from distdl.config.compose import compose, typed
     from distdl.launch.jobs import instantiate
-    from distdl.validation.kinds import locate
 
     chosen = f"launcher={options.platform}"
     settings = r"\+*launcher\." if options.change else r"\+*launcher\.|dry_run="
@@ -104,8 +104,11 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.P
             raise UserError.at(word, "is not a setting of deploy", remedy)
     config = compose([chosen, *words])
     consent.refuse(config, typed(config))
-    launcher = instantiate(OmegaConf.to_container(config.launcher, resolve=True))
-    kind = locate(f"distdl.launchers.{PLATFORMS[options.platform]}.KINDS")[options.batch]
+    node = OmegaConf.to_container(config.launcher, resolve=True)
+    assert isinstance(node, dict)
+    launcher = instantiate(node)
+    endpoints = importlib.import_module(f"distdl.launchers.{PLATFORMS[options.platform]}")
+    kind = endpoints.KINDS[options.batch]
     options.instance_type = options.instance_type or kind.default_type
     return kind(launcher, options), bool(config.dry_run)
 

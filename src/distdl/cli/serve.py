@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from distdl.cli.arguments import Parser
 from distdl.ranks import stopping
@@ -30,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     from pydantic import ValidationError
 
     from distdl.tools.serving import server
+    from distdl.tools.serving.scorer import Scorer
     from distdl.tools.serving.settings import TOKEN, Settings, values_of
     from distdl.util.typed import problems
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         images = Path(str(read_json(folder / "model.json").get("data")))  # of the validation
         photo = next(images.glob("val/*/*"), "photo.jpg")
 
-        def ready(url: str, scorer: Any) -> None:
+        def ready(url: str, scorer: Scorer) -> None:
             print(f"model   {shown(folder)}  ({len(scorer.classes)} classes)")
             print(f"serve   {url}  (POST /score, GET /health)")
             token = f' -H "Authorization: Bearer ${TOKEN}"' if settings.token else ""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -140,7 +140,7 @@ def _remove_debug_keys(config: DictConfig, overrides: Sequence[str]) -> None:
             data.pop(key)
 
 
-def _normalise_trainer(trainer: Any) -> None:
+def _normalise_trainer(trainer: object) -> None:
     """Converts texts that Lightning reads as numbers ("2", "0,1"), and short precisions ("16")."""
     if not isinstance(trainer, DictConfig):
         return
@@ -311,7 +311,7 @@ def _named(override: Override) -> str:
     return f'"{text}"' if isinstance(value, bool | int | float) else text
 
 
-def option_name(value: Any) -> str:
+def option_name(value: object) -> str:
     """The name of an option, as it was typed, for a value that Hydra's grammar has read."""
     if value is None:
         return "null"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,6 +30,7 @@ def refuse(config: DictConfig, typed: Sequence[Override]) -> None:
     """
     words = OwnWords(tuple(typed))
     plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
     said = [(*opened, words.speaker(*opened[:2])) for opened in doors.opened(plain)]
     asked = {each[0]: _problem(*each) for each in said if not _agreed(each[2], each[3])}
     if wrong := [*asked.values(), *credentials.refuse(config, words)]:
@@ -49,7 +50,7 @@ def _agreed(door: doors.Door, speaker: Speaker) -> bool:
     return speaker is not Speaker.ELSEWHERE
 
 
-def _problem(key: str, value: Any, door: doors.Door, speaker: Speaker) -> Problem:
+def _problem(key: str, value: object, door: doors.Door, speaker: Speaker) -> Problem:
     text = _typed(value)
     who = "./conf" if speaker is Speaker.CONF else "the file that says it"
     what = f"{redact(text)} is {door.what}, and {who} cannot agree to that in your name"
@@ -59,7 +60,7 @@ def _problem(key: str, value: Any, door: doors.Door, speaker: Speaker) -> Proble
     return Problem(key, what, remedy)
 
 
-def _typed(value: Any) -> str:
+def _typed(value: object) -> str:
     """A value as Hydra reads it on the command line, in one line of printable text."""
     if isinstance(value, str) and value.isprintable() and value == value.strip():
         return value

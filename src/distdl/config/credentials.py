@@ -167,7 +167,7 @@ def _addresses(plain: dict[Any, Any]) -> Iterator[tuple[str, str, Client]]:
             yield path, text, BLOB
 
 
-def _texts(node: Any, path: str) -> Iterator[tuple[str, str]]:
+def _texts(node: object, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, dict):
         for key, value in node.items():
             yield from _texts(value, f"{path}.{key}")
@@ -199,7 +199,7 @@ def _is_own(uri: str, client: Client) -> bool:
     return any(_same(uri, each) for each in named)
 
 
-def _list(given: Any) -> list[Any]:
+def _list(given: object) -> list[Any]:
     return given if isinstance(given, list) else [given]
 
 

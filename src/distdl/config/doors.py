@@ -51,7 +51,7 @@ _MODULE = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 
 
 def _all_match(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
-    def fits(value: Any) -> bool:
+    def fits(value: object) -> bool:
         listed = value if isinstance(value, list) else [value]
         return all(isinstance(each, str) and pattern.fullmatch(each) for each in listed)
 
@@ -115,7 +115,7 @@ DEEPSPEED = {
 }
 
 
-def deepspeed_keys(settings: Any) -> list[str]:
+def deepspeed_keys(settings: object) -> list[str]:
     """The keys of `DEEPSPEED` that DeepSpeed's settings set, at any depth."""
     if not isinstance(settings, dict):
         return []
@@ -123,7 +123,7 @@ def deepspeed_keys(settings: Any) -> list[str]:
     return found + [each for value in settings.values() for each in deepspeed_keys(value)]
 
 
-def _deepspeed_is_harmless(config: Any) -> bool:
+def _deepspeed_is_harmless(config: object) -> bool:
     """Whether `strategy.config` (a mapping, or a file of JSON) sets none of them. Of a file that
     cannot be read here it is not known."""
     if not config or isinstance(config, dict):
@@ -209,7 +209,7 @@ def names(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in DOORS)
 
 
-def opened(config: Any) -> Iterator[tuple[str, Any, Door]]:
+def opened(config: Mapping[Any, Any]) -> Iterator[tuple[str, Any, Door]]:
     """What a config says that executes something: the key, the value as it is written, the door.
 
     Args:
@@ -229,7 +229,7 @@ def opened(config: Any) -> Iterator[tuple[str, Any, Door]]:
             yield key, value, door
 
 
-def _select(config: Any, key: str) -> Any:
+def _select(config: object, key: str) -> object:
     for part in key.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config

@@ -41,12 +41,12 @@ def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterat
         yield Problem("trainer.val_check_interval", what, remedy)
 
 
-def limited(batches: int, limit: Any) -> int:
+def limited(batches: int, limit: object) -> int:
     """The batches that one of Lightning's limits leaves: a number of them, or a share."""
     if isinstance(limit, float):
         return int(batches * limit)
     return limit if is_count(limit) else batches
 
 
-def is_count(value: Any) -> TypeGuard[int]:
+def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and value > 0

@@ -46,7 +46,7 @@ class OwnWords:
 
     typed: Sequence[Override] = ()
 
-    def speaker(self, path: str, value: Any) -> Speaker:
+    def speaker(self, path: str, value: object) -> Speaker:
         """Who gave this value, as it is written, to a key such as `launcher.mpirun`. An element of
         a list (`project.allow`) was said by whoever gave the key a list that holds it.
 
@@ -71,7 +71,7 @@ class OwnWords:
         return [{o.key_or_group: o.value()} for o in overrides if not o.is_sweep_override()]
 
 
-def _is_interpolated(value: Any) -> bool:
+def _is_interpolated(value: object) -> bool:
     """Whether a config decides a value, or a part of it."""
     if isinstance(value, dict):
         return any(_is_interpolated(item) for pair in value.items() for item in pair)
@@ -80,6 +80,6 @@ def _is_interpolated(value: Any) -> bool:
     return isinstance(value, str) and "${" in _OWN_INTERPOLATION.sub("", value)
 
 
-def _gives(given: Any, value: Any) -> bool:
+def _gives(given: object, value: object) -> bool:
     same = type(given) is type(value) and given == value
     return same or (isinstance(given, list) and any(_gives(each, value) for each in given))

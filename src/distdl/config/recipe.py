@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -110,12 +110,12 @@ def longer(config: DictConfig) -> str:
     return " ".join(f"{key}=<more>" for key in limited or limits[:2])
 
 
-def unit_of(data: Any) -> str:
+def unit_of(data: object) -> str:
     """The unit of throughput: distdl's own data sets (by `_target_` or module) are images."""
     return "img/s" if is_own(data) else "samples/s"
 
 
-def is_own(target: Any) -> bool:
+def is_own(target: object) -> bool:
     """Whether a `_target_` is distdl's own, so that its use of its arguments is known."""
     return str(target).startswith("distdl.")
 
@@ -142,7 +142,7 @@ def merge(
     return config
 
 
-def not_exportable(config: Any) -> str | None:
+def not_exportable(config: Mapping[Any, Any]) -> str | None:
     """Why `distdl export` refuses a run with this config; None: it does not."""
     for section, target in EXPORTABLE.items():
         actual = (config.get(section) or {}).get("_target_")
@@ -151,7 +151,7 @@ def not_exportable(config: Any) -> str | None:
     return None
 
 
-def exportable_instead(config: Any, run: str) -> str:
+def exportable_instead(config: Mapping[Any, Any], run: str) -> str:
     """What to type instead of an export that `not_exportable` refuses. `run` is its folder, as it
     is written in a shell."""
     lacking = {s for s, t in EXPORTABLE.items() if (config.get(s) or {}).get("_target_") != t}
@@ -162,7 +162,7 @@ def exportable_instead(config: Any, run: str) -> str:
     return weights
 
 
-def plain(node: Any) -> dict[str, Any]:
+def plain(node: Mapping[Any, Any] | None) -> dict[str, Any]:
     """A mapping node as plain Python, resolved; empty for None."""
     values = OmegaConf.to_container(node, resolve=True) if node else {}
     assert isinstance(values, dict)
@@ -185,13 +185,13 @@ def difference(old: DictConfig, new: DictConfig) -> str:
     return "\n".join(lines)
 
 
-def flat_paths(config: Any, *, leaves: bool = True) -> list[str]:
+def flat_paths(config: Mapping[Any, Any], *, leaves: bool = True) -> list[str]:
     """Every path of a config in dotted form; with `leaves=False` inner nodes as well."""
     plain = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else config
     return [*_paths_below(plain, "", leaves)]
 
 
-def _paths_below(node: Any, prefix: str, leaves: bool) -> Iterator[str]:
+def _paths_below(node: object, prefix: str, leaves: bool) -> Iterator[str]:
     for key, value in node.items() if isinstance(node, dict) else ():
         path = f"{prefix}{key!s}"
         if not leaves or not isinstance(value, dict):
@@ -199,7 +199,7 @@ def _paths_below(node: Any, prefix: str, leaves: bool) -> Iterator[str]:
         yield from _paths_below(value, f"{path}.", leaves)
 
 
-def values_at(node: Any, path: str) -> Iterator[Any]:
+def values_at(node: object, path: str) -> Iterator[Any]:
     """The values at a dotted path, where keys may be dotted themselves: `launcher.env: {A: 1}`."""
     if not path:
         yield node
@@ -216,7 +216,7 @@ def _written(config: DictConfig) -> dict[str, Any]:
     return written
 
 
-def _without_clock(node: Any) -> Any:
+def _without_clock(node: object) -> object:
     if isinstance(node, dict):
         return {key: _without_clock(value) for key, value in node.items()}
     if isinstance(node, list):
@@ -228,7 +228,7 @@ def _without_clock(node: Any) -> Any:
     return node
 
 
-def _pop(node: Any, path: str, default: object = None) -> Any:
+def _pop(node: object, path: str, default: object = None) -> object:
     """Removes the value at a path from nested mappings, and returns it."""
     *parents, key = path.split(".")
     for part in parents:

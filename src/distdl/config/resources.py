@@ -141,7 +141,7 @@ def _chosen(
 
 
 def _elsewhere(
-    accelerator: str, devices: Any, num_nodes: int, known: tuple[int, str] | None
+    accelerator: str, devices: object, num_nodes: int, known: tuple[int, str] | None
 ) -> Resources:
     if known and devices in ("auto", -1, None):
         devices = known[0] if accelerator != "cpu" else 1
@@ -187,14 +187,14 @@ def share_kind(strategy: Mapping[str, Any] | None, shares: int, ranks: int) -> s
     return "tensor-parallel group" if is_tensor_parallel(strategy or {}) else "pipeline"
 
 
-def is_tensor_parallel(strategy: Any) -> bool:
+def is_tensor_parallel(strategy: object) -> bool:
     if not isinstance(strategy, Mapping):  # a name, as Lightning takes one: refused elsewhere
         return False
     named = str(strategy.get("_target_")).endswith(".ModelParallelStrategy")
     return named or DATA in strategy or TENSOR in strategy
 
 
-def tensor_parallel_size(data: Any, tensor: Any, ranks: int, nodes: int) -> int:
+def tensor_parallel_size(data: object, tensor: object, ranks: int, nodes: int) -> int:
     """The ranks of one group, by the two arguments of Lightning's ModelParallelStrategy. "auto" (or
     None) is its default: a group is a node."""
     if isinstance(tensor, int):

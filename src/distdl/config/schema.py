@@ -8,12 +8,11 @@ most mistakes are found without importing Lightning; binding finds unknown argum
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
@@ -25,9 +24,11 @@ from distdl.util.ranges import AboveZero, Count, NotNegative, Positive
 from distdl.util.suggest import did_you_mean, respelt, written
 from distdl.util.typed import Misfit, Path
 
+T = TypeVar("T")
+
 
 def _must(fits: Callable[[Any], bool], expected: str) -> AfterValidator:
-    def checked(value: Any) -> Any:
+    def checked(value: T) -> T:
         if not fits(value):
             raise ValueError(expected)
         return value
@@ -35,7 +36,7 @@ def _must(fits: Callable[[Any], bool], expected: str) -> AfterValidator:
     return AfterValidator(checked)
 
 
-def _are_devices(value: Any) -> bool:
+def _are_devices(value: object) -> bool:
     numbers = value if isinstance(value, list) else [value or -1]
     counted = [type(number) is int and number >= 0 for number in numbers]
     return value in ("auto", -1) or (bool(counted) and all(counted))
@@ -222,7 +223,7 @@ def lies_below(path: str, top: str) -> bool:
     return path == top or path.startswith((f"{top}.", f"{top}["))
 
 
-def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def walk(value: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every value of nested containers with its path, the outermost first."""
     yield path, value
     if isinstance(value, dict):
@@ -263,12 +264,23 @@ def _misfits(values: Mapping[str, Any]) -> Iterator[Misfit]:
         yield from typed.misfits(refused, values)
 
 
-def _at(values: Any, path: Path) -> Any:
+def _at(values: Any, path: Path) -> object:  # noqa: ANN401 - nested mappings and lists
     return functools.reduce(operator.getitem, path, values)
 
 
+def _replaced(node: object, path: Path, value: object) -> object:
+    """A copy of nested containers with another value at a path."""
+    if not path:
+        return value
+    if isinstance(node, dict):
+        return {**node, path[0]: _replaced(node[path[0]], path[1:], value)}
+    assert isinstance(node, list)
+    items = enumerate(node)
+    return [_replaced(item, path[1:], value) if i == path[0] else item for i, item in items]
+
+
 def _unknown(
-    path: Path, value: Any, known: Iterable[str], config: Mapping[str, Any]
+    path: Path, value: object, known: Iterable[str], config: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """One problem for an unknown key, or one for each value below it: `optimiser: {lr: 1}`."""
     text, section = path_text(path), path_text(path[:-1])
@@ -283,12 +295,13 @@ def _unknown(
 
 
 def _absent(
-    path: Path, deeper: Path, value: Any, known: Iterable[str], config: Mapping[str, Any]
+    path: Path, deeper: Path, value: object, known: Iterable[str], config: Mapping[str, Any]
 ) -> Problem:
     text = path_text(path)
     if deeper[-1:] != ("_target_",):
         full = path_text((*path, *deeper))
         return Problem(full, "missing", f"write {full}=...")
+    assert isinstance(value, Mapping)  # which lacks it
     keys = ", ".join(map(str, value)) or "nothing"
     what = f"names no class (_target_), only {keys}"
     choose = f"choose one: {text}=NAME (--help lists them)"
@@ -319,7 +332,7 @@ def _remedy(path: Path, expected: str, values: Mapping[str, Any]) -> str:
     meant = respelt(value)
     if not path or repr(meant) == repr(value):
         return ""
-    changed = copy.deepcopy(dict(values))
-    _at(changed, path[:-1])[path[-1]] = meant
+    section = str(path[0])
+    changed = {**values, section: _replaced(values[section], path[1:], meant)}
     fits = path not in (misfit.path for misfit in _misfits(changed))
     return f"write {written(text, meant)}" if fits else ""

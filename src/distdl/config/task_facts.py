@@ -44,7 +44,7 @@ def of(config: Mapping[Any, Any]) -> TaskFacts:
     return of_target(node.get("_target_") if isinstance(node, Mapping) else None)
 
 
-def of_target(target: Any) -> TaskFacts:
+def of_target(target: object) -> TaskFacts:
     """The facts of the task that a `_target_` names; those of a plain function if its source is not
     found or is no Python."""
     values = _literals(next(_classes(BASE, set())))

@@ -150,7 +150,7 @@ def broken() -> list[Problem]:
             names = {name: after for name, after in names.items() if name not in ring}
 
 
-def _entry(written: Any) -> str:
+def _entry(written: object) -> str:
     """What an entry of a defaults list names: `/model/net` for `/model: net`."""
     if isinstance(written, dict):
         written = "/".join(str(part) for part in next(iter(written.items()), ()))

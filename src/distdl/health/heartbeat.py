@@ -19,7 +19,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 PHASES = (
     "set-up",
@@ -72,6 +75,9 @@ MARKS = 64  # phases of a step; a longer one, with a validation in it, is not ti
 # The memory shared with the monitor: step, epoch, batch (-1: unknown).
 FIELDS = "3q"
 PROGRESS = ("step", "epoch", "batch")
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # A file, a line and a function.
 Frame = tuple[str, str | int, str]
@@ -141,18 +147,20 @@ class RankHeartbeat:
         self._timing = False
         self._trainer: Any = None
 
-    def watch(self, trainer: Any) -> None:
+    def watch(self, trainer: Trainer) -> None:
         """Follows a Trainer, whatever its strategy and profiler are."""
         self._trainer = trainer
-        training_step = trainer.strategy.training_step
+        strategy, loop = trainer.strategy, trainer.fit_loop
+        vars(strategy)["training_step"] = self._counted(strategy.training_step)
+        vars(loop)["after_batches"] = self._share
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+    def _counted(self, training_step: Callable[P, R]) -> Callable[P, R]:
+        def counted(*args: P.args, **kwargs: P.kwargs) -> R:
             self.count += 1
             self._share()
             return training_step(*args, **kwargs)
 
-        trainer.strategy.training_step = counted
-        trainer.fit_loop.after_batches = self._share
+        return counted
 
     def _share(self) -> None:
         with suppress(AttributeError):  # of another version of Lightning
@@ -197,8 +205,8 @@ class RankHeartbeat:
             else:
                 vars(profiler).pop(name)
 
-    def _timed(self, method: Callable[[str], Any]) -> Callable[[str], Any]:
-        def timed(action: str) -> Any:
+    def _timed(self, method: Callable[[str], R]) -> Callable[[str], R]:
+        def timed(action: str) -> R:
             self.mark(action)
             return method(action)
 

@@ -13,12 +13,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.health import flight, straggler
 from distdl.health.gathering import STALE_S, Gathering, Heard
 from distdl.health.heartbeat import KEPT, RankHeartbeat
 from distdl.ranks.environment import Environment
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ class Peers:
         self._warned: tuple[Any, ...] = ()
         self._stop = threading.Event()
 
-    def start(self, store: Any = None) -> None:
+    def start(self, store: Store | None = None) -> None:
         """Called in a process group. `store`: if not that of the group."""
         if store is None:
             from torch.distributed import distributed_c10d
@@ -97,7 +100,7 @@ class Peers:
             return {"others": 0, "peers": self._gathering.pulses}
         return {"others": self._heard.others, "peers": self._heard.pulses}
 
-    def talk(self, store: Any) -> None:
+    def talk(self, store: Store) -> None:
         """Publishes this rank's pulse, and reads what was heard of all: once."""
         if self.pulse:
             published = {key: value for key, value in self.pulse.items() if key != "pids"}
@@ -105,14 +108,14 @@ class Peers:
             self._listen(store)
             self._exchange(store)
 
-    def _run(self, store: Any) -> None:
+    def _run(self, store: Store) -> None:
         with suppress(RuntimeError):  # the store has ended, with rank 0 or its agent
             while True:
                 self.talk(store)
                 if self._stop.wait(PUBLISH_S):
                     return
 
-    def _listen(self, store: Any) -> None:
+    def _listen(self, store: Store) -> None:
         """Reads what was heard, and gathers it if nobody else does."""
         if self._heard.hang:  # the last text
             return
@@ -131,12 +134,12 @@ class Peers:
     def _is_overdue(self) -> bool:
         return time.monotonic() - self._changed > OVERDUE_S
 
-    def _gather(self, store: Any, gathering: Gathering) -> None:
+    def _gather(self, store: Store, gathering: Gathering) -> None:
         heard = gathering.gather(self._read(store, "pulse"))
         if not self._publish(store, heard) and not self._heard.hang:
             self._gathering = None
 
-    def _publish(self, store: Any, heard: Heard) -> bool:
+    def _publish(self, store: Store, heard: Heard) -> bool:
         """Replaces the text by the next one. False: another rank has done so already."""
         new = replace(heard, by=self.environment.rank, number=self._heard.number + 1).text()
         self._hear(store.compare_set(HEARD, self._text, new))
@@ -147,7 +150,7 @@ class Peers:
             self._text, self._heard, self._changed = text, Heard.read(text), time.monotonic()
             self.hang = self.hang or self._heard.hang
 
-    def _exchange(self, store: Any) -> None:
+    def _exchange(self, store: Store) -> None:
         """Publishes how long this rank's steps take; rank 0 compares them."""
         heartbeat, steps = self.heartbeat, [*self.heartbeat.steps]
         passed = time.monotonic() - self._exchanged
@@ -172,7 +175,7 @@ class Peers:
                 self._warned = verdict[:2]
                 self.on_straggler(verdict)
 
-    def _read(self, store: Any, kind: str) -> list[dict[str, Any]]:
+    def _read(self, store: Store, kind: str) -> list[dict[str, Any]]:
         """What each rank has published; empty for one that has published nothing yet."""
         keys = [f"{PREFIX}/{kind}/{rank}" for rank in range(self.environment.world_size)]
         if kind not in self._complete and not store.check(keys):

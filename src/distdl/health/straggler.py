@@ -157,7 +157,7 @@ def verdict(records: Iterable[Any]) -> Slowdown | None:
     return Slowdown(rank, phase, slow_ms, step_ms, sentence, ranks[rank].host)
 
 
-def _read(value: Any) -> _Record | None:
+def _read(value: object) -> _Record | None:
     try:
         return _Record.model_validate(value)
     except ValidationError:

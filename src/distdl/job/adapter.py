@@ -7,14 +7,14 @@ import functools
 import inspect
 import types
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from distdl.job.base import Job, JobBase, LauncherBase
 
 REQUIRED = ("request", "submit", "attach")
 
 
-def is_launcher(thing: object) -> bool:
+def is_launcher(thing: object) -> TypeGuard[type]:
     """Whether an object is a class with the methods that every launcher must have."""
     if not inspect.isclass(thing):
         return False
@@ -48,7 +48,7 @@ class AdaptedJob(JobBase):
     def __init__(self, own: Job) -> None:
         self.own = own
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name: str) -> Any:  # noqa: ANN401 - as object's own
         if name in OF_A_JOB:
             own = object.__getattribute__(self, "own")
             if hasattr(own, name):

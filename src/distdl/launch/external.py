@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
@@ -67,7 +66,7 @@ def main(planner: Planner) -> int:
     return _work(_broadcast(ranks, message))
 
 
-def adopt_ranks(where: DictConfig, ranks: environments.Environment, requested: Any) -> None:
+def adopt_ranks(where: DictConfig, ranks: environments.Environment, requested: object) -> None:
     """Writes the number of started ranks into a config; `requested` is from the command line."""
     per_node = ranks.local_world_size
     nodes, rest = divmod(ranks.world_size, per_node)

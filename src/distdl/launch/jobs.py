@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import trust, user_conf
 from distdl.config.own_code import make_importable, own_folders
@@ -86,7 +86,7 @@ class Platforms:
         except UserError as error:  # its platform keeps it where this machine does not look
             return Unqueried(str(handle), error.problems[0])
 
-    def _launcher(self, written: Any) -> LauncherBase[Any] | Problem:
+    def _launcher(self, written: object) -> LauncherBase[Any] | Problem:
         """The launcher that launch.yaml names, or the reason why it is not used."""
         resolved = resolve({"launcher": written})
         node = resolved.section("launcher")
@@ -167,7 +167,7 @@ def job_from_handle(handle: str) -> JobBase:
     return adapted_job(launcher.attach(handle))
 
 
-def instantiate(node: Any, known: type | None = None) -> LauncherBase[Any]:
+def instantiate(node: DictConfig | dict[Any, Any], known: type | None = None) -> LauncherBase[Any]:
     """Builds the launcher of a config node. The caller has checked that its target is allowed, and
     passes on the class that it names if it has looked it up."""
     from hydra.errors import InstantiationException

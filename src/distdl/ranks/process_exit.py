@@ -13,9 +13,12 @@ import stat
 import sys
 import threading
 import time
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from distdl.util.exit_codes import EXIT_CANCELLED, EXIT_PREEMPTED, EXIT_SUCCESS
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 GRACEFUL = (EXIT_PREEMPTED, EXIT_CANCELLED)
 # mpirun and `srun --kill-on-bad-exit` kill the other ranks at the first non-zero exit code, even
@@ -29,7 +32,7 @@ log = logging.getLogger(__name__)
 class SurvivingPipe(io.FileIO):
     """A pipe whose reader may exit (`distdl ... | head -3`) without ending the training."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Buffer) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -38,7 +41,7 @@ class SurvivingPipe(io.FileIO):
             os.close(null)
             if self.fileno() == 1:
                 log.warning("the reader of this output has exited; the run continues, see its log")
-            return len(data)
+            return memoryview(data).nbytes
 
 
 def survive_closed_pipes() -> None:

@@ -162,7 +162,7 @@ class Attempt:
             raise Damaged(path, "it has no handle", remedy)
         return job
 
-    def update(self, **fields: Any) -> None:
+    def update(self, **fields: object) -> None:
         """Merges `fields` into status.json. A damaged file is kept beside it and replaced by a new
         one, since continuing the run is worth more than the old contents."""
         if isinstance(error := fields.get("error"), str):  # may have an exception's text
@@ -189,7 +189,7 @@ class Attempt:
         new = {"state": JobState.RUNNING, "started": time.time(), "ended": None, "error": None}
         self.update(**new, **this_process(), **place_of(self.path), restarts=restarts)
 
-    def end(self, state: JobState, **fields: Any) -> None:
+    def end(self, state: JobState, **fields: object) -> None:
         self.update(**{**_ended(state), **fields})
 
     def fail(self, error: str, exit_code: int) -> None:
@@ -226,7 +226,7 @@ class Attempt:
         return []
 
     def record_error(
-        self, rank: int, kind: str, message: str, trace: str, exit_code: int = 1, **more: Any
+        self, rank: int, kind: str, message: str, trace: str, exit_code: int = 1, **more: object
     ) -> bool:
         """Records a rank's own failure: torchrun, mpirun and srun lose exit codes and messages."""
         return failures.record(self.errors, rank, kind, message, trace, exit_code, **more)

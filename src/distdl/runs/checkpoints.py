@@ -42,7 +42,7 @@ class CheckpointStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder / f".{name}.tmp"
 
-    def publish(self, name: str, **facts: Any) -> Path:
+    def publish(self, name: str, **facts: object) -> Path:
         """Makes `temporary(name)` a checkpoint: sync, then rename, then the manifest."""
         temporary = self.temporary(name)
         files = {

@@ -36,7 +36,7 @@ LOST_PEER = re.compile(
 
 
 def record(
-    folder: Path, rank: int, kind: str, message: str, trace: str = "", code: int = 1, **more: Any
+    folder: Path, rank: int, kind: str, message: str, trace: str = "", code: int = 1, **more: object
 ) -> bool:
     """Records how a rank failed, without secrets in its free text. Only its first failure is kept:
     errors during its shutdown are not the cause.

@@ -7,11 +7,15 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.stores.remote import PART, RemoteStore
 from distdl.stores.store import PATIENCE, Progress
 from distdl.util.errors import StoreError, UserError
+
+if TYPE_CHECKING:
+    from azure.core.credentials import TokenCredential
+    from azure.storage.blob import BlobBlock, BlobProperties, ContainerClient
 
 _CONNECTION, _ACCOUNT = "AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT"
 _KEY, _SAS = "AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN"
@@ -21,7 +25,7 @@ _BUSY = (408, 429, 500, 502, 503, 504)
 _MARK = "distdl_upload"  # metadata key by which an upload recognises its own blob
 
 
-class BlobStore(RemoteStore):
+class BlobStore(RemoteStore["ContainerClient"]):
     """A folder in a container.
 
     Args:
@@ -56,7 +60,7 @@ class BlobStore(RemoteStore):
         self._container, self._account = container, account
         self._endpoint, self._sas = endpoint, sas
 
-    def _connect(self) -> Any:
+    def _connect(self) -> ContainerClient:
         # At INFO, azure logs each request with its headers, and azure.identity logs each way to
         # sign in that it does not use.
         for name, level in (("azure", logging.WARNING), ("azure.identity", logging.CRITICAL)):
@@ -84,7 +88,7 @@ class BlobStore(RemoteStore):
                 remedy = "copy all of it, in quotes: az storage account show-connection-string"
             raise UserError.at(self.uri, what, remedy) from None
 
-    def _credential(self, account: str) -> Any:
+    def _credential(self, account: str) -> str | dict[str, str] | TokenCredential:
         if self._sas:
             return self._sas
         parts = os.environ.get(_CONNECTION, "").split(";")
@@ -112,7 +116,7 @@ class BlobStore(RemoteStore):
         properties = self._properties(key)
         return None if properties is None else int(properties.size)
 
-    def _properties(self, key: str) -> Any:
+    def _properties(self, key: str) -> BlobProperties | None:
         from azure.core.exceptions import HttpResponseError
 
         try:
@@ -134,7 +138,7 @@ class BlobStore(RemoteStore):
         length = max(PART, -(-size // 50_000))  # Azure's limit of blocks per blob
         upload = uuid.uuid4().hex[:8]
 
-        def stage(number: int, data: bytes) -> Any:
+        def stage(number: int, data: bytes) -> BlobBlock:
             block = f"{upload}-{number:016d}"
             blob.stage_block(block, data, length=len(data), validate_content=True)
             return BlobBlock(block)

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from distdl.stores.files import reserved, write_at
 from distdl.stores.store import PATIENCE, Progress
@@ -23,11 +23,12 @@ THREADS = 8  # requests of one file at a time; one connection to Blob gives abou
 LONG = 30.0  # seconds: an outage is logged only if `patience` is at least this long
 
 T = TypeVar("T")
+C = TypeVar("C")  # the client of an SDK
 
 log = logging.getLogger(__name__)
 
 
-class RemoteStore(ABC):
+class RemoteStore(ABC, Generic[C]):
     """Implements a store with retries, on top of a few requests that a subclass defines.
 
     Args:
@@ -36,7 +37,7 @@ class RemoteStore(ABC):
         patience: Seconds to keep trying while a server does not answer.
     """
 
-    _client: Any
+    _client: C
     _pid: int
     _lock: threading.Lock
 
@@ -60,7 +61,7 @@ class RemoteStore(ABC):
         self.__dict__.update(state, _client=None, _pid=0, _lock=threading.Lock())
 
     @property
-    def client(self) -> Any:
+    def client(self) -> C:
         """This process's client: processes that share a connection mix up its responses."""
         if self._pid != os.getpid():
             if self._pid:  # another thread may have held the lock at the fork
@@ -73,7 +74,7 @@ class RemoteStore(ABC):
     # Implemented by a subclass; `key` is the full name in the container.
 
     @abstractmethod
-    def _connect(self) -> Any: ...
+    def _connect(self) -> C: ...
 
     @abstractmethod
     def _server(self) -> str:

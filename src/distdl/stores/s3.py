@@ -7,18 +7,22 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.stores.remote import RemoteStore
 from distdl.stores.store import PATIENCE, Progress
 from distdl.util.errors import StoreError, UserError
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
+    from botocore.exceptions import ClientError
 
 _BUSY = (408, 409, 429, 500, 502, 503, 504)  # 409: another request for the same object
 PART, MOST_PARTS = 8 << 20, 10_000  # bytes per part (at least 5 MiB), and S3's limit of parts
 MARK = "distdl-upload"  # metadata key by which an upload recognises its own object
 
 
-class S3Store(RemoteStore):
+class S3Store(RemoteStore["BaseClient"]):
     """A prefix in a bucket. boto3 finds credentials, region and endpoint (AWS_ENDPOINT_URL).
 
     Raises:
@@ -34,7 +38,7 @@ class S3Store(RemoteStore):
             remedy = "pip install 'distdl[s3]'"
             raise UserError.at(self.uri, "needs the package boto3", remedy) from None
 
-    def _connect(self) -> Any:
+    def _connect(self) -> BaseClient:
         import boto3
         from botocore.config import Config
 
@@ -164,5 +168,5 @@ class S3Store(RemoteStore):
         return response.get("Error", {}).get("Code") == "NoSuchBucket"
 
 
-def _status(error: Any) -> int:
+def _status(error: ClientError) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

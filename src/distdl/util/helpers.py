@@ -22,11 +22,18 @@ from multiprocessing import popen_fork, util
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # How a rank says so to a process that may have a handler of its own for SIGTERM.
 END = getattr(signal, "SIGRTMIN", signal.SIGKILL)
+
+
+class Sends(Protocol):
+    """What is used here of multiprocessing's Popen."""
+
+    def _send_signal(self, sig: int) -> None: ...
+
 
 _parent = 0  # of this process, if it is such a helper
 
@@ -102,16 +109,16 @@ def outlived_by_helpers() -> None:
     util.register_after_fork(_inherited, _began)
     start, spawn = popen_fork.Popen.__init__, util.spawnv_passfds
 
-    def held_start(popen: Any, process: BaseProcess) -> None:
-        popen.ended_by = signal.SIGKILL if process.daemon else END
+    def held_start(popen: popen_fork.Popen, process: BaseProcess) -> None:
+        vars(popen)["ended_by"] = signal.SIGKILL if process.daemon else END
         with held():
             start(popen, process)
 
-    def held_spawn(path: Any, arguments: Sequence[Any], files: Sequence[int]) -> int:
+    def held_spawn(path: bytes, arguments: Sequence[Any], files: Sequence[int]) -> int:
         with held():  # also multiprocessing's resource tracker and its server of forks
             return spawn(path, arguments, files)
 
-    def terminate(popen: Any) -> None:
+    def terminate(popen: Sends) -> None:
         popen._send_signal(getattr(popen, "ended_by", signal.SIGTERM))
 
     replaced: list[tuple[object, str, Any]] = [

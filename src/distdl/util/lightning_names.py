@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import multiprocessing
 import sys
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -27,7 +28,9 @@ def real_name(name: str) -> str:
 class Names(MetaPathFinder, Loader):
     """Finds modules under their other name, and imports each only when it is asked for."""
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         real = real_name(fullname)
         # The parent package is imported already. A missing module is reported under `fullname`.
         if not real or ("." in fullname and importlib.util.find_spec(real) is None):

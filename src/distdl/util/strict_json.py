@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 NOT_FINITE = ("nan", "inf", "-inf")
 
 
-def dumps(value: Any, **options: Any) -> str:
+def dumps(
+    value: object,
+    *,
+    indent: int | None = None,
+    default: Callable[[Any], object] | None = None,
+) -> str:
     """`json.dumps`, with "nan", "inf" and "-inf" for numbers that JSON does not have."""
-    return json.dumps(finite(value), allow_nan=False, **options)
+    return json.dumps(finite(value), allow_nan=False, indent=indent, default=default)
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """A copy in which numbers that are not finite are texts, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import SequenceMatcher
-from typing import Any
 
 _CLOSE = 0.65  # "lrr" and "lr" score 0.8, "epochs" and "max_epochs" 0.75, unrelated words below 0.6
 _NUMBERS = 0.3  # the most that numbers reduce the similarity
@@ -72,7 +71,7 @@ _SPELT = {
 }
 
 
-def respelt(value: Any) -> Any:
+def respelt(value: object) -> object:
     """The value that a user probably meant by 3.0, '3', 'None' or 'yes'; else the value itself. The
     caller checks whether it is valid."""
     if isinstance(value, float) and value.is_integer():
@@ -86,13 +85,13 @@ def respelt(value: Any) -> Any:
     return value
 
 
-def plain_text(value: Any) -> str:
+def plain_text(value: object) -> str:
     """A plain value in YAML."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def written(path: str, value: Any) -> str:
+def written(path: str, value: object) -> str:
     """The override that sets a plain value."""
     return f"{path}={plain_text(value)}"

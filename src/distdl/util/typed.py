@@ -11,7 +11,14 @@ from numbers import Real
 from typing import Annotated, Any, get_type_hints
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BeforeValidator, FiniteFloat, TypeAdapter, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    FiniteFloat,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
 
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import did_you_mean_word
@@ -71,7 +78,7 @@ class Misfit:
         return CODE_OF_KIND.get(self.kind, "wrong-type")
 
 
-def misfits(error: ValidationError, values: Any, *, into_lists: bool = True) -> Iterator[Misfit]:
+def misfits(error: ValidationError, values: object, *, into_lists: bool = True) -> Iterator[Misfit]:
     """What pydantic refuses of `values`. Without `into_lists`, the path of a list's item is that of
     the list."""
     for each in error.errors(include_url=False):
@@ -90,14 +97,15 @@ def misfits(error: ValidationError, values: Any, *, into_lists: bool = True) -> 
         )
 
 
-def _depth(values: Any, location: Path, into_lists: bool) -> int:
+def _depth(values: object, location: Path, into_lists: bool) -> int:
     """How many parts of pydantic's path are keys of `values`: branches of unions follow them."""
+    found: Any = values
     for depth, part in enumerate(location):
-        key = isinstance(values, Mapping) and part in values
-        index = into_lists and isinstance(values, list) and isinstance(part, int)
+        key = isinstance(found, Mapping) and part in found
+        index = into_lists and isinstance(found, list) and isinstance(part, int)
         if not (key or index):
             return depth
-        values = values[part]
+        found = found[part]
     return len(location)
 
 
@@ -148,7 +156,7 @@ def problems(
             yield Problem(path, f"{first.value!r} is not {either(same)}", remedy, first.code)
 
 
-def _as_list(key: str, value: Any) -> str:
+def _as_list(key: str, value: object) -> str:
     """The override that sets a list of one value, quoted for a shell if need be."""
     plain = re.fullmatch(r"[\w./:-]+", str(value))
     return f"{key}=[{value}]" if plain else f"'{key}=[\"{value}\"]'"
@@ -178,18 +186,18 @@ class Checked:
 
 
 @functools.cache
-def _model(kind: type) -> Any:
+def _model(kind: type) -> type[BaseModel]:
     hints = get_type_hints(kind, include_extras=True)
-    required: Any = {name: (hint, ...) for name, hint in hints.items()}
+    required: dict[str, Any] = {name: (hint, ...) for name, hint in hints.items()}
     return create_model(kind.__name__, **required)
 
 
 @functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a type, a union, an Annotated
     return TypeAdapter(kind)
 
 
-def checked(kind: Any, value: object, path: str = "") -> Any:
+def checked(kind: object, value: object, path: str = "") -> Any:  # noqa: ANN401 - of that kind
     """The value, converted to its annotation: 8 for 8.0.
 
     Raises:

@@ -15,10 +15,10 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, TypeGuard
 
 from distdl.config.hints import lightning_1
 from distdl.config.own_code import editable, is_installed, make_importable
@@ -36,6 +36,7 @@ from distdl.validation.targets import BUILT, Trust, nodes, target_problems
 
 _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 OURS = ("distdl/validation/child.py", "distdl/util/imports.py")
+HOOK = "check"  # the method by which a target checks its own node
 UNKNOWN = "takes no argument"
 # Functions that pass **kwargs to a model: only building the model shows which are valid.
 _BUILT_ON_META = ("torchvision.models.", "timm.models.", "timm.create_model")
@@ -67,7 +68,7 @@ class Binding:
         self.local: bool = self.context["local"]
         self.trust = Trust(*map(tuple, request["trust"]))
         self.skip = [path[:-1] for path, _ in target_problems(self.config, self.trust)]
-        self.called: dict[Path, Any] = {}
+        self.called: dict[Path, Callable[..., Any]] = {}
         self.expressions = {tuple(path): text for path, text in request["expressions"]}
         self.problems: list[Problem] = []
         self.notes: list[str] = []
@@ -145,7 +146,7 @@ class Binding:
                 if own and not is_installed(FilePath(file)):
                     yield file
 
-    def visit(self, value: Any, path: Path) -> None:
+    def visit(self, value: object, path: Path) -> None:
         """Checks a node and the nodes inside it. Nodes below `_recursive_: false` are not bound:
         the target builds them itself, and may pass further arguments."""
         from distdl.validation import lightnings
@@ -170,12 +171,13 @@ class Binding:
     def add(self, path: Path, what: str, remedy: str = "") -> None:
         self.problems.append(Problem(path_text(path), what, remedy))
 
-    def locate(self, target: str, path: Path) -> Any:
+    def locate(self, target: str, path: Path) -> object:
         """Imports what a dotted path names; None (and a problem or a note) if that fails."""
         path = (*path, "_target_")
         package = target.partition(".")[0]
         if is_absent(package):
-            return self.absent(package, path)
+            self.absent(package, path)
+            return None
         typed = sys.argv
         try:
             sys.argv = [target]  # a parser that runs at import prints this name
@@ -190,13 +192,15 @@ class Binding:
                 raise  # all further imports would fail in the same way
             package = str(getattr(error, "name", None)).partition(".")[0]
             if isinstance(error, ModuleNotFoundError) and is_absent(package):
-                return self.absent(package, path)
+                self.absent(package, path)
+                return None
             remedy = lightning_1.replaced(error) + origin(error)
             if isinstance(error, SystemExit):
                 remedy += ': put the code of a script under if __name__ == "__main__":'
             self.add(path, f"{target} cannot be imported: {in_short(error)}", remedy)
         finally:
             sys.argv = typed
+        return None
 
     def absent(self, package: str, path: Path) -> None:
         if self.local:
@@ -207,7 +211,9 @@ class Binding:
                 f"not checked: {path_text(path)}: package {package} is not installed here"
             )
 
-    def accepted(self, called: Any, node: dict[str, Any], path: Path) -> bool:
+    def accepted(
+        self, called: object, node: dict[str, Any], path: Path
+    ) -> TypeGuard[Callable[..., Any]]:
         """Whether the target can be called and is of the kind that its section accepts."""
         target, why = node["_target_"], None
         missing = ", ".join(sorted(getattr(called, "__abstractmethods__", ())))
@@ -223,7 +229,9 @@ class Binding:
             self.add((*path, "_target_"), *why)
         return why is None
 
-    def bind(self, called: Any, node: dict[str, Any], path: Path, target: str = "") -> None:
+    def bind(
+        self, called: Callable[..., Any], node: dict[str, Any], path: Path, target: str = ""
+    ) -> None:
         from distdl.validation.signatures import bind, takes, takes_anything
 
         target, text = target or node["_target_"], path_text(path)
@@ -280,7 +288,7 @@ class Binding:
             remedy = remedy.replace("{}", path_text(path))
             self.add((*path, name) if name else path, f"{target}: {what}", remedy)
 
-    def hook(self, called: Any, node: dict[str, Any], path: Path) -> None:
+    def hook(self, called: Callable[..., Any], node: dict[str, Any], path: Path) -> None:
         """Lets a target check its own node, in a static or class method `check(node[, context])`.
 
         It returns Problems, with paths relative to the node, and strings that say what it could
@@ -288,19 +296,20 @@ class Binding:
         and the `refused` components, which must not be imported: `model`, `callbacks.stop`. A data
         node's check without a context looks at files, so it is called for local runs only.
         """
-        static = inspect.getattr_static(called, "check", None)
+        static = inspect.getattr_static(called, HOOK, None)
         is_ours = isinstance(static, (staticmethod, classmethod)) or inspect.isfunction(called)
         if static is None or not is_ours:
             return
         start = path_text(path)
         try:
-            wants_context = len(inspect.signature(called.check).parameters) > 1
+            check = getattr(called, HOOK)
+            wants_context = len(inspect.signature(check).parameters) > 1
             if path[0] == "data" and not self.local and not wants_context:
                 return
             refused = [path_text(bad[: 1 + (bad[0] in COLLECTIONS)]) for bad in self.skip if bad]
             context = {**self.context, "config": self.config, "refused": refused}
             arguments = (node, context) if wants_context else (node,)
-            for problem in called.check(*arguments) or ():
+            for problem in check(*arguments) or ():
                 if isinstance(problem, str):
                     self.notes.append(f"not checked: {start}: {problem}")
                 else:

@@ -90,7 +90,7 @@ class Kind:
 
     words: str  # its name in messages: "a Callback of Lightning's"
     example: str  # a target of this kind
-    takes: Callable[[Any], bool]  # whether an object is of this kind
+    takes: Callable[[object], bool]  # whether an object is of this kind
 
 
 def kind_of(path: Path) -> Kind:
@@ -102,7 +102,7 @@ def kind_of(path: Path) -> Kind:
 
 
 def problem_of_kind(
-    called: Any, node: Mapping[str, Any], path: Path, trust: Trust
+    called: object, node: Mapping[str, Any], path: Path, trust: Trust
 ) -> tuple[str, str] | None:
     """Why a node's target is refused, and the remedy; None if it may be called.
 
@@ -132,7 +132,7 @@ def problem_of_kind(
     return None
 
 
-def is_trusted(called: Any, target: str, trust: Trust) -> bool:
+def is_trusted(called: object, target: str, trust: Trust) -> bool:
     """Whether both the name and the object are trusted code: `mine.torch.load` is torch's."""
     if not trust.covers(target):
         return False
@@ -160,7 +160,7 @@ def refuse(values: Mapping[str, Any], trust: Trust) -> None:
         raise UserError(*problems)
 
 
-def locate(target: str) -> Any:
+def locate(target: str) -> object:
     """The object that a dotted path names. Imports modules, calls nothing.
 
     Raises:
@@ -168,7 +168,7 @@ def locate(target: str) -> Any:
         Exception: Importing a module failed; it may raise anything.
     """
     reached, *names = target.split(".")
-    thing: Any = importlib.import_module(reached)
+    thing: object = importlib.import_module(reached)
     for name in names:
         if not hasattr(thing, name) and inspect.ismodule(thing):
             try:
@@ -182,28 +182,29 @@ def locate(target: str) -> Any:
     return thing
 
 
-def name_of(thing: Any) -> str:
+def name_of(thing: object) -> str:
     """The name by which a class or function is defined, such as `posix.system`."""
     named = thing if inspect.isclass(thing) or inspect.isroutine(thing) else type(thing)
     return f"{getattr(named, '__module__', None) or ''}.{getattr(named, '__qualname__', named)}"
 
 
-def _classes_of(*bases: str) -> Callable[[Any], bool]:
+def _classes_of(*bases: str) -> Callable[[object], bool]:
     """A test for classes of allowed packages that derive from one of these bases."""
 
-    def takes(thing: Any) -> bool:
-        allowed = inspect.isclass(thing) and thing.__module__.partition(".")[0] in ALLOWED
+    def takes(thing: object) -> bool:
+        if not inspect.isclass(thing) or thing.__module__.partition(".")[0] not in ALLOWED:
+            return False
         known = [base for base in map(_known, bases) if base is not None]
-        return allowed and issubclass(thing, (*known,))
+        return issubclass(thing, (*known,))
 
     return takes
 
 
-def _one_of(names: tuple[str, ...]) -> Callable[[Any], bool]:
+def _one_of(names: tuple[str, ...]) -> Callable[[object], bool]:
     return lambda thing: any(thing is _known(name) for name in names)
 
 
-def _functions(package: str, returns: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _functions(package: str, returns: Callable[[object], bool]) -> Callable[[object], bool]:
     """A test for functions of a package of distdl that are of a kind: by the type that they return,
     or because `__all__` of the package names them. All others are helpers, which no config calls.
 
@@ -211,7 +212,7 @@ def _functions(package: str, returns: Callable[[Any], bool]) -> Callable[[Any], 
         returns: Whether the functions of this kind may return a type.
     """
 
-    def takes(thing: Any) -> bool:
+    def takes(thing: object) -> bool:
         is_method = inspect.isfunction(thing) and thing.__qualname__ != thing.__name__
         if not inspect.isfunction(thing) or is_method or not under(thing.__module__, (package,)):
             return False
@@ -225,22 +226,22 @@ def _functions(package: str, returns: Callable[[Any], bool]) -> Callable[[Any], 
     return takes
 
 
-def _is_metrics(hint: Any) -> bool:
+def _is_metrics(hint: object) -> bool:
     return bool(hint == dict[str, float])
 
 
-def _is_schedule(hint: Any) -> bool:
+def _is_schedule(hint: object) -> bool:
     return inspect.isclass(hint) and issubclass(hint, _known(f"{_LR}.LRScheduler"))
 
 
-def _known(name: str) -> Any:
+def _known(name: str) -> Any:  # noqa: ANN401 - a class, to derive from, or a function
     """The object of a dotted name in this module; None if its module is not imported, because no
     target can then be that object."""
     module, _, attribute = name.rpartition(".")
     return getattr(sys.modules.get(module), attribute, None)
 
 
-def _is_part(thing: Any) -> bool:
+def _is_part(thing: object) -> bool:
     if _one_of(PARTS)(thing) or _is_registered(thing):
         return True
     if not inspect.isclass(thing):
@@ -252,7 +253,7 @@ def _is_part(thing: Any) -> bool:
     return under(thing.__module__, TRANSFORMS) or learns(thing)
 
 
-def _is_registered(thing: Any) -> bool:
+def _is_registered(thing: object) -> bool:
     """Whether an object is a model builder that torchvision's or timm's own registry lists."""
     if inspect.isfunction(thing) and thing.__module__.startswith("torchvision.models."):
         models = sys.modules["torchvision.models"]
@@ -261,7 +262,7 @@ def _is_registered(thing: Any) -> bool:
     return inspect.isfunction(thing) and _is_timm_entry(thing)
 
 
-def _is_timm_entry(thing: Any) -> bool:
+def _is_timm_entry(thing: object) -> bool:
     name, home = (str(getattr(thing, key, "")) for key in ("__name__", "__module__"))
     timm = sys.modules["timm"] if home.startswith("timm.models.") else None
     return bool(timm and timm.is_model(name) and timm.model_entrypoint(name) is thing)
@@ -272,7 +273,7 @@ def _of(
     example: str,
     *bases: str,
     one_of: tuple[str, ...] = (),
-    functions: Callable[[Any], bool] = lambda thing: False,
+    functions: Callable[[object], bool] = lambda thing: False,
 ) -> Kind:
     """The kind of classes that derive from one of these bases, and of these functions."""
     derived, named = _classes_of(*bases), _one_of(one_of)

@@ -7,7 +7,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distdl.validation.child import Binding
 
 
-def component(binding: Binding, called: Any, path: Path) -> None:
+def component(binding: Binding, called: Callable[..., Any], path: Path) -> None:
     """Checks a component: the base class of model and data, whether the strategy can shard
     checkpoints if the config asks for it, and hooks and arguments of Lightning 1."""
     import lightning.pytorch as pl

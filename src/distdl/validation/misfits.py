@@ -10,14 +10,14 @@ import inspect
 import re
 import textwrap
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from distdl.util.errors import Problem, UserError
 from distdl.util.ordinals import ordinal
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 _MANUAL = "the model steps its optimizers itself (automatic_optimization = False), and"
 _SWITCH = "automatic_optimization"
@@ -48,7 +48,7 @@ _KNOWN: dict[str, tuple[str, str | None, str]] = {
 def misfits(
     trainer: Mapping[str, Any],
     callbacks: Mapping[str, type],
-    model: Any = None,
+    model: LightningModule | type | None = None,
     strategy: str = "",
     ranks: int = 1,
 ) -> Iterator[Problem]:
@@ -141,7 +141,7 @@ def explained(error: BaseException) -> Problem | None:
 # ------------------------------------------------------------ what the source of a class shows
 
 
-def by_hand(model: Any) -> bool | None:
+def by_hand(model: object) -> bool | None:
     """Whether a module steps its optimizers itself (`automatic_optimization = False`).
 
     None if its source does not show it: the switch depends on arguments, is a property, or is set
@@ -158,11 +158,11 @@ def by_hand(model: Any) -> bool | None:
         if base is LightningModule:
             continue
         tree = _parsed(base)
-        if tree is None:
+        if not isinstance(tree, ast.ClassDef):
             return None
         nodes = [n for n in ast.walk(tree) if not isinstance(getattr(n, "ctx", None), ast.Load)]
         names = [getattr(n, key, None) for n in nodes for key in ("attr", "id", "name", "value")]
-        inits = [s for s in tree.body if getattr(s, "name", "") == "__init__"]
+        inits = [s for s in tree.body if isinstance(s, ast.FunctionDef) and s.name == "__init__"]
         lines = map(ast.unparse, [*tree.body, *(line for init in inits for line in init.body)])
         sets = [line for line in lines if re.fullmatch(rf"(self\.)?{_SWITCH} = (True|False)", line)]
         # An `__init__` after Lightning's class in the MRO may not be called.
@@ -173,7 +173,7 @@ def by_hand(model: Any) -> bool | None:
     return False
 
 
-def makes_several(model: Any) -> bool:
+def makes_several(model: object) -> bool:
     """Whether each `return` of a module's `configure_optimizers` shows several optimizers.
 
     Two plain names do not count: they may be the optimizers and their schedules.
@@ -192,8 +192,10 @@ def makes_several(model: Any) -> bool:
     return bool(returned) and all(returned)
 
 
-def _parsed(thing: Any) -> Any:
+def _parsed(thing: Callable[..., Any] | None) -> ast.stmt | None:
     """The syntax tree of a class or function; None if its source is not available."""
+    if thing is None:
+        return None
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any
 
 from distdl.config import task_facts
 
 
-def problem(called: Any, target: str) -> tuple[str, str] | None:
+def problem(called: object, target: str) -> tuple[str, str] | None:
     """What is wrong with the class that `task._target_` names, and the remedy; None if nothing is,
     or if it is a function.
 

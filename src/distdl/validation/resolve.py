@@ -104,11 +104,11 @@ def resolve(config: DictConfig | Mapping[str, Any]) -> Resolved:
 
 def _visit(
     parent: DictConfig | ListConfig,
-    key: Any,
+    key: Any,  # noqa: ANN401 - as the parent has them: text, number, enum or index
     path: Path,
     resolved: Resolved,
     deferred: dict[str, Problem],
-) -> Any:
+) -> object:
     text = path_text(path)
     if OmegaConf.is_missing(parent, key):
         resolved.problems.append(Problem(text, "missing", f"write {text}=..."))

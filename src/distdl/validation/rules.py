@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from distdl.config import epochs, task_facts
 from distdl.config import recipe as configs
@@ -42,7 +41,7 @@ _NOTHING = {
 }
 
 
-def strings(value: Any) -> list[str]:
+def strings(value: object) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 

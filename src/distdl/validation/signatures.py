@@ -44,8 +44,10 @@ _PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {
 Parameters = dict[str, Parameter]
 
 
-def takes(called: Callable[..., Any]) -> Parameters | None:
+def takes(called: object) -> Parameters | None:
     """Reads a signature; None if Python has none (some builtins)."""
+    if not callable(called):
+        return None
     try:
         parameters = _parameters(called)
     except (TypeError, ValueError):
@@ -53,12 +55,12 @@ def takes(called: Callable[..., Any]) -> Parameters | None:
     return _followed(called, parameters) if inspect.isclass(called) else parameters
 
 
-def takes_anything(parameters: Parameters, kind: Any = Parameter.VAR_KEYWORD) -> bool:
+def takes_anything(parameters: Parameters, kind: object = Parameter.VAR_KEYWORD) -> bool:
     """Whether any further arguments are taken, by keyword or by position."""
     return any(parameter.kind is kind for parameter in parameters.values())
 
 
-def _parameters(called: Any) -> Parameters:
+def _parameters(called: Callable[..., Any]) -> Parameters:
     signature = inspect.signature(called)
     with suppress(Exception):  # an annotation may be a name that only a type checker knows
         signature = inspect.signature(called, eval_str=True)
@@ -104,7 +106,7 @@ def _followed(cls: type, parameters: Parameters) -> Parameters:
     return {**parameters, **names}
 
 
-def _passes_on(init: Any, keyword: str) -> bool:
+def _passes_on(init: Callable[..., Any], keyword: str) -> bool:
     """Whether an `__init__` passes its **kwargs unchanged to `super().__init__` only."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(init))))
@@ -166,11 +168,11 @@ def bind(
             yield name, "missing argument", ""
 
 
-def _fits(value: Any, parameter: Parameter) -> bool:
+def _fits(value: object, parameter: Parameter) -> bool:
     return bool(value == parameter.default) or matches(value, parameter.annotation)
 
 
-def matches(value: Any, hint: Any) -> bool:
+def matches(value: object, hint: object) -> bool:
     """Whether a plain value fits an annotation. Only simple types are checked: bool, int, float (an
     int fits), str, None, Literal, Annotated[int, Ge(1)], and unions of those. A dtype must be one
     that torch has, and a string is not a tensor."""
@@ -192,19 +194,23 @@ def matches(value: Any, hint: Any) -> bool:
     return not (isinstance(value, str) and f"{hint}" == TENSOR)
 
 
-def _dtype() -> Any:
-    torch: Any = sys.modules.get("torch")  # a signature that uses torch's types has imported torch
-    return torch and torch.dtype
+class _NoDtype:
+    """Of which nothing is an instance."""
 
 
-def dtype_named(value: Any) -> str | None:
+def _dtype() -> type:
+    # A signature that uses torch's types has imported torch.
+    return getattr(sys.modules.get("torch"), "dtype", _NoDtype)
+
+
+def dtype_named(value: object) -> str | None:
     """`torch.float32` for `torch.float32` and `float32`; None if it is not the name of a dtype."""
     name = value.removeprefix("torch.") if isinstance(value, str) else ""
     member = getattr(sys.modules.get("torch"), name, None)
     return f"torch.{name}" if member is not None and isinstance(member, _dtype()) else None
 
 
-def near_dtype(value: Any, expected: str) -> str:
+def near_dtype(value: object, expected: str) -> str:
     """A suggestion for a value that is not a dtype, if a dtype is expected."""
     if DTYPE not in expected:
         return ""
@@ -226,7 +232,7 @@ def _takes_dtype(parameter: Parameter) -> bool:
     return _dtype() in members and str not in members
 
 
-def with_dtypes(node: Any) -> Any:
+def with_dtypes(node: object) -> object:
     """A plain node in which names of dtypes are replaced by nodes that give the dtype, for the
     arguments that take one."""
     if isinstance(node, list):
@@ -242,13 +248,13 @@ def with_dtypes(node: Any) -> Any:
     return new
 
 
-def _within(value: Any, bound: Any) -> bool:
+def _within(value: object, bound: object) -> bool:
     if not isinstance(value, (int, float)) or not isinstance(bound, (Ge, Gt)):
         return True
     return bool(value >= bound.ge if isinstance(bound, Ge) else value > bound.gt)  # type: ignore
 
 
-def _name_of(hint: Any) -> str:
+def _name_of(hint: object) -> str:
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         least = [f" of at least {b.ge}" for b in members[1:] if isinstance(b, Ge)]

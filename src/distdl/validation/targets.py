@@ -42,7 +42,7 @@ class Trust:
         return under(target, self.allow) or lies_in(target, self.folders)
 
 
-def nodes(values: Any, key: str = "_target_") -> Iterator[tuple[Path, dict[str, Any]]]:
+def nodes(values: object, key: str = "_target_") -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every mapping with a `_target_`, at any depth and inside lists too, outermost first."""
     return ((path, node) for path, node in walk(values) if isinstance(node, dict) and key in node)
 
@@ -69,7 +69,7 @@ def lies_in(target: str, folders: Sequence[str]) -> bool:
     )
 
 
-def problem_of(target: Any, trust: Trust, path: Path = ()) -> tuple[str, str] | None:
+def problem_of(target: object, trust: Trust, path: Path = ()) -> tuple[str, str] | None:
     """Why the `_target_` of the node at `path` is refused and the remedy; None if it may be
     imported."""
     if not isinstance(target, str) or not _DOTTED.fullmatch(target):

@@ -52,7 +52,7 @@ def precision_for(name: str) -> str:
     return next((f"write trainer.precision={each}" for each in ours), "")
 
 
-def for_key(key: str, value: Any = None, config: Mapping[str, Any] | None = None) -> str:
+def for_key(key: str, value: object = None, config: Mapping[str, Any] | None = None) -> str:
     """What to write instead of a key like `hydra.run.dir`; "" for an unknown key.
 
     `config` is the resolved config, if it is known already.
