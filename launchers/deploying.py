@@ -31,7 +31,8 @@ class Platform(Protocol):
     done: str = "answers"  # what a deployment does when `deploy` has ended
 
     def __init__(self, launcher: Any, options: Namespace) -> None:
-        self.launcher, self.options = launcher, options
+        self.launcher = launcher
+        self.options = options
 
     def documents(self, name: str, folder: Path) -> dict[str, dict[str, Any]]:
         """What would be sent for a deployment, checked by the SDK. Contacts nothing."""
@@ -83,7 +84,8 @@ def deploy(platform: Platform, folder: Path, request: Path, expected: Mapping[st
         request: A file with the body of the test request.
         expected: The class and probability in this machine's answer.
     """
-    name, existing = name_of(platform, folder), deployments(platform)
+    name = name_of(platform, folder)
+    existing = deployments(platform)
     if existing.get(name):
         return f"{name} answers"
     print(f"creating {name}, which takes some minutes; Ctrl-C removes it")

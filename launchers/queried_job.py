@@ -97,13 +97,17 @@ class QueriedJob(JobBase, ABC):
             return error
 
     def state(self) -> JobState:
-        answer, self._answer, self.why, self.reached = self._answer, None, "", True
+        answer = self._answer
+        self._answer = None
+        self.why = ""
+        self.reached = True
         try:
             if isinstance(answer, UserError):
                 raise answer
             state = self._state_from(self._query() if answer is None else answer)
         except UserError as error:
-            self.why, self.reached = str(error), _is_about_the_job(error)
+            self.why = str(error)
+            self.reached = _is_about_the_job(error)
             return JobState.UNKNOWN
         if state is JobState.UNKNOWN:
             self.why = f"{self.platform} reports a state that distdl does not know"
@@ -119,7 +123,8 @@ class QueriedJob(JobBase, ABC):
 
     def _awaited(self) -> Any:
         """The platform's answer, if need be after an outage of up to `patience` seconds."""
-        began, said = time.monotonic(), False
+        began = time.monotonic()
+        said = False
         for _ in pace(self.poll_seconds):
             try:
                 return self._query()

@@ -47,7 +47,8 @@ class AzureMLJob(QueriedJob):
 
     def __init__(self, connection: Connection, name: str, member: str | None = None) -> None:
         self._connection = connection
-        self._name, self._member = name, member
+        self._name = name
+        self._member = member
         self._history = RunHistory(connection)
         self._trial: str | None = None
 
@@ -109,8 +110,12 @@ class AzureMLJob(QueriedJob):
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """Rank 0's output and Azure's own messages; after a failure, every rank's output."""
-        file, steps, misses = LogFile(self._history), pace(SHORTEST, LONGEST), 0
-        status, since, explained = "", time.monotonic(), False
+        file = LogFile(self._history)
+        steps = pace(SHORTEST, LONGEST)
+        misses = 0
+        status = ""
+        since = time.monotonic()
+        explained = False
         while True:
             try:
                 details = self._query()
@@ -124,7 +129,9 @@ class AzureMLJob(QueriedJob):
                 yield f"azureml: no answer, trying again: {error.problems[0].what}"
                 next(steps)
                 continue
-            misses, before, status = 0, status, details["status"]
+            misses = 0
+            before = status
+            status = details["status"]
             if status != before and follow:
                 more = EXPLAINED.get(status)
                 yield f"azureml: {status.lower()}" + (f": {more}" if more else "")
@@ -188,7 +195,8 @@ class AzureMLJob(QueriedJob):
                 return f"Azure has found no serverless nodes; {quota}"
             cluster = client.compute.get(name)
             nodes = len(list(client.compute.list_nodes(name)))
-        most, tier = getattr(cluster, "max_instances", "?"), getattr(cluster, "tier", "")
+        most = getattr(cluster, "max_instances", "?")
+        tier = getattr(cluster, "tier", "")
         text = f"cluster {name} has {nodes} of at most {most} nodes ({cluster.size}, {tier})"
         if errors := getattr(cluster, "provisioning_errors", None):
             return f"{text}; Azure reports {errors}"

@@ -81,7 +81,10 @@ class Workspace:
         cls, subscription: str | None, resource_group: str | None, workspace: str | None
     ) -> Workspace:
         """The workspace. Names that are None are read from the environment, else config.json."""
-        exported, file, names, problems = from_environment(), config_file(), [], []
+        exported = from_environment()
+        file = config_file()
+        names = []
+        problems = []
         settings = zip(NAMED_BY.items(), (subscription, resource_group, workspace), strict=True)
         for (key, (variable, file_key)), name in settings:
             names.append(name or exported.get(key) or file.get(file_key))
@@ -140,7 +143,8 @@ class Connection:
     If `cloud` is None, the SDK chooses the cloud, by ARM_CLOUD_METADATA_URL."""
 
     def __init__(self, workspace: Workspace, cloud: str | None) -> None:
-        self.workspace, self.cloud = workspace, cloud
+        self.workspace = workspace
+        self.cloud = cloud
         self._hosts = CLOUDS.get(str(cloud), CLOUDS["AzureCloud"])
 
     @functools.cached_property

@@ -75,7 +75,8 @@ class _SizedJob:
     known: tuple[VmSize, ...]  # all sizes, with the same prices
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        size, nodes = self.size, self.run.num_nodes
+        size = self.size
+        nodes = self.run.num_nodes
         parts = [f"{size.cores} cores", f"{size.memory_gb} GB"]
         if size.gpus:
             gpus = f"{size.gpus} x {size.gpu} of {size.gpu_memory_gb} GB"
@@ -90,8 +91,10 @@ class _SizedJob:
             yield "GPUs", f"{self.run.world_size} of {nodes * size.gpus} are used"
 
     def quota(self) -> tuple[str, str]:
-        cores, jobs = self.run.num_nodes * self.size.cores, self.jobs
-        name, other = f'"{self.size.quota_family}"', "spot has a quota of its own"
+        cores = self.run.num_nodes * self.size.cores
+        jobs = self.jobs
+        name = f'"{self.size.quota_family}"'
+        other = "spot has a quota of its own"
         if self.settings.spot:
             name, other = "the region's low-priority quota", f"{name} does not count"
         sweep = f" per job, {jobs * cores} for all {jobs} of the sweep at once" if jobs > 1 else ""
@@ -99,7 +102,8 @@ class _SizedJob:
 
     def prices(self) -> Iterator[tuple[str, str]]:
         one, one_spot = self.size.price_per_hour, self.size.spot_price_per_hour
-        nodes, spot = self.run.num_nodes * self.jobs, self.settings.spot
+        nodes = self.run.num_nodes * self.jobs
+        spot = self.settings.spot
         if one is None:
             yield "price", f"not known here: python -m distdl provision azureml prices, or {PRICES}"
             return
@@ -152,7 +156,8 @@ class _SizedJob:
         return f"choose a current size, such as {best.name}", why
 
     def _unused(self) -> Text:
-        gpus, idle = self.size.gpus, self.size.gpus - self.run.devices
+        gpus = self.size.gpus
+        idle = self.size.gpus - self.run.devices
         if self.run.accelerator == "cpu" and gpus:
             why = (
                 f"you pay for {gpus} x {self.size.gpu} per node, idle with trainer.accelerator=cpu"
@@ -171,7 +176,9 @@ class _SizedJob:
         return what, f"{why}the others continue"
 
     def _scale_up(self) -> Text:
-        size, nodes, price = self.size, self.run.num_nodes, self.size.price_per_hour
+        size = self.size
+        nodes = self.run.num_nodes
+        price = self.size.price_per_hour
         if nodes == 1 or not size.gpus or self.run.accelerator == "cpu" or price is None:
             return None
         fewer = [s for s in self._replacements() if self._nodes(s) < nodes]

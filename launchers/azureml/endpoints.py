@@ -36,7 +36,8 @@ class OnlineEndpoint(Platform):
         return getattr(self.launcher.connection().client, f"{self.kind}_{what}")
 
     def documents(self, name: str, folder: Path) -> dict[str, dict[str, Any]]:
-        lines, root = (folder / "requirements.txt").read_text().splitlines(), folder.resolve()
+        lines = (folder / "requirements.txt").read_text().splitlines()
+        root = folder.resolve()
         pip = [line for line in lines if not UNUSED.match(line)] + self.packages
         conda = {"channels": ["conda-forge"], "dependencies": ["python=3.11", "pip", {"pip": pip}]}
         deployment = {
@@ -65,7 +66,8 @@ class OnlineEndpoint(Platform):
         return {"instance_type": kind, "instance_count": self.options.instances}
 
     def price(self) -> str:
-        found, count = vm_sizes.find(self.options.instance_type), self.options.instances
+        found = vm_sizes.find(self.options.instance_type)
+        count = self.options.instances
         size = prices.current(found) if found else None
         if size is None or size.price_per_hour is None:
             return f"not known to distdl: {cost.PRICES}"

@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         names = dict(item.split("=", 1) for item in options.secret)
         os.environ.update(secrets(names, options.identity))
     except Exception as error:  # of Azure's SDK, which may be missing
-        reason, vault = " ".join(str(error).split())[:500], os.environ.get("DISTDL_KEY_VAULT")
+        reason = " ".join(str(error).split())[:500]
+        vault = os.environ.get("DISTDL_KEY_VAULT")
         message = (
             f"distdl: the forwarded variables cannot be read from {vault}: {reason}\n"
             "    give the identity of the job (the cluster's managed identity, or you with "

@@ -89,7 +89,8 @@ class AzureMLLauncher(AzureSettings, LauncherBase[AzureMLRequest]):
     def submit(self, request: AzureMLRequest) -> AzureMLJob | list[AzureMLJob]:
         """Submits the job. For a sweep job it returns a list, one job per member."""
         values = forwarded(request.specs[0])
-        connection, job = self.connection(), request.job
+        connection = self.connection()
+        job = request.job
         if request.compute is not None:
             submit.ensure_compute(connection, request)
         if request.environment is not None:

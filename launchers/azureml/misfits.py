@@ -33,7 +33,8 @@ def misfits(settings: AzureSettings, context: Mapping[str, Any]) -> Iterator[Pro
 
 
 def _gpus(settings: AzureSettings, context: Mapping[str, Any]) -> Iterator[Problem]:
-    vm, devices = vm_sizes.find(settings.vm_size), context.get("devices", 1)
+    vm = vm_sizes.find(settings.vm_size)
+    devices = context.get("devices", 1)
     if vm is None or settings.on_kubernetes or context.get("accelerator") != "gpu":
         return
     if vm.gpus == 0:
@@ -110,7 +111,8 @@ def _services(settings: AzureSettings) -> Iterator[Problem]:
                 what = f"is a key of type {kind}, not of {service.type}"
                 yield Problem(f"services.{name}.{key}", what, "leave it out")
         if service.type == "ssh" and not service.ssh_public_keys:
-            path, what = f"services.{name}.ssh_public_keys", "missing: nobody could log in"
+            path = f"services.{name}.ssh_public_keys"
+            what = "missing: nobody could log in"
             yield Problem(path, what, "write the text of your *.pub file")
 
 

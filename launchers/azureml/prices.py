@@ -38,7 +38,9 @@ server     default https://prices.azure.com
 """
 SERVER = "https://prices.azure.com"
 FILE = "azure_prices.json"
-ANSWER_S, TOTAL_S, PAGES = 10, 60.0, 40  # seconds for an answer, for all; pages of 100 prices
+ANSWER_S = 10  # seconds for one answer
+TOTAL_S = 60.0  # and for all
+PAGES = 40  # of 100 prices
 ABSENT = "no price is listed for: "
 
 
@@ -160,7 +162,8 @@ def items(server: str, location: str, names: Iterable[str]) -> Iterator[Mapping[
             response.raise_for_status()
         try:
             page = response.json()
-            found, after = page["Items"], page.get("NextPageLink")
+            found = page["Items"]
+            after = page.get("NextPageLink")
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UserError.at("prices", f"{server} answers something else than prices") from None
         yield from (item for item in found if isinstance(item, dict))

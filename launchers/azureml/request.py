@@ -94,8 +94,10 @@ def command_job(settings: AzureSettings, spec: JobSpec) -> dict[str, Any]:
 def sweep_job(settings: AzureSettings, specs: tuple[JobSpec, ...]) -> dict[str, Any]:
     """One sweep job whose trials are the runs. Its only parameter is the member's name, because
     each member has a frozen config. Azure's page lists the members by name, with their metrics."""
-    first, sweep = specs[0], settings.sweep_job
-    common, member = first.name.rpartition("/")[0], "${{search_space.member}}"
+    first = specs[0]
+    sweep = settings.sweep_job
+    common = first.name.rpartition("/")[0]
+    member = "${{search_space.member}}"
     arguments = [f"{MEMBERS}/{member}", f"${{{{outputs.store}}}}/{member}"]
     names = [member_of(spec) for spec in specs]
     limits = {
@@ -128,7 +130,8 @@ def process(
         "shm_size": settings.shm_size,
         "docker_args": settings.docker_args,
     }
-    devices, new = spec.resources.devices, environment(settings)
+    devices = spec.resources.devices
+    new = environment(settings)
     name = f"azureml:{new['name']}:{new['version']}" if new else settings.environment
     return {
         "command": f"{ENTRY} {shlex.join([*arguments, *entry_arguments(settings, spec)])}",

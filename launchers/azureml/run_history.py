@@ -89,12 +89,14 @@ class LogFile:
 
     def __init__(self, history: RunHistory) -> None:
         self._history = history
-        self._position, self._rest = 0, b""
+        self._position = 0
+        self._rest = b""
 
     def new(self, address: str) -> list[str]:
         content = self._history.read(address, self._position)
         if content is None:  # Azure has restarted the job, and with it the log
-            self._position, self._rest = 0, b""
+            self._position = 0
+            self._rest = b""
             content = self._history.read(address, 0) or b""
         self._position += len(content)
         *lines, self._rest = (self._rest + content).split(b"\n")
@@ -102,7 +104,8 @@ class LogFile:
 
     def rest(self) -> list[str]:
         """The last line, if it has no end of line."""
-        rest, self._rest = self._rest, b""
+        rest = self._rest
+        self._rest = b""
         return [rest.decode(errors="replace")] if rest else []
 
 

@@ -36,7 +36,8 @@ def as_file(document: Mapping[str, Any]) -> io.StringIO:
 
 def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
     """Creates the cluster if it is absent. An existing cluster is compared, but never changed."""
-    wanted, num_nodes = request.compute, request.specs[0].resources.num_nodes
+    wanted = request.compute
+    num_nodes = request.specs[0].resources.num_nodes
     assert wanted is not None
     name = wanted["name"]
     with azure_errors("launcher.compute"):
@@ -60,7 +61,8 @@ def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
 
 def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
     """Prints how a cluster differs from the settings; refuses one on which the job cannot start."""
-    name, problems = wanted["name"], []
+    name = wanted["name"]
+    problems = []
     found = str(cluster.type).lower()
     if found != wanted["type"]:
         kinds = {"amlcompute": "an AmlCompute", "kubernetes": "a Kubernetes"}

@@ -29,7 +29,8 @@ IPV6 = ("oob_tcp_disable_ipv6_family", "0")
 
 # Arguments that would start other ranks than a `Start`, or in another order -> what sets them. Open
 # MPI takes the last of two; Hydra refuses a second one.
-_SIZE, _HOSTS = "trainer.devices and trainer.num_nodes", "launcher.hosts or launcher.hostfile"
+_SIZE = "trainer.devices and trainer.num_nodes"
+_HOSTS = "launcher.hosts or launcher.hostfile"
 RESERVED = {
     **dict.fromkeys(("n", "np", "c", "N", "npernode", "ppn", "perhost", "npersocket"), _SIZE),
     **dict.fromkeys(("H", "host", "hosts", "hostfile", "machinefile", "machine", "f"), _HOSTS),

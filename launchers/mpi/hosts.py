@@ -131,7 +131,8 @@ class Setup:
 
     def copy_bundle(self, host: str) -> Problem | None:
         """Copies the bundle to the same path on a host, completely or not at all."""
-        target, part = shlex.quote(self.bundle), shlex.quote(f"{self.bundle}.part")
+        target = shlex.quote(self.bundle)
+        part = shlex.quote(f"{self.bundle}.part")
         unpack = f"mkdir -p {part} && tar -xf - -C {part} && mv {part} {target}"
         pack = ["tar", "-cf", "-", "-C", self.bundle, "."]
         with subprocess.Popen(pack, stdout=subprocess.PIPE) as tar:

@@ -57,7 +57,8 @@ class MpiJob(JobBase):
     def state(self) -> JobState:
         record = self.record()
         if "exit_code" in record:
-            self.exit_code, self.killed = record["exit_code"], record.get("killed") or ""
+            self.exit_code = record["exit_code"]
+            self.killed = record.get("killed") or ""
             if record.get("cancelled"):
                 return JobState.CANCELLED
             if record.get("preempted"):

@@ -199,7 +199,8 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
         """The hosts that a job of this size cannot use now."""
         hosts = self.chosen_hosts(resources.devices)
         others = [host for host in hosts if not is_local(host.name)]
-        ssh, python = f"{self.ssh} {machines.OPTIONS}", self.python or sys.executable
+        ssh = f"{self.ssh} {machines.OPTIONS}"
+        python = self.python or sys.executable
         return [*machines.Setup(ssh, "", python, copy=False).problems(others)]
 
     def without(self, hosts: Sequence[str], resources: Resources) -> Iterator[dict[str, Any]]:
@@ -243,7 +244,8 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
             as_root=os.geteuid() == 0,
             extra=tuple(self.extra_args),
         )
-        python, ssh = self.python or sys.executable, f"{self.ssh} {machines.OPTIONS}"
+        python = self.python or sys.executable
+        ssh = f"{self.ssh} {machines.OPTIONS}"
         processes = self._processes(spec, python)
         return MpiRequest(spec, flavour, start, processes, env, ssh, python, self.copy_bundle)
 
@@ -265,7 +267,8 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
 
     def submit(self, request: MpiRequest) -> MpiJob:
         """Starts mpirun's supervisor in its own session, and returns once it runs."""
-        spec, hosts = request.spec, request.start.hosts
+        spec = request.spec
+        hosts = request.start.hosts
         setup = machines.Setup(request.ssh, spec.bundle, request.python, request.copy_bundle)
         setup.prepare(hosts)
         env = {**forwarded(spec), **request.env}

@@ -57,7 +57,8 @@ def main(errors: str, command: list[str]) -> int:
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_me)
     for each in early:
         child.send_signal(each)
-    lost, parent = threading.Event(), os.getppid()
+    lost = threading.Event()
+    parent = os.getppid()
     threading.Thread(target=watch, args=(child, lost), daemon=True).start()
     code = child.wait()
     if code:

@@ -97,15 +97,19 @@ class Supervisor:
     def watch(self, mpirun: subprocess.Popen[bytes]) -> int:
         """Waits for mpirun. After a cancel or the loss of a host, also takes steps to end it."""
         steps: Steps | None = None
-        lost, deadline = False, 0.0
+        lost = False
+        deadline = 0.0
         cancel = [(signal.SIGUSR1, float(self.record["grace_seconds"]))]
         cancel.append((signal.SIGINT, TERM_SECONDS))
         kill = repeat((signal.SIGKILL, TERM_SECONDS))
         while mpirun.poll() is None:
             if not lost and (self.folder / LOST).exists():
-                lost, steps, deadline = True, chain([(None, LOST_SECONDS)], kill), 0.0
+                lost = True
+                steps = chain([(None, LOST_SECONDS)], kill)
+                deadline = 0.0
             elif (self.cancelled or self.preempted) and steps is None:
-                steps, deadline = chain(cancel, kill), 0.0
+                steps = chain(cancel, kill)
+                deadline = 0.0
             if steps is not None and time.monotonic() >= deadline:
                 number, seconds = next(steps)
                 if number is not None:
@@ -135,7 +139,8 @@ class Supervisor:
         first = RANK_END.search((self.folder / LOG).read_text(errors="replace"))
         if first is None:
             return None
-        by_signal, number = first["how"] == "signal", int(first["number"])
+        by_signal = first["how"] == "signal"
+        number = int(first["number"])
         message = f"ended with {first['how']} {number} on {first['host']}"
         if by_signal:
             message = f"killed by {signal.Signals(number).name} on {first['host']}"
@@ -156,7 +161,8 @@ class Supervisor:
         lost = (self.folder / LOST).read_text().split() if (self.folder / LOST).exists() else []
         if not lost:
             return None
-        word, hosts = lost[0], self.record["hosts"]  # mpirun's word for each host, and its name
+        word = lost[0]
+        hosts = self.record["hosts"]  # our name of each host, by mpirun's word for it
         host = hosts.get(word, word)
         return {
             "rank": [*hosts].index(word) * self.record["ranks_per_host"] if word in hosts else 0,

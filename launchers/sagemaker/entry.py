@@ -122,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         end = HostRanks(hosts, root, options.devices, options.attempt).run(env)
         code, why = end.code, end.why
     except Exception as error:  # SageMaker shows what is in the file `failure`
-        code, why = EXIT_FAILURE, f"{type(error).__name__}: {error}"
+        code = EXIT_FAILURE
+        why = f"{type(error).__name__}: {error}"
     if code:
         print(f"distdl: {why}", file=sys.stderr, flush=True)
         failure = root / "output" / "failure"
@@ -150,8 +151,11 @@ class HostRanks:
     """Runs the ranks of this host."""
 
     def __init__(self, hosts: Hosts, root: Path, devices: int, attempt: int) -> None:
-        self.hosts, self.devices, self.number = hosts, devices, attempt
-        self.store, self.bundle = root / "checkpoints", root / "distdl"
+        self.hosts = hosts
+        self.devices = devices
+        self.number = attempt
+        self.store = root / "checkpoints"
+        self.bundle = root / "distdl"
         self.folder = self.store / "attempts" / f"{attempt:03d}"
         self.stopping = False
 

@@ -37,7 +37,9 @@ class Heartbeat:
     the first is the primary host, which listens on the port. A single host does nothing."""
 
     def __init__(self, names: Sequence[str], current: str, port: int = PORT) -> None:
-        self.names, self.current, self.primary = names, current, names[0]
+        self.names = names
+        self.current = current
+        self.primary = names[0]
         self.port = port
         self._ends: dict[str, HostEnd] = {}
         self.links: list[socket.socket] = []
@@ -100,7 +102,8 @@ class Heartbeat:
         with self._lock:
             self.links.append(link)
         threading.Thread(target=self._beat, args=(link,), daemon=True).start()
-        end, rest = HostEnd(VANISHED, f"{name} vanished"), b""
+        end = HostEnd(VANISHED, f"{name} vanished")
+        rest = b""
         with contextlib.suppress(OSError, ValueError, TypeError):
             while new := link.recv(1024):
                 *lines, rest = (rest + new).split(b"\n")

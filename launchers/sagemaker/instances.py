@@ -48,7 +48,8 @@ def _is_newer_than_the_file(name: str) -> bool:
 def misfits(name: str, at: str, context: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of an instance type for a run of this size; `at` is the key that names it."""
     instance = instances().get(name)
-    devices, wants_gpu = int(context["devices"]), context["accelerator"] == "gpu"
+    devices = int(context["devices"])
+    wants_gpu = context["accelerator"] == "gpu"
     if instance is None:
         if not _is_newer_than_the_file(name):
             near = did_you_mean_word(name, instances())

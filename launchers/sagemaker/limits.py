@@ -70,7 +70,8 @@ def problems(body: Mapping[str, Any], settings: SageMakerSettings) -> list[Probl
     shape = input_shape()
     found: dict[str, Problem] = {}
     for each in violations(shape, body) if shape else ():
-        path, what = key_of(each.where, body, settings), each.what
+        path = key_of(each.where, body, settings)
+        what = each.what
         setting = getattr(settings, path.removeprefix("launcher."), None)
         if isinstance(each.value, Sized) and isinstance(setting, (list, dict)):
             own = len(each.value) - len(setting)
@@ -85,7 +86,8 @@ def key_of(
     """The key of a part of the request, with the user's own name of an element
     (`launcher.tags.team`)."""
     start = max((part for part in KEYS if where[: len(part)] == part), key=len, default=())
-    key, inside = KEYS.get(start, "launcher"), where[len(start) :]
+    key = KEYS.get(start, "launcher")
+    inside = where[len(start) :]
     if not inside:
         return key
     if start == ("Environment",):

@@ -51,7 +51,9 @@ class SageMakerJob(QueriedJob):
     patience = 300.0
 
     def __init__(self, name: str, aws: Aws) -> None:
-        self.name, self.aws, self.region = name, aws, aws.resolved_region()
+        self.name = name
+        self.aws = aws
+        self.region = aws.resolved_region()
 
     @property
     def handle(self) -> str:
@@ -114,7 +116,8 @@ class SageMakerJob(QueriedJob):
     def logs(self, follow: bool = False) -> Iterator[str]:
         """Lines of all hosts; lines of hosts other than the first start with the host's name."""
         tokens: dict[str, str] = {}  # stream -> position up to which it was read
-        ended, outage_began = False, math.inf
+        ended = False
+        outage_began = math.inf
         while not ended:
             # Query the state before reading: after the end, everything is read once more.
             ended = not follow or self.state().ended
@@ -128,7 +131,8 @@ class SageMakerJob(QueriedJob):
                 outage_began = math.inf
             except UserError as error:
                 # The job continues anyway, so a short network outage must not end the command.
-                now, lasting = time.monotonic(), isinstance(error, Lasting)
+                now = time.monotonic()
+                lasting = isinstance(error, Lasting)
                 if not follow or lasting or now - outage_began > self.patience:
                     raise
                 if outage_began == math.inf:

@@ -94,7 +94,9 @@ class SageMakerRequest:
 
     def body(self, region: str | None = None) -> dict[str, Any]:
         """The arguments of `create_training_job`; `region` is that of the job and its secrets."""
-        s, size, attempt = self.settings, self.spec.resources, self.spec.attempt
+        s = self.settings
+        size = self.spec.resources
+        attempt = self.spec.attempt
         resources: dict[str, Any] = {"VolumeSizeInGB": s.volume_gb}
         if s.instance_groups:
             resources["InstanceGroups"] = [
@@ -188,8 +190,10 @@ class SageMakerRequest:
             yield from self._notes_on(instances().get(name, Instance(name)))
 
     def _notes_on(self, instance: Instance) -> Iterator[str]:
-        size, name = self.spec.resources, instance.name
-        gpus, one_host = instance.gpus, size.num_nodes == 1
+        size = self.spec.resources
+        name = instance.name
+        gpus = instance.gpus
+        one_host = size.num_nodes == 1
         if size.accelerator == "cpu" and gpus:
             yield f"{name} has {gpus} GPUs, but none of them is used"
         elif 0 < size.devices < gpus:

@@ -39,11 +39,13 @@ REQUIRED = {
 }
 BUNDLE = "bundle"  # the channel (SageMaker's word for an input) with the code
 MOST_INPUTS = 19  # SageMaker allows 20 channels, and the bundle uses one
-S3_MODES, DISK_MODES = ("File", "FastFile", "Pipe"), ("ro", "rw")
+S3_MODES = ("File", "FastFile", "Pipe")
+DISK_MODES = ("ro", "rw")
 FILE_SYSTEM = re.compile(r"(efs|fsx)://(fs-[0-9a-f]{8,})(/.*)?")
 # The root of a file system of FSx is the name of its mount.
 NO_MOUNT = re.compile(r"fsx://[^/]+/*")
-INPUT_KEYS, GROUP_KEYS = ("path", "mode", "sharded", "groups"), ("instance_type", "count")
+INPUT_KEYS = ("path", "mode", "sharded", "groups")
+GROUP_KEYS = ("instance_type", "count")
 DAY = 86400  # seconds
 LONGEST_WAIT = 30 * DAY
 _PART = r"(?!\.+(?:/|$))[A-Za-z0-9_.+=@-]+"
@@ -80,7 +82,8 @@ def _at_most(days: int) -> AfterValidator:
 
 def _metric(name: str, pattern: Any) -> Iterator[Problem]:
     """Problems of a regular expression that finds a metric's values in the log."""
-    at, remedy = f"metrics.{name}", f"launcher.metrics.{name}='{name} ([0-9.e+-]+)'"
+    at = f"metrics.{name}"
+    remedy = f"launcher.metrics.{name}='{name} ([0-9.e+-]+)'"
     try:
         groups = re.compile(pattern).groups
     except (re.error, TypeError) as error:
@@ -229,7 +232,8 @@ class SageMakerSettings(LauncherSettings):
                 yield Problem(
                     f"{at}.{key}", "not a setting of a group", did_you_mean_word(key, GROUP_KEYS)
                 )
-            kind, count = group.get("instance_type"), group.get("count", 1)
+            kind = group.get("instance_type")
+            count = group.get("count", 1)
             if not isinstance(kind, str):
                 yield Problem(f"{at}.instance_type", "missing", REQUIRED["instance_type"])
             else:
@@ -250,8 +254,10 @@ class SageMakerSettings(LauncherSettings):
             yield Problem("inputs", what)
         yield from unknown_keys(self.inputs, INPUT_KEYS)
         for name, entry in self.inputs.items():
-            path, on_disk = str(entry.get("path") or ""), is_on_disk(entry)
-            at, modes = f"inputs.{name}", DISK_MODES if on_disk else S3_MODES
+            path = str(entry.get("path") or "")
+            on_disk = is_on_disk(entry)
+            at = f"inputs.{name}"
+            modes = DISK_MODES if on_disk else S3_MODES
             if name == BUNDLE or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name):
                 what = "is reserved for the code" if name == BUNDLE else "is not a valid input name"
                 yield Problem(at, what, "use letters, digits and _, but not the name bundle")

@@ -60,7 +60,8 @@ def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:
     resume from that run's checkpoints."""
     from botocore.exceptions import ClientError
 
-    key, config = f"{request.store_key}/config.yaml", Path(request.spec.bundle) / "config.yaml"
+    key = f"{request.store_key}/config.yaml"
+    config = Path(request.spec.bundle) / "config.yaml"
     try:
         stored = aws("s3").get_object(Bucket=request.settings.bucket, Key=key)["Body"].read()
     except ClientError as error:
@@ -75,7 +76,9 @@ def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:
 
 def upload_history(request: SageMakerRequest, aws: Aws) -> None:
     """Uploads files of the run's history that S3 lacks, so that the run resumes."""
-    s3, bucket, run = aws("s3"), request.settings.bucket, Path(request.spec.store)
+    s3 = aws("s3")
+    bucket = request.settings.bucket
+    run = Path(request.spec.store)
     paths = (path for top in HISTORY for path in (run / top).rglob("*"))
     names = [p.relative_to(run).as_posix() for p in paths if p.is_file() and not p.is_symlink()]
     stored = {key for key, _ in objects(s3, bucket, f"{request.store_key}/")} if names else set()

@@ -105,7 +105,8 @@ def words(line: str) -> list[str]:
     Raises:
         Refused: A quotation mark is missing, or sbatch would cut a word at #.
     """
-    found, position = [], 0
+    found = []
+    position = 0
     while match := _WORD.match(line, position):
         pieces = (piece for groups in re.findall(_PIECE, match[1]) for piece in groups)
         found.append("".join(re.sub(r"\\(.)", r"\1", piece) for piece in pieces))

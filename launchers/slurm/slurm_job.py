@@ -119,7 +119,8 @@ class SlurmJob(QueriedJob):
 
     def _under_way(self) -> Callable[[], bool]:
         """A function that returns whether the job may still write to its log."""
-        queried, ended = time.monotonic(), False
+        queried = time.monotonic()
+        ended = False
 
         def under_way() -> bool:
             nonlocal queried, ended

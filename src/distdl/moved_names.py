@@ -69,7 +69,8 @@ MOVED = {
 
 def current(name: str) -> str:
     """The name that something has now; `name` itself if it has not moved."""
-    known, rest = name, ""
+    known = name
+    rest = ""
     while "." in known:
         if known in MOVED:
             return MOVED[known] + rest

@@ -48,7 +48,8 @@ class Arm:
         while path:
             page = self.get(path, api) or {}
             yield from page.get("value", [])
-            path, api = page.get("nextLink", ""), ""  # the link contains the API version
+            path = page.get("nextLink", "")
+            api = ""  # the link contains it
 
     def send(self, method: str, path: str, api: str, body: dict[str, Any]) -> dict[str, Any]:
         """Creates (PUT) or changes (PUT, PATCH) a resource, waits for Azure to finish, and returns

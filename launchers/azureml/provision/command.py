@@ -146,7 +146,8 @@ def refuse_fixed(steps: Sequence[ResourceStep]) -> None:
 def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool:
     """Creates and changes resources one by one. Stops and returns False at the first failure."""
     for number, each in enumerate(todo, start=1):
-        resource, started = each.resource, time.monotonic()
+        resource = each.resource
+        started = time.monotonic()
         doing = "creating" if each.action is Action.CREATE else "changing"
         count = f"{number:>{len(str(len(todo)))}}/{len(todo)}"
         print(f"[{count}] {doing} {resource} ...", end="", flush=True)

@@ -31,7 +31,8 @@ ROLES = {
 
 def resources(settings: ProvisionSettings) -> list[Resource]:
     """All resources; each comes after those that it needs."""
-    s, ids = settings, Ids(settings)
+    s = settings
+    ids = Ids(settings)
     return [
         Resource("resource group", ids.group, "2024-03-01", {"location": s.location}),
         *(network(ids, s) if s.private else ()),
@@ -115,7 +116,8 @@ def storage(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
                 **public_access(settings),
             },
         }
-        kind, fixed = f"storage account for {key}", ("location", "kind", *["sku.name"] * premium)
+        kind = f"storage account for {key}"
+        fixed = ("location", "kind", *["sku.name"] * premium)
         yield Resource(kind, account, "2023-05-01", body, fixed, f"storage.{key}", patch=True)
         container = f"{account}/blobServices/default/containers/{key}"
         body = {"properties": {"publicAccess": "None"}}
@@ -233,7 +235,8 @@ ML_ZONES = ("privatelink.api.azureml.ms", "privatelink.notebooks.azure.net")
 
 def network(ids: Ids, settings: ProvisionSettings) -> Iterator[Resource]:
     """A network with one subnet for nodes and one for endpoints."""
-    wanted, location = settings.network, {"location": settings.location}
+    wanted = settings.network
+    location = {"location": settings.location}
     outbound: dict[str, Any] = {}
     if wanted.nat_gateway:
         address = ids.of(f"{NETWORK}/publicIPAddresses", f"{settings.workspace}-nat-ip")

@@ -73,7 +73,8 @@ def signed(settings: SasSettings, endpoint: str, credential: Any) -> tuple[str, 
 
     now = datetime.now(UTC)
     # Clocks differ: a server whose clock is a second behind rejects a link that starts now.
-    start, expiry = now - timedelta(minutes=5), now + timedelta(days=settings.days)
+    start = now - timedelta(minutes=5)
+    expiry = now + timedelta(days=settings.days)
     client = blob.BlobServiceClient(endpoint, credential=credential, **PATIENCE)
     signature = blob.generate_container_sas(
         settings.account,

@@ -89,7 +89,8 @@ class Network(Section):
     @checks("compute_subnet", "endpoint_subnet")
     @classmethod
     def _inside(cls, text: str, info: ValidationInfo) -> str:
-        subnet, earlier = ipaddress.IPv4Network(text), info.data
+        subnet = ipaddress.IPv4Network(text)
+        earlier = info.data
         space = earlier.get("address_space")
         if space and not subnet.subnet_of(ipaddress.IPv4Network(space)):
             raise Refused(f"{text} is not inside {space}")
@@ -194,7 +195,8 @@ def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
     from distdl.util.suggest import did_you_mean
 
     values: dict[str, Any] = yaml.safe_load(text())
-    known, wrong = list(_keys(values)), []
+    known = list(_keys(values))
+    wrong = []
     for key, value in overrides.items():
         if inside := [name for name in known if name.startswith(f"{key}.")]:
             wrong.append(Problem(key, "is a section", f"write one of {', '.join(inside)}"))

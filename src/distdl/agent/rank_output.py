@@ -84,7 +84,8 @@ class Stream:
     of a key (from BEGIN to END) are written together."""
 
     def __init__(self, file: Writes) -> None:
-        self.file, self.pending = file, b""
+        self.file = file
+        self.pending = b""
 
     def add(self, data: bytes) -> None:
         self.pending += data
@@ -101,7 +102,8 @@ class Stream:
         self.file.close()
 
     def _write(self, count: int) -> None:
-        text, self.pending = self.pending[:count], self.pending[count:]
+        text = self.pending[:count]
+        self.pending = self.pending[count:]
         if text:
             # A full disk loses lines, but must not end the thread: nothing else reads the pipe,
             # and a rank that prints into a full pipe waits for ever.

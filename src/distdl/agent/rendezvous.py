@@ -9,7 +9,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from distdl.util import loopback
 
-NAME, TIMEOUT = "distdl-loopback", 600  # seconds
+NAME = "distdl-loopback"
+TIMEOUT = 600  # seconds
 
 
 def register() -> str:

@@ -22,13 +22,15 @@ from distdl.util.orphans import PARENT, die_with_parent
 
 # The imports must not slow down the start of the first attempt: they begin when rank 0 has written
 # this into status.json (it trains then), or when a rank is asked for.
-TRAINS, POLL_S = '"parameters"', 0.5
+TRAINS = '"parameters"'
+POLL_S = 0.5
 SIZE = 1 << 20  # bytes of the longest message, with the variables of a rank
 
 
 def main() -> None:
     die_with_parent()
-    connection, status = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    status = Path(sys.argv[2])
     while not select.select([connection], [], [], POLL_S)[0]:
         if status.exists() and TRAINS in status.read_text(encoding="utf-8"):
             break

@@ -40,7 +40,8 @@ def use(status: Path, standby: bool) -> None:
             they start as always, and one is started for the next attempt.
     """
     if hasattr(api, "get_subprocess_handler"):  # not with another torch
-        RankHandler.status, RankHandler.by_standby = status, standby and hasattr(os, "pidfd_open")
+        RankHandler.status = status
+        RankHandler.by_standby = standby and hasattr(os, "pidfd_open")
         RankHandler.started = []
         api.get_subprocess_handler = RankHandler  # type: ignore[assignment]
 
@@ -72,7 +73,8 @@ class Standby:
 
     def __init__(self, env: Mapping[str, str], status: Path) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.status, self.ended = status, False
+        self.status = status
+        self.ended = False
         self.codes: dict[int, int | None] = {}  # by process number; None: it runs
         command = [sys.executable, "-m", "distdl.agent.standby", str(theirs.fileno()), str(status)]
         with theirs, helpers.held():  # it never lets them come: it ends with the command
@@ -115,7 +117,8 @@ class ForkedRank:
     """A forked rank, with what torch's agent uses of a Popen. It ends with the standby process."""
 
     def __init__(self, standby: Standby, pid: int) -> None:
-        self.standby, self.pid = standby, pid
+        self.standby = standby
+        self.pid = pid
 
     def poll(self) -> int | None:
         while self.standby.report():

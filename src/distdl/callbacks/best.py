@@ -30,7 +30,8 @@ class Best:
     """
 
     def __init__(self, monitor: str | None, mode: str) -> None:
-        self.monitor, self.mode = monitor, mode
+        self.monitor = monitor
+        self.mode = mode
         self.score: float | None = None
         self.validated = False  # whether a validation other than a sanity check has ended
         self._logged = self._warned = False

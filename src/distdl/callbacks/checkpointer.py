@@ -96,11 +96,16 @@ class Checkpointer(Callback, Decides):
         background: bool = True,
         trust_pickle: bool = False,
     ) -> None:
-        self.stop, self.position, self.optimizer = stop, position, optimizer
+        self.stop = stop
+        self.position = position
+        self.optimizer = optimizer
         self.modules = modules
         self.saver = Saver(store, keep_last=keep_last, background=background)
-        self._declared, self.accumulate, self.seed = global_batch_size, accumulate, seed
-        self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
+        self._declared = global_batch_size
+        self.accumulate = accumulate
+        self.seed = seed
+        self.every_n_steps = every_n_steps
+        self.every_n_epochs = every_n_epochs
         self.every_seconds = every_minutes * 60 if every_minutes else math.inf
         self.best = Best(monitor, mode)
         self.rates: list[list[float]] | None = None  # as the optimizers of this run were built
@@ -144,7 +149,8 @@ class Checkpointer(Callback, Decides):
         refuse_uneven(trainer.num_training_batches)
         built = [optimizer.param_groups for optimizer in trainer.optimizers]
         self.rates = self.rates or resume_state.built_rates(built)
-        self._saved_step, self._saved_at = steps_of(trainer), time.monotonic()
+        self._saved_step = steps_of(trainer)
+        self._saved_at = time.monotonic()
         for optimizer in trainer.optimizers:
             if not pl_module.automatic_optimization and isinstance(optimizer, Optimizer):
                 optimizer.register_step_post_hook(lambda stepped, *_: self._stepped.add(stepped))
@@ -177,7 +183,8 @@ class Checkpointer(Callback, Decides):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.position.epoch != trainer.current_epoch:
-            self.position.epoch, self.position.consumed = trainer.current_epoch, 0
+            self.position.epoch = trainer.current_epoch
+            self.position.consumed = 0
         self._refuse_missing_metric(trainer)  # the last epoch's metrics are logged by now
 
     def on_train_batch_start(
@@ -206,7 +213,8 @@ class Checkpointer(Callback, Decides):
             return
         self._obey(trainer, stop, failed)
         every = self.every_n_steps or math.inf
-        by_step, soon = (step % every == 0, (step + 1) % every == 0)
+        by_step = step % every == 0
+        soon = (step + 1) % every == 0
         if (by_step or (save and not soon)) and step != self._saved_step:
             self._save(trainer, "step" if by_step else "time")
 
@@ -275,7 +283,8 @@ class Checkpointer(Callback, Decides):
     def epoch_ended(self, trainer: Trainer) -> None:
         stop = self._stop_now()
         epoch = trainer.current_epoch + 1
-        self.position.epoch, self.position.consumed = epoch, 0
+        self.position.epoch = epoch
+        self.position.consumed = 0
         last = trainer.fit_loop.max_epochs == epoch or trainer.should_stop
         last = last or trainer.global_step >= trainer.max_steps > -1
         best = self.best.improved(trainer)
@@ -354,9 +363,11 @@ class Checkpointer(Callback, Decides):
         resume_state.remove_rate_finder(trainer)
         if loaded is None:
             return
-        self.position.epoch, self.position.consumed = loaded["epoch"], loaded["consumed"]
+        self.position.epoch = loaded["epoch"]
+        self.position.consumed = loaded["consumed"]
         if "loaders" in loaded:
-            states, rank = loaded["loaders"], trainer.global_rank
+            states = loaded["loaders"]
+            rank = trainer.global_rank
             has_states = resume_state.give_loader_states(checkpoint, states, rank)
             self.position.has_states = has_states
         self.rates = loaded.get("rates")
@@ -365,7 +376,8 @@ class Checkpointer(Callback, Decides):
 
     def batch_ratio(self, loaded: Mapping[str, Any]) -> float:
         """The factor by which a checkpoint's rate changes with this run's global batch."""
-        before, now = loaded.get("global_batch_size"), self.global_batch_size
+        before = loaded.get("global_batch_size")
+        now = self.global_batch_size
         if not (before and now and self.optimizer):
             return 1.0
         return optimizers.rate_of(self.optimizer, now) / optimizers.rate_of(self.optimizer, before)
@@ -385,9 +397,11 @@ class Checkpointer(Callback, Decides):
         """`between_steps`: only best.ckpt is written, and the run goes on as if it were not."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        step, epoch = steps_of(trainer), trainer.current_epoch
+        step = steps_of(trainer)
+        epoch = trainer.current_epoch
         inside = "" if reason == "epoch" else f"_step_{step:08d}"
-        self._reason, self._between_steps = reason, between_steps
+        self._reason = reason
+        self._between_steps = between_steps
         for logger in trainer.loggers:  # a resume from here does not log its lines again
             if isinstance(logger, Journal):
                 logger.flush()
@@ -404,7 +418,8 @@ class Checkpointer(Callback, Decides):
         self.saver.save(trainer, trainer.state_to_save, name, best=best, **facts)
         if between_steps:
             return
-        self._saved_step, self._saved_at = step, time.monotonic()
+        self._saved_step = step
+        self._saved_at = time.monotonic()
         self._agreement.withdraw(SAVE)  # this step's flags have requested the same save again
 
     def _refuse_missing_metric(self, trainer: Trainer) -> None:

@@ -63,7 +63,8 @@ class CountTraffic(Callback):
 
     def per_step(self) -> dict[str, Any]:
         """This rank's bytes and calls per optimizer step."""
-        steps, tallies = self.steps or 1, self.traffic.collectives.items()
+        steps = self.steps or 1
+        tallies = self.traffic.collectives.items()
         each = {name: {k: v / steps for k, v in vars(tally).items()} for name, tally in tallies}
         sent, payload = self.traffic.sent / steps, self.traffic.payload / steps
         return {"payload": payload, "sent": sent, "collectives": each}

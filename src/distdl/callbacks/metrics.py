@@ -49,7 +49,9 @@ class StepMetrics(Callback):
         attempt: Attempt | None = None,
         position: TrainPosition | None = None,
     ) -> None:
-        self.batch_size, self.attempt, self.position = batch_size, attempt, position
+        self.batch_size = batch_size
+        self.attempt = attempt
+        self.position = position
         self.on_start: Callable[[], None] | None = None
         self.on_failure: Callable[[BaseException], object] | None = None
         self.latest: dict[str, float] = {}

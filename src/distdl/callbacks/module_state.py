@@ -92,7 +92,8 @@ class ModuleState(Callback):
     def _restore(self, trainer: Trainer, module: LightningModule) -> None:
         if self._loaded is None:
             return
-        saved, self._loaded = self._loaded, None
+        saved = self._loaded
+        self._loaded = None
         # What was changed and changed back before the save is as built in the checkpoint, and may
         # have been changed again by this start.
         apply(module, self._built)

@@ -35,11 +35,13 @@ class Progress(Callback):
     """
 
     def __init__(self, bar: bool | None = None, refresh_seconds: float = 0.2) -> None:
-        self.bar, self.refresh_seconds = bar, refresh_seconds
+        self.bar = bar
+        self.refresh_seconds = refresh_seconds
         self._console = console.Console(stderr=True)
         self._line: Line | None = None
         self._drawn = self._began = 0.0
-        self._hinted, self._slow_logs = False, 0
+        self._hinted = False
+        self._slow_logs = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.progress_bar_callback is not None:  # may come from the module
@@ -133,7 +135,8 @@ class Progress(Callback):
         self._line.add_task(title, total=None if math.isinf(total) else total)
 
     def _close(self, *args: Any, **options: Any) -> None:
-        line, self._line = self._line, None
+        line = self._line
+        self._line = None
         DRAWN.discard(self)
         if line is not None:
             line.stop()
@@ -159,7 +162,8 @@ def _listen() -> None:
 
 def remedy(datamodule: Any) -> str:
     """Advice for a run that waits for its data: the cheapest measure first."""
-    workers, most = getattr(datamodule, "num_workers", None), default_workers()
+    workers = getattr(datamodule, "num_workers", None)
+    most = default_workers()
     if workers is None and "num_workers" in inspect.signature(type(datamodule).__init__).parameters:
         workers = getattr(datamodule, "hparams", {}).get("num_workers")
         if workers is None:

@@ -54,7 +54,8 @@ def of_ranks(trainer: Trainer, broadcasts: bool) -> dict[str, Any]:
 
 def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     """Gives this rank its own buffers, if there are as many ranks as before."""
-    own, model = saved.get(KEY), trainer.strategy.model
+    own = saved.get(KEY)
+    model = trainer.strategy.model
     if not own or len(own["of_ranks"]) != process_group.world_size():
         return
     mine = own["of_ranks"][trainer.global_rank]

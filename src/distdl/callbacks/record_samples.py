@@ -24,7 +24,8 @@ class RecordSamples(Callback):
     """
 
     def __init__(self, unknown: bool = False, step_seconds: float = 0.0) -> None:
-        self.unknown, self.step_seconds = unknown, step_seconds
+        self.unknown = unknown
+        self.step_seconds = step_seconds
         self.run_dir: Path | None = None  # set by build
         self.attempt = 0
         self._file: IO[str] | None = None

@@ -25,7 +25,9 @@ class Trace(Callback):
     """
 
     def __init__(self, skip_batches: int = 5, batches: int = 3, shapes: bool = False) -> None:
-        self.skip_batches, self.batches, self.shapes = skip_batches, batches, shapes
+        self.skip_batches = skip_batches
+        self.batches = batches
+        self.shapes = shapes
         self._profile: profile | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

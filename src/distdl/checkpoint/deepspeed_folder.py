@@ -74,7 +74,8 @@ def weights(
 ) -> dict[str, torch.Tensor]:
     """The full float32 weights and the buffers, in the module's order, merged as in DeepSpeed's
     `zero_to_fp32`. Below stage 3, `models` has only rank 0's states."""
-    state, stage_3 = models[0], is_stage_3(parts)
+    state = models[0]
+    stage_3 = is_stage_3(parts)
     tensors: dict[str, torch.Tensor] = {}
     for name in state.get("buffer_names", ()):
         value = state["module"][name]

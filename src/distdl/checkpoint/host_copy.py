@@ -62,9 +62,12 @@ class HostCopy:
     def release(self) -> None:
         """Forgets the values and keeps the memory."""
         self._checkpoint = None
-        self._storages, self._values, self._events = {}, {}, {}
+        self._storages = {}
+        self._values = {}
+        self._events = {}
         if self._used:
-            self._left, self._used = self._used, defaultdict(list)
+            self._left = self._used
+            self._used = defaultdict(list)
 
     def _copy(self, value: Any) -> Any:
         if value is None or isinstance(value, str | bytes | int | float):
@@ -97,7 +100,8 @@ class HostCopy:
         return new.requires_grad_(tensor.requires_grad)
 
     def _storage(self, storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-        size, on_gpu = storage.nbytes(), device.type == "cuda"
+        size = storage.nbytes()
+        on_gpu = device.type == "cuda"
         if size == 0:  # all empty storages have address 0
             return torch.UntypedStorage(0)
         key = (device, storage.data_ptr(), size)

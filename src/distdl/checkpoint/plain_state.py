@@ -190,7 +190,8 @@ def _restored(value: Any, trust: bool, path: str) -> Any:
 
 
 def _made(form: Mapping[str, Any], trust: bool, path: str) -> Any:
-    kind, inside = form[TAG], functools.partial(_restored, trust=trust, path=path)
+    kind = form[TAG]
+    inside = functools.partial(_restored, trust=trust, path=path)
     if kind == "pickle":
         if not trust:
             what = f"its {path} is a pickled {form['of']}, which may run code while it is read"

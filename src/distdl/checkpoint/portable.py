@@ -75,7 +75,8 @@ def name_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict
     if is_named(state):
         return dict(state)
     groups = state["param_groups"]
-    expected, saved = [len(group) for group in names], [len(group["params"]) for group in groups]
+    expected = [len(group) for group in names]
+    saved = [len(group["params"]) for group in groups]
     if expected != saved:
         what = f"the optimizer's groups hold {expected} parameters, and the checkpoint's {saved}"
         raise ValueError(what)
@@ -101,7 +102,9 @@ def index_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dic
             f"the checkpoint has no optimizer state for {len(missing)} of the parameters that are "
             f"trained, the first of which is {missing[0]}"
         )
-    groups, values, position = [], {}, 0
+    groups = []
+    values = {}
+    position = 0
     for number, members in enumerate(names):
         # A pipeline stage may have no parameter of a group: identify the group by its position.
         kept = group_of[members[0]] if members else state["param_groups"][number]

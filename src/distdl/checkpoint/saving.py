@@ -66,7 +66,9 @@ class Saver:
     """
 
     def __init__(self, store: CheckpointStore, *, keep_last: int, background: bool = True) -> None:
-        self.store, self.keep_last, self.background = store, keep_last, background
+        self.store = store
+        self.keep_last = keep_last
+        self.background = background
         self.error = ""  # why the newest could not be saved
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
@@ -123,7 +125,8 @@ class Saver:
         """Waits until the save under way is published; if it failed, raises a SaveError on all
         ranks. Collective."""
         self.wait()
-        ours, self.error = self.error, ""
+        ours = self.error
+        self.error = ""
         if error := process_group.broadcast(ours):
             raise SaveError(error, of_peer=not ours)
 

@@ -34,7 +34,8 @@ class Parser(argparse.ArgumentParser):
 
     def example(self) -> str:
         """What must be typed, and below it what may be."""
-        required, optional = [self.prog], list[str]()
+        required = [self.prog]
+        optional = list[str]()
         for action in self._actions:
             if isinstance(action, argparse._HelpAction):
                 continue

@@ -79,8 +79,10 @@ def main(argv: Sequence[str]) -> int:
         if source is None:
             text = options.change(platform)
         else:
-            folder, request = serve.model(source), Path(temporary, "request.json")
-            text, expected = deploying.render(platform, folder), example(folder, request)
+            folder = serve.model(source)
+            request = Path(temporary, "request.json")
+            text = deploying.render(platform, folder)
+            expected = example(folder, request)
             if not dry_run:
                 text = deploying.deploy(platform, folder, request, expected)
     print(escaped(text))

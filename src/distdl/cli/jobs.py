@@ -59,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
 def for_each(targets: Sequence[Target], act: Callable[[JobBase, Attempt | None], int]) -> int:
     """Acts on every target, also after one that failed, and returns the largest exit code. Then
     raises the problems of all."""
-    codes, errors = [0], list[UserError]()
+    codes = [0]
+    errors = list[UserError]()
     for target in targets:
         try:
             codes.append(act(*target))
@@ -116,7 +117,8 @@ def allowed(overrides: Sequence[str]) -> list[str]:
 
 
 def status(targets: Sequence[Target]) -> int:
-    states, errors = set[JobState](), list[UserError]()
+    states = set[JobState]()
+    errors = list[UserError]()
     for job, attempt, report in jobs.answered(targets):
         states.add(report.state)
         print(*job_status.lines(job, attempt, report.state, report.why), sep="\n", flush=True)

@@ -104,7 +104,8 @@ def keep_global_batch(
     Raises:
         UserError: The world size changed, and the global batch is not divisible by it.
     """
-    now, (_, shares, accumulate) = global_batch_size(config, size), factors(config, size)
+    now = global_batch_size(config, size)
+    _, shares, accumulate = factors(config, size)
     if loaders is not None and loaders.batch_size != loaders.declared:
         # The data module has another argument for the batch size, or divides it.
         state = "is not set" if loaders.declared is None else f"was {loaders.declared}"

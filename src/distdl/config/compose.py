@@ -170,7 +170,8 @@ def prepare_overrides(overrides: Sequence[Override]) -> list[Override]:
     values: list[Override] = []
     with_default = defaults()
     for override in overrides:
-        line, key = str(override.input_line), override.key_or_group
+        line = str(override.input_line)
+        key = override.key_or_group
         body = re.sub(r"^(\+\+|\+|~)", "", line)
         if key.startswith("hydra") and not key.startswith("hydra.searchpath"):
             what = "distdl chooses the folders of its runs: Hydra's setting would have no effect"
@@ -282,7 +283,8 @@ def sweep(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> lis
     choices: list[list[str]] = []
     with hydra_session(config_dirs):
         for each in overrides:
-            text, key = str(each.input_line), each.get_key_element()
+            text = str(each.input_line)
+            key = each.get_key_element()
             # For model=glob(*).
             override = replace(each, config_loader=GlobalHydra.instance().config_loader())
             try:
@@ -305,7 +307,8 @@ def sweep_keys(overrides: Sequence[Override]) -> list[str]:
 def _named(override: Override) -> str:
     """The options that an override of a group chooses, as Hydra takes them: a text, not a number
     such as 2024."""
-    value, text = override.value(), str(override.input_line).partition("=")[2]
+    value = override.value()
+    text = str(override.input_line).partition("=")[2]
     if isinstance(value, list) and not all(isinstance(each, str) for each in value):
         return "[" + ",".join(f'"{option_name(each)}"' for each in value) + "]"
     return f'"{text}"' if isinstance(value, bool | int | float) else text

@@ -18,7 +18,8 @@ def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterat
         samples: In the training split.
         world_size: The number of ranks.
     """
-    trainer, batch = config.get("trainer") or {}, (config.get("data") or {}).get("batch_size")
+    trainer = config.get("trainer") or {}
+    batch = (config.get("data") or {}).get("batch_size")
     if not task_facts.of(config).trains or not is_count(batch):
         return
     shares = replicas(config.get("strategy"), world_size, trainer.get("num_nodes") or 1)

@@ -28,7 +28,8 @@ def own_folders(root: str | Path) -> tuple[str, ...]:
     $PYTHONPATH, and packages installed in editable mode. Left out are folders outside the project,
     of which a job has no copy, and a run's folder, which may come from somebody else.
     """
-    project, current = Path(root).resolve(), Path.cwd()
+    project = Path(root).resolve()
+    current = Path.cwd()
     folders: list[Path] = []
     for top in [current, project] if current.is_relative_to(project) else [project]:
         folders.append(top)
@@ -113,7 +114,8 @@ def _unescaped(name: str) -> str:
 
 @functools.lru_cache(1000)
 def _shown(file: str, current: str) -> str:
-    path, product = Path(file), Path(__file__).parents[1]
+    path = Path(file)
+    product = Path(__file__).parents[1]
     if not path.is_file() or path.is_relative_to(product) or is_installed(path):
         return ""
     return str(path.relative_to(current) if path.is_relative_to(current) else path)

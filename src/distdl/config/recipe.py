@@ -122,7 +122,8 @@ def is_own(target: object) -> bool:
 
 def where_of(config: DictConfig) -> DictConfig:
     """The keys of WHERE alone, as a nested config."""
-    written, where = _written(config), OmegaConf.create({})
+    written = _written(config)
+    where = OmegaConf.create({})
     absent = object()
     for path in WHERE:
         value = _pop(written, path, absent)

@@ -90,7 +90,8 @@ def resolve(
         UserError: This machine does not have the size, or the size cannot be known from here.
     """
     accelerator = str(trainer.get("accelerator") or "auto")
-    devices, num_nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
+    devices = trainer.get("devices", "auto")
+    num_nodes = trainer.get("num_nodes", 1)
     if not local:
         return _elsewhere(accelerator, devices, num_nodes, known)
     if num_nodes != 1:

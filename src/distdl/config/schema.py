@@ -283,7 +283,8 @@ def _unknown(
     path: Path, value: object, known: Iterable[str], config: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """One problem for an unknown key, or one for each value below it: `optimiser: {lr: 1}`."""
-    text, section = path_text(path), path_text(path[:-1])
+    text = path_text(path)
+    section = path_text(path[:-1])
     if path[0] in LAYERS:
         yield Problem(str(path[0]), *words.NOT_GLOBAL)
     elif isinstance(value, Mapping) and value:
@@ -319,7 +320,8 @@ def _absent(
 
 
 def _remedy(path: Path, expected: str, values: Mapping[str, Any]) -> str:
-    value, text = _at(values, path), path_text(path)
+    value = _at(values, path)
+    text = path_text(path)
     if path == ("strategy",) and isinstance(value, str):
         return words.strategy_for(value)
     if path == ("checkpoint",):

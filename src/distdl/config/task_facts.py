@@ -60,7 +60,8 @@ def _literals(cls: ast.ClassDef) -> dict[str, Any]:
         if isinstance(statement, ast.Assign):
             targets, value = statement.targets, statement.value
         elif isinstance(statement, ast.AnnAssign) and statement.value:
-            targets, value = [statement.target], statement.value
+            targets = [statement.target]
+            value = statement.value
         else:
             continue
         for target in targets:

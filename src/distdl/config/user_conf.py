@@ -103,7 +103,8 @@ def own_folder() -> Path | None:
 def contents() -> list[dict[str, Any]]:
     """What the files of the user's own folder say: each by itself, and below its group, where Hydra
     puts it unless the file has another `@package`."""
-    path, said = own_folder(), list[dict[str, Any]]()
+    path = own_folder()
+    said = list[dict[str, Any]]()
     if path is None:
         return said
     for file in sorted(path.rglob("*.yaml")):

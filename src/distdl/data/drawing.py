@@ -39,8 +39,10 @@ class Drawn:
     """
 
     def __init__(self, sampler: Iterable[Any], always_first: bool = False) -> None:
-        self.sampler, self.always_first = sampler, always_first
-        self._epoch, self._order = -1, np.arange(0)
+        self.sampler = sampler
+        self.always_first = always_first
+        self._epoch = -1
+        self._order = np.arange(0)
 
     def order(self, seed: int, epoch: int) -> np.ndarray[Any, Any]:
         """The order of an epoch: int64 [N], or objects [N] if the items are not integers."""

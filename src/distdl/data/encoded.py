@@ -96,7 +96,8 @@ class EncodedImages(Dataset[dict[str, Any]]):
                     continue
                 seen = self.view(BLACK, epoch)
             # Report only the first: the other damaged images report themselves.
-            first, weight = next(iter(damaged), ""), np.float32(not damaged)
+            first = next(iter(damaged), "")
+            weight = np.float32(not damaged)
             return {**seen, "label": self.label(shown), "weight": weight, "damaged": first}
         what = f"{len(damaged)} images in a row cannot be decoded, from {damaged[0]}"
         raise UserError.at("data.root", what, "to count them: python -m distdl data check")

@@ -86,7 +86,8 @@ class FolderImages(EncodedImages):
         folders = folders or ClassFolders(folder.parent, "data.root")
         left_out = LeftOut() if left_out is None else left_out
         left_out.beside(folder)
-        self.folder, self.classes = folder, class_names(folder)
+        self.folder = folder
+        self.classes = class_names(folder)
         paths: list[bytes] = []
         counts: list[int] = []
         for name in self.classes:

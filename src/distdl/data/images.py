@@ -54,7 +54,8 @@ class ImageData(LightningDataModule):
         self.batch_size = batch_size
         self.num_workers = default_workers() if num_workers is None else num_workers
         self.damage = Damage(on_damaged)
-        self._mean, self._std = tuple(mean), tuple(std)
+        self._mean = tuple(mean)
+        self._std = tuple(std)
         self._constants: dict[torch.device, tuple[torch.Tensor, ...]] = {}
         self._side: SideStream | None = None
 

@@ -80,7 +80,9 @@ class KeyedDataset(Dataset[Any]):
     def __init__(
         self, dataset: Any, seed: int, *, with_weight: bool = False, collate_fn: Any = None
     ) -> None:
-        self.dataset, self.seed, self.with_weight = dataset, seed, with_weight
+        self.dataset = dataset
+        self.seed = seed
+        self.with_weight = with_weight
         self.own_generators = OwnGenerators(dataset=dataset, collate_fn=collate_fn)
 
     def __len__(self) -> int:
@@ -98,7 +100,8 @@ class KeyedDataset(Dataset[Any]):
         # DataLoader's fetcher calls this per batch, so the states are saved once per batch.
         if not keys or not isinstance(keys[0], SampleKey):
             return [self.dataset[key] for key in keys]
-        in_worker, draws = get_worker_info() is not None, not is_marked(self.dataset)
+        in_worker = get_worker_info() is not None
+        draws = not is_marked(self.dataset)
         # In a worker nothing else needs the old states.
         with random_states_kept() if draws and not in_worker else nullcontext():
             samples = self._samples(keys, draws)
@@ -242,7 +245,8 @@ class _Share:
             return CombinedLoader(self.apply(loaders.iterables), loaders._mode)
         several = len(tree_leaves(loaders)) > 1
         if self.stage == "train":
-            self.position.per_batch, self.position.samples = 0, 0
+            self.position.per_batch = 0
+            self.position.samples = 0
             if several and not self._all_keep_their_place(loaders):
                 again = "several loaders start the epoch again: samples repeat"
                 self._say_not_exact("several loaders", again)
@@ -396,7 +400,8 @@ class _Share:
 
     def _say_who_knows_the_place(self, loader: Any) -> None:
         """What a resume inside an epoch does with a loader that is left as it is."""
-        name, source = type(loader).__name__, type(self.source)
+        name = type(loader).__name__
+        source = type(self.source)
         if saves_itself(loader):
             self._name_unrepeatable_of_stateful(loader)
             if self.position.consumed and not self.position.has_states:
@@ -416,7 +421,8 @@ class _Share:
         own.look()
         places = [*own.places, *own.unknown]
         if places and not saves_itself(dataset) and not restores_itself(self.source):
-            name, drawn = type(loader).__name__, ", ".join(places)
+            name = type(loader).__name__
+            drawn = ", ".join(places)
             text = f"{name} goes on at its place, but a resume does not repeat what is drawn by "
             self._warn(f"{text}{drawn}: give {type(dataset).__name__} a state_dict")
         if getattr(loader, "num_workers", 0) and self.rank == 0 and "workers" not in self.warned:
@@ -473,11 +479,15 @@ class _Sampling:
         order: Any = loader.sampler if batches is None else batches
         rows = getattr(order, "batch_size", None)
         self.rows = rows if isinstance(rows, int) else None
-        self.batched, self.batch_size, self.drop_last = batches is not None, 1, False
+        self.batched = batches is not None
+        self.batch_size = 1
+        self.drop_last = False
         if isinstance(batches, BatchSampler) and of_torch(batches):
             # If it was an argument, loader.sampler is unused.
-            self.batched, order = False, batches.sampler
-            self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
+            self.batched = False
+            order = batches.sampler
+            self.batch_size = batches.batch_size
+            self.drop_last = batches.drop_last
         self.order = order
         draws = self.shuffles = type(order).__name__ == RandomSampler.__name__
         self.by_torch = (

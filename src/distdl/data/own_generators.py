@@ -101,7 +101,9 @@ class OwnGenerators:
         search = _Search(self.left_out)
         for name, root in self._roots.items():
             search.visit(name, root)
-        self._found, self._owners, self.unknown = search.found, search.owners, search.unknown
+        self._found = search.found
+        self._owners = search.owners
+        self.unknown = search.unknown
         self._looked = os.getpid(), epoch
         return self._found.keys() != before
 

@@ -89,7 +89,9 @@ class Striding(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: IterableDataset[Any], rank: int, world_size: int) -> None:
-        self.dataset, self.rank, self.world_size = dataset, rank, world_size
+        self.dataset = dataset
+        self.rank = rank
+        self.world_size = world_size
 
     def __iter__(self) -> Iterator[Any]:
         samples = iter(self.dataset)

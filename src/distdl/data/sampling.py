@@ -101,10 +101,16 @@ class TrainBatches(Sampler[list[SampleKey]]):
         dataset: Ordered | None = None,
         batched: bool = False,
     ) -> None:
-        self.num_samples, self.batch_size, self.batched = num_samples, batch_size, batched
-        self.rank, self.world_size = rank, world_size
-        self.seed, self.shuffle = seed, shuffle
-        self.position, self.resume, self.dataset = position, resume, dataset
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.batched = batched
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.position = position
+        self.resume = resume
+        self.dataset = dataset
         self.global_batch = batch_size * world_size
         self._current: np.ndarray[Any, Any] | None = None  # the order of the epoch
         if num_samples >= self.global_batch:
@@ -187,8 +193,12 @@ class EvalBatches(Sampler[list[SampleKey]]):
         order: np.ndarray[Any, Any] | None = None,
         batched: bool = False,
     ) -> None:
-        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
-        self.order, self.batched, self.exact = order, batched, exact
+        self.num_samples = num_samples
+        self.rank = rank
+        self.world_size = world_size
+        self.order = order
+        self.batched = batched
+        self.exact = exact
         rows = math.ceil(num_samples / world_size)
         self.rows_per_batch = max(1, min(batch_size, rows)) if exact else batch_size
         if exact:
@@ -209,7 +219,8 @@ class EvalBatches(Sampler[list[SampleKey]]):
             yield [SampleKey(index, 0, weight) for index, weight in rows]
 
     def _at(self, row: int) -> tuple[Any, float]:
-        index, weight = row * self.world_size + self.rank, 1.0
+        index = row * self.world_size + self.rank
+        weight = 1.0
         if index >= self.num_samples:
             index, weight = (0, 0.0) if self.exact else (index % self.num_samples, 1.0)
         return (index if self.order is None else self.order[index : index + 1].tolist()[0]), weight

@@ -20,8 +20,11 @@ class ShardImages(EncodedImages):
 
     def __init__(self, view: View, shards: Shards, order: TrainOrder | None = None) -> None:
         super().__init__(view)
-        self.shards, self._order = shards, order
-        self.classes, self.key, self.folder = shards.classes, shards.key, shards.folder
+        self.shards = shards
+        self._order = order
+        self.classes = shards.classes
+        self.key = shards.key
+        self.folder = shards.folder
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -67,8 +70,11 @@ class TrainOrder:
         prefetch: Prefetch | None,
         used: Callable[[], tuple[int, int]],
     ) -> None:
-        self._needs, self._shards, self._val = needs, shards, val
-        self._prefetch, self._used = prefetch, used
+        self._needs = needs
+        self._shards = shards
+        self._val = val
+        self._prefetch = prefetch
+        self._used = used
         self._epoch: tuple[int, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -114,9 +114,12 @@ class StoredImages(ImageData):
     ) -> None:
         super().__init__(batch_size, num_workers, mean, std, on_damaged)
         self.root = _expanded(root)
-        self.num_classes, self.image_size = num_classes, image_size
+        self.num_classes = num_classes
+        self.image_size = image_size
         self.max_pixels = max_pixels
-        self.cache_dir, self.cache_gb, self.shuffle_window = cache_dir, cache_gb, shuffle_window
+        self.cache_dir = cache_dir
+        self.cache_gb = cache_gb
+        self.shuffle_window = shuffle_window
         augmented = Augment(augment, mean, std)
         crop = val_crop_size or image_size
         self._train_view: View = TrainView(
@@ -175,7 +178,8 @@ class StoredImages(ImageData):
                 return self._say(listed.left_out)
             if not (prepared := _is_prepared(self.root)):
                 _refuse(check_folder(Path(self.root), self.num_classes))
-                folders, left_out = ClassFolders(Path(self.root), "data.root"), LeftOut()
+                folders = ClassFolders(Path(self.root), "data.root")
+                left_out = LeftOut()
                 splits = {
                     split: FolderImages(Path(self.root, split), view, folders, left_out)
                     for split, view in (("train", self._train_view), ("val", self._val_view))
@@ -209,7 +213,8 @@ class StoredImages(ImageData):
         window: int = self.shuffle_window
         epochs: int | None = 0 if in_place else 1
         if limit is not None and not fits:
-            window, epochs = min(window, _most_shards(data.manifest, limit)), None
+            window = min(window, _most_shards(data.manifest, limit))
+            epochs = None
         train, val = data.split("train"), data.split("val")
         samples = tuple(shard.samples for shard in train.shards)
         needs = Needs(Windows(samples, window, epochs), train, val)

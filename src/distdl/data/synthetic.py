@@ -46,9 +46,12 @@ class SyntheticImages(ImageData):
         std: Sequence[float] = IMAGENET_STD,
     ) -> None:
         super().__init__(batch_size, num_workers, mean, std)
-        self.num_classes, self.image_size = num_classes, image_size
-        self.train_samples, self.val_samples = train_samples, val_samples
-        self.pool_size, self.seed = pool_size, seed
+        self.num_classes = num_classes
+        self.image_size = image_size
+        self.train_samples = train_samples
+        self.val_samples = val_samples
+        self.pool_size = pool_size
+        self.seed = seed
         self._pools: dict[torch.device, torch.Tensor] = {}
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -93,7 +96,9 @@ class _Labels(Dataset[dict[str, int]]):
     is_deterministic = True  # for KeyedDataset: it draws nothing
 
     def __init__(self, num_samples: int, pool_size: int, num_classes: int) -> None:
-        self.num_samples, self.pool_size, self.num_classes = num_samples, pool_size, num_classes
+        self.num_samples = num_samples
+        self.pool_size = pool_size
+        self.num_classes = num_classes
 
     def __len__(self) -> int:
         return self.num_samples

@@ -88,7 +88,9 @@ class SyntheticJpegs(ImageData):
 class _Generated(EncodedImages):
     def __init__(self, pool: list[bytes], num_classes: int, samples: int, view: View) -> None:
         super().__init__(view)
-        self.pool, self.num_classes, self.samples = pool, num_classes, samples
+        self.pool = pool
+        self.num_classes = num_classes
+        self.samples = samples
 
     def __len__(self) -> int:
         return self.samples

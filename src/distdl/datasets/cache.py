@@ -53,8 +53,11 @@ class Cache:
     """
 
     def __init__(self, store: Store, root: Path, key: str, limit: int | None = None) -> None:
-        self.store, self.root, self.limit = store, root, limit
-        self.folder, self._since = root / key[:16], time.time()
+        self.store = store
+        self.root = root
+        self.limit = limit
+        self.folder = root / key[:16]
+        self._since = time.time()
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
             # Held by every process that reads, so that other runs do not remove this data set.

@@ -28,7 +28,8 @@ from distdl.util.errors import UserError
 MANIFEST = "dataset.json"
 WORK = ".preparing"  # a folder that `distdl prepare` removes when the data set is complete
 BLOCK = 512  # bytes of a tar block: a header is one block, contents fill whole blocks
-FORMAT, VERSION = "distdl-shards", 1
+FORMAT = "distdl-shards"
+VERSION = 1
 
 # Location of a sample's encoded image, its label, and the sha256 of its bytes.
 ROW = np.dtype(
@@ -123,7 +124,8 @@ class ShardFile:
     """
 
     def __init__(self, file: BinaryIO, number: int) -> None:
-        self._file, self._number = file, number
+        self._file = file
+        self._number = number
         self._hash = hashlib.sha256()
         self._offset = 0
         self._rows: list[tuple[int, int, int, int, bytes]] = []
@@ -160,7 +162,8 @@ def write_index(
     """Writes a split's index, and returns the split's entry for the manifest."""
     memory = io.BytesIO()
     np.save(memory, rows)
-    data, name = memory.getvalue(), f"{split}.index.npy"
+    data = memory.getvalue()
+    name = f"{split}.index.npy"
     write_bytes(out / name, data)
     index = File(name, len(data), hashlib.sha256(data).hexdigest())
     return Split(len(rows), index, tuple(shards))

@@ -129,7 +129,8 @@ def _refuse_large(width: int, height: int, most_pixels: int) -> None:
     if width < 1 or height < 1:
         raise DamagedImage(f"has {width} x {height} pixels")
     if width * height > most_pixels:
-        megapixels, most = width * height / 1e6, most_pixels / 1e6
+        megapixels = width * height / 1e6
+        most = most_pixels / 1e6
         raise TooLarge(f"has {megapixels:.4g} megapixels, more than {most:.4g} (max_pixels)")
     if max(width, height) > MOST_RATIO * min(width, height):
         raise TooLarge(f"is {width} x {height} pixels: too long and narrow to resize")
@@ -146,12 +147,15 @@ def _jpeg(data: bytes, most_pixels: int) -> Header:
 
     The format is in ITU-T T.81, annex B (https://www.w3.org/Graphics/JPEG/itu-t81.pdf).
     """
-    at, junk, frame = 2, 0, None
+    at = 2
+    junk = 0
+    frame = None
     for _ in range(MOST_SEGMENTS):
         found = MARKER.search(data, at, at + MOST_JUNK)
         if found is None:
             break
-        start, at = at, found.end()
+        start = at
+        at = found.end()
         junk += at - start - 2
         marker = data[at - 1]
         if junk > MOST_JUNK or 0xD8 <= marker <= 0xD9:
@@ -177,7 +181,8 @@ def _jpeg(data: bytes, most_pixels: int) -> Header:
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             if frame is not None:
                 break
-            height, width = data[at + 3] << 8 | data[at + 4], data[at + 5] << 8 | data[at + 6]
+            height = data[at + 3] << 8 | data[at + 4]
+            width = data[at + 5] << 8 | data[at + 6]
             _refuse_large(width, height, most_pixels)
             frame = marker, height, width, data[at + 7]
         at += length
@@ -231,7 +236,9 @@ def _ppm(data: bytes, most_pixels: int) -> Header:
     found = PPM.match(data, 0, 4096)
     if found is None:
         raise DamagedImage("its header is cut short or broken")
-    kind, width, height = found[1], int(found[2]), int(found[3])
+    kind = found[1]
+    width = int(found[2])
+    height = int(found[3])
     _refuse_large(width, height, most_pixels)
     plain = kind in (b"1", b"2", b"3")
     if plain and data.count(b"#") > MOST_COMMENTS:
@@ -269,7 +276,8 @@ def _webp(data: bytes, most_pixels: int) -> Header:
         height = 1 + int.from_bytes(data[27:30], "little")
     elif kind == b"VP8L" and data[20] == 0x2F:
         (bits,) = struct.unpack_from("<I", data, 21)
-        width, height = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+        width = 1 + (bits & 0x3FFF)
+        height = 1 + (bits >> 14 & 0x3FFF)
     elif kind == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
     else:
@@ -298,7 +306,8 @@ def _tiff(data: bytes, most_pixels: int) -> Header:
     for tag in DIRECTORIES:
         if tag in tags.where:
             tags.entries(tags.first(tag, 0))
-    across, down = width, min(tags.first(ROWS, height), height)
+    across = width
+    down = min(tags.first(ROWS, height), height)
     if TILE_WIDTH in tags.where or TILES in tags.where:
         across, down = tags.first(TILE_WIDTH, 0), tags.first(TILE_HEIGHT, 0)
     pieces = tags.count(STRIPS) + tags.count(TILES)
@@ -326,7 +335,8 @@ class _Tags:
     """The first directory of a TIFF: `where` each tag's values are, as (type, count, offset)."""
 
     def __init__(self, data: bytes) -> None:
-        self.data, self.order = data, "<" if data[:2] == b"II" else ">"
+        self.data = data
+        self.order = "<" if data[:2] == b"II" else ">"
         self.big = data[2:4] in (b"+\0", b"\0+")
         (start,) = self._read("Q", 8) if self.big else self._read("I", 4)
         self.where: dict[int, tuple[int, int, int]] = {}

@@ -41,11 +41,13 @@ class Windows:
         """The shards of each window, in order."""
         shards = _random(seed, epoch, 0).permutation(len(self.samples))
         size = FIRST_WINDOW if epoch == 0 else self.window
-        windows, start = [], 0
+        windows = []
+        start = 0
         while start < len(shards):
             size = min(size, self.window)
             windows.append(shards[start : start + size])
-            start, size = start + size, 2 * size
+            start += size
+            size *= 2
         return windows
 
     def order(self, seed: int, epoch: int) -> Array:
@@ -72,7 +74,8 @@ class Windows:
 
     def _starts(self, seed: int, epoch: int) -> Array:
         """Where the window of each shard starts: samples from the start of the epoch."""
-        samples, starts = np.array(self.samples), np.empty(len(self.samples), np.int64)
+        samples = np.array(self.samples)
+        starts = np.empty(len(self.samples), np.int64)
         start = 0
         for window in self.shards(seed, epoch):
             starts[window] = start
@@ -120,7 +123,8 @@ class Needs:
 
     def soonest_used(self, train: int, val: int) -> Sequence[File]:
         """Like `soonest_first`, but only shards with the first `train` and `val` samples."""
-        uses, shards = self._uses(), len(self._files) - len(self._val)
+        uses = self._uses()
+        shards = len(self._files) - len(self._val)
         used = uses < self._samples + val
         used[:shards] = (train == self._samples) | (uses[:shards] < train)
         return [self._files[i] for i in np.argsort(uses, kind="stable") if used[i]]

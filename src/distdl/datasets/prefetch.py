@@ -29,10 +29,13 @@ class Prefetch:
     """
 
     def __init__(self, cache: Cache, evictable: Evictable | None = None) -> None:
-        self._cache, self._evictable = cache, evictable
+        self._cache = cache
+        self._evictable = evictable
         self._wanted: Callable[[], Sequence[File]] = list
-        self._busy, self._failed = set[str](), set[str]()
-        self._change, self._closed = threading.Condition(), False
+        self._busy = set[str]()
+        self._failed = set[str]()
+        self._change = threading.Condition()
+        self._closed = False
         self._threads: list[threading.Thread] = []
 
     def want(self, wanted: Callable[[], Sequence[File]]) -> None:

@@ -143,8 +143,10 @@ class Shards:
         cache: Cache | None = None,
         evictable: Evictable | None = None,
     ) -> None:
-        self.split, self.cache = data.split(split), cache
-        self.key, self.classes = data.key, data.manifest.classes
+        self.split = data.split(split)
+        self.cache = cache
+        self.key = data.key
+        self.classes = data.manifest.classes
         self.folder = Path(data.store.uri) if cache is None else cache.folder
         self.evictable = evictable
         self.rows = data.index(split, cache)
@@ -198,7 +200,8 @@ class Shards:
         data = os.pread(self._handle(number), int(row["bytes"]), int(row["offset"]))
         if self.cache is None or self.is_intact(index, data):
             return False
-        path, handle = self.cache.path(self.file(index)), self._open.pop(number)
+        path = self.cache.path(self.file(index))
+        handle = self._open.pop(number)
         # Drop only the copy that we read: another process may have replaced it already.
         same = path.exists() and os.path.samestat(os.fstat(handle), path.stat())
         os.close(handle)
@@ -266,7 +269,8 @@ def _state(handle: int) -> int:
 def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None:
     """Raises UserError if an index does not fit the manifest's split: its number of samples and
     classes, the order of its shards, and their ends."""
-    described, classes = data.split(split), len(data.manifest.classes)
+    described = data.split(split)
+    classes = len(data.manifest.classes)
     shard = rows["shard"].astype(np.int64)
     counted = np.bincount(shard, minlength=len(described.shards)).tolist()
     labels = rows["label"]

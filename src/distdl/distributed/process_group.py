@@ -66,7 +66,8 @@ def connect(
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
-        who, reason = f"rank {environment.rank} on {socket.gethostname()}", str(error).strip()
+        who = f"rank {environment.rank} on {socket.gethostname()}"
+        reason = str(error).strip()
         raise UserError.at(
             "trainer.devices",
             f"{who} has the same GPU as another rank: {reason.splitlines()[-1]}",

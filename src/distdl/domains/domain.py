@@ -52,7 +52,8 @@ class Domain:
         """The views of training and of evaluation, by the same keys of the data node. Called by
         data modules in `__init__`, and with an empty mapping by `data check`, which measures how
         fast images are decoded."""
-        size, decoder = node.get("image_size", 224), node.get("decoder", "auto")
+        size = node.get("image_size", 224)
+        decoder = node.get("decoder", "auto")
         return TrainView(size, decoder=decoder), EvalView(size, decoder=decoder)
 
     def sample(self, view: View, data: bytes, annotation: Annotation, epoch: int) -> dict[str, Any]:

@@ -59,7 +59,8 @@ class Gathering:
     def gather(self, pulses: Sequence[Mapping[str, Any]]) -> Heard:
         """`pulses` are those of all ranks, in their order; empty if a rank has published none."""
         now = time.monotonic()
-        passed, self._looked = min(now - self._looked, PAUSE_S), now
+        passed = min(now - self._looked, PAUSE_S)
+        self._looked = now
         longest = 0.0
         for rank, pulse in enumerate(pulses):
             count = pulse.get("number", -1)

@@ -102,7 +102,8 @@ def seen_in(stack: Iterable[Frame]) -> tuple[int | None, str, bool]:
     if not functions:
         return None, "", False
     calls = (match.expand(r"\1.\2") for f, _, n in stack if (match := _CALLS.search(f"{f}:{n}")))
-    phase, action = functions[0].phase, next(calls, functions[0].action)
+    phase = functions[0].phase
+    action = next(calls, functions[0].action)
     if phase != CHECKPOINT and any(each.phase == VALIDATION for each in functions):
         phase = VALIDATION
     return phase, action, phase != CHECKPOINT and any(each.in_batch for each in functions)
@@ -136,7 +137,9 @@ class RankHeartbeat:
     """What a rank is doing. Its main thread counts steps; the watchdog's thread looks."""
 
     def __init__(self) -> None:
-        self.phase, self.action, self.in_step = SET_UP, "start", False
+        self.phase = SET_UP
+        self.action = "start"
+        self.in_step = False
         self.count = 0  # training steps begun
         self.steps: deque[StepTimes] = deque(maxlen=KEPT)
         self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
@@ -188,7 +191,8 @@ class RankHeartbeat:
         """Differs from before if anything was done."""
         done: list[Any] = [self.phase, self.action]
         with suppress(AttributeError):
-            trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+            trainer = self._trainer
+            loop = self._trainer.fit_loop.epoch_loop
             evaluations = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
             done += [loop.global_step, loop.batch_progress.total.ready]
             done += [e.batch_progress.total.ready for e in (loop.val_loop, *evaluations)]
@@ -198,7 +202,8 @@ class RankHeartbeat:
         """Begins or ends to add to `steps`."""
         if self._trainer is None or wanted == self._timing:
             return
-        profiler, self._timing = self._trainer.profiler, wanted
+        profiler = self._trainer.profiler
+        self._timing = wanted
         for name in ("profile", "start"):
             if wanted:
                 setattr(profiler, name, self._timed(getattr(profiler, name)))
@@ -214,7 +219,8 @@ class RankHeartbeat:
 
     def mark(self, action: str) -> None:
         """Called at the beginning of each action while steps are timed."""
-        phase, marks = begins(action), self._marks
+        phase = begins(action)
+        marks = self._marks
         if phase is None or (marks and marks[-1][0] == phase):
             return
         mark = (phase, time.time_ns())

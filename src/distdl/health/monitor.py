@@ -37,28 +37,36 @@ class Monitor:
     sys.path, the attempt's folder, and the limit of a step."""
 
     def __init__(self, hello: dict[str, Any]) -> None:
-        self.hello, self.pid, self.attempt = hello, int(hello["pid"]), Path(hello["attempt"])
+        self.hello = hello
+        self.pid = int(hello["pid"])
+        self.attempt = Path(hello["attempt"])
         sys.path[:] = hello["path"]
         from distdl.health import machine
         from distdl.health.store import RunStore
         from distdl.incident.words import STOPPED
 
-        self.machine, self.kills, self.is_stopped = machine, machine.oom_kills(self.pid), STOPPED
+        self.machine = machine
+        self.kills = machine.oom_kills(self.pid)
+        self.is_stopped = STOPPED
         self.store = RunStore(self.attempt)
         self.facts = machine.facts(self.pid, {})
         self.pulse: dict[str, Any] = {"rank": hello["rank"], "limit": None, "age": 0.0}
 
     def run(self) -> None:
-        rest, silent, looked = b"", 0.0, time.monotonic()
+        rest = b""
+        silent = 0.0
+        looked = time.monotonic()
         while True:
             ready, _, _ = select.select([0], [], [], TICK)
             now = time.monotonic()
             # If more time has passed, this process, or the machine, was stopped.
-            silent, looked = silent + min(now - looked, 2 * TICK), now
+            silent += min(now - looked, 2 * TICK)
+            looked = now
             data = os.read(0, 1 << 20) if ready else b""
             *lines, rest = (rest + data).split(b"\n")
             if lines:
-                self.pulse, silent = json.loads(lines[-1]), 0.0
+                self.pulse = json.loads(lines[-1])
+                silent = 0.0
             if self.pulse.get("end"):
                 return
             if (ready and not data) or os.getppid() != self.pid:
@@ -70,7 +78,8 @@ class Monitor:
             by_ctrl_z = ranks and all(state in self.is_stopped for state in ranks)
             if by_ctrl_z or self.store.away:
                 silent = 0.0
-            age, limit = self.pulse["age"] + silent, self.pulse["limit"]
+            age = self.pulse["age"] + silent
+            limit = self.pulse["limit"]
             if stopped and limit is not None:  # perhaps in a step that began after its last pulse
                 limit = self.hello["limit"]
             late = limit is not None and silent > GRACE and age > limit + GRACE

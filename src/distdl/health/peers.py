@@ -53,15 +53,20 @@ class Peers:
         heartbeat: RankHeartbeat,
         on_straggler: Callable[[straggler.Slowdown], None],
     ) -> None:
-        self.environment, self.heartbeat = environment, heartbeat
+        self.environment = environment
+        self.heartbeat = heartbeat
         self.on_straggler = on_straggler
         self.hang = False  # of any rank
         self.pulse: Mapping[str, Any] = {}  # of this rank, to publish
-        self._text, self._heard = "", Heard()  # the newest
+        # The newest text, and what it says.
+        self._text = ""
+        self._heard = Heard()
         self._changed = time.monotonic()
         self._gathering: Gathering | None = None  # if it is this rank that gathers
         self._complete: set[str] = set()  # the kinds of which there is a record of each rank
-        self._exchanged, self._count = time.monotonic(), 0  # the last exchange, and steps until it
+        # The last exchange, and the steps until it.
+        self._exchanged = time.monotonic()
+        self._count = 0
         self._verdict: straggler.Slowdown | None = None
         self._warned: tuple[Any, ...] = ()
         self._stop = threading.Event()
@@ -147,19 +152,23 @@ class Peers:
 
     def _hear(self, answer: bytes) -> None:
         if (text := answer.decode()) != self._text:
-            self._text, self._heard, self._changed = text, Heard.read(text), time.monotonic()
+            self._heard = Heard.read(text)
+            self._text = text
+            self._changed = time.monotonic()
             self.hang = self.hang or self._heard.hang
 
     def _exchange(self, store: Store) -> None:
         """Publishes how long this rank's steps take; rank 0 compares them."""
-        heartbeat, steps = self.heartbeat, [*self.heartbeat.steps]
+        heartbeat = self.heartbeat
+        steps = [*self.heartbeat.steps]
         passed = time.monotonic() - self._exchanged
         # Timing costs time: no more steps than are kept are timed, the last ones.
         rate = (heartbeat.count - self._count) / passed
         heartbeat.time_steps((EXCHANGE_S - passed) * rate < KEPT)
         if passed < EXCHANGE_S or len(steps) < straggler.STEPS:
             return
-        self._exchanged, self._count = time.monotonic(), heartbeat.count
+        self._exchanged = time.monotonic()
+        self._count = heartbeat.count
         heartbeat.time_steps(False)
         heartbeat.steps.clear()
         # On a GPU nobody waits where a collective is started.
@@ -169,7 +178,8 @@ class Peers:
         store.set(f"{PREFIX}/steps/{self.environment.rank}", json.dumps(mine))
         if self.environment.rank == 0:
             verdict = straggler.verdict(self._read(store, "steps"))
-            before, self._verdict = self._verdict, verdict
+            before = self._verdict
+            self._verdict = verdict
             # Twice in a row, since another program may use a rank's core for some seconds.
             if verdict and before and verdict[:2] == before[:2] != self._warned:
                 self._warned = verdict[:2]

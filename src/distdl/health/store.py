@@ -29,7 +29,8 @@ class RunStore:
     """
 
     def __init__(self, folder: Path, file: Path | None = None) -> None:
-        self.folder, self.file = folder, file
+        self.folder = folder
+        self.file = file
         self.free: dict[str, int] = {}  # bytes, as `machine.disk` has them
         self.silent = 0.0  # seconds for which the last question has had no answer
         self._looked = time.monotonic()
@@ -43,8 +44,10 @@ class RunStore:
     def ask(self) -> float:
         """Asks again once the last question is answered. Returns for how many seconds more it has
         had no answer, which do not count: 0 if it answers."""
-        now, before = time.monotonic(), self.silent
-        passed, self._looked = min(now - self._looked, LOOK_S), now
+        now = time.monotonic()
+        before = self.silent
+        passed = min(now - self._looked, LOOK_S)
+        self._looked = now
         if not self._asks.is_set():
             self.silent = 0.0
             self._asks.set()

@@ -194,7 +194,8 @@ def _excess(
             continue
         for rank, each in times.items():
             passed[rank] += each.get(part, 0.0)
-        before, late = late, {rank: _late(passed, rank) for rank in times}
+        before = late
+        late = {rank: _late(passed, rank) for rank in times}
         for rank in times:
             more = late[rank] - before[rank]
             # A part that begins with a collective may be longer because of the link.

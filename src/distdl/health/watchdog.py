@@ -51,8 +51,10 @@ log = logging.getLogger(__name__)
 
 TICK = 0.5  # seconds between two looks
 AWAY = 5.0  # a longer time without a look: this process, or the machine, was stopped
-STEP_S = 600.0  # the limit in a step, until STEPS of them were timed
-FLOOR_S, FACTOR, STEPS = 300.0, 30, 20  # then it is FACTOR times the longest wait in a step
+STEPS = 20  # as many steps are timed before their length decides
+STEP_S = 600.0  # the limit in a step until then
+FACTOR = 30  # after that: as many times the longest wait in a step,
+FLOOR_S = 300.0  # but not less than this
 LONG_S = 1800.0  # the limit elsewhere, and of a compilation: that of the process group
 BUSY = 0.02  # of a core: elsewhere, a process that uses more makes progress
 OTHERS_S = 2.5  # for the other ranks to write what they were doing
@@ -77,7 +79,9 @@ class Watchdog:
     def __init__(
         self, attempt: Attempt, environment: Environment, timeout: float | None = None
     ) -> None:
-        self.attempt, self.environment, self.timeout = attempt, environment, timeout
+        self.attempt = attempt
+        self.environment = environment
+        self.timeout = timeout
         self.heartbeat = RankHeartbeat()
         self.peers = Peers(environment, self.heartbeat, self._report_straggler)
         self._main = threading.main_thread().ident or 0
@@ -87,8 +91,10 @@ class Watchdog:
         self.store = RunStore(attempt.path, reserve)
         self._away = 0.0  # seconds for which the store has not answered
         self._pids = [os.getpid()] if environment.world_size == 1 else []  # unknown yet
-        self._stop, self._kills = threading.Event(), machine.oom_kills(os.getpid())
-        self._number, self._done = 0, self.heartbeat.progress
+        self._stop = threading.Event()
+        self._kills = machine.oom_kills(os.getpid())
+        self._number = 0
+        self._done = self.heartbeat.progress
         self._longest = 0.0  # seconds without progress in a step that then went on
         self._progress = self._looked = time.monotonic()
         self._used = time.process_time()
@@ -161,7 +167,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stop.wait(TICK):
-            now, used = time.monotonic(), time.process_time()
+            now = time.monotonic()
+            used = time.process_time()
             if now - self._looked > AWAY:
                 self._progress += now - self._looked
                 self.peers.paused(now - self._looked)
@@ -172,8 +179,10 @@ class Watchdog:
             if (done := self.heartbeat.progress) != self._done or works:
                 if before["in_step"] and before["limit"]:
                     self._longest = max(self._longest, now - self._progress)
-                self._done, self._progress = done, now
-            self._looked, self._used = now, used
+                self._done = done
+                self._progress = now
+            self._looked = now
+            self._used = used
             self._look_after_store(now)
             pulse = self._announce(stack)
             limit = pulse["limit"]
@@ -187,7 +196,8 @@ class Watchdog:
             return  # it is not asked while the rank makes progress
         lost = self.store.ask()
         self._progress = min(now, self._progress + lost)
-        told, self._away = self._away > TELL_S, self.store.silent or self._away
+        told = self._away > TELL_S
+        self._away = self.store.silent or self._away
         run = self.attempt.path.parents[1]
         if not told and self._away > TELL_S:
             self._tell_user(
@@ -213,7 +223,8 @@ class Watchdog:
     def _pulse(self, stack: Sequence[Frame] = ()) -> dict[str, Any]:
         """What this rank is doing, or was doing in an earlier stack of its main thread."""
         self._number += 1
-        environment, stack = self.environment, stack or self._stack()
+        environment = self.environment
+        stack = stack or self._stack()
         self.heartbeat.look(stack)
         age = round(time.monotonic() - self._progress, 1)
         files = [file for file, _, _ in stack]

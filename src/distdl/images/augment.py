@@ -111,7 +111,8 @@ class Augment:
         for _ in range(10):  # like torchvision's RandomErasing.get_params
             area = height * width * random.uniform(*ERASED)
             ratio = math.exp(random.uniform(*map(math.log, ERASED_RATIO)))
-            h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            h = round(math.sqrt(area * ratio))
+            w = round(math.sqrt(area / ratio))
             if 0 < h < height and 0 < w < width:
                 break
         else:
@@ -165,7 +166,8 @@ def _wrong_values(
     # torchvision has 31 magnitude bins, and allows a hue of at most 0.5.
     most = {"magnitude": 30, "hue": 0.5, "p": 1, "ops": 14}
     for key, value in values.items():
-        where, default = f"{path}.{key}", defaults.get(key)
+        where = f"{path}.{key}"
+        default = defaults.get(key)
         if key not in defaults:
             hint = did_you_mean(key, defaults) or f"known keys: {', '.join(defaults)}"
             yield Problem(where, "unknown", hint)

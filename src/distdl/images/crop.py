@@ -71,7 +71,8 @@ def random_crop(
     for _ in range(10):
         area = height * width * random.uniform(*scale)
         aspect = math.exp(random.uniform(math.log(ratio[0]), math.log(ratio[1])))
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        w = round(math.sqrt(area * aspect))
+        h = round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
             return random.randint(0, height - h), random.randint(0, width - w), h, w
     # Nothing fits: take the largest central box with an allowed ratio.

@@ -63,7 +63,8 @@ class Resizing:
                 what = f"is {config[key]}, not a multiple of {MULTIPLE}"
                 nearest = max(MULTIPLE, round(config[key] / MULTIPLE) * MULTIPLE)
                 yield Problem(f"resize.{key}", what, f"data.resize.{key}={nearest}")
-        first, last = config.get("from_epoch", 0), config["until_epoch"]
+        first = config.get("from_epoch", 0)
+        last = config["until_epoch"]
         if last <= first:
             what = f"is {last}, not after from_epoch={first}"
             yield Problem("resize.until_epoch", what, f"data.resize.until_epoch={first + 1}")

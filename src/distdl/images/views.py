@@ -28,7 +28,8 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
     Args:
         local: Whether the run is on this machine: then the decoder must be installed here.
     """
-    name, augment = config.get("decoder", "auto"), config.get("augment")
+    name = config.get("decoder", "auto")
+    augment = config.get("augment")
     if name not in DECODERS:
         yield Problem("decoder", f"is {name!r}", f"one of {', '.join(DECODERS)}")
     elif local and name not in ("auto", "pil"):
@@ -83,7 +84,8 @@ class View(ABC):
     """
 
     def __init__(self, decoder: str, max_pixels: int = MOST_PIXELS) -> None:
-        self.on_gpu, self.max_pixels = decoder == "nvjpeg", max_pixels
+        self.on_gpu = decoder == "nvjpeg"
+        self.max_pixels = max_pixels
         self.decode = make_decoder("pil" if self.on_gpu else decoder, max_pixels)
 
     @abstractmethod
@@ -138,7 +140,9 @@ class TrainView(View):
         max_pixels: int = MOST_PIXELS,
     ) -> None:
         super().__init__(decoder, max_pixels)
-        self.image_size, self.scale, self.ratio = image_size, tuple(scale), tuple(ratio)
+        self.image_size = image_size
+        self.scale = tuple(scale)
+        self.ratio = tuple(ratio)
         self.augment = augment if isinstance(augment, Augment) else Augment(augment)
         self.resizing = Resizing.from_config(resize)
 

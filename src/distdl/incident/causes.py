@@ -92,7 +92,8 @@ def vanished(ranks: Sequence[Rank]) -> Cause | None:
 
 def _failed(ranks: Sequence[Rank], first: Rank) -> Cause:
     """A rank with an exception of its own, or that was killed."""
-    memory, lines = _little_memory(ranks, first), first.text.splitlines()
+    memory = _little_memory(ranks, first)
+    lines = first.text.splitlines()
     lines = [f"{line}{memory}" if "killed" in line.lower() else line for line in lines]
     return _by_message(first, lines, EXCEPTION)
 
@@ -189,8 +190,10 @@ def _did_not_come(ranks: Sequence[Rank], free: Sequence[Rank]) -> Cause:
             r.sight.enqueued,
         ),
     )
-    seen, age = rank.sight, max((r.sight.age for r in ranks if r.waits), default=0.0)
-    busy, stopped = seen.busy_worker, seen.stopped_worker or Sight()
+    seen = rank.sight
+    age = max((r.sight.age for r in ranks if r.waits), default=0.0)
+    busy = seen.busy_worker
+    stopped = seen.stopped_worker or Sight()
     asleep = f"its loader's worker {stopped.pid} was stopped; kill -CONT {stopped.pid} continues it"
     slow = f"it made progress {seen.age:.0f} s ago, while others had waited for {age:.0f} s"
     slept = f"its main thread slept ({seen.wchan})" if seen.wchan else "it made no progress"

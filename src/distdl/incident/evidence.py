@@ -49,7 +49,8 @@ class Collective(BaseModel):
     where: Text = ""
 
     def __str__(self) -> str:
-        values, where = sum(map(math.prod, self.sizes)), f" ({self.where})" if self.where else ""
+        values = sum(map(math.prod, self.sizes))
+        where = f" ({self.where})" if self.where else ""
         size = f" of {values} value{'s' * (values != 1)}" if self.sizes else ""
         return f"{self.op}{size}{where}"
 
@@ -179,7 +180,8 @@ class Rank:
 def ranks_of(attempt: Attempt) -> list[Rank]:
     """What is known of each rank. Damaged files, links and pipes are left out."""
     errors = {e["rank"]: e for e in failures.recorded(attempt.errors) if 0 <= e["rank"] < MOST}
-    sights, rows = dict[int, Sight](), attempt.ranks()[:MOST]
+    sights = dict[int, Sight]()
+    rows = attempt.ranks()[:MOST]
     heard = {str(row.rank): sight_of(row._asdict()) for row in rows}
     for path in attempt.path.glob("health/rank_*.json"):
         if path.is_file() and not path.is_symlink() and path.stat().st_size <= LARGEST:
@@ -190,7 +192,8 @@ def ranks_of(attempt: Attempt) -> list[Rank]:
     sizes = [len(rows), *(sight.world_size for sight in sights.values())]
     ranks = []
     for rank in range(max([1, *sizes, *(number + 1 for number in (*errors, *sights))])):
-        error, sight = errors.get(rank, {}), sights.get(rank) or heard.get(str(rank)) or Sight()
+        error = errors.get(rank, {})
+        sight = sights.get(rank) or heard.get(str(rank)) or Sight()
         recorded = sight_of(error)
         where = sight.busy_worker.where or recorded.where or sight.where
         place = {"rank": rank, "host": sight.host or recorded.host, "where": where}

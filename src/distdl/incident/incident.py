@@ -25,7 +25,8 @@ from distdl.util.redact import redact
 from distdl.util.tail import plain
 
 JSON, MARKDOWN = "incident.json", "incident.md"
-TAIL_BYTES, LINES = 1 << 16, 12  # of the end of a log
+TAIL_BYTES = 1 << 16  # as many are read from the end of a log,
+LINES = 12  # and as many lines of them are shown
 SAMPLES = 8  # as many are shown
 PATIENCE = 2.5  # seconds
 ROW = {"rank", "host", "step", "phase", "where"}
@@ -185,7 +186,8 @@ def markdown(incident: Incident) -> str:
 
 
 def _title(rank: Rank, size: int) -> str:
-    seen, on = rank.sight, f"   ({rank.sight.host})" if rank.sight.host else ""
+    seen = rank.sight
+    on = f"   ({rank.sight.host})" if rank.sight.host else ""
     if rank.text and not rank.waits and rank.error:
         first = "failed first" if size > 1 else "failed"
         return f"rank {seen.rank} {first}: {one_line(failures.describe(rank.error))}{on}"
@@ -223,7 +225,8 @@ def _next(attempt: Attempt) -> str:
 def _log_tail(attempt: Attempt, log: Path, rank: int) -> list[str]:
     """The last lines of a rank's log, and of what it printed (`distdl.agent.rank_output`). Links,
     which no run writes, are not followed."""
-    paths, lines = [log], list[str]()
+    paths = [log]
+    lines = list[str]()
     with suppress(UserError):
         node, local = divmod(rank, max(1, attempt.resources().devices))
         for folder in ("agent", f"agent-{node}"):

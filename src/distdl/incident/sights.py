@@ -19,7 +19,8 @@ from distdl.util.redact import redact
 def write(attempt: Path, sight: Mapping[str, Any], stacks: str = "") -> None:
     """Writes the first sight of a rank, and the stacks of its threads; later ones are of its
     shutdown."""
-    folder, rank = attempt / "health", sight["rank"]
+    folder = attempt / "health"
+    rank = sight["rank"]
     with suppress(OSError):  # a full disk, or a lost one, must not hide the failure
         if (folder / f"rank_{rank}.json").exists():
             return
@@ -33,7 +34,8 @@ def record_hang(attempt: Path, sight: Mapping[str, Any], what: str, stacks: str 
     """Records as a rank's failure that it made no progress."""
     known = {key: sight[key] for key in ("where", "step", "enqueued") if sight.get(key) is not None}
     known["waiting"] = bool(sight.get("collective"))
-    folder, trace = attempt / "errors", redact(stacks)
+    folder = attempt / "errors"
+    trace = redact(stacks)
     failures.record(folder, sight["rank"], failures.HANG, what, trace, EXIT_HUNG, **known)
 
 

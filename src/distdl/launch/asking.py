@@ -55,7 +55,8 @@ def blocks(jobs: Sequence[JobBase]) -> Iterator[dict[int, Report]]:
     answers: Answers = SimpleQueue()
     for platform, group in waiting.items():
         # A thread cannot be ended: one that still waits at the end of the command ends with it.
-        name, arguments = f"asks {platform}", ({**group}, answers)
+        name = f"asks {platform}"
+        arguments = ({**group}, answers)
         threading.Thread(target=_ask, args=arguments, name=name, daemon=True).start()
     started = time.monotonic()
     heard = dict.fromkeys(waiting, started)
@@ -77,7 +78,8 @@ def blocks(jobs: Sequence[JobBase]) -> Iterator[dict[int, Report]]:
             continue
         platform = jobs[number].platform
         if platform in waiting:  # else it was given up before
-            block[number], heard[platform] = report, time.monotonic()
+            block[number] = report
+            heard[platform] = time.monotonic()
             del waiting[platform][number]
             if not waiting[platform]:
                 del waiting[platform], heard[platform]

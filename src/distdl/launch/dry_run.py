@@ -24,11 +24,13 @@ from distdl.util.screen import escaped
 def render(planned: Plan) -> str:
     """One run as text, without control characters. Starts nothing, and writes only the files of
     `launcher.files`."""
-    attempt, code = start.next_attempt(planned), start.snapshot_of(planned)
+    attempt = start.next_attempt(planned)
+    code = start.snapshot_of(planned)
     launcher = _launcher(planned)
     request = launcher.request(*start.specs_of([planned], [attempt]))
     files = write_files(planned, launcher, code)
-    size, batch = planned.resources, batches.describe(planned.config, planned.resources)
+    size = planned.resources
+    batch = batches.describe(planned.config, planned.resources)
     lines = [
         f"run        {shown(planned.run.path)}" + (" (resumes)" if attempt.number > 1 else ""),
         f"resources  {size.num_nodes} x {size.devices} {size.accelerator}",
@@ -91,7 +93,8 @@ def write_files(planned: Plan, launcher: LauncherBase[Any], code: Snapshot | Non
         temporary = stack.enter_context(
             tempfile.TemporaryDirectory(dir=target.parent, prefix=".", ignore_cleanup_errors=True)
         )
-        run, folder = RunDirectory(Path(temporary, "run")), Path(temporary, "files")
+        run = RunDirectory(Path(temporary, "run"))
+        folder = Path(temporary, "files")
         attempt = start.begin_attempt(replace(planned, run=run), sys.argv)
         Bundle.write(run, attempt, code)
         folder.mkdir()

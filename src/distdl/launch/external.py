@@ -82,7 +82,8 @@ def adopt_ranks(where: DictConfig, ranks: environments.Environment, requested: o
         what = f"the run asks for {requested} per node, but the node has {per_node}"
     if what:
         raise UserError.at("trainer.devices", what, remedy)
-    where.trainer.devices, where.trainer.num_nodes = per_node, nodes
+    where.trainer.devices = per_node
+    where.trainer.num_nodes = nodes
     where.launcher = {"_target_": TARGET}
 
 

@@ -62,7 +62,8 @@ class ListedRun:
     """A run of `jobs list`, whose row is complete once its platform has answered."""
 
     def __init__(self, run: RunDirectory, platforms: jobs.Platforms) -> None:
-        self.run, self.attempt = run, jobs.attempt_of(run)
+        self.run = run
+        self.attempt = jobs.attempt_of(run)
         self.main = self.attempt
         self.jobs: dict[int, JobBase] = {}  # by the number of the attempt, as are the reports
         self.reports: dict[int, Report] = {}
@@ -73,7 +74,8 @@ class ListedRun:
                 if not jobs.is_settled(attempt):
                     self.jobs[attempt.number] = platforms.job(attempt)
         except Exception as error:  # its row shows it
-            self.error, self.jobs = error, {}
+            self.error = error
+            self.jobs = {}
 
     @property
     def complete(self) -> bool:
@@ -92,12 +94,14 @@ class ListedRun:
             if self.error is not None:
                 raise self.error
             known = self.state(attempt)
-            state, number = str(known), attempt.number
+            state = str(known)
+            number = attempt.number
             self.run.check_config()
             attempt.check_launch()
             if self.main.number != number:  # the newest attempt only tested: show the training
                 task = attempt.task.rpartition(".")[2] or "unknown task"
-                attempt, known = self.main, self.state(self.main)
+                known = self.state(self.main)
+                attempt = self.main
                 state = f"{known} ({task}: {state})"
             facts = attempt.status()
             started = time_of(facts, "started")
@@ -108,9 +112,11 @@ class ListedRun:
             cells = (where_of(attempt), date, last)
         except Damaged as damaged:
             file, what = damaged.problems[0].path, damaged.problems[0].what
-            state, cells = "DAMAGED", ("?", "", f"{shown(Path(file))} {what}")
+            state = "DAMAGED"
+            cells = ("?", "", f"{shown(Path(file))} {what}")
         except Exception as error:  # one run that cannot be read must not hide the others
-            state, cells = f"UNKNOWN ({type(error).__name__})", ("?", "", in_short(str(error)))
+            state = f"UNKNOWN ({type(error).__name__})"
+            cells = ("?", "", in_short(str(error)))
         return tuple(map(plain, (shown(self.run.path), attempt.number, state, *cells)))
 
 

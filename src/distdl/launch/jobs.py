@@ -142,7 +142,8 @@ class Unqueried(JobBase):
     """A job whose platform is not queried, and the reason."""
 
     def __init__(self, handle: str, problem: Problem) -> None:
-        self._handle, self._problem = handle, problem
+        self._handle = handle
+        self._problem = problem
         self.why = str(problem)
 
     @property

@@ -198,7 +198,8 @@ def notes_of(launcher: type[LauncherBase[Any]] | None, config: DictConfig) -> li
 
 
 def is_local(config: DictConfig) -> bool:
-    path, quiet = "launcher._target_", {"throw_on_resolution_failure": False}
+    path = "launcher._target_"
+    quiet = {"throw_on_resolution_failure": False}
     return str(OmegaConf.select(config, path, default=LOCAL, **quiet)) == LOCAL
 
 

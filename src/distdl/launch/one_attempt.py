@@ -30,7 +30,8 @@ def refuse_second(run: RunDirectory, allow: Sequence[str] = ()) -> None:
     state, why = _known(last, jobs.job_of(last, allow))
     if state.ended:
         return
-    path, handle = shown(run.path), last.job()["handle"]
+    path = shown(run.path)
+    handle = last.job()["handle"]
     if state is JobState.UNKNOWN:
         what = f"attempt {last.number} ({handle}) may be under way still: {why}"
         remedy = f"try again later; or, if you know that it has ended: {say_ended(path)}"

@@ -110,7 +110,8 @@ def plan(
     line; None parses them again."""
     typed = compose.typed(config) if typed is None else typed
     consent.refuse(config, typed)
-    member, stamp = name is not None, time.strftime("%Y-%m-%d_%H-%M-%S")
+    member = name is not None
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
         recipe = configs.recipe_of(config)
         name = name or config.name or f"{stamp}-{configs.hash_of(configs.to_yaml(recipe))}"
@@ -148,7 +149,8 @@ def _resume_arguments(planned: Plan, stored: DictConfig) -> str:
     assert isinstance(old, dict) and isinstance(new, dict)
     changed = []
     for section, key in (path.split(".") for path in configs.CHANGEABLE):
-        before, after = old.get(section), new.get(section)
+        before = old.get(section)
+        after = new.get(section)
         if not isinstance(before, dict) or not isinstance(after, dict) or key not in after:
             continue
         if key not in before or before[key] != after[key]:
@@ -196,7 +198,8 @@ def continue_run(planned: Plan, chosen: Sequence[str]) -> Plan:
     planned.notes += keeps.notes
     changes |= keeps.changes
     if changes != planned.changes:
-        planned.changes, planned.stale = changes, True
+        planned.changes = changes
+        planned.stale = True
         config = configs.merge(planned.recipe, where, changes)
         planned.launch = planned.launch.with_config(config)
     return planned
@@ -205,7 +208,9 @@ def continue_run(planned: Plan, chosen: Sequence[str]) -> Plan:
 def check_classes(planned: Plan, *, apart: bool = False) -> None:
     """Runs the second stage of validation, unless the run has finished, and adds notes to the plan.
     `apart` says that the run will have a process of its own, as a sweep's members do."""
-    launch, config, size = planned.launch, planned.config, planned.resources
+    launch = planned.launch
+    config = planned.config
+    size = planned.resources
     builds = task_facts.of(config).needs_build
     if not builds and configs.is_own(config.task.get("_target_")):
         return  # nothing of somebody else's is imported

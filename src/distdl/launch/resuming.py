@@ -90,7 +90,9 @@ def apply(
 ) -> dict[str, Any]:
     """Applies Hydra's overrides to `where`; returns what this attempt and the `earlier` ones change
     in the recipe."""
-    changes, problems, known = dict(earlier), [], configs.flat_paths(recipe)
+    changes = dict(earlier)
+    problems = []
+    known = configs.flat_paths(recipe)
     changeable: tuple[str, ...] = configs.CHANGEABLE
     setting = [each for each in parsed if not each.is_delete() and not each.is_sweep_override()]
     with compose.hydra_session():
@@ -104,7 +106,8 @@ def apply(
             if configs.evaluates(chosen):
                 changeable += configs.CHANGEABLE_TO_EVALUATE
     for override in parsed:
-        path, value = override.key_or_group, override.value()
+        path = override.key_or_group
+        value = override.value()
         if override not in setting:
             problems.append(Problem(path, "a resume can set values, but not delete or sweep them"))
         elif path in groups:
@@ -151,7 +154,8 @@ def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator
     try:
         yield
     except UserError as error:
-        root, current = (before.get("project") or {}).get("root"), launches.root_of(config)
+        root = (before.get("project") or {}).get("root")
+        current = launches.root_of(config)
         refused = [p for p in error.problems if p.path.endswith("_target_")]
         if not refused or not root or str(root) == str(current):
             raise

@@ -56,7 +56,9 @@ class Retries:
     """
 
     def __init__(self, run: RunDirectory, budget: int) -> None:
-        self.run, self.budget, self.left = run, budget, budget
+        self.run = run
+        self.budget = budget
+        self.left = budget
         self._step = self._newest_step()
         self._last: Failure | None = None
         self._without_progress = 0
@@ -79,11 +81,15 @@ class Retries:
     def pause(self, attempt: Attempt, state: JobState, report: Incident | None) -> float | None:
         """Seconds to wait before the next start; None if there must be none. `report`: the
         attempt's, if it failed. Somebody may free a full disk, which takes a while."""
-        failure, before, step = failure_of(attempt, report), self._last, self._newest_step()
+        failure = failure_of(attempt, report)
+        before = self._last
+        step = self._newest_step()
         progress = step > self._step
         if progress:
-            self.left, self._without_progress = self.budget, 0
-        self._step, self._last = max(step, self._step), failure
+            self.left = self.budget
+            self._without_progress = 0
+        self._step = max(step, self._step)
+        self._last = failure
         if failure and failure == before and not (progress and failure.step is None):
             not_again(attempt, f"it failed twice {failure}")
             return None

@@ -40,7 +40,8 @@ def start(planned: Plan, command: Sequence[str]) -> int:
         return 0
     move_failed_run(planned)
     retries = Retries(planned.run, int(planned.config.launcher.get("max_attempts") or 0))
-    slow, retry = set[str](), False
+    slow = set[str]()
+    retry = False
     while True:
         fitted = left_out.fit(planned, slow, retry=retry)
         with interruption_recorded(fitted):

@@ -231,7 +231,8 @@ def _print_table(results: Sequence[Ended]) -> None:
 def _monitored(planned: Plan) -> float:
     """A member's best value of `checkpoint.monitor`, which is that of its best.ckpt; without one,
     the value at its end; NaN if it has neither."""
-    last, monitor = planned.last_attempt, planned.config.checkpoint.monitor
+    last = planned.last_attempt
+    monitor = planned.config.checkpoint.monitor
     if not last or not monitor:
         return math.nan
     best = checkpoints.manifest_at(planned.run.checkpoints / "best.ckpt").get("metrics")

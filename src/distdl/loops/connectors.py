@@ -35,7 +35,8 @@ class CheckpointConnector(_CheckpointConnector):
     def restore_model(self) -> None:
         if self.restores is None or not self._loaded_checkpoint:
             return super().restore_model()
-        module, checkpoint = self.trainer.lightning_module, self._loaded_checkpoint
+        module = self.trainer.lightning_module
+        checkpoint = self._loaded_checkpoint
         call._call_lightning_module_hook(self.trainer, "on_load_checkpoint", checkpoint)
         self.restores.weights(checkpoint, module.strict_loading)
 

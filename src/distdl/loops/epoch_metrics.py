@@ -51,7 +51,8 @@ def restore_epoch_metrics(trainer: Trainer, saved: Sequence[Sequence[Mapping[str
         saved: Of each rank. On another number of ranks, each gets an equal part of all.
     """
     own, ranks = trainer.global_rank, trainer.world_size
-    results, device = trainer.fit_loop.epoch_loop._results, trainer.lightning_module.device
+    results = trainer.fit_loop.epoch_loop._results
+    device = trainer.lightning_module.device
     for entry in saved[own] if len(saved) == ranks else _of_all(saved, ranks):
         settings = {k: v for k, v in entry.items() if k != "states"}
         first = torch.zeros((), device=device)

@@ -39,7 +39,8 @@ class SmallState:
     """
 
     def __init__(self, trainer: Trainer, held: HeldGenerators | None = None) -> None:
-        self.trainer, self.held = trainer, held
+        self.trainer = trainer
+        self.held = held
         self.generators = rng_state(held)
         self.should_stop = trainer.should_stop
         connector = vars(trainer._logger_connector)

@@ -107,7 +107,8 @@ class ValidationLoop(_EvaluationLoop):
         return []
 
     def _run_hooks_at_the_end(self) -> None:
-        trainer, module = self.trainer, self.trainer.lightning_module
+        trainer = self.trainer
+        module = self.trainer.lightning_module
         callbacks = [
             (each, trainer, module)
             for each in trainer.callbacks  # type: ignore[attr-defined]

@@ -91,8 +91,10 @@ class Call(nn.Module):
 
     def __init__(self, method: bool, target: Any, args: Any, kwargs: Any) -> None:
         super().__init__()
-        self.method, self.target = method, target
-        self.args, self.kwargs = tuple(args), dict(kwargs)
+        self.method = method
+        self.target = target
+        self.args = tuple(args)
+        self.kwargs = dict(kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.method:

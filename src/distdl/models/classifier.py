@@ -92,9 +92,13 @@ class ImageClassifier(LightningModule):
             log.warning("model.fused_bn=true has no effect; use model.compile=true instead")
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self.network = network.to(memory_format=self._layout)
-        self.num_classes, self.label_smoothing = num_classes, label_smoothing
-        self.mixup, self.cutmix, self._seed = mixup, cutmix, seed
-        self._compile, self._matmul_precision = compile, matmul_precision
+        self.num_classes = num_classes
+        self.label_smoothing = label_smoothing
+        self.mixup = mixup
+        self.cutmix = cutmix
+        self._seed = seed
+        self._compile = compile
+        self._matmul_precision = matmul_precision
         self._sums = torch.zeros(4)
 
     @staticmethod
@@ -207,9 +211,12 @@ def _parts(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Images, labels, and weights float32 [B] (ones if the batch has none). These are where the
     labels are: in a pipeline, images are on `meta` in all stages but the first."""
     if isinstance(batch, Mapping):
-        images, labels, weight = batch["image"], batch["label"], batch.get("weight")
+        images = batch["image"]
+        labels = batch["label"]
+        weight = batch.get("weight")
     else:
-        (images, labels), weight = batch, None
+        images, labels = batch
+        weight = None
     if weight is None:
         weight = torch.ones(len(images), device=labels.device)
     return images, labels, weight.float()
@@ -225,6 +232,7 @@ def with_group_norm(module: nn.Module) -> nn.Module:
     channels, affine = module.num_features, module.affine
     norm = nn.GroupNorm(math.gcd(32, channels), channels, eps=module.eps, affine=affine)
     if affine:
-        norm.weight, norm.bias = module.weight, module.bias
+        norm.weight = module.weight
+        norm.bias = module.bias
     after = [layer for layer in module.children() if not isinstance(layer, nn.Identity)]
     return nn.Sequential(norm, *after) if after else norm

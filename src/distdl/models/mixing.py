@@ -55,7 +55,8 @@ def _cutmix(
         The images, and the share that was kept: more than `share` if the edge cuts the box off.
     """
     height, width = images.shape[-2:]
-    half, (y, x) = math.sqrt(1 - share) / 2, centre
+    half = math.sqrt(1 - share) / 2
+    y, x = centre
     top, bottom = (min(max(round((y + s) * height), 0), height) for s in (-half, half))
     left, right = (min(max(round((x + s) * width), 0), width) for s in (-half, half))
     images = images.clone()

@@ -72,7 +72,8 @@ def rate_of(config: Mapping[str, Any], global_batch: int) -> float:
 
 
 def _lr_terms(config: Mapping[str, Any], global_batch: int) -> tuple[float, int, str, int]:
-    rule, reference = config.get("lr_scaling", "none"), config.get("lr_reference_batch", 256)
+    rule = config.get("lr_scaling", "none")
+    reference = config.get("lr_reference_batch", 256)
     return float(config["lr"]), global_batch, str(rule), int(reference)
 
 

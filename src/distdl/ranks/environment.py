@@ -225,7 +225,8 @@ def _read(
             what = f"{row.name}: {world} processes on several nodes, but no address of rank 0"
             remedy = "export MASTER_ADDR=<host of rank 0> on every node"
             raise UserError.at("MASTER_ADDR", what, remedy)
-        address, sources["main_address"] = loopback.address(), "one node"
+        address = loopback.address()
+        sources["main_address"] = "one node"
     port, sources["main_port"] = _main_port(env)
     return Environment(
         launcher, rank, world, local_rank, local_world, node_rank, address, port, sources

@@ -84,7 +84,8 @@ class Attempt:
         files.check_yaml(self.path / LAUNCH, LAUNCH_SHAPE, self._launch_remedy())
 
     def _launch_remedy(self) -> str:
-        aside, run = self.path.with_name(f"damaged-{self.path.name}"), self.path.parents[1]
+        aside = self.path.with_name(f"damaged-{self.path.name}")
+        run = self.path.parents[1]
         return (
             "restore it, or, once no process of this attempt runs any more, move the attempt aside "
             f"and resume: mv {self.path} {aside} && python -m distdl resume {run}"

@@ -171,7 +171,8 @@ def find(named: str | Path, key: str = "", folder: Path | None = None) -> Path:
         key: The config key with which the user named it.
         folder: The folder in which "best" and "last" are looked up.
     """
-    path, where = Path(named), f"{key}={named}" if key else str(named)
+    path = Path(named)
+    where = f"{key}={named}" if key else str(named)
     forms = "name a .ckpt file or a run directory"
     if path == Path():
         raise UserError.at(where, "names no checkpoint", forms)

@@ -102,7 +102,8 @@ def files(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
 def ignored(folder: Path) -> list[str]:
     """Names of what git ignores below `folder`, which `check` accepts; of an ignored folder only
     its own, with a "/"."""
-    top, here = top_of(folder) or folder, folder.resolve()
+    top = top_of(folder) or folder
+    here = folder.resolve()
     prefix = "" if here == top.resolve() else f"{here.relative_to(top.resolve()).as_posix()}/"
     arguments = ("--ignored=matching", "--untracked-files=all", "--ignore-submodules=all")
     state = output(folder, "status", "--porcelain", "-z", *arguments, "--", ".")

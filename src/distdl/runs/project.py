@@ -90,7 +90,8 @@ class _Lister:
     def __init__(self, root: Path, exclude: Sequence[Path]) -> None:
         import pathspec
 
-        self.root, self.exclude = root, exclude
+        self.root = root
+        self.exclude = exclude
         lines = [line.strip() for line in lines_of(root / IGNORE_FILE)]
         self.amlignore: GitIgnoreSpec = pathspec.GitIgnoreSpec.from_lines(lines)
         # Only an exact name counts: `!*.py` after `*` only says where the code is.
@@ -169,7 +170,8 @@ class _Lister:
         own = pathspec.GitIgnoreSpec.from_lines(lines_of(folder / ".gitignore"))
         ignores = [*ignores, (prefix, own)]
         for entry in entries:
-            path, is_folder = Path(entry.path), entry.is_dir(follow_symlinks=False)
+            path = Path(entry.path)
+            is_folder = entry.is_dir(follow_symlinks=False)
             name = f"{prefix}{entry.name}{'/' if is_folder else ''}"
             if self.stays(name) or (is_folder and is_no_code(path)):
                 continue

@@ -39,7 +39,8 @@ SECRET_FILE = re.compile(
 )
 EXAMPLE = re.compile(r".*[._-](example|sample|template|dist)$", re.IGNORECASE)
 # Bytes of a file that are searched at once, and bytes that overlap with the next piece.
-PIECE, OVERLAP = 8 * 2**20, 2**16
+PIECE = 8 * 2**20
+OVERLAP = 2**16
 SHOWN, SHOWN_IGNORED = 10, 5  # of the files left out, and of the ignored ones
 
 
@@ -234,7 +235,8 @@ def pieces_of(file: BinaryIO) -> Iterator[bytes]:
 def secret_within(pieces: Iterable[bytes], name: str, values: tuple[tuple[str, bytes], ...]) -> str:
     """Why a file with these contents must stay here; "" if it may leave."""
     lines_of_kinds: dict[str, int] = {}
-    lines, before = 0, b""
+    lines = 0
+    before = b""
     for piece in pieces:
         content = before + piece
         kinds = [*secret_search.search(content, name)]

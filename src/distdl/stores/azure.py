@@ -57,8 +57,10 @@ class BlobStore(RemoteStore["ContainerClient"]):
             what = f"names no account, and neither {_CONNECTION} nor {_ACCOUNT} is set"
             remedy = f"export {_ACCOUNT}=name, or abfss://{container}@ACCOUNT.dfs.core.windows.net/"
             raise UserError.at(uri, what, remedy)
-        self._container, self._account = container, account
-        self._endpoint, self._sas = endpoint, sas
+        self._container = container
+        self._account = account
+        self._endpoint = endpoint
+        self._sas = sas
 
     def _connect(self) -> ContainerClient:
         # At INFO, azure logs each request with its headers, and azure.identity logs each way to
@@ -134,7 +136,8 @@ class BlobStore(RemoteStore["ContainerClient"]):
         from azure.core import MatchConditions
         from azure.storage.blob import BlobBlock
 
-        blob, size = self.client.get_blob_client(self._key(name)), path.stat().st_size
+        blob = self.client.get_blob_client(self._key(name))
+        size = path.stat().st_size
         length = max(PART, -(-size // 50_000))  # Azure's limit of blocks per blob
         upload = uuid.uuid4().hex[:8]
 

@@ -153,4 +153,5 @@ def write_at(file: int, data: bytes, start: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, start)
-        view, start = view[written:], start + written
+        view = view[written:]
+        start += written

@@ -42,7 +42,8 @@ class RemoteStore(ABC, Generic[C]):
     _lock: threading.Lock
 
     def __init__(self, uri: str, folder: str, *, patience: float = PATIENCE) -> None:
-        self.uri, self.patience = uri.rstrip("/"), patience
+        self.uri = uri.rstrip("/")
+        self.patience = patience
         self._folder = folder.strip("/")
         self._silent = False  # the server does not answer, and that was logged
         self.__setstate__({})
@@ -68,7 +69,8 @@ class RemoteStore(ABC, Generic[C]):
                 self._lock = threading.Lock()
             with self._lock:
                 if self._pid != os.getpid():
-                    self._client, self._pid = self._connect(), os.getpid()
+                    self._client = self._connect()
+                    self._pid = os.getpid()
         return self._client
 
     # Implemented by a subclass; `key` is the full name in the container.
@@ -149,7 +151,8 @@ class RemoteStore(ABC, Generic[C]):
         with path.open("rb") as file:
 
             def send_part(start: int) -> None:
-                data, number = os.pread(file.fileno(), length, start), start // length
+                data = os.pread(file.fileno(), length, start)
+                number = start // length
                 results[number] = self.retried(name, lambda: send(number, data), progress)
                 if progress is not None:
                     progress(len(data))
@@ -173,7 +176,8 @@ class RemoteStore(ABC, Generic[C]):
         Raises:
             StoreError: The last try failed.
         """
-        deadline, pause = time.monotonic() + self.patience, 0.25
+        deadline = time.monotonic() + self.patience
+        pause = 0.25
         while True:
             if progress is not None:
                 progress(0)
@@ -188,7 +192,8 @@ class RemoteStore(ABC, Generic[C]):
                 # The SDKs' messages may contain the whole URL, with its signature.
                 reason = hide_shapes(next(iter(str(error).splitlines()), type(error).__name__))
                 if not transient or time.monotonic() + pause > deadline:
-                    message, remedy = f"{self.uri}/{name}: {reason}", self._remedy(error)
+                    message = f"{self.uri}/{name}: {reason}"
+                    remedy = self._remedy(error)
                     raise StoreError(message, transient=transient, remedy=remedy) from None
                 if self.patience >= LONG and not self._silent:
                     self._silent = True
@@ -227,7 +232,8 @@ def in_parallel(action: Callable[[int], None], items: Sequence[int]) -> None:
 
     It does not use concurrent.futures, whose threads delay the exit of a process.
     """
-    waiting, errors = iter(items), list[BaseException]()
+    waiting = iter(items)
+    errors = list[BaseException]()
 
     def work() -> None:
         for item in waiting:  # shared by the threads

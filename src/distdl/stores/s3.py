@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from botocore.exceptions import ClientError
 
 _BUSY = (408, 409, 429, 500, 502, 503, 504)  # 409: another request for the same object
-PART, MOST_PARTS = 8 << 20, 10_000  # bytes per part (at least 5 MiB), and S3's limit of parts
+PART = 8 << 20  # bytes, at least 5 MiB
+MOST_PARTS = 10_000  # S3's limit
 MARK = "distdl-upload"  # metadata key by which an upload recognises its own object
 
 
@@ -69,7 +70,8 @@ class S3Store(RemoteStore["BaseClient"]):
 
     def _put(self, path: Path, name: str, progress: Progress | None) -> None:
         """Uploads at once or in parts, which are invisible until the object is complete."""
-        size, mark = path.stat().st_size, {MARK: uuid.uuid4().hex}
+        size = path.stat().st_size
+        mark = {MARK: uuid.uuid4().hex}
         new = {"Bucket": self._bucket, "Key": self._key(name)}
         if size <= PART:
             put = functools.partial(

@@ -67,7 +67,8 @@ class ClassFolders:
     """
 
     def __init__(self, root: Path, where: str) -> None:
-        self.root, self.where = root, where
+        self.root = root
+        self.where = where
         self._class: dict[Identity, tuple[str, str]] = {}
 
     def walk(self, split: Path, name: str) -> Iterator[tuple[str, list[str], list[str]]]:

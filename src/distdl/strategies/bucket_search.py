@@ -52,7 +52,8 @@ class BucketSearch:
         median = statistics.median(self._steps[NOT_COUNTED:])
         self.seconds[self.size] = max(self.gather(median))
         self._steps = []
-        before, self.done = self.size, len(self.seconds) == len(self.sizes)
+        before = self.size
+        self.done = len(self.seconds) == len(self.sizes)
         fastest = min(self.seconds, key=lambda size: self.seconds[size])
         self.size = fastest if self.done else self.sizes[len(self.seconds)]
         return self.size != before

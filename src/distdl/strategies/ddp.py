@@ -54,9 +54,12 @@ class DDPStrategy(DriftingStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.comm_hook, self.powersgd_rank = comm_hook, powersgd_rank
-        self.hook_start_step, self.average_every = hook_start_step, average_every
-        self.bucket_cap_mb, self.first_bucket_mb = bucket_cap_mb, first_bucket_mb
+        self.comm_hook = comm_hook
+        self.powersgd_rank = powersgd_rank
+        self.hook_start_step = hook_start_step
+        self.average_every = average_every
+        self.bucket_cap_mb = bucket_cap_mb
+        self.first_bucket_mb = first_bucket_mb
         # Read from `_ddp_kwargs`, not `kwargs`: validation must see `kwargs` passed on unchanged.
         unset = inspect.signature(DistributedDataParallel).parameters.keys() - self._ddp_kwargs
         self._choose_first = "bucket_cap_mb_list" in unset
@@ -69,7 +72,8 @@ class DDPStrategy(DriftingStrategy):
     @staticmethod
     def check(config: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
         """Problems of the arguments; paths are relative to the strategy node."""
-        hook, size = config.get("comm_hook", "none"), config.get("bucket_cap_mb", 25)
+        hook = config.get("comm_hook", "none")
+        size = config.get("bucket_cap_mb", 25)
         defaults = {"powersgd_rank": 1, "hook_start_step": 1000, "average_every": 4}
         values = {name: config.get(name, default) for name, default in defaults.items()}
         for name, users in hooks.SETTINGS.items():
@@ -163,7 +167,8 @@ class DDPStrategy(DriftingStrategy):
         # BackboneFinetuning unfreezes others later.
         if any(parameter.requires_grad for parameter in self._frozen):
             self._wrap_again()
-        names, self._order_before = self._order_before, ()
+        names = self._order_before
+        self._order_before = ()
         # Hooks that keep a state per bucket start with plain steps of their own.
         if names and self._order is not None and self.comm_hook in ("none", "bf16", "fp16"):
             assert isinstance(self.model, DistributedDataParallel)

@@ -90,7 +90,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     @staticmethod
     def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
         """Problems of the strategy node; paths are relative to it."""
-        trainer, local = context["config"]["trainer"], context["local"]
+        trainer = context["config"]["trainer"]
+        local = context["local"]
         if local and importlib.util.find_spec("deepspeed") is None:
             yield Problem("", "needs DeepSpeed, which is not installed", INSTALL)
         if node.get("offload_parameters") and node.get("stage", 2) != 3:

@@ -65,7 +65,8 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
         offload: bool = False,
     ) -> None:
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
-        self.min_parameters, self.reshard_after_forward = min_parameters, reshard_after_forward
+        self.min_parameters = min_parameters
+        self.reshard_after_forward = reshard_after_forward
         self.offload = offload
 
     @staticmethod
@@ -171,7 +172,8 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._reshard()
-        slices, full = self.lightning_module.state_dict(), checkpoint["state_dict"]
+        slices = self.lightning_module.state_dict()
+        full = checkpoint["state_dict"]
         sliced = {name: sliced_like(value, slices.get(name)) for name, value in full.items()}
         self.lightning_module.load_state_dict(sliced, strict=strict)
 
@@ -198,7 +200,8 @@ def sliced_like(full: Any, parameter: Any) -> Any:
     """
     if not isinstance(parameter, DTensor) or getattr(full, "shape", None) != parameter.shape:
         return full
-    mesh, full = parameter.device_mesh, full.to(parameter.device)
+    mesh = parameter.device_mesh
+    full = full.to(parameter.device)
     # A copy, else the slice would keep the full tensor alive.
     return distribute_tensor(full, mesh, parameter.placements, src_data_rank=None).clone()
 

@@ -47,7 +47,8 @@ def watch_weights(module: Any) -> None:
         gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
         differ = []
         for name, parameter in gathered:
-            kept, weights = slices[name], parameter.detach()
+            kept = slices[name]
+            weights = parameter.detach()
             layout = kept.device_mesh, kept.placements
             used: Any = distribute_tensor(weights, *layout, src_data_rank=None)
             used = used.to_local()

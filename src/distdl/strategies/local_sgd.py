@@ -49,8 +49,10 @@ class LocalSGDStrategy(DriftingStrategy):
         outer_momentum: AboveZero = 0.9,
     ) -> None:
         super().__init__()
-        self.sync_every, self.outer = sync_every, outer
-        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.sync_every = sync_every
+        self.outer = outer
+        self.outer_lr = outer_lr
+        self.outer_momentum = outer_momentum
         self._outer: torch.optim.SGD | None = None
         self._last: dict[str, nn.Parameter] = {}  # weights at the last meeting
         self._momentum: Mapping[str, torch.Tensor] = {}  # from a checkpoint

@@ -60,7 +60,8 @@ def buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
         more = tensor.numel() * tensor.element_size()
         if bucket and (size + more > limit or tensor.dtype != bucket[0].dtype):
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(tensor)
         size += more
     if bucket:

@@ -64,8 +64,11 @@ class Predict(Task[Built]):
         top_k: Positive = 5,
         part_samples: Positive = 10_000,
     ) -> None:
-        self.checkpoint, self.output, self.format = checkpoint, output, format
-        self.top_k, self.part_samples = top_k, part_samples
+        self.checkpoint = checkpoint
+        self.output = output
+        self.format = format
+        self.top_k = top_k
+        self.part_samples = part_samples
 
     @classmethod
     def check(cls, node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem | str]:
@@ -117,7 +120,10 @@ class Collector(Callback):
     batches: EvalBatches  # of this rank's loader
 
     def __init__(self, context: Built, rows: Rows, top_k: int, part_samples: int) -> None:
-        self.context, self.rows, self.top_k, self.part_samples = context, rows, top_k, part_samples
+        self.context = context
+        self.rows = rows
+        self.top_k = top_k
+        self.part_samples = part_samples
         self.ranked = type(context.module).predict_step is ImageClassifier.predict_step
         self.agreement = Agreement(1)
         self.outputs: list[dict[str, torch.Tensor]] = []
@@ -132,7 +138,8 @@ class Collector(Callback):
         if not isinstance(batches, EvalBatches) or batches.batched or hasattr(self, "batches"):
             what = "predict_dataloader: its samples cannot be counted"
             raise UserError.at("data", what, "return one DataLoader over a map-style dataset")
-        self.batches, self.dataset = batches, loader.dataset.dataset
+        self.batches = batches
+        self.dataset = loader.dataset.dataset
         self.order: Any = batches.order  # indices of the samples without a stored row
         self.total = self.context.checkpointer.position.predicted + batches.num_samples
         if self.context.trainer.is_global_zero:
@@ -182,8 +189,10 @@ class Collector(Callback):
             mine["error"] = np.array(self.errors, dtype=object)
         world_size = self.batches.world_size
         count = len(mine[names[0]]) * world_size
-        indices, self.order = self.order[:count], self.order[count:]
-        self.outputs, self.errors = [], []
+        indices = self.order[:count]
+        self.order = self.order[count:]
+        self.outputs = []
+        self.errors = []
         # Of ranks that read the same data, the first one's rows.
         by_rank = dict(reversed(process_group.gather((self.batches.rank, mine))))
         if self.context.trainer.is_global_zero:
@@ -199,13 +208,15 @@ class Collector(Callback):
         """Stores a part; the values of damaged images become null."""
         if not isinstance(self.dataset, EncodedImages):
             return self.rows.add({"index": indices, **columns}, {})
-        errors, known = columns.pop("error"), set[str]()
+        errors = columns.pop("error")
+        known = set[str]()
         good = errors == ""
         if self.ranked:
             named = self.context.checkpointer.classes or class_names(self.context.datamodule) or ()
             named = named if len(named) == self.network_classes else ()
             numbers = map(str, range(len(named), self.network_classes))  # if they have no names
-            known, classes = {*named}, np.array([*named, *numbers], dtype=object)
+            known = {*named}
+            classes = np.array([*named, *numbers], dtype=object)
             best, chances = columns.pop("class"), columns.pop("probability")
             for place in range(best.shape[1]):
                 columns[f"class_{place + 1}"] = classes[best[:, place]]

@@ -21,7 +21,8 @@ from distdl.util.atomic_files import remove_leftovers, write_bytes
 from distdl.util.errors import Unfinished, UserError
 
 # Programs that read a folder of Parquet files (pandas, Spark) skip names that begin with "_".
-MANIFEST, PROGRESS = "_manifest.json", PREDICTING
+MANIFEST = "_manifest.json"
+PROGRESS = PREDICTING
 RECORD: Shape = {"facts": dict, "rows": int, "parts": list, "counts": dict}  # what both hold
 OTHER = "choose another folder: task.output=NAME"
 Columns = Mapping[str, np.ndarray]
@@ -67,7 +68,9 @@ class Rows:
     """
 
     def __init__(self, folder: Path, format: str, **facts: str | int | None) -> None:
-        self.folder, self.format, self.facts = folder, format, {"format": format, **facts}
+        self.folder = folder
+        self.format = format
+        self.facts = {"format": format, **facts}
         self.record: dict[str, Any] = {"facts": {}, "rows": 0, "parts": [], "counts": {}}
 
     def open(self) -> int:

@@ -49,7 +49,8 @@ def warn_of_nothing(context: Built) -> None:
 
 def warn_of_time_limit(context: Built) -> None:
     """Warns if a time limit has ended the training, which looks like any other end."""
-    trainer, limit = context.trainer, context.config.trainer.get("max_time")
+    trainer = context.trainer
+    limit = context.config.trainer.get("max_time")
     timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
     if not trainer.should_stop or all((timer.time_remaining() or 1) > 0 for timer in timers):
         return

@@ -54,7 +54,9 @@ class ClearMLLogger(Logger):
     ) -> None:
         super().__init__()
         self._save_dir = str(save_dir)
-        self._project, self._name, self._init = project_name, task_name, init
+        self._project = project_name
+        self._name = task_name
+        self._init = init
         self.offline = offline or os.environ.get("CLEARML_OFFLINE_MODE") in ("1", "true")
         self._task: Any = None
 

@@ -135,7 +135,8 @@ def exclusive(path: Path) -> Iterator[bool]:
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock, free = FileLock(path, timeout=0), True
+    lock = FileLock(path, timeout=0)
+    free = True
     try:
         lock.acquire()
     except Timeout:

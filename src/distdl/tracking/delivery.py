@@ -35,7 +35,9 @@ class Delivery:
     """
 
     def __init__(self, outbox: Outbox, uri: str, node_rank: int = 0, alone: bool = False) -> None:
-        self.outbox, self.uri, self.node_rank = outbox, uri, node_rank
+        self.outbox = outbox
+        self.uri = uri
+        self.node_rank = node_rank
         self.alone = alone or is_local(uri)
         self.client: Any = None
         self.run_id: str | None = None
@@ -78,7 +80,8 @@ class Delivery:
         if run_id and self.node_rank == 0:
             with self.outbox.lock:
                 state.job_run = state.job_run and state.run_id == run_id
-                state.run_id, state.experiment_id = run_id, self.experiment_id
+                state.run_id = run_id
+                state.experiment_id = self.experiment_id
                 self.outbox.save()
         self.run_id = run_id
         self.names.append(run_id)
@@ -154,7 +157,8 @@ class Delivery:
             # MLflow cannot change a parameter. A tag of the attempt records the changes.
             known = self.client.get_run(self.run_id).data.params
             named = self._accepted("parameter", params)
-            before, self.in_a_row = {*self.refused}, 0
+            before = {*self.refused}
+            self.in_a_row = 0
             self._send("params", [Param(k, v) for k, v in named.items() if k not in known])
             outbox.mark_sent("params", params)
             if left_out := [k for k in named if k in self.refused - before]:
@@ -185,7 +189,8 @@ class Delivery:
 
     def send_status(self, ended: bool) -> None:
         """Sends the run's state: RUNNING, or how it ended."""
-        state, status = self.outbox.state, self.outbox.state.status
+        state = self.outbox.state
+        status = self.outbox.state.status
         if status is None or ended == (status == "RUNNING"):
             return
         if not ended:
@@ -255,7 +260,8 @@ class Delivery:
                 if not is_permanent(error):
                     raise
                 if len(points) == 1:
-                    key, new = points[0].key, points[0].key not in self.refused
+                    key = points[0].key
+                    new = points[0].key not in self.refused
                     self.refused.add(key)
                     if kind == "params":  # reported together, by `send_outbox`
                         self.in_a_row += 1

@@ -46,7 +46,9 @@ class Journal(Logger):
         self, path: Path | None, run_dir: Path, attempt: int = 1, training: bool = True
     ) -> None:
         super().__init__()
-        self.path, self.run_dir, self.attempt = path, Path(run_dir), attempt
+        self.path = path
+        self.run_dir = Path(run_dir)
+        self.attempt = attempt
         self.last_step = 0
         self._training = training and path is not None
         self._records: deque[tuple[float, int, dict[str, Any]]] = deque()
@@ -54,7 +56,9 @@ class Journal(Logger):
         self._file: int | None = None
         self._latest: tuple[list[Logger], str] = ([], "")
         self._warned: set[str] = set()
-        self._lock, self._stop, self._pid = threading.Lock(), threading.Event(), os.getpid()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._pid = os.getpid()
         if path is not None:
             self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
             self._thread.start()

@@ -85,13 +85,16 @@ class MLflowLogger:
         self.experiment_name = None if experiment_name is None else str(experiment_name)
         self.artifact_location = artifact_location
         self.system_metrics_interval = system_metrics_interval
-        self.flush_timeout, self.interval, self.register = flush_timeout, interval, register
+        self.flush_timeout = flush_timeout
+        self.interval = interval
+        self.register = register
         self.delivery: Delivery | None = None
         self.uri = ""
         self._failures = 0
         self._told: set[str] = set()  # the refusals since the last success, and "" for an outage
         self._finishing = self._done = False
-        self._wake, self._imported = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._imported = threading.Event()
         self._thread: threading.Thread | None = None
 
     @staticmethod
@@ -169,7 +172,8 @@ class MLflowLogger:
             return
         if self.info.rank == 0:
             outbox = self.delivery.outbox
-            outbox.state.status, outbox.state.end_time = STATUS.get(status, "FAILED"), time.time()
+            outbox.state.status = STATUS.get(status, "FAILED")
+            outbox.state.end_time = time.time()
             outbox.add("tags", {f"distdl.runs.attempt.{self.info.attempt}.state": status})
         timeout = min(self.flush_timeout, services.PATIENCE.get(status, self.flush_timeout))
         self._finishing = True
@@ -178,7 +182,8 @@ class MLflowLogger:
         if not self._done:
             self._finishing = False  # the thread stops trying
             self._thread = None
-            points, files = self.delivery.pending(), len([*self.delivery.outbox.files()])
+            points = self.delivery.pending()
+            files = len([*self.delivery.outbox.files()])
             text = (
                 "MLflow at %s has not received everything (%d points and %d files left). To send "
             )
@@ -198,7 +203,8 @@ class MLflowLogger:
         """Fills the outbox with the facts about this attempt."""
         info, state = self.info, outbox.state
         state.key = info.key or state.key
-        state.distdl_run, state.name = info.run_id, info.name
+        state.distdl_run = info.run_id
+        state.name = info.name
         state.server = redact(self.tracking_uri) if self.tracking_uri else None
         state.output_dir = os.path.relpath(info.output_dir, info.run_dir)
         state.experiment = self.experiment_name or info.experiment_name
@@ -213,10 +219,12 @@ class MLflowLogger:
                 state.tags["distdl.previous_job"] = state.run_id
             state.run_id = self.job_run
         state.job_run = bool(self.job_run)
-        state.status, state.end_time = "RUNNING", None
+        state.status = "RUNNING"
+        state.end_time = None
 
     def _tags(self, key: str) -> dict[str, str]:
-        info, attempt = self.info, f"distdl.runs.attempt.{self.info.attempt}"
+        info = self.info
+        attempt = f"distdl.runs.attempt.{self.info.attempt}"
         tags = {"distdl.run_id": info.run_id, "distdl.attempts": str(info.attempt)}
         tags["distdl.run_key"] = key
         tags[f"{attempt}.state"] = "RUNNING"
@@ -241,7 +249,8 @@ class MLflowLogger:
         self._imported.set()
         folder = self.info.run_dir / "tracking"
         if self.info.rank == 0:
-            lines, path = sorted(provenance.packages(), key=str.lower), folder / "packages.txt"
+            lines = sorted(provenance.packages(), key=str.lower)
+            path = folder / "packages.txt"
             with contextlib.suppress(OSError):
                 path.write_text("\n".join(lines) + "\n")
                 self._keep(path)

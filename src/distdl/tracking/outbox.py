@@ -84,7 +84,8 @@ class Outbox:
     """A `State` and its file, which the training thread and the sender change under a lock."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.state = Path(run_dir), State()
+        self.run_dir = Path(run_dir)
+        self.state = State()
         self.path = self.run_dir / "tracking" / "mlflow.json"
         self.copies = self.run_dir.resolve() / "tracking" / "artifacts"  # of files to send
         self.lock = threading.RLock()

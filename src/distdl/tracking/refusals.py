@@ -96,7 +96,8 @@ def refusal(error: Exception, uri: str) -> LastingRefusal | None:
         )
     if misfit := schema.told_by(str(error), uri):
         return LastingRefusal(*misfit)
-    status, code = status_of(error), str(getattr(error, "error_code", ""))
+    status = status_of(error)
+    code = str(getattr(error, "error_code", ""))
     told = described(error, uri)
     if status == "429":  # its code is that of a quota
         return None

@@ -55,7 +55,9 @@ class _Runs:
     """Replaces the part of an `MlflowClient` that handles all calls for runs."""
 
     def __init__(self, owner: RunLogger, real: Callable[[], Any]) -> None:
-        self._owner, self._real, self._ours = owner, real, _OurRun(owner)
+        self._owner = owner
+        self._real = real
+        self._ours = _OurRun(owner)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("store", "tracking_uri"):
@@ -79,7 +81,8 @@ class _OurRun:
     """mlflow's methods that log to a run, for our run."""
 
     def __init__(self, owner: RunLogger) -> None:
-        self._put, self._outbox = owner.journal.put, owner.delivery.outbox
+        self._put = owner.journal.put
+        self._outbox = owner.delivery.outbox
 
     def log_batch(self, metrics: Any = (), params: Any = (), tags: Any = (), **kw: Any) -> None:
         for point in metrics:

@@ -23,7 +23,9 @@ class RunLogger(MLFlowLogger):
 
     def __init__(self, sender: MLflowLogger, journal: Journal) -> None:
         Logger.__init__(self)  # Lightning's __init__ would open the store
-        self.sender, self.journal, self._tracking_uri = sender, journal, sender.uri
+        self.sender = sender
+        self.journal = journal
+        self._tracking_uri = sender.uri
         self.delivery: Any = None if sender.info.rank else sender.delivery
 
     @functools.cached_property
@@ -55,7 +57,8 @@ class RunLogger(MLFlowLogger):
         name of a setting of the run (`seed`), and another value, gets a name of its own."""
         if self.delivery is None:
             return
-        flat, ours = _flatten_dict(_convert_params(params)), self.sender.info.params
+        flat = _flatten_dict(_convert_params(params))
+        ours = self.sender.info.params
         differ = [k for k, v in flat.items() if k in ours and str(v) != str(ours[k])]
         for name in differ:
             other = kept_apart(name, f"{name}-hparam")

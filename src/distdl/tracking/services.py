@@ -84,7 +84,8 @@ def end(key: str, logger: Any, status: str) -> None:
 
 def how_to_open(logger: Any, folder: Path) -> str:
     """The address of the run's page, or the command that uploads what was written offline."""
-    name, experiment = type(logger).__name__, logger.experiment
+    name = type(logger).__name__
+    experiment = logger.experiment
     if name == "WandbLogger":
         command = f"wandb sync {os.path.relpath(folder)}/wandb/offline-run-*"
         return command if experiment.offline else str(experiment.url)

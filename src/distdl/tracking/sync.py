@@ -45,7 +45,8 @@ def sync(run: Path, experiment: str | None = None, confirmed: str | None = None)
                 return 0
         outbox.load()  # the run may have ended before the lock was acquired
         if experiment not in (None, outbox.state.experiment):
-            outbox.state.experiment, outbox.state.run_id = str(experiment), None
+            outbox.state.experiment = str(experiment)
+            outbox.state.run_id = None
             outbox.save()
         print(f"Sending to {redact(uri)} ...", flush=True)
         try:

@@ -32,7 +32,9 @@ class SystemMetrics:
     """
 
     def __init__(self, journal: Journal, interval: float, node_rank: int, disk: Path) -> None:
-        self.journal, self.interval, self.disk = journal, interval, disk
+        self.journal = journal
+        self.interval = interval
+        self.disk = disk
         self.prefix = "system/" if node_rank == 0 else f"system/node{node_rank}/"
         self.sources = [self._host, self._network, self._gpus]
         self._failed: set[str] = set()
@@ -83,7 +85,8 @@ class SystemMetrics:
         count = psutil.net_io_counters()
         if count is None:
             return {}
-        before, self._last = self._last, (time.time(), count.bytes_recv, count.bytes_sent)
+        before = self._last
+        self._last = (time.time(), count.bytes_recv, count.bytes_sent)
         if before is None:
             return {}
         seconds, *rates = (now - then for now, then in zip(self._last, before, strict=True))
@@ -99,7 +102,8 @@ class SystemMetrics:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
             return []
-        by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+        by_index = pynvml.nvmlDeviceGetHandleByIndex
+        by_uuid = pynvml.nvmlDeviceGetHandleByUUID
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is None:
             return [by_index(i) for i in range(pynvml.nvmlDeviceGetCount())]

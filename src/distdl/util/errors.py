@@ -92,7 +92,8 @@ class UserError(Exception):
     further = ""
 
     def __init__(self, *problems: Problem | str) -> None:
-        name, text = type(self).__name__, problems[0] if problems else ""
+        name = type(self).__name__
+        text = problems[0] if problems else ""
         # If a loader's worker fails, torch raises its error again in the rank, with a text that
         # ends with the worker's traceback (`torch._utils.ExceptionWrapper`).
         if isinstance(text, str) and text.startswith(f"Caught {name} in "):

@@ -107,7 +107,8 @@ def outlived_by_helpers() -> None:
     Started.outlives = True
     settings["distdl-helpers"] = _inherited  # every process hands its settings on
     util.register_after_fork(_inherited, _began)
-    start, spawn = popen_fork.Popen.__init__, util.spawnv_passfds
+    start = popen_fork.Popen.__init__
+    spawn = util.spawnv_passfds
 
     def held_start(popen: popen_fork.Popen, process: BaseProcess) -> None:
         vars(popen)["ended_by"] = signal.SIGKILL if process.daemon else END

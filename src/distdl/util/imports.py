@@ -42,7 +42,8 @@ def ignore_warnings_for_authors() -> None:
 def no_exit() -> Iterator[None]:
     """For imports of the user's code: `os._exit` raises SystemExit, as `sys.exit` does. Otherwise
     the call would end the command without a message, possibly with exit code 0."""
-    real, process = os._exit, os.getpid()
+    real = os._exit
+    process = os.getpid()
 
     def refuse(status: int) -> NoReturn:
         if os.getpid() != process:  # a forked child
@@ -60,7 +61,8 @@ def no_exit() -> Iterator[None]:
 def logged_later() -> Iterator[None]:
     """For imports before the run has a log: keeps their messages and warnings for `log_early`."""
     root = logging.getLogger()
-    handler, level = logging.Handler(), root.level
+    handler = logging.Handler()
+    level = root.level
     handler.emit = _early.append  # type: ignore[assignment]
     root.addHandler(handler)
     root.setLevel(logging.INFO)

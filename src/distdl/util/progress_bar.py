@@ -37,7 +37,8 @@ def drawn(task: Task, width: int) -> Table:
         count = "" if task.total is None else f"{task.percentage:.0f} %"
     left = "-:--" if task.time_remaining is None else duration(task.time_remaining)
     times = f"{duration(task.elapsed or 0)}<{left}"
-    title, most = task.description, max(NAME, width // 3)
+    title = task.description
+    most = max(NAME, width // 3)
     fixed = [title if len(title) <= most else f"{title[: most - 1]}…", count, times]
     room = width - len(" ".join(fixed)) - 1
     info = fitting(task.fields.get("info", ()), room - 1)
@@ -47,7 +48,8 @@ def drawn(task: Task, width: int) -> Table:
         for text, style in zip([*fixed, info], ("", "green", "cyan", ""), strict=True)
     ]
     if bar >= NARROW:
-        total, pulse = task.total or 100, task.total is None
+        total = task.total or 100
+        pulse = task.total is None
         cells.insert(1, ProgressBar(total, task.completed, width=bar, pulse=pulse))
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_row(*cells)
@@ -73,7 +75,8 @@ class Bar:
     count work that was done before (`start`)."""
 
     def __init__(self, title: str, start: int = 0) -> None:
-        self.title, self.start = title, start
+        self.title = title
+        self.start = start
         self._console = Console(stderr=True)
         self._began = self._printed = self._drawn = time.monotonic()
         self._progress = Line(self._console)

@@ -63,7 +63,8 @@ def _hide_environment(text: str) -> str:
 
 
 def _hide_assigned(text: str) -> str:
-    parts, end = [], 0
+    parts = []
+    end = 0
     for word in _WORD.finditer(text):
         assigned = _ASSIGNED.match(text, word.end()) if looks_secret(word[0]) else None
         if assigned is None or word.start() < end:
@@ -147,7 +148,8 @@ class RedactingFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
         if (safe := redact(message)) != message:
-            record.msg, record.args = safe, ()
+            record.msg = safe
+            record.args = ()
         if record.exc_info and not record.exc_text:
             record.exc_text = logging.Formatter().formatException(record.exc_info)
         if record.exc_text:

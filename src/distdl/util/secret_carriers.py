@@ -73,7 +73,8 @@ def _plist(content: bytes) -> Iterator[Text]:
 
 def _pickle(content: bytes) -> Iterator[Text]:
     """Each pair of strings that follow each other, as a key of a dictionary and its value do."""
-    strings, pairs = [""], []
+    strings = [""]
+    pairs = []
     try:
         for operation, value, _ in pickletools.genops(content):
             if isinstance(value, str) and "UNICODE" in operation.name:

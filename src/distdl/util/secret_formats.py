@@ -113,7 +113,9 @@ def _fields(content: bytes) -> list[tuple[int, bytes]]:
     fields: list[tuple[int, bytes]] = []
     at = 0
     while at + 2 <= len(content) and len(fields) < 20:
-        tag, size, start = content[at], content[at + 1], at + 2
+        tag = content[at]
+        size = content[at + 1]
+        start = at + 2
         if size & 0x80:
             count = size & 0x7F
             start += count

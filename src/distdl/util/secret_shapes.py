@@ -98,7 +98,8 @@ def _header(match: re.Match[str]) -> bool:
 def _body_of_token(match: re.Match[str]) -> bool:
     """Whether the part after a service's name is random: in hexadecimal digits, or with letters of
     both cases and digits in turn. Names, hashes and identifiers of other things are not."""
-    name, body = match["name"], max(re.split(r"[_-]", match["body"]), key=len)
+    name = match["name"]
+    body = max(re.split(r"[_-]", match["body"]), key=len)
     if is_example(body) or name.startswith(("sha", "md5", "blake")):
         return False
     if re.fullmatch(r"[0-9a-f]{32}|[0-9a-f]{64}", body):
@@ -150,7 +151,8 @@ class Shape:
     def __init__(
         self, kind: str, pattern: str, *needles: str, sure: Sure | None = None, chosen: bool = False
     ) -> None:
-        self.kind, self.pattern = kind, re.compile(pattern)
+        self.kind = kind
+        self.pattern = re.compile(pattern)
         self.chosen = chosen
         self.needles = [needle.encode() for needle in needles]
         self.sure = sure or (_value if "<value>" in pattern else _token)
@@ -418,7 +420,8 @@ def find(content: bytes, test: bool = False) -> Iterator[tuple[int, str]]:
     """Certain secrets in a file's content (text in UTF-8, UTF-16 or Latin-1, or binary): the line,
     from 1, of the first one of each kind, and the kind. In a `test`, words are made up."""
     content = single_bytes(content)
-    text, words = "", "\n".join(_long_words(content))
+    text = ""
+    words = "\n".join(_long_words(content))
     present = {needle for needle in NEEDLES if needle in content}
     for shape in SHAPES:
         if not shape.needles:

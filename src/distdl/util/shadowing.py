@@ -17,7 +17,8 @@ def shadowing(error: BaseException, folders: tuple[str, ...]) -> tuple[str, str,
     named = thing.__name__ if isinstance(thing, type(sys)) else getattr(error, "name", None)
     name = str(named or "").partition(".")[0]
     elsewhere = [path for path in sys.path if os.path.abspath(path) not in folders]
-    users, other = PathFinder.find_spec(name, [*folders]), PathFinder.find_spec(name, elsewhere)
+    users = PathFinder.find_spec(name, [*folders])
+    other = PathFinder.find_spec(name, elsewhere)
     if not users or not users.origin or not other or not other.origin:
         return None
     what = f"hides {other.origin}: {type(error).__name__}: {error}"

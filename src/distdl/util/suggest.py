@@ -16,7 +16,8 @@ _OTHER_SECTION = 0.05  # of equal names, that in the section that the user wrote
 def _ratio(left: str, right: str) -> float:
     """How similar two names are, from 0 to 1. Of names that differ in numbers only, those with near
     numbers are: resnet51 is more like resnet50 than like resnet18."""
-    left, right = left.lower(), right.lower()
+    left = left.lower()
+    right = right.lower()
     spelt = SequenceMatcher(None, left, right).ratio()
     words = _NUMBER.sub("#", left)
     numbers = [[*map(int, _NUMBER.findall(each))] for each in (left, right)]

@@ -14,7 +14,8 @@ def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterat
     exist yet, and is read every `interval` seconds. A link, which no run writes, is a UserError."""
     if path.is_symlink():  # a run's folder may come from somebody else
         raise UserError.at(str(path), f"is a link to {path.readlink()}, and is not shown")
-    position, rest = 0, b""
+    position = 0
+    rest = b""
     while True:
         last_look = not alive()  # before each read, so that the last lines are read
         if path.exists():

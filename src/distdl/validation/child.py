@@ -215,7 +215,8 @@ class Binding:
         self, called: object, node: dict[str, Any], path: Path
     ) -> TypeGuard[Callable[..., Any]]:
         """Whether the target can be called and is of the kind that its section accepts."""
-        target, why = node["_target_"], None
+        target = node["_target_"]
+        why = None
         missing = ", ".join(sorted(getattr(called, "__abstractmethods__", ())))
         if not callable(called):
             why = (f"{target} is a {type(called).__name__}, not a class or function", "")
@@ -234,7 +235,8 @@ class Binding:
     ) -> None:
         from distdl.validation.signatures import bind, takes, takes_anything
 
-        target, text = target or node["_target_"], path_text(path)
+        target = target or node["_target_"]
+        text = path_text(path)
         parameters = takes(called)
         if parameters is None:
             return

@@ -114,7 +114,8 @@ def problem_of_kind(
     target = str(node["_target_"])
     if is_trusted(called, target, trust):
         return None
-    kind, real = kind_of(path), name_of(called)
+    kind = kind_of(path)
+    real = name_of(called)
     if not kind.takes(called):
         is_pythons = real.partition(".")[0] in sys.stdlib_module_names
         shown = f"{target} is Python's own {real}, and" if is_pythons else f"{target} is"
@@ -150,7 +151,8 @@ def refuse(values: Mapping[str, Any], trust: Trust) -> None:
     refused = dict(target_problems(built, trust))
     problems = [*refused.values()]
     for path, node in nodes(built):
-        location, called = (*path, "_target_"), None
+        location = (*path, "_target_")
+        called = None
         if location not in refused:
             with suppress(Exception):  # its builder fails in the same way and reports the cause
                 called = locate(str(node["_target_"]))
@@ -178,7 +180,8 @@ def locate(target: str) -> object:
                     raise
         if not hasattr(thing, name):
             raise NoSuchName(reached, name, thing)
-        thing, reached = getattr(thing, name), f"{reached}.{name}"
+        thing = getattr(thing, name)
+        reached = f"{reached}.{name}"
     return thing
 
 
@@ -276,7 +279,8 @@ def _of(
     functions: Callable[[object], bool] = lambda thing: False,
 ) -> Kind:
     """The kind of classes that derive from one of these bases, and of these functions."""
-    derived, named = _classes_of(*bases), _one_of(one_of)
+    derived = _classes_of(*bases)
+    named = _one_of(one_of)
     return Kind(words, example, lambda thing: derived(thing) or named(thing) or functions(thing))
 
 

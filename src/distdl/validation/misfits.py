@@ -63,8 +63,10 @@ def misfits(
     """
     from lightning.pytorch import callbacks as lightnings
 
-    manual, several = by_hand(model), makes_several(model)
-    clip, accumulate = trainer.get("gradient_clip_val"), trainer.get("accumulate_grad_batches", 1)
+    manual = by_hand(model)
+    several = makes_several(model)
+    clip = trainer.get("gradient_clip_val")
+    accumulate = trainer.get("accumulate_grad_batches", 1)
     not_accumulated = f"{_MANUAL} the Trainer does not accumulate for it"
     if manual and clip:
         kind = trainer.get("gradient_clip_algorithm") or "norm"

@@ -140,7 +140,9 @@ def _visit(
 
 def _explain(error: Exception, written: str, text: str, resolved: Resolved) -> tuple[str, Problem]:
     """The name that fails to resolve, and the problem. OmegaConf's own messages repeat values."""
-    message, name, remedy = str(error), written, ""
+    message = str(error)
+    name = written
+    remedy = ""
     what = f"cannot be resolved: {written}"
     if match := re.search(r"Environment variable '(\w+)' not found", message):
         name = match[1]
@@ -162,5 +164,6 @@ def _explain(error: Exception, written: str, text: str, resolved: Resolved) -> t
         if "${env:" in written:
             remedy = f"write {text}='{written.replace('${env:', '${oc.env:')}'"
     elif isinstance(error, RecursionError) or "ecursive" in message:
-        name, what = "itself", f"refers to itself: {written}"  # so that a cycle is one problem
+        name = "itself"  # one name for all keys of a cycle, so that it is one problem
+        what = f"refers to itself: {written}"
     return name, Problem(text, what, remedy)

@@ -62,9 +62,11 @@ def runs_here(target: str) -> bool:
 def trainer(resolved: Resolved) -> Iterator[Problem]:
     """Trainer arguments that distdl sets itself, that only Lightning 1 had, or that are unknown;
     and a training on no batches."""
-    takes, trains = _trainer_takes(), task_facts.of(resolved.values).trains
+    takes = _trainer_takes()
+    trains = task_facts.of(resolved.values).trains
     for key, value in resolved.section("trainer").items():
-        path, strategy = f"trainer.{key}", words.strategy_for(str(value))
+        path = f"trainer.{key}"
+        strategy = words.strategy_for(str(value))
         if key in words.TRAINER_OWNED:
             remedy = (key == "strategy" and strategy) or words.TRAINER_OWNED[key]
             yield Problem(path, "is set by distdl itself", remedy)
@@ -97,7 +99,8 @@ def class_paths(resolved: Resolved) -> Iterator[Problem]:
     values = {key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}
     for path, node in nodes(values, key="class_path"):
         if "init_args" in node or "_target_" not in node:
-            text, arguments = path_text(path), node.get("init_args")
+            text = path_text(path)
+            arguments = node.get("init_args")
             keys = [f", {key}: ..." for key in arguments] if isinstance(arguments, dict) else []
             remedy = f"{text}: {{_target_: {node['class_path']}{''.join(keys)}}}"
             if "_target_" in node and len(path) == 1:
@@ -109,7 +112,9 @@ def misspelt(resolved: Resolved) -> Iterator[Problem]:
     """Arguments of distdl's own classes that almost equal an earlier key of the same node, such as
     `batchsize` after `batch_size`. They are found without an import."""
     for path, node in nodes({key: resolved.values.get(key) for key in (*COMPONENTS, *COLLECTIONS)}):
-        keys, text, target = [*map(str, node)], path_text(path), node["_target_"]
+        keys = [*map(str, node)]
+        text = path_text(path)
+        target = node["_target_"]
         for position, key in enumerate(keys) if configs.is_own(target) else ():
             for near in get_close_matches(key, keys[:position], 1, cutoff=0.85):
                 what = f"{target} takes no argument {key!r}"
@@ -163,7 +168,8 @@ def environment(resolved: Resolved, local: bool) -> Iterator[Problem]:
     forwarded = strings(resolved.section("launcher").get("forward_env"))
     for path, name, has_default in resolved.variables() if not local else ():
         forward = f"launcher.forward_env=[{','.join([*forwarded, name])}]"
-        key, value = str(path[-1]), os.environ.get(name, "")
+        key = str(path[-1])
+        value = os.environ.get(name, "")
         secret = looks_secret(name) or looks_secret(key) or (value and holds_secret(key, value))
         if path[0] != "launcher":
             if not has_default and name not in forwarded:
@@ -201,7 +207,8 @@ def topology(resolved: Resolved, size: Resources | None, local: bool) -> Iterato
 def classes(resolved: Resolved) -> Iterator[Problem]:
     """A model with fewer classes than the data: its first label above them would end the run."""
     model, data = resolved.section("model"), resolved.section("data")
-    labels, network = data.get("num_classes"), model.get("network")
+    labels = data.get("num_classes")
+    network = model.get("network")
     sizes = {"model.num_classes": model.get("num_classes")}
     if isinstance(network, dict) and network.get("num_classes") != model.get("num_classes"):
         sizes["model.network.num_classes"] = network.get("num_classes")
@@ -221,7 +228,8 @@ def _epochs(resolved: Resolved, world: int) -> Iterator[Problem]:
 
 def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:
     data = resolved.section("data")
-    total, batch = data.get("global_batch_size"), data.get("batch_size", 1)
+    total = data.get("global_batch_size")
+    batch = data.get("batch_size", 1)
     accumulate = resolved.section("trainer").get("accumulate_grad_batches", 1)
     if not all(type(value) is int and value > 0 for value in (total, batch, accumulate)):
         return
@@ -245,7 +253,8 @@ def secrets(resolved: Resolved) -> Iterator[Problem]:
         if not isinstance(value, str):
             continue
         keys = [part for part in path if isinstance(part, str)]
-        reason, target = holds_secret(keys[-1], value), values.get(path)
+        reason = holds_secret(keys[-1], value)
+        target = values.get(path)
         refers = "${" in value and "oc.env" not in value and looks_secret(keys[-1])
         literal = isinstance(target, str) and target and target not in os.environ.values()
         if not reason and refers and literal:

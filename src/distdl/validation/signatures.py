@@ -153,7 +153,8 @@ def bind(
         if name in filled:
             yield name, "is passed by distdl or by position already", "remove it"
         elif name in names and not _fits(value, called[name]):
-            expected, meant = _name_of(called[name].annotation), respelt(value)
+            expected = _name_of(called[name].annotation)
+            meant = respelt(value)
             fits = repr(meant) != repr(value) and _fits(meant, called[name])
             remedy = f"write {written(f'{{}}{name}', meant)}" if fits else ""
             yield name, f"must be {expected}, not {{}}", remedy or near_dtype(value, expected)
@@ -178,7 +179,8 @@ def matches(value: object, hint: object) -> bool:
     that torch has, and a string is not a tensor."""
     if isinstance(value, dict) and "_target_" in value:
         return True
-    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    members = typing.get_args(hint)
     if origin is typing.Annotated:
         return matches(value, members[0]) and all(_within(value, b) for b in members[1:])
     if origin in UNIONS:
@@ -223,7 +225,9 @@ def near_dtype(value: object, expected: str) -> str:
 
 def _takes_dtype(parameter: Parameter) -> bool:
     """Whether an argument is a dtype, by its annotation, or by its default if it has none."""
-    hint, default, name = parameter.annotation, parameter.default, parameter.name
+    hint = parameter.annotation
+    default = parameter.default
+    name = parameter.name
     members = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
     if hint is Parameter.empty:  # as in torch's own layers
         return isinstance(default, _dtype()) or (name.endswith("dtype") and default is None)
@@ -255,7 +259,8 @@ def _within(value: object, bound: object) -> bool:
 
 
 def _name_of(hint: object) -> str:
-    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    members = typing.get_args(hint)
     if origin is typing.Annotated:
         least = [f" of at least {b.ge}" for b in members[1:] if isinstance(b, Ge)]
         least += [f" above {b.gt}" for b in members[1:] if isinstance(b, Gt)]

@@ -131,7 +131,8 @@ def check_bindings(
         imported; for a job elsewhere, `imported`: the files of the user's modules.
     """
     resolved = resolve(config)
-    known, trust = size or Resources(accelerator="auto"), _trust(resolved, folders)
+    known = size or Resources(accelerator="auto")
+    trust = _trust(resolved, folders)
     more = {"world_size": known.world_size, "local": is_local(resolved, local), "new": new}
     unused = () if builds else {*BUILT} - {"task", "launcher"}
     request = {

@@ -65,7 +65,8 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
     Raises a UserError if no candidate can train. Collective."""
     if not task_facts.of(config).trains:
         return config
-    environment, measured = context.environment, []
+    environment = context.environment
+    measured = []
     for candidate in candidates(config):
         each = measure(config, candidate, environment, context.resources, context.stop)
         report(environment, "autotune: %s", line(each))
@@ -93,7 +94,8 @@ def freeze(
 ) -> DictConfig:
     """Applies rank 0's choice on all ranks. Writes it into the attempt's launch.yaml, from which a
     resume takes it, with the measurements under the key `name`. Collective."""
-    best, launch = process_group.broadcast(best), context.launch
+    best = process_group.broadcast(best)
+    launch = context.launch
     text = "%s: this attempt and its resumes train with %s"
     report(context.environment, text, name, best.name)
     launch["changes"] = {**(launch.get("changes") or {}), **best.changes}
@@ -149,7 +151,8 @@ def measure(
     changes = candidate.changes | {f"trainer.{k}": v for k, v in short.items()}
     settings = configs.merge(config, OmegaConf.create({}), changes)
     settings.callbacks = {}
-    clock, why = Clock(warm_up, steps), ""
+    clock = Clock(warm_up, steps)
+    why = ""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +188,8 @@ class Clock(Callback):
     """Measures the seconds per optimizer step, over `steps` steps after the first `warm_up`."""
 
     def __init__(self, warm_up: int, steps: int) -> None:
-        self.warm_up, self.steps = warm_up, steps
+        self.warm_up = warm_up
+        self.steps = steps
         self.seconds = 0.0
         self._started = 0.0
 
@@ -199,7 +203,8 @@ class Clock(Callback):
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()
         now = time.perf_counter()
-        self.seconds, self._started = (now - self._started) / self.steps, now
+        self.seconds = (now - self._started) / self.steps
+        self._started = now
 
 
 def line(measured: Measured) -> str:

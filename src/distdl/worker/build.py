@@ -125,7 +125,8 @@ def build(
     )
     for callback in callbacks:
         if isinstance(callback, RecordSamples):
-            callback.run_dir, callback.attempt = run.path, attempt.number
+            callback.run_dir = run.path
+            callback.attempt = attempt.number
     callbacks = [modules, metrics, *callbacks, checkpointer]
     trainer = build_trainer(config, strategy, environment, resources, callbacks, loggers, run)
     parts = (config, run, trainer, module, datamodule, metrics, checkpointer)
@@ -174,7 +175,8 @@ def attach_optimizer(
 ) -> None:
     """Makes the module's `configure_optimizers` build the config's optimizer and schedule, for the
     global batch of the loaders (`position`) or, if they do not state it, the `declared` one."""
-    optimizer_node, schedule_node = plain(config.get("optimizer")), plain(config.get("schedule"))
+    optimizer_node = plain(config.get("optimizer"))
+    schedule_node = plain(config.get("schedule"))
     if not optimizer_node:
         return
 

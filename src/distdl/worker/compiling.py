@@ -34,7 +34,8 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
     model cannot train in any mode, or if there is no compiler. Collective."""
     if "training_step" not in task_facts.of(config).calls:
         return config
-    resources, measured = context.resources, []
+    resources = context.resources
+    measured = []
     refuse_without_compiler(resources.accelerator)
     keep_results()
     for mode in modes(config, resources.accelerator):

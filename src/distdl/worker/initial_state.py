@@ -55,7 +55,8 @@ class InitialState:
     """
 
     def __init__(self, context: Built, path: str) -> None:
-        self.context, self.trainer = context, context.trainer
+        self.context = context
+        self.trainer = context.trainer
         self.file = shown(Path(path))
         self.own = Path(path).is_relative_to(context.run.path)
 
@@ -101,7 +102,8 @@ class InitialState:
         trains = trainer.state.fn == TrainerFn.FITTING
         if self.own or not (trains and trainer.strategy.lightning_restore_optimizer):
             return trainer.restore_everything()
-        foreign, reason = KEY not in checkpoint, None
+        foreign = KEY not in checkpoint
+        reason = None
         configured = [[{**group} for group in each.param_groups] for each in trainer.optimizers]
         if foreign:
             trainer.fit_loop.forget_loaders()
@@ -111,7 +113,8 @@ class InitialState:
                 trainer.strategy.setup_optimizers(trainer)
             message = "%s: only its weights are loaded, and the training starts at step 0: %s"
             return log.warning(message, self.file, reason)
-        longest, trainer.fit_loop.max_epochs = trainer.fit_loop.max_epochs, None
+        longest = trainer.fit_loop.max_epochs
+        trainer.fit_loop.max_epochs = None
         trainer.restore_everything()  # without a limit, as Lightning's error names no file
         trainer.fit_loop.max_epochs = longest
         ours = checkpoint.get(KEY) or {}
@@ -186,7 +189,8 @@ def apply_settings(
                     differences[name] = f"{name} {new[name]} instead of {group.get(name)}"
                     group[name] = new[name]
             # Lightning records the built rate only with a schedule; a module may have set another.
-            was, now = group.get("initial_lr"), new.get("initial_lr", new["lr"])
+            was = group.get("initial_lr")
+            now = new.get("initial_lr", new["lr"])
             with suppress(IndexError, TypeError):
                 was = before[number][index]  # type: ignore[index]
             ratio = now / (was * batch_ratio) if was else 1.0
@@ -207,7 +211,8 @@ def apply_settings(
 
 def misfit(checkpoint: Mapping[str, Any], trainer: Trainer) -> str | None:
     """The reason why a file's optimizers and schedules do not fit this training; None: they may."""
-    states, optimizers = checkpoint.get("optimizer_states"), trainer.optimizers
+    states = checkpoint.get("optimizer_states")
+    optimizers = trainer.optimizers
     if states is None or "lr_schedulers" not in checkpoint:
         return "it has no optimizer state"
     if len(states) != len(optimizers):

@@ -55,14 +55,17 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     stop.install()
     helpers.outlived_by_helpers()
     survive_closed_pipes()
-    run, bundle = RunDirectory(arguments.store.absolute()), Bundle(arguments.bundle.absolute())
+    run = RunDirectory(arguments.store.absolute())
+    bundle = Bundle(arguments.bundle.absolute())
     try:
         last = run.last_attempt()
         attempt = bundle.create_store(run, arguments.attempt or (last.number if last else 1))
     except UserError as error:
         print(f"distdl: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    rank, facts, watchdog = 0, dict[str, Any](), None
+    rank = 0
+    facts = dict[str, Any]()
+    watchdog = None
     try:
         try:
             launch = attempt.launch()
@@ -81,12 +84,15 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
                 new.start()
                 watchdog = new
             context = RankContext(attempt, launch, resources, environment, stop, watchdog)
-            state, facts["metrics"] = JobState.SUCCEEDED, perform(bundle, context)
+            facts["metrics"] = perform(bundle, context)
+            state = JobState.SUCCEEDED
         except Stopped as request:
-            state, facts["error"] = request.state, str(request)
+            state = request.state
+            facts["error"] = str(request)
             log.warning("%s: %s", state.lower(), request)
         except KeyboardInterrupt:
-            state, facts["error"] = JobState.CANCELLED, "interrupted"
+            state = JobState.CANCELLED
+            facts["error"] = "interrupted"
         if rank == 0:
             attempt.end(state, **facts)
         return state.exit_code
@@ -127,12 +133,14 @@ def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
     with contextlib.chdir("."):  # an import may change the folder; shown paths depend on it
         kinds.refuse(resolve(config).values, Trust(tuple(python_path), tuple(allow)))
     context.stop.check()
-    environment, accelerator = context.environment, context.resources.accelerator
+    environment = context.environment
+    accelerator = context.resources.accelerator
     rank_table.refuse_missing_device(environment, accelerator)
     if accelerator == "cpu":
         allocator.keep_freed_memory()
     log.debug("imports are done; joining the other ranks")  # each may take minutes
-    store, attempt = None, context.attempt.number
+    store = None
+    attempt = context.attempt.number
     examiner = named_tools.examiner(config)
     if examiner and environment.world_size > 1:
         store = examiner.rendezvous(environment, attempt)

@@ -64,7 +64,8 @@ def examine(config: DictConfig, context: RankContext) -> None:
     """Lets the doctor look at the machines, if it is wanted."""
     if examiner := named_tools.examiner(config):
         examiner.examine(config, context, None)
-    accelerator, precision = context.resources.accelerator, config.trainer.get("precision")
+    accelerator = context.resources.accelerator
+    precision = config.trainer.get("precision")
     rank_table.warn_without_bf16(accelerator, precision)
 
 
@@ -126,7 +127,9 @@ def build_run(
     config: DictConfig, context: RankContext, tracker: Tracking, checkpoint: str | None
 ) -> Built:
     """Builds the run, which its watchdog, its trackers and the start of the output then know."""
-    attempt, rank, watchdog = context.attempt, context.environment.rank, context.watchdog
+    attempt = context.attempt
+    rank = context.environment.rank
+    watchdog = context.watchdog
     built = build(
         config,
         context.run,

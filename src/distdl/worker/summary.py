@@ -28,7 +28,9 @@ from distdl.worker.rank_context import RankContext
 
 def run_info(config: DictConfig, context: RankContext) -> RunInfo:
     """Collects what tracking records; the same for all ranks."""
-    path, launch, world_size = context.run.path, context.launch, context.resources.world_size
+    path = context.run.path
+    launch = context.launch
+    world_size = context.resources.world_size
     run_id = launch["run_id"]
     provenance = read_json(path / PROVENANCE)
     params = parameters(config, provenance)
@@ -119,7 +121,8 @@ def print_batch(
     total, trainable = counts["total"], counts["trainable"]
     all_of = "all" if total == trainable else f"{trainable:,}"
     print(f"model   {total:,} parameters, {all_of} trainable")
-    config, position = built.config, built.checkpointer.position
+    config = built.config
+    position = built.checkpointer.position
     declared, shares, _ = batches.factors(config, size)
     global_batch = built.checkpointer.global_batch_size
     if position.samples:

@@ -78,7 +78,8 @@ class FunctionTask(Task[Built]):
     """A task that is a plain function of the user's."""
 
     def __init__(self, function: Callable[..., Metrics | None], arguments: dict[str, Any]) -> None:
-        self.function, self.arguments = function, arguments
+        self.function = function
+        self.arguments = arguments
 
     def run(self, context: Built) -> Metrics | None:
         return self.function(context, **self.arguments)

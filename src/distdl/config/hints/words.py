@@ -167,7 +167,8 @@ def quoted_items(value: str) -> str:
 
 def open_brackets(text: str) -> str:
     """The closing brackets that a text without quotes lacks: `]` for `[0.1`."""
-    closing, waiting = {"[": "]", "{": "}", "(": ")"}, ""
+    closing = {"[": "]", "{": "}", "(": ")"}
+    waiting = ""
     for letter in text if not {"'", '"'} & {*text} else "":  # those inside quotes do not count
         if letter in closing:
             waiting = closing[letter] + waiting
@@ -204,7 +205,8 @@ _KEY = re.compile(r"[a-z_]\w*(\.\w+)*")
 _SIGNS = ("=", ":", "==", ":=")
 # Quotes, dashes and spaces as word processors and web pages write them.
 _QUOTES = "\u201c\u201d\u201e\u201f\u00ab\u00bb\u2018\u2019\u201a"
-_DASHES, _SIGNS_WIDE = "\u2010\u2011\u2012\u2013\u2014\u2212", "\u00a0\u3000\uff1d\uff1a\uff0c"
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"
+_SIGNS_WIDE = "\u00a0\u3000\uff1d\uff1a\uff0c"
 _TYPESET = str.maketrans(
     _QUOTES + _DASHES + _SIGNS_WIDE, '"' * len(_QUOTES) + "-" * 6 + "  =:,", "\u200b\ufeff"
 )
@@ -267,7 +269,8 @@ def _refused(left: Sequence[str], count: int, typed: str, commands: Sequence[str
         count: The words into which the shell split it.
         typed: It, as it was meant.
     """
-    word, rest = left[0], left[count:]
+    word = left[0]
+    rest = left[count:]
     if count > 1:
         what = "the shell splits it into several words"
         return _Refused(typed, what, f"write {shlex.quote(typed)}", count)
@@ -297,7 +300,8 @@ def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
     """Checks overrides as the shell passed them, before they are parsed: refuses, by a UserError,
     words without `=`. These are misspelt or other tools' verbs (if there are `commands`), or a part
     of an override that the shell split."""
-    problems, left = [], list(words)
+    problems = []
+    left = list(words)
     while left:
         count, override = first_override(left)
         word = left[0]

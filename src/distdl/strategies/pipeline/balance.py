@@ -23,13 +23,15 @@ def partition(costs: Sequence[float], pieces: int) -> list[int]:
 
     Piece i has the blocks, at least one, from bounds[i] to bounds[i + 1] of the returned bounds.
     """
-    total, count = list(itertools.accumulate(costs, initial=0.0)), len(costs)
+    total = list(itertools.accumulate(costs, initial=0.0))
+    count = len(costs)
     assert 1 <= pieces <= count
     # best[j]: the largest piece's cost in the best cut of the first j blocks into k pieces.
     best = [0.0, *[math.inf] * count]
     cuts: list[list[int]] = []
     for k in range(1, pieces + 1):
-        row, chosen = [math.inf] * (count + 1), [0] * (count + 1)
+        row = [math.inf] * (count + 1)
+        chosen = [0] * (count + 1)
         for j in range(k, count + 1):
             options = ((max(best[i], total[j] - total[i]), i) for i in range(k - 1, j))
             row[j], chosen[j] = min(options)
@@ -97,6 +99,7 @@ def bubble(schedule: str, stages: Sequence[float], pieces: int, micro_batches: i
 
     `stages` are the costs of one micro-batch on each device, in any unit.
     """
-    slowest, work = max(stages), sum(stages)
+    slowest = max(stages)
+    work = sum(stages)
     duration = micro_batches * slowest + FILLING[schedule] / pieces * (work - slowest)
     return 1 - micro_batches * work / (len(stages) * duration)

@@ -44,7 +44,9 @@ class Piece(nn.Module):
         self.blocks = nn.Sequential(*(module for block in blocks for module in block.modules))
         # The model's train() and eval() do not reach modules that have no name in it.
         self.unnamed = [m for block in blocks for name, m in block.parts if name is None]
-        self.entering, self.leaving, self.context = entering, leaving, context
+        self.entering = entering
+        self.leaving = leaving
+        self.context = context
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad:
@@ -175,7 +177,8 @@ class Engine:
             flows = self._flows(inputs)
             stages: list[Any] = []
             for number, piece in self.pieces.items():
-                entering, leaving = flows[number], flows[number + 1]
+                entering = flows[number]
+                leaving = flows[number + 1]
                 # requires_grad tells torch whether a gradient is sent back for a tensor.
                 stage = Stage(
                     *(piece, number, len(self.shapes), self.device),

@@ -23,8 +23,10 @@ class FirstStageLoader:
     def __init__(
         self, loader: Any, position: StagePosition, group: dist.ProcessGroup, key: Any
     ) -> None:
-        self.loader, self._position = loader, position
-        self._group, self._key = group, key
+        self.loader = loader
+        self._position = position
+        self._group = group
+        self._key = key
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -121,7 +121,8 @@ def _inputs(trainer: Trainer, device: torch.device) -> tuple[torch.Tensor, int]:
 def table(strategy: StagedStrategy, blocks: Sequence[Block], plan: PipelinePlan) -> str:
     """The stages, their costs, the predicted bubble, and the setting that repeats this split."""
     position, count = strategy.position, strategy.micro_batches
-    stages, spans = position.stages, list(itertools.pairwise(plan.bounds))
+    stages = position.stages
+    spans = list(itertools.pairwise(plan.bounds))
 
     def of_stage(stage: int, values: Sequence[float]) -> float:
         return sum(sum(values[start:end]) for start, end in spans[stage::stages])

@@ -33,7 +33,8 @@ class GradientReducer:
         micro_batches: int,
         bucket_mb: float,
     ) -> None:
-        self.group, self.replicas = group, dist.get_world_size(group)
+        self.group = group
+        self.replicas = dist.get_world_size(group)
         self.micro_batches = micro_batches
         self.pieces = [[p for p in piece if p.requires_grad] for piece in pieces]
         # Backward completes the last block of the last piece first.

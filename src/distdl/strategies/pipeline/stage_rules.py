@@ -199,7 +199,8 @@ def too_many(stages: int, per_stage: int, blocks: int) -> Iterator[Problem]:
     """Reports more pieces than the model has blocks."""
     if stages * per_stage <= blocks:
         return
-    several, most = per_stage > 1, blocks // stages
+    several = per_stage > 1
+    most = blocks // stages
     pieces = f" of {per_stage} pieces" if several else ""
     what = f"{stages} stages{pieces} are more than the {blocks} blocks of the model"
     if several and most > 1:

@@ -75,7 +75,8 @@ class PipelineStrategy(StagedStrategy):
         bucket_cap_mb: AboveZero = 25,
     ) -> None:
         super().__init__()
-        self.schedule, self.balance = schedule, balance
+        self.schedule = schedule
+        self.balance = balance
         self.settings = {
             "stages": stages,
             "schedule": schedule,
@@ -249,7 +250,8 @@ class PipelineStrategy(StagedStrategy):
             raise RuntimeError("under strategy=pipeline, forward takes one tensor: its inputs")
         if not self.lightning_module.trainer.training:
             return self._engine.evaluate(given[0])
-        outputs, self._outputs = self._outputs, None
+        outputs = self._outputs
+        self._outputs = None
         if outputs is None or len(outputs) != len(given[0]):
             raise RuntimeError(
                 "under strategy=pipeline, training_step calls self(inputs) once, with the inputs "

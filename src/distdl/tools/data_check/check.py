@@ -69,7 +69,8 @@ def check(options: argparse.Namespace) -> int:
 
 def inspect(data: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """The findings of each split, and the rates of the first one with intact images, or None."""
-    rates, seen = None, {}
+    rates = None
+    seen = {}
     for name, images in data.splits.items():
         if not len(images.labels) or (options.all and rates is not None):
             continue
@@ -89,7 +90,8 @@ def inspect(data: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any
 
 def sample(images: Any, count: int, remote: bool) -> tuple[int | None, Any]:
     """The middle shard (None: nothing must be downloaded), and evenly spread image indices."""
-    shard, rows = None, np.arange(len(images.labels))
+    shard = None
+    rows = np.arange(len(images.labels))
     if remote:
         shard = len(images.names) // 2
         rows = np.flatnonzero(images.where["shard"] == shard)

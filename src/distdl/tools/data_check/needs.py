@@ -110,7 +110,8 @@ def judge(
         reading: Images per second that one process reads from the disk.
         cores: Of this machine, shared by `gpus` GPUs.
     """
-    share, per_core = cores / gpus, formats[0].per_core
+    share = cores / gpus
+    per_core = formats[0].per_core
     needed = cores_for(wanted.rate, per_core)
     if needed <= share:
         workers = workers_for(wanted.rate, per_core)

@@ -52,7 +52,8 @@ def images(screen: Screen, seen: dict[str, Findings], every: bool) -> None:
     count = sum(s.count for s in seen.values())
     sizes = np.array([size for s in seen.values() for size in s.sizes])
     if len(sizes):
-        (low_w, low_h), (high_w, high_h) = sizes.min(0), sizes.max(0)
+        low_w, low_h = sizes.min(0)
+        high_w, high_h = sizes.max(0)
         width, height = np.median(sizes, axis=0).astype(int)
         extent = f"from {low_w} x {low_h} to {high_w} x {high_h}"
         share = f"{'all' if every else 'a sample of'} {count:,}"

@@ -91,7 +91,8 @@ class ImageReader:
 
     def part(self, indices: Sequence[int]) -> ImageReader:
         """A reader of only those images, small enough to be pickled to another process."""
-        where, empty = self.images.where, np.empty(0)
+        where = self.images.where
+        empty = np.empty(0)
         where = where[indices] if self.images.names else [where[int(i)] for i in indices]
         part = SplitImages(empty, empty, 0, where, self.images.names)
         return ImageReader(part, self.folder, self.max_pixels)
@@ -143,7 +144,8 @@ class DataAtUri:
             return
         assert shard is not None
         with tempfile.TemporaryDirectory(prefix="distdl-check-") as folder:
-            name, start = images.names[shard], time.perf_counter()
+            name = images.names[shard]
+            start = time.perf_counter()
             self.store.download(name, Path(folder, name))
             self.download_seconds += time.perf_counter() - start
             self.downloaded_bytes += Path(folder, name).stat().st_size
@@ -173,7 +175,8 @@ def find(uri: str) -> DataAtUri:
 
 
 def _shards(data: DataSet, remote: bool) -> DataAtUri:
-    store, splits = data.store, {}
+    store = data.store
+    splits = {}
     for name, split in data.manifest.splits.items():
         content = store.read(split.index.name)
         if hashlib.sha256(content).hexdigest() != split.index.sha256:

@@ -40,13 +40,15 @@ def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rat
     from distdl.images.views import TrainView
 
     reader.forget(indices)
-    start, files = time.perf_counter(), []
+    start = time.perf_counter()
+    files = []
     for index in indices:
         with suppress(OSError):  # unreadable images are counted in `inspect_images`
             files.append(reader.read(int(index)))
     seconds = max(1e-9, time.perf_counter() - start)
 
-    view, images = TrainView(image_size, max_pixels=reader.max_pixels), []
+    view = TrainView(image_size, max_pixels=reader.max_pixels)
+    images = []
     for data in files:
         with suppress(ValueError):  # damaged images are counted in `inspect_images`
             view(data)
@@ -79,7 +81,8 @@ def _decode(sets: Sequence[Sequence[bytes]], view: Callable[[bytes], Any]) -> li
     import torch
 
     batch, rounds = 32, 0
-    seconds, cycles = [0.0] * len(sets), [itertools.cycle(images) for images in sets]
+    seconds = [0.0] * len(sets)
+    cycles = [itertools.cycle(images) for images in sets]
     while min(seconds) < SECONDS:
         for number, images in enumerate(cycles):
             start = time.process_time()  # CPU time, since other processes may be running

@@ -53,7 +53,8 @@ def examine(
     Raises:
         Unfit: A check fails.
     """
-    started, rank = time.monotonic(), context.environment.rank
+    started = time.monotonic()
+    rank = context.environment.rank
     judged = _measured(config, context, expect)
     report = {"seconds": time.monotonic() - started, "checks": [row._asdict() for row in judged]}
     if rank == 0:
@@ -70,13 +71,17 @@ def examine(
 
 
 def _measured(config: DictConfig, context: RankContext, expect: float | None) -> list[rows.Finding]:
-    environment, accelerator = context.environment, context.resources.accelerator
-    device, data, leaders = torch.device("cpu"), config.get("data") or {}, dict[str, int]()
+    environment = context.environment
+    accelerator = context.resources.accelerator
+    device = torch.device("cpu")
+    data = config.get("data") or {}
+    leaders = dict[str, int]()
     if accelerator == "gpu":
         device = torch.device("cuda", process_group.device_index(environment))
     facts = node.process(environment, accelerator)
     ranks = process_group.gather(facts)
-    names, places = [findings.who(each) for each in ranks], dict[str, list[int]]()
+    names = [findings.who(each) for each in ranks]
+    places = dict[str, list[int]]()
     for each in ranks:
         leaders.setdefault(each["host"], each["rank"])
         places.setdefault(each["host"], []).append(each["rank"])
@@ -110,7 +115,8 @@ def _measured(config: DictConfig, context: RankContext, expect: float | None) ->
 
 def _repeated(measure: Callable[[], T], slow: Callable[[T], set[str]]) -> tuple[T, set[str]]:
     """What is measured, and what was slow in each of several passes, or in one if nothing is."""
-    still, measured = slow(first := measure()), first
+    measured = measure()
+    still = slow(measured)
     for _ in range(PASSES - 1):
         if still:
             measured = measure()
@@ -120,7 +126,9 @@ def _repeated(measure: Callable[[], T], slow: Callable[[T], set[str]]) -> tuple[
 
 def _shm_needed(data: Any, environment: Environment) -> int:
     """Bytes of /dev/shm for a host's ranks: batches in the loaders' queues, and own buffers."""
-    workers, size, batch = data.get("num_workers"), data.get("image_size"), 0
+    workers = data.get("num_workers")
+    size = data.get("image_size")
+    batch = 0
     if isinstance(size, int) and isinstance(workers, int) and workers:
         batch = (2 * workers + 1) * int(data.get("batch_size") or 1) * 3 * size**2
     return environment.local_world_size * (findings.SHM_PER_RANK + batch)

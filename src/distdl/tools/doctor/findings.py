@@ -51,7 +51,8 @@ def links(
     """The links, each against what was promised in bytes per second, and those that were slower
     than the others in every pass."""
     for pair, each in found.items():
-        where, gigabytes = " - ".join(pair), each.rate / GB
+        where = " - ".join(pair)
+        gigabytes = each.rate / GB
         if expected and each.rate < EXPECTED_SHARE * expected:
             promised = f"GB/s of {expected / GB:.4g}"
             yield Finding("link", where, FAIL, gigabytes, promised, CABLES)
@@ -69,9 +70,12 @@ def links(
 def devices(speeds: Mapping[str, Speed], still_slow: set[str]) -> Iterator[Finding]:
     """The matrix products of each rank's device."""
     for where, each in speeds.items():
-        state, less, remedy = PASS, "", ""
+        state = PASS
+        less = ""
+        remedy = ""
         if where in still_slow:
-            state, less = FAIL, f", below {100 * SLOW_DEVICE:.0f} % of the others"
+            state = FAIL
+            less = f", below {100 * SLOW_DEVICE:.0f} % of the others"
             remedy = "leave the host out, or look for other programs, heat and limits on it"
             if each.cpu_share is not None:
                 remedy += f" (the process had {100 * each.cpu_share:.0f} % of a core)"
@@ -137,7 +141,8 @@ def who(rank: Facts) -> str:
 def gpus(ranks: Sequence[Facts]) -> Iterator[Finding]:
     """What the driver tells of each GPU."""
     for each in ranks:
-        where, gpu = who(each), each.get("gpu")
+        where = who(each)
+        gpu = each.get("gpu")
         if not gpu or "error" in gpu:
             what = gpu["error"] if gpu else "no GPU"
             yield Finding("GPU", where, SKIP, None, what)

@@ -50,7 +50,9 @@ def measure(places: Mapping[str, list[int]], device: torch.device) -> dict[Pair,
     with those of the other at once, and their rates are added."""
     if len(places) == 1:
         return {}
-    rank, started, mine = dist.get_rank(), time.monotonic(), dict[Pair, Exchange]()
+    rank = dist.get_rank()
+    started = time.monotonic()
+    mine = dict[Pair, Exchange]()
     for pairs in rounds([*places]):
         dist.barrier()
         for one, other in pairs:
@@ -98,7 +100,8 @@ def _exchange(tensor: torch.Tensor, other: int) -> tuple[float, torch.Tensor]:
 def offsets(leaders: list[int]) -> dict[int, tuple[float, float]]:
     """By how many seconds the clock of each leader is ahead of rank 0's, and the uncertainty: half
     of the fastest round trip. NTP's formula, https://www.rfc-editor.org/rfc/rfc5905#section-8"""
-    rank, results = dist.get_rank(), {}
+    rank = dist.get_rank()
+    results = {}
     for other in leaders:
         trips = []
         for _ in range(8 if rank in (0, other) else 0):
@@ -140,7 +143,9 @@ def speed(device: torch.device) -> Speed:
     results = []
     for _ in range(2):
         _finish(device)
-        count, started, used = 0, time.perf_counter(), time.thread_time()
+        count = 0
+        started = time.perf_counter()
+        used = time.thread_time()
         while (passed := time.perf_counter() - started) < WORK_S:
             torch.mm(a, b)
             _finish(device)

@@ -25,7 +25,8 @@ from distdl.stores.remote import PART, RemoteStore, in_parallel
 from distdl.util.errors import UserError
 
 PACKAGES = ("torch", "lightning", "distdl", "numpy", "torchvision")
-CHUNK, DISK_S = 4 << 20, 0.7  # bytes; seconds of writing
+CHUNK = 4 << 20  # bytes
+DISK_S = 0.7  # seconds of writing
 STORE_S = 1.5  # seconds of reading
 LIMITS = {"nofile": "RLIMIT_NOFILE", "nproc": "RLIMIT_NPROC", "memlock": "RLIMIT_MEMLOCK"}
 
@@ -33,7 +34,8 @@ LIMITS = {"nofile": "RLIMIT_NOFILE", "nproc": "RLIMIT_NPROC", "memlock": "RLIMIT
 def process(environment: Environment, accelerator: str) -> dict[str, Any]:
     """The facts of each rank."""
     facts: dict[str, Any] = {"host": socket.gethostname(), "rank": environment.rank}
-    facts["node"], facts["versions"] = environment.node_rank, versions(accelerator)
+    facts["node"] = environment.node_rank
+    facts["versions"] = versions(accelerator)
     facts["limits"] = {k: resource.getrlimit(getattr(resource, v))[0] for k, v in LIMITS.items()}
     if accelerator == "gpu":
         facts["gpu"] = gpu(process_group.device_index(environment))
@@ -72,7 +74,9 @@ def host(run: Path, data: Any, rank: int) -> dict[str, Any]:
 
 def write_rate(file: Path) -> float:
     """Bytes per second that reach the disk, in the fastest of several parts."""
-    data, best, end = os.urandom(CHUNK), 0.0, time.perf_counter() + DISK_S
+    data = os.urandom(CHUNK)
+    best = 0.0
+    end = time.perf_counter() + DISK_S
     try:
         with file.open("wb", buffering=0) as target:
             while not best or time.perf_counter() < end:
@@ -93,7 +97,8 @@ def read_rate(store: Store) -> float:
     name = max(sizes, key=lambda name: sizes[name], default="")
     if not name or not sizes[name]:
         raise StoreError(f"{store.uri} holds no data")
-    part, read = min(PART, sizes[name]), []
+    part = min(PART, sizes[name])
+    read = []
     started = time.perf_counter()
 
     def fetch(number: int) -> None:
@@ -103,7 +108,8 @@ def read_rate(store: Store) -> float:
 
     fetch(0)  # connects, and may be all that a slow store gives in this time
     if (first := time.perf_counter() - started) < STORE_S:
-        read, started = [], time.perf_counter()
+        read = []
+        started = time.perf_counter()
         in_parallel(fetch, range(10_000))
         first = time.perf_counter() - started
     return sum(read) / first

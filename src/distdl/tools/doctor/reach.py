@@ -57,7 +57,8 @@ def rendezvous(environment: Environment, attempt: int) -> Any:
 
 def _await_rank_0(environment: Environment, who: str, main: str) -> None:
     """Until rank 0 listens."""
-    started, target = time.monotonic(), (environment.main_address, environment.main_port)
+    started = time.monotonic()
+    target = (environment.main_address, environment.main_port)
     while True:
         try:
             socket.create_connection(target, PORT_S).close()
@@ -74,7 +75,8 @@ def _await_rank_0(environment: Environment, who: str, main: str) -> None:
 def _reach_all(environment: Environment, store: Any, address: str) -> None:
     """One rank of each host listens at a free port, as gloo and NCCL do, and the others connect."""
     nodes = range(environment.world_size // environment.local_world_size)
-    host, family = socket.gethostname(), socket.AF_INET6 if ":" in address else socket.AF_INET
+    host = socket.gethostname()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=len(nodes)) as server:
         if environment.local_rank == 0:
             where = [address, server.getsockname()[1], host]

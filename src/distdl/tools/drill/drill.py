@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 TWIN = "twin"
-LIMIT_S, LIMIT_TWINS = 300.0, 10  # how long each part of a trial may take; the second in twins
-TIMEOUT_S, TIMEOUT_STEPS = 5.0, 4  # of the watchdog; the second in steps
+# How long each part of a trial may take: the longer of these two.
+LIMIT_S = 300.0
+LIMIT_TWINS = 10  # times the time of the undisturbed twin
+# The watchdog's timeout in a trial: the longer of these two.
+TIMEOUT_S = 5.0
+TIMEOUT_STEPS = 4  # times the time of a step
 TWIN_LIMIT_S = 86400.0
 MLFLOW = {"_target_": "distdl.tracking.mlflow.MLflowLogger", "interval": 0.5}
 
@@ -80,14 +84,16 @@ def drill(config: DictConfig, options: Namespace) -> int:
     typed = compose.typed(config) or compose.parse_overrides(options.run[1:])
     consent.refuse(config, typed)
     refuse(config, typed)
-    short, began = shortened(config, options.steps), time.monotonic()
+    short = shortened(config, options.steps)
+    began = time.monotonic()
     name = f"drill-{time.strftime('%Y-%m-%d_%H-%M-%S')}/{TWIN}"
     planned = planning.plan(short, name, typed)
     planning.check_classes(planned, apart=True)
     print(f"{TWIN}: {options.steps} steps without a fault", flush=True)
     with closing(DrilledRun(planned, TWIN_LIMIT_S)) as twin:
         twin.wait(lambda: False)
-    seconds, batches = time.monotonic() - began, twin.step()
+    seconds = time.monotonic() - began
+    batches = twin.step()
     if not twin.succeeded or not batches:
         print(f"the run fails without a fault; see {shown(twin.log)}")
         if report := incident.read(twin.run.last_attempt() or twin.first):
@@ -96,7 +102,8 @@ def drill(config: DictConfig, options: Namespace) -> int:
     print(f"  {seconds:.1f} s, {batches} batches", flush=True)
     if short.watchdog.timeout is None:
         short.watchdog.timeout = round(max(TIMEOUT_S, TIMEOUT_STEPS * seconds / batches))
-    limit, above = max(LIMIT_S, LIMIT_TWINS * seconds), twin.run.path.parent
+    limit = max(LIMIT_S, LIMIT_TWINS * seconds)
+    above = twin.run.path.parent
     rows = [FaultRow(name, FAULTS[name].lacking(planned)) for name in options.faults]
     for number, row in enumerate(rows, 1):
         print(f"[{number}/{len(rows)}] {row.fault}", flush=True)

@@ -45,8 +45,11 @@ class DrilledRun:
         own_network: bool = False,
         server: TrackingServer | None = None,
     ) -> None:
-        self.planned, self.run, self.limit = planned, planned.run, limit
-        self.own_network, self.server = own_network, server
+        self.planned = planned
+        self.run = planned.run
+        self.limit = limit
+        self.own_network = own_network
+        self.server = server
         self.log = planned.run.path.with_suffix(".log")
         self.first = Attempt(planned.run.path / "attempts" / "001")
         self.start(planned)
@@ -65,7 +68,8 @@ class DrilledRun:
         if self.process.is_alive() and not self.planned.launch.is_local:
             self.process.terminate()  # cancels the job
             self.process.join(END_S)
-        pid, last = self.process.pid, self.run.last_attempt() or self.first
+        pid = self.process.pid
+        last = self.run.last_attempt() or self.first
         left = [(socket.gethostname(), f"{pid}:{start_time(pid)}")]
         left += [(each.host, name) for each in last.ranks() for name in each[2:]]
         self.act(processes.KILL_TREE, left)

@@ -25,7 +25,8 @@ class TrackingServer:
             port = free.getsockname()[1]
         store = "--backend-store-uri sqlite:///mlflow.db --artifacts-destination artifacts"
         words = f"-m mlflow server --workers 1 --host 127.0.0.1 --port {port} {store}"
-        self.folder, self.uri = folder, f"http://127.0.0.1:{port}"
+        self.folder = folder
+        self.uri = f"http://127.0.0.1:{port}"
         self.command = [sys.executable, *words.split()]
         self.start()
         while not self.answers():

@@ -51,7 +51,8 @@ def inject(row: FaultRow, run: DrilledRun, moment: int, random: Random) -> None:
         row.note = "the run ended before the fault"
         return
     time.sleep(random.uniform(0, STEP_S))
-    fault, start = FAULTS[row.fault], time.monotonic()
+    fault = FAULTS[row.fault]
+    start = time.monotonic()
     hit = [each.rank for each in fault.inject(run, random)]
     print(f"  done after batch {run.step()}" + (f" to {hit}" if hit else ""), flush=True)
 

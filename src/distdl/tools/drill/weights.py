@@ -21,7 +21,8 @@ def largest_difference(run: Path, twin: Path) -> float:
         return math.inf
     largest = 0.0
     for name, values in one.items():
-        first, second = values.flatten().contiguous(), other[name].flatten().contiguous()
+        first = values.flatten().contiguous()
+        second = other[name].flatten().contiguous()
         if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
             gap = float((first.double() - second.double()).abs().max())
             largest = max(largest, gap if math.isfinite(gap) else math.inf)

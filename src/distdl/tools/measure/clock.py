@@ -103,7 +103,8 @@ class Timeline:
 
     def open_window(self) -> None:
         """The first step of a window begins here. Call it after `clock.finish`."""
-        self._steps, self._marks = [], [self._now()]
+        self._steps = []
+        self._marks = [self._now()]
 
     def step_done(self) -> None:
         now = self._now()
@@ -113,7 +114,8 @@ class Timeline:
     def close_window(self) -> list[Step]:
         """The steps since `open_window`. Call it after `clock.finish`."""
         steps = [self._resolved(marks) for marks in self._steps]
-        self._steps, self._marks = [], []
+        self._steps = []
+        self._marks = []
         return steps
 
     def _now(self) -> Mark:
@@ -125,7 +127,8 @@ class Timeline:
             self._marks.append(self._now())
 
     def _resolved(self, marks: Sequence[Mark]) -> Step:
-        phases, lengths = dict.fromkeys(PHASES, 0.0), []
+        phases = dict.fromkeys(PHASES, 0.0)
+        lengths = []
         for mark, following in itertools.pairwise(marks):
             lengths.append(self.clock.between(mark.device, following.device))
             phases[mark.phase] += lengths[-1]

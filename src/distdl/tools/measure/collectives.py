@@ -68,7 +68,8 @@ class CollectiveTrace:
 def analyse(events: Iterable[Any], steps: int) -> Exposed:
     """Reads the events of a trace (torch's `_KinetoEvent`) of that many steps."""
     seen = sorted_by_kind(_finished(list(events)))
-    busy, exposed = 0.0, defaultdict[str, float](float)
+    busy = 0.0
+    exposed = defaultdict[str, float](float)
     for seconds, sending, computing, phases in moments(seen):
         if not sending:
             continue

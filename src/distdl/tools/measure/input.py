@@ -45,7 +45,8 @@ class Input:
 
     def remove(self) -> None:
         del self._strategy.batch_to_device, self._strategy.process_dataloader
-        self._on_device, self.loaders = None, []
+        self._on_device = None
+        self.loaders = []
 
     def prefetched(self) -> int:
         """Batches that worker processes have ready before the first step asks for one."""
@@ -63,7 +64,8 @@ class EndlessLoader:
     """A loader that starts again when it ends, within one epoch of Lightning's."""
 
     def __init__(self, loader: Any, switch: Input) -> None:
-        self.loader, self.switch = loader, switch
+        self.loader = loader
+        self.switch = switch
 
     def __len__(self) -> int:
         return ENDLESS

@@ -40,8 +40,10 @@ def measure(device: torch.device, precision: str) -> Limits:
         precision: `trainer.precision`, which gives the type of the matrices. Float32 on a GPU uses
             torch's current setting (TF32 or not), as the training does.
     """
-    dtype, clock = DTYPES.get(str(precision)[:2], torch.float32), DeviceClock(device)
-    big, rates = device.type in ("cuda", "mps"), {}
+    dtype = DTYPES.get(str(precision)[:2], torch.float32)
+    clock = DeviceClock(device)
+    big = device.type in ("cuda", "mps")
+    rates = {}
     for size in (4096, 8192) if big else (512, 1024):
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         out = torch.empty_like(a)

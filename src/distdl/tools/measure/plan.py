@@ -61,7 +61,8 @@ def plan_strategy(
 
 def how_many(trainer: Any, requested: int | None) -> tuple[int, str]:
     """The number of devices: requested, from the config, the visible GPUs, or 8; and a note."""
-    devices, nodes = trainer.get("devices"), int(trainer.get("num_nodes") or 1)
+    devices = trainer.get("devices")
+    nodes = int(trainer.get("num_nodes") or 1)
     if requested:
         return requested, ""
     if isinstance(devices, int) and devices > 0:

@@ -39,10 +39,12 @@ class StrategyAdvice:
 def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -> StrategyAdvice:
     """The recommendation, by the `estimates` for the same machine."""
     by_name = {row.name: row for row in rows}
-    single, memory = by_name["single"], f"of {_gib(machine.memory)} GiB"
+    single = by_name["single"]
+    memory = f"of {_gib(machine.memory)} GiB"
     if machine.devices == 1:
         return _alone(measured, single, by_name["deepspeed_offload"], machine)
-    ddp, work = by_name["ddp"], measured.flops / machine.flops
+    ddp = by_name["ddp"]
+    work = measured.flops / machine.flops
     if single.fits(machine) and work < LITTLE:
         reason = f"a step is {1e6 * work:.2g} us of work: several devices would mostly wait for "
         reason += "each other. Use one device and a larger data.batch_size"

@@ -55,7 +55,8 @@ def of_rank(timing: Timing, device: torch.device) -> dict[str, Any]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = peak / (2**30 if sys.platform == "darwin" else 2**20)
     if device.type == "cuda":
-        name, memory = torch.cuda.get_device_name(device), memory_gib(device)
+        name = torch.cuda.get_device_name(device)
+        memory = memory_gib(device)
     windows = [
         {
             "input": window.input,
@@ -86,7 +87,9 @@ def assemble(
         link: See `limits.measure_link`.
         counted: The model's counts, or why it could not be counted.
     """
-    config, sizes, exposed = context.config, batch_size(context, timing), communication(ranks)
+    config = context.config
+    sizes = batch_size(context, timing)
+    exposed = communication(ranks)
     attempt = context.run.last_attempt()
     assert attempt is not None
     resources = attempt.resources()

@@ -98,7 +98,8 @@ class LiveBytes(TorchDispatchMode):
     def add(self, tree: Any) -> None:
         for tensor in _tensors(tree):
             storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
+            key = storage._cdata
+            size = storage.nbytes()
             if key not in self._known:
                 self._known.add(key)
                 self.now += size
@@ -248,7 +249,9 @@ def _step(
     tensors = [*module.parameters(), *module.buffers()]
     bytes_of = _total(tensors), _total(module.buffers()), _total(trained)
     measured = MeasuredStep(size, *bytes_of)
-    live, counter, before = LiveBytes(), FlopCounterMode(display=False), _total(_tensors(batch))
+    live = LiveBytes()
+    counter = FlopCounterMode(display=False)
+    before = _total(_tensors(batch))
     live.ignore(tensors)
     with ExitStack() as stack:
         stack.enter_context(_blocks_watched(module, measured, before, live, counter))
@@ -289,7 +292,8 @@ def _blocks_watched(
 
     def watch(block: MeasuredBlock) -> Callable[..., None]:
         def after(_: nn.Module, __: Any, output: Any) -> None:
-            memory, flops = live.now, float(counter.get_total_flops())
+            memory = live.now
+            flops = float(counter.get_total_flops())
             block.activations = max(0, memory - seen[-1][0])
             block.flops = flops - seen[-1][1]
             block.output = _total(_tensors(output))

@@ -57,7 +57,10 @@ class Benchmark(Task[Built]):
     calls = ("training_step", "train_dataloader")
 
     def __init__(self, warmup: int = 10, windows: int = 5, steps: int = 20, trace: int = 3) -> None:
-        self.warmup, self.windows, self.steps, self.trace = warmup, windows, steps, trace
+        self.warmup = warmup
+        self.windows = windows
+        self.steps = steps
+        self.trace = trace
 
     @classmethod
     def check(cls, node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem | str]:
@@ -72,7 +75,8 @@ class Benchmark(Task[Built]):
         """Returns the main numbers, as `benchmark/...`."""
         trainer = context.trainer
         timing = timed_fit(context, self._plan(trainer))
-        device, precision = trainer.strategy.root_device, context.config.trainer.get("precision")
+        device = trainer.strategy.root_device
+        precision = context.config.trainer.get("precision")
         measured = result.of_rank(timing, device)
         measured["limits"] = vars(limits.measure(device, str(precision or "32-true")))
         link = limits.measure_link(device, trainer.num_nodes)
@@ -111,7 +115,8 @@ def timed_fit(context: Built, plan: list[Segment]) -> Timing:
     """Trains for the steps of the plan, without callbacks and loggers that write."""
     trainer: Any = context.trainer
     stop = next(c.stop for c in trainer.callbacks if isinstance(c, Checkpointer))
-    timeline, source = Timeline(DeviceClock(trainer.strategy.root_device)), Input()
+    timeline = Timeline(DeviceClock(trainer.strategy.root_device))
+    source = Input()
     profiler = PhaseProfiler(timeline)
     windows = sum(segment.kind == WINDOW for segment in plan) // 2
 
@@ -123,10 +128,13 @@ def timed_fit(context: Built, plan: list[Segment]) -> Timing:
 
     timing = Timing(plan, timeline, profiler, source, stop, report)
     trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, NOT_TIMED)] + [timing]
-    loggers, trainer.loggers = trainer.loggers, [DummyLogger()]
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger()]
     trainer.profiler = profiler
     # The plan decides when to stop; epochs have no end.
-    trainer.limit_train_batches, trainer.limit_val_batches, loop = 1.0, 0, trainer.fit_loop
+    trainer.limit_train_batches = 1.0
+    trainer.limit_val_batches = 0
+    loop = trainer.fit_loop
     loop.max_epochs = max(loop.max_epochs or 1, 1)
     loop.min_epochs = loop.epoch_loop.min_steps = None
     loop.epoch_loop.max_steps = -1

@@ -63,7 +63,8 @@ def judge(
             `data_batch`, `workers` (of the loader), `compile` (None: no such argument).
         data_remedy: What to do if data is the limit.
     """
-    exposed, lost = communication or 0.0, f"{100 * lost_to_data:.0f} % of the speed"
+    exposed = communication or 0.0
+    lost = f"{100 * lost_to_data:.0f} % of the speed"
     waits = f"{100 * waiting:.0f} %"
     if lost_to_data > WORTH and lost_to_data >= exposed and waiting > lost_to_data / 2:
         why = f"real input costs {lost}; waiting for the batch takes {waits} of a step"
@@ -100,7 +101,8 @@ def communication_remedies(setting: Mapping[str, Any]) -> list[str]:
 
     The measured share includes waiting for the slowest rank, and shows no single link.
     """
-    name, remedies = setting.get("strategy"), []
+    name = setting.get("strategy")
+    remedies = []
     if setting.get("nodes", 1) > 1:
         remedies.append(
             "scale up before out, if the link between nodes is the limit (python -m distdl scale "
@@ -128,7 +130,8 @@ def communication_remedies(setting: Mapping[str, Any]) -> list[str]:
 
 def host_remedies(setting: Mapping[str, Any]) -> list[str]:
     """Fewer kernels, kernels that are started together, and longer ones."""
-    remedies, compiled = [], setting.get("compile")
+    remedies = []
+    compiled = setting.get("compile")
     if compiled is False:
         remedies.append("model.compile=true: fewer kernels")
     elif compiled in (True, "default") and int(setting.get("accumulate") or 1) == 1:
@@ -148,7 +151,8 @@ def compute_remedies(setting: Mapping[str, Any], other: float, mfu: float | None
         remedies.append("trainer.precision=bf16-mixed")
     if on_gpu and setting.get("compile") is False:
         remedies.append("model.compile=true")
-    good, batch = mfu is not None and mfu >= GOOD_MFU, setting.get("data_batch")
+    good = mfu is not None and mfu >= GOOD_MFU
+    batch = setting.get("data_batch")
     if batch and not good:
         remedies.append(f"data.batch_size=<more than {batch}>, while memory lasts")
     elif good or not remedies:

@@ -40,7 +40,8 @@ class Folder:
     in_blocks = False
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.left_out = folder, LeftOut()
+        self.folder = folder
+        self.left_out = LeftOut()
         missing = [split for split in SPLITS if not (folder / split).is_dir()]
         if missing:
             what = f"{folder} has no {' and no '.join(f'{split}/' for split in missing)}"
@@ -49,7 +50,8 @@ class Folder:
                 what = no_folder(folder)
                 remedy = unpacking.first(folder) + remedy
             raise UserError.at("--source", what, remedy)
-        self.classes, val = class_names(folder / "train"), class_names(folder / "val")
+        self.classes = class_names(folder / "train")
+        val = class_names(folder / "val")
         if not val and (kaggle := kaggle_below(folder)):
             what = f"{folder} is ImageNet as Kaggle has it: val/ has no class folders"
             source = f"--source {shlex.quote(str(kaggle))}"
@@ -62,7 +64,8 @@ class Folder:
 
     @cached_property
     def _images(self) -> list[Sample]:
-        samples, folders = [], ClassFolders(self.folder, "--source")
+        samples = []
+        folders = ClassFolders(self.folder, "--source")
         for split in SPLITS:
             self.left_out.beside(self.folder / split)
             for label, name in enumerate(self.classes):

@@ -71,7 +71,9 @@ class ImageNet:
     in_blocks = False
 
     def __init__(self, folder: Path, subset: bool = False) -> None:
-        self.folder, self.subset, self.left_out = folder, subset, LeftOut()
+        self.folder = folder
+        self.subset = subset
+        self.left_out = LeftOut()
         self.classes: list[str] = []
         self._files = Files(folder)
         self._parts = {split: _part(folder, split) for split in TARS}
@@ -115,7 +117,8 @@ class ImageNet:
         paths = [top] if top.is_file() else [*files_below(top, self.left_out, endings)]
         size = top.stat().st_size
         for number, path in enumerate(paths):
-            name, stat = path.relative_to(self.folder).as_posix(), path.stat()
+            name = path.relative_to(self.folder).as_posix()
+            stat = path.stat()
             if path != top and is_image(name):
                 yield name, ((name, 0, stat.st_size), stat.st_mtime_ns)
                 progress(number, len(paths))

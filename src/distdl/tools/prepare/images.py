@@ -25,7 +25,8 @@ from distdl.util.errors import Unwritten, UserError
 
 # PIL's names of the formats that are kept; MPO, from phones, is a JPEG followed by other JPEGs.
 KEPT = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png", "WEBP": ".webp"}
-JPEGS, JPEG_NAMES = ("JPEG", "MPO"), (".jpg", ".jpeg", ".jpe", ".jfif")
+JPEGS = ("JPEG", "MPO")
+JPEG_NAMES = (".jpg", ".jpeg", ".jpe", ".jfif")
 DEFAULT_QUALITY = 90
 WORTH_IT = 0.9  # re-encoding is lossy, so it must save at least a tenth
 ORIENTATION = 0x0112  # EXIF's tag
@@ -84,7 +85,8 @@ class Treatment:
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after scaling, never larger and never 0."""
-        long, short = max(width, height), min(width, height)
+        long = max(width, height)
+        short = min(width, height)
         scale = min(1.0, (self.max_side or long) / long, (self.short_side or short) / short)
         return max(1, round(width * scale)), max(1, round(height * scale))
 

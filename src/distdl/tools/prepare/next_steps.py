@@ -14,7 +14,8 @@ SPLITS = {"train": "training", "val": "validation"}
 def print_next(options: argparse.Namespace, kind: str, work: Preparation) -> None:
     where = options.upload.partition("?")[0] if options.upload else str(options.to)
     train = "+experiment=resnet50_imagenet" if kind == "imagenet" else "data=imagenet"
-    classes, empty = work.class_count(), work.empty_splits()
+    classes = work.class_count()
+    empty = work.empty_splits()
     number = "" if classes == 1000 else f" data.num_classes={classes}"
     print(f"check: python -m distdl data check {shlex.quote(where)}")
     for split in empty:

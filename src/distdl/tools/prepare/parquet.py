@@ -81,7 +81,8 @@ class ParquetImages:
         known = self._known_classes()
         numbers = {name: number for number, name in enumerate(known or ())}
         total = sum(self._opened(name).metadata.num_rows for name in self._splits)
-        labelled, done = records.Labelled(), 0
+        labelled = records.Labelled()
+        done = 0
         for name, split in self._splits.items():
             path = self._folder / name
             mtime = path.stat().st_mtime_ns

@@ -151,7 +151,8 @@ def prepare(
     check_space(options.to, missing, treatment)
     if work.begun:
         noun = "shards" if options.format == "shards" else "parts"
-        left, total_parts = len(missing), len(plan.parts)
+        left = len(missing)
+        total_parts = len(plan.parts)
         print(f"resuming: {total_parts - left:,} of {total_parts:,} {noun} are done")
     else:
         plan.save(work.plan_file)

@@ -152,7 +152,8 @@ class Labelled:
         labels = {sample.label for sample in self._samples}
         if names:
             labels |= {0, len(names) - 1}
-        low, high = min(labels), max(labels)
+        low = min(labels)
+        high = max(labels)
         if offset is None and low > 1:
             what = f"labels go from {low} to {high}; do they count from 0 or from 1?"
             raise UserError.at("--label-offset", what, "--label-offset 0, or 1")

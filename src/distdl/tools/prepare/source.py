@@ -135,7 +135,8 @@ class Files:
     """Reads parts of files below `folder`. Each process keeps up to `limit` of them open."""
 
     def __init__(self, folder: Path, limit: int = 64) -> None:
-        self.folder, self.limit = folder, limit
+        self.folder = folder
+        self.limit = limit
         self._open: dict[str, int] = {}
 
     def read(self, name: str, offset: int, length: int, mtime_ns: int = 0) -> bytes:

@@ -63,13 +63,15 @@ class TFRecords:
         self.left_out = LeftOut()
         folder, self._splits = records.find_files(Path(path), FILES, NAMED, split, self.left_out)
         self.classes: list[str] = []
-        self._label_offset, self._files = label_offset, Files(folder)
+        self._label_offset = label_offset
+        self._files = Files(folder)
 
     def scan(self, progress: Progress) -> Iterator[Sample]:
         """Every sample, in the order of the file names; `progress` counts bytes."""
         labelled = records.Labelled()
         stats = {name: (self._files.folder / name).stat() for name in self._splits}
-        done, total = 0, sum(stat.st_size for stat in stats.values())
+        done = 0
+        total = sum(stat.st_size for stat in stats.values())
         for name, split in self._splits.items():
             if not stats[name].st_size:
                 self.left_out.add(name, "empty")
@@ -122,7 +124,8 @@ def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[in
             data.madvise(mmap.MADV_RANDOM)  # readahead would read the images
         start = 0
         while start < size:
-            header, begin = data[start : start + 12], start + 12
+            header = data[start : start + 12]
+            begin = start + 12
             length, crc = struct.unpack("<QI", header.ljust(12))
             if begin <= size and masked_crc(header[:8]) != crc:
                 if start == 0 and (unpacking.is_compressed(header) or unpacking.is_zlib(header)):

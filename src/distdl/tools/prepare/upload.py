@@ -127,10 +127,13 @@ class _Sending:
     def __init__(
         self, store: Store, out: Path, files: list[File], missing: set[File], progress: Progress
     ) -> None:
-        self.store, self.out, self.progress = store, out, progress
+        self.store = store
+        self.out = out
+        self.progress = progress
         self.total = sum(file.bytes for file in files)
         self.done = self.total - sum(file.bytes for file in missing)
-        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
         progress(self.done, self.total)
 
     def send(self, file: File) -> None:

@@ -53,7 +53,8 @@ class Preparation:
     """
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
-        self.out, self.settings = out, settings
+        self.out = out
+        self.settings = settings
         self.plan_file = out / WORK / "plan.jsonl"
         self.manifest = out / (MANIFEST if settings["format"] == "shards" else FOLDER_MANIFEST)
         self._check()
@@ -203,7 +204,8 @@ class Preparation:
 def differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[str]:
     """The differences between two settings, as "seed was 0, is 1"."""
     for key in sorted(before.keys() | now.keys()):
-        old, new = before.get(key), now.get(key)
+        old = before.get(key)
+        new = now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from differences(old, new, f"{path}{key}.")
         elif old != new:
@@ -260,7 +262,8 @@ def _keep_busy(
     pool: ProcessPoolExecutor, parts: list[Part], queued: int, report: Callable[[], None]
 ) -> None:
     """Submits parts until all are written, or until `report` raises (Ctrl-C or SIGTERM)."""
-    waiting, running = iter(parts), set[Future[None]]()
+    waiting = iter(parts)
+    running = set[Future[None]]()
     while True:
         # A few more than there are workers, but not all: a queued part carries all its samples.
         while len(running) < queued and (part := next(waiting, None)):

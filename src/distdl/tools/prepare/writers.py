@@ -81,7 +81,8 @@ class Writer:
         return replace(part, samples=tuple(samples)) if files else part
 
     def _write_shard(self, part: Part, advance: Callable[[int], None]) -> None:
-        result, name = Result(), f"{part.name}.tar"
+        result = Result()
+        name = f"{part.name}.tar"
         with atomic_file(self.out / name) as file:
             tar = ShardFile(file, part.number)
             for key, sample in part.samples:
@@ -90,7 +91,8 @@ class Writer:
                     tar.add(key, image[1], image[0], sample.label)
                 advance(sample.bytes)
             result.shard, rows = tar.close(name)
-        result.samples, result.bytes = result.shard.samples, result.shard.bytes
+        result.samples = result.shard.samples
+        result.bytes = result.shard.bytes
         with atomic_file(rows_file(self.out, part)) as file:
             np.save(file, rows)
         result.save(result_file(self.out, part))

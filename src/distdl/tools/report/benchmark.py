@@ -14,7 +14,8 @@ INPUTS = {"real": "real input", "held": "held input"}
 
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Name and text of each row, the most important first."""
-    verdict, step = result["verdict"], result["real"]["step_seconds"]
+    verdict = result["verdict"]
+    step = result["real"]["step_seconds"]
     unit = unit_of(result["setting"].get("data"))
     rates = (f"{result[key]['images_per_second']:,.1f} {unit} with {INPUTS[key]}" for key in INPUTS)
     return [
@@ -30,7 +31,8 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
 def draw(result: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
     """One bar per kind of input, with its phases in milliseconds; and the legend."""
     with plots.picture("Where a step's time goes", height=2.2) as (axes, finish):
-        legend, left = [], [0.0, 0.0]
+        legend = []
+        left = [0.0, 0.0]
         for number, phase in enumerate(PHASES):
             width = [1000 * result[key]["split"][phase] for key in INPUTS]
             if any(width):

@@ -97,7 +97,8 @@ def render(run: data.ReportedRun) -> str:
 
 def _openers(run: Path) -> list[str]:
     """Commands that show all curves."""
-    commands, outbox = [], Outbox(run)
+    commands = []
+    outbox = Outbox(run)
     if outbox.exists:
         from distdl.tracking.mlflow import how_to_open
 

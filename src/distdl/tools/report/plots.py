@@ -169,7 +169,8 @@ def _line(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about buckets of NaN only
         x, mean = (np.nanmean(each, axis=1) for each in filled)
-        low, high = np.nanmin(filled[1], axis=1), np.nanmax(filled[1], axis=1)
+        low = np.nanmin(filled[1], axis=1)
+        high = np.nanmax(filled[1], axis=1)
     (drawn,) = axes.plot(x, mean, label=label, linewidth=1.4)
     axes.fill_between(x, low, high, color=drawn.get_color(), alpha=0.18, linewidth=0)
 

@@ -103,10 +103,12 @@ def _best(make: Callable[[float], Setting], limit: float, measured: Mapping[int,
         setting = make(bandwidth)
         return sum((predict(setting, n).step_seconds / s - 1) ** 2 for n, s in measured.items())
 
-    low, high = SLOWEST * limit, limit
+    low = SLOWEST * limit
+    high = limit
     for _ in range(2):  # first over the whole range, then around the best
         candidates = np.geomspace(high, low, CANDIDATES)
         errors = np.array([error(float(b)) for b in candidates])
         best = int(np.argmax(errors <= errors.min() + EQUAL))
-        high, low = candidates[max(0, best - 1)], candidates[min(CANDIDATES - 1, best + 1)]
+        high = candidates[max(0, best - 1)]
+        low = candidates[min(CANDIDATES - 1, best + 1)]
     return make(float(candidates[best]))

@@ -84,7 +84,8 @@ class Member:
         """Settings of the last attempt's task that differ from this one's: `task.steps=5`."""
         last = self.run.last_attempt()
         where = (last.launch().get("where") if last else None) or {}
-        then, now = where.get("task") or {}, configs.plain(self.config.task)
+        then = where.get("task") or {}
+        now = configs.plain(self.config.task)
         return [f"task.{k}={then.get(k)}" for k in sorted(now) if then.get(k, now[k]) != now[k]]
 
     def is_due(self) -> bool:
@@ -246,7 +247,8 @@ def _refuse(overrides: Sequence[str]) -> None:
     with compose.hydra_session():
         keys = [o.key_or_group for o in compose.parse_overrides(overrides)]
     problems = [Problem(k, "is set by `scale`", remedies[k]) for k in keys if k in remedies]
-    remedy, settings = '--strategy "ddp strategy.comm_hook=bf16"', ("strategy.",)
+    remedy = '--strategy "ddp strategy.comm_hook=bf16"'
+    settings = ("strategy.",)
     problems += [
         Problem(k, "belongs to a strategy", remedy) for k in keys if k.startswith(settings)
     ]

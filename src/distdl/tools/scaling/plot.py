@@ -75,7 +75,8 @@ def measured(axes: Any, rows: Sequence[ScalingRow]) -> set[int]:
     lines = dict.fromkeys((r.strategy, r.mode) for r in rows if r.world_size > 1)
     for number, (strategy, mode) in enumerate(lines):
         colour = LINES[number % len(LINES)]
-        same, name = [r for r in rows if (r.strategy, r.mode) == (strategy, mode)], strategy
+        same = [r for r in rows if (r.strategy, r.mode) == (strategy, mode)]
+        name = strategy
         points = {1: 100.0, **{r.world_size: 100 * r.efficiency for r in same if r.efficiency}}
         axes.plot(*_xy(points), color=colour, marker="o", label=f"{name}, {mode}: measured")
         counts |= set(points)
@@ -118,7 +119,8 @@ def label_right(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
     If the axes extend far beyond the ends of the lines, the names are beside these ends: a long
     dotted line would look like a curve.
     """
-    at, top = -100.0, axes.get_ylim()[1]
+    at = -100.0
+    top = axes.get_ylim()[1]
     last = max(x for x, _, _ in ends)
     inside = axes.get_xlim()[1] > FAR * last
     for x, y, name in sorted(ends, key=lambda end: end[1]):

@@ -135,7 +135,8 @@ def _data_parallel(setting: Setting, group: Group) -> Iterator[_Loss]:
 
 
 def _pipeline(setting: Setting, group: Group, count: int) -> Iterator[_Loss]:
-    stages, micro = setting.stages, setting.micro_batches or 4 * setting.stages
+    stages = setting.stages
+    micro = setting.micro_batches or 4 * setting.stages
     pieces, working = setting.pieces_per_stage, setting.step_seconds
     idle = bubble(setting.schedule, [1.0] * stages, pieces, micro)
     yield _Loss(working / (1 - idle) - working, f"bubble of {stages} stages, {micro} micro-batches")

@@ -65,7 +65,8 @@ def gaps(rows: Sequence[ScalingRow], further: Mapping[str, Mapping[int, object]]
     for row in rows:
         if row.predicted is None or row.efficiency is None or row.is_disturbed:
             continue
-        expected, key = row.predicted.efficiency, (row.strategy, row.mode)
+        expected = row.predicted.efficiency
+        key = (row.strategy, row.mode)
         gap = abs(row.efficiency - expected)
         if gap <= row.spread * row.efficiency + CLOSE or gap <= worst.get(key, (0.0, ""))[0]:
             continue

@@ -104,7 +104,8 @@ def rows(
     """A row for each member and mode: first one device, then sorted by strategy."""
     base = next((m.result for m in measured if m.world_size == 1), None)
     alone = base["real"]["images_per_second"] if base else None
-    links, devices = links_of(measured, rented, between), per_node(measured, rented)
+    links = links_of(measured, rented, between)
+    devices = per_node(measured, rented)
     made = []
     for mode, member in itertools.product(modes, measured):
         if mode not in member.modes:
@@ -177,7 +178,9 @@ def setting_of(
     """The input of `distdl.tools.scaling` for a number of devices. `base` is the result of one
     device alone, `result` gives the strategy and the batch, and `devices` fill a node. Of the
     measurements on several devices only the links (inside a node, between nodes) are used."""
-    model, setting, (inside, between) = base["model"], result["setting"], links
+    model = base["model"]
+    setting = result["setting"]
+    inside, between = links
     name, node = setting["strategy"], setting["strategy_node"]
     if name not in STRATEGIES or inside is None or model.get("gradient_bytes") is None:
         return None
@@ -241,7 +244,8 @@ def further(
 ) -> dict[str, dict[int, Prediction]]:
     """Strategy to devices to prediction, up to `most` devices (weak scaling)."""
     base = next((m.result for m in measured if m.world_size == 1), None)
-    links, devices = links_of(measured, rented, between), per_node(measured, rented)
+    links = links_of(measured, rented, between)
+    devices = per_node(measured, rented)
     predicted: dict[str, dict[int, Prediction]] = {}
     for member in measured:
         if member.world_size > 1 and "weak" in member.modes and member.strategy not in predicted:

@@ -78,7 +78,9 @@ class Export:
     preprocessing of the validation."""
 
     def __init__(self, config: DictConfig, run: RunDirectory, checkpoint: Path) -> None:
-        self.config, self.run, self.checkpoint = config, run, checkpoint
+        self.config = config
+        self.run = run
+        self.checkpoint = checkpoint
         self.data: StoredImages = make(config.data)
         self.data.setup("predict")
         self.images: Any = self.data.predict_dataloader().dataset
@@ -92,10 +94,12 @@ class Export:
 
     def write(self, format: str, target: Path) -> None:
         """Writes and verifies the folder `target`."""
-        samples, part = self._samples(), target.with_name(f".{target.name}.part")
+        samples = self._samples()
+        part = target.with_name(f".{target.name}.part")
         try:
             shutil.rmtree(part, ignore_errors=True)  # left by a killed export
-            folder, kind = part / "model", "pt2" if format == "mlflow" else format
+            folder = part / "model"
+            kind = "pt2" if format == "mlflow" else format
             self._write_model(kind, folder, samples)
             if format == "mlflow":
                 folder = formats.write_mlflow(folder, part / "mlflow", samples)
@@ -124,7 +128,8 @@ class Export:
         (folder / "recipe.yaml").write_text(redact(OmegaConf.to_yaml(self.run.recipe())))
         pixels = torch.stack([self.view.pixels(data, 0) for data in samples])
         expected = self.model(pixels).numpy()
-        file, description = folder / formats.FILES[kind], self._description(kind)
+        file = folder / formats.FILES[kind]
+        description = self._description(kind)
         formats.write(kind, self.model, file, self.view.image_size)
         if kind == "weights":
             scored = Probabilities(self.config.model, file, self.data)(pixels).numpy()
@@ -145,7 +150,8 @@ class Export:
 
     def _description(self, kind: str) -> dict[str, Any]:
         """What the model is, and where it comes from."""
-        provenance, manifest = self.run.provenance(), checkpoints.manifest_at(self.checkpoint)
+        provenance = self.run.provenance()
+        manifest = checkpoints.manifest_at(self.checkpoint)
         return {
             "kind": kind,
             "classes": self.classes,

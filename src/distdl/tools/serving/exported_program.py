@@ -62,7 +62,8 @@ _FUNCTIONS = {
 }
 _ASSUMPTIONS = ("positive", "nonnegative", "integer", "real", "finite", "zero", "nonzero")
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
-_LONGEST, _LARGEST = 2000, 2**63
+_LONGEST = 2000
+_LARGEST = 2**63
 
 
 def expression(value: Any, where: str) -> Any:

@@ -82,7 +82,8 @@ def compare(scored: np.ndarray, expected: np.ndarray, kind: str) -> dict[str, An
 
     Where the network's two best classes are closer than the tolerance, either is right.
     """
-    difference, tolerance = float(np.abs(scored - expected).max()), TOLERANCE[kind]
+    difference = float(np.abs(scored - expected).max())
+    tolerance = TOLERANCE[kind]
     chosen = np.take_along_axis(expected, scored.argmax(axis=1)[:, None], axis=1)[:, 0]
     agrees = expected.max(axis=1) - chosen <= tolerance
     summary = f"on {agrees.sum()} of {len(agrees)} images; probabilities differ by "

@@ -37,7 +37,8 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
     outbox = Outbox(run.path)
     # What the config says was agreed to when the export was planned (`config.consent`).
     agreed = OmegaConf.select(config, SERVER)
-    uri, run_id = server_of(outbox, agreed, f"{SERVER}="), outbox.state.run_id
+    uri = server_of(outbox, agreed, f"{SERVER}=")
+    run_id = outbox.state.run_id
     if not run_id:
         remedy = f"python -m distdl track sync {shown(run.path)}, and then this command again"
         raise UserError.at(shown(run.path), "is not on the MLflow server yet", remedy)

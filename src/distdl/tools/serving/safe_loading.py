@@ -217,7 +217,8 @@ def _refuse_other_shape(module: Mapping[str, Any], description: Mapping[str, Any
     gives = [spec["user_output"] for spec in module["signature"]["output_specs"]]
     if len(users) != 1 or len(gives) != 1:
         raise Unsafe("model.pt2 must take one tensor and give one")
-    side, count = description["image_size"], len(description["classes"])
+    side = description["image_size"]
+    count = len(description["classes"])
     for said, ends in ((users[0], [3, side, side]), (gives[0], [count])):
         meta = values.get(said["arg"]["as_tensor"]["name"]) or {"sizes": [], "dtype": 0}
         sizes = [size.get("as_int") for size in meta["sizes"]]
@@ -274,7 +275,8 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
-        number, kind = key >> 3, key & 7
+        number = key >> 3
+        kind = key & 7
         if kind == 0:
             value, at = _varint(data, at)
             yield number, value

@@ -99,7 +99,8 @@ def _load_onnx(data: bytes, description: Mapping[str, Any]) -> Network:
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
     taken = [each.shape[1:] for each in session.get_inputs()]
     given = [each.shape[1:] for each in session.get_outputs()]
-    side, count = description["image_size"], len(description["classes"])
+    side = description["image_size"]
+    count = len(description["classes"])
     if taken != [[3, side, side]] or given != [[count]]:
         raise ValueError(f"model.onnx takes {taken} and gives {given}, unlike {DESCRIPTION}")
     name = session.get_inputs()[0].name

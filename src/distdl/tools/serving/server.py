@@ -46,7 +46,9 @@ class Service:
     """
 
     def __init__(self, folder: str, settings: Settings, on_ready: Callable[[Any], None]) -> None:
-        self.folder, self.settings, self.on_ready = folder, settings, on_ready
+        self.folder = folder
+        self.settings = settings
+        self.on_ready = on_ready
         self.batcher = Batcher(settings)
         self.answered = self.refused = self.bytes = 0
         self.seconds: deque[float] = deque(maxlen=WINDOW)
@@ -87,8 +89,10 @@ class Service:
 
     async def score(self, request: Request) -> Response:
         """The classes of the images in the body."""
-        started, limit = time.perf_counter(), self.settings.timeout_s
-        body, late = bytearray(), HTTPException(408, f"no complete body within {limit:g} s")
+        started = time.perf_counter()
+        limit = self.settings.timeout_s
+        body = bytearray()
+        late = HTTPException(408, f"no complete body within {limit:g} s")
         try:
             async with asyncio.timeout(limit):
                 self._admit(request)
