@@ -163,7 +163,9 @@ def main() -> Result:
     finally:
         torch.set_num_threads(threads)
         logging.disable(logging.NOTSET)
-    first, stall, window = {}, {}, {}
+    first = {}
+    stall = {}
+    window = {}
     for name in ("lightning", "distdl"):
         first[name] = [1e3 * arm.stalls[0] for arm in runs[name]]
         stall[name] = [1e3 * arm.stalls[1] for arm in runs[name]]

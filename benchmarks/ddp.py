@@ -23,7 +23,8 @@ BATCH, SIZE, CLASSES, POOL = 8, 32, 10, 256
 # Blocks of five steps; the second one of each is logged.
 WARM_UP, STEPS, REPEATS, LOG_EVERY = 3, 5, 24, 5
 HAND, AGAIN, OURS = "by hand", "by hand, again", "distdl"
-KEEPING, SOMETIMES = "by hand, memory kept", 2
+KEEPING = "by hand, memory kept"
+SOMETIMES = 2
 
 
 def by_hand(total: int) -> None:

@@ -21,7 +21,9 @@ OWN = ("transfer-encoding", "connection", "content-length", "date", "server")
 
 class Delay(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # connections stay open, as with the server itself
-    target, seconds, requests = "", 0.0, 0
+    target = ""
+    seconds = 0.0
+    requests = 0
 
     def forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -54,7 +56,8 @@ class Delay(BaseHTTPRequestHandler):
 
 
 def main(target: str, seconds: str) -> None:
-    Delay.target, Delay.seconds = urllib.parse.urlsplit(target).netloc, float(seconds)
+    Delay.target = urllib.parse.urlsplit(target).netloc
+    Delay.seconds = float(seconds)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Delay)
     print(f"http://127.0.0.1:{server.server_port}", flush=True)
     server.serve_forever()

@@ -31,9 +31,12 @@ from benchmarks.killed import SAVE_EVERY
 from benchmarks.table import Goal, Result, row
 from tests.cluster.hosts import Hosts, why_not
 
-RANKS, BATCH, WAIT_S = 2, 4, 0.05
+RANKS = 2
+BATCH = 4
+WAIT_S = 0.05
 EVERY_S, MINUTES = 60.0, 10.0
-SHRUNK_STEPS, MPIRUN = 200, "mpirun.openmpi"
+SHRUNK_STEPS = 200
+MPIRUN = "mpirun.openmpi"
 KILLED = Path(__file__).with_name("killed.py")
 NODES = {
     "model/net": "_target_: killed.Net\nfolder: ???\nwait: 0.0\n",
@@ -67,7 +70,8 @@ class Training:
 
     @property
     def goodput(self) -> float:
-        start, end = self.done[0][0], self.ended or self.done[-1][0]
+        start = self.done[0][0]
+        end = self.ended or self.done[-1][0]
         steps = pairwise(moment for moment, _ in self.done)
         usual = statistics.median(after - before for before, after in steps)
         return len(self.samples) * usual / (end - start)
@@ -75,7 +79,9 @@ class Training:
     @property
     def healing(self) -> list[float]:
         """Seconds from each kill to the next step that had not been done before."""
-        best, seconds, kills = 0, [], [*self.kills]
+        best = 0
+        seconds = []
+        kills = [*self.kills]
         for moment, step in self.done:
             if step > best:
                 best = step
@@ -131,7 +137,8 @@ def trained(command: Any, folder: Path, steps: int, wait: float, every: float = 
     folder.mkdir()
     training = Training(folder, steps)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    chosen, due = random.Random(0), math.inf
+    chosen = random.Random(0)
+    due = math.inf
     limit = time.time() + 2 * steps * WAIT_S + 60
     with open(folder / "output.log", "w", encoding="utf-8") as log:
         options: dict[str, Any] = {"cwd": folder, "env": env, "stdout": log, "stderr": log}

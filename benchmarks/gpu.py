@@ -40,7 +40,9 @@ AGAINST_LOOP = "resnet50 224 px bf16, img/s against timm's model in a bare PyTor
 AGAINST_COMPILED = 'the same against torch.compile(mode="max-autotune") of that loop'
 OF_MEMORY = "img/s x 353 MB against the copy bandwidth of the same run"
 DDP_ALONE = "DDP with world size 1 against no DDP"
-LOOP, AGAIN, COMPILED = "timm, bare loop", "timm, bare loop, again", "timm, max-autotune"
+LOOP = "timm, bare loop"
+AGAIN = "timm, bare loop, again"
+COMPILED = "timm, max-autotune"
 PLAIN, FAST, DDP = "distdl", "distdl, model.compile=measured", "distdl, strategy=ddp"
 
 
@@ -88,7 +90,8 @@ class Loop:
         import timm
 
         torch.backends.cudnn.benchmark = True
-        self.device, self.size = device, size
+        self.device = device
+        self.size = size
         model = timm.create_model(size.model, num_classes=size.classes)
         self.model = model.to(device, memory_format=torch.channels_last).train()
         self.forward: Callable[..., Any] = self.model
@@ -190,8 +193,10 @@ def measured(
     `model.compile=measured` has chosen."""
     from distdl.tools.measure import limits
 
-    loop, compiled = Loop(device, size), Loop(device, size, compiled=True)
-    own, chosen = (folder, device, size), Chosen()
+    loop = Loop(device, size)
+    compiled = Loop(device, size, compiled=True)
+    own = (folder, device, size)
+    chosen = Chosen()
     arms: dict[str, Callable[[], float]] = {
         LOOP: loop.rate,
         AGAIN: loop.rate,

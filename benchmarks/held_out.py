@@ -62,7 +62,8 @@ def _fit(setting: Setting, points: tuple[tuple[int, float], ...]) -> Fit:
 
 def held_out(series: Published, most: int = FITTED) -> list[Held]:
     """A row for every published point above `most` GPUs, except the one with the fewest GPUs."""
-    setting, base = fitted(series, most).setting, min(series.seconds)
+    setting = fitted(series, most).setting
+    base = min(series.seconds)
     known = max([n for n in series.seconds if n <= most], default=base)
     alone = predict(setting, base).step_seconds if base == 1 else setting.step_seconds
     return [

@@ -32,7 +32,8 @@ class Net(LightningModule):
         super().__init__()
         hidden = nn.Linear(FEATURES, FEATURES), nn.GroupNorm(4, FEATURES), nn.ReLU()
         self.network = nn.Sequential(*hidden, nn.Linear(FEATURES, 2))
-        self.folder, self.wait = Path(folder), wait
+        self.folder = Path(folder)
+        self.wait = wait
         self.file: IO[str] | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -55,7 +56,8 @@ class Rows(LightningDataModule):
 
     def __init__(self, rows: int, batch_size: int) -> None:
         super().__init__()
-        self.rows, self.batch_size = rows, batch_size
+        self.rows = rows
+        self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[Any]:
         inputs = torch.randn(self.rows, FEATURES, generator=torch.Generator().manual_seed(0))

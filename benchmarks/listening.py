@@ -26,7 +26,8 @@ from distdl.ranks.environment import Environment
 
 LIMIT_S = 300.0  # of a rank that waits; in turn number N, one rank may take N seconds more
 TICK_S, POLL_S = 0.5, 0.05  # the watchdog of each rank looks; its peers are asked
-TURN_S, GONE_EVERY = 5.0, 4  # seconds of a turn; turns until the rank that gathers is taken away
+TURN_S = 5.0  # seconds of a turn
+GONE_EVERY = 4  # turns until the rank that gathers is taken away
 MOST_CORE, MOST_S = 0.1, 3.0
 # As long as what a watchdog publishes.
 PULSE = {
@@ -59,7 +60,10 @@ class Rank:
     def __init__(self, number: int, size: int, store: Any) -> None:
         environment = Environment("local", number, size)
         self.peers = Peers(environment, RankHeartbeat(), lambda verdict: None)
-        self.number, self.count, self.turn, self.gone = number, 0, 0, False
+        self.number = number
+        self.count = 0
+        self.turn = 0
+        self.gone = False
         self.store = store
 
     def look(self) -> None:
@@ -77,7 +81,12 @@ def host(port: int, numbers: range, size: int, connection: Connection) -> None:
     is, and at the end how many false alarms there were."""
     store = dist.TCPStore("127.0.0.1", port, size, wait_for_workers=False)
     ranks = [Rank(number, size, store.clone()) for number in numbers]
-    gone, turn, told, unexcused, silent, looked = set[int](), 0, True, 0, set[str](), 0.0
+    gone = set[int]()
+    turn = 0
+    told = True
+    unexcused = 0
+    silent = set[str]()
+    looked = 0.0
     connection.send("connected")
     connection.recv()
     for rank in ranks:
@@ -119,7 +128,8 @@ def measured(size: int, processes: int, seconds: float) -> dict[str, float]:
     ours, theirs = spawn.Pipe()
     server = spawn.Process(target=serve, args=(theirs, size), daemon=True)
     server.start()
-    port, hosts = ours.recv(), []
+    port = ours.recv()
+    hosts = []
     for number in range(processes):
         mine, its = spawn.Pipe()
         numbers = range(number * size // processes, (number + 1) * size // processes)
@@ -129,8 +139,12 @@ def measured(size: int, processes: int, seconds: float) -> dict[str, float]:
         each.recv()
     for each in hosts:
         each.send("start")
-    chance, gone, delays, gathers = random.Random(1), set[int](), list[float](), list[int]()
-    begin, used = time.monotonic(), sum(psutil.Process(server.pid).cpu_times()[:2])
+    chance = random.Random(1)
+    gone = set[int]()
+    delays = list[float]()
+    gathers = list[int]()
+    begin = time.monotonic()
+    used = sum(psutil.Process(server.pid).cpu_times()[:2])
     while time.monotonic() - begin < seconds:
         turn = len(delays) + 1
         if turn % GONE_EVERY == 0:

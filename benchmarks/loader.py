@@ -161,10 +161,13 @@ ARMS: dict[str, Arm] = {
 
 def epoch(loader: Any) -> tuple[float, float]:
     """Images per second and CPU milliseconds per image, of one pass."""
-    cpu, start, images = cpu_seconds(), time.perf_counter(), 0
+    cpu = cpu_seconds()
+    start = time.perf_counter()
+    images = 0
     for batch in loader:
         images += len(batch["label"] if isinstance(batch, dict) else batch[1])
-    seconds, used = time.perf_counter() - start, cpu_seconds() - cpu
+    seconds = time.perf_counter() - start
+    used = cpu_seconds() - cpu
     return images / seconds, 1000 * used / images
 
 
@@ -196,8 +199,11 @@ def differences(folder: Path) -> str:
     def mean(left: torch.Tensor, right: torch.Tensor) -> float:
         return float((left.float() - right.float()).abs().mean())
 
-    train, ours = TrainView(SIZE), EvalView(SIZE)
-    crops, centres, shrunk = [], [], []
+    train = TrainView(SIZE)
+    ours = EvalView(SIZE)
+    crops = []
+    centres = []
+    shrunk = []
     # prepare puts the class before a name: n01440764_0000.jpg.
     smaller = {path.name.rpartition("_")[2]: path for path in shorter(folder)}
     for path in sorted((folder / "jpeg" / "val").rglob("*.jpg")):
@@ -261,7 +267,8 @@ def main() -> Result:
     of = "photographs" if "DISTDL_PHOTOGRAPHS" in os.environ else "generated JPEGs, 110 kB each"
     missing = f"The images: {of}. (d) FFCV 1.0.2 could not be installed: its build finds no OpenCV "
     missing += "by pkg-config."
-    reference, short = next(iter(ARMS)), "distdl, shards of short side 256"
+    reference = next(iter(ARMS))
+    short = "distdl, shards of short side 256"
     return Result(
         "Loader: photographs to batches",
         "(a) torchvision's reference in a DataLoader; the ratio is distdl's on shards, 1 worker",

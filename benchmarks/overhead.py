@@ -160,7 +160,8 @@ class Parts:
 @functools.cache
 def clock_reads() -> tuple[float, float]:
     """Seconds that timing adds to the time of a call itself, and to that of its caller."""
-    parts, calls = Parts(), 20_000
+    parts = Parts()
+    calls = 20_000
     nothing = parts.timed("nothing", lambda: None)
     started = time.perf_counter()
     for _ in range(calls):

@@ -41,10 +41,12 @@ def seconds(folder: Path, task: str, options: Sequence[str]) -> tuple[float, flo
     from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 
     loop: Any = _PredictionLoop if task == "predict" else _EvaluationLoop
-    taken, inner = [], loop.run
+    taken = []
+    inner = loop.run
 
     def timed(self: Any) -> Any:
-        started, used = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        used = time.process_time()
         result = inner(self)
         taken.append((time.perf_counter() - started, time.process_time() - used))
         return result

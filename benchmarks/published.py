@@ -43,7 +43,8 @@ RESNEXT101 = 4 * 88_791_336
 
 # Horovod sent all ready gradients every 5 ms (HOROVOD_CYCLE_TIME at that time, in operations.cc).
 # It splits no tensor; ResNet-50 has 161.
-HOROVOD_CYCLE, RESNET50_TENSORS = 5e-3, 161
+HOROVOD_CYCLE = 5e-3
+RESNET50_TENSORS = 161
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ LETTERS = string.ascii_letters + string.digits
 HEX = "0123456789abcdef"
 _SYLLABLES = "ba ke lo mi nu ra se ti vo zu dar fen gol hix jum kro plo qua sti tra"
 _WORDS = "sunshine dragon winter summer monkey football shadow orange tiger coffee"
-SYLLABLES, WORDS = _SYLLABLES.split(), _WORDS.split()
+SYLLABLES = _SYLLABLES.split()
+WORDS = _WORDS.split()
 
 
 class Maker:

@@ -28,7 +28,8 @@ SETS = {
     "second set": secret_corpus.second_set,
     "third set": secret_corpus.third_set,
 }
-HARMLESS, TIMED = "harmless", 500
+HARMLESS = "harmless"
+TIMED = 500
 Scanner = Callable[[Path], set[str]]  # the files in a folder that hold secrets: "0007/name"
 
 
@@ -55,7 +56,8 @@ class Secrets:
 
     @property
     def goals(self) -> list[Goal]:
-        ours, size = self.rows[0], self.sizes["first set"]
+        ours = self.rows[0]
+        size = self.sizes["first set"]
         return [
             Goal(f"secrets found, of {size}", "at least 57", ours.found["first set"]),
             Goal("harmless files held back, of 1000", "at most 3", len(ours.held_back)),
@@ -150,12 +152,14 @@ def main() -> Secrets:
         tools["CredSweeper"] = credsweeper
     harmless = secret_corpus.harmless()
     with tempfile.TemporaryDirectory() as name:
-        folder, timed = Path(name), written(Path(name, "timed"), harmless[:TIMED])
+        folder = Path(name)
+        timed = written(Path(name, "timed"), harmless[:TIMED])
         files = {key: secret_corpus.corpus(SEED, make) for key, make in SETS.items()}
         for key, made in files.items():
             written(folder / key, [(name, content) for _, name, content in made])
         written(folder / HARMLESS, harmless)
-        rows, found = [], dict[str, dict[str, set[str]]]()
+        rows = []
+        found = dict[str, dict[str, set[str]]]()
         for tool, scan in tools.items():
             found[tool] = {key: scan(folder / key) for key in (*SETS, HARMLESS)}
             started = cpu_seconds()

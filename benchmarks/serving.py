@@ -28,7 +28,11 @@ from benchmarks import photographs
 from benchmarks.table import Goal, Result, against_itself, paired, row, turned
 
 SIZE, SHORT, STORED, CLASSES = 64, 73, 224, 10
-CLIENTS, IMAGES, SECONDS, WARM_UP, REPEATS = 8, 50, 4.0, 2.0, 8
+CLIENTS = 8
+IMAGES = 50
+SECONDS = 4.0
+WARM_UP = 2.0
+REPEATS = 8
 HAND, AGAIN = "hand-written FastAPI app", "hand-written FastAPI app, again"
 TUNED = "the same, OMP_NUM_THREADS=1"
 OURS, MLFLOW = "distdl serve", "mlflow models serve"
@@ -131,7 +135,8 @@ def write_images(folder: Path) -> None:
 def client(url: str, images: str, form: str, seconds: str) -> None:
     """Prints the latency of each request, in seconds, as JSON."""
     host, _, path = url.removeprefix("http://").partition("/")
-    bodies, kind = [], "image/jpeg" if form == "bytes" else "application/json"
+    bodies = []
+    kind = "image/jpeg" if form == "bytes" else "application/json"
     for file in sorted(Path(images).iterdir()):
         body = file.read_bytes()
         if form == "json":
@@ -191,7 +196,8 @@ def servers(folder: Path, names: list[str]) -> Iterator[dict[str, str]]:
     # MLflow looks for uvicorn there.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     env = {**os.environ, "PATH": path, "MLFLOW_DISABLE_TELEMETRY": "true"}
-    urls, started = {}, []
+    urls = {}
+    started = []
     with contextlib.ExitStack() as stack:
         for name in names:
             port = free_port()

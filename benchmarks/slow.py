@@ -34,7 +34,8 @@ class Slow(LightningModule):
         for before, after in pairwise([FEATURES, *[WIDTH] * DEPTH]):
             layers += [nn.Linear(before, after), norm(after), nn.ReLU()]
         self.network = nn.Sequential(*layers, nn.Linear(WIDTH, 2))
-        self.slow, self.seconds = part if is_rank(rank) else "", seconds
+        self.slow = part if is_rank(rank) else ""
+        self.seconds = seconds
         middle = self.network[len(self.network) // 2]
         middle.register_forward_pre_hook(lambda *_: self.delay("forward"))
         middle.register_full_backward_hook(lambda *_: self.delay("backward"))
@@ -71,7 +72,8 @@ class SlowData(LightningDataModule):
 
     def __init__(self, steps: int, late: bool, rank: int, seconds: float) -> None:
         super().__init__()
-        self.batch_size, self.steps = BATCH, steps
+        self.batch_size = BATCH
+        self.steps = steps
         self.seconds = seconds if late and is_rank(rank) else 0.0
 
     def train_dataloader(self) -> DataLoader[Any]:

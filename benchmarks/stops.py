@@ -13,7 +13,8 @@ class Stops(Callback):
     """`stop_before` in a Trainer. A block ends with all that callbacks and loggers do in it."""
 
     def __init__(self, first: int, steps: int) -> None:
-        self.first, self.steps = first, steps
+        self.first = first
+        self.steps = steps
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int

@@ -30,7 +30,8 @@ from benchmarks.table import Goal
 from distdl.health.straggler import WORDS
 
 PARTS = ("data", "copy", "forward", "backward", "optimizer", "checkpoint", "link")
-SECONDS, SAVE_EVERY = 0.05, 4  # a checkpoint every fourth step
+SECONDS = 0.05
+SAVE_EVERY = 4  # steps
 # The slow rank of each repeat, and whether the network has batch norm.
 REPEATS = ((1, False), (0, False), (1, True))
 UNDISTURBED = 10

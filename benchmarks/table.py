@@ -159,7 +159,8 @@ def turned(names: Sequence[str], number: int) -> list[str]:
 
 
 def row(name: str, values: Sequence[float], unit: str) -> str:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     middle = statistics.median(values)
     return f"| {name} | {middle:.4g} | {low:.4g} | {high:.4g} | {unit} | {len(values)} |"
 

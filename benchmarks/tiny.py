@@ -38,7 +38,9 @@ class Tiny(LightningModule):
         sizes = [FEATURES, *[width] * depth]
         hidden = [part for s in pairwise(sizes) for part in (nn.Linear(*s), nn.ReLU())]
         self.network = nn.Sequential(*hidden, nn.Linear(width, 2))
-        self.self_log, self.first, self.steps = self_log, first, steps
+        self.self_log = self_log
+        self.first = first
+        self.steps = steps
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.steps:
@@ -57,7 +59,8 @@ class TinyData(LightningDataModule):
 
     def __init__(self, batch_size: int = 16, steps: int = 2000) -> None:
         super().__init__()
-        self.batch_size, self.steps = batch_size, steps
+        self.batch_size = batch_size
+        self.steps = steps
 
     def train_dataloader(self) -> DataLoader[Any]:
         rows = self.batch_size * self.steps

@@ -98,9 +98,11 @@ class _Started:
 
 
 def _start(arm: Arm, folder: Path, stack: ExitStack) -> _Started:
-    started, port = _Started(), pair.free_ports(1)[0]
+    started = _Started()
+    port = pair.free_ports(1)[0]
     for rank in range(arm.ranks):
-        (read, signal), (waits, go) = os.pipe(), os.pipe()
+        read, signal = os.pipe()
+        waits, go = os.pipe()
         started.logs.append(folder / f"{len(list(folder.iterdir()))}.log")
         with open(started.logs[-1], "wb") as log:
             process = subprocess.Popen(

@@ -70,7 +70,8 @@ UNCHECKED = (
 Done = subprocess.CompletedProcess[str]
 # These wait for their processes, for minutes: they come first. Those of a cluster, which wait for
 # its servers as well, come in turn with the others, which keep both cores busy.
-WAITING, FIRST = "cluster", ("strategies", "multiprocess", "adoption", "cli", "packaging")
+WAITING = "cluster"
+FIRST = ("strategies", "multiprocess", "adoption", "cli", "packaging")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

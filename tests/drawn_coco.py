@@ -186,7 +186,8 @@ def _shape(category: int, x: float, y: float, radius: float, rng: np.random.Gene
             inner = _arc(x, y, radius * 0.55, begin, math.pi, 9, closed=True)
             halves.append(outer + inner[::-1])
         return Shape(category, halves)
-    arm, thick = radius, radius / 3
+    arm = radius
+    thick = radius / 3
     corners = ((thick, -arm), (thick, -thick), (arm, -thick))
     quarters = [turn + step * math.pi / 2 for step in range(4)]
     outline = [_turned(across, along, each, x, y) for each in quarters for across, along in corners]
@@ -202,7 +203,8 @@ def _arc(
 
 
 def _turned(across: float, along: float, angle: float, x: float, y: float) -> tuple[float, float]:
-    cos, sin = math.cos(angle), math.sin(angle)
+    cos = math.cos(angle)
+    sin = math.sin(angle)
     return x + across * cos - along * sin, y + across * sin + along * cos
 
 

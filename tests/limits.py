@@ -79,9 +79,11 @@ def little_memory() -> Iterator[Path]:
     version_1 = next((path for _, names, path in rows if "memory" in names.split(",")), None)
     version_2 = next((path for number, _, path in rows if number == "0"), "/")
     if version_1 is not None:
-        parent, limit = GROUPS / f"memory{version_1}", "memory.limit_in_bytes"
+        parent = GROUPS / f"memory{version_1}"
+        limit = "memory.limit_in_bytes"
     else:
-        parent, limit = (GROUPS / version_2.lstrip("/")).parent, "memory.max"
+        parent = (GROUPS / version_2.lstrip("/")).parent
+        limit = "memory.max"
     group = parent / f"distdl-test-{os.getpid()}"
     try:
         group.mkdir()

@@ -68,7 +68,8 @@ def prepare(folder, train=40, val=7, per_shard=PER_SHARD, padding=0):
 
 def flip(path, position, keep_times=False):
     """Changes one byte of a file."""
-    before, data = path.stat(), bytearray(path.read_bytes())
+    before = path.stat()
+    data = bytearray(path.read_bytes())
     data[position] ^= 0xFF
     with path.open("r+b") as file:  # the same inode
         file.write(data)
@@ -112,7 +113,8 @@ class Unreliable(RemoteStore):
 
     def __init__(self, folder, answer, patience=120):
         super().__init__("box://data", "", patience=patience)
-        self.folder, self.answer = folder, answer
+        self.folder = folder
+        self.answer = answer
 
     def _connect(self):
         return None

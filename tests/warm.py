@@ -61,7 +61,9 @@ class Server:
     """The server from the side of the process that asks."""
 
     def __init__(self, connection: socket.socket, log: str, env: Mapping[str, str]) -> None:
-        self.connection, self.log, self.owner = connection, log, os.getpid()
+        self.connection = connection
+        self.log = log
+        self.owner = os.getpid()
         self.lock = threading.Lock()
         self.at_start = at_start(env)
 
@@ -137,7 +139,8 @@ def start_distdl(process: Any, args: Any, *more: Any) -> None:
 
 def spawn_distdl(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Replaces `multiprocessing.util.spawnv_passfds`."""
-    words, server = [os.fsdecode(word) for word in args], Popen.server
+    words = [os.fsdecode(word) for word in args]
+    server = Popen.server
     if server is None or not is_ours(words) or not server.serves(os.environ):
         return SPAWN(path, args, passfds)
     more = {"cwd": os.getcwd(), "env": dict(os.environ), "new_session": False}
@@ -295,7 +298,8 @@ def show(request: Mapping[str, Any]) -> None:
     variables = [f"{k}={v}" for k, v in request["env"].items()]
     # arg_start and env_start in proc(5)
     for first, words in ((45, request["command"]), (47, variables)):
-        start, end = int(fields[first]), int(fields[first + 1])
+        start = int(fields[first])
+        end = int(fields[first + 1])
         text = "\0".join(words).encode()[: end - start - 1]
         ctypes.memset(start, 0, end - start)
         ctypes.memmove(start, text, len(text))

@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader
 class Molecules(LightningDataModule):
     def __init__(self, batch_size: int, train: int = 64) -> None:
         super().__init__()
-        self.batch_size, self.train = batch_size, train
+        self.batch_size = batch_size
+        self.train = train
 
     def _loader(self, count: int, shuffle: bool = False) -> DataLoader:
         smiles = ["C" * (1 + n % 12) + "O" * (n % 2) for n in range(count)]

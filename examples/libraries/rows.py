@@ -22,11 +22,9 @@ def settings(batch_size: int) -> DictConfig:
 
 def table(count: int, seed: int) -> pd.DataFrame:
     random = np.random.default_rng(seed)
-    a, b, kind = (
-        random.normal(size=count),
-        random.normal(size=count),
-        random.integers(3, size=count),
-    )
+    a = random.normal(size=count)
+    b = random.normal(size=count)
+    kind = random.integers(3, size=count)
     return pd.DataFrame({"a": a, "b": b, "kind": kind.astype(str), "y": a * kind + b})
 
 

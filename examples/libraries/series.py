@@ -21,7 +21,8 @@ def deepar() -> LightningModule:
 class Series(LightningDataModule):
     def __init__(self, batch_size: int, count: int = 12) -> None:
         super().__init__()
-        self.maker, self.count = estimator(batch_size), count
+        self.maker = estimator(batch_size)
+        self.count = count
 
     def _data(self) -> Iterable:
         noise = np.random.default_rng(1).normal(0, 0.1, (self.count, 200))

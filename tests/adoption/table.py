@@ -55,7 +55,8 @@ class Idiom:
 def partials(scheduler: str, arguments: Node, **options: Any) -> Node:
     """As lightning-hydra-template's users write it."""
     adam = of("torch.optim.Adam", _partial_=True, lr=0.05, weight_decay=0.01)
-    schedule, net = of(scheduler, _partial_=True, **arguments), of("modules.network")
+    schedule = of(scheduler, _partial_=True, **arguments)
+    net = of("modules.network")
     return of("modules.Partial", net=net, optimizer=adam, scheduler=schedule, **options)
 
 
@@ -71,7 +72,8 @@ SWA = theirs("StochasticWeightAveraging", swa_lrs=0.01, swa_epoch_start=2, annea
 FIRST_SET = {"monitor": "val_loss/dataloader_idx_0"}
 BAR = {"bar": theirs("TQDMProgressBar"), "timer": theirs("Timer", duration={"hours": 1})}
 BESIDE = ("RichProgressBar", "LearningRateMonitor", "DeviceStatsMonitor", "ModelSummary")
-OFTEN, CLIPPED = {"val_check_interval": 2}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+OFTEN = {"val_check_interval": 2}
+CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 
 IDIOMS = {
     "template": Idiom(STEP, "subclass", CLIPPED, two=(), quick=True),

@@ -43,18 +43,22 @@ def test_learns_and_is_evaluated_as_under_lightning(made, name):
     project, _ = made(name)
     results = project.control()
     seen, expected = project.seen("one"), project.seen("control")
-    assert len(expected) == project.idiom.batches and seen.keys() == expected.keys()
+    assert len(expected) == project.idiom.batches
+    assert seen.keys() == expected.keys()
     for batch, line in expected.items():
         assert seen[batch] == line, f"batch {batch}"
     metrics = project.metrics("one")
     assert {name: metrics.get(name) for name in results["fit"]} == results["fit"]
-    order, ids = project.order("one"), epochs(project, "one")
+    order = project.order("one")
+    ids = epochs(project, "one")
     if project.idiom.data in ("plain", "stream", "two sets"):
         assert order == [[POINTS[i : i + 4] for i in range(0, 32, 4)]] * len(order)
     elif project.idiom.data == "weighted":
-        assert all(len(epoch) == len(POINTS) for epoch in ids) and ids[0] != ids[1]
+        assert all(len(epoch) == len(POINTS) for epoch in ids)
+        assert ids[0] != ids[1]
     else:
-        assert ids == [POINTS] * len(ids) and order[0] != order[1], "each sample once"
+        assert ids == [POINTS] * len(ids), "each sample once"
+        assert order[0] != order[1], "in another order in each epoch"
     for task in ("validate", "test") if project.idiom.evaluated else ():
         project.resume("one", f"task={task}", "task.checkpoint=last")
         values = {k: v for loader in results[task] for k, v in loader.items()}
@@ -81,15 +85,19 @@ def test_what_a_module_logs_as_its_losses_is_shown_with_each_rate(made):
     """Unless a bar of Lightning's replaces ours."""
     project, printed = made("gan")
     for name in ("swa", "callbacks"):
-        assert "samples/s  data_wait" in printed and "samples/s  data_wait" not in made(name)[1]
+        assert "samples/s  data_wait" in printed
+        assert "samples/s  data_wait" not in made(name)[1]
     first, *_, last = [line for line in printed.splitlines() if " step " in line]
-    assert "  g_loss " in first and "  d_loss " in first and "  lr 0.01/0.02  " in first
+    assert "  g_loss " in first
+    assert "  d_loss " in first
+    assert "  lr 0.01/0.02  " in first
     assert "step 24  batch 8/8" in last, "a step is a batch, whoever steps how often"
     journal = (project.folder / "outputs/ours/one/logs/metrics.jsonl").read_text()
     records = [json.loads(line)["metrics"] for line in journal.splitlines()]
     rates = [record for record in records if "lr" in record][-1]
     # Stepped after each of two epochs; the names are those of LearningRateMonitor.
-    assert rates["lr"] == rates["lr-Adam"] == 0.01 / 4 and rates["lr-SGD"] == 0.02 / 4
+    assert rates["lr"] == rates["lr-Adam"] == 0.01 / 4
+    assert rates["lr-SGD"] == 0.02 / 4
 
 
 def test_what_swa_has_averaged_is_saved(made):
@@ -109,10 +117,12 @@ if MATRIX:
     def test_killed_at_any_batch(made, name, at, every):
         """With a checkpoint before it, at an epoch's end only, or none at all."""
         project, _ = made(name)
-        run, saved = f"at-{at}-{every}", every if every and project.idiom.every else "null"
+        run = f"at-{at}-{every}"
+        saved = every if every and project.idiom.every else "null"
         project.start(run, f"checkpoint.every_n_steps={saved}", kill=f"0 {at}")
         project.resume(run)
-        resumed, one = project.seen(run), project.seen("one")
+        resumed = project.seen(run)
+        one = project.seen("one")
         assert resumed.keys() == one.keys()
         for batch, expected in one.items():
             # A metric of an earlier batch is shown until the process ends.

@@ -37,7 +37,8 @@ def run_page(page, folder, *more):
 
 def test_a_project_of_the_template_is_taken_over(tmp_path):
     """Its own script has trained before."""
-    page, runs = "from-lightning-hydra-template.md", tmp_path / "outputs/example"
+    page = "from-lightning-hydra-template.md"
+    runs = tmp_path / "outputs/example"
     for _, path, body in fences(page):
         if path and not path.startswith("conf/"):
             write(tmp_path, {path: body})
@@ -53,20 +54,23 @@ def test_a_project_of_the_template_is_taken_over(tmp_path):
     assert "resume  logs/train/runs/old/checkpoints/last.ckpt" in printed
     rows = (runs / "longer/logs/metrics.jsonl").read_text()
     steps = {json.loads(row)["step"] for row in rows.splitlines()}
-    assert min(steps) > 20 and max(steps) == 50, "two of five epochs were the template's"
+    assert min(steps) > 20, "two of five epochs were the template's"
+    assert max(steps) == 50
 
 
 def test_fine_tuning(tmp_path):
     printed = run_page("fine-tuning.md", tmp_path, "tracking=none")
     page = (ROOT / "docs/fine-tuning.md").read_text()
     quoted = re.search(r"^not loaded from .*$", page, re.MULTILINE)
-    assert quoted and quoted[0] in printed
+    assert quoted
+    assert quoted[0] in printed
     assert "new: head.weight, head.bias; not taken: none" in printed
     words = ("model=resnet34", "model.weights=outputs/default/base/checkpoints/last.ckpt")
     small = ("data.image_size=32", "trainer.accelerator=cpu", "tracking=none")
     printed = command(*words, *small, cwd=tmp_path, code=2)
     refused = re.search(r"^\$ .*\n(distdl: .*)$", page, re.MULTILINE)
-    assert refused and refused[1] in printed
+    assert refused
+    assert refused[1] in printed
 
 
 def test_a_project_with_parts_of_its_own(tmp_path):

@@ -42,7 +42,8 @@ class Foreign:
 
     def __init__(self, folder, name, *overrides):
         sys.modules.pop("evil", None)  # of the case before: it would not run again
-        self.ran, self.run = folder / "ran", folder / "theirs/default/r"
+        self.ran = folder / "ran"
+        self.run = folder / "theirs/default/r"
         attempt = self.run / "attempts/001"
         (attempt / "logs").mkdir(parents=True)
         (self.run / "logs").mkdir()
@@ -96,7 +97,8 @@ def foreign(tmp_path, command, without_stage_2, monkeypatch):
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_nothing_of_it_runs(name, foreign, command):
     its = foreign(name)
-    path, imported = str(its.run), {*sys.modules}
+    path = str(its.run)
+    imported = {*sys.modules}
     before = (its.run / "attempts/001/launch.yaml").read_text()
     verbs = ["jobs status", "jobs logs", "jobs cancel", "report"]
     if name != "local":  # that one is said to run here, and would be followed to its end
@@ -112,7 +114,8 @@ def test_nothing_of_it_runs(name, foreign, command):
     assert SECRET not in (its.run / "report.html").read_text()
     assert (its.run / "attempts/001/launch.yaml").read_text() == before
     assert any(word in outputs["list"].out for word in ("UNKNOWN", "FAILED", "RUNNING"))
-    assert outputs["report"].code == 0 and outputs["jobs logs"].code == 2
+    assert outputs["report"].code == 0
+    assert outputs["jobs logs"].code == 2
 
 
 def test_what_was_not_asked_is_reported_and_how_to(foreign, said, tmp_path):
@@ -120,10 +123,12 @@ def test_what_was_not_asked_is_reported_and_how_to(foreign, said, tmp_path):
     path = str(its.run)
     shown = said("jobs", "status", path, code=1)
     assert "evil.Launcher is outside the allowed packages" in shown
-    assert "its platform was not asked" in shown and "project.allow=[evil]" in shown
+    assert "its platform was not asked" in shown
+    assert "project.allow=[evil]" in shown
     assert "has no effect here" in said("jobs", "status", path, "trainer.max_epochs=3", code=2)
     shown = said("resume", path, "dry_run=true", code=2)
-    assert "1 problem" in shown and "project.root: the run was started with" in shown
+    assert "1 problem" in shown
+    assert "project.root: the run was started with" in shown
     assert "does not have evil.Launcher" in shown
     assert f"or if you trust that code: project.root={path}\n" in shown
     # From now on it is trusted, and does what it likes.
@@ -138,7 +143,8 @@ def test_the_run_folder_is_not_a_project(foreign, said, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(its.run), *sys.path])  # as `python -m` has it
     said("jobs", "status", ".", code=1)
     said("resume", ".", "dry_run=true", code=2)
-    assert str(its.run) not in sys.path and not its.ran.exists()
+    assert str(its.run) not in sys.path
+    assert not its.ran.exists()
 
 
 def test_its_programs_are_not_started_and_none_by_a_dry_run(foreign, said):
@@ -147,7 +153,8 @@ def test_its_programs_are_not_started_and_none_by_a_dry_run(foreign, said):
     for more in ([], ["dry_run=true"]):
         refused = said("resume", str(its.run), *more, code=2)
         assert "2 problems" in refused
-        assert f"if you trust it: {mpirun}" in refused and f"if you trust it: {ssh}" in refused
+        assert f"if you trust it: {mpirun}" in refused
+        assert f"if you trust it: {ssh}" in refused
     # Typed, they are trusted; a dry run starts none, and needs to be told what it cannot ask.
     refused = said("resume", str(its.run), mpirun, ssh, "dry_run=true", code=2)
     assert f"a dry run does not start {its.run}/mpirun" in refused
@@ -173,8 +180,10 @@ def test_an_experiment_of_somebody_else_agrees_to_nothing(more, foreign, said):
     refused = said("--config-dir", str(its.run / "options"), "experiment=asks", *more, code=2)
     assert refused.startswith("distdl: 4 problems, nothing was started\n")
     for key in ("project.root", "checkpoint.trust_pickle", "launcher.mpirun", "env.TORCH_HOME"):
-        assert f"{key}: " in refused and f"{key}=" in refused
-    assert not its.ran.exists() and "evil" not in sys.modules
+        assert f"{key}: " in refused
+        assert f"{key}=" in refused
+    assert not its.ran.exists()
+    assert "evil" not in sys.modules
 
 
 @pytest.mark.parametrize("verb", ["plan", "doctor", "scale", "drill"])
@@ -184,7 +193,8 @@ def test_no_verb_takes_its_word(verb, foreign, said, monkeypatch):
     (its.run / "options/experiment/asks.yaml").write_text(ASKS.replace("THEIRS", str(its.run)))
     monkeypatch.setenv("DISTDL_CONF", str(its.run / "options"))
     assert "launcher.mpirun: " in said(verb, "experiment=asks", code=2)
-    assert not its.ran.exists() and "evil" not in sys.modules
+    assert not its.ran.exists()
+    assert "evil" not in sys.modules
 
 
 def test_its_model_is_not_imported_to_be_checked(tmp_path, said):

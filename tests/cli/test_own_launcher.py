@@ -95,7 +95,8 @@ def test_it_trains_and_later_shells_find_it(run, project):
     assert not (code / "project/my_launchers").exists(), "the launcher itself does not travel"
     for verb in (("status", "outputs/default/x"), ("list",)):
         output = run("jobs", *verb)
-        assert "SUCCEEDED" in output and "background://" in output
+        assert "SUCCEEDED" in output
+        assert "background://" in output
     assert json.loads((folder / "attempts/001/job.json").read_text())["handle"] == handle
 
 
@@ -112,7 +113,8 @@ def test_a_cancelled_job_has_saved_and_is_known_as_such(run, project):
 
 def test_it_must_be_allowed_and_its_yaml_may_come_with_it(there, project, without_stage_2):
     shown = there("launcher=background", *CPU, "dry_run=true", code=2)
-    assert "  launcher._target_: " in shown and ALLOW in shown
+    assert "  launcher._target_: " in shown
+    assert ALLOW in shown
     before = sorted(project.rglob("*"))
     shown = there("experiment=mine", *CPU, "dry_run=true")
     assert re.search(r"^nice -n 10 \S+ -m distdl.agent --devices 2 -- ", shown, re.MULTILINE)
@@ -138,10 +140,13 @@ def test_what_its_platform_refuses_and_once_it_is_gone(there, project, without_s
     assert "$NOT_SET_ANYWHERE is not set: submitting" in there(*unset, "dry_run=true")
     assert "not set in this shell: NOT_SET_ANYWHERE" in there(*unset, full, code=2)
     shown = there(*CPU, *LAUNCHER, away, "name=gone", code=2)
-    assert "nobody is there" in shown and "is kept" not in shown
-    assert not (folder / "unset").exists() and not (folder / "gone").exists()
+    assert "nobody is there" in shown
+    assert "is kept" not in shown
+    assert not (folder / "unset").exists()
+    assert not (folder / "gone").exists()
     shown = there(*CPU, *LAUNCHER, full, "name=gone", code=2)
-    assert "the queue is full" in shown and "outputs/default/gone is kept" in shown
+    assert "the queue is full" in shown
+    assert "outputs/default/gone is kept" in shown
     row = r"outputs/default/gone\t1\tFAILED\tmore, not submitted"
     assert re.search(row, there("jobs", "list"))
     (project / "more.py").unlink()

@@ -135,16 +135,19 @@ MEANT = {
 
 def check_one(output, *parts):
     """It is refused with one problem, in which all this stands, in this order."""
-    assert (output.code, output.out) == (2, "") and "Traceback" not in output.err, output
+    assert (output.code, output.out) == (2, ""), output
+    assert "Traceback" not in output.err, output
     assert output.err.startswith("distdl: 1 problem, nothing was started\n  "), output.err
     assert output.err.count("\n  ") <= 4
-    assert "Available options" not in output.err and "full_key" not in output.err
+    assert "Available options" not in output.err
+    assert "full_key" not in output.err
     check_parts(output.err, parts)
 
 
 @pytest.fixture
 def taken_over(tmp_path, no_child):
-    conf, files = tmp_path / "conf", {
+    conf = tmp_path / "conf"
+    files = {
         "model/net.yaml": "defaults: [net: small]\n_target_: mine.Net\nlr: 1\n",
         "model/net/small.yaml": "width: 1\n",
         "model/net/wide.yaml": "width: 2\n",
@@ -165,7 +168,8 @@ REFUSED = [*rows(TYPED), *((word, []) for word in [*ODD, "{word}name='a b'"])]
 @pytest.mark.parametrize(("typed", "parts"), REFUSED)
 def test_refused_before_anything_is_imported(typed, parts, command, taken_over, tmp_path):
     for name, text in MEANT.items():
-        typed, parts = typed.replace(name, text), [part.replace(name, text) for part in parts]
+        typed = typed.replace(name, text)
+        parts = [part.replace(name, text) for part in parts]
     alone = typed.startswith("{word}")
     check_one(command(*([typed[6:]] if alone else typed.split())), *parts)
     assert [*tmp_path.iterdir()] == [taken_over], "a refused command writes no file"
@@ -228,8 +232,10 @@ def test_a_path_inside_a_run_is_not_the_run(command, tmp_path):
 
 def test_hydras_own_flags(tmp_path):
     done = distdl("--info", "config", "modl=x", cwd=tmp_path)
-    assert done.returncode == 2 and "Could not override 'modl'" in done.stderr
-    assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
+    assert done.returncode == 2
+    assert "Could not override 'modl'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 # ----------------------------------------------------------------- all problems at once
@@ -280,7 +286,8 @@ def test_all_problems_in_one_go(table, right, command, monkeypatch, tmp_path):
     monkeypatch.setenv("SIZE", "very-private")
     words, expected = zip(*table, strict=True)
     output = command(*words, *right)
-    assert (output.code, output.out) == (2, "") and list(tmp_path.iterdir()) == []
+    assert (output.code, output.out) == (2, "")
+    assert list(tmp_path.iterdir()) == []
     heading, *problems = re.split(r"\n  (?=\S)", output.err)
     assert heading == f"distdl: {len(words)} problems, nothing was started", output.err
     for problem, parts in zip(problems, sorted(expected), strict=True):
@@ -297,5 +304,6 @@ def test_an_unknown_machine_is_one_problem(command):
         "launcher.image=me/x launcher.bucket=mine launcher.role=arn:aws:iam::123456789012:role/x"
     )
     output = command(*typed.split())
-    assert output.code == 2 and "2 problems" in output.err
+    assert output.code == 2
+    assert "2 problems" in output.err
     check_parts(output.err, ["\n  launcher.instance_type: ", "ml.p4d.24xlarge?", "launcher.spot?"])

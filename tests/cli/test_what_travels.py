@@ -35,7 +35,8 @@ def project(tmp_path):
 
 def test_a_job_that_would_lack_a_module_is_refused_with_what_to_write(project):
     refused = distdl(*DRY, HELLO, cwd=project)
-    assert refused.returncode == 2 and refused.stdout == "", refused.stdout + refused.stderr
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert refused.stdout == "", refused.stdout + refused.stderr
     for part in ("generated/version.py: is imported here", "git ignores generated/", "!helpers "):
         assert part in refused.stderr
     assert "helpers/greeting.py: is imported here, and the job would be without" in refused.stderr
@@ -53,7 +54,8 @@ def test_a_repository_that_git_refuses_starts_no_job_and_a_run_here_says_what_it
     typed = (*TINY, "trainer.devices=1", "trainer.max_epochs=1", "name=x")
     done = distdl(*typed, cwd=project, env=foreign, module=UNCHECKED)
     assert done.returncode == 0, done.stderr
-    assert "note       no commit is recorded" in done.stderr and "safe.directory" in done.stderr
+    assert "note       no commit is recorded" in done.stderr
+    assert "safe.directory" in done.stderr
 
 
 ESCAPE = "\x1b]0;title\x07\x1b[31m"

@@ -66,7 +66,8 @@ def test_the_recipe_is_the_same_file_wherever_it_runs(start, run):
     two = start("name=x", *typed, folder="two/default/x")
     text = (run / "config.yaml").read_text()
     assert text == (two / "config.yaml").read_text()
-    assert launched(two).resources.devices == 2 and launched(two).where.launcher.grace_seconds == 5
+    assert launched(two).resources.devices == 2
+    assert launched(two).where.launcher.grace_seconds == 5
     assert str(run.parents[2]) not in text, "nor does it depend on the folder it was typed in"
 
 
@@ -90,7 +91,8 @@ def test_the_same_name_with_another_config_is_refused(run, said):
     advice = "resume outputs/default/x trainer.max_epochs="
     assert f"{advice}<more>\n" in shown
     assert f"{advice}8\n" in said(*TINY, "name=x", "trainer.max_epochs=8", code=2)
-    assert (run / "config.yaml").read_bytes() == before and attempts(run) == ["001"]
+    assert (run / "config.yaml").read_bytes() == before
+    assert attempts(run) == ["001"]
 
 
 def test_the_name_of_a_run_that_failed_before_its_first_checkpoint(run, said):
@@ -99,7 +101,8 @@ def test_the_name_of_a_run_that_failed_before_its_first_checkpoint(run, said):
     assert "kept as outputs/default/x.failed-1" in said(*again, "dry_run=true")
     assert attempts(run) == ["001"]
     said(*again)
-    assert "lr: 0.7" in (run / "config.yaml").read_text() and attempts(run) == ["001"]
+    assert "lr: 0.7" in (run / "config.yaml").read_text()
+    assert attempts(run) == ["001"]
     assert "lr: 0.1" in (run.with_name("x.failed-1") / "config.yaml").read_text()
     # With a checkpoint to resume from, or rows of a prediction, its name is its own.
     for file in (f"checkpoints/epoch_000.ckpt{SUFFIX}", "predictions/_progress.json"):
@@ -148,7 +151,8 @@ def test_a_resume_under_another_strategy_or_logger(start, said):
     run = start("name=x", "strategy=fsdp", "checkpoint.sharded=true", "tracking=mlflow")
     # What changes nothing is not a change: nothing to note, and nothing to do.
     shown = said("resume", str(run), "strategy=fsdp", "checkpoint.sharded=true")
-    assert FINISHED in shown and "from this attempt on" not in shown
+    assert FINISHED in shown
+    assert "from this attempt on" not in shown
     typed = ("strategy=ddp", "strategy.comm_hook=bf16", "tracking=tensorboard")
     second = resumed(run, said, "trainer.max_epochs=5", *typed)
     assert list(second.changes.tracking) == ["tensorboard"]

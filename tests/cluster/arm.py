@@ -33,9 +33,12 @@ class Azure:
     broken = ""
 
     def __init__(self, folder):
-        self.folder, self.azurite = folder, Azurite(folder / "azurite")
-        self.requests, self.printed = [], {}
-        self.jobs, self.vault = {}, {}
+        self.folder = folder
+        self.azurite = Azurite(folder / "azurite")
+        self.requests = []
+        self.printed = {}
+        self.jobs = {}
+        self.vault = {}
         self.resources = {}  # computes, environments, codes, ...: by path
         self.url, self.end = serve(self, self.azurite.certificate, self.azurite.key)
 
@@ -99,7 +102,8 @@ class Azure:
 
     def log(self, path, wanted):
         _, _, name, key = path.split("/", 3)
-        content, start = self.jobs[name].logs[key].read_bytes(), int(wanted[6:].rstrip("-"))
+        content = self.jobs[name].logs[key].read_bytes()
+        start = int(wanted[6:].rstrip("-"))
         if start < len(content):
             return Answer(206, content[start:])
         return Answer(416, b"", **{"Content-Range": f"bytes */{len(content)}"})

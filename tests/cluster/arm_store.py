@@ -22,8 +22,11 @@ class ArmStore:
     """What it holds, what it was asked, and what it refuses: end of a path -> error."""
 
     def __init__(self):
-        self.subscriptions, self.url = [SUBSCRIPTION], ""
-        self.resources, self.requests, self.failures = {}, [], {}
+        self.subscriptions = [SUBSCRIPTION]
+        self.url = ""
+        self.resources = {}
+        self.requests = []
+        self.failures = {}
 
     def find(self, end):
         """The one resource whose id ends so."""
@@ -69,7 +72,8 @@ class ArmStore:
         return answer
 
     def put(self, method, path, body):
-        key, kind = path.lower(), path.split("/")[-2]
+        key = path.lower()
+        kind = path.split("/")[-2]
         if missing := [need for need in needs(path, body) if need.lower() not in self.resources]:
             raise error(404, "ParentResourceNotFound", f"{missing[0]} does not exist")
         before = self.resources.get(key)
@@ -105,7 +109,8 @@ def as_azure_does(kind, made, properties):
         properties["primaryEndpoints"] = {"blob": "https://x"}
         made["sku"]["tier"] = made["sku"]["name"].partition("_")[0]
     if kind == "computes":
-        inner, scale = properties["properties"], properties["properties"]["scaleSettings"]
+        inner = properties["properties"]
+        scale = properties["properties"]["scaleSettings"]
         inner["vmSize"] = inner["vmSize"].upper()
         if scale["nodeIdleTimeBeforeScaleDown"] == "PT300S":
             scale["nodeIdleTimeBeforeScaleDown"] = "PT5M"

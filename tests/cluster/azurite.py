@@ -61,9 +61,12 @@ class Azurite:
 
     def __init__(self, folder: Path, *options: str) -> None:
         folder.mkdir()
-        self.certificate, self.key = folder / "cert.pem", folder / "key.pem"
+        self.certificate = folder / "cert.pem"
+        self.key = folder / "key.pem"
         write_certificate(self.certificate, self.key)
-        self.port, self._numbers, self.log = free_port(), itertools.count(1), folder / "azurite.log"
+        self.port = free_port()
+        self._numbers = itertools.count(1)
+        self.log = folder / "azurite.log"
         self.domain = f"localhost:{self.port}"  # the `endpoint` of a datastore
         command = ["azurite-blob", "--blobHost", "127.0.0.1", "--blobPort", str(self.port)]
         command += ["--location", str(folder), "--skipApiVersionCheck", "--disableTelemetry"]
@@ -102,7 +105,8 @@ class Azurite:
     def contents(self, place: str) -> dict[str, bytes]:
         """The blobs below `container/folder`, or in `container`: name -> content."""
         container, _, folder = place.strip("/").partition("/")
-        start, client = f"{folder}/" if folder else "", self.client(container)
+        start = f"{folder}/" if folder else ""
+        client = self.client(container)
         names = [blob.name for blob in client.list_blobs(start)]
         return {n.removeprefix(start): client.download_blob(n).readall() for n in names}
 

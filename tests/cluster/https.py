@@ -8,7 +8,9 @@ class Answer(Exception):
     """Ends the handling of a request: a status, a body, headers."""
 
     def __init__(self, status, body=None, **headers):
-        self.status, self.body, self.headers = status, body, headers
+        self.status = status
+        self.body = body
+        self.headers = headers
 
 
 def error(status, code, message, **headers):

@@ -22,7 +22,8 @@ EVICTED = "stand-in.evict"
 
 
 def run_job(azure, job):
-    properties, folder = job.body["properties"], azure.folder / "nodes" / job.name
+    properties = job.body["properties"]
+    folder = azure.folder / "nodes" / job.name
     if EVICTED not in (properties.get("tags") or {}):
         return
     code = urlsplit(azure.find(properties["codeId"])["codeUri"]).path
@@ -31,7 +32,8 @@ def run_job(azure, job):
     (folder / "mount").mkdir()
     job.status = "Running"
     try:
-        ranks, log = start(azure, job, folder), (folder / "rank_0.txt").read_text
+        ranks = start(azure, job, folder)
+        log = (folder / "rank_0.txt").read_text
         until(lambda: properties["tags"][EVICTED] in log(), 200, log)
         # Azure's notice; then the node is gone. A process that ended before its node did would make
         # the job a failed one.
@@ -48,13 +50,15 @@ def run_job(azure, job):
         assert not any(codes), f"exit codes {codes}"
         job.status = "Completed"
     except Exception as error:
-        job.status, job.error = "Failed", repr(error)
+        job.error = repr(error)
+        job.status = "Failed"
         raise
 
 
 def start(azure, job, folder):
     """A process of each node."""
-    properties, port = job.body["properties"], str(free_port())
+    properties = job.body["properties"]
+    port = str(free_port())
     size = properties["resources"]["instanceCount"]
     command = properties["command"].replace("${{outputs.store}}", str(folder / "mount"))
     for name, entry in properties["inputs"].items():
@@ -67,7 +71,8 @@ def start(azure, job, folder):
     env["AZ_BATCH_HOST_LIST"] = ",".join(f"10.0.0.{n + 4}" for n in range(size))
     ranks = []
     for rank in range(size):
-        log, names = folder / f"rank_{rank}.txt", ("RANK", "NODE_RANK", "AZUREML_CR_NODE_RANK")
+        log = folder / f"rank_{rank}.txt"
+        names = ("RANK", "NODE_RANK", "AZUREML_CR_NODE_RANK")
         job.logs[f"user_logs/std_log_process_{rank:02d}.txt"] = log
         with log.open("ab") as file:
             options = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}

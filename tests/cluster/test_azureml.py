@@ -131,7 +131,8 @@ def test_a_run_whose_nodes_are_taken_away_resumes(azure, project, trained, distd
     mark = {"hdi_isfolder": "true"}  # how a mount marks a folder
     azure.azurite.client(CONTAINER).upload_blob("distdl/default/x/logs", b"", metadata=mark)
     distdl("jobs", "fetch", "outputs/default/x")
-    assert status(run)["restarts"] == 1 and status(run)["state"] == "SUCCEEDED"
+    assert status(run)["restarts"] == 1
+    assert status(run)["state"] == "SUCCEEDED"
     assert set(steps) == set(losses(run)) == set(range(1, 13)), "every step, over both starts"
     assert list((run / "checkpoints").glob("*.ckpt"))
     assert "state   SUCCEEDED, restarted 1 times" in distdl("jobs", "status", str(run)).out
@@ -150,11 +151,13 @@ def test_what_is_created(azure, project, trained):
     image = azure.azurite.contents(urlsplit(body["properties"]["build"]["contextUri"]).path)
     assert image == everything(ROOT / "launchers/azureml/image")
 
-    run, job = project / "outputs/default/x", job_of(azure, trained.out).body["properties"]
+    run = project / "outputs/default/x"
+    job = job_of(azure, trained.out).body["properties"]
     snapshot = snapshot_of(azure, job)
     assert snapshot == everything(run / "attempts/001/bundle")
     assert snapshot["config.yaml"] == (run / "config.yaml").read_bytes()
-    assert "code/project/witness.py" in snapshot and "code/project/.env" not in snapshot
+    assert "code/project/witness.py" in snapshot
+    assert "code/project/.env" not in snapshot
 
 
 def test_a_rank_gets_code_input_and_secret_which_is_nowhere_else(azure, project, trained):
@@ -165,7 +168,8 @@ def test_a_rank_gets_code_input_and_secret_which_is_nowhere_else(azure, project,
         assert shown["code"] == str(nodes / f"node{rank}/code/project/witness.py")
         assert shown["data"] == "https://data.example.org/pictures"
         assert shown["secret"] == witness.digest(SECRET)
-    assert list(azure.vault.values()) == [SECRET] and SECRET not in trained.out + trained.err
+    assert list(azure.vault.values()) == [SECRET]
+    assert SECRET not in trained.out + trained.err
     receivers = [path for _, path, body in azure.requests if SECRET in body]
     assert receivers == [f"/secrets/{name}" for name in azure.vault], "only the Key Vault"
     # The run, the nodes' folders, and in Azurite's the snapshot and the store.
@@ -180,7 +184,8 @@ def test_a_job_in_the_queue(azure, project, trained, distdl):
     """The same cluster and environment are used as they are; the job is listed, and cancelled. A
     run with a checkpoint from elsewhere takes it along, with its manifest after it.
     """
-    name, run = "outputs/default/queued", project / "outputs/default/queued"
+    name = "outputs/default/queued"
+    run = project / "outputs/default/queued"
     distdl(*SMALL, *TWO_NODES, "follow=false", "name=other")
     queued = (*SMALL, *TWO_NODES, "follow=false", "name=queued")
     sent = distdl(*queued)
@@ -227,10 +232,10 @@ def test_a_kubernetes_cluster_a_conda_file_a_model_and_what_is_registered(azure,
     assert job["resources"]["instanceType"] == "gpu-large"
     assert job["computeId"].endswith("/computes/aks")
     start, best = job["inputs"]["start"], job["outputs"]["best"]
-    assert start["jobInputType"] == "mlflow_model" and start["uri"].endswith(
-        "/models/resnet/versions/3"
-    )
-    assert best["jobOutputType"] == "custom_model" and best["mode"] == "ReadWriteMount"
+    assert start["jobInputType"] == "mlflow_model"
+    assert start["uri"].endswith("/models/resnet/versions/3")
+    assert best["jobOutputType"] == "custom_model"
+    assert best["mode"] == "ReadWriteMount"
     assert (best["assetName"], best["assetVersion"]) == ("resnet", "7")
     assert best["uri"] == job["outputs"]["store"]["uri"] + "/checkpoints"
     assert "'--output=best=${{outputs.best}}'" in job["command"]
@@ -243,7 +248,8 @@ def test_a_sweep_is_one_job(azure, project, distdl, tmp_path, monkeypatch):
     (job,) = [job for name, job in azure.jobs.items() if name.startswith("default-s-")]
     # The trials end; as with Azure, their numbers mean nothing.
     for number, member in enumerate(reversed(members)):
-        name, ended = f"{job.name}_{number}", json.dumps({"state": "SUCCEEDED", "trial": number})
+        name = f"{job.name}_{number}"
+        ended = json.dumps({"state": "SUCCEEDED", "trial": number})
         azure.jobs[name] = new_job(name, {"properties": {}}, "Completed")
         job.trials[name] = member
         write(tmp_path / "stored", {f"{member}/attempts/001/status.json": ended})
@@ -255,7 +261,9 @@ def test_a_sweep_is_one_job(azure, project, distdl, tmp_path, monkeypatch):
     assert [status(run)["trial"] for run in runs] == [1, 0]
 
     # What a trial starts: the worker, with the files of its member.
-    trial, node, started = job.body["properties"]["trial"], tmp_path / "node", []
+    trial = job.body["properties"]["trial"]
+    node = tmp_path / "node"
+    started = []
     azure.azurite.download(urlsplit(azure.find(trial["codeId"])["codeUri"]).path, node)
     configs = [(node / f"members/{member}/config.yaml").read_text() for member in members]
     assert sorted(re.findall(r"^seed: (\d+)", "".join(configs), re.M)) == ["3", "4"]
@@ -285,9 +293,11 @@ def test_the_files_of_a_dry_run_are_a_job(azure, project, distdl):
     client = Connection(Workspace(*NAMES.values()), None).client
     name = client.jobs.create_or_update(load_job(folder / "job.yml")).name
     sent = azure.jobs[name].body["properties"]
-    assert sent["command"] in shown and sent["computeId"].endswith("/computes/gpu")
+    assert sent["command"] in shown
+    assert sent["computeId"].endswith("/computes/gpu")
     snapshot = snapshot_of(azure, sent)
-    assert snapshot == everything(folder / "bundle") and "code/project/witness.py" in snapshot
+    assert snapshot == everything(folder / "bundle")
+    assert "code/project/witness.py" in snapshot
     assert str(project).encode() not in snapshot["config.yaml"] + snapshot["launch.yaml"]
     assert "exists already" in distdl(*files, "dry_run=true", code=2).err
     assert "launcher.files: is only for a dry run" in distdl(*files, code=2).err
@@ -296,7 +306,8 @@ def test_the_files_of_a_dry_run_are_a_job(azure, project, distdl):
 def test_without_a_credential_there_is_one_sentence(distdl, monkeypatch):
     monkeypatch.setenv("MSI_SECRET", "wrong")
     sent = distdl(*SMALL, *TWO_NODES, "name=nobody", code=2)
-    assert "Traceback" not in sent.err and "az login" in sent.err
+    assert "Traceback" not in sent.err
+    assert "az login" in sent.err
 
 
 # Deploying
@@ -315,7 +326,8 @@ def models(tmp_path_factory):
 @pytest.fixture
 def deploy(azure, models, distdl):
     azure.resources.clear()
-    azure.broken, azure.scorer = "", Scorer(models[1])
+    azure.broken = ""
+    azure.scorer = Scorer(models[1])
 
     def run(*words, code=0):
         azure.requests.clear()
@@ -333,13 +345,16 @@ def traffic(azure):
 def test_the_order_of_models(azure, models, deploy):
     """What is the same on every platform: tests/unit/test_deploy.py."""
     shown = deploy(models[0], "dry_run=true").out
-    assert azure.requests == [] and "  model.pt2\n" in shown and "nothing was sent" in shown
+    assert azure.requests == []
+    assert "  model.pt2\n" in shown
+    assert "nothing was sent" in shown
     assert "price per hour: 0.29 USD (1 x Standard_DS3_v2; list price, East US" in shown
     names = []
     for model in models:
         output = deploy(model)
         names += {*azure.named("deployments")} - {*names}
-        assert output.out == f"{names[-1]} answers\n" and traffic(azure) == {names[-1]: 100}
+        assert output.out == f"{names[-1]} answers\n"
+        assert traffic(azure) == {names[-1]: 100}
         order = [path for method, path, _ in azure.requests if method in ("PUT", "POST")]
         (asked,) = [n for n, path in enumerate(order) if path.startswith("/score/")]
         moved = [n for n, path in enumerate(order) if path.endswith("/onlineEndpoints/flowers")]
@@ -350,11 +365,13 @@ def test_the_order_of_models(azure, models, deploy):
     assert body["sku"] == {"name": "Default", "capacity": 1}
     assert body["properties"]["codeConfiguration"]["scoringScript"] == "score.py"
     environments = [str(body) for key, body in azure.resources.items() if "/environments/" in key]
-    assert "azureml-inference-server-http" in environments[0] and "pydantic" not in environments[0]
+    assert "azureml-inference-server-http" in environments[0]
+    assert "pydantic" not in environments[0]
     assert deploy("--rollback").out == f"{second} answers\n"
     assert traffic(azure) == {second: 100}
     assert deploy("--delete").out == "flowers was deleted\n"
-    assert not azure.named("onlineEndpoints") and not azure.named("deployments")
+    assert not azure.named("onlineEndpoints")
+    assert not azure.named("deployments")
 
 
 BROKEN = {"upload": "no right to write models", "creation": "the container has crashed"}
@@ -366,8 +383,10 @@ def test_no_traffic_moves_to_a_model_that_fails(azure, models, deploy, monkeypat
     (name,) = azure.named("deployments")
     for azure.broken, expected in BROKEN.items():
         failed = deploy(models[1], code=1)
-        assert expected in failed.err and "1 problem, traffic stays where it was" in failed.err
-        assert traffic(azure) == {name: 100} and [*azure.named("deployments")] == [name]
+        assert expected in failed.err
+        assert "1 problem, traffic stays where it was" in failed.err
+        assert traffic(azure) == {name: 100}
+        assert [*azure.named("deployments")] == [name]
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -389,7 +408,8 @@ def test_a_batch_endpoint_has_the_new_model_as_its_default(azure, models, deploy
     assert {*azure.named("deployments")} == {*names[1:]}
     body = azure.named("deployments")[names[-1]]["properties"]
     assert body["codeConfiguration"]["scoringScript"] == "batch_score.py"
-    assert body["compute"].endswith("/computes/cpu") and body["outputFileName"].endswith("jsonl")
+    assert body["compute"].endswith("/computes/cpu")
+    assert body["outputFileName"].endswith("jsonl")
     assert deploy("--rollback", "--batch").out == f"{names[1]} answers\n"
     deploy("--delete", "--batch")
     assert not azure.named("batchEndpoints")

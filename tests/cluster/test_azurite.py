@@ -53,16 +53,21 @@ def account(azurite, monkeypatch):
 def test_files_are_stored_and_read_back(azurite, account, tmp_path, monkeypatch):
     """What is the same in every store: tests/unit/test_stores.py."""
     monkeypatch.setattr(remote_module, "PART", 1 << 18)
-    store, data, back = open_store(account, patience=30), os.urandom(2_345_678), tmp_path / "back"
+    store = open_store(account, patience=30)
+    data = os.urandom(2_345_678)
+    back = tmp_path / "back"
     (tmp_path / "source").write_bytes(data)
     sent, received = [], []
     store.upload(tmp_path / "source", "a/b.tar", sent.append)
     folder = {"hdi_isfolder": "true"}  # made by a mount
     azurite.client(account.split("/")[2]).upload_blob("images/a", b"", metadata=folder)
     store.download("a/b.tar", back, received.append)
-    assert back.read_bytes() == data and sum(sent) == sum(received) == len(data)
-    assert list(store.names()) == ["a/b.tar"] and list(store.names("b")) == []
-    assert store.size("a/b.tar") == len(data) and store.size("a/c.tar") is None
+    assert back.read_bytes() == data
+    assert sum(sent) == sum(received) == len(data)
+    assert list(store.names()) == ["a/b.tar"]
+    assert list(store.names("b")) == []
+    assert store.size("a/b.tar") == len(data)
+    assert store.size("a/c.tar") is None
     with pytest.raises(StoreError, match="exists already"):
         store.upload(tmp_path / "source", "a/b.tar")
     (tmp_path / "other").write_bytes(data[::-1])
@@ -76,7 +81,8 @@ def test_files_are_stored_and_read_back(azurite, account, tmp_path, monkeypatch)
     assert store.read("c.tar") == data[::-1]
 
     # Connections break: some before the first byte of a response, and some in the middle of it.
-    reads, read = [], ssl.SSLSocket.recv_into
+    reads = []
+    read = ssl.SSLSocket.recv_into
 
     def recv_into(*arguments):
         reads.append(arguments)
@@ -87,7 +93,8 @@ def test_files_are_stored_and_read_back(azurite, account, tmp_path, monkeypatch)
     monkeypatch.setattr(ssl.SSLSocket, "recv_into", recv_into)
     back.unlink()
     store.download("a/b.tar", back)
-    assert back.read_bytes() == data and len(reads) > 33
+    assert back.read_bytes() == data
+    assert len(reads) > 33
 
 
 class Identity:
@@ -107,11 +114,13 @@ class Identity:
 
 def test_a_link_and_what_it_opens(azurite, account, tmp_path, monkeypatch, capsys):
     """Azurite knows no signatures of a user, only those of an account's key."""
-    endpoint, container = f"https://127.0.0.1:{azurite.port}/{ACCOUNT}", account.split("/")[2]
+    endpoint = f"https://127.0.0.1:{azurite.port}/{ACCOUNT}"
+    container = account.split("/")[2]
     (tmp_path / "file").write_text("content")
     open_store(account).upload(tmp_path / "file", "file")
     monkeypatch.delenv(STRING)
-    base, foreign = f"{endpoint}/{container}/images", azurite.sas(CONTAINER)
+    base = f"{endpoint}/{container}/images"
+    foreign = azurite.sas(CONTAINER)
     assert open_store(f"{base}?{azurite.sas(container)}").read("file") == b"content"
     refused = open_store(f"{base}?{foreign}", patience=0.5)
     with pytest.raises(StoreError, match=base) as error:
@@ -126,11 +135,13 @@ def test_a_link_and_what_it_opens(azurite, account, tmp_path, monkeypatch, capsy
     link, note = capsys.readouterr()
     address, _, signed = link.strip().partition("?")
     query = dict(parse_qsl(signed))
-    assert address == f"{endpoint}/{container}" and query["skoid"] == Identity.user
+    assert address == f"{endpoint}/{container}"
+    assert query["skoid"] == Identity.user
     assert (query["sp"], query["sr"], query["spr"]) == ("rl", "c", "https")
     expiry = datetime.fromisoformat(query["se"])
     assert timedelta(days=1.9) < expiry - datetime.now(UTC) <= timedelta(days=2)
-    assert f"reads and lists {container} until" in note and query["sig"] not in note
+    assert f"reads and lists {container} until" in note
+    assert query["sig"] not in note
 
 
 PER_CLASS, STEPS, EPOCHS = 80, 10, 2  # steps of 2 x 12 images
@@ -138,7 +149,9 @@ PER_CLASS, STEPS, EPOCHS = 80, 10, 2  # steps of 2 x 12 images
 
 def test_from_tars_to_two_ranks(azurite, account, tmp_path, background, monkeypatch):
     """ImageNet with an outage. The last test: it ends the server."""
-    out, cache, container = tmp_path / "out", tmp_path / "cache", account.split("/")[2]
+    out = tmp_path / "out"
+    cache = tmp_path / "cache"
+    container = account.split("/")[2]
     where = {"cwd": tmp_path, "env": {"DISTDL_CACHE": str(cache)}}
     prepare = ["prepare", "imagenet", "--source", str(imagenet(tmp_path / "tars", PER_CLASS))]
     prepare += ["--to", str(out), "--subset", "--shard-mb", "0.01", "--upload", account]
@@ -155,7 +168,8 @@ def test_from_tars_to_two_ranks(azurite, account, tmp_path, background, monkeypa
     assert f"{account}  (shards in a store, {len(CLASSES)} classes)" in checked.stdout
 
     # Two ranks; the server is there for the first epoch only.
-    run, before = tmp_path / "outputs/default/run", len(azurite.log.read_text())
+    run = tmp_path / "outputs/default/run"
+    before = len(azurite.log.read_text())
     training = background(
         "model=resnet18",
         "model.norm=group",
@@ -197,6 +211,8 @@ def test_from_tars_to_two_ranks(azurite, account, tmp_path, background, monkeypa
     monkeypatch.setattr(reading, "QUICK", 0.5)
     node = {"root": account, "num_classes": 11, "cache_dir": str(cache)}
     note, problem = StoredImages.check(node)
-    assert note.startswith(f"{account} cannot be reached; the copy of 20") and "11" in problem.what
+    assert note.startswith(f"{account} cannot be reached; the copy of 20")
+    assert "11" in problem.what
     elsewhere = refusal(open_data_set, account, patience=0.5, cache_root=tmp_path / "elsewhere")
-    assert elsewhere.path == "data.root" and f"{account}/{MANIFEST}" in elsewhere.what
+    assert elsewhere.path == "data.root"
+    assert f"{account}/{MANIFEST}" in elsewhere.what

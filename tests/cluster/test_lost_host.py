@@ -69,9 +69,11 @@ def test_a_lost_host_is_left_out_until_it_answers(hosts: Hosts, tmp_path: Path) 
         hosts.cut("node2")
         job.wait(240)
     assert job.returncode == 0, output()
-    assert "left out: node2" in output() and status(run, 2)["state"] == "SUCCEEDED"
+    assert "left out: node2" in output()
+    assert status(run, 2)["state"] == "SUCCEEDED"
     first, second = (launch(run, number) for number in (1, 2))
-    assert second.left_out.hosts == ["node2"] and second.resources.num_nodes == 1
+    assert second.left_out.hosts == ["node2"]
+    assert second.resources.num_nodes == 1
     assert second.global_batch_size == first.global_batch_size == 16
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
     steps = {**samples(run)[1], **samples(run)[2]}
@@ -83,8 +85,10 @@ def test_a_lost_host_is_left_out_until_it_answers(hosts: Hosts, tmp_path: Path) 
     done = hosts.run("node1", again, tmp_path, environment(), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     whole = launch(run, 3)
-    assert whole.resources.num_nodes == 2 and "left_out" not in whole
-    assert whole.global_batch_size == 16 and len(losses(run)) == 12
+    assert whole.resources.num_nodes == 2
+    assert "left_out" not in whole
+    assert whole.global_batch_size == 16
+    assert len(losses(run)) == 12
 
 
 def test_it_grows_back_during_the_run(hosts: Hosts, tmp_path: Path) -> None:
@@ -105,7 +109,8 @@ def test_it_grows_back_during_the_run(hosts: Hosts, tmp_path: Path) -> None:
     assert job.returncode == 0, output()
     assert "2 hosts answer: saving, to go on with them" in output()
     sizes = [launch(run, number).resources.num_nodes for number in (1, 2, 3)]
-    assert sizes == [2, 1, 2] and not (run / "attempts/004").exists()
+    assert sizes == [2, 1, 2]
+    assert not (run / "attempts/004").exists()
     # No step is lost or done twice: the second attempt saved before it ended.
     second, third = samples(run)[2], samples(run)[3]
     assert not second.keys() & third.keys()

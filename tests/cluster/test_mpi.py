@@ -51,7 +51,8 @@ def test_two_hosts_train_as_one_machine_does(hosts, tmp_path, tmp_path_factory, 
     reference = tmp_path / "outputs/here/default/one"
 
     def on_node1(*words):
-        command, env = [sys.executable, *UNCHECKED, *words], environment(CANARY=SECRET)
+        command = [sys.executable, *UNCHECKED, *words]
+        env = environment(CANARY=SECRET)
         done = hosts.run("node1", command, tmp_path, env, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -64,9 +65,11 @@ def test_two_hosts_train_as_one_machine_does(hosts, tmp_path, tmp_path_factory, 
             f"output_dir=outputs/{mpi}",
             *more,
         )
-        output, run = on_node1(*RECIPE, *where), tmp_path / f"outputs/{mpi}/default/one"
+        output = on_node1(*RECIPE, *where)
+        run = tmp_path / f"outputs/{mpi}/default/one"
         assert (run / "config.yaml").read_bytes() == (reference / "config.yaml").read_bytes()
-        assert losses(run) == losses(reference) and len(losses(run)) == 3
+        assert losses(run) == losses(reference)
+        assert len(losses(run)) == 3
         secrets = [rank["secret"] for rank in witness.seen(output).values()]
         assert secrets == [witness.digest(SECRET)] * 2
         files = everything(run).values()
@@ -78,7 +81,8 @@ def test_two_hosts_train_as_one_machine_does(hosts, tmp_path, tmp_path_factory, 
     for row in ("0     0     0      node1", "1     1     0      node2"):  # the table of ranks
         assert row in output
     shown = on_node1("jobs", "status", str(run))  # from a later shell
-    assert "SUCCEEDED" in shown and "mpi://node1/" in shown
+    assert "SUCCEEDED" in shown
+    assert "mpi://node1/" in shown
 
     other = tmp_path_factory.mktemp("node2")  # what node2 has in the place of the folder
     hosts.bind("node2", other, tmp_path)
@@ -91,7 +95,8 @@ def test_two_hosts_train_as_one_machine_does(hosts, tmp_path, tmp_path_factory, 
     there = other / run.relative_to(tmp_path)
     assert (there / "attempts/001/bundle/code/project/witness.py").exists()
     assert [path.name for path in there.glob("attempts/001/logs/rank_*")] == ["rank_1.log"]
-    assert "share no file system" in output and sorted(losses(run)) == list(range(1, 7))
+    assert "share no file system" in output
+    assert sorted(losses(run)) == list(range(1, 7))
     (sent,) = there.glob("checkpoints/*.ckpt")  # to resume from: only rank 0 writes them
     assert sent.read_bytes() == (run / "checkpoints" / sent.name).read_bytes()
 
@@ -149,7 +154,8 @@ class Waiting:
     """A job of four ranks on two hosts that wait for how they are to end."""
 
     def __init__(self, hosts, folder, mpi, impatient=False, names=()):
-        self.hosts, self.store = hosts, folder / mpi
+        self.hosts = hosts
+        self.store = folder / mpi
         self.attempt = self.store / "attempts/001"
         code = self.attempt / "bundle/code/distdl"
         shutil.copytree(ROOT / "launchers/mpi", code / "launchers/mpi")
@@ -196,9 +202,11 @@ class Waiting:
 def test_a_failed_rank_ends_the_others(hosts, tmp_path, mpi, how, code):
     job = Waiting(hosts, tmp_path, mpi)
     lines = job.processes()
-    assert lines and not any(SECRET in line for line in lines)  # on no command line
+    assert lines
+    assert not any(SECRET in line for line in lines)
     assert job.end(how) == "FAILED"
-    error, record = job.error(), json.loads((job.attempt / "mpirun.json").read_text())
+    error = job.error()
+    record = json.loads((job.attempt / "mpirun.json").read_text())
     assert error["exit_code"] == record["exit_code"] == code  # also of mpirun itself
     assert how == "exit" or "killed by SIGKILL on node2" in error["message"]
     until(lambda: not job.processes(), 240, job.log)
@@ -217,7 +225,8 @@ def test_cancel_leaves_time_for_a_checkpoint(hosts, tmp_path, mpi):
         "born 3 node2 fd77::1",
     ]
     assert job.end("cancel") == "CANCELLED"
-    assert job.log().count("saved") == 4 and not list(job.attempt.glob("errors/*"))
+    assert job.log().count("saved") == 4
+    assert not list(job.attempt.glob("errors/*"))
     until(lambda: not job.processes(), 240, job.log)
 
 

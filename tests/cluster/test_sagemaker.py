@@ -59,7 +59,9 @@ class Cloud:
     """AWS (moto, on a host of its own), a job that was submitted there, and the job's two hosts."""
 
     def __init__(self, hosts, folder):
-        self.hosts, self.folder, log = hosts, folder, folder / "moto.log"
+        self.hosts = hosts
+        self.folder = folder
+        log = folder / "moto.log"
         (folder / "project").mkdir()
         shutil.copy(witness.__file__, folder / "project")
         self.run = folder / "project/outputs/default/x"
@@ -85,7 +87,8 @@ class Cloud:
 
     def on_aws(self, *argv):
         env = environment(**self.variables, AWS_DEFAULT_REGION=REGION, CANARY=SECRET)
-        command, cwd = [sys.executable, *argv], self.folder / "project"
+        command = [sys.executable, *argv]
+        cwd = self.folder / "project"
         done = self.hosts.run("aws", command, cwd=cwd, env=env, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -96,8 +99,10 @@ class Containers:
     the stores of an `earlier` start."""
 
     def __init__(self, cloud, name, earlier=None, **more):
-        self.cloud, self.opt_ml = cloud, {host: cloud.folder / name / host for host in NAMES}
-        self.store, request = self.opt_ml["algo-1"] / "checkpoints", cloud.request
+        self.cloud = cloud
+        self.opt_ml = {host: cloud.folder / name / host for host in NAMES}
+        self.store = self.opt_ml["algo-1"] / "checkpoints"
+        request = cloud.request
         (channel,) = request["InputDataConfig"]
         instance = {"current_instance_type": request["ResourceConfig"]["InstanceType"]}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -182,7 +187,9 @@ def test_an_interrupted_job_resumes(cloud, containers):
 
     second = containers("second", earlier=first)  # SageMaker's own new start of the same job
     assert second.wait() == [0, 0], second.log()
-    store, log, end = second.store, second.log(), status(second.store)
+    store = second.store
+    log = second.log()
+    end = status(second.store)
     assert (end["state"], end["restarts"]) == ("SUCCEEDED", 1)
     assert sorted(losses(store)) == [*range(1, 16)], "a step is missing"
     lines = (store / "logs/samples-rank0.csv").read_text().split("\n")
@@ -194,7 +201,8 @@ def test_an_interrupted_job_resumes(cloud, containers):
     for metric in cloud.request["AlgorithmSpecification"]["MetricDefinitions"]:
         assert metric["Regex"] in (ROOT / "docs/launchers/sagemaker.md").read_text()
         found[metric["Name"]] = float(re.findall(metric["Regex"], log)[-1])
-    assert found["train/loss"] > 0 and 0 <= found["val/acc1"] <= 1
+    assert found["train/loss"] > 0
+    assert 0 <= found["val/acc1"] <= 1
 
     # The table of ranks, on the network that SageMaker named.
     assert "distdl: host algo-1, 1 of 2, primary algo-1, interface eth0, 1 ranks" in log
@@ -202,7 +210,8 @@ def test_an_interrupted_job_resumes(cloud, containers):
     assert all(row in log for row in rows)
 
     # Code and recipe are those that were submitted, and nothing else of this machine.
-    code, shown = "/opt/ml/distdl/code", witness.seen(log)
+    code = "/opt/ml/distdl/code"
+    shown = witness.seen(log)
     for rank, folder in enumerate(second.opt_ml.values()):
         recipe = (folder / "checkpoints/config.yaml").read_bytes()
         assert recipe == (cloud.run / "config.yaml").read_bytes()
@@ -211,7 +220,8 @@ def test_an_interrupted_job_resumes(cloud, containers):
         assert shown[rank]["code"] == f"{code}/project/witness.py"
 
     files = [p for p in cloud.folder.rglob("*") if p.is_file() and not p.is_symlink()]
-    assert len(files) > 500 and any(p.name == "bundle.tar.gz" for p in files)
+    assert len(files) > 500
+    assert any(p.name == "bundle.tar.gz" for p in files)
     assert [p for p in files if SECRET.encode() in p.read_bytes()] == []
 
 

@@ -71,7 +71,8 @@ REFUSED = [
 @needs_azure
 def test_under_azures_inference_server(model, tmp_path):
     (tmp_path / "score.py").write_bytes((model / "azureml/score.py").read_bytes())  # sent alone
-    port, scorer = free_port(), Scorer(model)
+    port = free_port()
+    scorer = Scorer(model)
     command = [AZURE / "azmlinfsrv", "--entry_script", "score.py", "--port", str(port)]
     with running(command, tmp_path, clean(model), port) as server:
         for colour in scorer.classes:
@@ -81,7 +82,8 @@ def test_under_azures_inference_server(model, tmp_path):
         assert server.ask("POST", "/score", TWO, "application/json") == (200, expected)
         for body, kind, status, said in REFUSED:
             got, answer = server.ask("POST", "/score", body, kind)
-            assert got == status and said in answer["error"], (got, answer)
+            assert got == status, (got, answer)
+            assert said in answer["error"], (got, answer)
             assert server.score()[0] == 200
         with suppress(ConnectionError):  # it refuses before a client that sends all has read it
             assert server.score(bytes(200_000_000))[0] == 413
@@ -101,14 +103,17 @@ def test_batch_rows_name_damaged_images(model, tmp_path):
     assert done.returncode == 0, done.stderr
     good, bad, absent = map(json.loads, done.stdout.splitlines())
     assert good == {"file": names[0], **Scorer(model).score([photo("blue")], top_k=1)[0]}
-    assert bad.keys() == {"file", "error"} and bad["file"] == names[1]
-    assert absent["file"] == names[2] and "No such file" in absent["error"]
+    assert bad.keys() == {"file", "error"}
+    assert bad["file"] == names[1]
+    assert absent["file"] == names[2]
+    assert "No such file" in absent["error"]
 
 
 def test_what_sagemakers_image_starts(model, tmp_path):
     """On another port and with another folder; its contract: GET /ping, POST /invocations."""
     (tmp_path / "python").symlink_to(f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}")
-    port, script = free_port(), re.search(r"printf '(.*)' > /usr/local/bin/serve", DOCKERFILE)[1]
+    port = free_port()
+    script = re.search(r"printf '(.*)' > /usr/local/bin/serve", DOCKERFILE)[1]
     assert "PYTHONPATH=/opt/ml/model " in DOCKERFILE
     script = script.replace(" /opt/ml/model ", f" {model} ").replace("=8080 ", f"={port} ")
     # In the image, pip has installed the packages: here they are the tests' own, without distdl.

@@ -76,7 +76,8 @@ class SlurmCluster:
     """A running cluster, with its configuration, state and logs in a folder."""
 
     def __init__(self, folder):
-        self.folder, self.daemons = folder, []
+        self.folder = folder
+        self.daemons = []
         # A session may itself run inside a job: none of its variables may get in here.
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
         self.env |= {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
@@ -202,10 +203,12 @@ def test_two_nodes_train_as_two_processes_of_this_machine(slurm, on_cluster, tmp
     said = on_cluster(*SLURM, *typed)
 
     run, other = folder / "outputs/default/a", folder / "here/default/a"
-    assert losses(run) == losses(other) and len(losses(run)) == 10
+    assert losses(run) == losses(other)
+    assert len(losses(run)) == 10
     assert (run / "config.yaml").read_bytes() == (other / "config.yaml").read_bytes()
     assert status(run)["state"] == "SUCCEEDED"
-    assert "COMPLETED" in said.out and "launcher slurm, rank 0 at 127.0.0.1" in said.out
+    assert "COMPLETED" in said.out
+    assert "launcher slurm, rank 0 at 127.0.0.1" in said.out
     shown = slurm.show(handle_of(run))
     assert {"NumNodes": "2", "Requeue": "1", "TimeLimit": "00:10:00"}.items() <= shown.items()
     rank = witness.seen(log_of(run))[0]
@@ -255,9 +258,11 @@ def test_a_job_resumes_after_requeue_and_preemption(slurm, on_cluster, tmp_path)
     assert log.count("goes back to the queue") == 1
     # Every step was trained once: each start resumed exactly where the one before had ended.
     steps = [step for _, step in samples(run)[1]]
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) > second
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > second
     assert list((run / "checkpoints").glob("*.manifest.json"))
-    assert mlflow_runs() == before and len(before) == 1
+    assert mlflow_runs() == before
+    assert len(before) == 1
 
 
 @matrix_only
@@ -280,7 +285,9 @@ def test_five_of_five_are_requeued(slurm, on_cluster, tmp_path, capsys):
     size = ("launcher=slurm", "trainer.devices=1", "trainer.num_nodes=2", "follow=false")
     size += ("launcher.forward_env=[GLOO_SOCKET_IFNAME,OMP_NUM_THREADS]", "data.pause=0.02")
     seed = int(os.environ.get("DISTDL_SEED", 33))
-    draw, ends, rows = random.Random(seed), [], []
+    draw = random.Random(seed)
+    ends = []
+    rows = []
 
     def train(name):
         on_cluster(*COMMON, *size, f"name={name}")
@@ -298,7 +305,8 @@ def test_five_of_five_are_requeued(slurm, on_cluster, tmp_path, capsys):
     ended(train("whole"))
     for number in range(5):
         (tmp_path / "steps-0").unlink()
-        run, step = train(f"p{number}"), draw.randint(2, 50)
+        run = train(f"p{number}")
+        step = draw.randint(2, 50)
         job = handle_of(run)
         until(lambda step=step: str(step) in steps(), 120, lambda run=run: log_of(run))
         wrap = ("--exclusive", "-o", "/dev/null", "--wrap", "sleep 1")
@@ -327,7 +335,8 @@ def test_what_slurm_refuses(slurm, tmp_path, monkeypatch, on_cluster):
     """Its own words, the key they are about, exit code 2, and no job."""
     for number, (typed, message) in enumerate(REFUSED.items()):
         shown = on_cluster(*SLURM, f"name=r{number}", typed, code=2).err
-        assert message in shown and "Traceback" not in shown, shown
+        assert message in shown, shown
+        assert "Traceback" not in shown, shown
         assert status(tmp_path / f"outputs/default/r{number}")["state"] == "FAILED"
     assert slurm.run("squeue", "-h") == ""
     # The controller is down: nobody listens on this port.
@@ -336,7 +345,8 @@ def test_what_slurm_refuses(slurm, tmp_path, monkeypatch, on_cluster):
     (tmp_path / "down.conf").write_text(re.sub("SlurmctldPort=.*", port, text))
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "down.conf"))
     shown = on_cluster(*SLURM, "name=down", code=2).err
-    assert "Slurmctld(primary) at " in shown and " is DOWN" in shown
+    assert "Slurmctld(primary) at " in shown
+    assert " is DOWN" in shown
     assert not Path("outputs/default/down").exists()
 
 
@@ -364,16 +374,20 @@ def test_a_sweep_is_one_array(slurm, on_cluster, tmp_path, monkeypatch):
     assert set(handles) == {f"{number}_0", f"{number}_1"}
     assert slurm.show(f"{number}_1")["ArrayTaskThrottle"] == "2"
     # The list asks Slurm once for all, and once if it does not answer.
-    asked, real = [], commands.run
+    asked = []
+    real = commands.run
     monkeypatch.setattr(commands, "run", lambda *w, **more: asked.append(w[0]) or real(*w, **more))
-    assert "UNKNOWN" not in on_cluster("jobs", "list").out and asked == ["squeue"]
+    assert "UNKNOWN" not in on_cluster("jobs", "list").out
+    assert asked == ["squeue"]
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_CONF", str(tmp_path / "none.conf"))
         patch.setattr(commands, "TIMEOUT", 1)  # squeue asks DNS for another one, for minutes
-        assert on_cluster("jobs", "list").out.count("UNKNOWN") == 2 and asked == ["squeue"] * 2
+        assert on_cluster("jobs", "list").out.count("UNKNOWN") == 2
+        assert asked == ["squeue"] * 2
     assert on_cluster("jobs", "wait", "outputs/default/s").out.count("SUCCEEDED") == 2
     for run, handle in zip(runs, handles, strict=True):
-        assert status(run)["state"] == "SUCCEEDED" and len(losses(run)) == 3
+        assert status(run)["state"] == "SUCCEEDED"
+        assert len(losses(run)) == 3
         assert f"run     {run.relative_to(tmp_path)}" in log_of(run)
         logs = on_cluster("jobs", "logs", f"slurm://{handle}").out
         assert logs.strip() == log_of(run).strip()

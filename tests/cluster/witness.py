@@ -16,7 +16,9 @@ import distdl
 
 class Witness(Callback):
     def __init__(self, token: str = "", data: str = "", pause: float = 0.0) -> None:
-        self.token, self.data, self.pause = token or os.environ.get("CANARY", ""), data, pause
+        self.token = token or os.environ.get("CANARY", "")
+        self.data = data
+        self.pause = pause
 
     def on_train_start(self, trainer, module):
         facts = {"rank": trainer.global_rank, "secret": digest(self.token), "data": self.data}

@@ -25,11 +25,13 @@ def test_recipe_and_header(experiment, tmp_path, monkeypatch, pytestconfig):
     file = ROOT / f"tests/golden/{experiment}.yaml"
     check_golden(pytestconfig, file, configs.to_yaml(recipe))
     header = (ROOT / f"conf/experiment/{experiment}.yaml").read_text().partition("\ndefaults:")[0]
-    assert header.startswith("# @package _global_\n") and f"experiment={experiment}" in header
+    assert header.startswith("# @package _global_\n")
+    assert f"experiment={experiment}" in header
     for word in ("command ", "hardware ", "duration ", "accuracy "):
         assert f"#   {word}" in header, f"{experiment}: its header lacks {word}"
 
 
 def test_no_recipe_is_left_over():
     golden = {path.stem for path in Path(__file__).parent.glob("*.yaml")}
-    assert EXPERIMENTS and golden == set(EXPERIMENTS)
+    assert EXPERIMENTS
+    assert golden == set(EXPERIMENTS)

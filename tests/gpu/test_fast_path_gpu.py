@@ -75,10 +75,12 @@ def plain(tmp_path):
 
 def test_the_side_stream_changes_no_bit_and_an_average_waits_for_nothing(tmp_path):
     ema = EMAWeightAveraging(decay=0.5)
-    beside, one = losses(tmp_path, ema), losses(tmp_path, side_stream=False)
+    beside = losses(tmp_path, ema)
+    one = losses(tmp_path, side_stream=False)
     assert torch.equal(beside, one)
     average = ema._average_model
-    assert average is not None and average.updates == int(average.n_averaged) == STEPS
+    assert average is not None
+    assert average.updates == int(average.n_averaged) == STEPS
 
 
 @pytest.mark.parametrize(
@@ -105,13 +107,16 @@ def test_the_gpu_sees_what_the_cpu_sees(kind):
     random.seed(0)
     batch = EncodedBatch([kind(224, decoder="nvjpeg")(file) for file in files])
     images = batch.decoded(torch.device("cuda"))
-    assert images.device.type == "cuda" and images.dtype == torch.uint8
+    assert images.device.type == "cuda"
+    assert images.dtype == torch.uint8
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert (images.cpu().float() - expected.float()).abs().mean() < 1.0
 
 
 def test_a_copy_is_of_its_moment_and_keeps_sharing(tmp_path, monkeypatch):
-    weights, made, new = torch.zeros(WEIGHTS, device="cuda"), {}, host_copy.host_memory
+    weights = torch.zeros(WEIGHTS, device="cuda")
+    made = {}
+    new = host_copy.host_memory
 
     def spy(size, *, pinned):
         made[size] = new(size, pinned=pinned)
@@ -126,11 +131,14 @@ def test_a_copy_is_of_its_moment_and_keeps_sharing(tmp_path, monkeypatch):
         kept = torch.load(tmp_path / "copy", weights_only=True)
         assert kept["weights"].unique().tolist() == [step]
         assert kept["half"].data_ptr() == kept["weights"].data_ptr()
-    assert len(made) == 2 and made[4 * WEIGHTS].is_pinned()
+    assert len(made) == 2
+    assert made[4 * WEIGHTS].is_pinned()
 
 
 def test_the_training_thread_does_not_wait_for_the_copy():
-    state, copy, seconds = {"weights": torch.zeros(WEIGHTS, device="cuda")}, HostCopy(), []
+    state = {"weights": torch.zeros(WEIGHTS, device="cuda")}
+    copy = HostCopy()
+    seconds = []
     for _ in range(6):  # the first one makes and pins the memory
         started = time.perf_counter()
         copy.take(state)

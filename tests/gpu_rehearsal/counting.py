@@ -22,18 +22,21 @@ class Counting(Callback):
     def __init__(self):
         self._read = ctypes.CDLL(None).rehearsal_counter
         self._read.restype = ctypes.c_char_p
-        self._before, self.steps = None, []
+        self._before = None
+        self.steps = []
         if "REHEARSAL_TRACE" in os.environ:  # streamsync, devicesync or pageable
             faulthandler.register(signal.SIGUSR2, all_threads=False)
 
     def on_train_batch_start(self, *_):
-        now, before = dict(self._counters()), self._before
+        now = dict(self._counters())
+        before = self._before
         if before is not None:
             self.steps.append({name: now[name] - before[name] for name in now})
         self._before = now
 
     def _counters(self):
-        value, index = ctypes.c_long(), 0
+        value = ctypes.c_long()
+        index = 0
         while name := self._read(index, ctypes.byref(value)):
             yield name.decode(), value.value
             index += 1
@@ -44,7 +47,8 @@ def train(folder, resume, *overrides):
     from distdl import tasks
     from distdl.distributed import process_group
 
-    alone, counting = not dist.is_initialized(), Counting()
+    alone = not dist.is_initialized()
+    counting = Counting()
     built = built_of(Case(overrides, folder, resume=resume or None))
     built.trainer.callbacks.insert(0, counting)
     try:

@@ -62,7 +62,8 @@ def machine(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(machine, tmp_path_factory):
     """So many ranks, with a card each, started when they are first asked for."""
-    started, folder = {}, tmp_path_factory.mktemp("ranks")
+    started = {}
+    folder = tmp_path_factory.mktemp("ranks")
 
     def of(size):
         if size not in started:
@@ -92,7 +93,8 @@ def test_trains_and_resumes(strategy, size, ranks, tmp_path):
     # the first two: optimizers make their state there.
     quiet = [step for step in range(3, STEPS) if step % LOG_EVERY and step != HALF]
     for counts in counted:
-        assert len(counts) == STEPS - 1 and counts[0]["launches"]
+        assert len(counts) == STEPS - 1
+        assert counts[0]["launches"]
         for step in quiet:
             waited = [counts[step - 1][name] for name in ("streamsync", "pageable", "devicesync")]
             if strategy.startswith("zero"):

@@ -112,7 +112,8 @@ class Noisy(Dataset):
 class Data(pl.LightningDataModule):
     def __init__(self, workers=0, loaders=1):
         super().__init__()
-        self.workers, self.loaders = workers, loaders
+        self.workers = workers
+        self.loaders = loaders
 
     def setup(self, stage):
         point("set-up")
@@ -126,7 +127,8 @@ class Data(pl.LightningDataModule):
         return loaders if self.loaders > 1 else loaders[0]
 
     def _loader(self, steps, **options):
-        data, size = Noisy(steps * GLOBAL_BATCH), GLOBAL_BATCH // RANKS
+        data = Noisy(steps * GLOBAL_BATCH)
+        size = GLOBAL_BATCH // RANKS
         return DataLoader(data, size, num_workers=self.workers, **options)
 
 
@@ -154,7 +156,8 @@ class Net(pl.LightningModule):
         self.log("val_loss", loss, sync_dist=True, add_dataloader_idx=dataloader_idx > 0)
 
     def on_validation_epoch_end(self):
-        outputs, self.outputs = torch.cat(self.outputs), []
+        outputs = torch.cat(self.outputs)
+        self.outputs = []
         point("validation")
         return outputs.mean()
 

@@ -127,7 +127,8 @@ class Stream(IterableDataset):
     shards_itself = True
 
     def __init__(self, length=True):
-        self.place, self.is_restored = 0, False
+        self.place = 0
+        self.is_restored = False
         self.rng = np.random.default_rng(SHARE)
         self.rows = Rows(lambda row: row + self.rng.standard_normal(8).astype("float32"))
         if length:
@@ -136,7 +137,8 @@ class Stream(IterableDataset):
             del Stream.__len__
 
     def __iter__(self):
-        self.place, self.is_restored = self.place * self.is_restored, False
+        self.place = self.place * self.is_restored
+        self.is_restored = False
         while self.place < COUNT // SHARES:
             self.place += 1
             yield self.rows[SHARE + SHARES * (self.place - 1)]
@@ -145,7 +147,8 @@ class Stream(IterableDataset):
         return {"place": self.place, "rng": dict(self.rng.bit_generator.state)}
 
     def load_state_dict(self, state):
-        self.place, self.is_restored = state["place"] % (COUNT // SHARES), True
+        self.place = state["place"] % (COUNT // SHARES)
+        self.is_restored = True
         self.rng.bit_generator.state = state["rng"]
 
 
@@ -175,7 +178,8 @@ class Data(pl.LightningDataModule):
         return {**batch, "x": batch["x"] * (1 + self.rng.rand())}
 
     def train_dataloader(self):
-        size, how = self.size, self.how.strip()
+        size = self.size
+        how = self.how.strip()
         rows = Rows(TRANSFORMS[self.kind]()) if self.kind in TRANSFORMS else None
         if how == "stateful":
             from torchdata.stateful_dataloader import StatefulDataLoader

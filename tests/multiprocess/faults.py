@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 AT, ROWS, EPOCH = 20, 8, 60  # step, samples of a rank's batch, steps of an epoch
 PAUSE_S = 6.0  # longer than the timeout, and than what it takes to act on it
-FAULTS, RANK = os.environ.get("FAULT", "").split(), int(os.environ.get("RANK", 0))
+FAULTS = os.environ.get("FAULT", "").split()
+RANK = int(os.environ.get("RANK", 0))
 
 
 def chosen(name, rank=1):

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 AT, STEPS, ROWS, RANKS = 7, 12, 4, 2
-RANK, LAST = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) - 1
+RANK = int(os.environ.get("RANK", 0))
+LAST = int(os.environ.get("WORLD_SIZE", 1)) - 1
 
 
 class Data(pl.LightningDataModule):

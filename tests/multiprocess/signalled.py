@@ -17,12 +17,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 AT = 4  # the step in which the last rank is killed, once, if asked to
-RANK, LAST = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) - 1
+RANK = int(os.environ.get("RANK", 0))
+LAST = int(os.environ.get("WORLD_SIZE", 1)) - 1
 
 
 class Rows(Dataset):
     def __init__(self, rows: int, pause: float) -> None:
-        self.rows, self.pause = rows, pause
+        self.rows = rows
+        self.pause = pause
 
     def __len__(self) -> int:
         return self.rows
@@ -43,7 +45,9 @@ def begin(worker: int) -> None:
 class Data(pl.LightningDataModule):
     def __init__(self, rows: int = 480, pause: float = 0.01, start: str = "fork") -> None:
         super().__init__()
-        self.rows, self.pause, self.start = rows, pause, start
+        self.rows = rows
+        self.pause = pause
+        self.start = start
 
     def train_dataloader(self):
         more = {"num_workers": 1, "multiprocessing_context": self.start, "worker_init_fn": begin}

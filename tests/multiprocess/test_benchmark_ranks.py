@@ -37,7 +37,8 @@ def measured(cwd, *words):
     assert result["verdict"]["bound"] in out
     for side in (result["real"], result["held"]):
         step = side["step_seconds"]
-        assert step["count"] == 3 and 0 < step["median"] <= step["p95"]
+        assert step["count"] == 3
+        assert 0 < step["median"] <= step["p95"]
         # The parts are the step: of each rank's mean, while the step is the slowest rank's.
         assert sum(side["split"].values()) == pytest.approx(step["mean"], rel=0.4)
         assert min(side["split"][phase] for phase in ("forward", "backward", "optimizer")) > 0
@@ -52,9 +53,11 @@ def test_under_every_strategy_communication_is_seen(tmp_path, strategy):
         pytest.importorskip("deepspeed")
     result = measured(tmp_path, *TINY, "name=b", f"strategy={strategy}", "trainer.devices=2")
     setting = result["setting"]
-    assert setting["strategy"] == strategy and len(result["ranks"]) == 2
+    assert setting["strategy"] == strategy
+    assert len(result["ranks"]) == 2
     assert result["held"]["split"]["communication"] > 0
-    assert result["link"]["ranks"] == 2 and result["link"]["bandwidth"] > 0
+    assert result["link"]["ranks"] == 2
+    assert result["link"]["bandwidth"] > 0
     assert setting["global_batch"] == 8 * (1 if strategy == "pipeline" else 2)
     rate = setting["global_batch"] * 3 / result["ranks"][0]["windows"][0]["seconds"]
     assert result["real"]["images_per_second"] == pytest.approx(rate, rel=0.25)
@@ -74,11 +77,13 @@ def test_a_run_with_a_slow_loader_is_measured_and_stays_what_it_was(tmp_path):
 
     before = state()
     result = measured(tmp_path, "resume", RUN)
-    assert state() == before and result["attempt"] == 2
+    assert state() == before
+    assert result["attempt"] == 2
     assert result["verdict"]["bound"] == "data-bound"
     assert result["real"]["split"]["data"] == pytest.approx(0.3, rel=0.4)
     assert result["held"]["split"]["data"] < 0.05
-    assert result["communication"] is None and result["link"] is None
+    assert result["communication"] is None
+    assert result["link"] is None
     assert status(path, 2)["metrics"]["benchmark/images_per_second"] > 0
     run(tmp_path, "report", RUN)
     assert "Where a step" in (path / "report.html").read_text()
@@ -93,6 +98,7 @@ def test_scale_measures_one_and_two_ranks_once(tmp_path):
     assert (folder / "scale.png").read_bytes().startswith(b"\x89PNG")
     one, two = json.loads((folder / "scale.json").read_text())["rows"]
     assert (one["efficiency"], one["devices"]) == (1, 1)
-    assert two["devices"] == 2 and two["global_batch"] == 16
+    assert two["devices"] == 2
+    assert two["global_batch"] == 16
     assert two["efficiency"] == pytest.approx(two["rate"] / 2 / one["rate"])
     assert 0 < two["predicted"]["efficiency"] < 1

@@ -107,7 +107,9 @@ def disturbances(ranks: int, idiom: str) -> list[Disturbance]:
         number, to = kinds[index]
         share = (places[index] + draw.random()) / len(TRAININGS)
         if not MATRIX:  # in the second of three validations
-            number, to, share = signal.SIGTERM, "rank", 0.5
+            number = signal.SIGTERM
+            to = "rank"
+            share = 0.5
         rank = random.Random(f"{SEED} {phase} {index}").randrange(ranks)
         chosen.append(Disturbance(phase, rank, number, to, share))
     return chosen
@@ -145,7 +147,8 @@ def surviving(run: Path) -> dict[tuple[int, int], list[int]]:
 
 def faults(run: Path, done: Any, each: Disturbance, ranks: int) -> list[str]:
     """What is wrong with how the disturbed attempt ended."""
-    record, report = status(run), run / "attempts/001/incident.md"
+    record = status(run)
+    report = run / "attempts/001/incident.md"
     killed = each.number == signal.SIGKILL
     if killed and ranks == 1:  # the command itself, which cannot say anything any more
         return [] if done.returncode in (-9, 137) else [f"code {done.returncode}"]
@@ -175,8 +178,10 @@ def undisturbed(folder: Path, words: tuple[str, ...]) -> Path:
 def disturb(whole: Path, words: tuple[str, ...], each: Disturbance, ranks: int) -> tuple[str, Any]:
     """Runs once more, disturbed, and resumes if it did not succeed; a row of the table, and what is
     wrong with it."""
-    folder, name = whole.parents[2], each.phase.replace("-", "")
-    run, flag = whole.parent / name, folder / f"flag-{name}"
+    folder = whole.parents[2]
+    name = each.phase.replace("-", "")
+    run = whole.parent / name
+    flag = folder / f"flag-{name}"
     points = json.loads((folder / f"counts-{each.rank}.json").read_text())
     variables = each.variables(points, flag)
     done = command(folder, *words, f"name={name}", **variables)

@@ -50,7 +50,8 @@ def test_a_killed_rank_is_survived(project) -> None:
     code, printed, rows = drill(project, *TWO, "--faults", "kill_rank", "--steps", "20")
     row = rows["kill_rank"]
     print(printed)
-    assert code == 0 and row["survived"], printed
+    assert code == 0, printed
+    assert row["survived"], printed
     assert (row["named"], row["rightly"]) == ("killed", True), printed
     assert (row["lost"], row["repeated"], row["difference"]) == (0, 0, 0.0), printed
     assert 0 < row["detected_s"] < row["resumed_s"], printed
@@ -62,16 +63,21 @@ def test_a_checkpoint_without_the_generators_is_found(project) -> None:
     arguments = (*TWO, FORGETFUL, "--faults", "kill_rank", "--steps", "20")
     code, printed, rows = drill(project, *arguments)
     row = rows["kill_rank"]
-    assert code == 1 and row["survived"] is False, printed
-    assert (row["lost"], row["repeated"]) == (0, 0) and row["difference"] > 0, printed
-    assert "differ by" in printed and "next    python -m distdl jobs status" in printed
+    assert code == 1, printed
+    assert row["survived"] is False, printed
+    assert (row["lost"], row["repeated"]) == (0, 0), printed
+    assert row["difference"] > 0, printed
+    assert "differ by" in printed
+    assert "next    python -m distdl jobs status" in printed
 
 
 @pytest.mark.skipif(not MATRIX, reason="make matrix")
 def test_a_run_that_fails_without_a_fault_says_why(project) -> None:
     done = distdl("drill", *TWO, "model.width=-1", cwd=project, module=UNCHECKED)
-    assert done.returncode == 1 and "the run fails without a fault; see outputs/" in done.stdout
-    assert "failed first: RuntimeError" in done.stderr and "mine.py" in done.stderr, done.stderr
+    assert done.returncode == 1
+    assert "the run fails without a fault; see outputs/" in done.stdout
+    assert "failed first: RuntimeError" in done.stderr, done.stderr
+    assert "mine.py" in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(not MATRIX, reason="make matrix")
@@ -80,7 +86,8 @@ def test_all_faults_are_survived(project) -> None:
     """Of the faults, `cut_link` needs real processes: forks would be in another network."""
     code, printed, rows = drill(project, *TWO, "--faults", ",".join({*FAULTS} - {"cut_link"}))
     print(printed)
-    assert {*rows} == {*FAULTS} - {"cut_link"} and code == 0, printed
+    assert {*rows} == {*FAULTS} - {"cut_link"}, printed
+    assert code == 0, printed
     assert all(row["survived"] and row["rightly"] for row in rows.values()), printed
     run = next(project.glob("outputs/default/drill-*/twin"))
     code, printed, rows = drill(project, str(run), "--faults", "cut_link", fresh=True)

@@ -47,7 +47,8 @@ def test_nothing_is_wrong_with_two_healthy_ranks(number: int, tmp_path: Path) ->
     done = distdl(*DOCTOR, "trainer.devices=2", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(done.stdout)["checks"]  # nothing else is printed there
-    assert rows == checks(tmp_path) and wrong(rows) == set(), done.stderr
+    assert rows == checks(tmp_path), done.stderr
+    assert wrong(rows) == set(), done.stderr
     names = {"link", "transport", "matrix product", "disk of the run", "writing", "versions"}
     assert names <= {row["check"] for row in rows if row["state"] == "pass"}
     assert time.monotonic() - started < SLOWEST_S
@@ -56,20 +57,25 @@ def test_nothing_is_wrong_with_two_healthy_ranks(number: int, tmp_path: Path) ->
 def test_a_training_does_not_begin_where_something_fails(tmp_path: Path) -> None:
     more = ("preflight=true", "trainer.max_epochs=1", "name=r")
     done = distdl(*TINY, *more, cwd=tmp_path, module=FEW)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
     message = "ulimit nofile: rank 0"
-    assert done.stderr.count(message) == 1 and "200 open files" in done.stderr, done.stderr
+    assert done.stderr.count(message) == 1, done.stderr
+    assert "200 open files" in done.stderr, done.stderr
     assert not [*tmp_path.glob("outputs/*/r/checkpoints/*")]
     assert ("ulimit nofile", "fail") in wrong(checks(tmp_path))
     done = distdl(*DOCTOR, cwd=tmp_path, module=FEW)
-    assert done.returncode == 1 and message in done.stderr, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert message in done.stderr, done.stdout + done.stderr
 
 
 class Throttle:
     """A server before another one, which answers with few bytes per second."""
 
     def __init__(self, port: int, rate: int) -> None:
-        self.target, self.rate, self.lock = port, rate, threading.Lock()
+        self.target = port
+        self.rate = rate
+        self.lock = threading.Lock()
         self.server = socket.create_server(("127.0.0.1", 0))
         self.port = self.server.getsockname()[1]
         threading.Thread(target=self.accept, daemon=True).start()
@@ -184,7 +190,9 @@ def examined(hosts: Hosts, folder: Path, fault: Fault) -> tuple[list[int], str, 
         (folder / "more" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "more" / name).write_text(text)
     fault.prepare(hosts, folder)
-    port, jobs, started = PORT, [], time.monotonic()
+    port = PORT
+    jobs = []
+    started = time.monotonic()
     for number, name in enumerate(hosts.names):
         env = environment(GLOO_SOCKET_IFNAME="eth0", MASTER_ADDR="node1", MASTER_PORT=str(port))
         env |= {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_SIZE": "2"}
@@ -220,7 +228,8 @@ def test_a_fault_of_one_of_two_hosts_is_found(name: str, tmp_path: Path) -> None
     places = [r["where"] for r in rows if r["state"] in ("warn", "fail")]
     assert all(fault.where in place for place in places), text
     failed = any(row["state"] == "fail" for row in rows)
-    assert codes == [int(failed)] * 2 and seconds < fault.seconds, text
+    assert codes == [int(failed)] * 2, text
+    assert seconds < fault.seconds, text
 
 
 @pytest.mark.skipif(not MATRIX, reason="make matrix")

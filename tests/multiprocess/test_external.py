@@ -23,7 +23,8 @@ def test_two_ranks_make_one_run(tmp_path):
     printed = succeeds(tmp_path, *typed)
     (run,) = (tmp_path / "outputs/default").iterdir()
     assert [path.name for path in (run / "attempts").iterdir()] == ["001"]
-    assert status(run)["state"] == "SUCCEEDED" and status(run)["metrics"]["val/samples"] == 7
+    assert status(run)["state"] == "SUCCEEDED"
+    assert status(run)["metrics"]["val/samples"] == 7
     # Each rank had its half of every batch, and together they had each sample once.
     assert sorted(losses(run)) == [1, 2, 3, 4]
     steps = samples(run)[1].values()
@@ -43,12 +44,15 @@ def test_two_ranks_make_one_run(tmp_path):
     assert one == pytest.approx(two, abs=1e-5)
     # Its metrics are at the checkpoint's step and epoch, and in no curve of the training.
     series = data.load(run).series
-    assert series["validate/val/loss"].steps == [4] and 0 not in series["val/loss"].steps
-    assert 0 not in series["epoch"].steps and set(series["epoch"].values) == {0.0}
+    assert series["validate/val/loss"].steps == [4]
+    assert 0 not in series["val/loss"].steps
+    assert 0 not in series["epoch"].steps
+    assert set(series["epoch"].values) == {0.0}
 
     assert "has finished: nothing to do" in succeeds(tmp_path, *typed)
     succeeds(tmp_path, "resume", str(run), "trainer.max_epochs=2")
-    assert sorted(losses(run)) == list(range(1, 9)) and len(samples(run)[3]) == 4
+    assert sorted(losses(run)) == list(range(1, 9))
+    assert len(samples(run)[3]) == 4
     launch = OmegaConf.load(run / "attempts/003/launch.yaml")
     assert launch.changes == {"trainer.max_epochs": 2}
 
@@ -64,7 +68,8 @@ def test_torchrun_names_rank_0_as_the_cause_of_a_refusal(tmp_path, tmp_path_fact
     """However long that rank takes to end: torchrun names the first that does."""
     slow = tmp_path_factory.mktemp("slow")
     (slow / "sitecustomize.py").write_text(SLOW)
-    typed, env = (*SHORT, "trainer.devices=3"), {"PYTHONPATH": str(slow)}
+    typed = (*SHORT, "trainer.devices=3")
+    env = {"PYTHONPATH": str(slow)}
     done = distdl(*typed, cwd=tmp_path, module=TORCHRUN, env=env)
     assert done.returncode != 0
     assert done.stderr.count("distdl: 1 problem, nothing was started") == 1
@@ -72,7 +77,8 @@ def test_torchrun_names_rank_0_as_the_cause_of_a_refusal(tmp_path, tmp_path_fact
     ours, torchruns = done.stderr.split("leave it out: the number of started processes sets it")
     assert "Traceback" not in ours
     cause = torchruns[torchruns.index("Root Cause") :]
-    assert re.search(r"rank +: 0 ", cause) and re.search(r"exitcode +: 2 ", cause)
+    assert re.search(r"rank +: 0 ", cause)
+    assert re.search(r"exitcode +: 2 ", cause)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -89,7 +95,8 @@ def test_rank_0_speaks_for_all(tmp_path, background):
     expected = ["run        outputs/default/x", "resources  1 x 2 cpu"]
     expected += ["# in each of the 2 processes that are running already:\npython -m distdl.worker"]
     assert all(text in out for text in expected)
-    assert other == "" and list(tmp_path.iterdir()) == []
+    assert other == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sweep_among_ranks_is_refused(command, monkeypatch):

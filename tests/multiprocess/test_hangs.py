@@ -26,7 +26,8 @@ WAIT_S = 60  # for the report, in a test: an idle machine takes TIMEOUT_S and 3 
 ONE = ("model=net", "~data", "~optimizer", "~schedule", "trainer.accelerator=cpu", "tracking=none")
 ONE += ("trainer.max_epochs=2", "checkpoint.monitor=null", "name=r")
 TWO = (*ONE, "trainer.devices=2", f"watchdog.timeout={TIMEOUT_S}")
-RUN, SAVED = "outputs/default/r", f"checkpoint.every_n_steps={faults.AT}"
+RUN = "outputs/default/r"
+SAVED = f"checkpoint.every_n_steps={faults.AT}"
 UNSHARED = "trainer.use_distributed_sampler=false"
 AFTER = tuple(range(faults.AT, faults.EPOCH))
 
@@ -140,7 +141,9 @@ def test_a_host_that_does_not_answer_any_more(project):
     """torchrun on each of two hosts, which share the run's folder. The second one's cable is
     pulled: neither end hears of it."""
     with Hosts("node1", "node2") as hosts:
-        port, jobs, logs = free_port(), [], [project / f"log{number}" for number in range(2)]
+        port = free_port()
+        jobs = []
+        logs = [project / f"log{number}" for number in range(2)]
         for number, name in enumerate(hosts.names):
             where = f"--nnodes=2 --nproc-per-node=1 --node-rank={number} --master-port={port}"
             where += f" --master-addr={hosts.address('node1')} -m distdl"
@@ -155,13 +158,15 @@ def test_a_host_that_does_not_answer_any_more(project):
         seconds = first_report(project, expected.cause, lambda: text_of(logs[0])[-3000:])
         codes = [job.wait(60) for job in jobs]
         report = check(project, "host", expected, seconds)
-    assert report["host"] == "node2" and 0 not in codes
+    assert report["host"] == "node2"
+    assert 0 not in codes
 
 
 def test_ranks_of_which_one_has_fewer_batches_do_not_begin(project):
     env = {"FAULT": "refused"}
     done = distdl(*TWO, UNSHARED, cwd=project, env=env, module=UNCHECKED)
-    assert done.returncode == 2 and "3 batches on rank 0 and 2 on rank 1" in done.stderr
+    assert done.returncode == 2
+    assert "3 batches on rank 0 and 2 on rank 1" in done.stderr
     assert "trainer.limit_train_batches=2" in done.stderr
 
 
@@ -230,7 +235,8 @@ def test_a_store_that_hangs_is_waited_for(devices, project, background):
         job.until(lambda: "has not answered" in job.output())
         assert time.monotonic() - begin < TIMEOUT_S + 10
         refused = distdl("jobs", "list", str(store.path), cwd=project)
-        assert refused.returncode == 2 and "its store has not answered" in refused.stderr
+        assert refused.returncode == 2
+        assert "its store has not answered" in refused.stderr
         end = begin + 20
         job.until(lambda: time.monotonic() > end)
         store.answer()

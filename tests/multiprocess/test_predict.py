@@ -17,7 +17,9 @@ from tests.unit.sample_data import write_photographs
 
 moto, s3 = aws.moto, aws.s3  # fixtures
 
-CLASSES, TRAIN, VAL = ("ant", "bee", "cat"), 3, 7
+CLASSES = ("ant", "bee", "cat")
+TRAIN = 3
+VAL = 7
 DATA = ("data=imagenet", "data.root=images", "data.num_classes=3", "data.image_size=32")
 SMALL = ("model=resnet18", "data.batch_size=4", "data.num_workers=0", "trainer.accelerator=cpu")
 BARE = ("tracking=none", "trainer.max_epochs=1", "schedule.warmup_epochs=0", "name=r")
@@ -69,7 +71,8 @@ def test_rows_are_what_the_validation_saw(project, alone):
     assert (printed["predict/acc1"], printed["predict/damaged"]) == (sum(hits) / len(hits), 0)
     for row in alone:
         chances = [row[f"probability_{place}"] for place in (1, 2, 3)]
-        assert sum(chances) == pytest.approx(1, abs=1e-5) and chances == sorted(chances)[::-1]
+        assert sum(chances) == pytest.approx(1, abs=1e-5)
+        assert chances == sorted(chances)[::-1]
         assert {row[f"class_{place}"] for place in (1, 2, 3)} == set(CLASSES)
 
 
@@ -93,22 +96,26 @@ def replaced(temporary, path):
 os.replace = replaced
 """
 HALF = "os.truncate(temporary, os.path.getsize(temporary) // 2)"
-KILL, FULL = "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(28, 'No space left on device')"
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+FULL = "raise OSError(28, 'No space left on device')"
 # In the middle of the first part; after a part, before it is recorded; the disk is full.
 MOMENTS = [("part-0000{}.parquet", 0, f"{HALF}; {KILL}"), ("_progress.json", 2, KILL)]
 MOMENTS += [("part-0000{}.parquet", 4, FULL)]
 
 
 def test_whatever_ends_it_it_loses_and_repeats_nothing(project, alone):
-    folder, stored = project / RUN / "killed", {}
+    folder = project / RUN / "killed"
+    stored = {}
     words = ("task.output=killed", "task.part_samples=2", "data.batch_size=2")
     for moment, recorded, code in zip(MOMENTS, (0, 2, 4), (-9, -9, 2), strict=True):
         module = ("-c", AT_NAMING.format(*moment) + UNCHECKED[1])
         printed = predict(project, *words, code=code, module=module)
         parts = json.loads((folder / "_progress.json").read_text())["parts"]
-        assert len(parts) == recorded and not (folder / "_manifest.json").exists()
+        assert len(parts) == recorded
+        assert not (folder / "_manifest.json").exists()
         stored |= {name: (folder / name).stat().st_mtime_ns for name in parts}
-    assert "task.output: cannot write" in printed and "No space left on device" in printed
+    assert "task.output: cannot write" in printed
+    assert "No space left on device" in printed
     assert "Traceback" not in printed
     predict(project, *words)
     near(rows(project, "killed"), alone)
@@ -158,13 +165,15 @@ def test_a_prepared_data_set_as_json(project, alone, tmp_path):
 
 def test_a_bucket(project, alone, s3):
     """One that holds the images, and one that is not there."""
-    box, words = boto3.client("s3"), ("data.root=s3://box/mine", "task.output=bucket")
+    box = boto3.client("s3")
+    words = ("data.root=s3://box/mine", "task.output=bucket")
     for path in sorted((project / "images/val").rglob("*.jpg")):
         box.upload_file(str(path), "box", f"mine/{path.relative_to(project / 'images/val')}")
     predict(project, *words)
     near(rows(project, "bucket"), alone)
     printed = predict(project, "data.root=s3://nobox/mine", "task.output=no", code=2)
-    assert "distdl: data.root: s3://nobox/mine" in printed and "Traceback" not in printed
+    assert "distdl: data.root: s3://nobox/mine" in printed
+    assert "Traceback" not in printed
 
 
 def test_images_of_which_all_or_none_are_damaged_in_a_part(project, tmp_path):
@@ -205,7 +214,8 @@ def test_csv_and_what_is_refused(project, alone, tmp_path):
         return {path: path.stat().st_mtime_ns for f in folders for path in f.iterdir()}
 
     other = shutil.copytree(flat, tmp_path / "other")  # the same names
-    before, torn = listed(), project / RUN / "torn"
+    before = listed()
+    torn = project / RUN / "torn"
     torn.mkdir()
     (torn / "_manifest.json").write_text('{"rows": "x"}')
     for refused, message in (
@@ -257,5 +267,6 @@ def test_any_module_with_a_predict_step_on_two_ranks(tmp_path):
         "pair": [[n, -n] for n in numbers],
     }
     done = distdl(*OWN, "+model.wrong=true", "name=w", cwd=tmp_path)
-    assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
+    assert done.returncode == 2
+    assert "Traceback" not in done.stdout + done.stderr
     assert "predict_step returned a tensor of shape [5] for 2 samples" in done.stderr

@@ -22,7 +22,8 @@ FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "frozen_run"
 SAMPLES, STEPS = 64, 8
 MANY = f"data.train_samples={SAMPLES}"
 EVERY = (MANY, "checkpoint.every_n_steps=3")
-ONE, TWO = "data.batch_size=8", ("data.batch_size=4", "trainer.devices=2", "strategy=ddp")
+ONE = "data.batch_size=8"
+TWO = ("data.batch_size=4", "trainer.devices=2", "strategy=ddp")
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,8 @@ def test_a_run_of_an_old_commit_is_resumed_with_the_same_losses(tmp_path):
     before = (run / "config.yaml").read_bytes()
     resumed(run, f"project.root={tmp_path}")
     assert (run / "config.yaml").read_bytes() == before
-    expected, logged = json.loads((FIXTURE / "losses.json").read_text()), losses(run)
+    expected = json.loads((FIXTURE / "losses.json").read_text())
+    logged = losses(run)
     assert {step: logged[int(step)] for step in expected} == pytest.approx(expected, rel=1e-6)
 
 

@@ -45,7 +45,8 @@ def attempts(project: Path) -> int:
 def test_a_bug_is_not_started_a_third_time(project: Path, devices: int) -> None:
     size = f"trainer.devices={devices}"
     done = distdl(*RUN, size, cwd=project, env={"AT": "3 3 3"}, module=UNCHECKED)
-    assert done.returncode == 1 and attempts(project) == 2, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert attempts(project) == 2, done.stdout + done.stderr
     line = MODEL.splitlines().index('        raise ValueError("step 3 is bad")  # the line') + 1
     why = "not started again: it failed twice at step 3 with the same error: ValueError"
     why += f" (mine.py, line {line}, in fail)"
@@ -62,7 +63,8 @@ def test_kills_do_not_use_up_the_budget_while_it_gets_on(project: Path) -> None:
     kills = {"AT": "2 4", "KILL": "1"}
     done = distdl(*RUN, *more, cwd=project, env=kills, module=UNCHECKED)
     run = project / "outputs/default/r"
-    assert done.returncode == 0 and status(run, 3)["state"] == "SUCCEEDED", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert status(run, 3)["state"] == "SUCCEEDED", done.stderr
     assert done.stderr.count("failed: starting again (0 more)") == 2
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
     steps = {step: ids for attempt in (1, 2, 3) for step, ids in samples(run)[attempt].items()}
@@ -76,5 +78,6 @@ def test_a_command_that_is_asked_to_end_starts_nothing(project, background, devi
     run = project / "outputs/default/r"
     job.until(lambda: (run / "logs/metrics.jsonl").exists() and len(losses(run)) > 2)
     job.process.send_signal(signal.SIGTERM)
-    assert job.wait() == 75 and attempts(project) == 1, job.output()
+    assert job.wait() == 75, job.output()
+    assert attempts(project) == 1, job.output()
     assert status(run)["state"] == "PREEMPTED"

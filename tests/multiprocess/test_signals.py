@@ -97,7 +97,8 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     first, second = (
         dict(tensors({k: c[k] for k in ("state_dict", "optimizer_states")})) for c in (one, other)
     )
-    assert first.keys() == second.keys() and len(first) >= 8
+    assert first.keys() == second.keys()
+    assert len(first) >= 8
     return [name for name, value in first.items() if not torch.equal(value, second[name])]
 
 
@@ -170,7 +171,8 @@ def test_the_last_step_is_saved_in_a_second_attempt(background, project, undistu
 def test_five_of_five(how, kind, attempt, background, tmp_path, undisturbed, capsys) -> None:
     if how == "mpi" and not shutil.which("mpirun"):
         pytest.skip("apt-get install openmpi-bin")
-    draw, rows = random.Random(f"{SEED} {how} {kind} {attempt}"), []
+    draw = random.Random(f"{SEED} {how} {kind} {attempt}")
+    rows = []
     for trial in range(5):
         (folder := tmp_path / str(trial)).mkdir()
         project = make_project(folder)

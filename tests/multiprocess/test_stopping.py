@@ -56,7 +56,8 @@ FEW = ["rank 1", "every process", "before there are ranks"]
 @pytest.mark.parametrize("case", CASES if MATRIX else FEW)
 def test_a_signal_ends_all_ranks_at_a_saved_step(case, background, tmp_path):
     overrides, number, moment = CASES[case]
-    run, unset = tmp_path / RUN, {"GLOO_SOCKET_IFNAME": ""}
+    run = tmp_path / RUN
+    unset = {"GLOO_SOCKET_IFNAME": ""}
     job = background(*TINY, *overrides, cwd=tmp_path, module=UNCHECKED, env=unset)
     job.until(lambda: reached(moment, job, run))
     if moment == "step 5":
@@ -76,7 +77,8 @@ def test_a_signal_ends_all_ranks_at_a_saved_step(case, background, tmp_path):
         return
     manifest = json.loads((run / "checkpoints/last.ckpt.manifest.json").read_text())
     step = manifest["step"]
-    assert manifest["reason"] == "signal" and "python -m distdl resume" in job.output()
+    assert manifest["reason"] == "signal"
+    assert "python -m distdl resume" in job.output()
     rows = [path.read_text().splitlines() for path in (run / "logs").glob("samples-rank*.csv")]
     assert {int(lines[-1].split(",")[2]) for lines in rows} == {step}
     if moment == "validation":  # it starts again from its first batch, then the next epoch follows
@@ -124,9 +126,13 @@ def test_a_rank_that_ends_is_named(moment, tmp_path):
     words = (*TINY, *TWO, *SHORT, "+callbacks.ends._target_=ends.Ends")
     env = {"END": moment, "PYTHONPATH": str(tmp_path)}
     done = distdl(*words, cwd=tmp_path, env=env, module=UNCHECKED)
-    code, kind, message = 137, "Killed", "killed by SIGKILL on "
+    code = 137
+    kind = "Killed"
+    message = "killed by SIGKILL on "
     if moment == "training":
-        code, kind, message = 2, "UserError", "data.root: bad weather"
+        code = 2
+        kind = "UserError"
+        message = "data.root: bad weather"
         # This is all that is shown; the other rank lost its connection by it.
         assert "Traceback" not in done.stdout + done.stderr
     assert done.returncode == code, done.stdout + done.stderr
@@ -144,7 +150,8 @@ def test_a_rank_that_ends_is_named(moment, tmp_path):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_signal_at_any_moment_of_the_start_ends_as_preempted(seed, background, tmp_path):
     """Also between the start of a rank and the note that it has started: none outlives the job."""
-    drawn, run = random.Random(seed), tmp_path / RUN
+    drawn = random.Random(seed)
+    run = tmp_path / RUN
     job = background(*TINY, *TWO, cwd=tmp_path, module=UNCHECKED)
     job.until(lambda: status(run).get("state") == "PENDING")
     time.sleep(drawn.uniform(0, 0.5))

@@ -19,7 +19,8 @@ def test_two_members_are_two_runs(command, without_stage_2, tmp_path):
     printed = trained("-m", *SHORT, *typed, cwd=tmp_path)
     folders = (tmp_path / "outputs/default/s").iterdir()
     runs = {OmegaConf.load(folder / "config.yaml").seed: folder for folder in folders}
-    assert sorted(runs) == [1, 2] and sorted(losses(runs[1])) == [1, 2]
+    assert sorted(runs) == [1, 2]
+    assert sorted(losses(runs[1])) == [1, 2]
     # Nothing leaks from one to the next: the second one trains as it does alone.
     trained(*SHORT, "name=alone", "seed=2", cwd=tmp_path)
     assert losses(tmp_path / "outputs/default/alone") == losses(runs[2]) != losses(runs[1])
@@ -29,11 +30,14 @@ def test_two_members_are_two_runs(command, without_stage_2, tmp_path):
         rows = [line for line in table.splitlines() if f"outputs/default/s/{run.name}" in line]
         (row,) = (line for line in rows if "report" not in line)
         accuracy = status(run)["metrics"]["val/acc1"]
-        assert "succeeded" in row and f"val/acc1 {accuracy:.4g}" in row and f"seed={seed}" in row
+        assert "succeeded" in row
+        assert f"val/acc1 {accuracy:.4g}" in row
+        assert f"seed={seed}" in row
 
     # Started again, in another order and under other circumstances, nothing is left to do.
     again = command("launcher.max_attempts=1", *TINY, *SHORT, *reversed(typed), "-m")
-    assert again.code == 0 and again.out.count("succeeded before, skipped") == 2
+    assert again.code == 0
+    assert again.out.count("succeeded before, skipped") == 2
     for run in runs.values():
         assert [attempt.name for attempt in (run / "attempts").iterdir()] == ["001"]
 
@@ -41,7 +45,8 @@ def test_two_members_are_two_runs(command, without_stage_2, tmp_path):
 @pytest.fixture
 def started(without_stage_2, monkeypatch):
     """The seeds of the runs whose process a sweep would start; the first one of seed 2 fails."""
-    seeds, states = [], {2: JobState.FAILED}
+    seeds = []
+    states = {2: JobState.FAILED}
 
     def run_one(plan, turn):
         seeds.append(plan.config.seed)
@@ -60,8 +65,11 @@ def test_what_a_sweep_and_its_members_are_named_by(command, started, tmp_path):
     # Where it runs is not a part of what a member is; one that failed is started again.
     where = ("launcher.max_attempts=2", "trainer.devices=1")
     first = command("-m", "seed=1,2,3", "name=s")
-    assert first.code == 1 and started == [1, 2, 3] and "failed" in first.out
-    assert command("-m", "seed=1,2,3,4", "name=s", *where).code == 0 and started[3:] == [2, 4]
+    assert first.code == 1
+    assert started == [1, 2, 3]
+    assert "failed" in first.out
+    assert command("-m", "seed=1,2,3,4", "name=s", *where).code == 0
+    assert started[3:] == [2, 4]
     for typed in (["seed=1,3"], ["seed=1,3,4"], ["seed=1,3", "optimizer.lr=0.2"]):
         assert command("-m", *typed).code == 0
     assert started[5:] == [1, 3, 4, 1, 3]
@@ -69,12 +77,15 @@ def test_what_a_sweep_and_its_members_are_named_by(command, started, tmp_path):
     # One recipe on one and on two devices: two runs, though their config.yaml are the same.
     assert command("-m", "trainer.devices=1,2", "trainer.accelerator=cpu", "name=d").code == 0
     configs = [run / "config.yaml" for run in (tmp_path / "outputs/default/d").iterdir()]
-    assert len(configs) == 2 and len({config.read_text() for config in configs}) == 1
+    assert len(configs) == 2
+    assert len({config.read_text() for config in configs}) == 1
 
 
 def test_one_bad_member_refuses_all(command, started, tmp_path):
     result = command("-m", "seed=1,x", "optimizer.lr=0.1,0.2,fast", "data.batch_size=nine")
-    assert result.code == 2 and started == [] and list(tmp_path.iterdir()) == []
+    assert result.code == 2
+    assert started == []
+    assert list(tmp_path.iterdir()) == []
     assert result.err.startswith("distdl: 3 problems, nothing was started")
     for path in ("seed: must", "optimizer.lr: must", "data.batch_size: must"):
         assert result.err.count(path) == 1, "reported once, and not once a member"
@@ -98,4 +109,5 @@ def test_what_ends_the_sweep(command, started, monkeypatch, stop):
     result = command("-m", "seed=1,3,4", "name=s")
     assert (result.code, started) == (STATE_AFTER[number].exit_code, [1])
     assert "To resume:\n  python -m distdl -m seed=1,3,4 name=s\n" in result.out
-    assert "pending" in result.out and signal.getsignal(number) is before
+    assert "pending" in result.out
+    assert signal.getsignal(number) is before

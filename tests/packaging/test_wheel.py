@@ -29,7 +29,9 @@ def files(*folders: str) -> list[str]:
 def installed(tmp_path_factory) -> Path:
     """A fresh environment with the wheel. The dependencies are this environment's own."""
     folder = tmp_path_factory.mktemp("wheel")
-    source, venv, python = folder / "source", folder / "venv", sys.executable
+    source = folder / "source"
+    venv = folder / "venv"
+    python = sys.executable
     for name in files():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())

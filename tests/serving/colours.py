@@ -47,7 +47,8 @@ class Server:
     """A process, and requests to it."""
 
     def __init__(self, process, port):
-        self.process, self.port = process, port
+        self.process = process
+        self.port = port
 
     def connect(self):
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
@@ -143,7 +144,8 @@ def main(model, folder, *settings):
         def __init__(self, folder):
             wait("loading")
             super().__init__(folder)
-            self.score_open, self.probabilities = self.probabilities, self.score_gated
+            self.score_open = self.probabilities
+            self.probabilities = self.score_gated
 
         def pixels(self, data):
             wait("hung")

@@ -10,7 +10,9 @@ import pytest
 from tests.conftest import UNCHECKED, distdl, environment
 from tests.unit.sample_data import write_photographs
 
-CLASSES, TRAIN, VAL = ("ant", "bee", "cat"), 3, 7
+CLASSES = ("ant", "bee", "cat")
+TRAIN = 3
+VAL = 7
 DATA = ("data=imagenet", "data.root=images", "data.num_classes=3", "data.image_size=32")
 SMALL = ("model=resnet18", "data.batch_size=4", "data.num_workers=0", "trainer.accelerator=cpu")
 SHORT = ("trainer.max_epochs=1", "schedule.warmup_epochs=0", "tracking.mlflow.register=insects")

@@ -74,8 +74,11 @@ PROFILE = chunk(b"iCCP", b"p\0\0" + zlib.compress(bytes(1000 << 10), 9))
 
 def tiff(tags, *bodies):
     """A TIFF of tags {number: (type, values)}; `bodies` follow its header at once."""
-    body, entries, codes = b"".join(bodies), b"", {1: "B", 3: "H", 4: "I"}
-    start, rest = 8 + len(body), b""
+    body = b"".join(bodies)
+    entries = b""
+    codes = {1: "B", 3: "H", 4: "I"}
+    start = 8 + len(body)
+    rest = b""
     behind = start + 2 + 12 * len(tags) + 4
     for number, (kind, values) in sorted(tags.items()):
         packed = struct.pack(f"<{len(values)}{codes[kind]}", *values)

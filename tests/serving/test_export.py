@@ -58,10 +58,12 @@ def test_it_answers_without_distdl_as_the_validation_did(project, pt2, kinds):
         assert len(answers) == 3 * VAL
         assert accuracy(answers, paths) == pytest.approx(validated, abs=1e-6)
         for answer, own in zip(answers, expected, strict=True):
-            assert answer["class"] == own["class"] and len(answer["top"]) == 3
+            assert answer["class"] == own["class"]
+            assert len(answer["top"]) == 3
             assert answer["probability"] == pytest.approx(own["probability"], abs=1e-5)
     files = [path for folder in folders for path in Path(folder).rglob("*") if path.is_file()]
-    assert files and not [*filter(holds_pickle, files)]
+    assert files
+    assert not [*filter(holds_pickle, files)]
 
 
 def holds_pickle(path):
@@ -81,7 +83,8 @@ def is_pickle(data):
 
 def test_the_folder_says_what_the_model_is(project, pt2):
     description = json.loads((pt2 / "model.json").read_text())
-    assert description["classes"] == ["ant", "bee", "cat"] and description["image_size"] == 32
+    assert description["classes"] == ["ant", "bee", "cat"]
+    assert description["image_size"] == 32
     verified = description["verification"]
     assert (verified["images"], verified["difference"], verified["top1"]) == (21, 0.0, 1.0)
     card = (pt2 / "README.md").read_text()
@@ -92,7 +95,8 @@ def test_the_folder_says_what_the_model_is(project, pt2):
     export(project, "--to", "pt2")  # a second time changes nothing
     assert (pt2 / "model.pt2").stat().st_mtime_ns == written
     planned = resuming.plan(RunDirectory.open(project / RUN), [])
-    assert planned.config.task["_target_"].endswith("train") and not planned.changes
+    assert planned.config.task["_target_"].endswith("train")
+    assert not planned.changes
     # A damaged one is not taken for a good one.
     script = pt2 / "azureml/score.py"
     kept = script.read_bytes()
@@ -151,7 +155,8 @@ def test_weights_load_in_torchvision_and_an_export_that_disagrees_is_removed(pro
 
     exports = project / RUN / "exports"
     printed = export(project, "--to", "weights", code=1, module=WRONG)
-    assert "agrees with the network only on" in printed and "Traceback" not in printed
+    assert "agrees with the network only on" in printed
+    assert "Traceback" not in printed
     assert not [*exports.glob("weights-*"), *exports.glob(".*")]
     export(project, "--to", "weights")
     (file,) = exports.glob("weights-*/model.safetensors")
@@ -199,7 +204,8 @@ def test_refused(project, command, monkeypatch, words, message):
     monkeypatch.chdir(project)
     shutil.copy(project / RUN / "checkpoints/best.ckpt", project)
     done = command("export", *words.split())
-    assert done.code == 2 and message in done.out + done.err
+    assert done.code == 2
+    assert message in done.out + done.err
 
 
 def truncate(folder):

@@ -27,7 +27,8 @@ from tests.conftest import distdl
 from tests.serving.colours import photo
 
 MATRIX = "DISTDL_MATRIX" in os.environ
-SIDE, CLASSES = 32, ("red", "green", "blue")
+SIDE = 32
+CLASSES = ("red", "green", "blue")
 MODEL = "models/model.json"
 WEIGHTS, CONSTANTS = (f"data/{n}/model_{n}_config.json" for n in ("weights", "constants"))
 
@@ -37,7 +38,8 @@ class Small(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.norm = torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)
+        self.layer = torch.nn.Linear(3, 3)
+        self.norm = torch.nn.BatchNorm1d(3)
         self.scale = torch.ones(3)
 
     def forward(self, images):
@@ -70,7 +72,8 @@ class Foreign:
     """A copy of a folder, to be changed. `mark` is the file that the change would create."""
 
     def __init__(self, source: Path, folder: Path):
-        self.folder, self.mark = folder / "model", folder / "executed"
+        self.folder = folder / "model"
+        self.mark = folder / "executed"
         shutil.copytree(source, self.folder)
 
     @property
@@ -214,7 +217,8 @@ def external(model):
     weight.ClearField("raw_data")
     weight.data_location = TensorProto.EXTERNAL
     entry = weight.external_data.add()
-    entry.key, entry.value = "location", "../../../../../etc/passwd"
+    entry.key = "location"
+    entry.value = "../../../../../etc/passwd"
 
 
 def inner_external(model):
@@ -419,8 +423,10 @@ def test_it_is_refused_in_one_message_and_executes_nothing(name, exported, tmp_p
     change(its := Foreign(exported, tmp_path))
     with pytest.raises(ValueError, match="cannot be read; export it again: ") as error:
         Scorer(its.folder)
-    assert message in str(error.value) and "\n" not in str(error.value)
-    assert len(str(error.value)) < 500 and str(error.value).isprintable()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+    assert str(error.value).isprintable()
     assert not its.mark.exists()
 
 
@@ -437,9 +443,11 @@ def test_serve_refuses_it(name, exported, tmp_path):
     change, message = CHANGES[name]
     change(its := Foreign(exported, tmp_path))
     done = distdl("serve", str(its.folder), "serve.port=0", cwd=tmp_path)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
     assert done.stderr.startswith("distdl: 1 problem, nothing was started\n")
-    assert message in done.stderr and not its.mark.exists()
+    assert message in done.stderr
+    assert not its.mark.exists()
 
 
 WRITTEN = (
@@ -479,4 +487,5 @@ def test_weights_are_what_was_written(exported):
     direct = torch.export.load(io.BytesIO((exported / "model.pt2").read_bytes())).module()
     with torch.inference_mode():
         assert np.array_equal(scorer.probabilities([*pixels]), direct(pixels).numpy())
-    assert any("weight_0" in name for name in data) and any("tensor_0" in name for name in data)
+    assert any("weight_0" in name for name in data)
+    assert any("tensor_0" in name for name in data)

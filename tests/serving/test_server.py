@@ -87,7 +87,8 @@ SPLIT = {"columns": ["image"], "data": [[text()], [text("blue")]]}
 def test_answers(served, body, kind, colours):
     path = "/invocations" if "json" in kind else "/score"
     code, content = served.ask("POST", path, body, kind)
-    assert code == 200 and [each["class"] for each in content["predictions"]] == colours
+    assert code == 200
+    assert [each["class"] for each in content["predictions"]] == colours
     for each in content["predictions"]:
         assert each["top"][0] == {"class": each["class"], "probability": each["probability"]}
         assert sum(top["probability"] for top in each["top"]) == pytest.approx(1)
@@ -132,7 +133,8 @@ def test_bad_input_has_one_sentence_and_the_next_request_an_answer(
 ):
     answered, content = served.ask("POST", "/score", body, kind)
     assert (answered, content.keys()) == (expected, {"error"}), content
-    assert sentence in content["error"] and "\n" not in content["error"]
+    assert sentence in content["error"]
+    assert "\n" not in content["error"]
     assert served.score()[0] == 200
 
 
@@ -141,7 +143,8 @@ def test_a_body_of_200_mb(served, more):
     before = served.memory()
     length = {} if "Transfer_Encoding" in more else {"Content_Length": str(200 * MB)}
     code, content = served.score((bytes(MB) for _ in range(200)), **more, **length)
-    assert code == 413 and content["error"] == "the body is larger than 32 MiB"
+    assert code == 413
+    assert content["error"] == "the body is larger than 32 MiB"
     assert served.memory() - before < 150 * MB
     assert served.score()[0] == 200
 
@@ -168,11 +171,14 @@ def test_other_paths_and_methods(served):
     wrong = {"GET /": 404, "POST /scores": 404, "GET /docs": 404, "GET /score": 405}
     for asked, expected in (wrong | {"POST /health": 405}).items():
         answered, content = served.ask(*asked.split())
-        assert answered == expected and "POST /score and /invocations" in content["error"]
+        assert answered == expected
+        assert "POST /score and /invocations" in content["error"]
 
 
 def test_requests_in_a_row_on_one_connection(served):
-    body, seconds, received = photo("blue"), [], b""
+    body = photo("blue")
+    seconds = []
+    received = b""
     one = HEAD + b"%d\r\n\r\n" % len(body) + body
     with served.connect() as client:
         for number in range(40):
@@ -186,7 +192,8 @@ def test_requests_in_a_row_on_one_connection(served):
             received += data
     # Nagle's algorithm would hold the second part of an answer up for 40 ms.
     assert sorted(seconds)[10] < 0.035
-    assert received.count(b"HTTP/1.1 200") == 42 and received.count(b"HTTP/1.1 400") == 1
+    assert received.count(b"HTTP/1.1 200") == 42
+    assert received.count(b"HTTP/1.1 400") == 1
     assert served.score()[0] == 200
 
 
@@ -199,7 +206,8 @@ def test_health_counts(served):
     after = served.health()
     assert after["requests"] == before["requests"] + 1
     assert after["rejected"] == before["rejected"] + 1
-    assert after["queue"] == 0 and 0 < after["latency_ms"]["p50"] <= after["latency_ms"]["p99"]
+    assert after["queue"] == 0
+    assert 0 < after["latency_ms"]["p50"] <= after["latency_ms"]["p99"]
     assert served.ask("GET", "/ready")[0] == served.ask("GET", "/ping")[0] == 200
 
 
@@ -223,7 +231,8 @@ def test_from_the_start_of_a_server_to_its_end(background, model, tmp_path, pool
     assert server.score() == (503, {"error": "the queue is full: try again later"})
     server.set()
     assert {answer.result(60)[0] for answer in answers} == {200}
-    assert server.health()["batches"] == {"1": 3, "4": 1} and server.health()["queue"] == 0
+    assert server.health()["batches"] == {"1": 3, "4": 1}
+    assert server.health()["queue"] == 0
     # What was accepted is answered at the end.
     server.set("closed")
     answers = [pool.submit(server.score) for _ in range(3)]
@@ -233,7 +242,8 @@ def test_from_the_start_of_a_server_to_its_end(background, model, tmp_path, pool
     assert not futures.wait(answers, timeout=0.5).done
     server.set()
     assert {answer.result(60)[0] for answer in answers} == {200}
-    assert server.started.wait() == 0 and "ended 9" in server.started.output()
+    assert server.started.wait() == 0
+    assert "ended 9" in server.started.output()
 
 
 def test_the_token_and_the_time_limit_of_a_request(background, model, tmp_path):
@@ -241,8 +251,10 @@ def test_the_token_and_the_time_limit_of_a_request(background, model, tmp_path):
     server = Gated(background, model, tmp_path, *settings).make_ready()
     for sent in ({}, {"Authorization": "Bearer s3creT"}, {"Authorization": "s3cret"}):
         code, content = server.score(**sent)
-        assert code == 401 and "s3cret" not in str(content)
-    assert "s3cret" not in str(server.health()) and server.ask("GET", "/ping")[0] == 200
+        assert code == 401
+        assert "s3cret" not in str(content)
+    assert "s3cret" not in str(server.health())
+    assert server.ask("GET", "/ping")[0] == 200
     known = {"Authorization": "Bearer s3cret"}
     server.set("closed")
     for _ in range(2):
@@ -264,10 +276,12 @@ def test_readiness_is_red_while_all_decoders_hang_and_green_again(
     answers = [pool.submit(server.score) for _ in range(DECODERS + 1)]
     assert {answer.result(60)[0] for answer in answers} == {504}
     until(lambda: server.ask("GET", "/ping")[0] == 503)
-    assert server.ask("GET", "/ready")[0] == 503 and server.health()["status"] == "stuck"
+    assert server.ask("GET", "/ready")[0] == 503
+    assert server.health()["status"] == "stuck"
     server.set()
     until(lambda: server.ask("GET", "/ping")[0] == 200)
-    assert server.score()[0] == 200 and server.health()["status"] == "ready"
+    assert server.score()[0] == 200
+    assert server.health()["status"] == "ready"
     # It ends although they hang.
     server.set("hung")
     answers = [pool.submit(server.score) for _ in range(DECODERS)]
@@ -306,13 +320,15 @@ def test_a_second_sigterm_ends_it_at_once(background, model, tmp_path, pool):
 )
 def test_refused_settings(command, model, words, message):
     done = command("serve", str(model), *words)
-    assert done.code == 2 and message in done.err
+    assert done.code == 2
+    assert message in done.err
 
 
 def test_refused_folders(command, model, tmp_path):
     for name, message in (("nothing", "there is no such folder"), (".", "is not a run")):
         done = command("serve", name)
-        assert done.code == 2 and f"{name}: {message}" in done.err
+        assert done.code == 2
+        assert f"{name}: {message}" in done.err
     (tmp_path / "weights").mkdir()
     fields = json.loads((model / "model.json").read_text()) | {"kind": "weights"}
     (tmp_path / "weights/model.json").write_text(json.dumps(fields))
@@ -320,10 +336,12 @@ def test_refused_folders(command, model, tmp_path):
     assert message in command("serve", "weights").err
     (tmp_path / "weights/model.json").write_text((model / "model.json").read_text())
     done = command("serve", "weights", "serve.port=0")
-    assert done.code == 2 and "weights cannot be read; export it again" in done.err
+    assert done.code == 2
+    assert "weights cannot be read; export it again" in done.err
     # The model folder in an MLflow model.
     folder = shutil.copytree(model, tmp_path / "artifacts/model")
-    assert find_model(tmp_path) == folder and find_model(folder) == folder
+    assert find_model(tmp_path) == folder
+    assert find_model(folder) == folder
 
 
 def test_a_run_is_served_as_it_was_validated(project, background):
@@ -332,10 +350,12 @@ def test_a_run_is_served_as_it_was_validated(project, background):
     started.until(lambda: "stop    " in started.output())
     port = int(started.output().split("serve   http://127.0.0.1:")[1].split()[0])
     server = Server(started.process, port)
-    assert "(3 classes)" in started.output() and "images/val/" in started.output()
+    assert "(3 classes)" in started.output()
+    assert "images/val/" in started.output()
     images = validation_images(project)
     answers = [server.score(path.read_bytes())[1]["predictions"][0] for path in images]
     validated = status(project / RUN)["metrics"]["val/acc1"]
     assert accuracy(answers, images) == pytest.approx(validated, abs=1e-6)
     started.process.send_signal(signal.SIGINT)
-    assert started.wait() == 0 and f"done    {len(images)} answered  0 refused" in started.output()
+    assert started.wait() == 0
+    assert f"done    {len(images)} answered  0 refused" in started.output()

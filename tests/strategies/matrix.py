@@ -76,7 +76,8 @@ class Runs:
     """Trainings that are done once and then compared with many; ranks are started when needed."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.seen = folder, {}
+        self.folder = folder
+        self.seen = {}
 
     def train(self, name, topology=None, **options):
         """Trains, once per name; returns the folder of its checkpoints. `options` are a Case's."""
@@ -107,7 +108,8 @@ def difference(one, other):
     for a, b in zip(first["optimizer_states"], second["optimizer_states"], strict=True):
         assert len(a["param_groups"]) == 2, "two parameter groups"
         assert a["param_groups"] == b["param_groups"]
-        assert a["state"].keys() == b["state"].keys() and a["state"], "there is momentum"
+        assert a["state"].keys() == b["state"].keys()
+        assert a["state"], "there is momentum"
         parts += [(a["state"][name], b["state"][name]) for name in a["state"]]
     for key in ("lr_schedulers", "global_step"):
         assert first[key] == second[key]

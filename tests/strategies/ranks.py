@@ -104,7 +104,8 @@ def called(case):
     """The results of `case.call` on every rank, and the errors of a check that fails on one."""
     from distdl.distributed import process_group
 
-    results, error = {}, ""
+    results = {}
+    error = ""
     try:
         results = dict(pkgutil.resolve_name(case.call)(Path(case.folder), *case.overrides) or {})
     except Exception:
@@ -122,7 +123,9 @@ def trained(case):
     from distdl.job import JobState
     from distdl.ranks.stopping import Stopped, StopRequest
 
-    seen, mine, stop = Seen(), {}, StopRequest()
+    seen = Seen()
+    mine = {}
+    stop = StopRequest()
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index):
@@ -132,7 +135,8 @@ def trained(case):
             mine["device"] = batch["image"].device.type
             last = trainer.global_rank == trainer.world_size - 1
             if last and case.stop_after == trainer.global_step > 0:
-                stop.state, stop.signal = JobState.PREEMPTED, "SIGTERM"
+                stop.state = JobState.PREEMPTED
+                stop.signal = "SIGTERM"
 
     built = built_of(case, stop)
     built.trainer.callbacks.insert(0, Watch())

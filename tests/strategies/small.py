@@ -35,7 +35,8 @@ class Small(LightningModule):
         convolution = nn.Conv2d(3, 8, 3, padding=1), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(4)
         head = nn.Flatten(), nn.Linear(128, 160), nn.ReLU(), nn.Linear(160, 10)
         self.network = nn.Sequential(*convolution, *head)
-        self.losses, self.validated = [], []
+        self.losses = []
+        self.validated = []
 
     def training_step(self, batch, batch_idx):
         loss = cross_entropy(self.network(batch[0]), batch[1])
@@ -111,7 +112,8 @@ class Target(Small):
 
     def __init__(self, after):
         super().__init__()
-        self.after, self.target = after, nn.Linear(160, 10).requires_grad_(False)
+        self.after = after
+        self.target = nn.Linear(160, 10).requires_grad_(False)
 
     def training_step(self, batch, batch_idx):
         if not self.after:
@@ -239,7 +241,8 @@ class Dropping(Chain):
 
     def __init__(self, num_classes, zero_init_residual):
         super().__init__(num_classes, zero_init_residual)
-        self.act, self.wide = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.act = nn.Dropout(0.5)
+        self.wide = nn.Dropout(0.5)
 
 
 def shard(rank, steps=16):
@@ -257,7 +260,8 @@ def loader(rank=None, skip=0):
 
 def trainer(strategy, steps, folder, callbacks=(), **more):
     """A Trainer as distdl.worker.build makes it, on the process group that there is."""
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    world = torch.distributed.get_world_size()
     if isinstance(strategy, Strategy):
         portable.use_names(strategy)
     here = LaunchedEnvironment(Environment("test", rank, world, rank, world))

@@ -64,7 +64,8 @@ def both(**values):
 @functools.cache
 def trained(name):
     make, module = TRAININGS[name]
-    module, traffic = module(), CountTraffic(skip_steps=2)
+    module = module()
+    traffic = CountTraffic(skip_steps=2)
     with tempfile.TemporaryDirectory() as folder:
         trainer(make(), 8, Path(folder), [traffic]).fit(module, loader())
     weights = flat(module)
@@ -95,11 +96,13 @@ def every_option_of_ddp_has_its_effect(folder):
     # after steps 5 and 8; with six steps the last one would be missing.
     for name, without in (("powersgd", buckets), ("post_local", plain)):
         losses = trained(name)[0].losses
-        assert losses[:3] == without.losses[:3] and losses[3:] != without.losses[3:]
+        assert losses[:3] == without.losses[:3]
+        assert losses[3:] != without.losses[3:]
 
 
 def all_ranks_choose_the_same_bucket_size_while_they_train(folder):
-    strategy, module = DDPStrategy(bucket_cap_mb="auto"), Small()
+    strategy = DDPStrategy(bucket_cap_mb="auto")
+    module = Small()
     with patch.multiple(bucket_search, SIZES_MB=(0.03,), STEPS=3):
         trainer(strategy, 8, folder).fit(module, loader())
     assert list(strategy.search.seconds) == [0.03, 1.0]
@@ -143,14 +146,16 @@ def resumes_from_between_two_meetings(folder):
         whole, rest = interrupted(make, folder / f"{name}.ckpt")
         assert (rest.losses, checksum(rest)) == (whole.losses[4:], checksum(whole)), name
         saved = torch.load(folder / f"{name}.ckpt", weights_only=True)
-        assert "network.0.bias" in saved["optimizer_states"][0]["state"] and "state_dict" in saved
+        assert "network.0.bias" in saved["optimizer_states"][0]["state"]
+        assert "state_dict" in saved
         momentum = saved.get("local_sgd", {}).get("momentum", {}).keys()
         names = {name for name, _ in rest.named_parameters()}
         assert momentum == (names if name == "nesterov" else set())
     # DDP opens it, too: its first loss is that of local_sgd resuming from there.
     module = continued(DDPStrategy, folder / "nesterov.ckpt", 6)
     zero, one = both(checksum=checksum(module))
-    assert zero == one and module.losses[0] == rest.losses[0]
+    assert zero == one
+    assert module.losses[0] == rest.losses[0]
     # PowerSGD's memory of errors is each rank's own and in no checkpoint: two plain steps.
     whole, rest = interrupted(POWER_SGD, folder / "middle.ckpt")
     assert rest.losses[0] == whole.losses[4]
@@ -190,7 +195,8 @@ def by_hand(outer, steps, every):
 def local_sgd_is_the_algorithm_of_the_papers(folder):
     """Eight steps, meetings after 3, 6 and (the end) 8; the ranks are apart in between."""
     for outer in OUTER:
-        (zero, one), expected = trained(outer), by_hand(outer, steps=8, every=3)
+        zero, one = trained(outer)
+        expected = by_hand(outer, steps=8, every=3)
         assert zero.weights == pytest.approx(flat(expected)[:2000].tolist(), abs=1e-6)
         assert zero.checksum == pytest.approx(checksum(expected), rel=1e-6)
         assert zero.checksum == one.checksum
@@ -199,13 +205,15 @@ def local_sgd_is_the_algorithm_of_the_papers(folder):
 
 def validation_sees_the_same_weights_on_all_ranks(folder):
     """After step 5, one step behind a meeting, batch norm and a moving average included."""
-    module, ema = Small(batch_norm=True), EMAWeightAveraging(decay=0.5)
+    module = Small(batch_norm=True)
+    ema = EMAWeightAveraging(decay=0.5)
     options = {"limit_val_batches": 1, "val_check_interval": 5, "check_val_every_n_epoch": None}
     fitted = trainer(LocalSGDStrategy(sync_every=4), 6, folder, [ema], **options)
     # The same sample everywhere: only the weights may differ.
     fitted.fit(module, loader(), loader(rank=0))
     zero, one = both(seen=module.validated, end=checksum(module))
-    assert zero == one and len(zero.seen) == 1
+    assert zero == one
+    assert len(zero.seen) == 1
 
 
 def fsdp_trains_what_ddp_trains_or_refuses_it_on_all_ranks(folder):
@@ -216,11 +224,13 @@ def fsdp_trains_what_ddp_trains_or_refuses_it_on_all_ranks(folder):
             trainer(strategy, 8, folder).fit(module, loader())
             full = (getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters())
             results.append([*module.losses, *(float(v.detach().abs().sum()) for v in full)])
-        assert len(module.losses) >= 4 and results[0] == pytest.approx(results[1], rel=1e-5), make
+        assert len(module.losses) >= 4, make
+        assert results[0] == pytest.approx(results[1], rel=1e-5), make
     for make, message in small.NOT_UNDER_FSDP.items():
         with pytest.raises(UserError) as error:
             trainer(FSDPStrategy(), 8, folder).fit(make(), loader())
-        assert message in str(error.value) and "strategy=ddp" in str(error.value)
+        assert message in str(error.value)
+        assert "strategy=ddp" in str(error.value)
 
 
 def fsdp_calls_steps_with_what_they_take(folder):
@@ -229,12 +239,14 @@ def fsdp_calls_steps_with_what_they_take(folder):
     for make in steps:
         losses = []
         for strategy in (FSDPStrategy(), DDPStrategy()):
-            module, samples = make(), loader()
+            module = make()
+            samples = loader()
             plain = inspect.signature(module.training_step)
             trainer(strategy, 4, folder, limit_val_batches=1).fit(module, samples, samples)
             assert inspect.signature(module.training_step) == plain
             losses.append(module.losses)
-        assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], rel=1e-5), make
+        assert len(losses[0]) == 4, make
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5), make
     module = small.OwnArguments(False)
     trainer(FSDPStrategy(), 4, folder).predict(module, loader())
 
@@ -249,7 +261,8 @@ class SilentOnOne(small.ByHand):
 
 
 def a_rank_that_returns_no_loss_keeps_nobody_waiting(folder):
-    metrics, logged = StepMetrics(None), []
+    metrics = StepMetrics(None)
+    logged = []
     metrics.listeners.append(SimpleNamespace(on_metrics=lambda *args: logged.append(args[-1])))
     strategy = DDPStrategy(find_unused_parameters=True)
     fitted = trainer(strategy, 8, folder, [metrics], log_every_n_steps=1)
@@ -298,8 +311,12 @@ def test_a_bucket_search_takes_the_slowest_rank_and_the_median():
     other = iter([0.9, 0.3, 0.4])
     search = BucketSearch(20.5, lambda mine: [mine, next(other)], sizes_mb=(1, 5, 25))
     assert search.sizes == [1, 5, 21.0]  # 25 is as good as one bucket
-    steps, changes = {1: 0.1, 5: 0.2, 21.0: 0.3}, []
+    steps = {1: 0.1, 5: 0.2, 21.0: 0.3}
+    changes = []
     for number, _ in zip(cycle(range(STEPS)), range(3 * STEPS), strict=False):
         changes.append(search.add_step(5.0 if number < NOT_COUNTED else steps[search.size]))
-    assert search.done and search.size == 5 and sum(changes) == 3 and changes[STEPS - 1]
+    assert search.done
+    assert search.size == 5
+    assert sum(changes) == 3
+    assert changes[STEPS - 1]
     assert search.describe() == "1 MB 900.0 ms, 5 MB 300.0 ms, 21 MB 400.0 ms: 5 MB"

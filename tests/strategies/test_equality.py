@@ -25,12 +25,14 @@ if MATRIX:  # elsewhere test_pipeline has the schedules, and the cases below hav
 def test_trains_as_one_process_does(name, runs):
     if name == "zero_bubble x2" and not stage_rules.splits_backward():
         pytest.skip("this torch does not split the backward of every network")
-    alone, together = runs.train("single"), runs.train(name, EVERYONE[name])
+    alone = runs.train("single")
+    together = runs.train(name, EVERYONE[name])
     assert difference(step(alone), step(together)) < SAME_TO
     # Lightning divides the losses of accumulated batches already.
     halves = runs.seen["single"].losses
     sums = [sum(halves[i : i + 2]) for i in range(0, 2 * STEPS, 2)]
-    assert runs.seen[name].losses == pytest.approx(sums, abs=1e-5) and len(sums) == STEPS
+    assert runs.seen[name].losses == pytest.approx(sums, abs=1e-5)
+    assert len(sums) == STEPS
     if MATRIX:
         pairs = ("single", TOPOLOGIES["single"]), (name, EVERYONE[name])
         files = [step(runs.train(f"resnet50 {n}", t.plus("model=resnet50"))) for n, t in pairs]
@@ -72,10 +74,12 @@ def test_hard_settings_and_16_bits_with_batch_norm_as_under_ddp(name, runs):
 
 def test_averages_as_ddp_does_and_resumes_there(runs):
     ema = {n: TOPOLOGIES[n].plus("callbacks=[ema]", "callbacks.ema.decay=0.9") for n in TOPOLOGIES}
-    ddp, zero1 = runs.train("ema ddp", ema["ddp x2"]), runs.train("ema zero1", ema["zero1 x2"])
+    ddp = runs.train("ema ddp", ema["ddp x2"])
+    zero1 = runs.train("ema zero1", ema["zero1 x2"])
     after = runs.train("ema zero1 then ddp", ema["ddp x2"], resume=step(zero1, HALF))
     assert max(difference(step(ddp), step(other)) for other in (zero1, after)) < SAME_TO
-    averaged, plain = matrix.read(step(ddp)), matrix.read(step(runs.train("ddp x2")))
+    averaged = matrix.read(step(ddp))
+    plain = matrix.read(step(runs.train("ddp x2")))
     assert matrix.apart(averaged["current_model_state"], plain["state_dict"]) < SAME_TO
     assert matrix.apart(averaged["state_dict"], plain["state_dict"]) > 2 * SAME_TO, "not averaged"
 
@@ -118,7 +122,8 @@ def test_resumes_as_if_nothing_had_changed(before, after, runs, differences):
 @pytest.mark.parametrize(("name", "old"), [*LIGHTNINGS, ("fsdp x2", True), ("zero3 x2", True)])
 def test_a_file_by_position_resumes_alike(name, old, runs):
     """One of Lightning's, or an old one, of distdl 0.1."""
-    ddp, kind = runs.train("ddp x2"), "old" if old else "lightnings"
+    ddp = runs.train("ddp x2")
+    kind = "old" if old else "lightnings"
     file = matrix.by_position(step(ddp, HALF), runs.folder / f"{kind}.ckpt", keep=old)
     if not old:  # Lightning's does not say which samples are left
         ddp = runs.train("lightnings then ddp", TOPOLOGIES["ddp x2"], resume=file)

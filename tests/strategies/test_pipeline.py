@@ -112,7 +112,8 @@ def test_what_each_rank_has_validated_and_loaded(train, runs):
 
 
 def test_asked_to_stop_it_resumes_exactly(runs):
-    topology, complete = TOPOLOGIES["pipeline x2"], runs.train("pipeline x2")
+    topology = TOPOLOGIES["pipeline x2"]
+    complete = runs.train("pipeline x2")
     cut = runs.train("pipeline cut", topology, stop_after=HALF - 1)
     rest = runs.train("pipeline resumed", topology, resume=step(cut, HALF))
     first, second = (runs.seen[f"pipeline {part}"].losses for part in ("cut", "resumed"))

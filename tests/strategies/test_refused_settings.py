@@ -91,7 +91,8 @@ TOGETHER = [
 )
 def test_refused(name, node, more, path, words):
     ((result, what, remedy),) = refused(name, node, **more)
-    assert result == path and words in f"{what} {remedy}"
+    assert result == path
+    assert words in f"{what} {remedy}"
 
 
 def test_accepted():
@@ -115,7 +116,8 @@ def test_slices_are_not_for_everyone(command):
 def test_zero_bubble_needs_a_torch_that_splits_the_backward(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
     ((path, what, remedy),) = refused("Pipeline", {"schedule": "zero_bubble"})
-    assert path == "schedule" and remedy == "strategy.schedule=interleaved"
+    assert path == "schedule"
+    assert remedy == "strategy.schedule=interleaved"
     assert "torch 2.14 or later, and this is an older one" in what
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
     assert refused("Pipeline", {"schedule": "zero_bubble"}) == []
@@ -132,7 +134,8 @@ def test_a_file_of_deepspeeds_settings(tmp_path):
     }.items():
         file.write_text(text)
         ((path, what, remedy),) = refused("DeepSpeed", {"config": str(file)})
-        assert path == "config" and words in f"{what} {remedy}"
+        assert path == "config"
+        assert words in f"{what} {remedy}"
     # What is "auto", as in files for Hugging Face's Trainer, is left out.
     zero = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": "auto"}
     settings = {"zero_optimization": zero, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}

@@ -76,7 +76,8 @@ def test_tensor_parallel_ranks_train_on_the_same_samples(folder, runs):
     name = f"parallel {folder}"
     whole = runs.train(name, topology)
     rest = runs.train(f"{name} resumed", topology, resume=step(whole, HALF))
-    seen, resumed = runs.seen[name], runs.seen[f"{name} resumed"]
+    seen = runs.seen[name]
+    resumed = runs.seen[f"{name} resumed"]
     assert seen.losses[HALF:] == resumed.losses
     alone = runs.train("single, one batch", Topology(1, ("strategy=single", WIDE, *batch(8))))
     assert seen.losses == pytest.approx(runs.seen["single, one batch"].losses, abs=1e-5)
@@ -99,7 +100,8 @@ def test_autotune_freezes_what_it_measured(tmp_path):
     assert len(launch["autotune"]) == 3, "three stages, one way to cut a batch of 1"
     assert (done.stdout + done.stderr).count("ms a step") == 3
     changes = launch["changes"]
-    assert changes["strategy.stage"] in (1, 2, 3) and changes["strategy.autotune"] is False
+    assert changes["strategy.stage"] in (1, 2, 3)
+    assert changes["strategy.autotune"] is False
     manifests = map(json.loads, (m.read_text() for m in run.glob("checkpoints/epoch*.json")))
     assert {manifest["global_batch_size"] for manifest in manifests} == {2}
 

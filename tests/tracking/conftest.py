@@ -66,7 +66,8 @@ class Tracked:
         info = RunInfo(self.folder, run_id, attempt, output_dir=outputs, **fields)
         components = {"mlflow": logger()} if components is None else components
         self.tracking = start_tracking(info, components)
-        self.loggers, self.journal = self.tracking.loggers, self.tracking.journal
+        self.loggers = self.tracking.loggers
+        self.journal = self.tracking.journal
         self.log = self.journal.log_metrics
         self.component = self.tracking.components.get("mlflow")
 

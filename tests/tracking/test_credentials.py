@@ -79,23 +79,27 @@ def test_track_sync_of_a_foreign_run(server, foreign, home, monkeypatch, given):
     assert server.received == [], "not even asked"
     (problem,) = error.value.problems
     assert problem.path.endswith("tracking/mlflow.json")
-    assert f"--send-credentials-to {server.uri}" in problem.remedy and "canary" not in str(problem)
+    assert f"--send-credentials-to {server.uri}" in problem.remedy
+    assert "canary" not in str(problem)
     with pytest.raises(UserError, match="would get"):
         sync(foreign, "--send-credentials-to", "http://127.0.0.1:9")
     assert sync(foreign, "--send-credentials-to", f"{server.uri}/") == 1  # it answers 503
-    assert server.received and all(server.received)
+    assert server.received
+    assert all(server.received)
 
 
 def test_what_the_user_names_gets_them_and_others_are_asked_without(
     server, foreign, home, monkeypatch
 ):
     assert sync(foreign) == 1
-    assert server.received and not any(server.received), "without credentials it is asked"
+    assert server.received, "it is asked"
+    assert not any(server.received), "without credentials"
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     server.received.clear()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-    assert sync(foreign) == 1 and all(server.received)
+    assert sync(foreign) == 1
+    assert all(server.received)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri.replace("http:", "https:"))
     with pytest.raises(UserError, match="would get"):
         sync(foreign)

@@ -21,7 +21,8 @@ from tests.waiting import until
 def test_every_value_is_kept_with_its_step_and_attempt(tmp_path):
     path = journal_path(tmp_path)
     journal = Journal(path, tmp_path, attempt=3)
-    before, tensor = time.time(), torch.tensor(0.1)
+    before = time.time()
+    tensor = torch.tensor(0.1)
     journal.log_metrics({"train/loss": tensor, "größe": 2}, 7)
     tensor += 1  # it is read when it is logged
     odd = {"a": math.nan, "b": math.inf, "c": -math.inf}
@@ -31,7 +32,8 @@ def test_every_value_is_kept_with_its_step_and_attempt(tmp_path):
     journal.log_metrics({("odd", "key"): 1.0}, np.int64(10))  # a user's module may do so
     journal.close()
     first, second, third = read(path)
-    assert (first.step, first.attempt) == (7, 3) and before - 0.001 <= first.time <= time.time()
+    assert (first.step, first.attempt) == (7, 3)
+    assert before - 0.001 <= first.time <= time.time()
     assert first.metrics == {"train/loss": pytest.approx(0.1), "größe": 2.0}
     assert second.metrics == pytest.approx(odd, nan_ok=True)
     assert (third.step, third.metrics) == (10, {"('odd', 'key')": 1.0})
@@ -41,7 +43,9 @@ def test_every_value_is_kept_with_its_step_and_attempt(tmp_path):
 
 def test_each_record_is_read_once_whatever_a_kill_left(tmp_path):
     torn = (lambda f: f.write(b'{"t": 1.0, "step": 99, "att'), lambda f: f.truncate(f.tell() - 1))
-    path, steps, offset = journal_path(tmp_path), [], 0
+    path = journal_path(tmp_path)
+    steps = []
+    offset = 0
     for attempt in (1, 2, 3):
         journal = Journal(path, tmp_path, attempt)
         for step in (0, 1):
@@ -59,7 +63,9 @@ def test_each_record_is_read_once_whatever_a_kill_left(tmp_path):
 @pytest.mark.parametrize("blocked", ["disk", "server"])
 def test_a_step_does_not_wait(outputs, monkeypatch, blocked):
     owner, name = (os, "write") if blocked == "disk" else (MlflowClient, "log_batch")
-    real, asked, answers = getattr(owner, name), threading.Event(), threading.Event()
+    real = getattr(owner, name)
+    asked = threading.Event()
+    answers = threading.Event()
 
     def waits(*args, **kw):
         asked.set()
@@ -102,7 +108,9 @@ def test_every_rank_may_write_to_every_logger_and_rank_0_records(tmp_path, monke
     first, second = ([r.metrics for r in tracked.records(node)] for node in (0, 1))
     assert [m["train/loss"] for m in first if "train/loss" in m] == [0.0]
     sampled = [metrics for metrics in first if "system/cpu_percent" in metrics]
-    assert sampled and all(0 <= metrics["system/cpu_percent"] <= 100 for metrics in sampled)
+    assert sampled
+    assert all(0 <= metrics["system/cpu_percent"] <= 100 for metrics in sampled)
     assert all(0 < metrics["system/memory_gib"] < 1e5 for metrics in sampled)
-    assert second and all(k.startswith("system/node1/") for metrics in second for k in metrics)
+    assert second
+    assert all(k.startswith("system/node1/") for metrics in second for k in metrics)
     assert len([*(tracked.folder / "logs").iterdir()]) == 2

@@ -107,7 +107,8 @@ def test_names_stay_apart_across_attempts(outputs, caplog):
 
 def test_a_server_that_refuses_some_data_gets_the_rest(outputs, monkeypatch, caplog):
     """Azure ML refuses a request that would make too many parameters of a run."""
-    log_batch, asked = MlflowClient.log_batch, []
+    log_batch = MlflowClient.log_batch
+    asked = []
 
     def limited(self, run_id, metrics=(), params=(), tags=()):
         known = len(self.get_run(run_id).data.params) if params else 0
@@ -126,7 +127,8 @@ def test_a_server_that_refuses_some_data_gets_the_rest(outputs, monkeypatch, cap
     run = tracked.finish().run
     assert {f"p.{i}" for i in range(130)} == {*run.data.params}
     assert (run.info.run_name, run.info.status) == ("lr=0.1", "FINISHED")
-    assert [step for _, _, step in tracked.delivered] == [*range(20)] and len(asked) < 60
+    assert [step for _, _, step in tracked.delivered] == [*range(20)]
+    assert len(asked) < 60
     refused = [r.message for r in caplog.records if "refuses" in r.message]
     assert sum("the metric bad" in message for message in refused) == 1
     assert sum("(p.130, p.131, p.132, ...)" in message for message in refused) == 1
@@ -147,14 +149,16 @@ def test_an_incomplete_database_is_renamed_and_created_again(tmp_path, caplog):
             made.executemany("INSERT INTO runs VALUES (?)", [(run,) for run in runs])
         os.utime(path, (0, 0))
         if runs:
-            assert not set_aside(database(tmp_path), 0) and path.is_file()
+            assert not set_aside(database(tmp_path), 0)
+            assert path.is_file()
     assert Tracked(tmp_path).finish().run.info.status == "FINISHED"
     (kept,) = tmp_path.glob("mlflow.db.incomplete-*")
     assert f"it is renamed to {kept.name}" in caplog.text
 
 
 def test_an_azure_job_has_its_own_run_and_page(outputs, monkeypatch):
-    uri, mlflow = database(outputs), MlflowClient(database(outputs))
+    uri = database(outputs)
+    mlflow = MlflowClient(database(outputs))
     experiment = mlflow.create_experiment("other")
     jobs = [mlflow.create_run(experiment).info.run_id for _ in range(2)]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -194,7 +198,8 @@ def test_a_password_in_the_address_is_never_written(tmp_path, caplog):
 
 
 def test_what_is_logged_again_while_it_is_being_sent_is_sent_again(outputs, monkeypatch):
-    real, texts = MlflowClient.log_artifact, ["newer", "newest"]
+    real = MlflowClient.log_artifact
+    texts = ["newer", "newest"]
 
     def slow(self, run_id, path, *args):
         real(self, run_id, path, *args)
@@ -319,7 +324,8 @@ os.kill(os.getpid(), 9)
     assert run.info.status == "RUNNING"
     assert track.main(["sync", str(outputs / "killed/r")]) == 0
     (run,) = runs_of(database(outputs), "killed")
-    assert run.info.status == "KILLED" and run.data.metrics == {"x": 1.0}
+    assert run.info.status == "KILLED"
+    assert run.data.metrics == {"x": 1.0}
 
 
 def test_sync_leaves_a_running_run_alone_and_sends_no_file_from_elsewhere(outputs, capsys):
@@ -329,8 +335,10 @@ def test_sync_leaves_a_running_run_alone_and_sends_no_file_from_elsewhere(output
     command = [sys.executable, "-c", code, "sync", str(tracked.folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, "still active" in done.stdout) == (0, True), done
-    assert tracked.finish().sync() == 0 and "Nothing was left to send" in capsys.readouterr().out
-    mine, kept = outputs / "mine", tracked.folder / "tracking/artifacts"
+    assert tracked.finish().sync() == 0
+    assert "Nothing was left to send" in capsys.readouterr().out
+    mine = outputs / "mine"
+    kept = tracked.folder / "tracking/artifacts"
     mine.mkdir()
     (mine / "private.txt").write_text("a private file")
     (kept / "own.txt").write_text("of the run")
@@ -358,13 +366,17 @@ def test_a_deleted_experiment_is_named_with_both_remedies(outputs, caplog, capsy
     restore = f"mlflow experiments restore --experiment-id {number}"
     for fragment in (restore, "tracking.mlflow.experiment_name=<other>", "once that is done"):
         assert fragment in caplog.text
-    assert caplog.text.count("was deleted") == 1 and "server is back" not in caplog.text
+    assert caplog.text.count("was deleted") == 1
+    assert "server is back" not in caplog.text
     assert tracked.sync() == 1
     error = capsys.readouterr().err
-    assert restore in error and "--experiment <other>" in error and "is back" not in error
+    assert restore in error
+    assert "--experiment <other>" in error
+    assert "is back" not in error
     node = {"config": {"output_dir": str(outputs), "experiment_name": "bin"}, "local": True}
     (problem,) = MLflowLogger.check({}, {**node, "new": True})
-    assert problem.path == "experiment_name" and restore in problem.remedy
+    assert problem.path == "experiment_name"
+    assert restore in problem.remedy
     assert not [*MLflowLogger.check({}, {**node, "new": False})]
     assert track.main(["sync", str(tracked.folder), "--experiment", "elsewhere"]) == 0
     (run,) = runs_of(uri, "elsewhere")
@@ -386,7 +398,8 @@ def test_a_run_that_is_gone_is_named(outputs, caplog):
     again = Tracked(outputs, "gone/r", 2)
     again.connected()
     again.finish()
-    assert "has no active run" in caplog.text and "gets another" in caplog.text
+    assert "has no active run" in caplog.text
+    assert "gets another" in caplog.text
     assert again.run.info.status == "FINISHED"
 
 
@@ -423,6 +436,8 @@ def test_a_database_of_another_schema_is_no_server_that_comes_back(outputs, tmp_
         assert not sender.is_alive(), "the end of the run waits for nobody"
         ours = [r.getMessage() for r in caplog.records if r.name.startswith("distdl")]
         told = next(line for line in ours if what in line)
-        assert remedy in told and " ..." not in told and "server is back" not in caplog.text
+        assert remedy in told
+        assert " ..." not in told
+        assert "server is back" not in caplog.text
         assert name != "older" or f"mlflow db upgrade {uri}, after a backup" in told
         caplog.clear()

@@ -24,12 +24,15 @@ class Server:
     """`mlflow server` on one port and one database, which can be killed and started again."""
 
     def __init__(self, folder):
-        self.folder, self.port, self.process = folder, free_port(), None
+        self.folder = folder
+        self.port = free_port()
+        self.process = None
         self.uri = f"http://127.0.0.1:{self.port}"
 
     def start(self, wait=True):
         command = f"-m mlflow server --host 127.0.0.1 --workers 1 --port {self.port}".split()
-        database, artifacts = f"sqlite:///{self.folder}/s.db", self.folder / "artifacts"
+        database = f"sqlite:///{self.folder}/s.db"
+        artifacts = self.folder / "artifacts"
         command += ["--backend-store-uri", database, "--artifacts-destination", str(artifacts)]
         env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         options = {"cwd": self.folder, "env": env, "start_new_session": True}
@@ -73,7 +76,8 @@ def test_a_server_that_is_down_comes_up_fails_and_comes_back(server, tmp_path, c
         others = [r.message for r in caplog.records if "experiment_name=later" not in r.message]
         return sum(fragment in message for message in others)
 
-    ours, picture = tracked.loggers[0], np.zeros((4, 4, 3))
+    ours = tracked.loggers[0]
+    picture = np.zeros((4, 4, 3))
     log(0)
     until(lambda: messages("fails; training") == 1)
     draw(ours, picture, 0)
@@ -92,7 +96,8 @@ def test_a_server_that_is_down_comes_up_fails_and_comes_back(server, tmp_path, c
     server.start(wait=False)  # the run ends before it is up
     log(1200)
     run = tracked.finish().run
-    assert len(tracked.owed) == 3605 and tracked.delivered == tracked.owed
+    assert len(tracked.owed) == 3605
+    assert tracked.delivered == tracked.owed
     assert (run.info.status, run.data.params) == ("FINISHED", params | {"p1": "1"})
     assert (run.data.tags["seen"], run.data.tags["twice"]) == ("1", "new")
     drawn = {"0.json", "1.json", "figures", "images", "notes", "samples"}
@@ -138,7 +143,8 @@ def sync_what_was_missed(tracked):
         assert tracked.sync() == 0
         assert tracked.delivered == tracked.owed
         run = tracked.run
-        assert run.info.status == "FAILED" and run.data.params == {"lr": "0.1"}
+        assert run.info.status == "FAILED"
+        assert run.data.params == {"lr": "0.1"}
         assert tracked.artifacts() == ["config.yaml", "note.txt", "packages.txt"]
         assert run.info.end_time < time.time() * 1000 - 500  # when it ended, not when it was sent
         (tracked.folder / "tracking/mlflow-node0.json").unlink()

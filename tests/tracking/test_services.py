@@ -26,7 +26,10 @@ class WandbLogger(DummyLogger):
     def __init__(self, save_dir, id, name, project):
         super().__init__()
         assert Path(save_dir).is_dir()
-        self.names, self.params, self.ended, self.offline = (id, name, project), {}, None, True
+        self.names = (id, name, project)
+        self.params = {}
+        self.ended = None
+        self.offline = True
         self.made.append(self)
 
     def log_hyperparams(self, params, *_):
@@ -66,7 +69,8 @@ def test_a_preset_names_the_extra_that_it_lacks(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "comet_ml" else find(n))
     config = compose.compose(["tracking=[csv,comet]"])
     (problem,) = validate.problems_of(config)
-    assert problem.path == "tracking.comet" and "comet_ml" in problem.what
+    assert problem.path == "tracking.comet"
+    assert "comet_ml" in problem.what
     assert "pip install 'distdl[comet]'" in problem.remedy
     assert not validate.problems_of(config, local=False)  # a job has its own environment
     with pytest.raises(UserError, match=r"'neptune'\n? .*(.|\n)*Neptune was shut down"):

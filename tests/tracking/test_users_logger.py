@@ -79,18 +79,21 @@ def test_tensorboard_is_lightnings_own_and_continues_its_curves(tmp_path):
         ours = train(tracked.loggers, tracked.folder, epochs).logger
         tracked.finish()
     logs = tracked.folder / "logs"
-    assert type(ours) is TensorBoardLogger and isinstance(tracked.loggers[-1], Journal)
+    assert type(ours) is TensorBoardLogger
+    assert isinstance(tracked.loggers[-1], Journal)
     assert {*map(Path, (ours.save_dir, ours.log_dir, ours.root_dir))} == {logs / "tensorboard"}
     assert (ours.name, ours.version) == ("", "")
     assert any(x.startswith("tensorboard --logdir") for x in tracked.tracking.how_to_open())
     events = EventAccumulator(ours.log_dir).Reload()
-    tags, losses = events.Tags(), [(e.step, e.value) for e in events.Scalars("loss")]
+    tags = events.Tags()
+    losses = [(e.step, e.value) for e in events.Scalars("loss")]
     assert {"mine", "epoch", "val/own", "lr-SGD"} <= {*tags["scalars"]}
     assert tags["images"] == ["samples"]
     assert [step for step, _ in losses] == [*range(12)]
     for file in (logs / "tensorboard/hparams.yaml", logs / "csv/version_0/hparams.yaml"):
         text = file.read_text()  # plain data, also of what Hydra made
-        assert "_DeferredTarget" not in text and "!!python" not in text
+        assert "_DeferredTarget" not in text
+        assert "!!python" not in text
         assert all(part in text for part in ("latent: 2", "lr: 0.1", "SGD"))
     records = tracked.records()
     recorded = [(r.step, r.metrics["loss"]) for r in records if "loss" in r.metrics]
@@ -106,8 +109,10 @@ def test_mlflow_has_what_a_module_logs_through_its_logger(outputs):
         components = {"mlflow": logger(), **built("tensorboard")}
         tracked = Tracked(outputs, "paint/r", attempt, components)
         trainer = train(tracked.loggers, tracked.folder, epochs)
-        ours, mlflow = trainer.logger, trainer.logger.experiment
-        assert isinstance(ours, MLFlowLogger) and isinstance(mlflow, MlflowClient)
+        ours = trainer.logger
+        mlflow = trainer.logger.experiment
+        assert isinstance(ours, MLFlowLogger)
+        assert isinstance(mlflow, MlflowClient)
         mlflow.log_table(ours.run_id, {"epoch": [attempt]}, "table.json")
         mlflow.log_table(ours.run_id, {"epoch": [attempt + 10]}, "table.json")
         mlflow.log_metric(None, "read", attempt, step=attempt)
@@ -151,7 +156,8 @@ def test_metrics_are_recorded_once_and_before_a_logger_raises(tmp_path):
     tracked.finish("FAILED")
     rows = [(record.step, *record.metrics) for record in tracked.records()]
     rows = [row for row in rows if not row[1].startswith("system")]
-    assert rows[:3] == [(1, "x", "y"), (1, "x", "y"), (2, "mine")] and len(rows) == 4
+    assert rows[:3] == [(1, "x", "y"), (1, "x", "y"), (2, "mine")]
+    assert len(rows) == 4
 
 
 def test_a_loggers_own_arguments_reach_it(tmp_path):
@@ -175,8 +181,10 @@ def test_a_loggers_own_arguments_reach_it(tmp_path):
 def test_no_name_and_no_value_leads_out_or_delays_the_others(outputs, monkeypatch):
     monkeypatch.setenv("MY_SECRET", "hunter2-canary")
     tracked = Tracked(outputs, "odd/r")
-    ours, mlflow = tracked.loggers[0], tracked.loggers[0].experiment
-    assert ours.run_id and get_tracking_uri() == database(outputs)  # for start_run(run_id)
+    ours = tracked.loggers[0]
+    mlflow = tracked.loggers[0].experiment
+    assert ours.run_id
+    assert get_tracking_uri() == database(outputs)
     assert not hasattr(mlflow, "add_image")
     for path in ("../x.txt", "/x.txt", "a/../../x.txt"):
         with pytest.raises(MlflowException, match="Invalid artifact path"):

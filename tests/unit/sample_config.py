@@ -20,7 +20,8 @@ _CHOSEN = ("tracking=csv", "callbacks=early_stopping", "experiment_name=sample")
 def _composed():
     config = compose(_CHOSEN)
     config.pop("hydra")
-    config.model, config.data = node(f"{_DEMOS}.BoringModel"), node(f"{_DEMOS}.BoringDataModule")
+    config.model = node(f"{_DEMOS}.BoringModel")
+    config.data = node(f"{_DEMOS}.BoringDataModule")
     config.strategy = node("lightning.pytorch.strategies.DDPStrategy", find_unused_parameters=False)
     config.schedule = node("torch.optim.lr_scheduler.StepLR", step_size=3, interval="epoch")
     return OmegaConf.to_container(config, resolve=False)
@@ -40,7 +41,8 @@ def node(target, *arguments, **named):
 
 def problems(changes, root=None, size=None):
     """What both stages of validation refuse in a run on this machine."""
-    config, folders = sample(changes), own_folders(root) if root else None
+    config = sample(changes)
+    folders = own_folders(root) if root else None
     first = problems_of(config, topology=size, local=True, folders=folders)
     with mock.patch.object(sys, "path", [*sys.path]):
         return first or check_bindings(config, size, folders, local=True, in_process=True)[0]

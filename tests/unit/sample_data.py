@@ -31,7 +31,8 @@ def write_photographs(root: Path, classes, **counts) -> None:
 
 
 PICTURE = photograph(0, 125, 90)
-PLAIN, GREY = encoded(PICTURE), encoded(PICTURE.convert("L"))
+PLAIN = encoded(PICTURE)
+GREY = encoded(PICTURE.convert("L"))
 BROKEN = PLAIN[:500]
 
 
@@ -40,7 +41,8 @@ class Listed(EncodedImages):
 
     def __init__(self, files, view=None, repaired=None):
         super().__init__(view or EvalView(16))
-        self.files, self.repaired = list(files), repaired
+        self.files = list(files)
+        self.repaired = repaired
 
     def __len__(self):
         return len(self.files)
@@ -65,7 +67,8 @@ class Augmented(Dataset):
     classes = ("cat", "dog")
 
     def __init__(self, length=10, as_dict=False):
-        self.length, self.as_dict = length, as_dict
+        self.length = length
+        self.as_dict = as_dict
 
     def __len__(self):
         return self.length

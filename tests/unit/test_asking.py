@@ -66,7 +66,8 @@ def new_runs(count, profiles):
         launcher = {"_target_": f"{sagemaker.__name__}.SageMakerLauncher", "profile": kind}
         handle = f"sagemaker://eu-west-1/job-{number}"
         if kind == "slurm":
-            launcher, handle = SLURM, f"slurm://{number}"
+            launcher = SLURM
+            handle = f"slurm://{number}"
         new_run(f"e/{kind}{number}", launcher, handle)
 
 
@@ -98,7 +99,8 @@ def test_a_platform_out_of_reach_keeps_no_other_job_from_being_cancelled(
 ):
     new_runs(4, ["refusing"])
     done = command("jobs", "cancel", "outputs")
-    assert done.out.count("asked to end") == 2 and done.code == 2
+    assert done.out.count("asked to end") == 2
+    assert done.code == 2
     assert sorted((tmp_path / "scancel").read_text().split()) == ["0", "2"]
     assert done.err.count("was not asked to end: ") == 2
     assert done.err.count("Could not connect to the endpoint") == 2
@@ -108,13 +110,16 @@ def test_a_question_about_one_job_ends_too(sockets, command, monkeypatch):
     new_runs(2, ["silent"])
     monkeypatch.setattr(asking, "LIMIT_S", 0.3)
     status = command("jobs", "status", "outputs/e/silent1")
-    assert status.code == 1 and "has not answered for 0 s" in status.out
+    assert status.code == 1
+    assert "has not answered for 0 s" in status.out
     done = command("jobs", "logs", "outputs/e/silent1")
-    assert done.code == 2 and "has not answered for 0 s" in done.err
+    assert done.code == 2
+    assert "has not answered for 0 s" in done.err
     (Path.cwd() / "outputs/e/silent1/attempts/001/logs").mkdir(parents=True, exist_ok=True)
     Path("outputs/e/silent1/attempts/001/logs/rank_0.log").write_text("epoch 1\n", encoding="utf-8")
     done = command("jobs", "logs", "outputs/e/silent1")
-    assert done.code == 0 and "rank_0.log:\nepoch 1\n" in done.out
+    assert done.code == 0
+    assert "rank_0.log:\nepoch 1\n" in done.out
     monkeypatch.setattr(aws, "READ_S", 0.3)
     with pytest.raises(UserError, match="AWS: Read timeout on endpoint"):
         sagemaker.SageMakerLauncher(profile="silent").attach("sagemaker://eu-west-1/a").describe()
@@ -123,7 +128,9 @@ def test_a_question_about_one_job_ends_too(sockets, command, monkeypatch):
 class Asked(QueriedJob):
     """A job on a platform that answers what `listed` and `answer` say, or raises it."""
 
-    platform, listed, queries = "Platform", None, 0
+    platform = "Platform"
+    listed = None
+    queries = 0
 
     def __init__(self, answer="RUNNING"):
         self.answer = answer
@@ -144,7 +151,8 @@ class Asked(QueriedJob):
         return JobState(answer)
 
 
-DOWN, UNKNOWN = UserError("the platform is down"), JobState.UNKNOWN
+DOWN = UserError("the platform is down")
+UNKNOWN = JobState.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -166,7 +174,8 @@ def test_what_keeps_a_platform_from_answering_is_met_once(
     monkeypatch.setattr(Asked, "listed", listed)
     monkeypatch.setattr(Asked, "queries", 0)
     reports = asking.ask_all([Asked(), Asked(answer), Asked(), Asked()])
-    assert [report.state for report in reports] == states and Asked.queries == queries
+    assert [report.state for report in reports] == states
+    assert Asked.queries == queries
     for report in reports:
         about_the_job = isinstance(answer, Forgotten | NoRight) and listed is not DOWN
         assert report.state is not UNKNOWN or report.why

@@ -36,7 +36,9 @@ PAGES = (
 
 class PriceList:
     def __init__(self):
-        self.requests, self.headers, self.queries = [], [], []
+        self.requests = []
+        self.headers = []
+        self.queries = []
         self.elsewhere = self.nonsense = False
 
     def answer(self, method, path, body, header, query):
@@ -51,7 +53,8 @@ class PriceList:
 
 @pytest.fixture(scope="module")
 def listed(tmp_path_factory):
-    folder, prices = tmp_path_factory.mktemp("prices"), PriceList()
+    folder = tmp_path_factory.mktemp("prices")
+    prices = PriceList()
     trusted, key = folder / "cert.pem", folder / "key.pem"
     write_certificate(trusted, key)
     prices.url, end = serve(prices, trusted, key)
@@ -87,7 +90,8 @@ def test_current_prices_are_read_kept_and_shown_with_their_date(server, capsys):
     assert price in shown()
     assert f"dedicated 60.50 USD (chosen) (1 node, westeurope, {date}" in shown(MI300X)
     assert not [each for each in server.headers if "Authorization" in each], "no credential is sent"
-    assert "armRegionName" in server.queries[0] and "westeurope" in server.queries[0]
+    assert "armRegionName" in server.queries[0]
+    assert "westeurope" in server.queries[0]
     prices.kept().write_text('{"dedicated": 3}')  # damaged: the table's are shown
     assert "3.67 USD" in shown()
 

@@ -56,7 +56,8 @@ def test_a_question_is_not_painted_over(monkeypatch):
     screen = io.StringIO()
     terminal = Console(file=screen, width=80, force_terminal=True)
     monkeypatch.setattr(progress.console, "Console", lambda **_: terminal)
-    bar, counts = Progress(bar=True), {"num_training_batches": math.inf, "num_val_batches": [3]}
+    bar = Progress(bar=True)
+    counts = {"num_training_batches": math.inf, "num_val_batches": [3]}
     trainer = SimpleNamespace(is_global_zero=True, max_epochs=2, current_epoch=0, **counts)
     bar.on_train_epoch_start(trainer, None)
     assert "epoch 1/2" in screen.getvalue()
@@ -66,19 +67,24 @@ def test_a_question_is_not_painted_over(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
     out = sys.stdout
     assert builtins.input("(Pdb) ") == "n"
-    assert not progress.DRAWN and sys.stdout is out, "it comes back with the next batch"
+    # It comes back with the next batch.
+    assert not progress.DRAWN
+    assert sys.stdout is out
     bar.on_validation_batch_end()
 
 
 def test_an_end_by_time_is_reported(caplog, tmp_path):
-    timer, module = Timer("00:00:00:03"), SimpleNamespace(automatic_optimization=True)
+    timer = Timer("00:00:00:03")
+    module = SimpleNamespace(automatic_optimization=True)
     counts = {"should_stop": True, "current_epoch": 2, "global_step": 41, "callbacks": [timer]}
     trainer = SimpleNamespace(**counts, lightning_module=module)
-    config, run = {"max_time": "00:00:00:03"}, SimpleNamespace(path=tmp_path)
+    config = {"max_time": "00:00:00:03"}
+    run = SimpleNamespace(path=tmp_path)
     built = SimpleNamespace(trainer=trainer, config=SimpleNamespace(trainer=config), run=run)
     warn_of_time_limit(built)
     assert not caplog.text, "it was stopped by another one"
     timer.load_state_dict({"time_elapsed": {"train": 4}})
     warn_of_time_limit(built)
     assert "trainer.max_time=00:00:00:03 is used up" in caplog.text
-    assert "ended at step 41, in epoch 2" in caplog.text and "distdl resume" in caplog.text
+    assert "ended at step 41, in epoch 2" in caplog.text
+    assert "distdl resume" in caplog.text

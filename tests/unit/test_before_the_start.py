@@ -90,7 +90,8 @@ def test_the_data_on_the_disk_are_counted(request, tmp_path, kind):
                 (tmp_path / split / name).mkdir(parents=True)
                 for number in range(20):
                     (tmp_path / split / name / f"{number}.jpg").write_bytes(b"")
-        root, classes = tmp_path, 2
+        root = tmp_path
+        classes = 2
     node = {"root": str(root), "num_classes": classes, "batch_size": 4}
     (problem,) = [p for p in StoredImages.check(node, context) if not isinstance(p, str)]
     assert problem.what == "trainer.val_check_interval is 20, and an epoch has 5 batches"
@@ -114,11 +115,14 @@ def test_a_module_that_is_not_there_is_looked_for(tmp_path):
     (tmp_path / "mine").mkdir()
     trust = Trust((str(tmp_path),))
     what, remedy = problem_of("mine.model.Net", trust, ("model",))
-    assert what.startswith(f"{tmp_path}/mine has no module 'model'") and "model.py" in remedy
+    assert what.startswith(f"{tmp_path}/mine has no module 'model'")
+    assert "model.py" in remedy
     what, _ = problem_of("other.model.Net", trust, ("model",))
-    assert str(tmp_path) in what and "nor is it installed" in what
+    assert str(tmp_path) in what
+    assert "nor is it installed" in what
     what, remedy = problem_of("numpy.save", trust, ("model",))
-    assert "outside the allowed packages" in what and "project.allow=[numpy]" in remedy
+    assert "outside the allowed packages" in what
+    assert "project.allow=[numpy]" in remedy
 
 
 CLUSTERS = {
@@ -143,7 +147,8 @@ def test_a_report_draws_any_number_or_says_so(values):
     hidden = sum(not abs(value) < 1e100 for value in values)
     for more in ({}, {"unit": "%", "scale": 100.0}):
         svg, [(label, _)] = draw(Chart("Loss", {"train/loss": series}, **more), 0.0)
-        assert "<svg" in svg and label.startswith(f"train/loss ({hidden} of {len(values)} values")
+        assert "<svg" in svg
+        assert label.startswith(f"train/loss ({hidden} of {len(values)} values")
 
 
 def test_a_drill_needs_no_max_attempts(tmp_path, monkeypatch):
@@ -201,7 +206,9 @@ def test_every_number_is_written_as_json(tmp_path):
     attempt.end(JobState.SUCCEEDED, metrics={"x": math.nan, "y": -math.inf, "z": 1})
     json.loads((attempt.path / "status.json").read_text(), parse_constant=refuse)
     metrics = attempt.status()["metrics"]
-    assert math.isnan(metrics["x"]) and metrics["y"] == -math.inf and metrics["z"] == 1
+    assert math.isnan(metrics["x"])
+    assert metrics["y"] == -math.inf
+    assert metrics["z"] == 1
     files = {"a.ckpt": {"size": 1, "sha256": ""}}
     write_json(tmp_path / "a.ckpt.manifest.json", {"files": files, "metrics": {"x": math.inf}})
     assert manifest_at(tmp_path / "a.ckpt")["metrics"] == {"x": math.inf}
@@ -223,7 +230,8 @@ def test_a_copied_folder_is_not_the_run_that_runs(tmp_path):
     assert attempt.state() is JobState.RUNNING
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copy = Attempt(tmp_path / "copy/attempts/001")
-    assert copy.state() is JobState.FAILED and not copy.is_under_way()
+    assert copy.state() is JobState.FAILED
+    assert not copy.is_under_way()
     assert copy.copy_of(copy.status()) == str(attempt.path)
     (tmp_path / "run").rename(tmp_path / "moved")
     assert Attempt(tmp_path / "moved/attempts/001").state() is JobState.RUNNING

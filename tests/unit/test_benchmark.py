@@ -16,7 +16,8 @@ CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
 def test_phases_nest_and_steps_follow_each_other(monkeypatch):
     marks, lags = (5, 6, 8, 9, 14, 15, 17, 25), (0, 0, 0, 0, 3, 2, 1, 4)
-    device, host = iter(marks), iter(mark - lag for mark, lag in zip(marks, lags, strict=True))
+    device = iter(marks)
+    host = iter(mark - lag for mark, lag in zip(marks, lags, strict=True))
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(host)))
     queue = {"mark": lambda: next(device), "between": lambda a, b: b - a, "queues": True}
     line = Timeline(SimpleNamespace(**queue))
@@ -30,9 +31,11 @@ def test_phases_nest_and_steps_follow_each_other(monkeypatch):
     first, second = line.close_window()
     none = dict.fromkeys(PHASES, 0)
     assert first.phases == none | {"data": 1, "forward": 5, "optimizer": 2, "other": 2 + 2}
-    assert first.seconds == 12 and second.phases == none | {"other": 8}
+    assert first.seconds == 12
+    assert second.phases == none | {"other": 8}
     # Until 9, and from 15 on, the device was less than 1.2 behind; then it had a long queue.
-    assert first.host_paced == 4 + 2 and second.host_paced == 0
+    assert first.host_paced == 4 + 2
+    assert second.host_paced == 0
 
 
 def event(name, start, end, thread=1, device=CPU, link=0):
@@ -79,7 +82,8 @@ TRACES += [(CUT_OFF, 1, 2, {"backward": 2}), (LAUNCHED, 1, 11, {"backward": 6})]
 @pytest.mark.parametrize("events, steps, busy, phases", TRACES)
 def test_exposed_communication(events, steps, busy, phases):
     exposed = collectives.analyse(events, steps=steps)
-    assert exposed.busy == approx(busy) and exposed.calls == 1
+    assert exposed.busy == approx(busy)
+    assert exposed.calls == 1
     assert exposed.phases == approx(phases)
 
 
@@ -93,7 +97,8 @@ def test_over_several_ranks_the_slowest_counts():
     seen = {"exposed": {"forward": 3.0, "backward": 0.25, "communication": 9.0}}
     side = result.side(ranks, "real", result.BatchSize(8, 2, 1), seen)
     assert side["images_per_second"] == 2 * 16 / 4
-    assert side["step_seconds"]["median"] == 2 and side["step_seconds"]["p95"] == 3
+    assert side["step_seconds"]["median"] == 2
+    assert side["step_seconds"]["p95"] == 3
     # Exposed communication is taken out of its phase, and never more than there is.
     split = {"forward": 0.0, "backward": 0.75, "communication": 2.25}
     assert side["split"] == {**phases, **split}
@@ -101,7 +106,8 @@ def test_over_several_ranks_the_slowest_counts():
 
 SLOWED = {"lost_to_data": 0.4, "waiting": 0.4}
 BUSY = {"lost_to_data": 0.4, "waiting": 0.01}
-SENDS, UNKNOWN = {"communication": 0.3}, {"communication": None}
+SENDS = {"communication": 0.3}
+UNKNOWN = {"communication": None}
 GPU = {"accelerator": "gpu", "precision": "32-true", "compile": False}
 WAITS = {"host_paced": 0.8, "mfu": 0.07}
 FASTER = ["trainer.precision=bf16-mixed", "model.compile=true"]

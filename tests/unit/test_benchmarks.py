@@ -20,12 +20,14 @@ GOALS = [
 @pytest.mark.parametrize("goal, measured, same, state", GOALS)
 def test_when_a_goal_is_reached(goal, measured, same, state):
     row = Goal("a to b", goal, measured, same).row()
-    assert row.startswith("| CPU | a to b | ") and row.endswith(f" | {state} |")
+    assert row.startswith("| CPU | a to b | ")
+    assert row.endswith(f" | {state} |")
     assert f"(A/A {same[0]:.3f} to {same[1]:.3f})" in row
 
 
 def result():
-    rows, more = [table.row("one", [3.0, 1.0, 2.0], "s")], [Goal("c to d", "at least 2", 1.5)]
+    rows = [table.row("one", [3.0, 1.0, 2.0], "s")]
+    more = [Goal("c to d", "at least 2", 1.5)]
     return Result("A (s)", "B", "at most 0.5", 0.25, rows, "python -m x", more=more)
 
 
@@ -50,7 +52,8 @@ def test_the_page_and_a_part_that_fails(monkeypatch, tmp_path, capsys):
     assert "failed: overhead" in capsys.readouterr().out
     # Some of them: nothing is written.
     run.PAGE.unlink()
-    assert run.main(["startup"]) == 0 and not run.PAGE.exists()
+    assert run.main(["startup"]) == 0
+    assert not run.PAGE.exists()
     assert "| CPU | A (s) | <= 0.5 | 0.250 | reached |" in capsys.readouterr().out
     assert run.main(["startups"]) == run.main(["gpu"]) == 2
     assert "needs an NVIDIA GPU" in capsys.readouterr().out
@@ -93,6 +96,7 @@ def test_what_a_worker_prints_at_the_end(tmp_path, capsys):
         made = runs.create_run(tmp_path, *TINY, *overrides)
         assert main.main([str(made.path)] * 2) == 0
         out = capsys.readouterr().out
-        assert "python -m distdl report" in out and ("resume" in out) == resumes
+        assert "python -m distdl report" in out
+        assert ("resume" in out) == resumes
         log = (made.path / "attempts/001/logs/rank_0.log").read_text()
         assert ("FIT Profiler Report" in log) == ("trainer.profiler=simple" in overrides)

@@ -178,7 +178,8 @@ def test_what_does_not_bind_is_one_problem(typed, parts, project, monkeypatch):
     monkeypatch.setenv("API_TOKEN", "another-value")
     monkeypatch.chdir(project)
     found = [str(problem) for problem in problems(change(typed, **NAMES), project)]
-    assert len(found) == bool(parts) and Path.cwd() == project, found
+    assert len(found) == bool(parts), found
+    assert Path.cwd() == project, found
     check_parts("".join(found), parts)
     assert "very-private" not in "".join(found)
 
@@ -263,7 +264,8 @@ def test_what_only_the_nodes_have_is_noted(project):
     (problem,) = problems(absent, project)
     assert problem.path == "callbacks.x._target_"
     (refused, (note,)) = remote(absent, project)
-    assert refused == [] and note.startswith("not checked: callbacks.x._target_: package absent is")
+    assert refused == []
+    assert note.startswith("not checked: callbacks.x._target_: package absent is")
     assert remote({"data": node("mine.Data", root="nowhere")}, project) == ([], [])
 
 
@@ -301,7 +303,8 @@ WHO["sagemaker.SageMakerLauncher"] = "retries=N"
 def test_who_starts_a_job_again_where_distdl_does_not(launcher, instead, project):
     changes = {"launcher": {"_target_": f"distdl.launchers.{launcher}", "max_attempts": 2}}
     (problem,) = (p for p in remote(changes, project)[0] if p.path == "launcher.max_attempts")
-    assert "restarts its jobs itself" in problem.remedy and f"launcher.{instead}" in problem.remedy
+    assert "restarts its jobs itself" in problem.remedy
+    assert f"launcher.{instead}" in problem.remedy
 
 
 def shipped():

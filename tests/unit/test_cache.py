@@ -47,15 +47,18 @@ def test_a_damaged_download_is_repeated(tmp_path, shards, fault):
     assert path.read_bytes() == (tmp_path / "far" / shards[0].name).read_bytes()
     cache = open_cache(tmp_path, *[fault] * 9, root="other")
     problem = refusal(cache.fetch, shards[0])
-    assert problem.path == "data.root" and "train-00000.tar arrived damaged 3 times" in problem.what
-    assert "upload it again" in problem.remedy and files(cache) == []
+    assert problem.path == "data.root"
+    assert "train-00000.tar arrived damaged 3 times" in problem.what
+    assert "upload it again" in problem.remedy
+    assert files(cache) == []
     (tmp_path / "far" / shards[1].name).unlink()
     assert f"far/{shards[1].name}: No such file" in refusal(cache.fetch, shards[1]).what
 
 
 def test_a_node_waits_for_a_server_once_and_not_for_each_shard(tmp_path, shards, monkeypatch):
     monkeypatch.setattr("distdl.datasets.cache.AGAIN", 0.2)
-    errors, available = [], threading.Event()
+    errors = []
+    available = threading.Event()
 
     def answer():
         if not available.is_set():
@@ -68,7 +71,8 @@ def test_a_node_waits_for_a_server_once_and_not_for_each_shard(tmp_path, shards,
             errors.append(str(error))
 
     opened = partial(unreliable, tmp_path, answer)
-    first, others = opened(0.4), opened(3600)  # one that waits so long does not end in this test
+    first = opened(0.4)
+    others = opened(3600)  # one that waits so long does not end in this test
     asked = ((first, 0), (opened(0.4), 0), (others, 1), (others, 2))
     threads = [threading.Thread(target=fetch, args=args, daemon=True) for args in asked]
     for thread in threads:
@@ -76,12 +80,15 @@ def test_a_node_waits_for_a_server_once_and_not_for_each_shard(tmp_path, shards,
     for thread in threads:
         thread.join(60)
     fetch(others, 3)  # of the same run, a little later: it asks, and does not wait
-    assert len(errors) == 5 and len(set(errors)) == 1 and "no response" in errors[0]
+    assert len(errors) == 5
+    assert len(set(errors)) == 1
+    assert "no response" in errors[0]
     # Another run starts anew, and waits for a server that responds.
     later = opened(60)
     threading.Timer(0.4, available.set).start()
     fetch(later, 4)
-    assert len(errors) == 5 and later.has(shards[4])
+    assert len(errors) == 5
+    assert later.has(shards[4])
     assert not (later.folder / "locks/unreachable").exists()
 
 
@@ -117,7 +124,8 @@ def test_unused_data_sets_make_room_and_used_ones_stay(tmp_path, shards):
     child.join()
     cache.fetch(shards[2])
     others = [*(tmp_path / "cache" / ("f" * 16)).glob("*.tar")]
-    assert len(others) == 1 and cache.has(shards[2])
+    assert len(others) == 1
+    assert cache.has(shards[2])
 
 
 def test_a_full_disk_is_reported_and_leaves_nothing_unfinished(tmp_path, small_disk, monkeypatch):

@@ -37,7 +37,8 @@ def test_the_manifest_describes_the_file_and_the_newest_has_most_steps(store):
         path = save(store, step)
     manifest = manifest_at(path)
     assert manifest["files"][path.name]["size"] == path.stat().st_size
-    assert (manifest["step"], manifest["reason"]) == (200, "step") and damage_of(path) is None
+    assert (manifest["step"], manifest["reason"]) == (200, "step")
+    assert damage_of(path) is None
     assert [p.name for p in store.all()] == ["step_200.ckpt", "step_30.ckpt", "step_4.ckpt"]
     store.temporary("step_7.ckpt").write_bytes(b"half")  # what a kill left
     store.temporary("step_8.ckpt").mkdir()
@@ -68,7 +69,8 @@ def test_a_damaged_one_is_skipped_and_if_all_are_the_run_does_not_start_again(
     old, new = save(store, 1), save(store, 2)
     damage(new)
     assert store.newest() == old
-    assert f"skipped a damaged checkpoint: {new}: " in caplog.text and message in caplog.text
+    assert f"skipped a damaged checkpoint: {new}: " in caplog.text
+    assert message in caplog.text
     store.alias("best.ckpt", old)
     old.unlink()
     assert store.newest() == store.folder / "best.ckpt", "what is left of it"
@@ -79,7 +81,8 @@ def test_a_damaged_one_is_skipped_and_if_all_are_the_run_does_not_start_again(
     lines = {"best.ckpt": "sha256 differs", "step_1.ckpt": "is missing", "step_2.ckpt": message}
     shown = sorted(problem.what.split("\n")[1:])
     for line, (name, what) in zip(shown, lines.items(), strict=True):
-        assert line.strip().startswith(name) and what in line
+        assert line.strip().startswith(name)
+        assert what in line
 
 
 def no_manifest(source: Path, target: Path, rename: Any = os.rename) -> None:
@@ -102,7 +105,8 @@ def test_a_crash_while_publishing_leaves_the_one_before(store, monkeypatch, at, 
             with pytest.raises(OSError, match="not supported"):
                 save(store, step, b"others")
         if step == 2:
-            assert store.newest() == old and save(store, 2) == store.newest()
+            assert store.newest() == old
+            assert save(store, 2) == store.newest()
     # New bytes are never paired with the old manifest.
     assert not manifest_of(old).exists() or damage_of(old) is None
 
@@ -113,7 +117,9 @@ def order(monkeypatch) -> list[str]:
     gets a name is on the disk by then, and before the removal so are the names."""
     synced: set[Path] = set()
     events: list[str] = []
-    fsync, replace, remove = os.fsync, os.replace, checkpoints.remove
+    fsync = os.fsync
+    replace = os.replace
+    remove = checkpoints.remove
 
     def on_fsync(handle: int) -> None:
         synced.add(Path(os.readlink(f"/proc/self/fd/{handle}")))
@@ -156,19 +162,24 @@ def test_aliases_of_files_and_of_folders(store, order, monkeypatch, folder, link
     assert [name for name in order if name[0] != "."] == [*pairs[0], *pairs[1], "removed"]
     assert manifest_at(last)["alias_of"] == second.name
     part = "inner/1.distcp" if folder else ""
-    assert (last / part).read_bytes() == (second / part).read_bytes() and damage_of(last) is None
+    assert (last / part).read_bytes() == (second / part).read_bytes()
+    assert damage_of(last) is None
     assert ((last / part).stat().st_ino == (second / part).stat().st_ino) is links
     # An alias is not a checkpoint of its own, and what it refers to outlives the pruning.
-    assert store.all() == [second] and not first.exists()
-    assert damage_of(best) is None and find(best) == best
+    assert store.all() == [second]
+    assert not first.exists()
+    assert damage_of(best) is None
+    assert find(best) == best
     (second / part).unlink()
     missing = f"step_2.ckpt/{part}".rstrip("/")
-    assert damage_of(second) == f"{missing} is missing" and damage_of(last) is None
+    assert damage_of(second) == f"{missing} is missing"
+    assert damage_of(last) is None
 
 
 def test_a_checkpoint_as_a_user_names_it(store, tmp_path):
     path = save(store, 1)
-    assert find(tmp_path / "run") == path and find(str(path)) == path
+    assert find(tmp_path / "run") == path
+    assert find(str(path)) == path
     foreign = tmp_path / "foreign.ckpt"
     for zipped in (True, False):
         torch.save({}, foreign, _use_new_zipfile_serialization=zipped)
@@ -177,4 +188,5 @@ def test_a_checkpoint_as_a_user_names_it(store, tmp_path):
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
     for named, what in ((path, "is damaged"), (tmp_path / "empty", "this run has no checkpoint")):
         problem = refusal(find, named, "checkpoint.resume_from")
-        assert problem.path == f"checkpoint.resume_from={named}" and what in problem.what
+        assert problem.path == f"checkpoint.resume_from={named}"
+        assert what in problem.what

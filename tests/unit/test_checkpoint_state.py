@@ -100,7 +100,10 @@ class Module(checkpointing.OneWeight):
 
 
 class Data(LightningDataModule):
-    state, seen, state_dict, load_state_dict = STATE, None, Keeps.state_dict, Keeps.load_state_dict
+    state = STATE
+    seen = None
+    state_dict = Keeps.state_dict
+    load_state_dict = Keeps.load_state_dict
 
     def __init__(self, root: Any) -> None:
         super().__init__()
@@ -111,7 +114,8 @@ class Data(LightningDataModule):
 
 
 def fit(folder: Path, module, state: Any = None, resume=None, trust=False) -> tuple[Keeps, Data]:
-    keeps, data = Keeps(), Data(Path("root"))
+    keeps = Keeps()
+    data = Data(Path("root"))
     keeps.state = state
     ours = checkpointing.checkpointer(folder, monitor=None, trust_pickle=trust)
     epochs = 2 if resume else 1
@@ -129,7 +133,8 @@ def test_any_hyperparameters_are_read_again(tmp_path):
     assert torch.equal(kept["array"], torch.arange(3, dtype=torch.int16))
     assert kept["object"].startswith("<object object")
     again = Module.load_from_checkpoint(file, settings=3)
-    assert again.hparams.ordinary == ORDINARY and again.hparams.settings == 3
+    assert again.hparams.ordinary == ORDINARY
+    assert again.hparams.settings == 3
     config = OmegaConf.create({"depth": 3})
     fit(tmp_path / "only", Module(config), resume=file)  # another module's file resumes as well
     assert Module.load_from_checkpoint(tmp_path / "only/last.ckpt").hparams.settings == config
@@ -147,7 +152,8 @@ def test_state_comes_back_as_it_was(tmp_path):
 
 
 def test_what_only_pickle_keeps_is_refused_before_the_first_step(tmp_path, caplog):
-    state, resume = Settings(1, Colour.RED), tmp_path / "last.ckpt"
+    state = Settings(1, Colour.RED)
+    resume = tmp_path / "last.ckpt"
     for bad, shown in ((state, r" \(a .*Settings\)"), ((i for i in ()), "")):
         with pytest.raises(UserError, match=rf"callbacks\.Keeps\.state{shown}: "):
             fit(tmp_path, Module(), bad)
@@ -239,7 +245,8 @@ def test_optimizer_state_follows_the_names_of_parameters():
         rated = ([own[name] for name in names.split()] for names in groups)
         return torch.optim.SGD([{"params": p, "lr": 0.1 / i} for i, p in enumerate(rated, 1)])
 
-    saved, part = optimizer("0.weight 1.weight", "0.bias 1.bias"), optimizer("0.weight", "0.bias")
+    saved = optimizer("0.weight 1.weight", "0.bias 1.bias")
+    part = optimizer("0.weight", "0.bias")
     state = {i: {"momentum_buffer": i} for i in range(4)}
     named = to_names({**saved.state_dict(), "state": state}, saved, module)
     swapped = to_indices(named, optimizer("1.bias 0.bias", "1.weight 0.weight"), module)
@@ -259,14 +266,18 @@ class Own(Tensor):
 
 def test_a_copy_is_the_file_that_torch_writes_at_that_moment(tmp_path, monkeypatch):
     """Also of what is not a plain tensor; the next copy uses the same memory."""
-    made, new = [], host_copy.host_memory
+    made = []
+    new = host_copy.host_memory
     monkeypatch.setattr(
         host_copy, "host_memory", lambda size, **how: made.append(size) or new(size, **how)
     )
     network = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
     network[2].weight = network[0].weight  # tied
-    base, learned, steps = torch.arange(24.0), nn.Parameter(torch.ones(2)), [1, {"a": 1}]
-    learned.note, complex_ = ["a user's"], torch.tensor([1 + 2j, 3 - 1j])
+    base = torch.arange(24.0)
+    learned = nn.Parameter(torch.ones(2))
+    steps = [1, {"a": 1}]
+    learned.note = ["a user's"]
+    complex_ = torch.tensor([1 + 2j, 3 - 1j])
     state = {
         "state_dict": network.state_dict(),  # an OrderedDict with an attribute
         "views": [base[:6], base[6:].view(3, 6).t(), base],
@@ -280,7 +291,8 @@ def test_a_copy_is_the_file_that_torch_writes_at_that_moment(tmp_path, monkeypat
     copy.take(state)
     sizes = [*made]
     copy.take(state)
-    assert made == sizes and 4 * 24 in made
+    assert made == sizes
+    assert 4 * 24 in made
     with (tmp_path / "direct").open("wb") as file:
         torch.save({**state, "conjugated": complex_.conj().clone()}, file)
     base.add_(1)

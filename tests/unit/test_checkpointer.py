@@ -63,7 +63,8 @@ class Scripted(checkpointing.OneWeight):
 
     def __init__(self, name: str = "x", values: Iterable[float] = ()) -> None:
         super().__init__()
-        self.name, self.values = name, itertools.chain(values, itertools.repeat(0.0))
+        self.name = name
+        self.values = itertools.chain(values, itertools.repeat(0.0))
 
     def training_step(self, batch, batch_idx):
         self.seen.append((self.current_epoch, batch_idx, float(torch.rand(()))))
@@ -111,7 +112,8 @@ def test_a_resume_of_a_cut_epoch_draws_the_same_numbers(tmp_path):
         seen.append(Scripted.seen.copy())
     assert seen[1] == seen[0][:2]
     fit(tmp_path / "cut", [0.1], resume=newest(tmp_path / "cut"))
-    assert Scripted.seen == seen[0] and len(seen[0]) == 4
+    assert Scripted.seen == seen[0]
+    assert len(seen[0]) == 4
 
 
 # Of an epoch's four batches; Lightning steps after the last one, too.
@@ -142,7 +144,8 @@ def test_what_is_best_between_accumulated_batches_is_no_start_of_a_resume(tmp_pa
     store = CheckpointStore(tmp_path / "killed/checkpoints")
     best_file = store.folder / "best.ckpt"
     assert manifest_at(best_file)["metrics"] == {"val/acc1": pytest.approx(0.3)}
-    assert damage_of(best_file) is None and best(tmp_path / "killed") is None
+    assert damage_of(best_file) is None
+    assert best(tmp_path / "killed") is None
     kept = shutil.copy(best_file, tmp_path / "kept.ckpt")
     assert [store.newest(), *store.all()] == [store.folder / "epoch_000.ckpt"] * 2
     assert manifest_at(store.folder / "last.ckpt")["alias_of"] == "epoch_000.ckpt"
@@ -186,7 +189,8 @@ class TwoByHand(checkpointing.OneWeight):
 
 def test_gradients_wait_for_the_optimizer_that_has_not_stepped(tmp_path):
     def run(folder: Path, **more: Any) -> dict[str, torch.Tensor]:
-        module, ours = TwoByHand(), checkpointing.checkpointer(folder, every_n_steps=1)
+        module = TwoByHand()
+        ours = checkpointing.checkpointer(folder, every_n_steps=1)
         checkpointing.fit(module, [ours], numbers(7), max_epochs=1, **more)
         return module.state_dict()
 
@@ -222,7 +226,8 @@ def test_a_resume_with_max_steps_continues_from_any_step(tmp_path, validates):
 def test_the_journal_holds_what_a_checkpoint_covers(tmp_path, monkeypatch):
     """After kill -9 a run resumes behind the checkpoint, and logs no step before it again."""
     monkeypatch.setattr("distdl.tracking.journal.FLUSH_SECONDS", 3600)  # its thread writes nothing
-    save, written = Saver.save, []
+    save = Saver.save
+    written = []
 
     def record(*args: Any, **more: Any) -> None:
         written.append([r.step for r in read(journal_path(tmp_path)) if "x" in r.metrics])
@@ -268,10 +273,12 @@ def test_a_metric_that_is_never_logged_ends_the_training(tmp_path, more, saved):
     """After the first validation, when all is saved."""
     with pytest.raises(UserError, match=r"did you mean val/acc1\?.*checkpoint\.monitor=") as error:
         fit(tmp_path, [0.1] * 6, **{"monitor": "val/accuracy", "epochs": 6, **more})
-    assert error.value.exit_code == 2 and newest(tmp_path).name == saved
+    assert error.value.exit_code == 2
+    assert newest(tmp_path).name == saved
     if "check_val_every_n_epoch" in more:  # it resumes from there under the right name
         done = fit(tmp_path, [0.2], resume=newest(tmp_path), **{**more, "epochs": 4})
-        assert best(tmp_path) == "epoch_003.ckpt" and done.best.score == pytest.approx(0.2)
+        assert best(tmp_path) == "epoch_003.ckpt"
+        assert done.best.score == pytest.approx(0.2)
 
 
 def test_the_default_metric_only_warns(tmp_path, caplog):
@@ -296,7 +303,8 @@ def test_a_users_own_checkpoints_are_apart_and_resume_their_state(tmp_path):
     inner = of_hydra_template(tmp_path, dirpath=tmp_path / "checkpoints/inner")
     nowhere = ModelCheckpoint(filename="n", monitor="val/acc1", mode="min")
     fit(tmp_path, [0.5, 0.9, 0.1], of_hydra_template(tmp_path, **top), inner, nowhere)
-    store, theirs = CheckpointStore(tmp_path / "checkpoints"), tmp_path / "model_checkpoints"
+    store = CheckpointStore(tmp_path / "checkpoints")
+    theirs = tmp_path / "model_checkpoints"
     assert sorted(path.name for path in store.all()) == [f"epoch_00{i}.ckpt" for i in range(3)]
     assert all(damage_of(path) is None for path in [*store.all(), store.folder / "last.ckpt"])
     assert len(list(store.folder.iterdir())) == 2 * 5, "ours, last.ckpt, best.ckpt, manifests"
@@ -332,10 +340,12 @@ def train(tmp_path):
         often = {"every_n_steps": every, "every_n_epochs": 1000, **more}
         ours = checkpointing.checkpointer(tmp_path / "checkpoints", **often)
         before = LambdaCallback(on_train_batch_start=lambda trainer, *_: do(trainer))
-        data, module = checkpointing.numbers(1000), checkpointing.OneWeight(LARGE)
+        data = checkpointing.numbers(1000)
+        module = checkpointing.OneWeight(LARGE)
         checkpointing.fit(module, [before, *callbacks, ours], data, max_steps=steps)
 
-    before, limits = threading.active_count(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = threading.active_count()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield run
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert threading.active_count() == before

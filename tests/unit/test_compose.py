@@ -57,7 +57,8 @@ def test_wrong_options_and_wrong_overrides_are_reported_at_once():
     text = refused("a=[1", "seed=1", "name=a b=c", "~", 'b=[1, "', 'c={"B C": y}', 'd="{"B C": y}"')
     assert text.count("is not an override") == 5
     # What is advised can be typed; a mapping is not a text, and what is quoted is not quoted again.
-    assert """'b="[1, \\""'""" in text and text.count("special characters") == 2
+    assert """'b="[1, \\""'""" in text
+    assert text.count("special characters") == 2
 
 
 def test_sweeps_are_products_in_order():
@@ -90,7 +91,8 @@ def test_a_folder_adds_and_may_shadow(conf, folder, monkeypatch):
     assert "DISTDL_CONF: 'nowhere' is not a folder" in refused()
     monkeypatch.delenv("DISTDL_CONF")
     monkeypatch.chdir(ROOT)  # in our checkout ./conf is ours
-    assert user_conf.folder() is None and user_conf.shadowed() == []
+    assert user_conf.folder() is None
+    assert user_conf.shadowed() == []
 
 
 def test_other_applications_do_not_see_it(conf):
@@ -107,7 +109,9 @@ def test_what_only_hydra_knows_is_resolved_and_the_environment_is_not(monkeypatc
     rest = ["+data.root=${oc.env:SECRET_FOLDER}", "dry_run=${hydra:job.chdir}"]
     config = compose.compose([*named, *rest])
     plain = OmegaConf.to_container(configs.recipe_of(config), resolve=False)
-    assert plain["name"].startswith("run-20") and plain["name"].endswith("-distdl")
-    assert "++seed=1" in plain["tags"] and configs.where_of(config).dry_run is False
+    assert plain["name"].startswith("run-20")
+    assert plain["name"].endswith("-distdl")
+    assert "++seed=1" in plain["tags"]
+    assert configs.where_of(config).dry_run is False
     assert plain["data"]["root"] == "${oc.env:SECRET_FOLDER}"
     assert plain["model"]["num_classes"] == "${data.num_classes}"

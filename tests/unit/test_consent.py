@@ -72,8 +72,10 @@ def test_a_foreign_file_does_not_agree_and_the_user_does(key, folders):
     value, typed = ASKED[key]
     says(folders / "theirs", key, value)
     refused = check(config_dirs=["../theirs"])
-    assert refused.startswith(key) and "cannot agree to that in your name" in refused
-    assert refused.count("\n") == 1 and f"allow it in {trust.file()}" in refused
+    assert refused.startswith(key)
+    assert "cannot agree to that in your name" in refused
+    assert refused.count("\n") == 1
+    assert f"allow it in {trust.file()}" in refused
     assert check(typed, config_dirs=["../theirs"]) == ""
     allow(folders, {key: value})
     assert check(config_dirs=["../theirs"]) == ""
@@ -128,7 +130,8 @@ def test_a_section_is_not_hidden_behind_an_interpolation(folders):
     hidden = yaml.safe_dump({"launcher": "${tags[0]}", "tags": [launcher]})
     file.write_text(f"# @package _global_\n{hidden}")
     refused = check(config_dirs=["../theirs"])
-    assert refused.startswith("launcher: ${tags[0]} is") and refused.count("\n") == 1
+    assert refused.startswith("launcher: ${tags[0]} is")
+    assert refused.count("\n") == 1
 
 
 RUNS = (

@@ -38,7 +38,8 @@ class Net(checkpointing.OneWeight):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1))
         self.register_buffer("validated", torch.zeros((), dtype=torch.int64))
-        self.count, self.outputs = 0, [[], []]
+        self.count = 0
+        self.outputs = [[], []]
 
     def training_step(self, batch, batch_idx):
         return (self.layers(batch[0] + torch.rand(())) ** 2).mean() + self.weight.square().sum()
@@ -51,7 +52,8 @@ class Net(checkpointing.OneWeight):
         self.log("val_loss", loss, add_dataloader_idx=dataloader_idx > 0)
 
     def on_validation_epoch_end(self):
-        seen, self.outputs = self.outputs, [[], []]
+        seen = self.outputs
+        self.outputs = [[], []]
         loaders = self.trainer.val_dataloaders
         for each in range(len(loaders) if isinstance(loaders, list) else 1):
             torch.cat(seen[each])
@@ -150,7 +152,9 @@ class Swaps(Callback):
     """A user's moving average, with a generator and a count of its own."""
 
     def __init__(self, start="on_validation_start", end="on_validation_end"):
-        self.mean, self.count, self.generator = None, 0, torch.Generator().manual_seed(1)
+        self.mean = None
+        self.count = 0
+        self.generator = torch.Generator().manual_seed(1)
         setattr(self, start, self.exchange)
         setattr(self, end, self.exchange)
 
@@ -175,7 +179,8 @@ class Swaps(Callback):
         return {"mean": self.mean, "count": self.count, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state):
-        self.mean, self.count = state["mean"], state["count"]
+        self.mean = state["mean"]
+        self.count = state["count"]
         self.generator.set_state(state["generator"])
 
 
@@ -194,17 +199,21 @@ class Signal(Callback):
     """Asks to end in batch `at` of the validations, over all of them."""
 
     def __init__(self, ours, at):
-        self.ours, self.at, self.batches = ours, at, itertools.count()
+        self.ours = ours
+        self.at = at
+        self.batches = itertools.count()
 
     def on_validation_batch_start(self, trainer, *_):
         if next(self.batches) == self.at:
-            self.ours.stop.state, self.ours.stop.signal = JobState.PREEMPTED, "SIGTERM"
+            self.ours.stop.state = JobState.PREEMPTED
+            self.ours.stop.signal = "SIGTERM"
 
 
 class Loaders(LightningDataModule):
     def __init__(self, train, val):
         super().__init__()
-        self.train, self.val = train, val
+        self.train = train
+        self.val = val
 
     def train_dataloader(self):
         return self.train

@@ -52,9 +52,12 @@ def test_a_folder(check, folder):
         path.write_bytes(encoded(image, "PNG"))
     result = check(folder, "--gpu", "K80", "--gpus", "1")
     assert result.code == 0, result.err
-    assert row(result, "train")[1:3] == ["8", "8"] and result.out.count("4 / 4 / 4") == 1
-    assert row(result, "val")[1:3] == ["3", "3"] and result.out.count("1 / 1 / 2") == 1
-    assert "from 40 x 20 to 41 x 36" in result.out and "none of 11\n" in result.out
+    assert row(result, "train")[1:3] == ["8", "8"]
+    assert result.out.count("4 / 4 / 4") == 1
+    assert row(result, "val")[1:3] == ["3", "3"]
+    assert result.out.count("1 / 1 / 2") == 1
+    assert "from 40 x 20 to 41 x 36" in result.out
+    assert "none of 11\n" in result.out
     assert "data.mean=[1.000, 0.200, 0.500] data.std=[0.000, 0.000, 0.500]" in result.out
     assert "53 img/s for each GPU: resnet50 on one K80" in result.out
     assert f"data=imagenet data.num_classes=2 data.root={folder}" in result.out
@@ -64,9 +67,11 @@ def test_shards_by_their_index(check, shards, monkeypatch):
     monkeypatch.setattr(needs, "PREFETCH", 1 << 20)  # more than /dev/shm holds
     result = check(shards, "--rate", "1000000")
     assert result.code == 0, result.err
-    assert row(result, "train")[1:3] == ["40", "5"] and "4 / 4 / 4" in result.out
+    assert row(result, "train")[1:3] == ["40", "5"]
+    assert "4 / 4 / 4" in result.out
     assert "val: 3 classes have no image: class 7, class 8, class 9" in result.out
-    assert "verdict  starved" in result.out and "(data.decoder=nvjpeg)" in result.out
+    assert "verdict  starved" in result.out
+    assert "(data.decoder=nvjpeg)" in result.out
     assert "1,000,000 img/s for each GPU: your measurement" in result.out
     assert ": too small. docker run --shm-size=" in result.out
 
@@ -77,19 +82,22 @@ def test_damage_is_reported(check, shards, folder, every):
     # Its last bytes: what PIL still decodes differs from the prepared image all the same.
     flip(shards / "train-00001.tar", image.index(jpeg(9)) + len(jpeg(9)) - 4)
     result = check(shards, *every)
-    assert result.code == 1 and "1 of 47" in result.out
+    assert result.code == 1
+    assert "1 of 47" in result.out
     assert "train: train-00001.tar:image_9.jpg: its bytes are not those" in result.out
     (folder / "val/dog/0.jpg").write_bytes(jpeg(0)[:-40])
     (folder / "train/cat/0.jpg").write_bytes(b"words")
     result = check(folder, *every)
-    assert result.code == 1 and "2 of 12" in result.out
+    assert result.code == 1
+    assert "2 of 12" in result.out
     assert "train: train/cat/0.jpg: is not an image" in result.out
     assert "val: val/dog/0.jpg: image file is truncated" in result.out
     for path in folder.glob("*/*/*.jpg"):
         path.unlink()
         path.symlink_to("/nowhere")
     result = check(folder, *every)
-    assert (result.code, result.err) == (1, "") and "12 of 12" in result.out
+    assert (result.code, result.err) == (1, "")
+    assert "12 of 12" in result.out
     assert "none of the inspected images" in result.out
     assert "train: train/cat/0.jpg: cannot be read: No such file or directory\n" in result.out
 
@@ -98,18 +106,22 @@ def test_a_sample_is_spread_and_called_one(check, folder):
     (folder / "train/dog/3.jpg").write_bytes(b"words")  # the last of 8
     result = check(folder, "--sample", "2")
     assert ("this machine has none: --gpu names" in result.out) == (gpu_of_this_machine() is None)
-    assert "a sample of 4" in result.out and "1 of 4" in result.out
-    assert result.code == 1 and "train: train/dog/3.jpg: is not an image" in result.out
+    assert "a sample of 4" in result.out
+    assert "1 of 4" in result.out
+    assert result.code == 1
+    assert "train: train/dog/3.jpg: is not an image" in result.out
 
 
 @EVERY
 def test_of_a_store_one_shard_is_downloaded_or_all(check, shards, monkeypatch, every):
     """A folder stands for a store; tests/cluster has a real server."""
-    names, real = [], FileStore.download
+    names = []
+    real = FileStore.download
     monkeypatch.setattr(sources, "is_remote", lambda uri: True)
     monkeypatch.setattr(FileStore, "download", lambda *a: (names.append(a[1]), real(*a))[1])
     result = check(shards, *every)
-    assert result.code == 0 and "download" in result.out
+    assert result.code == 0
+    assert "download" in result.out
     assert "img/s: the first epoch of a node goes no faster" in result.out
     assert ("all 47" if every else "a sample of 15") in result.out
     assert len(names) == (7 if every else 2)
@@ -149,7 +161,8 @@ def test_other_data_is_refused(check, tmp_path, folder, shards, edit, target, te
         (shards / edit[0]).write_bytes(data.replace(*edit[1:], 1))
     result = check(*(word.format(**paths) for word in target.split()))
     assert (result.code, result.out) == (2, ""), result
-    assert text.format(**paths) in result.err and "data.root" not in result.err
+    assert text.format(**paths) in result.err
+    assert "data.root" not in result.err
 
 
 @pytest.fixture
@@ -178,8 +191,10 @@ def test_an_unreadable_folder_is_refused(check, command, folder, inside, no_over
     assert (result.code, result.out, prepared.code) == (2, "", 2)
     assert len(problems) == (inside != "train/dog")  # no check lists a million images
     for text in (result.err, prepared.err, *map(str, (trained, *problems))):
-        assert "cannot be read: Permission denied" in text and str(unreadable) in text
-    assert f"  {folder}: " in result.err and "  --source: " in prepared.err
+        assert "cannot be read: Permission denied" in text
+        assert str(unreadable) in text
+    assert f"  {folder}: " in result.err
+    assert "  --source: " in prepared.err
 
 
 PLAIN = needs.Format("as they are", 230)
@@ -202,6 +217,7 @@ NVJPEG = ("data.decoder=nvjpeg",)
 )
 def test_verdicts(rate, formats, reading, cores, gpus, text, overrides):
     verdict = needs.judge(needs.Need(rate, ""), formats, reading, cores, gpus)
-    assert text in verdict.text and verdict.overrides == overrides
+    assert text in verdict.text
+    assert verdict.overrides == overrides
     assert verdict.fed == ("workers" in text)
     assert verdict.before == ("prepare ..." if not verdict.fed and not overrides else "")

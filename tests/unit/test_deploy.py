@@ -18,7 +18,8 @@ from tests.served import model_folder
 
 __all__ = ["aws", "moto"]
 MODEL = "MODEL --name flowers"
-ROLE, BUCKET = "launcher.role=arn:aws:iam::123456789012:role/serve", "launcher.bucket=my-bucket"
+ROLE = "launcher.role=arn:aws:iam::123456789012:role/serve"
+BUCKET = "launcher.bucket=my-bucket"
 IMAGE = "--image 123456789012.dkr.ecr.eu-west-1.amazonaws.com/s:1"
 AWS = f"sagemaker {MODEL} {ROLE} {BUCKET} {IMAGE}"
 
@@ -56,7 +57,9 @@ def folders(tmp_path_factory):
 def test_refused_before_anything_is_created(words, expected, folders, command, monkeypatch):
     monkeypatch.chdir(folders)
     output = command("deploy", *words.split())
-    assert output.code == 2 and expected in output.err and "Traceback" not in output.err, output
+    assert output.code == 2, output
+    assert expected in output.err, output
+    assert "Traceback" not in output.err, output
 
 
 def test_an_answer_is_compared():
@@ -78,7 +81,8 @@ class Service:
     """What moto lacks: UpdateEndpoint, and endpoints that answer by their model in S3."""
 
     def __init__(self, folder):
-        self.folder, self.starts = folder, True  # whether new instances start
+        self.folder = folder
+        self.starts = True  # whether new instances start
         self.asked = []  # the endpoint, and whose traffic was where then
 
     def update_endpoint(self, response):
@@ -161,21 +165,29 @@ def test_the_order_of_models(aws, models, service, deploy):
         assert service.asked[-1] == (f"{serving(aws)}-test", names[-1]), "tested without traffic"
         names.append(serving(aws))
         assert output.out == f"{names[-1]} answers\n"
-    assert left(aws) == [1, 2, 2] and len(service.asked) == 3
-    assert deploy(models[2]).out == f"{names[3]} answers\n" and len(service.asked) == 3
-    assert deploy("--rollback").out == f"{names[2]} answers\n" and serving(aws) == names[2]
-    assert deploy("--delete").out == "flowers was deleted\n" and left(aws) == [0, 0, 0]
+    assert left(aws) == [1, 2, 2]
+    assert len(service.asked) == 3
+    assert deploy(models[2]).out == f"{names[3]} answers\n"
+    assert len(service.asked) == 3
+    assert deploy("--rollback").out == f"{names[2]} answers\n"
+    assert serving(aws) == names[2]
+    assert deploy("--delete").out == "flowers was deleted\n"
+    assert left(aws) == [0, 0, 0]
     assert "flowers has no other models" in deploy("--rollback", code=2).err
 
 
 def test_what_is_left_alone(aws, models, service, deploy):
     """The traffic if new instances fail; what others have, also by a similar name."""
     deploy(models[0])
-    before, service.starts = serving(aws), False
+    before = serving(aws)
+    service.starts = False
     failed = deploy(models[1], code=1).err
-    assert "did not pass the ping" in failed and "1 problem, traffic stays where it was" in failed
-    assert serving(aws) == before and left(aws) == [1, 2, 2]
-    service.starts, client = True, aws("sagemaker")
+    assert "did not pass the ping" in failed
+    assert "1 problem, traffic stays where it was" in failed
+    assert serving(aws) == before
+    assert left(aws) == [1, 2, 2]
+    service.starts = True
+    client = aws("sagemaker")
     variants = client.describe_endpoint_config(EndpointConfigName=before)["ProductionVariants"]
     for name in ("flowers-v2", "theirs"):
         client.create_endpoint_config(EndpointConfigName=name, ProductionVariants=variants)

@@ -121,4 +121,5 @@ def test_the_table_has_one_line_for_what_passes_everywhere():
     failed = rows.Finding("clock", "n1", WARN, 7.0, "s", "start chrony")
     lines = rows.table([*passed, failed]).splitlines()
     assert lines[1].split(maxsplit=4) == ["writing", "all", "3", "pass", "1 MB/s to 3 MB/s"]
-    assert lines[-1] == "warn: clock of n1: 7 s; start chrony" and len(lines) == 4
+    assert lines[-1] == "warn: clock of n1: 7 s; start chrony"
+    assert len(lines) == 4

@@ -66,7 +66,8 @@ def test_weights_are_compared_bit_by_bit(values, expected, tmp_path) -> None:
 
 def test_only_the_process_that_was_recorded_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        host, birth = socket.gethostname(), start_time(child.pid)
+        host = socket.gethostname()
+        birth = start_time(child.pid)
         processes.act("SIGKILL", [(host, f"{child.pid}:{birth}0")], {}, "")
         processes.act("SIGKILL", [(host, f"{child.pid}:")], {}, "")
         assert child.poll() is None
@@ -107,6 +108,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_what_cannot_be_drilled_is_refused(command, without_stage_2, tmp_path, arguments) -> None:
-    result, message = command("drill", *arguments.split()), REFUSED[arguments]
-    assert result.code == 2 and message in result.err, result.err
+    result = command("drill", *arguments.split())
+    message = REFUSED[arguments]
+    assert result.code == 2, result.err
+    assert message in result.err, result.err
     assert not (tmp_path / "outputs").exists()

@@ -19,7 +19,8 @@ class Fetched:
     """Pickled as a call of getattr."""
 
     def __init__(self, owner, name):
-        self.owner, self.name = owner, name
+        self.owner = owner
+        self.name = name
 
     def __reduce__(self):
         return builtins.getattr, (self.owner, self.name)

@@ -179,4 +179,5 @@ def test_address_and_port_of_rank_0():
     assert by("slurm", {**env, "MASTER_ADDR": "fd00::1"}).main_address == "fd00::1"
     # Two jobs on one machine do not meet.
     ports = [by("slurm", {**SLURM, "SLURM_JOB_ID": f"{n}"}).main_port for n in range(12, 112)]
-    assert len(set(ports)) > 95 and all(1024 < port < 32768 for port in ports)
+    assert len(set(ports)) > 95
+    assert all(1024 < port < 32768 for port in ports)

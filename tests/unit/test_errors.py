@@ -15,7 +15,8 @@ HERE = "distdl/util/errors.py"
 
 def drawn():
     """Name -> its parent's name and its place, of each line of the tree."""
-    found, above = {}, []
+    found = {}
+    above = []
     for line in errors.__doc__.splitlines():
         if match := LINE.fullmatch(line):
             depth = (len(line) - len(line.lstrip())) // 2
@@ -45,6 +46,7 @@ def written():
 
 
 def test_the_tree_draws_every_exception_where_it_is():
-    tree, code = drawn(), written()
+    tree = drawn()
+    code = written()
     assert {name: entry for name, entry in tree.items() if entry[0]} == code
     assert [name for name, (parent, _) in tree.items() if not parent and name in code] == []

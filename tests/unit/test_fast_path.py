@@ -45,7 +45,8 @@ def test_nothing_is_read_from_the_device_between_two_log_steps(tmp_path):
                 batches.add(trainer.fit_loop.epoch_loop.batch_idx)
             return func(*args, **(kwargs or {}))
 
-    module, node = classifier(), {"_target_": "torch.optim.AdamW", "lr": 0.1}
+    module = classifier()
+    node = {"_target_": "torch.optim.AdamW", "lr": 0.1}
     module.configure_optimizers = lambda: build_optimizer(module, node, global_batch=4)
     callbacks = [StepMetrics(4), Progress(bar=False), EMAWeightAveraging(decay=0.5)]
     callbacks += [checkpointing.checkpointer(tmp_path)]
@@ -91,7 +92,8 @@ def test_the_fastest_way_is_chosen():
 
     assert fastest(1.0, 0.9, 0.8) == "max-autotune"
     assert fastest(1.0, 0.98) is False, "the gain is noise"
-    assert fastest(1.0, None) is False and fastest(None, 5.0) == "default"
+    assert fastest(1.0, None) is False
+    assert fastest(None, 5.0) == "default"
     assert "broken" in refusal(fastest, None, None).what
     # CUDA graphs are left out where gradients accumulate.
     modes = [False, "default", "reduce-overhead", "max-autotune"]
@@ -105,7 +107,8 @@ def test_a_signal_while_it_measures_decides_nothing(monkeypatch):
     stop = StopRequest()
 
     def killed(*_):
-        stop.state, stop.signal = JobState.PREEMPTED, "SIGTERM"
+        stop.state = JobState.PREEMPTED
+        stop.signal = "SIGTERM"
         raise RuntimeError("CppCompileError: C++ compile error")
 
     monkeypatch.setattr(autotune, "build", killed)

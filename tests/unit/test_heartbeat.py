@@ -46,11 +46,15 @@ class Plain(BoringModel):
     def __init__(self, rank):
         super().__init__()
         self.rank = rank
-        self.seen, self.actions, self.steps, self.progress = {}, {}, [], []
+        self.seen = {}
+        self.actions = {}
+        self.steps = []
+        self.progress = []
         self.in_step = []  # while each row is read
 
     def note(self, name):
-        frame, stack = sys._getframe(1), []
+        frame = sys._getframe(1)
+        stack = []
         while frame := frame.f_back:
             stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         phase, self.actions[name], in_batch = heartbeat.seen_in(stack)
@@ -122,7 +126,8 @@ def test_what_is_seen_of_a_training(tmp_path):
     phases = [[PHASES[phase] for phase, _ in step] for step in rank.steps]
     order = ["data", "copy", "callbacks", "forward", "backward", "optimizer", "callbacks", "data"]
     plain = [number for number, each in enumerate(phases) if each == order]
-    assert (plain, len(phases)) == ([0, 1, 3, 4, 5], 6) and phases[2][:7] == order[:7]
+    assert (plain, len(phases)) == ([0, 1, 3, 4, 5], 6)
+    assert phases[2][:7] == order[:7]
     for step in rank.steps:
         times = [time for _, time in step]
         assert times == sorted(times)
@@ -164,7 +169,9 @@ def test_another_threads_stack_is_seen_without_objects_for_its_frames(monkeypatc
 
 def test_a_very_deep_stack_keeps_the_phase() -> None:
     rank = RankHeartbeat()
-    rank.phase, rank.action, rank.in_step = PHASES.index("forward"), "strategy.training_step", True
+    rank.phase = PHASES.index("forward")
+    rank.action = "strategy.training_step"
+    rank.in_step = True
     rank.look(looked_at(150))
     assert (rank.phase, rank.action) == (PHASES.index("forward"), "strategy.training_step")
     rank.look(looked_at(2))

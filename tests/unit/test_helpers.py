@@ -89,7 +89,8 @@ def test_a_helper_ends_when_its_rank_says_so(start, tmp_path):
     rank = subprocess.Popen([sys.executable, "rank.py", start], cwd=tmp_path, **pipes)
     helper = rank.stdout.readline().strip()
     rank.stdin.close()
-    assert helper and rank.wait(60) == -signal.SIGKILL
+    assert helper
+    assert rank.wait(60) == -signal.SIGKILL
     with suppress(psutil.NoSuchProcess):  # its end of a pipe may have told it
         process = psutil.Process(int(helper))
         process.terminate()

@@ -48,4 +48,5 @@ def test_what_to_write_instead(found, text):
 
 def test_the_code_holds_no_table_of_words():
     code = FILES["distdl.config.hints.words"].read_text(encoding="utf-8")
-    assert "nproc_per_node" not in code and "resume_from_checkpoint" not in code
+    assert "nproc_per_node" not in code
+    assert "resume_from_checkpoint" not in code

@@ -38,7 +38,8 @@ def first_batch(loader, source):
 def plain_loop(module, source, samples):
     """The three means over the samples, without batches, weights or sums."""
     index = torch.arange(samples)
-    images, labels = source.normalize(source.images(index)), index % 16 % module.num_classes
+    images = source.normalize(source.images(index))
+    labels = index % 16 % module.num_classes
     with torch.no_grad():
         logits = module.eval().network(images)
     ranks = (logits > logits.gather(1, labels[:, None])).sum(1)
@@ -53,28 +54,34 @@ def means(metrics, stage="val"):
 
 @pytest.mark.parametrize("samples, classes", [(1, 7), (4, 3), (11, 7)])
 def test_validation_equals_a_plain_loop(tmp_path, samples, classes):
-    module, source = classifier(classes, label_smoothing=0.3), data(samples, classes)
+    module = classifier(classes, label_smoothing=0.3)
+    source = data(samples, classes)
     expected = plain_loop(module, source, samples)
     (metrics,) = quiet_trainer(tmp_path).validate(module, source, verbose=False)
-    assert metrics["val/samples"] == samples and means(metrics) == expected
+    assert metrics["val/samples"] == samples
+    assert means(metrics) == expected
     index = torch.arange(samples)  # ready images as pairs: data of another's
     images = source.normalize(source.images(index))
     pairs = list(zip(images, index % 16 % classes, strict=True))
     # The batch size by name: Lightning wraps DataLoader's `__init__` while it asks for a loader.
     loader = DataLoader(pairs, batch_size=2)
     (metrics,) = quiet_trainer(tmp_path).test(module, dataloaders=loader, verbose=False)
-    assert metrics.pop("test/samples") == samples and means(metrics, "test") == expected
+    assert metrics.pop("test/samples") == samples
+    assert means(metrics, "test") == expected
     logits = torch.cat(quiet_trainer(tmp_path).predict(module, loader))
-    assert logits.shape == (samples, classes) and (classes > 3 or metrics["test/acc5"] == 1)
+    assert logits.shape == (samples, classes)
+    assert classes > 3 or metrics["test/acc5"] == 1
 
 
 def test_a_fillers_infinite_loss_does_not_count(tmp_path):
     image = torch.zeros(2, 7, 1, 1)
     image[1, 0] = torch.inf
     batch = {"image": image, "label": torch.tensor([0, 1]), "weight": torch.tensor([1.0, 0.0])}
-    module, loader = ImageClassifier(nn.Flatten(), num_classes=7), DataLoader([batch], None)
+    module = ImageClassifier(nn.Flatten(), num_classes=7)
+    loader = DataLoader([batch], None)
     (metrics,) = quiet_trainer(tmp_path).validate(module, loader, verbose=False)
-    assert metrics["val/samples"] == 1 and torch.tensor(means(metrics)).isfinite().all()
+    assert metrics["val/samples"] == 1
+    assert torch.tensor(means(metrics)).isfinite().all()
 
 
 class Received(nn.Module):
@@ -86,7 +93,8 @@ class Received(nn.Module):
 
 @pytest.mark.parametrize("as_mapping", [True, False])
 def test_a_batch_of_ones_own_data_is_counted_where_its_images_are_not(as_mapping):
-    images, labels = torch.empty(4, 3, 8, 8, device="meta"), torch.tensor([0, 1, 0, 0])
+    images = torch.empty(4, 3, 8, 8, device="meta")
+    labels = torch.tensor([0, 1, 0, 0])
     module = ImageClassifier(Received(), num_classes=4)
     module.on_validation_epoch_start()
     module.validation_step(
@@ -96,7 +104,8 @@ def test_a_batch_of_ones_own_data_is_counted_where_its_images_are_not(as_mapping
 
 
 def test_labels_are_smoothed_in_training():
-    module, source = classifier(label_smoothing=0.3).eval(), data(4)
+    module = classifier(label_smoothing=0.3).eval()
+    source = data(4)
     batch = first_batch(source.val_dataloader(), source)
     expected = F.cross_entropy(module(batch["image"]), batch["label"], label_smoothing=0.3)
     assert module.training_step(batch, 0)["loss"].item() == pytest.approx(expected.item())
@@ -112,23 +121,28 @@ def test_half_precision_runs_throughout(tmp_path):
 
 
 def test_compiling_keeps_the_names_of_weights():
-    module, plain = classifier(compile=True), classifier()
+    module = classifier(compile=True)
+    plain = classifier()
     module.configure_model(), plain.configure_model()
-    assert module.network._compiled_call_impl and not plain.network._compiled_call_impl
+    assert module.network._compiled_call_impl
+    assert not plain.network._compiled_call_impl
     assert list(module.state_dict()) == list(plain.state_dict())
 
 
 def test_group_norm_replaces_every_batch_norm():
     module = ImageClassifier(resnet18(zero_init_residual=True), norm="group")
     norms = [m for m in module.modules() if isinstance(m, nn.GroupNorm)]
-    assert len(norms) == 20 and not [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(norms) == 20
+    assert not [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
     assert {norm.num_groups for norm in norms} == {32}
     assert module.network.layer1[0].bn2.weight.abs().sum() == 0
     assert with_group_norm(nn.BatchNorm2d(48)).num_groups == 16
     assert not with_group_norm(nn.BatchNorm2d(4, affine=False)).affine
     timms = with_group_norm(nn.Sequential(BatchNormAct2d(8)))
-    assert isinstance(timms[0][0], nn.GroupNorm) and (timms(torch.randn(2, 8, 4, 4)) >= 0).all()
-    module, images = classifier(norm="group").train(), torch.rand(4, 3, 8, 8)
+    assert isinstance(timms[0][0], nn.GroupNorm)
+    assert (timms(torch.randn(2, 8, 4, 4)) >= 0).all()
+    module = classifier(norm="group").train()
+    images = torch.rand(4, 3, 8, 8)
     parts = torch.cat([module(images[:1]), module(images[1:])])
     torch.testing.assert_close(module(images), parts), "it does not depend on the batch"
 
@@ -157,12 +171,14 @@ def test_targets_are_the_shares_of_the_images(way, most):
         assert torch.equal(images[:, 0, 0, 0], torch.arange(6.0)), "the batch was written to"
         assert max(len(row.unique()) for row in result) <= most
     images, result, targets = mixed(0, size=1, **{way: 1.0})  # an image mixes with itself
-    assert torch.equal(result, images) and targets.tolist() == [[1.0]]
+    assert torch.equal(result, images)
+    assert targets.tolist() == [[1.0]]
 
 
 def test_a_resumed_step_mixes_as_before_and_with_both_ways_each_comes_up():
     def loss(batch_idx):
-        module, source = classifier(mixup=0.2, cutmix=1.0, seed=4).eval(), data()
+        module = classifier(mixup=0.2, cutmix=1.0, seed=4).eval()
+        source = data()
         batch = first_batch(source.train_dataloader(), source)
         return module.training_step(batch, batch_idx)["loss"]
 
@@ -207,15 +223,18 @@ def test_the_list_of_damaged_images_holds_each_once(tmp_path, caplog):
 
 
 def test_damage_can_end_the_run():
-    data, dataset = ImageData(2, 0, on_damaged="error"), Listed([PLAIN, BROKEN])
+    data = ImageData(2, 0, on_damaged="error")
+    dataset = Listed([PLAIN, BROKEN])
     data.on_before_batch_transfer(dataset.collate([dataset[0]]), 0)
     for batch, advice in (
         (dataset.collate([dataset[0], dataset[1]]), "replace or remove it"),
         ({"damaged": ["/data/val-00000.tar:a.jpg: cut off"]}, "copy or prepare its shard again"),
     ):
         problem = refusal(data.on_before_batch_transfer, batch, 0)
-        assert problem.path == "data.root" and "cannot decode " in problem.what
-        assert problem.remedy.startswith(advice) and problem.remedy.endswith("on_damaged=skip")
+        assert problem.path == "data.root"
+        assert "cannot decode " in problem.what
+        assert problem.remedy.startswith(advice)
+        assert problem.remedy.endswith("on_damaged=skip")
     assert "data.on_damaged" in CHANGEABLE  # so a resume can
 
 

@@ -19,7 +19,8 @@ GLOO = "[/pytorch/third_party/gloo/pair.cc:547] Connection closed by peer [127.0
 NBYTES = "[enforce fail at pair.cc:453] op.preamble.length <= op.nbytes. 4096 vs 4"
 CANARY = "canary-0d9f61e2"
 REDUCE = {"op": "all_reduce", "sizes": [[32, 32]], "where": "net.py, line 3, in f"}
-SMALL, GRADIENT = {**REDUCE, "sizes": [[4]]}, {"op": "all_reduce", "sizes": [[9]], "where": ""}
+SMALL = {**REDUCE, "sizes": [[4]]}
+GRADIENT = {"op": "all_reduce", "sizes": [[9]], "where": ""}
 # What a rank records of its failure, and how its monitor or its watchdog saw it.
 LOST = {"kind": "RuntimeError", "message": GLOO, "lost_peer": True}
 HUNG = {"kind": "Hang", "message": "no progress for 60 s", "exit_code": 70, "enqueued": 40}
@@ -116,7 +117,8 @@ def test_the_cause_of_an_exception(attempt, cause, kind, message):
     error = {"kind": kind, "message": message, "where": NET}
     report = reported(attempt, leaves({**LOST, "time": 1.0}), leaves(error))
     assert (report.rank, report.cause, report.host, report.where) == (1, cause, "node1", NET)
-    assert report.title.startswith("rank 1 failed first: ") and report.title.endswith("(node1)")
+    assert report.title.startswith("rank 1 failed first: ")
+    assert report.title.endswith("(node1)")
     assert report.waiting == "rank 0 waits for it"
     assert " ".join(message.split()) in report.evidence
 
@@ -269,7 +271,8 @@ def test_the_screen_and_the_log(attempt, rank, folder, capsys):
     others = "rank 0 waits" if rank == 1 else "ranks 0, 1, 2 wait"
     call = "all_reduce of 1024 values (net.py, line 3, in f)"
     assert lines[1] == f"  others  {others} for it in {call}"
-    assert lines[0].startswith("  cause   endless loop: ") and len(lines) == 6
+    assert lines[0].startswith("  cause   endless loop: ")
+    assert len(lines) == 6
     assert lines[2] == "  samples 0, 1, 2, 3, 4, 5, 6, 7, ... (9 in this rank's batch)"
     assert lines[4] == f"  log     outputs/e/r/attempts/001/logs/rank_{rank}.log"
     assert lines[5] == "  report  outputs/e/r/attempts/001/incident.md"
@@ -309,7 +312,8 @@ def test_text_of_a_file_is_only_text(attempt):
     (attempt.logs / "rank_1.log").write_text(f"log\n`````\n{text}\n")
     report = reported(attempt, waits(), leaves(HUNG, **dict.fromkeys(fields, text)))
     page = (attempt.path / "incident.md").read_text()
-    assert report.rank == 1 and not re.search(r"[\x00-\x09\x0b-\x1f\u202e]", page)
+    assert report.rank == 1
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\u202e]", page)
     assert len(incident.head(report).splitlines()) <= 8
     for line in page.splitlines():
         assert not line or line.startswith("    ") or re.fullmatch(r"## [\w :()]+", line), line
@@ -345,7 +349,8 @@ def test_a_full_disk_hides_no_failure(attempt, monkeypatch, capsys):
     monkeypatch.setattr(files, "write_bytes", full)
     start.report_failure(attempt)
     shown = capsys.readouterr().err
-    assert "rank 1 failed first: ValueError: bad weather" in shown and "report" not in shown
+    assert "rank 1 failed first: ValueError: bad weather" in shown
+    assert "report" not in shown
 
 
 def test_a_restart_keeps_the_report_of_the_start_before(attempt):

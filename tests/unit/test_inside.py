@@ -18,7 +18,8 @@ ORDINARY = ["a b/Größe…", "..a", "a..", ".hidden", "-rf", "%2e%2e", "~", "$(
 def test_a_bad_name_is_left_out_and_ordinary_ones_go(tmp_path, capsys):
     assert local_paths(tmp_path, [*BAD, "good"]) == {"good": tmp_path / "good"}
     for line, (name, why) in zip(capsys.readouterr().err.splitlines(), BAD.items(), strict=True):
-        assert line.startswith(f"left out   {name!a}: ") and why in line
+        assert line.startswith(f"left out   {name!a}: ")
+        assert why in line
     assert list(local_paths(tmp_path, ORDINARY)) == ORDINARY
     assert list(local_paths(tmp_path, ["a", "a/b"])) == ["a/b"]
 

@@ -75,14 +75,22 @@ class FullerJob:
     """Optional members of its own, beside what each job must have."""
 
     asked: list[int] = []
-    platform, ends_with_shell, preempted_here = "a lab", True, False
+    platform = "a lab"
+    ends_with_shell = True
+    preempted_here = False
 
     def __init__(self, number):
-        self.handle, self.url, self.why, self.reached = f"full://{number}", None, "", True
-        self.number, self.exit_code = number, None
+        self.handle = f"full://{number}"
+        self.url = None
+        self.why = ""
+        self.reached = True
+        self.number = number
+        self.exit_code = None
 
     def state(self):
-        self.why, self.reached, self.exit_code = "switched off", False, 3
+        self.why = "switched off"
+        self.reached = False
+        self.exit_code = 3
         return JobState.UNKNOWN
 
     def wait(self):
@@ -119,19 +127,24 @@ class EachJob(FullerJob):
 
 def test_three_methods_are_a_launcher_and_get_the_defaults():
     kind = adapted_launcher(OwnLauncher)
-    assert is_launcher(OwnLauncher) and issubclass(kind, OwnLauncher)
+    assert is_launcher(OwnLauncher)
+    assert issubclass(kind, OwnLauncher)
     assert adapted_launcher(OwnLauncher) is kind
     assert (kind.__module__, kind.__qualname__) == (OwnLauncher.__module__, "OwnLauncher")
     assert kind.__doc__ == OwnLauncher.__doc__
     assert (kind.foreground, kind.in_turn, dict(kind.instead)) == (False, False, {})
-    assert not kind.knows_sizes() and not kind.names_hosts()
+    assert not kind.knows_sizes()
+    assert not kind.names_hosts()
     assert [*kind.check({}, {}), *kind.notes({})] == []
-    assert kind.devices({}) is None and kind.network_gbps({}) is None
+    assert kind.devices({}) is None
+    assert kind.network_gbps({}) is None
     launcher = kind(queue="night")
     request = launcher.request(SPEC)
-    assert request.render() == "night: e/r" and launcher.request_sweep([SPEC]) is None
+    assert request.render() == "night: e/r"
+    assert launcher.request_sweep([SPEC]) is None
     launcher.reach(request)
-    assert not launcher.about_settings() and not launcher.changed_settings()
+    assert not launcher.about_settings()
+    assert not launcher.changed_settings()
     assert [*launcher.starts_to_know(), *launcher.without(["a"], SPEC.resources)] == []
 
 
@@ -148,9 +161,12 @@ def test_a_launcher_s_own_members_come_before_the_defaults():
             return {"node1"}
 
     kind = adapted_launcher(Sized)
-    assert kind.in_turn and kind.instead == {"size": "kind"}
-    assert kind.knows_sizes() and kind.devices({"kind": "big"}) == (8, "gpu")
-    assert kind.names_hosts() and kind().unreachable(Resources()) == {"node1"}
+    assert kind.in_turn
+    assert kind.instead == {"size": "kind"}
+    assert kind.knows_sizes()
+    assert kind.devices({"kind": "big"}) == (8, "gpu")
+    assert kind.names_hosts()
+    assert kind().unreachable(Resources()) == {"node1"}
 
 
 @pytest.mark.parametrize("missing", ["request", "submit", "attach"])
@@ -160,7 +176,8 @@ def test_a_class_that_lacks_a_method_is_no_launcher(missing):
     rest = {name: vars(OwnLauncher)[name] for name in ("request", "submit", "attach")}
     del rest[missing]
     assert not is_launcher(type("Lacking", (LauncherBase,), rest)), "the base's own only raises"
-    assert not is_launcher(OwnLauncher()) and not is_launcher(LauncherBase)
+    assert not is_launcher(OwnLauncher())
+    assert not is_launcher(LauncherBase)
 
 
 def test_the_page_on_own_launchers_names_each_member():
@@ -183,12 +200,16 @@ def test_every_shipped_launcher_derives_from_the_base():
 
 def test_a_job_gets_the_defaults_for_what_it_lacks():
     job = adapted_job(OwnJob("own://1"))
-    assert isinstance(job, JobBase) and adapted_job(job) is job
+    assert isinstance(job, JobBase)
+    assert adapted_job(job) is job
     assert (job.handle, job.url, job.platform) == ("own://1", None, "OwnJob")
     assert (job.state(), job.wait()) == (JobState.RUNNING, JobState.SUCCEEDED)
     assert (job.why, job.reached, job.exit_code, job.killed) == ("", True, None, "")
-    assert not job.is_remote and not job.ends_with_shell and not job.preempted_here
-    assert job.first_end(None) is None and [*job.logs()] == ["a line"]
+    assert not job.is_remote
+    assert not job.ends_with_shell
+    assert not job.preempted_here
+    assert job.first_end(None) is None
+    assert [*job.logs()] == ["a line"]
     with pytest.raises(RuntimeError, match="cancelled"):
         job.preempt()
 
@@ -198,11 +219,14 @@ def test_a_job_s_own_members_come_before_the_defaults(tmp_path):
     job = adapted_job(own)
     assert job.state() is JobState.UNKNOWN
     assert (job.why, job.reached, job.exit_code) == ("switched off", False, 3)
-    assert job.is_remote and job.platform == "a lab" and job.ends_with_shell
+    assert job.is_remote
+    assert job.platform == "a lab"
+    assert job.ends_with_shell
     assert job.first_end(tmp_path) == (1, -9, "node1")
     job.fetch(tmp_path)
     job.preempt()
-    assert own.fetched == tmp_path and job.preempted_here
+    assert own.fetched == tmp_path
+    assert job.preempted_here
 
 
 @pytest.mark.parametrize("kind", [OwnJob, FullerJob, EachJob])

@@ -26,7 +26,9 @@ LAUNCH = {"run_id": "e/r", "where": {"launcher": {}}, "resources": {}}
 class Platform(JobBase):
     """A job whose platform reports a given state. Who follows it types Ctrl-C until it ends."""
 
-    handle, url, cancelled = "platform://1", None, 0
+    handle = "platform://1"
+    url = None
+    cancelled = 0
 
     def __init__(self, state):
         self.current = JobState(state)
@@ -137,7 +139,8 @@ threading.Thread(target=time.sleep, args=(0.4,), name='my-pump').start()
 
 def test_a_thread_that_keeps_the_process_is_named():
     done = subprocess.run([sys.executable, "-c", STAYS], capture_output=True, text=True)
-    assert done.returncode == 0 and "waits for threads of your code: my-pump (" in done.stderr
+    assert done.returncode == 0
+    assert "waits for threads of your code: my-pump (" in done.stderr
 
 
 # `jobs list` and `jobs status`
@@ -148,7 +151,8 @@ def rows(command):
 
 
 def test_a_test_that_failed_is_no_failed_training(command):
-    run, metrics = new_run(), {"val/loss": 0.5, "train/loss": math.nan}
+    run = new_run()
+    metrics = {"val/loss": 0.5, "train/loss": math.nan}
     for task, state in {"train": JobState.SUCCEEDED, "test": JobState.FAILED}.items():
         where = {"launcher": {}, "task": {"_target_": f"distdl.tasks.{task}"}}
         run.begin_attempt({**LAUNCH, "where": where}).end(state, metrics=metrics)
@@ -180,15 +184,18 @@ def test_a_damaged_run_and_a_platform_out_of_reach_hide_no_other_run(attempt, mo
     assert "UNKNOWN (ConnectionError)" in table["outputs/e/r"]
     assert "no route to the" in table["outputs/e/r"]
     shown = command("jobs", "status", "outputs/e/bare")
-    assert shown.code == 1 and "UNKNOWN" in shown.out
+    assert shown.code == 1
+    assert "UNKNOWN" in shown.out
     for text in (table["outputs/e/bare"], shown.out):
-        assert "status.json is missing" in text and "1970" not in text
+        assert "status.json is missing" in text
+        assert "1970" not in text
     for name in DAMAGE | FROZEN:
         path = f"{name}/{name}" if name in FROZEN else f"{name}/attempts/001/{name}"
         assert "DAMAGED" in table[f"outputs/e/{name}"], table
         assert f"outputs/e/{path} is damaged" in table[f"outputs/e/{name}"]
         shown = command("jobs", "status", f"outputs/e/{name}")
-        assert shown.code == 2 and f"{name}: is damaged" in shown.err
+        assert shown.code == 2
+        assert f"{name}: is damaged" in shown.err
         if name in FROZEN:
             assert "SUCCEEDED" in shown.out
             assert "restore it" in command("resume", f"outputs/e/{name}").err
@@ -203,15 +210,18 @@ def test_the_advice_for_a_damaged_launch_works(without_stage_2, command):
     subprocess.run(repair, shell=True, check=True)
     assert "distdl resume outputs/default/r" in command("jobs", "status", "outputs/default/r").err
     shown = command(*resumes.removeprefix("python -m distdl ").split(), "dry_run=true")
-    assert shown.code == 0 and "was started by: python -m distdl launcher=mpi" in shown.out
+    assert shown.code == 0
+    assert "was started by: python -m distdl launcher=mpi" in shown.out
 
 
 def test_another_start_takes_the_number_of_this_attempt(without_stage_2, monkeypatch):
-    mine, launcher = planning.plan(compose.compose([*TINY, "name=d"])), Mock()
+    mine = planning.plan(compose.compose([*TINY, "name=d"]))
+    launcher = Mock()
     launcher.reach = lambda _: start.create_attempt(mine, ["x"], None).end(JobState.FAILED)
     monkeypatch.setattr(jobs, "instantiate", lambda node, known: launcher)
     monkeypatch.setattr(Launch, "foreground", False)
     monkeypatch.setattr(start, "snapshot_of", lambda planned: None)
     attempt, _ = start.submit(mine, ["distdl"])
     requested = [call.args[0].attempt for call in launcher.request.call_args_list]
-    assert requested == [1, 2] and attempt.number == 2
+    assert requested == [1, 2]
+    assert attempt.number == 2

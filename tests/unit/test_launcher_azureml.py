@@ -209,7 +209,8 @@ def test_what_no_other_setting_sets_is_left_to_docker(spelling):
 @pytest.mark.parametrize(("changes", "path", "fact"), REFUSED, ids=lambda v: str(v)[:40])
 def test_refused(changes, path, fact):
     (problem,) = check(**{"nodes": 2, **changes})
-    assert problem.path == path and fact in str(problem)
+    assert problem.path == path
+    assert fact in str(problem)
 
 
 def test_what_is_shipped_and_documented_is_accepted():
@@ -259,7 +260,9 @@ def test_images(tmp_path):
     old = "import sys; sys.version_info = (3, 10, 12, 'final', 0); import distdl.worker"
     done = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and "needs Python 3.11 or newer" in line and "3.10.12" in line
+    assert done.returncode == 2
+    assert "needs Python 3.11 or newer" in line
+    assert "3.10.12" in line
     for name in ("src/distdl/__init__.py", "launchers/mpi/rank.py", "launchers/__init__.py"):
         ast.parse((ROOT / name).read_text(), feature_version=(3, 8))
 
@@ -312,7 +315,8 @@ def test_a_cluster_on_which_the_job_could_not_start_is_refused():
 
 ZERO, ONE = "user_logs/std_log_process_00.txt", "user_logs/std_log_process_01.txt"
 ALONE, OTHER = "user_logs/std_log.txt", "system_logs/lifecycler.log"
-OUTAGE, CRASH = UserError("no route"), {"error": {"message": "exit code 1"}}
+OUTAGE = UserError("no route")
+CRASH = {"error": {"message": "exit code 1"}}
 QUEUED, RUNNING, COMPLETED = ({"status": word} for word in ("Queued", "Running", "Completed"))
 WAITS, ENDED = "azureml: queued: waiting for nodes", "azureml: completed"
 
@@ -351,7 +355,8 @@ def test_an_outage_for_good_and_a_long_queue(monkeypatch):
     jobs = SimpleNamespace(get=lambda name: SimpleNamespace(compute="/x/computes/gpu"))
     monkeypatch.setattr(Connection, "client", SimpleNamespace(jobs=jobs, compute=computes))
     _, reason, *_ = read_log(QUEUED, QUEUED, {"status": "Canceled"})
-    assert "still queued" in reason and "quota" in reason
+    assert "still queued" in reason
+    assert "quota" in reason
     assert "cluster gpu has 2 of at most 4 nodes" in reason
 
 
@@ -361,4 +366,5 @@ def test_secrets_that_cannot_be_read_end_the_rank(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         entry.main(["members/1a2b", "/mnt/1a2b", "--secret", "TOKEN=x"])
     message = capsys.readouterr().err
-    assert "Forbidden by policy" in message and "Key Vault Secrets User" in message
+    assert "Forbidden by policy" in message
+    assert "Key Vault Secrets User" in message

@@ -51,14 +51,18 @@ def test_walltime_is_the_same_for_all_launchers(message):
         for launcher in (SlurmLauncher, AzureMLLauncher, SageMakerLauncher):
             problems = launcher.check({"walltime": value}, CONTEXT)
             (problem,) = [p for p in problems if p.path == "walltime"]
-            assert message in problem.what and problem.what.startswith(repr(value))
+            assert message in problem.what
+            assert problem.what.startswith(repr(value))
             assert problem.remedy == walltime.FORMS
 
 
 class Asked(QueriedJob):
     """A job that answers with the given states and errors, in turn."""
 
-    poll_seconds, _query, _query_all, _state_from = 0.0, None, None, staticmethod(JobState)
+    poll_seconds = 0.0
+    _query = None
+    _query_all = None
+    _state_from = staticmethod(JobState)
 
     def __init__(self, *answers):
         self._query = Mock(side_effect=answers)
@@ -126,10 +130,12 @@ def test_bash_gets_every_value_and_path_byte_for_byte(array, tmp_path):
         program(tmp_path / name, script)
     env = {f"N{number}": text for number, text in enumerate([*NASTY, "\udce9"])}
     launcher = SlurmLauncher(env={"OF_LAUNCHER": "\n".join(NASTY)}, requeue=False)
-    one, other = spec("/runs/a b'$(id)`id` 日本%@env@", env=env), spec("/runs/x", env={"N0": "x"})
+    one = spec("/runs/a b'$(id)`id` 日本%@env@", env=env)
+    other = spec("/runs/x", env={"N0": "x"})
     request = launcher.request_sweep([one, other]) if array else launcher.request(one)
     head, _, body = request.text.partition("\n\n")
-    assert "\n#SBATCH" in head and "\n#SBATCH" not in body
+    assert "\n#SBATCH" in head
+    assert "\n#SBATCH" not in body
     (tmp_path / "job.sh").write_text(request.text)
     shell = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SEEN": str(tmp_path)}
     shell |= {"SLURM_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0"}
@@ -156,7 +162,8 @@ def test_a_name_of_a_variable_is_checked_for_every_launcher(name):
     for section in ({"env": {name: "1"}}, {"forward_env": [name]}):
         (problem,) = rules.names(resolve({"launcher": section, "output_dir": "outputs"}))
         assert problem.path.startswith(("launcher.env.", "launcher.forward_env"))
-        assert problem.path.isprintable() and problem.what.isprintable()
+        assert problem.path.isprintable()
+        assert problem.what.isprintable()
     for build in (
         lambda: spec(env={name: "1"}),
         lambda: spec(forward_env=(name,)),

@@ -26,7 +26,8 @@ from tests.written import program
 
 GOLDEN = ROOT / "tests/golden/launchers"
 HERE = socket.gethostname()
-ONE, EIGHT = Resources(), Resources(2, 4, "gpu")
+ONE = Resources()
+EIGHT = Resources(2, 4, "gpu")
 TWO_HOSTS = {"hosts": ["node1:4", "node2"], "python": "/opt/env/bin/python"}
 EVERYTHING = {**TWO_HOSTS, "copy_bundle": True, "ssh": "ssh -p 2222 -i '/home/me/my key'"}
 EVERYTHING |= {"interface": "ib0", "infiniband": False, "port": 29500, "extra_args": ["-v"]}
@@ -60,7 +61,8 @@ def test_request(case, pytestconfig, monkeypatch, tmp_path):
 def test_ports_differ_between_runs_and_are_free():
     launcher = MpiLauncher(flavour="mpich")
     ports = [launcher.request(spec(store=f"/runs/{i}")).env["MASTER_PORT"] for i in (1, 1, 2, 3)]
-    assert ports[0] == ports[1] and len(set(ports)) == 3
+    assert ports[0] == ports[1]
+    assert len(set(ports)) == 3
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         assert mpi_launcher.free_port(port) > port
@@ -195,7 +197,8 @@ def test_refused_at_submission(node, path, what, tmp_path, monkeypatch):
         launcher.reach(request)
         launcher.submit(request)
     (problem,) = error.value.problems
-    assert problem.path == path and problem.what.startswith(what)
+    assert problem.path == path
+    assert problem.what.startswith(what)
     assert not (tmp_path / "attempts/001" / supervisor.RECORD).exists()
 
 
@@ -204,7 +207,8 @@ def test_lost_hosts_are_left_out_by_name_or_address():
     left = next(launcher.without(["node1", "10.0.0.1"], Resources(5, 4)))
     assert left["launcher.hosts"] == ["node2:4", "10.0.0.2:4", "[fd00::1]:4"]
     assert next(launcher.without(["10"], Resources(5, 4)), None) is None
-    assert short("node1.site") == "node1" and short("10.0.0.1") == "10.0.0.1"
+    assert short("node1.site") == "node1"
+    assert short("10.0.0.1") == "10.0.0.1"
 
 
 def test_a_rank_that_fails_says_why(tmp_path):
@@ -238,7 +242,8 @@ def errors(job):
 def test_a_job_from_its_start_to_a_later_shell(start, tmp_path):
     go = tmp_path / "go"
     job = start(f"echo hello; while [ ! -e {go} ]; do sleep 0.05; done; env | cut -d= -f1")
-    assert isinstance(job, JobBase) and job.state() is JobState.RUNNING
+    assert isinstance(job, JobBase)
+    assert job.state() is JobState.RUNNING
     assert job.handle == f"mpi://{HERE}{tmp_path}/attempts/001"
     for handle in (f"mpi://elsewhere{job.folder}", "slurm://7", "mpi://h", "mpi://h/nowhere"):
         with pytest.raises(UserError):
@@ -271,8 +276,10 @@ def test_the_cause_is_recorded_before_its_consequences(start, tmp_path, node, li
     job = start(f"echo 'distdl: rank {line}'; echo '{later}'; exit {code}", Resources(2, 2), **node)
     assert job.wait() is JobState.FAILED
     first = {"time": 9.9, "message": "", "exit_code": code} | errors(job).get("rank_2", {})
-    assert errors(job)["rank_3"] == consequence and len(errors(job)) == 1 + bool(message)
-    assert first["exit_code"] == code and message in first["message"]
+    assert errors(job)["rank_3"] == consequence
+    assert len(errors(job)) == 1 + bool(message)
+    assert first["exit_code"] == code
+    assert message in first["message"]
     assert first["time"] < 5.0 or not message
 
 
@@ -283,7 +290,8 @@ def test_a_cancelled_mpirun_and_what_one_leaves_are_killed(start):
     began = time.monotonic()
     job.cancel()
     job.cancel()
-    assert job.wait() is JobState.CANCELLED and list(job.logs()) == ["up", "no"]
+    assert job.wait() is JobState.CANCELLED
+    assert list(job.logs()) == ["up", "no"]
     assert time.monotonic() - began > 0.9
     (job.folder / "logs/mpirun.log").unlink()
     job = start("setsid sleep 600 & echo $!; exit 1")
@@ -294,16 +302,19 @@ def test_a_cancelled_mpirun_and_what_one_leaves_are_killed(start):
 def test_a_killed_supervisor_or_mpirun_is_the_cause(start):
     job = start("exec sleep 600")
     os.kill(job.record()["pid"], signal.SIGKILL)
-    assert job.wait() is JobState.FAILED and "mpirun's supervisor" in job.killed
+    assert job.wait() is JobState.FAILED
+    assert "mpirun's supervisor" in job.killed
     supervisor.write_json(job.folder / supervisor.RECORD, {**job.record(), "host": "elsewhere"})
     assert job.state() is JobState.UNKNOWN
     with pytest.raises(UserError, match="mpirun runs on elsewhere, not on"):
         job.cancel()
     # The ranks of an mpirun that is killed get a signal by that, and record a preemption.
     job = start("echo 'distdl: rank 1 on node2 ended with signal 15'; kill -9 $$")
-    assert job.wait() is JobState.FAILED and errors(job) == {}
+    assert job.wait() is JobState.FAILED
+    assert errors(job) == {}
     attempt = Attempt(job.folder)
     attempt.update(state="PREEMPTED")
     jobs.record(attempt, job)
-    assert jobs.state(attempt, job) is JobState.FAILED and attempt.status()["exit_code"] == 137
+    assert jobs.state(attempt, job) is JobState.FAILED
+    assert attempt.status()["exit_code"] == 137
     assert attempt.status()["error"] == f"mpirun was killed by SIGKILL on {HERE}"

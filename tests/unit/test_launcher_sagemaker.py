@@ -110,7 +110,8 @@ def test_the_request(name, submit, monkeypatch, pytestconfig):
 
 @pytest.mark.parametrize("run_id", ["x" * 80 + "/" + "y" * 80, "default/2026-11-21_1--2.3"])
 def test_job_names_obey_the_rules_and_differ(run_id):
-    launcher, other = SageMakerLauncher(**NODE), SageMakerLauncher(**{**NODE, "bucket": "other"})
+    launcher = SageMakerLauncher(**NODE)
+    other = SageMakerLauncher(**{**NODE, "bucket": "other"})
     tries = [(launcher, 1, 0), (launcher, 2, 0), (launcher, 1, 1), (other, 1, 0)]
     names = {SageMakerRequest(spec(name=run_id, attempt=n), it, m).name for it, n, m in tries}
     assert len(names) == 4
@@ -128,13 +129,15 @@ def test_types_of_instances_and_valid_settings():
     assert refusals() == refusals(**EVERYTHING) == refusals(2, **GROUPS) == {}
     assert refusals(instance_type="ml.m5.large", accelerator="cpu") == {}
     new = "ml.trn1.32xlarge"  # boto3 knows it
-    assert new not in instances() and refusals(instance_type=new) == {}
+    assert new not in instances()
+    assert refusals(instance_type=new) == {}
     assert set(instances()) <= set(SERVICE.shape_for("TrainingInstanceType").enum)
     assert SageMakerLauncher.devices({"instance_type": "ml.p4d.24xlarge"}) == (8, "gpu")
     assert SageMakerLauncher.devices(GROUPS) == (4, "gpu")
     small = SageMakerLauncher(**{**NODE, "instance_type": "ml.g5.xlarge"})
     (note,) = small.request(spec("", 4, 1, "gpu")).notes()
-    assert "no EFA" in note and "one host is enough: ml.g5.12xlarge (4 GPUs)" in note
+    assert "no EFA" in note
+    assert "one host is enough: ml.g5.12xlarge (4 GPUs)" in note
 
 
 VPC = {"subnets": ["subnet-1"], "security_groups": ["sg-1"]}
@@ -196,7 +199,8 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "path", "text"), REFUSED)
 def test_refusals(changes, path, text):
     problems = refusals(**changes)
-    assert list(problems) == [path] and text in problems[path]
+    assert list(problems) == [path]
+    assert text in problems[path]
 
 
 def many(count, value="x"):
@@ -240,7 +244,8 @@ def test_the_dry_run_refuses_what_the_api_forbids(changes, path, text):
     with pytest.raises(UserError) as error:
         SageMakerLauncher(**{**NODE, **changes}).request(spec())
     shown = {each.path: f"{each.what} {each.remedy}" for each in error.value.problems}
-    assert path in shown and re.search(text, shown[path]), shown
+    assert path in shown, shown
+    assert re.search(text, shown[path]), shown
 
 
 def test_every_pattern_of_the_model_is_read():
@@ -252,7 +257,8 @@ def test_every_pattern_of_the_model_is_read():
                 yield from patterns(each, {*seen, each.name})
 
     found = {*patterns(limits.input_shape(), set())}
-    assert len(found) > 20 and all(map(limits.in_python, found))
+    assert len(found) > 20
+    assert all(map(limits.in_python, found))
     tag = limits.input_shape().members["Tags"].member.members["Value"]
     assert not [*limits.violations(tag, "Größe 10 cm/東京")]
     members = limits.input_shape().members
@@ -268,7 +274,8 @@ def test_without_botocore_a_dry_run_says_what_it_did_not_check(monkeypatch):
         assert "limits were not checked" in " ".join(SageMakerLauncher.notes(NODE))
     assert list(SageMakerLauncher.notes(NODE)) == []
     notes = "\n".join(SageMakerLauncher.notes(GROUPS))
-    assert "nothing else" in notes and "inputs.parts: each host has only its part" in notes
+    assert "nothing else" in notes
+    assert "inputs.parts: each host has only its part" in notes
 
 
 def test_many_secrets_reach_the_container(submit, aws, monkeypatch):
@@ -307,7 +314,8 @@ def test_without_credentials_and_without_boto3(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for changes, path, text in AWAY:
         at, message = refused(**changes)
-        assert at == path and re.search(text, message)
+        assert at == path
+        assert re.search(text, message)
     monkeypatch.setitem(sys.modules, "boto3", None)
     assert "pip install 'distdl[sagemaker]'" in refused()[1]
 
@@ -337,7 +345,8 @@ def test_submit_uploads_the_bundle_and_hides_secrets(submit, aws, run, monkeypat
         assert "canary" not in json.dumps(described, default=str)
         handles.add(job.handle)
         stores.add(described["CheckpointConfig"]["S3Uri"])
-    assert len(keys(aws)) == len(handles) == 2 and stores == {f"s3://my-bucket/{STORE}"}
+    assert len(keys(aws)) == len(handles) == 2
+    assert stores == {f"s3://my-bucket/{STORE}"}
 
 
 def test_a_run_that_began_elsewhere_uploads_its_history(submit, aws, run):
@@ -359,7 +368,8 @@ def test_states_from_a_later_shell_one_by_one_and_at_once(submit, monkeypatch):
     handles = [*(job.handle for job in submitted), f"sagemaker://{REGION}/never-was"]
     attached = [later.attach(handle) for handle in handles]
     assert attached[0].wait() is JobState.SUCCEEDED  # moto: completed at once
-    described, describe = [], SageMakerJob.describe
+    described = []
+    describe = SageMakerJob.describe
     recorded = lambda job: (described.append(job.name), describe(job))[1]  # noqa: E731
     monkeypatch.setattr(SageMakerJob, "describe", recorded)
     reported = [report.state for report in asking.ask_all(attached)]
@@ -374,7 +384,8 @@ def test_states_from_a_later_shell_one_by_one_and_at_once(submit, monkeypatch):
 
 
 def put_log(aws, name, host, *lines):
-    client, group = aws("logs"), {"logGroupName": sagemaker_job.LOG_GROUP}
+    client = aws("logs")
+    group = {"logGroupName": sagemaker_job.LOG_GROUP}
     stream = {**group, "logStreamName": f"{name}/{host}-1700"}
     for create, names in ((client.create_log_group, group), (client.create_log_stream, stream)):
         with contextlib.suppress(client.exceptions.ResourceAlreadyExistsException):
@@ -409,7 +420,8 @@ def test_logs_of_all_hosts_and_until_the_end(submit, aws, monkeypatch):
 def test_cancel_asks_the_service(aws, monkeypatch):
     from botocore.stub import Stubber
 
-    job, stop = SageMakerJob("a-job", aws), "stop_training_job"
+    job = SageMakerJob("a-job", aws)
+    stop = "stop_training_job"
     with Stubber(aws("sagemaker")) as stub:
         stub.add_response(stop, {}, {"TrainingJobName": "a-job"})
         job.cancel()
@@ -423,7 +435,9 @@ def test_cancel_asks_the_service(aws, monkeypatch):
 
 
 def test_fetch_copies_the_store(submit, aws, tmp_path):
-    job, good, to = submit(), {"config.yaml", "attempts/001/status.json"}, tmp_path / "to"
+    job = submit()
+    good = {"config.yaml", "attempts/001/status.json"}
+    to = tmp_path / "to"
     for key in (*(f"{STORE}/{name}" for name in (*good, "../outside")), f"{STORE}-of-another/x"):
         put(aws, key, b"x")
     job.fetch(to)

@@ -58,7 +58,8 @@ def test_help_shows_each_setting_of_the_chosen_launcher(command, monkeypatch):
     assert shown.startswith("launcher=slurm: a Slurm cluster")
     assert "  launcher.partition=gpu\n      The partition; null: that of SBATCH_PARTITION" in shown
     assert max(map(len, shown.splitlines()[2:])) <= 60
-    assert "experiment\n" not in shown and "launcher=slurm --help" in command("--help").out
+    assert "experiment\n" not in shown
+    assert "launcher=slurm --help" in command("--help").out
 
 
 def test_help_says_when_a_launcher_cannot_explain_its_settings(command):

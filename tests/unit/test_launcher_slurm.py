@@ -29,7 +29,8 @@ SCRIPTS |= {"pyxis": PYXIS, "apptainer": APPTAINER}
 
 def spec(member="", size=GPUS, root="/shared/runs", **env):
     name = f"resnet50_ddp/first{member}"
-    store, env = f"{root}/{name}", env if member or env else {"OMP_NUM_THREADS": "12"}
+    store = f"{root}/{name}"
+    env = env if member or env else {"OMP_NUM_THREADS": "12"}
     return JobSpec(name, f"{store}/attempts/001/bundle", store, 1, size, env, ("HF_TOKEN",))
 
 
@@ -145,14 +146,16 @@ def test_a_job_inherits_the_users_defaults_that_no_setting_replaces(monkeypatch)
     for name, value in {**kept, "SBATCH_PARTITION": "debug", "OTHER_TOKEN": "secret"}.items():
         monkeypatch.setenv(name, value)
     env = commands.environment(["HF_TOKEN"], SlurmLauncher(partition="gpu"))
-    assert kept.items() <= env.items() and not {"SBATCH_PARTITION", "OTHER_TOKEN"} & set(env)
+    assert kept.items() <= env.items()
+    assert not {"SBATCH_PARTITION", "OTHER_TOKEN"} & set(env)
 
 
 def test_without_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "secret")
     launcher = SlurmLauncher()
-    request, job = launcher.request(spec(root=str(tmp_path))), launcher.attach("slurm://12_3")
+    request = launcher.request(spec(root=str(tmp_path)))
+    job = launcher.attach("slurm://12_3")
     assert (job.handle, job.state()) == ("slurm://12_3", JobState.UNKNOWN)
     assert job.why == "scontrol is not installed on this machine"
     for act in (lambda: launcher.reach(request), lambda: launcher.submit(request)):
@@ -178,7 +181,8 @@ def test_what_the_accounting_remembers(monkeypatch):
     SlurmJob.ask(many)
     states = [job.state() for job in many[:6]]
     assert states == ["RUNNING", "PENDING", "SUCCEEDED", "CANCELLED", "UNKNOWN", "UNKNOWN"]
-    assert "has forgotten it" in many[5].why and many[0].why == ""
+    assert "has forgotten it" in many[5].why
+    assert many[0].why == ""
 
 
 SRUN_LINES = {

@@ -93,7 +93,8 @@ def test_found_here_and_in_a_job(layout, project, tmp_path, without_stage_2):
     own_code.make_importable(folders)
     assert file_of(HERE, os.pathsep.join(folders), target) == root / file
     code, found = sent(target, overrides, tmp_path / "elsewhere")
-    assert found == Path(file) and not (code / "sound").exists()
+    assert found == Path(file)
+    assert not (code / "sound").exists()
 
 
 def test_what_python_looks_at_anyway_is_found_in_a_job(project, tmp_path, without_stage_2):
@@ -102,7 +103,8 @@ def test_what_python_looks_at_anyway_is_found_in_a_job(project, tmp_path, withou
     installed = ".venv/lib/python3/site-packages"
     top = project(f"python/pkg/__init__.py python/pkg/net.py {installed}/x.py")
     for name, home in (("pkg", top), ("other", tmp_path / "other")):
-        folder, url = f"{name}-1.dist-info", {"url": home.as_uri(), "dir_info": {"editable": True}}
+        folder = f"{name}-1.dist-info"
+        url = {"url": home.as_uri(), "dir_info": {"editable": True}}
         files = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"}
         files |= {"direct_url.json": json.dumps(url), "RECORD": f"{folder}/METADATA,,\n"}
         write(tmp_path / folder, files)
@@ -126,6 +128,7 @@ def test_other_folders_runs_and_distdl_itself_are_not_the_users_code(project, mo
         (run.path / folder).mkdir(exist_ok=True)
     monkeypatch.chdir(run.path)
     sys.path.append(str(run.path / "src"))
-    assert own_code.own_folders(run.path) == () and own_code.python_path(run.path, ()) == []
+    assert own_code.own_folders(run.path) == ()
+    assert own_code.python_path(run.path, ()) == []
     assert not lies_in("distdl.runs.bundle.Bundle", [str(ROOT / "src")])
     assert lies_in("tests.conftest.distdl", [str(ROOT)])

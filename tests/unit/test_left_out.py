@@ -34,7 +34,8 @@ def planned(tmp_path: Path, nodes: int, *more: str) -> Plan:
     names = ",".join(f"node{number}" for number in range(1, nodes + 1))
     where = ("launcher=mpi", f"launcher.hosts=[{names}]", f"launcher.ssh={tmp_path / 'ssh'}")
     if nodes == 0:
-        where, nodes = ("launcher=slurm",), 4
+        where = ("launcher=slurm",)
+        nodes = 4
     size = (f"trainer.num_nodes={nodes}", "trainer.devices=1", "data.batch_size=12", "name=r")
     return planning.plan(compose.compose([*TINY, *where, *size, *more]))
 
@@ -84,26 +85,32 @@ def test_mpi_goes_on_with_the_others(case: str, hosts: Path, tmp_path: Path) -> 
     attempted(plan, **status)
     hosts.write_text(f"{down}\n", encoding="utf-8")
     fitted = left_out.fit(plan, set(), retry=True)
-    left, total = expected.split(), 12 * nodes
-    assert hosts_of(fitted) == left and fitted.resources.num_nodes == len(left)
+    left = expected.split()
+    total = 12 * nodes
+    assert hosts_of(fitted) == left
+    assert fitted.resources.num_nodes == len(left)
     assert fitted.config.trainer.num_nodes == len(left)
     assert global_batch(fitted) == (total // len(left), total)
     assert bool(fitted.left_out) == any("left out: " in note for note in fitted.notes)
 
 
 def test_it_grows_back_when_the_host_answers(hosts: Path, tmp_path: Path) -> None:
-    plan, ssh = planned(tmp_path, 2), [f"launcher.ssh={tmp_path / 'ssh'}"]
+    plan = planned(tmp_path, 2)
+    ssh = [f"launcher.ssh={tmp_path / 'ssh'}"]
     attempted(plan, lost="node2")
     hosts.write_text("node2\n", encoding="utf-8")
     for _ in range(2):  # also in a later command, as long as it does not answer
         resumed = resuming.plan(plan.run, ssh)
         smaller = left_out.fit(resumed, set())
-        assert hosts_of(smaller) == ["node1"] and global_batch(smaller) == (24, 24)
+        assert hosts_of(smaller) == ["node1"]
+        assert global_batch(smaller) == (24, 24)
         record = attempted(smaller).launch()
-        assert record["left_out"]["hosts"] == ["node2"] and record["global_batch_size"] == 24
+        assert record["left_out"]["hosts"] == ["node2"]
+        assert record["global_batch_size"] == 24
     hosts.write_text("", encoding="utf-8")
     whole = left_out.fit(resuming.plan(plan.run, ssh), set())
-    assert hosts_of(whole) == ["node1", "node2"] and global_batch(whole) == (12, 24)
+    assert hosts_of(whole) == ["node1", "node2"]
+    assert global_batch(whole) == (12, 24)
     assert "left_out" not in attempted(whole).launch()
     hosts.write_text(
         "node2\n", encoding="utf-8"
@@ -113,7 +120,8 @@ def test_it_grows_back_when_the_host_answers(hosts: Path, tmp_path: Path) -> Non
 
 
 def test_a_slow_host_stays_out_of_one_command(hosts: Path, tmp_path: Path) -> None:
-    plan, slow = planned(tmp_path, 2), set[str]()
+    plan = planned(tmp_path, 2)
+    slow = set[str]()
     attempted(plan, slow=SLOW)
     for _ in range(2):
         fitted = left_out.fit(plan, slow, retry=True)
@@ -163,4 +171,5 @@ def test_slurm_takes_as_many_others_as_there_are(shown, left, hosts: Path, monke
     assert (fitted is plan) == (left is None)
     if left:
         assert list(fitted.config.launcher.sbatch) == ["--exclude=n2"]
-        assert fitted.resources.num_nodes == left and global_batch(fitted) == (48 // left, 48)
+        assert fitted.resources.num_nodes == left
+        assert global_batch(fitted) == (48 // left, 48)

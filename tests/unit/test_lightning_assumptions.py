@@ -96,7 +96,8 @@ def lightning(module: pl.LightningModule | None = None, **more: Any) -> tuple[pl
     """Lightning's own Trainer after a training."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     options = {"max_epochs": EPOCHS, "num_sanity_val_steps": 0, **dict.fromkeys(off, False)}
-    made, module = pl.Trainer(accelerator="cpu", **{**options, **more}), module or Net()
+    made = pl.Trainer(accelerator="cpu", **{**options, **more})
+    module = module or Net()
     made.fit(module, rows(), rows())
     return made, module
 
@@ -159,7 +160,8 @@ def trained() -> pl.Trainer:
 
 @pytest.mark.parametrize("name", sorted(private_names()))
 def test_a_private_name_is_still_there(name: str, trained) -> None:
-    loop, begun = trained.fit_loop.epoch_loop, CombinedLoader([rows()], "max_size_cycle")
+    loop = trained.fit_loop.epoch_loop
+    begun = CombinedLoader([rows()], "max_size_cycle")
     iter(begun)
     metric = next(iter(loop._results.result_metrics))
     owners = [trained, trained.fit_loop, loop, loop.val_loop, metric, trained.lightning_module]
@@ -196,7 +198,8 @@ def test_an_epoch_is_completed_at_the_end_of_on_advance_end(calls) -> None:
 def test_that_a_validation_is_due_may_be_asked_at_any_time(calls) -> None:
     done = calls(_TrainingEpochLoop, "_should_check_val_fx", look=lambda loop: loop.state_dict())
     lightning()
-    assert done and all(before == after for _, (before, after) in done)
+    assert done
+    assert all(before == after for _, (before, after) in done)
 
 
 def test_skip_next_val_skips_the_rest_of_a_step(calls, monkeypatch) -> None:
@@ -230,7 +233,8 @@ def test_with_max_steps_a_loop_always_restarts() -> None:
 
 
 def test_stop_iteration_ends_an_evaluation_with_its_hooks(calls, monkeypatch) -> None:
-    done, original = calls(_EvaluationLoop, "on_run_end"), _EvaluationLoop._evaluation_step
+    done = calls(_EvaluationLoop, "on_run_end")
+    original = _EvaluationLoop._evaluation_step
 
     def once(self, *args):
         original(self, *args)
@@ -243,7 +247,8 @@ def test_stop_iteration_ends_an_evaluation_with_its_hooks(calls, monkeypatch) ->
 
 
 def test_an_evaluation_remembers_which_layers_trained(monkeypatch) -> None:
-    modes, original = [], _EvaluationLoop._evaluation_step
+    modes = []
+    original = _EvaluationLoop._evaluation_step
 
     def noted(self, *args):
         modes.append(dict(self._module_mode.mode))
@@ -299,7 +304,8 @@ def test_sums_of_metrics_are_where_they_are_read(trained) -> None:
     (mean,) = [each for each in metrics if each.meta.name == "mean"]
     assert {name for name in SETTINGS if hasattr(mean.meta, name)} == {*SETTINGS}
     assert {name for name in STATES if hasattr(mean, name)} == {*STATES}
-    assert mean.meta.sync.should is False and mean.meta.reduce_fx is torch.mean
+    assert mean.meta.sync.should is False
+    assert mean.meta.reduce_fx is torch.mean
 
 
 def test_last_metrics_are_where_they_are_put_back(trained) -> None:

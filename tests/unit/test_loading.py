@@ -43,13 +43,16 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone():
     assert draw(pickle.loads(pickle.dumps(dataset)), 4) == draw(dataset, 4) == once
     for other in (draw(dataset, 4, epoch=1), draw(KeyedDataset(Augmented(), 4), 4)):
         assert all(a != b for a, b in zip(other[1:], once[1:], strict=True))
-    assert dataset.classes == ("cat", "dog") and len(dataset) == 10 and dataset[3][0] == 3
+    assert dataset.classes == ("cat", "dog")
+    assert len(dataset) == 10
+    assert dataset[3][0] == 3
     assert not hasattr(dataset, "nothing")
     # The generators of this process keep their states, and what draws nothing is not seeded.
     seed_all(1)
     expected = draw_all()
     seed_all(1)
-    assert draw(dataset, 2) and draw_all() == expected
+    assert draw(dataset, 2)
+    assert draw_all() == expected
     seed_all(1)
     dataset.dataset.is_deterministic = True
     assert draw(dataset, 1)[1:] == pytest.approx(expected)
@@ -70,7 +73,8 @@ def test_loaders_keep_their_settings():
     settings |= {"multiprocessing_context": "spawn"}
     made = DataLoader(Augmented(), 3, shuffle=True, **settings)
     rebuilt = share(Loaders(lambda: made)).train_dataloader()
-    assert isinstance(rebuilt.batch_sampler, TrainBatches) and rebuilt.batch_sampler.shuffle
+    assert isinstance(rebuilt.batch_sampler, TrainBatches)
+    assert rebuilt.batch_sampler.shuffle
     for name in settings:
         assert getattr(rebuilt, name) == getattr(made, name), name
     unshuffled = share(Loaders(loader(5, shuffle=True)), shuffle=False).train_dataloader()
@@ -97,11 +101,13 @@ def test_collections_of_loaders():
 
     position = TrainPosition()
     loaders = share(Loaders(make), 1, 2, position).train_dataloader()
-    assert isinstance(loaders["a"].batch_sampler, TrainBatches) and loaders["c"] is None
+    assert isinstance(loaders["a"].batch_sampler, TrainBatches)
+    assert loaders["c"] is None
     assert isinstance(loaders["b"][0].batch_sampler, TrainBatches)
     assert position.samples == position.per_batch == 10
     pair = share(Loaders(lambda: tuple(make()["b"])), 1, 2).val_dataloader()
-    assert isinstance(pair, tuple) and isinstance(pair[0].batch_sampler, EvalBatches)
+    assert isinstance(pair, tuple)
+    assert isinstance(pair[0].batch_sampler, EvalBatches)
     combined = share(Loaders(lambda: CombinedLoader(make()["b"], "sequential")), 1, 2)
     assert isinstance(combined.val_dataloader().iterables[0].batch_sampler, EvalBatches)
     source = share(Loaders(make), position=TrainPosition(0, 4))
@@ -151,7 +157,8 @@ class Own(Sampler):
     """Draws from a generator of its own, or from one that everybody shares, or counts epochs."""
 
     def __init__(self, generator=None):
-        self.generator, self.count = generator, 0
+        self.generator = generator
+        self.count = 0
 
     def __len__(self):
         return 24
@@ -236,14 +243,17 @@ def test_a_run_resumes_at_another_world_size():
     order, _ = samples(2, 2, 2)
     assert sorted(order) == list(range(24))
     rest, position = samples(4, 1, 2, 8)
-    assert position.per_batch == 4 and rest == order[8:]
+    assert position.per_batch == 4
+    assert rest == order[8:]
     assert samples(1, 4, 2, 16)[0] == order[16:]
     # Custom batches are dealt out as they are.
     make = lambda: DataLoader(Augmented(24), batch_sampler=Batches())  # noqa: E731
     batches, _ = train(make, 1)
-    assert len(batches) == 12 and {len(batch) for batch in batches} == {1, 2, 3}
+    assert len(batches) == 12
+    assert {len(batch) for batch in batches} == {1, 2, 3}
     two, position = train(make, 2, 0, 4)
-    assert two == batches[4:] and (position.per_batch, position.samples) == (2, None)
+    assert two == batches[4:]
+    assert (position.per_batch, position.samples) == (2, None)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +283,8 @@ def test_ranks_never_train_silently_on_the_same_samples(make, fragment):
     ],
 )
 def test_a_loader_that_shards_itself_is_unchanged(make):
-    made, position = make(), TrainPosition()
+    made = make()
+    position = TrainPosition()
     source = share(Loaders(lambda: made), 0, 2, position)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -302,7 +313,8 @@ def test_another_kind_of_loader_is_unchanged_with_one_warning():
 )
 def test_exact_evaluation_counts_what_a_sampler_chose(world, options, expected):
     """Each sample once, and all ranks equally often."""
-    counted, lengths = [], set()
+    counted = []
+    lengths = set()
     for rank in range(world):
         make = lambda: DataLoader(Augmented(24, as_dict=True), **options)  # noqa: E731
         source = share(Loaders(make, exact=True), rank, world)
@@ -310,7 +322,8 @@ def test_exact_evaluation_counts_what_a_sampler_chose(world, options, expected):
         assert all(torch.equal(b["x"][:, 0], b["index"].float()) for b in batches)
         lengths.add(len(batches))
         counted += [i for b in batches for i in b["index"][b["weight"] > 0].tolist()]
-    assert sorted(counted) == expected and len(lengths) == 1
+    assert sorted(counted) == expected
+    assert len(lengths) == 1
     assert (batches[0]["weight"].dtype, batches[0]["index"].dtype) == (torch.float32, torch.int64)
     make = lambda: DataLoader(Augmented(24), **options)  # noqa: E731
     with pytest.raises(UserError, match="exact_evaluation = True needs samples that are dicts"):

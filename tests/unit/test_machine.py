@@ -37,13 +37,15 @@ def test_a_control_group_with_its_limit_and_kills():
         assert process.stdout.readline() == "\n"
         memory = machine.memory(process.pid)
         assert (memory["limit"], memory["oom_kills"]) == (MEMORY, 0)
-        assert 20 << 20 <= memory["used"] <= MEMORY and memory["rss"] >= 20 << 20
+        assert 20 << 20 <= memory["used"] <= MEMORY
+        assert memory["rss"] >= 20 << 20
         assert memory["available"] > 0
         process.stdin.write("100\n")
         process.stdin.close()
         assert process.wait() == -signal.SIGKILL
         facts = machine.facts(watcher.pid, machine.disk(Path.cwd()))
-        assert facts["memory"]["oom_kills"] == 1 and facts["disk"]["run"] > 0
+        assert facts["memory"]["oom_kills"] == 1
+        assert facts["disk"]["run"] > 0
         assert (
             machine.facts(watcher.pid, machine.disk(Path.cwd()), kills=1)["memory"]["oom_kills"]
             == 0
@@ -62,7 +64,8 @@ time.sleep(600)
 def test_the_child_that_validates_ends_with_a_killed_command(tmp_path, background):
     (tmp_path / "slow.py").write_text(SLOW)
     typed = ("model._target_=slow.Model", "data=synthetic", "trainer.accelerator=cpu")
-    command, pid = background(*typed, "dry_run=true", cwd=tmp_path), tmp_path / "pid"
+    command = background(*typed, "dry_run=true", cwd=tmp_path)
+    pid = tmp_path / "pid"
     command.until(lambda: pid.exists() and pid.read_text())
     command.process.kill()
     until(lambda: start_time(int(pid.read_text())) == "", 20)

@@ -107,7 +107,8 @@ def test_what_does_not_go_together(chosen, refused):
     model, *rest = chosen.split()
     strategy = next((name for name in rest if "." in name), "")
     classes = {name: getattr(pl_callbacks, name) for name in rest if hasattr(pl_callbacks, name)}
-    trainer, ranks = {} if "no" in rest else BOTH, 1 if "alone" in rest else 2
+    trainer = {} if "no" in rest else BOTH
+    ranks = 1 if "alone" in rest else 2
     found = [*misfits(trainer, classes, globals()[model], strategy, ranks)]
     assert [p.path for p in found] == [name for name in refused[0].split() if name != "-"]
     check_parts("".join(p.remedy for p in found), refused[1:])
@@ -175,14 +176,16 @@ RAISED = [
 def test_what_lightning_raises_is_for_the_user(work, path, text):
     with pytest.raises(UserError, match=text) as error, failing.lightnings_refusals():
         work()
-    assert error.value.problems[0].path == path and error.value.__cause__ is not None
+    assert error.value.problems[0].path == path
+    assert error.value.__cause__ is not None
 
 
 def test_a_call_that_the_logger_does_not_have_and_errors_of_others(tmp_path):
     with pytest.raises(AttributeError) as error:
         CSVLogger(tmp_path).experiment.add_histogram("x", 1)
     problem = explained(error.value)
-    assert problem.path == "tracking" and "add_histogram" in problem.what
+    assert problem.path == "tracking"
+    assert "add_histogram" in problem.what
     assert "tracking=[tensorboard,mlflow]" in problem.remedy
     with pytest.raises(AttributeError) as error:
         tmp_path.add_histogram  # noqa: B018
@@ -214,7 +217,8 @@ class Counts(BoringModel):
 
     def __init__(self, form):
         super().__init__()
-        self.form, self.batch = form, 0
+        self.form = form
+        self.batch = 0
         self.automatic_optimization = form not in ("by hand", "by hand, a loss per sample")
 
     def training_step(self, batch, batch_idx):
@@ -264,7 +268,8 @@ def test_no_value_of_ours_under_a_name_of_theirs(tmp_path):
     with pytest.raises(RuntimeError) as error:  # a metric that is misspelt
         train(tmp_path, Own(), EarlyStopping("val/los"))
     problem = explained(error.value)
-    assert "val/los" in problem.what and "monitor=" in problem.remedy
+    assert "val/los" in problem.what
+    assert "monitor=" in problem.remedy
 
 
 def test_a_loss_that_is_nan_is_logged_once_with_the_step(tmp_path, caplog):

@@ -28,7 +28,9 @@ class Scale(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.factor, self.count, self.register = 1.0, 0, None
+        self.factor = 1.0
+        self.count = 0
+        self.register = None
 
     def forward(self, x):
         self.register = 3  # not a number of the training
@@ -57,7 +59,9 @@ class Phased(Net):
         self.cached = None
 
     def training_step(self, batch, batch_idx):
-        self.cached, self.new = 4, 5  # no number of the training either
+        # No number of the training either.
+        self.cached = 4
+        self.new = 5
         return super().training_step(batch, batch_idx)
 
 
@@ -131,7 +135,8 @@ def test_a_resume_is_as_the_undisturbed_run(tmp_path, caplog, unchanged, name):
     whole = seen(fit(tmp_path / "whole", Net(), RESTORED[name]()))
     assert name == "freezes batch norm" or whole != unchanged
     for name_of_file in ("epoch_001_step_00000005", "epoch_001"):
-        path, folder = tmp_path / f"whole/{name_of_file}.ckpt", tmp_path / name_of_file
+        path = tmp_path / f"whole/{name_of_file}.ckpt"
+        folder = tmp_path / name_of_file
         assert seen(fit(folder, Net(), RESTORED[name](), resume=path)) == whole
     assert not named(caplog)
 
@@ -189,7 +194,8 @@ def test_layers_that_come_late_are_named_by_the_first_checkpoint(tmp_path, caplo
     last = CheckpointStore(folder).newest()
     with pytest.raises(UserError) as error:
         resumed(Net(), last)
-    assert "aux.0 came into the model" in str(error.value) and "configure_model" in str(error.value)
+    assert "aux.0 came into the model" in str(error.value)
+    assert "configure_model" in str(error.value)
     caplog.clear()
     # In time: in `setup`.
     fit(tmp_path / "early", Net(), At(adds_layers, "setup", always=True))
@@ -217,4 +223,5 @@ def test_an_evaluation_has_the_settings_and_no_training_mode(tmp_path):
     module = Net()
     newest = CheckpointStore(tmp_path).newest()
     apply(module, for_inference(torch.load(newest, weights_only=True)))
-    assert module.head[0].negative_slope == 0.3 and module.backbone.training
+    assert module.head[0].negative_slope == 0.3
+    assert module.backbone.training

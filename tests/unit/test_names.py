@@ -36,7 +36,8 @@ def test_metrics_and_parameters_of_mlflow():
     assert len({*made.values()}) == len(made)
     for name in made.values():
         _validate_metric_name(name)
-        assert len(name) <= 250 and metric_name(name) == name
+        assert len(name) <= 250
+        assert metric_name(name) == name
     assert made["IoU<0.5"] == "IoU_0.5-663209e0", "the same in every attempt and version"
 
 
@@ -45,22 +46,28 @@ def test_names_of_other_trackers_and_platforms():
     assert len({curve_of(name) for name in names}) == len(names)
     assert [curve_of(name) for name in ("loss", "val/loss")] == [("loss", "loss"), ("val", "loss")]
     long = [f"a={'x' * 300}{n}" for n in (1, 2)]
-    assert member_name(long[:1]) != member_name(long[1:]) and len(member_name(long[:1])) == 250
+    assert member_name(long[:1]) != member_name(long[1:])
+    assert len(member_name(long[:1])) == 250
     variables = ("A_B", "A__B", "A_B_", "a_b", "A" * 60, "A" * 61, "HTTP_PROXY", "http_proxy")
     made = request.secret_names(spec("e/r", forward_env=variables))
     assert len({name.lower() for name in made.values()}) == len(variables)
-    assert made["A_B"].endswith("-A-B") and all(len(name) <= 127 for name in made.values())
+    assert made["A_B"].endswith("-A-B")
+    assert all(len(name) <= 127 for name in made.values())
     jobs = [f"e/{name}" for name in ("lr=1,2", "lr=1 2", "lr=1_2")]
     titles = {next(script.directives(Settings, [spec(name)], array=False)) for name in jobs}
-    assert len(titles) == 3 and "--job-name=e/lr=1_2" in titles
+    assert len(titles) == 3
+    assert "--job-name=e/lr=1_2" in titles
     settings = request.AzureSettings.model_construct(experiment_name=None)
     titles = {request.titles(settings, f"{name}/r")["experiment_name"] for name in ("a.b", "a-b")}
-    assert len(titles) == 2 and "a-b" in titles
+    assert len(titles) == 2
+    assert "a-b" in titles
     assert kept_apart("a", "a", 1) == "a"
 
 
 class Settings:
-    cpus_per_task, gpus, gpu_type = None, "none", None
+    cpus_per_task = None
+    gpus = "none"
+    gpu_type = None
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -73,7 +80,8 @@ def test_experiments_in_folders(both, tmp_path, monkeypatch):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("# @package _global_\nseed: 3\n", encoding="utf-8")
     names = [compose.compose([f"+experiment={each}"]).experiment_name for each in options]
-    assert names[-1] == "a_b" and len({*names}) == len(options)
+    assert names[-1] == "a_b"
+    assert len({*names}) == len(options)
     several = ",".join(options)
     assert compose.compose([f"experiment=[{several}]"]).experiment_name == "-".join(
         option.replace("/", "_") for option in options

@@ -39,10 +39,12 @@ def test_the_advice_of_plan_is_one_line_that_can_be_copied(capsys):
     plan.main([*typed, "--devices", "8", "--link", "0.01", "--tflops", "0.001"])
     printed = capsys.readouterr().out
     (command,) = (line for line in printed.splitlines() if "python -m distdl" in line)
-    assert "'tags=[my run]'" in command and command.count("strategy=") == printed_keys(command)
+    assert "'tags=[my run]'" in command
+    assert command.count("strategy=") == printed_keys(command)
     assert command.strip().startswith("python -m distdl ")
     (reason,) = (line for line in printed.splitlines() if "on this link" in line)
-    assert reason.endswith(".") and len(reason) > 160, "as one line, however long"
+    assert reason.endswith(".")
+    assert len(reason) > 160, "as one line, however long"
     assert plan_table.command(
         ["strategy=fsdp", "strategy.sharding=x", "+a=1 2"], ["strategy=ddp"]
     ) == ("python -m distdl '+a=1 2' strategy=ddp")
@@ -67,7 +69,8 @@ def test_a_task_without_a_checkpoint_says_what_to_type(tmp_path, monkeypatch):
 
 
 def test_an_export_that_is_refused_says_what_to_type():
-    own, ours = {"_target_": "mine.Net"}, {"_target_": recipe.EXPORTABLE["model"]}
+    own = {"_target_": "mine.Net"}
+    ours = {"_target_": recipe.EXPORTABLE["model"]}
     synthetic = recipe.exportable_instead({"model": ours, "data": own}, "outputs/r")
     assert "data=imagenet data.root=FOLDER" in synthetic
     weights = "its weights alone: python -m distdl convert outputs/r --to weights"
@@ -96,7 +99,8 @@ def test_the_end_of_a_sweep_marks_the_best_and_says_what_to_type(tmp_path, monke
 
     made = [member(tmp_path, str(n), acc1=acc) for n, acc in ((1, 0.5), (2, 0.9), (3, 0.7))]
     printed = end(*made)
-    assert printed.count(", best") == 1 and "best    seed=2: val/acc1 0.9\n" in printed
+    assert printed.count(", best") == 1
+    assert "best    seed=2: val/acc1 0.9\n" in printed
     assert "next    python -m distdl report outputs/default/sweep/2" in printed
     least = [member(tmp_path, str(n), "val/loss", "min", loss=n) for n in (3, 2)]
     assert "best    seed=2: val/loss 2\n" in end(*least)

@@ -85,19 +85,23 @@ def test_a_platform_that_has_forgotten_a_job_has_not_put_it_back(run, slurm):
 
 def test_its_user_may_say_that_it_has_ended(run, command, without_stage_2):
     refused = command("resume", RUN)
-    assert refused.code == 2 and run.last_attempt().number == 1
+    assert refused.code == 2
+    assert run.last_attempt().number == 1
     for words in ("may be under way still", "slurm://7", "Unable to contact slurm controller"):
         assert words in refused.err
     said = command("jobs", "ended", RUN)
-    assert (said.code, said.err) == (0, "") and "attempt 1 is recorded as ended" in said.out
-    assert run.last_attempt().state() is JobState.FAILED and starts(run)
+    assert (said.code, said.err) == (0, "")
+    assert "attempt 1 is recorded as ended" in said.out
+    assert run.last_attempt().state() is JobState.FAILED
+    assert starts(run)
     assert "its user has said" in command("jobs", "status", RUN).out
 
 
 def test_whoever_waits_or_runs_has_not_ended(run, command, slurm):
     slurm("echo JobState=RUNNING")
     said = command("jobs", "ended", RUN)
-    assert said.code == 2 and "attempt 1 has not ended: it is running" in said.err
+    assert said.code == 2
+    assert "attempt 1 has not ended: it is running" in said.err
     assert run.last_attempt().status()["state"] == "PENDING"
 
 
@@ -112,7 +116,8 @@ def test_a_job_on_another_machine(run, tmp_path, command):
     assert not starts(run), "without its supervisor's record"
     write_json(attempt.path / RECORD, {"host": "elsewhere", "pid": 1})
     assert not starts(run)
-    assert command("jobs", "ended", RUN).code == 0 and starts(run)
+    assert command("jobs", "ended", RUN).code == 0
+    assert starts(run)
 
     local = run.begin_attempt(launch)
     local.update(state="RUNNING", host="elsewhere")
@@ -128,7 +133,8 @@ def test_a_job_on_another_machine(run, tmp_path, command):
 def test_a_copy_of_a_run_may_be_resumed(run, tmp_path):
     """The job goes on in the folder of which it is a copy."""
     shutil.copytree(run.path, tmp_path / "copy")
-    assert starts(RunDirectory(tmp_path / "copy")) and not starts(run)
+    assert starts(RunDirectory(tmp_path / "copy"))
+    assert not starts(run)
 
 
 def test_one_that_was_wrongly_held_for_dead_does_not_begin(run, tmp_path):

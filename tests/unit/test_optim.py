@@ -64,7 +64,8 @@ def test_scaling_rules():
         (None, {}, "optimizer._target_", "is missing"),
     ):
         problem = refusal(build, module, node)
-        assert problem.path == path and message in f"{problem.what} {problem.remedy}"
+        assert problem.path == path
+        assert message in f"{problem.what} {problem.remedy}"
 
 
 def misleading():
@@ -140,7 +141,8 @@ def test_nothing_is_fused_where_it_cannot_be():
     lars = {"_target_": "timm.optim.Lars", "lr": 0.3, "weight_decay": 1e-4, "trust_coeff": 1e-3}
     for node in ({"_target_": "torch.optim.Rprop"}, {**SGD, "foreach": True}, lars):
         module = nn.Linear(2, 2)
-        optimizer, before = build(module, node), module.weight.detach().clone()
+        optimizer = build(module, node)
+        before = module.weight.detach().clone()
         assert not optimizer.defaults.get("fused")
         module(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -180,7 +182,9 @@ def test_a_resumed_schedule_follows_the_curve_of_its_global_batch(name, batch):
     # warmup_step resumes in a warm-up, which begins at another share of another rate.
     step = {"warmup_epochs": 8, "milestones": [9]}
     arguments = step if name == "warmup_step" else {"warmup_epochs": 2}
-    ratio, old, new = batch // 512, build(), build(global_batch=batch)
+    ratio = batch // 512
+    old = build()
+    new = build(global_batch=batch)
     before = schedule(name, old, **arguments)["scheduler"]
     rates({"scheduler": before}, old, 70)  # epoch 7 of 10
     file = io.BytesIO()
@@ -203,7 +207,8 @@ def test_a_resumed_schedule_follows_the_curve_of_its_global_batch(name, batch):
 def test_torchs_own_schedules():
     """Lightning gets its own keys; rescaling multiplies the rate."""
     built = schedule(f"{TORCHS}.ReduceLROnPlateau", build(), monitor="val/loss", factor=0.5)
-    assert built["monitor"] == "val/loss" and built["scheduler"].factor == 0.5
+    assert built["monitor"] == "val/loss"
+    assert built["scheduler"].factor == 0.5
     optimizer = build()
     built = schedule(f"{TORCHS}.StepLR", optimizer, step_size=2)
     rates(built, optimizer, 3)
@@ -215,7 +220,8 @@ def test_torchs_own_schedules():
 def length(batches, max_epochs=-1, max_steps=-1, accumulate=1):
     """`length_of` a Trainer, computed by Lightning's own property."""
     trainer = SimpleNamespace(num_training_batches=batches, max_epochs=max_epochs)
-    trainer.max_steps, trainer.accumulate_grad_batches = max_steps, accumulate
+    trainer.max_steps = max_steps
+    trainer.accumulate_grad_batches = accumulate
     trainer.train_dataloader = ()
     trainer.estimated_stepping_batches = Trainer.estimated_stepping_batches.fget(trainer)
     return asdict(length_of(trainer))
@@ -235,9 +241,12 @@ def test_a_schedule_ends_with_the_training(node):
         optimizer = build()
         built = optimizers.build_schedule(optimizer, node, **length(*arguments))
         result = rates(built, optimizer, steps)
-        assert max(result) > 0.17 and result[len(result) // 2] > 0.05 and result[-1] < 0.01
+        assert max(result) > 0.17
+        assert result[len(result) // 2] > 0.05
+        assert result[-1] < 0.01
     for endless in ((10,), (math.inf, 3)):  # then only a constant rate will do
         unknown = length(*endless)
         problem = refusal(optimizers.build_schedule, build(), node, **unknown)
-        assert problem.path == "schedule" and "trainer.max_steps=" in problem.remedy
+        assert problem.path == "schedule"
+        assert "trainer.max_steps=" in problem.remedy
         optimizers.build_schedule(build(), {"_target_": "distdl.optim.constant"}, **unknown)

@@ -24,11 +24,13 @@ REPEATED = [kind for kind in drawing.TRANSFORMS if kind != "entropy"]
 
 def drawn(kind, skipped=0, workers=0, persistent=False, mixing=False):
     """The batches of two epochs, without the first ones, of a data set that is made anew."""
-    rows, position = drawing.Rows(drawing.TRANSFORMS[kind]()), TrainPosition(0, skipped * BATCH)
+    rows = drawing.Rows(drawing.TRANSFORMS[kind]())
+    position = TrainPosition(0, skipped * BATCH)
     options = {"num_workers": workers, "persistent_workers": persistent}
     options |= {"collate_fn": drawing.Mixing()} if mixing else {}
     loaders = Loaders(lambda: DataLoader(rows, BATCH, shuffle=True, **options))
-    loader, batches = share(loaders, position=position).train_dataloader(), []
+    loader = share(loaders, position=position).train_dataloader()
+    batches = []
     for position.epoch in range(EPOCHS):
         batches += [batch["x"] for batch in loader]
         position.consumed = 0
@@ -78,7 +80,8 @@ class Slotted:
     __slots__ = ("draw", "numbers")
 
     def __init__(self):
-        self.draw, self.numbers = random.Random().random, (n for n in range(9))
+        self.draw = random.Random().random
+        self.numbers = (n for n in range(9))
 
 
 def test_what_is_found_and_what_is_named():
@@ -100,7 +103,8 @@ def test_global_generators_are_not_its_own():
     seed_all(3)
     before = random.getstate()
     own.seed(1)
-    assert not own.places and random.getstate() == before
+    assert not own.places
+    assert random.getstate() == before
 
 
 def test_a_subclass_is_not_its_base():
@@ -108,8 +112,10 @@ def test_a_subclass_is_not_its_base():
         is_deterministic = True
 
     rows = drawing.Rows(drawing.TRANSFORMS["torch"]())
-    assert is_marked(TensorDataset(torch.ones(2))) and is_marked(Marked(None))
-    assert not is_marked(rows) and not is_marked(type("Drawing", (Marked,), {})(None))
+    assert is_marked(TensorDataset(torch.ones(2)))
+    assert is_marked(Marked(None))
+    assert not is_marked(rows)
+    assert not is_marked(type("Drawing", (Marked,), {})(None))
     rows.is_deterministic = True
     assert is_marked(rows)
 
@@ -168,7 +174,8 @@ def test_a_stateful_loader_of_rows_skips_no_sample_twice(workers):
     rest = [batch[0].tolist() for batch in batches]
     resumed = make(TrainPosition(0, 8, has_states=True))
     resumed.load_state_dict(state)
-    assert [batch[0].tolist() for batch in resumed] == rest and len(rest) == 2
+    assert [batch[0].tolist() for batch in resumed] == rest
+    assert len(rest) == 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -20,7 +20,8 @@ class Counting:
     """A store that counts the requests of each thread."""
 
     def __init__(self, store):
-        self.store, self.requests = store, collections.Counter()
+        self.store = store
+        self.requests = collections.Counter()
 
     def __getattr__(self, name):
         self.requests[threading.current_thread().name] += 1
@@ -90,7 +91,8 @@ def test_listening_takes_as_few_requests_in_a_large_job(clock):
 
 def test_a_rank_hears_of_one_that_may_take_longer_and_of_its_end(clock):
     job = Job(5)
-    job.waits[3], job.limits[3] = False, LONGER
+    job.waits[3] = False
+    job.limits[3] = LONGER
     for _ in range(5):
         clock.now += peers.PUBLISH_S
         job.look()
@@ -108,7 +110,8 @@ def test_a_rank_hears_of_one_that_may_take_longer_and_of_its_end(clock):
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_another_rank_gathers_if_the_one_that_did_is_gone_or_goes_on(clock, goes_on):
     job = Job(5)
-    job.waits[3], job.limits[3] = False, LONGER
+    job.waits[3] = False
+    job.limits[3] = LONGER
     for _ in range(5):
         clock.now += peers.PUBLISH_S
         job.look()
@@ -145,14 +148,17 @@ def test_a_rank_that_is_silent_excuses_nobody_and_is_named(clock):
     (gatherer,) = [rank for rank in here if rank.gathers]
     heard = gatherer.facts()
     assert [int(key) for key, each in heard["peers"].items() if not each["fresh"]] == gone
-    assert heard["peers"]["3"]["host"] == "node3" and heard["peers"]["3"]["step"] == 7
+    assert heard["peers"]["3"]["host"] == "node3"
+    assert heard["peers"]["3"]["step"] == 7
     other = next(rank for rank in here if rank is not gatherer).facts()
-    assert other["others"] == 19 and [*map(int, other["peers"])] == gone[: gathering.NAMED]
+    assert other["others"] == 19
+    assert [*map(int, other["peers"])] == gone[: gathering.NAMED]
 
 
 def test_nobody_is_silent_because_the_machine_slept(clock):
     job = Job(3)
-    job.waits[2], job.limits[2] = False, LONGER
+    job.waits[2] = False
+    job.limits[2] = LONGER
     for _ in range(5):
         clock.now += peers.PUBLISH_S
         job.look()
@@ -166,12 +172,14 @@ def test_nobody_is_silent_because_the_machine_slept(clock):
 
 def test_a_rank_that_the_store_does_not_answer_excuses_nobody(clock):
     job = Job(3)
-    job.waits[2], job.limits[2] = False, LONGER
+    job.waits[2] = False
+    job.limits[2] = LONGER
     for _ in range(5):
         clock.now += peers.PUBLISH_S
         job.look()
     clock.now += peers.DEAF_S + 1
-    assert not any(job.excused()) and all(rank.facts() == NONE for rank in job.ranks)
+    assert not any(job.excused())
+    assert all(rank.facts() == NONE for rank in job.ranks)
 
 
 def test_all_ranks_hear_of_a_hang(clock):
@@ -180,7 +188,8 @@ def test_all_ranks_hear_of_a_hang(clock):
     for _ in range(5):
         clock.now += peers.PUBLISH_S
         job.look()
-    job.waits[2], job.limits[2] = False, LONGER
+    job.waits[2] = False
+    job.limits[2] = LONGER
     job.ranks[1].hang = True
     for _ in range(3):
         clock.now += peers.PUBLISH_S
@@ -193,7 +202,8 @@ def test_ranks_hear_of_each_other_by_torchs_store():
     """As a job runs it: each rank has a thread and a connection of its own."""
     store = dist.TCPStore("127.0.0.1", 0, 4, is_master=True, wait_for_workers=False)
     job = Job(4)
-    job.waits[0], job.limits[0] = False, None
+    job.waits[0] = False
+    job.limits[0] = None
     job.look()
     for rank in job.ranks:
         rank.start(store.clone())

@@ -31,10 +31,12 @@ def test_the_zero_papers_figure(monkeypatch):
     """64 ranks: 120, 31.4, 16.6 and 1.9 GB. DeepSpeed steps on a copy of its part: 15 / 64 more."""
     measured = MeasuredStep(batch_size=8, unit=1, **ZERO)
     buffers = rows(measured, 64)
-    assert buffers["ddp"].other == 0 and buffers["fsdp"].other == 3  # DDP: gradients live in them
+    assert buffers["ddp"].other == 0
+    assert buffers["fsdp"].other == 3
     assert buffers["deepspeed_zero2"].other == 2 * 4 * 200_000_000
     offload = buffers["deepspeed_offload"]
-    assert offload.gradients == offload.optimizer == 0 and offload.host == (15 + 15 + 90) / 64
+    assert offload.gradients == offload.optimizer == 0
+    assert offload.host == (15 + 15 + 90) / 64
     monkeypatch.setattr(estimate, "DEEPSPEED_BUCKET", 0)
     by_name = rows(measured, 64)
     model = {name: row.weights + row.gradients + row.optimizer for name, row in by_name.items()}
@@ -57,7 +59,8 @@ def test_bytes_sent_and_the_time_that_they_take():
     frozen = MeasuredStep(1, weights=100, gradients=40, optimizer=40, unit=10)
     assert rows(frozen, 4)["fsdp"].weights == 60 + 40 / 4
     # DDP's backward, two thirds of a second, hides as much sending.
-    on, measured = Machine(2, 1, link=8e9, flops=1e12), MeasuredStep(1, flops=1e12)
+    on = Machine(2, 1, link=8e9, flops=1e12)
+    measured = MeasuredStep(1, flops=1e12)
     assert Estimate("ddp", sent=0.5e9).seconds(measured, on) == 1.0
     assert Estimate("ddp", sent=1e9).seconds(measured, on) == approx(1 + 1 / 3)
     assert Estimate("pipeline", overlap=1.0, idle=0.5).seconds(measured, on) == 2.0
@@ -78,7 +81,8 @@ def test_a_pipeline_of_two():
     assert (row.weights, row.gradients, row.optimizer) == (10, 10, 20)
     assert row.sent == 50 * 2  # one way each, the whole pipeline's batch
     assert row.idle == approx(1 / 9)  # (p - 1) / (m + p - 1) of the time
-    short, branched = MeasuredStep(1, blocks=blocks((1, 1, 1))), MeasuredStep(1, no_blocks="a fork")
+    short = MeasuredStep(1, blocks=blocks((1, 1, 1)))
+    branched = MeasuredStep(1, no_blocks="a fork")
     assert estimate.pipeline(short, 2).missing == "1 blocks for 2 stages"
     assert estimate.pipeline(branched, 2).missing == "a fork"
 
@@ -91,7 +95,9 @@ def model(gib, activations, **more):
 
 
 ACCUMULATE = "trainer.accumulate_grad_batches="
-SINGLE, DDP, CUT = "strategy=single", "strategy=ddp", ("data.batch_size=4", f"{ACCUMULATE}2")
+SINGLE = "strategy=single"
+DDP = "strategy=ddp"
+CUT = ("data.batch_size=4", f"{ACCUMULATE}2")
 HOOKED = (DDP, "strategy.comm_hook=bf16")
 LARGE_UNIT = {"unit": 6 * GIB, "blocks": blocks(*[(5 * GIB // 2, GIB // 8, GIB // 100)] * 8)}
 SMALL_BLOCKS = {"blocks": blocks(*[(GIB // 4, GIB // 4, GIB // 10_000)] * 8)}
@@ -122,7 +128,8 @@ ADVICE = [
 @pytest.mark.parametrize("measured, on, expected, reason", ADVICE)
 def test_advice(measured, on, expected, reason):
     advice = advise(measured, estimates(measured, on), on)
-    assert advice.overrides == expected and reason in advice.reason
+    assert advice.overrides == expected
+    assert reason in advice.reason
 
 
 def tiny(*overrides):
@@ -136,7 +143,8 @@ def saved_bytes(config):
     data, module = make(config.data), make(config.model)
     batch = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
     ignored = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
-    kept, tensors = {}, []
+    kept = {}
+    tensors = []
 
     def pack(tensor):
         storage = tensor.untyped_storage()
@@ -217,7 +225,8 @@ def test_the_verb(command, without_stage_2, monkeypatch, tmp_path):
     refused = {"--devices=0": "--devices: must be more than 0", "lrr=1": "did you mean"}
     for word, message in refused.items():
         result = command("plan", *TINY, word)
-        assert result.code == 2 and message in result.err
+        assert result.code == 2
+        assert message in result.err
 
 
 def test_how_many_devices(monkeypatch):

@@ -60,7 +60,8 @@ def test_each_image_is_stored_with_its_label(prepared):
     shards = sorted(str(path) for path in prepared.glob("train-*.tar"))
     data = webdataset.WebDataset(shards, shardshuffle=False).decode("pil")
     labels = [label for _, label in data.to_tuple("jpg", "cls")]
-    assert Counter(labels) == {0: 12, 1: 12, 2: 12} and labels != sorted(labels)
+    assert Counter(labels) == {0: 12, 1: 12, 2: 12}
+    assert labels != sorted(labels)
     train, val = stored(prepared, "train"), stored(prepared, "val")
     wanted = {name: data for members in train_images().values() for name, data in members.items()}
     assert train.keys() == wanted.keys()
@@ -68,14 +69,16 @@ def test_each_image_is_stored_with_its_label(prepared):
     assert changed == {"n01440764_1.jpg", "n01440764_2.jpg"}
     for name, (data, label) in train.items():
         image = Image.open(io.BytesIO(data))
-        assert name.startswith(list(CLASSES)[label]) and image.format == "JPEG"
+        assert name.startswith(list(CLASSES)[label])
+        assert image.format == "JPEG"
         assert image.mode in ("RGB", "L")
     images = as_jpg(miniature.val_images())
     truth = {f"ILSVRC2012_val_{n:08}.jpg": i for i, c in enumerate(CLASSES.values()) for n in c}
     assert val == {name: (images[name], label) for name, label in truth.items()}
     manifest = Manifest.from_json((prepared / "dataset.json").read_bytes(), "it")
     sizes = [shard.bytes for shard in manifest.splits["train"].shards]
-    assert len(sizes) > 3 and max(sizes) < 1.5 * min(sizes)
+    assert len(sizes) > 3
+    assert max(sizes) < 1.5 * min(sizes)
     assert manifest.classes == tuple(CLASSES)
     assert manifest.made["mended"] == {
         "CMYK as RGB": {"images": 1, "names": ["n01440764_2.JPEG"]},
@@ -103,7 +106,8 @@ def test_an_unpacked_imagenet_gives_the_same(train, val, prepared, tmp_path):
 def test_compressed_tars_are_refused_with_the_tool(tars, tmp_path):
     """Also one inside another, and one whose name does not say so."""
     intact = {path.name: path.read_bytes() for path in tars.iterdir()}
-    train, classes = "ILSVRC2012_img_train.tar", miniature.images(3)
+    train = "ILSVRC2012_img_train.tar"
+    classes = miniature.images(3)
     inner = tar({f"{wnid}.tar.gz": gzip.compress(tar(each)) for wnid, each in classes.items()})
     unnamed = tar({f"{wnid}.tar": gzip.compress(tar(each)) for wnid, each in classes.items()})
     ways = {
@@ -117,7 +121,8 @@ def test_compressed_tars_are_refused_with_the_tool(tars, tmp_path):
         rest = {"ILSVRC2012_img_val.tar": intact["ILSVRC2012_img_val.tar"]}
         write(tmp_path / name, {**rest, **files})
         problem = refusal(prepare, "imagenet", tmp_path / name, tmp_path / "out", *SUBSET)
-        assert problem.path == "--source" and what in problem.what, problem
+        assert problem.path == "--source", problem
+        assert what in problem.what, problem
         tool = {"named tar": "bzip2 -d", "folder": "xz"}.get(name, "gzip -d")
         assert tool in problem.remedy, problem
         if name in ("outer", "named tar"):
@@ -146,7 +151,8 @@ def test_an_archive_in_place_of_a_folder_is_to_be_unpacked(tmp_path):
 def test_what_a_tar_holds_is_read_or_counted_or_refused(tars, tmp_path, capsys):
     """Links and texts are counted; a damaged header, or a second tar behind the end, is refused:
     Python's tarfile stops there without a word."""
-    source, train = tmp_path / "in", "ILSVRC2012_img_train.tar"
+    source = tmp_path / "in"
+    train = "ILSVRC2012_img_train.tar"
     shutil.copytree(tars, source)
     wnid, members = next(iter(miniature.images(3).items()))
     inner = io.BytesIO()
@@ -156,7 +162,8 @@ def test_what_a_tar_holds_is_read_or_counted_or_refused(tars, tmp_path, capsys):
             info.size = len(data)
             file.addfile(info, io.BytesIO(data))
         link = tarfile.TarInfo("again.JPEG")
-        link.type, link.linkname = tarfile.SYMTYPE, name
+        link.type = tarfile.SYMTYPE
+        link.linkname = name
         file.addfile(link)
         file.addfile(tarfile.TarInfo("readme.txt"))
     plain = inner.getvalue()
@@ -164,13 +171,16 @@ def test_what_a_tar_holds_is_read_or_counted_or_refused(tars, tmp_path, capsys):
     assert prepare("imagenet", source, tmp_path / "out", *SUBSET, "--dry-run") == 0
     told = capsys.readouterr()
     told = told.out + told.err
-    assert "links inside a tar" in told and ".txt 1" in told and "empty" in told
+    assert "links inside a tar" in told
+    assert ".txt 1" in told
+    assert "empty" in told
     header = plain.index(b"n01440764_1.JPEG")
     broken = plain[:header] + b"x" * 300 + plain[header + 300 :]
     for damaged in (broken, plain[:-20_480] + tar(members)[:3000], plain + tar(members)):
         (source / train).write_bytes(tar({f"{wnid}.tar": damaged}))
         problem = refusal(prepare, "imagenet", source, tmp_path / "out", *SUBSET)
-        assert "is damaged" in problem.what and wnid in problem.what, problem
+        assert "is damaged" in problem.what, problem
+        assert wnid in problem.what, problem
 
 
 def test_kaggles_layout_is_found_and_named(tmp_path):
@@ -187,14 +197,16 @@ def test_kaggles_layout_is_found_and_named(tmp_path):
 
 def test_incomplete_and_damaged_tars_are_refused(tars, tmp_path, capsys):
     problem = refusal(prepare, "imagenet", tars, tmp_path / "out")
-    assert problem.path == "--source" and "36 training images instead of 1,281,167" in problem.what
+    assert problem.path == "--source"
+    assert "36 training images instead of 1,281,167" in problem.what
     assert prepare("imagenet", tars, tmp_path / "out", *SUBSET, "--dry-run") == 0
     assert "36 images" in capsys.readouterr().out
     train = miniature.imagenet(tmp_path / "in") / "ILSVRC2012_img_train.tar"
     intact = train.read_bytes()
     train.write_bytes(intact[:20_000])
     problem = refusal(prepare, "imagenet", tmp_path / "in", tmp_path / "out", *SUBSET)
-    assert problem.path == "--source" and "1d675b47d978889d74fa0da5fadfb00e" in problem.remedy
+    assert problem.path == "--source"
+    assert "1d675b47d978889d74fa0da5fadfb00e" in problem.remedy
     assert not (tmp_path / "out").exists()
     # A subset leaves out validation images of other classes.
     train.write_bytes(tar({"n02102040.tar": tar(miniature.images(3)["n02102040"])}))
@@ -224,15 +236,19 @@ def test_damaged_images_are_read_again_or_left_out_on_request(folder, out):
     intact = image.read_bytes()
     image.write_bytes(bytes(len(intact)))
     problem = refusal(prepare, "folder", folder, out, *ONE)
-    assert problem.path == "--source" and "1 image is damaged: train: cat_2.jpg" in problem.what
-    assert "the same command" in problem.remedy and not (out / "dataset.json").exists()
+    assert problem.path == "--source"
+    assert "1 image is damaged: train: cat_2.jpg" in problem.what
+    assert "the same command" in problem.remedy
+    assert not (out / "dataset.json").exists()
     image.write_bytes(intact + b"x")  # another image is another source
     problem = refusal(prepare, "folder", folder, out, *ONE)
-    assert problem.path == "--to" and f"rm -r {out}" in problem.remedy
+    assert problem.path == "--to"
+    assert f"rm -r {out}" in problem.remedy
     image.write_bytes(intact)
     prepare("folder", folder, out, *ONE)
     train = stored(out, "train")
-    assert len(train) == 12 and train["cat_2.jpg"] == (intact, 1)
+    assert len(train) == 12
+    assert train["cat_2.jpg"] == (intact, 1)
     assert train.keys() >= {"emu___b.jpg", "emu___b_2.jpg"}  # webdataset: a key has no dot
     assert train["emu_4.png"] == ((folder / "train/emu/4.png").read_bytes(), 2)
     assert train["a_dog_2.jpg"] == ((folder / "train/a dog/2.jpg").read_bytes(), 0)
@@ -241,8 +257,10 @@ def test_damaged_images_are_read_again_or_left_out_on_request(folder, out):
     some = out.parent / "some"
     prepare("folder", folder, some, *ONE, "--skip-damaged")
     damaged = dict(json.loads((some / "dataset.json").read_text())["made"]["damaged"])
-    assert len(stored(some, "train")) == 11 and damaged.keys() >= {"train: cat_2.jpg"}
-    assert len(damaged) == 2 and damaged["train: emu_lost.jpg"] == "No such file or directory"
+    assert len(stored(some, "train")) == 11
+    assert damaged.keys() >= {"train: cat_2.jpg"}
+    assert len(damaged) == 2
+    assert damaged["train: emu_lost.jpg"] == "No such file or directory"
 
 
 @pytest.mark.parametrize("form", ["shards", "folder"])
@@ -288,7 +306,8 @@ def test_tars_as_a_folder(tars, out):
 )
 def test_wrong_options_are_explained(words, path, text):
     problem = refusal(main, shlex.split(words))
-    assert problem.path == path and text in str(problem)
+    assert problem.path == path
+    assert text in str(problem)
 
 
 def test_unsuitable_folders_are_refused_before_anything_is_written(folder, out):
@@ -303,7 +322,8 @@ def test_unsuitable_folders_are_refused_before_anything_is_written(folder, out):
         ("--source", "imagenet", Path(image), out),
     ):
         assert refusal(prepare, kind, source, to, *options).path == path
-    assert not out.exists() and not (folder / "out").exists()
+    assert not out.exists()
+    assert not (folder / "out").exists()
 
 
 @pytest.mark.parametrize("path", ["out", "/data/my images", "a'b", 'a "b"', "a\\", "x,y", "null"])
@@ -313,7 +333,8 @@ def test_a_printed_override_can_be_pasted(path):
     assert ("'" in override("data.root", path)) == (path != "out")
 
 
-AS_IT_IS, PHOTO = Treatment(), photograph(1)
+AS_IT_IS = Treatment()
+PHOTO = photograph(1)
 
 
 def opened(data):
@@ -326,7 +347,8 @@ def difference(a, b):
     return float(np.abs(both[0] - both[1]).mean())
 
 
-CMYK, SMALL = PHOTO.convert("CMYK"), Treatment(short_side=24)
+CMYK = PHOTO.convert("CMYK")
+SMALL = Treatment(short_side=24)
 # Black and white at random: what a JPEG needs most bytes for.
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 2, (150, 200, 3), np.uint8) * 255)
 
@@ -361,7 +383,8 @@ def test_16_bits_are_scaled_to_8_and_not_clipped(mode):
     image = Image.frombytes(mode, (256, 16), (values * 257).astype(values.dtype).tobytes())
     data = encoded(image, "TIFF")
     same, extension, _ = AS_IT_IS.apply(data, "a.tif")  # without loss
-    assert extension == ".png" and np.array_equal(np.asarray(opened(same)), values * 257)
+    assert extension == ".png"
+    assert np.array_equal(np.asarray(opened(same)), values * 257)
     jpeg, *_ = AS_IT_IS.apply(same, "a.JPEG")
     smaller, *_ = Treatment(short_side=8, quality=100).apply(data, "a.tif")
     for result, expected in (
@@ -379,7 +402,8 @@ def test_an_image_that_cannot_be_written_is_not_damaged(tmp_path):
         (tmp_path / "photos" / split / "cat/a.JPEG").write_bytes(encoded(wide, "PNG"))
     options = (*ONE, "--skip-damaged")
     problem = refusal(prepare, "folder", tmp_path / "photos", tmp_path / "out", *options)
-    assert problem.path.endswith("a.JPEG") and "cannot be written as JPEG" in problem.what
+    assert problem.path.endswith("a.JPEG")
+    assert "cannot be written as JPEG" in problem.what
 
 
 def test_images_are_scaled_down_and_never_up():
@@ -391,7 +415,8 @@ def test_images_are_scaled_down_and_never_up():
         image = photograph(1, *before)
         original = encoded(image, quality=95, exif=exif)
         data, _, oddity = treatment.apply(original, "a.jpg")
-        assert opened(data).size == after and opened(data).getexif().get(0x0112) == 6
+        assert opened(data).size == after
+        assert opened(data).getexif().get(0x0112) == 6
         assert not oddity  # it was asked for
         assert difference(opened(data), image.resize(after, Image.Resampling.LANCZOS)) < 5
         assert (data == original) == (before == after)
@@ -402,5 +427,6 @@ def test_quality_alone_changes_only_what_gets_much_smaller():
     fine, coarse = (encoded(detailed, quality=q) for q in (98, 80))
     treatment = Treatment(quality=80)
     again = treatment.apply(fine, "a.jpg")[0]
-    assert len(again) < 0.9 * len(fine) and treatment.apply(again, "a.jpg")[0] == again
+    assert len(again) < 0.9 * len(fine)
+    assert treatment.apply(again, "a.jpg")[0] == again
     assert treatment.apply(coarse, "a.jpg")[0] == coarse

@@ -49,7 +49,8 @@ def many(request, tmp_path_factory):
 
 @pytest.mark.parametrize("many", [100], indirect=True)
 def test_killed_twice_it_resumes_and_ends_the_same(many, tmp_path):
-    out, parts = tmp_path / "out", []
+    out = tmp_path / "out"
+    parts = []
 
     def written():
         return list((out / ".preparing").glob("*.json"))
@@ -80,7 +81,8 @@ def test_killed_twice_it_resumes_and_ends_the_same(many, tmp_path):
     for worker in workers():
         worker.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and "Traceback" not in text, text
+    assert process.returncode == 0, text
+    assert "Traceback" not in text, text
     assert f": {len(tars)} of " in text
     assert {path: path.stat().st_mtime_ns for path in tars} == times
     prepare("imagenet", many, tmp_path / "in_one_go", *QUICK, "1")
@@ -90,7 +92,8 @@ def test_killed_twice_it_resumes_and_ends_the_same(many, tmp_path):
 def test_a_complete_data_set_and_other_files_are_not_touched(tars, prepared, capsys, tmp_path):
     with pytest.raises(UserError) as error:
         prepare("imagenet", tars, Path("/proc/out"), *SUBSET)
-    assert error.value.problems[0].path == "--to" and type(error.value) is UserError
+    assert error.value.problems[0].path == "--to"
+    assert type(error.value) is UserError
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("years of work")
     problem = refusal(prepare, "imagenet", tars, tmp_path / "mine", *SUBSET)
@@ -112,10 +115,13 @@ def test_a_complete_data_set_and_other_files_are_not_touched(tars, prepared, cap
     ],
 )
 def test_a_change_after_the_plan_ends_it(kind, name, more, workers, tmp_path, monkeypatch):
-    source, out = imagenet(tmp_path / "source", 4), tmp_path / "out"
+    source = imagenet(tmp_path / "source", 4)
+    out = tmp_path / "out"
     unpack(source, 4, splits=("train", "val"))
-    file, save = source / name, ShardPlan.save
-    intact, stat = file.read_bytes(), file.stat()
+    file = source / name
+    save = ShardPlan.save
+    intact = file.read_bytes()
+    stat = file.stat()
 
     def save_and_change(plan, path):
         save(plan, path)
@@ -139,12 +145,14 @@ def test_a_full_disk_is_reported_and_the_work_resumes(tars, small_disk):
     def resize(size):
         subprocess.run(["mount", "-o", f"remount,size={size}", str(small_disk)], check=True)
 
-    out, options = small_disk / "out", (*SUBSET, "--max-side", "60")  # lossy: its size is unknown
+    out = small_disk / "out"
+    options = (*SUBSET, "--max-side", "60")  # lossy: its size is unknown
     resize("64k")
     with pytest.raises(Unfinished, match="No space left") as error:
         prepare("imagenet", tars, out, *options)
     assert "the same command" in error.value.problems[0].remedy
-    assert not (out / "dataset.json").exists() and not list(out.rglob("*.part"))
+    assert not (out / "dataset.json").exists()
+    assert not list(out.rglob("*.part"))
     assert "are needed" in refusal(prepare, "imagenet", tars, small_disk / "other", *SUBSET).what
     resize("4m")
     prepare("imagenet", tars, out, *options)

@@ -23,7 +23,8 @@ pytest.importorskip("azure.mgmt.core")
 credentials = pytest.importorskip("azure.core.credentials")
 TOKENS = SimpleNamespace(get_token=lambda *_, **__: credentials.AccessToken("token", 4102444800))
 NAMES = {"resource_group": "ml", "workspace": "vision"}
-PUBLIC, DEDICATED = {**NAMES, "private": False}, {"compute.tier": "dedicated"}
+PUBLIC = {**NAMES, "private": False}
+DEDICATED = {"compute.tier": "dedicated"}
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,8 @@ def clean_environment(monkeypatch):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    folder, store = tmp_path_factory.mktemp("arm"), ArmStore()
+    folder = tmp_path_factory.mktemp("arm")
+    store = ArmStore()
     trusted, key = folder / "cert.pem", folder / "key.pem"
     write_certificate(trusted, key)
     store.url, end = serve(store, trusted, key)
@@ -98,7 +100,8 @@ REFUSED = [
 def test_refused(given, path, fact):
     with pytest.raises(UserError) as caught:
         settings(**given) if isinstance(given, dict) else verb.main(given)
-    assert [p.path for p in caught.value.problems] == [path] and fact in str(caught.value)
+    assert [p.path for p in caught.value.problems] == [path]
+    assert fact in str(caught.value)
 
 
 def test_generated_names_differ_by_group_and_are_short():
@@ -130,7 +133,8 @@ def test_creates_once(run, store, private, capsys):
     # References are resolved: the identity's principal, the subscription's tenant.
     principal = store.find("/vision-jobs")["properties"]["principalId"]
     roles = [r for key, r in store.resources.items() if "/roleassignments/" in key]
-    assert roles and all(r["properties"]["principalId"] == principal for r in roles)
+    assert roles
+    assert all(r["properties"]["principalId"] == principal for r in roles)
     assert "<" not in str(store.resources)
 
     assert run(private=private) == 0
@@ -153,13 +157,15 @@ def test_changes_only_what_differs(run, store, capsys):
         assert text in out
     (patch, _, changed), (put, address, body) = store.sent()
     assert (patch, changed) == ("PATCH", {"sku": {"name": "Premium"}})
-    assert put == "PUT" and address.endswith("/computes/gpu-cluster")
+    assert put == "PUT"
+    assert address.endswith("/computes/gpu-cluster")
     assert body["properties"]["properties"]["scaleSettings"]["maxNodeCount"] == 9
     # What others have set is kept, by a PATCH and by a PUT of the complete body.
     registry = store.find(f"/{registry['name']}")
     assert registry["properties"]["policies"] == {"set by": "somebody else"}
     assert store.find("/computes/gpu-cluster")["tags"] == registry["tags"] == {"owner": "me"}
-    assert "Not touched in this group: sites shop." in out and theirs.lower() in store.resources
+    assert "Not touched in this group: sites shop." in out
+    assert theirs.lower() in store.resources
 
 
 def test_merging_takes_nothing_away():
@@ -177,7 +183,8 @@ def test_what_azure_cannot_change_is_refused_before_anything_is_made(run, store,
         run(**DEDICATED, **{"compute.vm_size": "Standard_ND96asr_v4"})
     assert "vmSize: STANDARD_NC24ADS_A100_V4 -> Standard_ND96asr_v4" in str(caught.value)
     assert "give it another name (compute.name=NAME)" in str(caught.value)
-    assert "cannot change  cluster" in capsys.readouterr().out and store.sent() == []
+    assert "cannot change  cluster" in capsys.readouterr().out
+    assert store.sent() == []
     assert run(**DEDICATED, **{"compute.name": "other"}) == 0
     assert len(store.sent()) == 2  # the container and the new cluster
 
@@ -191,7 +198,8 @@ def test_a_failed_step_is_named_and_the_next_command_resumes(run, store, capsys)
         assert text in message
     store.failures.clear()
     store.sent()
-    assert run() == 0 and len(store.sent()) == 1
+    assert run() == 0
+    assert len(store.sent()) == 1
     # A role that somebody has granted by hand, under another GUID.
     role = forget(store, "/roleassignments/")
     store.failures[role["id"]] = (409, "RoleAssignmentExists", "exists")
@@ -234,7 +242,8 @@ def test_which_subscription_and_who(run, store, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert verb.main(words) == 0
     shown = capsys.readouterr()
-    assert "] creating blob container" in shown.out and "from-az" not in shown.out + shown.err
+    assert "] creating blob container" in shown.out
+    assert "from-az" not in shown.out + shown.err
 
 
 def test_the_verb_needs_neither_azure_nor_torch(command, monkeypatch):
@@ -248,7 +257,9 @@ def test_the_verb_needs_neither_azure_nor_torch(command, monkeypatch):
     assert done.returncode == 0, done.stderr
     for text in ("high_business_impact: true", "days         1 to 7", "# 1 resource group ml"):
         assert text in done.stdout
-    assert "maxNodeCount: 2" in done.stdout and "The subscription is not set" in done.stdout
+    assert "maxNodeCount: 2" in done.stdout
+    assert "The subscription is not set" in done.stdout
     monkeypatch.setitem(sys.modules, "azure.identity", None)
     refused = command("provision", "azureml", "resource_group=ml", "workspace=vis").err
-    assert "distdl[azure]" in refused and "Traceback" not in refused
+    assert "distdl[azure]" in refused
+    assert "Traceback" not in refused

@@ -164,7 +164,9 @@ def test_who_fails_does_not_wait_for_the_others(monkeypatch, error, world, left)
     def fail(*_):
         raise error
 
-    calls, kept, config = [], [], OmegaConf.create({"task": {"_target_": "distdl.tasks.train"}})
+    calls = []
+    kept = []
+    config = OmegaConf.create({"task": {"_target_": "distdl.tasks.train"}})
     monkeypatch.setattr(main, "effective_config", lambda *_: config)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
@@ -177,7 +179,8 @@ def test_who_fails_does_not_wait_for_the_others(monkeypatch, error, world, left)
     size = Resources(accelerator="cpu")
     with pytest.raises(type(error)):
         main.perform(bundle, RankContext(attempt, {}, size, rank(0, world), StopRequest()))
-    assert len(calls) == left and kept == [1]
+    assert len(calls) == left
+    assert kept == [1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
@@ -244,4 +247,5 @@ def test_memory_that_a_step_freed_is_kept_for_the_next(variables, kept, least, m
     command = [sys.executable, "-c", STEPS]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     answer, faults = done.stdout.split()
-    assert answer == str(kept) and least <= int(faults) < most
+    assert answer == str(kept)
+    assert least <= int(faults) < most

@@ -87,7 +87,8 @@ def name_of(number):
 
 def inception(number, label, **others):
     """As build_imagenet_data.py of Inception writes it."""
-    synset, name = b"n%08d" % label, name_of(number).encode()
+    synset = b"n%08d" % label
+    name = name_of(number).encode()
     names = {"image/class/label": label, "image/class/synset": synset, "image/filename": name}
     return {**names, "image/encoded": jpeg(number), **others}
 
@@ -105,7 +106,8 @@ def write_hugging_face(folder):
     for split, numbers in (("train", range(6)), ("validation", [6]), ("test", [0])):
         images = [{"bytes": jpeg(number), "path": name_of(number)} for number in numbers]
         labels = [-1 if split == "test" else number % 3 for number in numbers]
-        columns, metadata = {"label": labels, "image": images}, json.dumps(features)
+        columns = {"label": labels, "image": images}
+        metadata = json.dumps(features)
         path = folder / "data" / f"{split}-00000-of-00001.parquet"
         write_parquet(path, columns, {"huggingface": metadata})
     return ParquetImages(folder)
@@ -121,11 +123,13 @@ def shown(samples):
 
 @pytest.mark.parametrize("write", [write_inception, write_hugging_face])
 def test_files_are_read_as_others_write_them(write, tmp_path):
-    source, progress = write(tmp_path), []
+    source = write(tmp_path)
+    progress = []
     samples = scan(source, lambda *now: progress.append(now))
     splits = ["train"] * 6 + ["val"]
     assert shown(samples) == [(split, name_of(n), n % 3) for n, split in enumerate(splits)]
-    assert source.classes == [*NAMES] and progress[-1][0] == progress[-1][1] > 0
+    assert source.classes == [*NAMES]
+    assert progress[-1][0] == progress[-1][1] > 0
     copy = pickle.loads(pickle.dumps(source))
     for number in (6, 0, 1, 2, 3, 4, 5):
         assert copy.read(samples[number]) == jpeg(number)
@@ -141,11 +145,14 @@ def test_without_validation_images_no_training_is_suggested(command, tmp_path):
     arguments = ("--source", str(tmp_path / "files"), "--to", str(tmp_path / "out"), *ONE_WORKER)
     for _ in range(2):  # also for a complete data set
         result = command("prepare", "tfrecord", *arguments, "--split", "train")
-        assert result.code == 0 and "next:  no training yet: validation images" in result.out
-        assert "validation-*" in result.out and "next:  python" not in result.out
+        assert result.code == 0
+        assert "next:  no training yet: validation images" in result.out
+        assert "validation-*" in result.out
+        assert "next:  python" not in result.out
     # Another interpretation of the same files is another data set.
     result = command("prepare", "tfrecord", *arguments, "--split", "train", "--label-offset", "0")
-    assert result.code == 2 and "label_offset was null, is 0" in result.err
+    assert result.code == 2
+    assert "label_offset was null, is 0" in result.err
 
 
 def test_labels_from_0_and_other_field_names(tmp_path):
@@ -163,7 +170,8 @@ def test_labels_from_0_and_other_field_names(tmp_path):
     assert source.classes == [*"012345", "n00000007"]
 
 
-ONE, OTHER = inception(0, 1), inception(1, 1, **{"image/class/synset": b"n02"})
+ONE = inception(0, 1)
+OTHER = inception(1, 1, **{"image/class/synset": b"n02"})
 TWO = framed(ONE, ONE)
 SECOND = len(TWO) // 2  # where the second record begins
 REFUSED = {
@@ -239,14 +247,16 @@ def test_petastorms_columns_in_folders_named_by_split(command, tmp_path):
         pq.ParquetFile, "read_row_group", autospec=True, side_effect=pq.ParquetFile.read_row_group
     ) as reads:
         result = command(*arguments, "--label-column", "noun_id", "--workers", "1")
-    assert result.code == 0 and "next:  python -m distdl" in result.out, result
+    assert result.code == 0, result
+    assert "next:  python -m distdl" in result.out, result
     data = open_data_set(str(tmp_path / "out"))
     shards = Shards(data, "train")
     stored = {int(shards.rows["label"][i]): shards.read(i) for i in range(len(shards))}
     assert stored == {n: jpeg(n) for n in range(12)}
     assert data.manifest.classes == tuple(f"n{n:02d}" for n in range(12))
     groups = [call.args[1] for call in reads.call_args_list if call.kwargs["columns"] == ["image"]]
-    assert sorted(groups) == [0, 0, 1, 1, 2, 3, 4, 5] and groups[:6] != list(range(6))
+    assert sorted(groups) == [0, 0, 1, 1, 2, 3, 4, 5]
+    assert groups[:6] != list(range(6))
 
 
 COLUMNS = {"a": [b"1"], "b": [b"2"], "x": [1], "y": [2]}

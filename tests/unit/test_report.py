@@ -72,7 +72,9 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, source):
         super().__init__()
-        self.text, self.tags, self.values = "", set(), {}
+        self.text = ""
+        self.tags = set()
+        self.values = {}
         self.feed(source)
 
     def handle_starttag(self, tag, attrs):
@@ -96,21 +98,26 @@ def test_the_page_describes_the_run_and_needs_nothing_but_itself(run):
     for text in SHOWN:
         assert text in page.text, text
     assert f"<pre>{markupsafe.escape(CONFIG)}</pre>" in source
-    assert "script" not in page.tags and "more\n" not in page.text.split("oops")[1][:20]
+    assert "script" not in page.tags
+    assert "more\n" not in page.text.split("oops")[1][:20]
     svgs = re.findall(r"<svg.*?</svg>", source, flags=re.DOTALL)
-    assert len(svgs) == len(TITLES) and all(f">{title}</text>" in source for title in TITLES)
+    assert len(svgs) == len(TITLES)
+    assert all(f">{title}</text>" in source for title in TITLES)
     assert "prefers-color-scheme: dark" in source
     for svg in svgs:
         ET.fromstring(svg)
         texts = re.findall(r"<text [^>]*>", svg)
-        assert texts and all("currentColor" in t for t in texts)
-        assert "#000000" not in svg and "#ffffff" not in svg
+        assert texts
+        assert all("currentColor" in t for t in texts)
+        assert "#000000" not in svg
+        assert "#ffffff" not in svg
     fetched = ("src", "href", "data", "action", "srcset")
     values = {k: v for k, v in page.values.items() if k.split(":")[-1] in fetched}
     assert all(address.startswith("#") for value in values.values() for address in value)
     outside = set(re.findall(r"(?:https?:)?//[\w.]+", re.sub(r'xmlns(:\w+)?="[^"]*"', "", source)))
     assert not {o for o in outside if "w3.org" not in o}, outside
-    assert "@import" not in source and not re.search(r"url\((?!#)", source)
+    assert "@import" not in source
+    assert not re.search(r"url\((?!#)", source)
     ids = re.findall(r'\bid="([^"]+)"', source)
     assert len(ids) == len(set(ids)), "one id twice: a browser clips with the wrong picture"
     assert set(re.findall(r'(?:url\(#|href="#)([^")]+)', source)) <= set(ids)
@@ -125,7 +132,8 @@ def test_every_metric_is_in_one_chart_and_many_points_are_drawn_as_few():
     n = 80 * POINTS
     series = data.MetricSeries(list(range(n)), [0.0] * n, [float(i % 2) for i in range(n)])
     svg, legend = draw(Chart("T", {"x": series}), 0.0)
-    assert len(svg) < 200_000 and [label for label, _ in legend] == ["x"]
+    assert len(svg) < 200_000
+    assert [label for label, _ in legend] == ["x"]
     assert "FillBetween" in svg, "the extremes are missing"
 
 
@@ -141,7 +149,8 @@ def test_each_damaged_file_is_named(name, tmp_path, capsys):
     if name:
         (run.path / name).write_text(DAMAGED[name])
     page = reported(run.path)
-    assert "Nothing has been logged yet" in page and "Benchmark" not in page
+    assert "Nothing has been logged yet" in page
+    assert "Benchmark" not in page
     for output in (page, capsys.readouterr().err):
         assert ("is damaged" in output) is bool(name)
         assert not name or f"{run.path / name}: is damaged" in output
@@ -156,7 +165,8 @@ def test_a_file_that_no_report_wrote_is_never_overwritten(run, tmp_path):
         assert page.read_text() == "my notes"
     for _ in range(2):  # its own it replaces
         assert report.main([str(run), "--output", str(tmp_path / "new/page.html")]) == 0
-    assert (tmp_path / "new/page.html").is_file() and not list(run.glob(".report*"))
+    assert (tmp_path / "new/page.html").is_file()
+    assert not list(run.glob(".report*"))
 
 
 # A run whose every text was chosen by somebody who wants the reader's browser
@@ -209,7 +219,8 @@ def test_no_text_becomes_markup(tmp_path):
     assert page.tags <= set(TAGS.split()), page.tags - set(TAGS.split())
     assert not [n for n in page.values if n.startswith("on") or n in ("src", "href")]
     values = [value for name, values in page.values.items() if name != "class" for value in values]
-    assert "javascript:" not in " ".join(values) and "1337" not in page.text
+    assert "javascript:" not in " ".join(values)
+    assert "1337" not in page.text
     shown = ("samples/s with real input", "held input", "milliseconds", "commit ", "mlflow ui")
     for each in (*shown, "tensorboard --logdir", text.split("\x00")[0]):
         assert each in page.text, each

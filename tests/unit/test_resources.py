@@ -120,7 +120,8 @@ def test_what_a_run_gets_and_what_is_refused(gpus, count, trainer, expected):
     with pytest.raises(UserError) as error:
         resolved(**trainer)
     (problem,) = error.value.problems
-    assert problem.path == expected[0] and expected[1] in f"{problem.what} {problem.remedy}"
+    assert problem.path == expected[0]
+    assert expected[1] in f"{problem.what} {problem.remedy}"
 
 
 def test_on_a_mac_and_without_a_driver(gpus, tmp_path, monkeypatch):
@@ -182,6 +183,7 @@ def test_where_the_loaders_gave_something_else_nothing_is_changed(declared):
     loaders = batches.recorded([{}, {"loaders": "nonsense"}, status])
     before = declared and 2 * declared
     kept = batches.keep_global_batch(config(declared), Resources(), before, (), loaders)
-    assert kept.changes == {} and "the loaders gave 8 x 2:" in kept.notes[0]
+    assert kept.changes == {}
+    assert "the loaders gave 8 x 2:" in kept.notes[0]
     same = batches.keep_global_batch(config(declared), Resources(1, 2), before, (), loaders)
     assert same == batches.Kept()

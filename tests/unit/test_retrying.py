@@ -87,14 +87,16 @@ def test_it_says_why_it_is_not(run: RunDirectory, capsys: pytest.CaptureFixture[
     why = "not started again: it failed twice at step 3 with the same error: ValueError"
     why += " (mine.py, line 9, in forward)"
     last = run.last_attempt()
-    assert last is not None and capsys.readouterr().err == f"{why}\n"
+    assert last is not None
+    assert capsys.readouterr().err == f"{why}\n"
     assert why in (last.path / incident.MARKDOWN).read_text()
     assert files.read_json(last.path / incident.JSON)["not_restarted"] == why
     pauses(run, 1, (BUG, FAILED, 0), ({**BUG, "type": "OSError"}, FAILED, 0))
     spent = "not started again: launcher.max_attempts=1, and there was no new checkpoint"
     assert capsys.readouterr().err == f"{spent}\n"
     first = incident.read(run.attempts()[0])
-    assert first is not None and "Restarts" not in incident.markdown(first)
+    assert first is not None
+    assert "Restarts" not in incident.markdown(first)
 
 
 def test_it_waits(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +104,8 @@ def test_it_waits(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrying.time, "sleep", waited.append)
     retries = Retries(run, 2)
     again = [retries.again(attempted(run, *each), FAILED) for each in DIFFERENT[:3]]
-    assert again == [True, True, False] and waited == [0, 2]
+    assert again == [True, True, False]
+    assert waited == [0, 2]
 
 
 def test_a_full_disk_is_waited_for_and_told(
@@ -125,11 +128,13 @@ def test_a_full_disk_is_waited_for_and_told(
         attempt = attempted(run, FULL, FAILED, 0)
         with suppress(OSError):
             filled.write_bytes(bytes(2 << 20))
-        assert retries.again(attempt, FAILED) and waited == [60, 60]
+        assert retries.again(attempt, FAILED)
+        assert waited == [60, 60]
         told = "failed: starting again in 60 s (2 more); disk is full: free space until then, "
         assert told in capsys.readouterr().err
         with suppress(OSError):
             filled.write_bytes(bytes(2 << 20))
-        assert not Retries(run, 2).again(attempt, FAILED) and waited[2:] == [60, 60]
+        assert not Retries(run, 2).again(attempt, FAILED)
+        assert waited[2:] == [60, 60]
         spent = "not started again: launcher.max_attempts=2, and there was no new checkpoint"
         assert spent in capsys.readouterr().err

@@ -40,7 +40,8 @@ def run(tmp_path) -> RunDirectory:
 
 def test_config_comes_last_and_an_attempt_appears_complete(tmp_path, monkeypatch):
     """With config.yaml the run exists, so everything else must be there by then."""
-    order, replace = [], os.replace
+    order = []
+    replace = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append(Path(b).name), replace(a, b)))
     run = RunDirectory(tmp_path / "outputs/e/r")
     run.create("seed: 1\n", {})
@@ -125,7 +126,8 @@ def test_of_two_starts_at_once_one_begins(tmp_path):
     for process in both:
         process.join(60)
     begun = sorted(answers.get(timeout=1) for _ in range(PAIRS))
-    assert begun == list(range(PAIRS)) and answers.empty()
+    assert begun == list(range(PAIRS))
+    assert answers.empty()
     assert not list(tmp_path.glob("*/attempts/.*")), "what was prepared in vain is gone"
 
 
@@ -148,7 +150,8 @@ def test_a_damaged_status_is_reported_and_never_believed(run, text):
         with pytest.raises(Damaged, match=DAMAGE[text]) as error:
             ask()
         (problem,) = error.value.problems
-        assert problem.path == str(path) and f"rm {path}" in problem.remedy
+        assert problem.path == str(path)
+        assert f"rm {path}" in problem.remedy
     attempt.begin()  # the run itself continues, and the file's contents stay beside it
     assert attempt.state() is JobState.RUNNING
     assert (attempt.path / "status.json.damaged").read_text() == text
@@ -183,7 +186,8 @@ def test_provenance_has_the_state_of_git(tmp_path, monkeypatch):
 
     (tmp_path / "experiments").mkdir()
     monkeypatch.chdir(tmp_path / "experiments")
-    assert provenance.git_state(tmp_path) == {} and provenance.project_root(None) == Path.cwd()
+    assert provenance.git_state(tmp_path) == {}
+    assert provenance.project_root(None) == Path.cwd()
     git("init", "-b", "trunk")
     assert provenance.git_state(tmp_path)["error"] == "there is no commit yet"
     (tmp_path / "train.py").write_text("lr = 0.1\n")
@@ -195,8 +199,10 @@ def test_provenance_has_the_state_of_git(tmp_path, monkeypatch):
     assert record["command"] == ["distdl", "data=imagenet"]
     assert any(package.startswith("torch==") for package in record["packages"])
     state = record["git"]
-    assert len(state["commit"]) == 40 and state["branch"] == "trunk"
-    assert state["dirty"] and state["changed"] == [" M train.py", "?? new.py"]
+    assert len(state["commit"]) == 40
+    assert state["branch"] == "trunk"
+    assert state["dirty"]
+    assert state["changed"] == [" M train.py", "?? new.py"]
     assert "-lr = 0.1\n+# Gr\ufffd\ufffde\n+lr = 0.2" in state["diff"]
     for chosen, root in ((None, tmp_path), (".", Path.cwd()), ("..", tmp_path)):
         assert provenance.project_root(chosen) == root
@@ -231,7 +237,9 @@ def torn(attempt):
         (attempt.errors / f"rank_{number}.json").write_text(text)
 
 
-KILL, SEGV, TERM = signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM
+KILL = signal.SIGKILL
+SEGV = signal.SIGSEGV
+TERM = signal.SIGTERM
 CASES = [
     ([failed(1, 9.0), failed(2, 7.0), torn], 2, "bad weather"),
     ([failed(0, 2.0, enqueued=9), failed(1, 5.0, enqueued="few")], 0, "bad weather"),
@@ -254,7 +262,8 @@ def test_the_cause(attempt, events, rank, fragment):
     for event in events:
         event(attempt)
     first = attempt.first_error()
-    assert first["rank"] == rank and fragment in failures.describe(first)
+    assert first["rank"] == rank
+    assert fragment in failures.describe(first)
 
 
 def test_what_came_first_in_a_chain_decides(attempt):
@@ -262,13 +271,15 @@ def test_what_came_first_in_a_chain_decides(attempt):
         second.__context__ = first
         return second
 
-    mine, lost = ValueError("bad weather"), RuntimeError("Connection closed by peer [127.0.0.1]")
+    mine = ValueError("bad weather")
+    lost = RuntimeError("Connection closed by peer [127.0.0.1]")
     failing.record_failure(attempt, 0, chained(lost, RuntimeError("step 5 failed")))
     assert attempt.first_error()["lost_peer"]
     assert not failures.is_consequence(chained(mine, RuntimeError(str(lost))))
     # Hydra wraps what a constructor raises, and whoever unwraps it closes a ring.
     wrapped = chained(mine, RuntimeError("Error in call to target"))
-    wrapped.__cause__, mine.__context__ = mine, wrapped
+    wrapped.__cause__ = mine
+    mine.__context__ = wrapped
     assert not failures.is_consequence(mine)
 
 
@@ -287,7 +298,8 @@ def test_the_log_ends_with_the_line_of_the_users_code(attempt, tmp_path, monkeyp
         assert failing.record_failure(attempt, rank, error) == 1
         assert caplog.messages[-1].rstrip().endswith(where)
     shown = [failures.describe(error) for error in failures.recorded(attempt.errors)]
-    assert len(shown) == 2 and all(text.endswith(f"({where})") for text in shown)
+    assert len(shown) == 2
+    assert all(text.endswith(f"({where})") for text in shown)
 
 
 def test_the_command_to_type_after_a_failure(run, tmp_path, monkeypatch, capsys, caplog):

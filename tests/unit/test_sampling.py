@@ -10,7 +10,8 @@ from distdl.datasets.order import Windows
 from distdl.util.seeds import stable_seed
 from tests.prepared import refusal
 
-SEEDS, SIZES = st.integers(0, 2**40), st.sampled_from((1, 2, 3, 4, 6, 12, 16))
+SEEDS = st.integers(0, 2**40)
+SIZES = st.sampled_from((1, 2, 3, 4, 6, 12, 16))
 
 
 def train_batches(samples, batch, world, position=None, seed=0, **kwargs):
@@ -38,8 +39,10 @@ def test_what_an_order_depends_on():
 
 def test_too_few_samples_for_one_global_batch():
     problem = refusal(train_batches, 10, 4, 3)
-    assert problem.path == "data.batch_size" and "data.batch_size=3" in problem.remedy
-    assert "10 training samples" in problem.what and "4 x 3 = 12" in problem.what
+    assert problem.path == "data.batch_size"
+    assert "data.batch_size=3" in problem.remedy
+    assert "10 training samples" in problem.what
+    assert "4 x 3 = 12" in problem.what
 
 
 def evaluation(samples, batch, world, **kwargs):
@@ -60,7 +63,8 @@ def test_evaluation_counts_each_sample_once_or_repeats_some(samples, batch, worl
     assert len({len(keys) for rank in ranks for keys in rank}) == min(samples, 1)
     ranks = evaluation(samples, batch, world, exact=False)
     keys = [key for rank in ranks for keys in rank for key in keys]
-    assert {key.index for key in keys} == set(range(samples)) and all(k.weight for k in keys)
+    assert {key.index for key in keys} == set(range(samples))
+    assert all(k.weight for k in keys)
     assert len(keys) == samples + -samples % world
     for rank in evaluation(samples, batch, world, exact=False, drop_last=True):
         assert [len(keys) for keys in rank] == [batch] * (math.ceil(samples / world) // batch)
@@ -95,11 +99,16 @@ ATTEMPT = st.tuples(st.none() | SIZES, st.sampled_from((1, 2, 3, 4)), st.integer
 def test_killed_anywhere_and_resumed_at_any_size_the_order_is_the_same(data, seed, attempts, last):
     """Nothing is lost or repeated, but for the tail that fills no global batch."""
     dataset = data if isinstance(data, Remote) else None
-    samples, epoch = len(dataset) if dataset else data, seed % 4
-    options, reported = {"seed": seed, "dataset": dataset}, dataset.positions if dataset else []
+    samples = len(dataset) if dataset else data
+    epoch = seed % 4
+    options = {"seed": seed, "dataset": dataset}
+    reported = dataset.positions if dataset else []
     order = [index for (index,) in global_batches(samples, 1, 1, TrainPosition(epoch), **options)]
     assert sorted(order) == list(range(samples))
-    position, seen, last, tail = TrainPosition(epoch), [], min(last, samples), 1
+    position = TrainPosition(epoch)
+    seen = []
+    last = min(last, samples)
+    tail = 1
     for batch, world, steps in [*attempts, (last, 1, samples)]:
         batch = batch or last
         if batch <= samples and batch % world == 0:
@@ -110,4 +119,5 @@ def test_killed_anywhere_and_resumed_at_any_size_the_order_is_the_same(data, see
             seen += [index for step in rest[:steps] for index in step]
             position.consumed = len(seen)
             tail = 2 if batch != last else tail
-    assert seen == order[: len(seen)] and len(order) - len(seen) < tail * last
+    assert seen == order[: len(seen)]
+    assert len(order) - len(seen) < tail * last

@@ -21,7 +21,8 @@ from distdl.util.errors import UserError
 TINY = ("model=resnet18", "data.batch_size=12", "trainer.accelerator=cpu", "tracking=none")
 MINE = ("scale", *TINY, "name=mine")
 ONE = (*MINE, "--devices", "1", "--mode", "weak")
-NAME, RUN = "single-1x1-batch12", Path("outputs/default/mine/single-1x1-batch12")
+NAME = "single-1x1-batch12"
+RUN = Path("outputs/default/mine/single-1x1-batch12")
 HOOKED = ("ddp", "ddp strategy.comm_hook=bf16")
 
 
@@ -86,11 +87,14 @@ def started(without_stage_2, monkeypatch):
 
     def run_one(plan):
         started.append(plan.run.path.name)
-        attempt, state = start.create_attempt(plan, ["x"], None), JobState.FAILED
+        attempt = start.create_attempt(plan, ["x"], None)
+        state = JobState.FAILED
         if started.fails not in started[-1]:
-            world, batch = plan.resources.world_size, plan.config.data.batch_size
+            world = plan.resources.world_size
+            batch = plan.config.data.batch_size
             result = bench(world, rate=45 * world if world > 1 else 100, batch=batch * world)
-            result["attempt"], state = attempt.number, JobState.SUCCEEDED
+            result["attempt"] = attempt.number
+            state = JobState.SUCCEEDED
             (plan.run.path / "benchmark.json").write_text(json.dumps(result))
         attempt.end(state)
         return state
@@ -103,22 +107,27 @@ def test_only_what_is_missing_is_measured(command, started):
     typed = ("scale", *TINY, "--devices", "1,2", "--mode", "weak")
     started.fails = "1x2"
     result = command(*typed)
-    assert result.code == 1 and "not measured: ddp-1x2-batch12" in result.out
+    assert result.code == 1
+    assert "not measured: ddp-1x2-batch12" in result.out
     started.fails = "nothing"
     result = command(*typed, "--vm", "standard_nc6s_v3", "--predict", "64")
-    assert result.code == 0 and started == [NAME, "ddp-1x2-batch12", "ddp-1x2-batch12"]
-    assert "45.0 %" in result.out and "$3.06 an hour" in result.out
+    assert result.code == 0
+    assert started == [NAME, "ddp-1x2-batch12", "ddp-1x2-batch12"]
+    assert "45.0 %" in result.out
+    assert "$3.06 an hour" in result.out
     assert "most efficient of several: ddp on 1 x 2 (weak), 45 %" in result.out
     (folder,) = Path("outputs/default").glob("scale-*")
     record = json.loads((folder / "scale.json").read_text())
     assert [r["efficiency"] for r in record["rows"]] == [1.0, approx(0.45)]
-    assert record["rows"][1]["predicted"] and record["vm"] == "Standard_NC6s_v3"
+    assert record["rows"][1]["predicted"]
+    assert record["vm"] == "Standard_NC6s_v3"
     # The prediction does not know what made it so slow; a note reports the difference.
     (note,) = record["notes"]
     assert note.startswith("ddp on 1 x 2 (weak): measured 45.0 %, predicted ")
     assert f"note    {note}\n" in result.out
     result = command("scale", *TINY, "--devices", "2", "--mode", "weak")
-    assert result.code == 0 and len(started) == 3
+    assert result.code == 0
+    assert len(started) == 3
     assert "one device is measured as well" in result.out
 
 
@@ -128,7 +137,9 @@ def test_what_is_under_way_elsewhere_or_damaged(command, started, monkeypatch):
     ended = json.loads(status.read_text())
     status.write_text(json.dumps({**ended, "state": "RUNNING", "host": "another"}))
     result = command(*ONE)
-    assert result.code == 0 and len(started) == 1 and "not measured" not in result.out
+    assert result.code == 0
+    assert len(started) == 1
+    assert "not measured" not in result.out
     assert f"under way: {NAME}; once they have ended" in result.out
     # It has ended, and its files are with a platform's store.
     file.unlink()
@@ -136,8 +147,10 @@ def test_what_is_under_way_elsewhere_or_damaged(command, started, monkeypatch):
     status.write_text(json.dumps({**ended, "concluded": True}))
     monkeypatch.setattr(jobs, "job_of", lambda attempt: SimpleNamespace(is_remote=True))
     result = command(*ONE)
-    assert result.code == 1 and len(started) == 1
-    assert f"jobs fetch {RUN}\n" in result.out and "resumes with them" not in result.out
+    assert result.code == 1
+    assert len(started) == 1
+    assert f"jobs fetch {RUN}\n" in result.out
+    assert "resumes with them" not in result.out
     assert f"not fetched: {NAME}; fetch them" in result.out
     # A job that shares our store has nothing to fetch.
     monkeypatch.setattr(jobs, "job_of", lambda attempt: SimpleNamespace(is_remote=False))
@@ -145,7 +158,9 @@ def test_what_is_under_way_elsewhere_or_damaged(command, started, monkeypatch):
         if left:
             file.write_text(left)
         result = command(*ONE)
-        assert result.code == 0 and started == [NAME] * number and "measured again" in result.out
+        assert result.code == 0
+        assert started == [NAME] * number
+        assert "measured again" in result.out
         assert json.loads(file.read_text())["attempt"] == number
         assert ("could not be read" in result.out) == bool(left)
         assert not left or file.with_name("benchmark.json.damaged").read_text() == left
@@ -153,8 +168,10 @@ def test_what_is_under_way_elsewhere_or_damaged(command, started, monkeypatch):
 
 @pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
 def test_what_was_measured_before_stays_in_the_table(command, started):
-    folder, two = RUN.parent, (*MINE, "--devices", "1,2")
-    assert command(*two).code == 0 and len(started) == 1 + 2
+    folder = RUN.parent
+    two = (*MINE, "--devices", "1,2")
+    assert command(*two).code == 0
+    assert len(started) == 1 + 2
 
     def rows():
         rows = json.loads((folder / "scale.json").read_text())["rows"]
@@ -163,8 +180,11 @@ def test_what_was_measured_before_stays_in_the_table(command, started):
     complete = rows()
     assert len(complete) == 2 * 2
     result = command(*ONE)
-    assert result.code == 0 and len(started) == 3 and rows() == complete
-    assert "strong scaling" in result.out and f"{NAME}: measured before\n" in result.out
+    assert result.code == 0
+    assert len(started) == 3
+    assert rows() == complete
+    assert "strong scaling" in result.out
+    assert f"{NAME}: measured before\n" in result.out
     # A row without a result is left out of both, and reported.
     (folder / "ddp-1x2-batch12/benchmark.json").unlink()
     result = command(*ONE)
@@ -174,10 +194,12 @@ def test_what_was_measured_before_stays_in_the_table(command, started):
     started.fails = "single"
     result = command(*ONE, "task.steps=7")
     assert "measured before with task.steps=20, so it is measured again" in result.out
-    assert result.code == 1 and "not measured: single" in result.out, "an older one was shown"
+    assert result.code == 1
+    assert "not measured: single" in result.out, "an older one was shown"
     started.fails = "nothing"
     result = command(*ONE, "task.steps=7")
-    assert result.code == 0 and "100.0 %" in result.out
+    assert result.code == 0
+    assert "100.0 %" in result.out
     assert rows() == {("single", "weak", 1), ("single", "strong", 1)}
     assert "which was measured with other settings" in result.out
     assert not (folder / "scale.png").exists()
@@ -193,8 +215,11 @@ REFUSED |= {"--devices 2,4 --strategy dpd": "did you mean strategy=ddp"}
 @pytest.mark.parametrize("arguments, message", REFUSED.items())
 def test_refused_arguments(command, started, arguments, message):
     result = command("scale", *TINY, *arguments.split())
-    assert result.code == 2 and not started and not Path("outputs").exists()
-    assert message in result.err and result.err.count("did you mean") < 2
+    assert result.code == 2
+    assert not started
+    assert not Path("outputs").exists()
+    assert message in result.err
+    assert result.err.count("did you mean") < 2
 
 
 def weak(*measured, rented=None):
@@ -214,9 +239,11 @@ def test_efficiency_prediction_and_price():
     weak, strong = ({r.world_size: r for r in rows if r.mode == m} for m in ("weak", "strong"))
     assert {n: r.efficiency for n, r in weak.items()} == approx({1: 1, 2: 0.8, 8: 0.6})
     assert strong[2].efficiency == approx(0.6)
-    assert weak[2].communication == approx(0.03 / 0.15) and weak[2].spread == approx(0.15)
+    assert weak[2].communication == approx(0.03 / 0.15)
+    assert weak[2].spread == approx(0.15)
     # 36,000 images: 225 s on one VM, 75 s on two.
-    assert weak[2].price == approx(2 * 225 / 3600) and weak[8].price == approx(4 * 75 / 3600)
+    assert weak[2].price == approx(2 * 225 / 3600)
+    assert weak[8].price == approx(4 * 75 / 3600)
     # 44 MB in two buckets: 44 ms on the link, half of it behind a backward of 80 ms.
     assert weak[2].predicted.step_seconds == approx(0.12 + 0.022, rel=0.01)
     assert strong[2].predicted.step_seconds == approx(0.06 + 0.024, rel=0.05)
@@ -251,7 +278,8 @@ ADVICE = [
 def test_advice(measured, present, absent):
     rented = Rented("VM", 1, 1.0, 0)
     text = "\n".join(advice.advise(weak(*map(member, measured), rented=rented)))
-    assert present in text and absent not in text
+    assert present in text
+    assert absent not in text
     assert ("cheapest: " in text) == bool(measured)
 
 
@@ -271,15 +299,21 @@ def test_a_refuted_prediction_and_a_disturbed_measurement_are_reported():
 
 def test_the_plot_is_complete(tmp_path, monkeypatch):
     """Of members that are faster together than alone, of a strategy with a long name."""
-    figures, (_, name) = [], HOOKED
-    rows, beyond = weak(member(bench(2, rate=260), name)), {name: {2: 0.97, 4096: 0.7}}
+    figures = []
+    _, name = HOOKED
+    rows = weak(member(bench(2, rate=260), name))
+    beyond = {name: {2: 0.97, 4096: 0.7}}
     monkeypatch.setattr(pyplot, "close", figures.append)
     plot.draw(tmp_path / "scale.png", rows, beyond, "Scaling", published_too=True)
     (figure,) = figures
-    (axes,), legend = figure.axes, figure.legends[0].get_texts()
-    assert axes.get_ylim()[1] > 130 and any("beyond" in text.get_text() for text in legend)
+    axes = figure.axes
+    legend = figure.legends[0].get_texts()
+    assert axes.get_ylim()[1] > 130
+    assert any("beyond" in text.get_text() for text in legend)
     assert len(axes.texts) == 8, "the published lines have their names"
     for text in (*axes.texts, axes.title, *legend, axes.xaxis.label):
         box = text.get_window_extent()
-        assert box.x0 >= 0 and box.x1 <= figure.bbox.width, text
-        assert box.y0 >= 0 and box.y1 <= figure.bbox.height, text
+        assert box.x0 >= 0, text
+        assert box.x1 <= figure.bbox.width, text
+        assert box.y0 >= 0, text
+        assert box.y1 <= figure.bbox.height, text

@@ -12,7 +12,9 @@ from distdl.tools.scaling.links import ALGORITHMS, Group, all_reduce, exposed, f
 from distdl.util.errors import UserError
 
 GB = 1e9
-INSIDE, BETWEEN, ENDLESS = Link(10 * GB, 1e-6), Link(1 * GB, 1e-5), Link(1e15)
+INSIDE = Link(10 * GB, 1e-6)
+BETWEEN = Link(1 * GB, 1e-5)
+ENDLESS = Link(1e15)
 LINKS = Links(inside=INSIDE, between=BETWEEN)
 DEFAULTS = {"step_seconds": 0.1, "gradient_bytes": 100e6, "links": LINKS}
 DEFAULTS |= {"devices_per_node": 4, "bucket_bytes": 10e6}
@@ -45,7 +47,8 @@ def test_collectives_by_hand(size, group, algorithm, seconds):
 
 
 def test_a_fast_link_hides_all_but_the_last_bucket_and_a_slow_one_decides():
-    result, bucket = predict(a_setting(), 4), all_reduce(10e6, Group(4, 4), LINKS, "ring")
+    result = predict(a_setting(), 4)
+    bucket = all_reduce(10e6, Group(4, 4), LINKS, "ring")
     assert result.step_seconds == approx(0.1 + bucket)
     assert result.communication_share == approx(bucket / result.step_seconds)
     assert result.communication_seconds == approx(10 * bucket)
@@ -81,7 +84,8 @@ def test_bubble_gradients_and_activations_of_pipelines():
     assert "activations between stages inside a node" in predict(inside, 4).why
     across = predict(replace(inside, stages=8), 8)
     assert "activations between stages between nodes" in across.why
-    hop, bubble = 1e-5 + 8 * 10e6 / 32 / 1e9, 0.1 * 7 / 32
+    hop = 1e-5 + 8 * 10e6 / 32 / 1e9
+    bubble = 0.1 * 7 / 32
     # 2.5 ms per hop are less than a micro-batch's 3.1: only the way there and back is exposed.
     assert across.step_seconds == approx(0.1 + bubble + 14 * hop)
 
@@ -119,7 +123,8 @@ def test_a_known_setting_is_found_again():
     assert result.setting.links.inside.bandwidth == approx(0.9 * GB, rel=0.01)
     assert result.setting.links.between.bandwidth == approx(0.3 * GB, rel=0.01)
     assert result.setting.overhead_seconds == approx(0.004, rel=0.05)
-    assert result.setting.step_seconds == 0.1 and result.notes == ()
+    assert result.setting.step_seconds == 0.1
+    assert result.notes == ()
     assert max(map(abs, result.errors.values())) < 0.003
 
 
@@ -131,11 +136,13 @@ def test_the_page_is_as_the_script_writes_it(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == output
     monkeypatch.setattr(held_out, "PAGE", page)
     monkeypatch.setattr(held_out, "PLOT", tmp_path / "scaling.svg")
-    assert held_out.command(["--write"]) == 0 and "<svg" in held_out.PLOT.read_text()
+    assert held_out.command(["--write"]) == 0
+    assert "<svg" in held_out.PLOT.read_text()
     assert page.read_text() == text, "python -m benchmarks.held_out --write"
 
 
-NAN, STAGED = float("nan"), {"strategy": "pipeline", "stages": 4}
+NAN = float("nan")
+STAGED = {"strategy": "pipeline", "stages": 4}
 PIECES = {"stages": 4, "micro_batches": 8, "schedule": "gpipe", "pieces_per_stage": 2}
 PIECES |= {"activation_bytes": 1e6}
 
@@ -163,7 +170,8 @@ REFUSED = [
 @pytest.mark.parametrize("make, path, what", REFUSED)
 def test_a_value_is_refused_by_its_name_alone(make, path, what):
     problems = problems_of(make)
-    assert list(problems) == [path] and what in problems[path].what
+    assert list(problems) == [path]
+    assert what in problems[path].what
 
 
 def test_all_problems_are_reported_at_once():

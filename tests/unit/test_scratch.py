@@ -34,9 +34,12 @@ def test_a_long_tmpdir_is_refused_before_the_start(long, tmp_path, command, with
     for typed in (("data=synthetic_jpeg", "data.image_size=32"), ("doctor", "data=synthetic_jpeg")):
         more = ("model=resnet18", "data.num_classes=10", "trainer.accelerator=cpu")
         seen = command(*typed, *more, "data.num_workers=1", "trainer.devices=2")
-        assert seen.code == 2 and "export TMPDIR=/tmp" in seen.err and "Traceback" not in seen.err
+        assert seen.code == 2
+        assert "export TMPDIR=/tmp" in seen.err
+        assert "Traceback" not in seen.err
     seen = command("data", "check", str(tmp_path))
-    assert seen.code == 2 and "export TMPDIR=/tmp" in seen.err
+    assert seen.code == 2
+    assert "export TMPDIR=/tmp" in seen.err
     assert not (tmp_path / "outputs").exists()
 
 

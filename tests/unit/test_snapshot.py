@@ -147,9 +147,11 @@ def test_what_git_ignores_stays_and_is_said_wherever_git_reads_it(repository, mo
     taken = take(repository)
     ignored = {"data/private.csv", "notes.txt", "big.bin"}
     assert {*taken.ignored} == {*ignored, "vendored/private.csv", "vendored/a/"}
-    assert not sent(repository) & {*taken.ignored} and "data/public.csv" in sent(repository)
+    assert not sent(repository) & {*taken.ignored}
+    assert "data/public.csv" in sent(repository)
     (line, hint) = taken.lines_left_out()
-    assert line.startswith("ignored by git, or hidden: big.bin, ") and "!big.bin" in hint
+    assert line.startswith("ignored by git, or hidden: big.bin, ")
+    assert "!big.bin" in hint
     written(repository, **{".amlignore": "!notes.txt\nvendored/\n"})
     assert "notes.txt" in sent(repository), "sent, as the hint says"
     assert {*take(repository).ignored} == {*ignored}
@@ -229,10 +231,12 @@ def test_a_link_is_followed_inside_the_project_and_named_otherwise(with_git, pro
         git(project, "add", ".")
     names = sent(project)
     expected = {"pkg/inner/z.py", "pkg/z_link.py", "pkg/deep/inner/z.py", "real/inner/z.py"}
-    assert expected <= names and "real/back/__init__.py" in names
+    assert expected <= names
+    assert "real/back/__init__.py" in names
     reasons = dict(take(project).left_out)
     assert {k: v for k, (_, v) in LEFT_OUT.items() if v}.items() <= reasons.items()
-    assert not {*LEFT_OUT} & names and not [n for n in names if "private" in n or "helpers" in n]
+    assert not {*LEFT_OUT} & names
+    assert not [n for n in names if "private" in n or "helpers" in n]
     written(project, **{".amlignore": "!helpers\n!shared.py\n"})
     assert {"helpers/h.py", "shared.py"} <= sent(project), "sent, as the hint says"
     shutil.rmtree(project / "real")  # git still lists what is in it
@@ -270,7 +274,8 @@ def test_files_made_for_secrets_stay_and_are_reported(repository):
     why = "is a file for secrets, by its name"
     assert {*taken.left_out} == {(name, why) for name in names.split()}
     lines = taken.lines_left_out()
-    assert why in lines[0] and lines[10] == "and 2 more"
+    assert why in lines[0]
+    assert lines[10] == "and 2 more"
 
 
 def test_a_secret_of_this_shell_stays_and_a_module_with_one_is_refused(repository, monkeypatch):
@@ -354,7 +359,8 @@ def test_a_secret_is_left_out_and_named_by_line_and_kind(tmp_path):
     labels = [(kind, *item) for kind, files in SECRETS.items() for item in files.items()]
     written(tmp_path, **{label.rpartition(":")[2]: content for _, label, content in labels})
     taken = take(written(tmp_path, **{"train.py": "import torch\n"}))
-    reasons, shown = dict(taken.left_out), str(taken.left_out)
+    reasons = dict(taken.left_out)
+    shown = str(taken.left_out)
     for kind, label, content in labels:
         line, _, name = label.rpartition(":")
         assert f"line {line or 1} holds {kind}" in reasons[name]
@@ -438,7 +444,8 @@ def test_a_failed_dry_run_keeps_nothing_and_says_so(
 ):
     written(tmp_path, **{"train.py": "x = 1\n"})
     blocked = command("model=resnet18", *AZURE, "launcher.files=train.py", "name=n")
-    assert blocked.code == 2 and "launcher.files: train.py/default cannot be written" in blocked.err
+    assert blocked.code == 2
+    assert "launcher.files: train.py/default cannot be written" in blocked.err
     assert "choose another: launcher.files=FOLDER" in blocked.err
     snapshot.secret_in.cache_clear()
     real = shutil.copy
@@ -450,6 +457,8 @@ def test_a_failed_dry_run_keeps_nothing_and_says_so(
 
     monkeypatch.setattr("distdl.runs.bundle.shutil.copy", edited)
     done = command("model=resnet18", *AZURE, "launcher.files=azure", "name=n")
-    assert done.code == 2 and "was changed while the job was being prepared" in done.err
-    assert "is kept" not in done.err and "resume" not in done.err
+    assert done.code == 2
+    assert "was changed while the job was being prepared" in done.err
+    assert "is kept" not in done.err
+    assert "resume" not in done.err
     assert not [*(tmp_path / "azure/default").iterdir()]

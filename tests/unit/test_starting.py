@@ -32,7 +32,9 @@ class Net(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.layers = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 1))
-        self.kind, self.lr, self.decay = kind, lr, decay
+        self.kind = kind
+        self.lr = lr
+        self.decay = decay
 
     def _loss(self, batch):
         return (self.layers(batch[0]) - batch[1]).square().mean()
@@ -92,7 +94,8 @@ def ours(tmp_path, monkeypatch):
         run = RunDirectory(tmp_path / name)
         run.path.mkdir(exist_ok=True)
         attempt = Attempt(run.path / "attempts/001")
-        rank, start = environment.resolve(), start and str(start)
+        rank = environment.resolve()
+        start = start and str(start)
         return build(config, run, attempt, rank, size, StopRequest(), [], start)
 
     return make
@@ -156,7 +159,8 @@ def test_a_training_resumes_as_lightning_would(ours, file, name, logged):
 
 @pytest.mark.parametrize("kind, epochs", [("adam", [2, 3]), ("bare", [0, 1, 2, 3])])
 def test_the_order_of_the_data_is_that_of_the_epoch(ours, file, kind, epochs, monkeypatch):
-    used, iterate = [], TrainBatches.__iter__
+    used = []
+    iterate = TrainBatches.__iter__
     monkeypatch.setattr(
         TrainBatches, "__iter__", lambda self: used.append(self.position.epoch) or iterate(self)
     )
@@ -182,7 +186,8 @@ def test_what_does_not_fit_leaves_the_weights(ours, file, name, kind, reason, lo
         torch.save(prefixed, file.with_name(other))
     built = ours("run", file.with_name(name), kind=kind)
     tasks.train().run(built)
-    assert logged() and reason in logged()
+    assert logged()
+    assert reason in logged()
     reference = Net(kind=kind)
     reference.load_state_dict(weights)
     fit(reference, 4)
@@ -192,7 +197,8 @@ def test_what_does_not_fit_leaves_the_weights(ours, file, name, kind, reason, lo
 def test_a_test_of_each_loader_is_lightnings(ours, file):
     module = Net.load_from_checkpoint(file)
     first, second = trainer(1).test(module, datamodule=Data(), verbose=False)
-    assert tasks.test(str(file)).run(ours("run")) == first | second and len(first | second) == 2
+    assert tasks.test(str(file)).run(ours("run")) == first | second
+    assert len(first | second) == 2
 
 
 def test_refusals_name_what_is_wrong(ours, file):
@@ -233,7 +239,8 @@ def test_lightning_resumes_from_ours_without_distdl(ours, tmp_path, monkeypatch)
         monkeypatch.setitem(sys.modules, name, None)
     file = tmp_path / "run/checkpoints/epoch_001.ckpt"
     module = Net.load_from_checkpoint(file)
-    assert module.hparams["width"] == 3 and module.hparams["kind"] == "adam"
+    assert module.hparams["width"] == 3
+    assert module.hparams["kind"] == "adam"
     resumed = Net(3)
     assert fit(resumed, 4, file=file).global_step == 16
     assert same(resumed, built.module)

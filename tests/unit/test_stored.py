@@ -32,16 +32,19 @@ def test_damage_in_the_cache_is_never_read(tmp_path, made, caplog):
     os.utime(copies[11], (1, 1))  # from an earlier run
     flip(copies[11], positions[11], keep_times=True)
     later = opened()
-    assert later.read(11) == jpeg(11) and later.read(12) == jpeg(12)
+    assert later.read(11) == jpeg(11)
+    assert later.read(12) == jpeg(12)
     assert shards.cache.store.downloads.count(copies[11].name) == 2
     again = "is damaged: it is downloaded again"
     assert caplog.messages == [f"{copies[11]} {again}"]
     # Also during the run, in a copy that was intact at first.
     assert later.read(30) == jpeg(30)
     flip(copies[30], positions[30], keep_times=True)
-    assert later.read(30) == jpeg(30) and not later.repair(30)
+    assert later.read(30) == jpeg(30)
+    assert not later.repair(30)
     os.truncate(copies[20], 100)
-    assert later.read(20) == jpeg(20) and caplog.messages[-1] == f"{copies[20]} {again}"
+    assert later.read(20) == jpeg(20)
+    assert caplog.messages[-1] == f"{copies[20]} {again}"
     # After a failed download a reader does not wait again.
     lost = Shards(open_data_set(str(tmp_path / "far")), "train", open_cache(tmp_path, root="other"))
     for path in (tmp_path / "far").glob("*.tar"):
@@ -62,7 +65,8 @@ def cache_of(tmp_path):
 
 def damaged(batches):
     """The images that a pass over a loader calls damaged, and the total weight."""
-    names, weight = set(), 0.0
+    names = set()
+    weight = 0.0
     for batch in batches:
         weight += float(batch["weight"].sum())
         names |= {text.partition(":")[2].partition(":")[0] for text in batch["damaged"] if text}
@@ -82,7 +86,8 @@ def test_damage_in_a_folder_is_found_in_each_epoch(tmp_path, made, workers):
     damage("val", 3)
     data = images(tmp_path, num_workers=workers)
     data.setup()
-    train, val = data.train_dataloader(), data.val_dataloader()
+    train = data.train_dataloader()
+    val = data.val_dataloader()
     train.batch_sampler.position = TrainPosition(0, consumed=24)  # resumed: the rest is unread
     for number in range(3):
         result = damaged(train)
@@ -98,10 +103,12 @@ def test_damage_in_a_folder_is_found_in_each_epoch(tmp_path, made, workers):
 
 def epoch(data, number, consumed=0, each=lambda: None):
     """The indices of one epoch, whose labels are right."""
-    loader, indices = data.train_dataloader(), []
+    loader = data.train_dataloader()
+    indices = []
     loader.batch_sampler.position = TrainPosition(number, consumed)
     for batch in loader:
-        assert (batch["label"] == batch["index"] % 10).all() and batch["weight"].all()
+        assert (batch["label"] == batch["index"] % 10).all()
+        assert batch["weight"].all()
         indices += batch["index"].tolist()
         each()
     return indices
@@ -115,12 +122,14 @@ def test_the_first_epoch_uses_windows_and_the_second_needs_no_store(tmp_path, ma
     data = images(tmp_path, cache_dir=str(tmp_path / "cache"), shuffle_window=2)
     data.setup()
     first = epoch(data, 0)
-    assert sorted(first) == list(range(40)) and len(shards_of(first[: 2 * PER_SHARD])) == 2
+    assert sorted(first) == list(range(40))
+    assert len(shards_of(first[: 2 * PER_SHARD])) == 2
     cache = cache_of(tmp_path)
     until(lambda: all(cache.has(s) for split in made.splits.values() for s in split.shards))
     (tmp_path / "far").rename(tmp_path / "gone")
     second = epoch(data, 1)
-    assert sorted(second) == list(range(40)) and len(shards_of(second[: 2 * PER_SHARD])) > 2
+    assert sorted(second) == list(range(40))
+    assert len(shards_of(second[: 2 * PER_SHARD])) > 2
     assert damaged(data.val_dataloader()) == {"": 7}
     assert epoch(data, 0, consumed=12) == first[12:]
     data.teardown()
@@ -140,14 +149,16 @@ def test_a_cache_that_is_too_small_is_trained_from_in_windows(tmp_path):
 
     orders = [epoch(data, number, each=within_limit) for number in range(3)]
     for order in orders:
-        assert sorted(order) == list(range(160)) and len(shards_of(order[:16])) <= 3
+        assert sorted(order) == list(range(160))
+        assert len(shards_of(order[:16])) <= 3
     assert orders[0] != orders[1] != orders[2]
     assert damaged(data.val_dataloader()) == {"": 7}
     data.teardown()
     small = images(tmp_path, cache_dir=str(tmp_path / "c"), cache_gb=2 * size / 1e9)
     problem = refusal(small.setup)
     enough = float(problem.remedy.removeprefix("data.cache_gb=").removesuffix(" or more"))
-    assert problem.path == "data.cache_gb" and enough * 1e9 >= 3 * size
+    assert problem.path == "data.cache_gb"
+    assert enough * 1e9 >= 3 * size
 
 
 @pytest.mark.parametrize("limit", [None, 12])  # of the cache, in shards
@@ -176,27 +187,32 @@ def test_only_shards_that_an_epoch_uses_are_fetched(tmp_path, limit):
 def test_a_data_set_larger_than_the_disk_is_refused(tmp_path, small_disk):
     prepare(tmp_path / "far", padding=50_000)
     problem = refusal(images(tmp_path, cache_dir=str(small_disk)).setup)
-    assert problem.path == "data.cache_dir" and "data.cache_gb" in problem.remedy
+    assert problem.path == "data.cache_dir"
+    assert "data.cache_gb" in problem.remedy
 
 
 def test_check_and_setup_report_the_same(tmp_path, made):
     def check(root, local=True, **node):
         return list(StoredImages.check({"root": root, **node}, {"local": local}))
 
-    root, manifest = str(tmp_path / "far"), tmp_path / "far" / MANIFEST
+    root = str(tmp_path / "far")
+    manifest = tmp_path / "far" / MANIFEST
     problem = refusal(StoredImages(root, 4, 11, num_workers=0).setup)
-    assert problem.path == "data.num_classes" and "is 11" in problem.what
+    assert problem.path == "data.num_classes"
+    assert "is 11" in problem.what
     assert check(f"file://{root}", num_classes=10) == []
     assert check("azure://box/a", local=False) == ["the job itself checks azure://box/a"]
     empty = replace(made.splits["val"], samples=0, shards=())
     manifest.write_text(replace(made, splits={**made.splits, "val": empty}).to_json())
     (problem,) = check(root)
-    assert problem.path == "root" and "no sample in 'val'" in problem.what
+    assert problem.path == "root"
+    assert "no sample in 'val'" in problem.what
     assert refusal(images(tmp_path).setup).what == problem.what
     manifest.write_text(made.to_json())
     flip(tmp_path / "far/train.index.npy", 500)
     problem = refusal(images(tmp_path).setup)
-    assert problem.path == "data.root" and "train.index.npy" in problem.what
+    assert problem.path == "data.root"
+    assert "train.index.npy" in problem.what
 
 
 def test_ranks_that_see_different_data_sets_are_refused(tmp_path, monkeypatch):
@@ -217,4 +233,5 @@ def test_ranks_that_see_different_data_sets_are_refused(tmp_path, monkeypatch):
         first, same, other = (StoredImages(r, 4, classes, num_workers=0) for r in roots)
         first.setup(), same.setup()
         what = refusal(other.setup).what
-        assert f"different data sets: {met[0][0]} is rank 0's, on" in what and met[2][0] in what
+        assert f"different data sets: {met[0][0]} is rank 0's, on" in what
+        assert met[2][0] in what

@@ -63,7 +63,9 @@ def test_addresses(uri, server, monkeypatch):
 )
 def test_addresses_that_are_refused(uri, what):
     problem = refusal(open_store, uri)
-    assert what in problem.what and problem.path == uri.partition("?")[0] and problem.remedy
+    assert what in problem.what
+    assert problem.path == uri.partition("?")[0]
+    assert problem.remedy
     assert "secret" not in str(problem)
 
 
@@ -77,7 +79,9 @@ def store(request, tmp_path):
 
 def test_files_are_stored_once_and_read_back(store, tmp_path, monkeypatch):
     monkeypatch.setattr(remote_module, "PART", 100_000)
-    source, back, data = tmp_path / "source", tmp_path / "back", os.urandom(1_234_567)
+    source = tmp_path / "source"
+    back = tmp_path / "back"
+    data = os.urandom(1_234_567)
     source.write_bytes(data)
     sent, received = [], []
     for action in (store.read, lambda name: store.download(name, back)):
@@ -90,12 +94,16 @@ def test_files_are_stored_once_and_read_back(store, tmp_path, monkeypatch):
     store.upload(tmp_path / "empty", "nothing")
     back.write_bytes(bytes(2_000_000))  # longer than the file
     pickle.loads(pickle.dumps(store)).download("a/b.tar", back, received.append)
-    assert back.read_bytes() == data and sum(sent) == sum(received) == len(data)
-    assert store.size("a/b.tar") == len(data) and store.size("a") is None
-    assert list(store.names()) == ["a/b.tar", "nothing"] and list(store.names("a/")) == ["a/b.tar"]
+    assert back.read_bytes() == data
+    assert sum(sent) == sum(received) == len(data)
+    assert store.size("a/b.tar") == len(data)
+    assert store.size("a") is None
+    assert list(store.names()) == ["a/b.tar", "nothing"]
+    assert list(store.names("a/")) == ["a/b.tar"]
     with pytest.raises(StoreError, match="exists already"):
         store.upload(tmp_path / "empty", "a/b.tar")
-    assert store.read("a/b.tar") == data and store.read("nothing") == b""
+    assert store.read("a/b.tar") == data
+    assert store.read("nothing") == b""
 
 
 @pytest.mark.parametrize("size", [1000, 9 << 20])  # as one object, and in parts
@@ -110,7 +118,8 @@ def test_an_upload_replaces_nothing_and_leaves_nothing_unfinished(store, tmp_pat
     if size > 1000:  # a small object is complete at once
         with pytest.raises(KeyboardInterrupt):
             store.upload(tmp_path / "1", "file", interrupt)
-        assert list(store.names()) == [] and not any(tmp_path.glob("kept/images/*"))
+        assert list(store.names()) == []
+        assert not any(tmp_path.glob("kept/images/*"))
 
     def overtaken(count):  # the other has looked, and found nothing of that name
         if store.size("file") is None:
@@ -118,7 +127,8 @@ def test_an_upload_replaces_nothing_and_leaves_nothing_unfinished(store, tmp_pat
 
     with pytest.raises(StoreError, match=f"{store.uri}/file exists already"):
         store.upload(tmp_path / "1", "file", overtaken)
-    assert store.read("file") == b"2" * size and list(store.names()) == ["file"]
+    assert store.read("file") == b"2" * size
+    assert list(store.names()) == ["file"]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +139,8 @@ def test_a_response_that_is_lost_does_not_fail_an_upload(s3, tmp_path, size, cal
 
     store = open_store(f"s3://box/{tmp_path.name}", patience=20)
     (tmp_path / "one").write_bytes(bytes(size))
-    real, lost = getattr(store.client, call), []
+    real = getattr(store.client, call)
+    lost = []
 
     def losing(**options):
         response = real(**options)
@@ -140,7 +151,8 @@ def test_a_response_that_is_lost_does_not_fail_an_upload(s3, tmp_path, size, cal
 
     monkeypatch.setattr(store.client, call, losing)
     store.upload(tmp_path / "one", "file")
-    assert lost and store.size("file") == size
+    assert lost
+    assert store.size("file") == size
 
 
 @pytest.mark.parametrize(
@@ -157,20 +169,23 @@ def test_what_azure_refuses_comes_with_a_remedy_and_no_signature(status, code, r
 
     def fails():
         error = HttpResponseError("the server's words: /box/file?sv=1&sig=verysecret&se=2")
-        error.status_code, error.error_code = status, code
+        error.status_code = status
+        error.error_code = code
         raise error
 
     with pytest.raises(StoreError, match="the server's words") as raised:
         store.retried("file", fails)
     error = raised.value
-    assert remedy in error.remedy and bool(error.remedy) == bool(remedy)
+    assert remedy in error.remedy
+    assert bool(error.remedy) == bool(remedy)
     assert error.transient == (status == 503)
     assert "secret" not in str(error) + store.uri + repr(store) + store.address
 
 
 def test_a_kept_manifest_is_of_one_server(s3, tmp_path, monkeypatch):
     prepare(tmp_path / "far")
-    uri, cache = "s3://box/kept", tmp_path / "cache"
+    uri = "s3://box/kept"
+    cache = tmp_path / "cache"
     open_store(uri, patience=2).upload(tmp_path / "far" / MANIFEST, MANIFEST)
     open_data_set(uri, cache_root=cache).keep(cache)
     (kept,) = (cache / "manifests").iterdir()
@@ -205,14 +220,17 @@ def test_credentials_are_checked_and_requests_not_logged(monkeypatch):
     for text in ("AccountKey=verysecret", "verysecret"):
         monkeypatch.setenv(STRING, text)
         problem = refusal(open_store("azure://box/a").read, "file")
-        assert STRING in problem.what and problem.remedy and "secret" not in str(problem)
+        assert STRING in problem.what
+        assert problem.remedy
+        assert "secret" not in str(problem)
     monkeypatch.setenv(STRING, "AccountName=me;AccountKey=a2V5")
     assert open_store("azure://box").client
     monkeypatch.delenv(STRING)
     monkeypatch.setenv(ACCOUNT, "me")
     monkeypatch.setenv(SAS, "?sv=1&sig=secret")
     store = open_store("azure://box")
-    assert store.client.url.endswith("/box?sv=1&sig=secret") and "secret" not in store.address
+    assert store.client.url.endswith("/box?sv=1&sig=secret")
+    assert "secret" not in store.address
     for name in ("azure", "azure.identity"):
         assert not logging.getLogger(name).isEnabledFor(logging.INFO)
 
@@ -234,7 +252,8 @@ def test_refused_requests_come_with_a_remedy(uri, variables, remedy, s3, monkeyp
     assert remedy in refusal(open_data_set, uri, patience=0).remedy
     if "prepare" not in remedy:  # before hours of work
         problem = refusal(check_target, uri, None)
-        assert problem.path == "--upload" and remedy in problem.remedy
+        assert problem.path == "--upload"
+        assert remedy in problem.remedy
 
 
 @pytest.fixture
@@ -249,12 +268,16 @@ def send(out, to):
 
 def refused(out, to):
     problem = refusal(send, out, to)
-    assert problem.path == "--upload" and problem.remedy
+    assert problem.path == "--upload"
+    assert problem.remedy
     return problem.what
 
 
 def test_an_upload_resumes_and_the_manifest_comes_last(out, tmp_path, monkeypatch):
-    there, sent, real, limit = tmp_path / "there", [], FileStore.upload, 4
+    there = tmp_path / "there"
+    sent = []
+    real = FileStore.upload
+    limit = 4
 
     def limited(self, path, name, progress=None):
         if len(sent) == limit:
@@ -265,12 +288,14 @@ def test_an_upload_resumes_and_the_manifest_comes_last(out, tmp_path, monkeypatc
     monkeypatch.setattr(FileStore, "upload", limited)
     monkeypatch.setattr("distdl.tools.prepare.upload.PARALLEL", 1)
     problem = refusal(send, out, there)
-    assert "the server is gone" in problem.what and "the same command" in problem.remedy
+    assert "the server is gone" in problem.what
+    assert "the same command" in problem.remedy
     assert sent[:2] == ["train.index.npy", "val.index.npy"]
     assert everything(there).keys() == set(sent)
     limit = 99
     send(out, there)
-    assert sent[-1] == MANIFEST and len(sent) == len(set(sent))
+    assert sent[-1] == MANIFEST
+    assert len(sent) == len(set(sent))
     assert everything(there) == everything(out)
     monkeypatch.setattr(FileStore, "upload", None)  # a second time nothing is sent
     send(out, there)

@@ -33,12 +33,14 @@ class Job:
     """
 
     def __init__(self, world, slow=None, seed=0, every=1, accumulate=1):
-        self.slow, self.random = slow or {}, random.Random(seed)
+        self.slow = slow or {}
+        self.random = random.Random(seed)
         self.now = [0.0] * world  # milliseconds of a true clock
         self.clock = [self.random.uniform(0, 1e9) for _ in self.now]
         self.marks, self.steps, self.collectives = ([[] for _ in self.now] for _ in range(3))
         for step in range(40):
-            self.stalls, before = step % every == 0, ""
+            self.stalls = step % every == 0
+            before = ""
             for phase, share, wait in STEP + SAVING * (step % EVERY == EVERY - 1):
                 if phase != before:
                     self.begin(PHASES.index(phase))
@@ -97,7 +99,8 @@ def test_the_slow_rank_and_phase_are_named(phase):
     for world, rank in ((2, 0), (2, 1), (8, 7)):
         job = Job(world, {(rank, phase): 50.0}, seed=rank)
         verdict = straggler.verdict(job.records())
-        assert verdict and verdict[:2] == (rank, phase)
+        assert verdict
+        assert verdict[:2] == (rank, phase)
         mean = 50 / EVERY if phase == "checkpoint" else 50
         assert verdict.excess_ms == approx(mean, rel=0.2)
         assert f"rank {rank} (node{rank}) is slow: {straggler.WORDS[phase]}" in verdict.sentence
@@ -171,7 +174,8 @@ def test_rank_0_warns_of_what_it_has_seen_twice_in_a_row_and_only_once(monkeypat
     monkeypatch.setattr(peers, "EXCHANGE_S", 0.0)
     # The recorder is the process's: it may hold collectives of earlier tests.
     monkeypatch.setattr(peers.flight, "collectives", lambda *recorders: [])
-    store, warned = dist.HashStore(), []
+    store = dist.HashStore()
+    warned = []
     parts = [(Environment("local", rank, 2), heartbeat.RankHeartbeat()) for rank in (0, 1)]
     ranks = [peers.Peers(*each, lambda verdict: warned.append(verdict.phase)) for each in parts]
     seen = []

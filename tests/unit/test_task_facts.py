@@ -70,7 +70,8 @@ def project(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("name", "facts"), rows(READ))
 def test_what_a_task_says_is_read_without_an_import(project, name, facts):
-    read, plain = task_facts.of_target(name), task_facts.of_target("mine.tasks.function")
+    read = task_facts.of_target(name)
+    plain = task_facts.of_target("mine.tasks.function")
     different = [n for n in task_facts.NAMES if getattr(read, n) != getattr(plain, n)]
     assert different == [each for each in facts[0].split() if each != "-"]
 

@@ -107,7 +107,8 @@ def test_crops_are_drawn_as_torchvision_draws_them():
 
 
 def test_training_sees_a_crop_resized_and_flipped():
-    view, flips = TrainView(32, decoder="pil"), 0
+    view = TrainView(32, decoder="pil")
+    flips = 0
     for seed in range(20):
         seen = draw(pickle.loads(pickle.dumps(view)), PLAIN, seed)  # as workers get it
         seed_all(seed)
@@ -135,15 +136,18 @@ def test_the_device_decodes_the_pixels_that_a_worker_would_have_decoded(kind):
         images = Listed([KINDS[name] for name in names], view)
         return images.collate([images[i] for i in range(len(names))])
 
-    shipped, expected = batch(kind(16, decoder="nvjpeg")), batch(kind(16))["image"]
-    assert isinstance(shipped["image"], EncodedBatch) and len(shipped["image"]) == len(names)
+    shipped = batch(kind(16, decoder="nvjpeg"))
+    expected = batch(kind(16))["image"]
+    assert isinstance(shipped["image"], EncodedBatch)
+    assert len(shipped["image"]) == len(names)
     is_encoded = [crop[6] > 0 for crop in shipped["image"].crops]
     assert is_encoded == [name not in ("cmyk", "png") for name in names]
     image = ImageData(2, 0).on_before_batch_transfer(shipped, 0)["image"]
     assert torch.equal(image, expected)
     assert image.is_contiguous(memory_format=torch.channels_last)
     damaged = Listed([BROKEN, PLAIN], kind(16, decoder="nvjpeg"))[0]
-    assert damaged["weight"] == 0 and "file 0: " in damaged["damaged"]
+    assert damaged["weight"] == 0
+    assert "file 0: " in damaged["damaged"]
 
 
 COLOURS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 32, 32), dtype=np.uint8))
@@ -158,7 +162,8 @@ def augmented(config, seed=0, image=COLOURS):
 
 def test_by_default_an_image_is_only_flipped():
     for config, flip in ((None, 0.5), (OFF, 0.5), ({"horizontal_flip": None}, 0)):
-        assert Augment(config).flip == flip and torch.equal(augmented(config), COLOURS)
+        assert Augment(config).flip == flip
+        assert torch.equal(augmented(config), COLOURS)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +197,8 @@ def test_erasing_fills_a_rectangle_with_what_becomes_zero_or_noise():
     image = torch.zeros(3, 224, 224, dtype=torch.uint8)
     result = augmented({"random_erasing": {"p": 1.0, "fill": "noise"}}, 1, image)
     normalised = (result[:, result.sum(0) > 0] / 255 - MEAN) / STD
-    assert abs(normalised.mean()) < 0.1 and 0.85 < normalised.std() < 1.05
+    assert abs(normalised.mean()) < 0.1
+    assert 0.85 < normalised.std() < 1.05
 
 
 REFUSED = [
@@ -231,7 +237,8 @@ REFUSED += [
 def test_refused_settings(monkeypatch, config, path, text):
     monkeypatch.setattr(views, "works", lambda name: True)
     (problem,) = map(str, check_views(config))
-    assert problem.startswith(path) and text in problem
+    assert problem.startswith(path)
+    assert text in problem
 
 
 def test_accepted_settings_and_decoders_that_are_not_installed(monkeypatch):
@@ -239,7 +246,8 @@ def test_accepted_settings_and_decoders_that_are_not_installed(monkeypatch):
         assert list(check_views(config)) == []
     monkeypatch.setattr(views, "works", lambda name: False)
     (problem,) = check_views({"decoder": "nvjpeg"})
-    assert problem.path == "decoder" and problem.remedy.startswith("pip install 'torchcodec>=0.16'")
+    assert problem.path == "decoder"
+    assert problem.remedy.startswith("pip install 'torchcodec>=0.16'")
     assert list(check_views({"decoder": "nvjpeg"}, local=False)) == []
     monkeypatch.delattr("torchcodec.decoders.decode_jpeg", raising=False)  # as before 0.16
     assert not works("torchcodec")

@@ -12,7 +12,9 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of a sine with new noise each time, which distdl seeds: a resume is exact."""
 
     def __init__(self, count: int, window: int, noise: float) -> None:
-        self.count, self.window, self.noise = count, window, noise
+        self.count = count
+        self.window = window
+        self.noise = noise
 
     def __len__(self) -> int:
         return self.count
@@ -30,7 +32,9 @@ class Waves(LightningDataModule):
         self, batch_size: int, window: int = 32, noise: float = 0.1, train_samples: int = 2000
     ) -> None:
         super().__init__()
-        self.batch_size, self.window, self.noise = batch_size, window, noise
+        self.batch_size = batch_size
+        self.window = window
+        self.noise = noise
         self.train_samples = train_samples
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:

@@ -146,7 +146,8 @@ def _resume_arguments(planned: Plan, stored: DictConfig) -> str:
         OmegaConf.to_container(configs.recipe_of(each), resolve=False)
         for each in (stored, planned.recipe)
     )
-    assert isinstance(old, dict) and isinstance(new, dict)
+    assert isinstance(old, dict)
+    assert isinstance(new, dict)
     changed = []
     for section, key in (path.split(".") for path in configs.CHANGEABLE):
         before = old.get(section)

@@ -95,7 +95,8 @@ class ValidationLoop(_EvaluationLoop):
         if not self.was_cut:
             return super().on_run_end()
         trainer, before = self.trainer, self._before
-        assert before is not None and self.decides is not None
+        assert before is not None
+        assert self.decides is not None
         before.put_back_metrics()
         self._run_hooks_at_the_end()
         trainer._logger_connector.reset_results()

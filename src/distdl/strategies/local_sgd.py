@@ -126,7 +126,8 @@ class LocalSGDStrategy(DriftingStrategy):
 
     @torch.no_grad()
     def _outer_step(self) -> None:
-        assert self._outer is not None and self.lightning_module is not None
+        assert self._outer is not None
+        assert self.lightning_module is not None
         pairs = [(p, self._last.get(n)) for n, p in self.lightning_module.named_parameters()]
         trained = [(parameter, last) for parameter, last in pairs if last is not None]
         for mean, last in trained:

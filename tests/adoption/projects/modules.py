@@ -58,7 +58,8 @@ class Complete(Regression):
     """A module that brings its data, and compiles its network itself."""
 
     kind = "subclass"
-    train_dataloader, val_dataloader = PointsData.train_dataloader, PointsData.val_dataloader
+    train_dataloader = PointsData.train_dataloader
+    val_dataloader = PointsData.val_dataloader
     test_dataloader = PointsData.test_dataloader
 
     def __init__(self, batch_size):
@@ -74,7 +75,8 @@ class Partial(Regression):
     def __init__(self, net, optimizer, scheduler, **options):
         super().__init__()
         self.save_hyperparameters(logger=False, ignore=["net"])
-        self.network, self.options = net, options
+        self.network = net
+        self.options = options
 
     def configure_optimizers(self):
         optimizer = self.hparams.optimizer(params=self.parameters())
@@ -252,7 +254,8 @@ class Contrastive(Steps):
         self.encoder = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 4))
 
     def loss(self, batch):
-        x, strength = batch["x"], 0.1 * self.training
+        x = batch["x"]
+        strength = 0.1 * self.training
         views = [x + strength * torch.randn_like(x) for _ in range(2)]
         codes = [F.normalize(self.encoder(view), dim=1) for view in views]
         if self.trainer.world_size > 1:
@@ -273,7 +276,8 @@ class VAE(Steps):
     def __init__(self, beta=0.1):
         super().__init__()
         self.save_hyperparameters()
-        self.encoder, self.decoder = nn.Linear(WIDTH, 4), nn.Linear(2, WIDTH)
+        self.encoder = nn.Linear(WIDTH, 4)
+        self.decoder = nn.Linear(2, WIDTH)
 
     def loss(self, batch):
         mean, log_variance = self.encoder(batch["x"]).chunk(2, dim=1)

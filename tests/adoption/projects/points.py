@@ -94,7 +94,8 @@ class PointsData(LightningDataModule):
 
     def __init__(self, kind, batch_size=4):
         super().__init__()
-        self.kind, self.batch_size = kind, batch_size
+        self.kind = kind
+        self.batch_size = batch_size
 
     def train_dataloader(self):
         if self.kind in LOADERS:
@@ -110,7 +111,8 @@ class PointsData(LightningDataModule):
         return Points(count, seed=10 + epoch)
 
     def val_dataloader(self):
-        one, other = data.DataLoader(Points(10, seed=2), 4), data.DataLoader(Points(6, seed=3), 4)
+        one = data.DataLoader(Points(10, seed=2), 4)
+        other = data.DataLoader(Points(6, seed=3), 4)
         return [one, other] if self.kind == "two sets" else one
 
     test_dataloader = val_dataloader

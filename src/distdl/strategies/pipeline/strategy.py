@@ -134,7 +134,8 @@ class PipelineStrategy(StagedStrategy):
         self._spans = [s if i in self._pieces else [] for i, s in enumerate(self._spans)]
 
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self._plan is not None
+        assert self.accelerator is not None
+        assert self._plan is not None
         module = trainer.lightning_module
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)

@@ -61,7 +61,8 @@ class CollectiveTrace:
             warnings.simplefilter("ignore")
             self._profile.stop()
         results = self._profile.profiler
-        assert results is not None and results.kineto_results is not None
+        assert results is not None
+        assert results.kineto_results is not None
         return analyse(results.kineto_results.events(), steps)
 
 
