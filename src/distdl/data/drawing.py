@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -96,18 +97,18 @@ def seed_all(value: int) -> None:
     torch.default_generator.manual_seed(value)
 
 
-def shards_itself(loader: Any) -> bool:
+def shards_itself(loader: DataLoader[Any]) -> bool:
     """Whether a sampler already gives each rank its part: it has `num_replicas` and `rank`."""
     each_has = (hasattr(s, "num_replicas") and hasattr(s, "rank") for s in samplers_of(loader))
     return any(each_has)
 
 
-def samplers_of(loader: Any) -> list[Any]:
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     """A loader's batch sampler and sampler, and those inside them."""
     return [*_within(loader.batch_sampler), *_within(loader.sampler)]
 
 
-def _within(sampler: Any) -> Iterator[Any]:
+def _within(sampler: object) -> Iterator[Any]:
     """A sampler and the samplers inside it."""
     if not hasattr(sampler, "__dict__"):
         return
@@ -117,11 +118,13 @@ def _within(sampler: Any) -> Iterator[Any]:
             yield from _within(held)
 
 
-def _plain(item: Any) -> Any:
+def _plain(item: object) -> object:
     """Integers, also those in a list, as Python's int; anything else unchanged."""
     if isinstance(item, list):
         return [_plain(each) for each in item]
+    if not hasattr(item, "__index__"):
+        return item
     try:
         return operator.index(item)
-    except (TypeError, RuntimeError, ValueError):  # torch's, for a tensor of several numbers
+    except (TypeError, RuntimeError, ValueError):  # an array or a tensor of several numbers
         return item

@@ -83,7 +83,7 @@ class HeldGenerators(OwnGenerators):
                 reseed(held, stable_seed(seed, rank, path))
 
 
-def _state(generator: Generator) -> Any:
+def _state(generator: Generator) -> object:
     match generator:
         case torch.Generator():
             return generator.get_state()
@@ -96,31 +96,34 @@ def _state(generator: Generator) -> Any:
             return [version, list(internal), gauss]
 
 
-def _restored(generator: Any, state: Any) -> bool:
+def _restored(generator: object, state: object) -> bool:
     """Sets a generator, if this is the state of such a one; whether it is."""
     try:
         match generator:
-            case torch.Generator():
+            case torch.Generator() if isinstance(state, torch.Tensor):
                 generator.set_state(state)
-            case np.random.Generator():
+            case np.random.Generator() if isinstance(state, dict):
                 generator.bit_generator.state = state
-            case np.random.RandomState():
+            case np.random.RandomState() if isinstance(state, dict):
                 generator.set_state(state)
-            case random.Random():
+            case random.Random() if isinstance(state, Sequence):
                 version, internal, gauss = state
                 generator.setstate((version, tuple(internal), gauss))
+            case _:
+                return False
     except (KeyError, TypeError, ValueError, RuntimeError):
         return False
     return True
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """NumPy's arrays and numbers as Python's."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-def _same(one: Any, other: Any) -> bool:
-    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return torch.equal(one, other) if both else bool(one == other)
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -16,6 +16,9 @@ from distdl.data.encoded import Damage, OnDamaged
 from distdl.data.side_stream import SideStream
 from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from distdl.images.nvjpeg import EncodedBatch
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 
 
 def default_workers() -> int:
@@ -90,7 +93,9 @@ class ImageData(LightningDataModule):
         copy = super().transfer_batch_to_device
         return self._beside(device, copy, batch, device, dataloader_idx)
 
-    def _beside(self, device: torch.device, work: Callable[..., Any], *args: Any) -> Any:
+    def _beside(
+        self, device: torch.device, work: Callable[[*Arguments], Result], *args: *Arguments
+    ) -> Result:
         """`work(*args)`; for a CUDA device on the side stream."""
         if device.type != "cuda" or not self.side_stream:
             return work(*args)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -49,6 +49,7 @@ from distdl.util.seeds import stable_seed
 
 log = logging.getLogger(__name__)
 
+Loader = TypeVar("Loader")
 LEAVE = "trainer.use_distributed_sampler=false"
 
 
@@ -78,9 +79,14 @@ class KeyedDataset(Dataset[Any]):
     """
 
     def __init__(
-        self, dataset: Any, seed: int, *, with_weight: bool = False, collate_fn: Any = None
+        self,
+        dataset: Dataset[Any],
+        seed: int,
+        *,
+        with_weight: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        self.dataset = dataset
+        self.dataset: Any = dataset  # torch's class states no length
         self.seed = seed
         self.with_weight = with_weight
         self.own_generators = OwnGenerators(dataset=dataset, collate_fn=collate_fn)
@@ -88,12 +94,12 @@ class KeyedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name == "dataset":  # unset while unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitem__(self, key: SampleKey | int) -> Any:
+    def __getitem__(self, key: SampleKey | int) -> object:
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[Any]) -> list[Any]:
@@ -123,7 +129,7 @@ class KeyedDataset(Dataset[Any]):
             first = self._sample(keys[0], draws)
         return [first, *(self._sample(key, draws) for key in keys[1:])]
 
-    def _sample(self, key: SampleKey, draws: bool) -> Any:
+    def _sample(self, key: SampleKey, draws: bool) -> object:
         if draws:
             sample_of = (self.seed, key.epoch, key.index)
             seed_all(stable_seed(*sample_of))
@@ -143,15 +149,15 @@ class KeyedDataset(Dataset[Any]):
         return {**sample, "weight": weight, "index": key.index}
 
 
-def is_marked(dataset: Any) -> bool:
+def is_marked(dataset: object) -> bool:
     """Whether a dataset states, itself or by its very class, that it draws nothing."""
     kind = type(dataset)
     if "is_deterministic" in {*vars(kind), *getattr(dataset, "__dict__", ())}:
-        return bool(dataset.is_deterministic)
+        return bool(getattr(dataset, "is_deterministic", False))
     return kind is TensorDataset
 
 
-def saves_itself(loader: Any) -> bool:
+def saves_itself(loader: object) -> bool:
     """Whether a loader saves its own state, which Lightning writes into checkpoints."""
     return callable(getattr(loader, "state_dict", None)) and callable(
         getattr(loader, "load_state_dict", None)
@@ -218,9 +224,9 @@ def distribute(
             setattr(source, f"{stage}_dataloader", _wrapped(hook, part))
 
 
-def _wrapped(hook: Callable[[], Any], share: _Share) -> Callable[[], Any]:
+def _wrapped(hook: Callable[[], object], share: _Share) -> Callable[[], object]:
     @functools.wraps(hook)  # Lightning reads `__wrapped__` to see if the user overrode the hook
-    def dataloader() -> Any:
+    def dataloader() -> object:
         return share.apply(hook())
 
     return dataloader
@@ -240,7 +246,7 @@ class _Share:
     share: bool
     warned: set[str] = field(default_factory=set)
 
-    def apply(self, loaders: Any) -> Any:
+    def apply(self, loaders: object) -> object:
         if isinstance(loaders, CombinedLoader):
             return CombinedLoader(self.apply(loaders.iterables), loaders._mode)
         several = len(tree_leaves(loaders)) > 1
@@ -252,7 +258,7 @@ class _Share:
                 self._say_not_exact("several loaders", again)
         return tree_map(functools.partial(self._one, resume=not several), loaders)
 
-    def _one(self, loader: Any, resume: bool) -> Any:
+    def _one(self, loader: object, resume: bool) -> object:
         if loader is None:
             return None
         if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, EndingWithRank):
@@ -354,7 +360,7 @@ class _Share:
                     text = f"a DistributedSampler gives {twice} of {count} samples twice. "
                     self._warn(f"{text}{self._to_count_once}, without the sampler")
 
-    def _stream(self, loader: DataLoader[Any]) -> Any:
+    def _stream(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Refuses an iterable training dataset on several ranks without `shards_itself`."""
         dataset: Any = loader.dataset
         shards = getattr(dataset, "shards_itself", None)
@@ -375,7 +381,7 @@ class _Share:
         remedy += "loaders alone"
         raise UserError.at("data", what, f"{remedy}: {LEAVE}")
 
-    def _refuse_unsharded(self, loader: DataLoader[Any], why: str) -> Any:
+    def _refuse_unsharded(self, loader: DataLoader[Any], why: str) -> DataLoader[Any]:
         name = type(loader).__name__
         if self.world_size == 1 or self.stage != "train":
             return self._unchanged(loader, f"left unchanged ({name}: {why})")
@@ -384,7 +390,7 @@ class _Share:
         remedy = f"change the loader; or shard it yourself, and leave all loaders alone: {LEAVE}"
         raise UserError.at("data", what, remedy)
 
-    def _unchanged(self, loader: Any, why: str | None = None) -> Any:
+    def _unchanged(self, loader: Loader, why: str | None = None) -> Loader:
         """Counts a loader that is not sharded, and returns it unchanged, with its warnings."""
         if why is not None and self.world_size > 1:
             self._warn(f"{why}: it must shard itself over {self.world_size} ranks")
@@ -394,11 +400,11 @@ class _Share:
             self._count_in((rows or 1) * self.world_size, rows)
         return loader
 
-    def _all_keep_their_place(self, loaders: Any) -> bool:
+    def _all_keep_their_place(self, loaders: object) -> bool:
         each = all(saves_itself(loader) for loader in tree_leaves(loaders))
         return each and (self.position.has_states or not self.position.consumed)
 
-    def _say_who_knows_the_place(self, loader: Any) -> None:
+    def _say_who_knows_the_place(self, loader: object) -> None:
         """What a resume inside an epoch does with a loader that is left as it is."""
         name = type(loader).__name__
         source = type(self.source)
@@ -415,7 +421,7 @@ class _Share:
         else:
             self._say_not_exact(name, f"{name} starts the epoch again")
 
-    def _name_unrepeatable_of_stateful(self, loader: Any) -> None:
+    def _name_unrepeatable_of_stateful(self, loader: object) -> None:
         dataset = getattr(loader, "dataset", None)
         own = OwnGenerators(dataset=dataset, collate_fn=getattr(loader, "collate_fn", None))
         own.look()

@@ -73,17 +73,17 @@ class OwnGenerators:
 
     left_out: tuple[type, ...] = ()  # objects that are not searched
 
-    def __init__(self, **roots: Any) -> None:
+    def __init__(self, **roots: object) -> None:
         self._roots = roots
         self._found: dict[str, Generator | SetState] = {}
         self._owners: dict[str, Mapping[Any, Any]] = {}
         self._looked: tuple[int, int] | None = None  # process, epoch
         self.unknown: list[str] = []
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self._roots  # the process that unpickles this looks itself
 
-    def __setstate__(self, roots: dict[str, Any]) -> None:
+    def __setstate__(self, roots: dict[str, object]) -> None:
         self.__init__(**roots)  # type: ignore[misc]
 
     @property
@@ -114,7 +114,7 @@ class OwnGenerators:
                 if isinstance(value, KINDS) and value not in DEFAULT:
                     self._found[f"{path}.{name}"] = value
 
-    def seed(self, *parts: Any) -> None:
+    def seed(self, *parts: object) -> None:
         """Seeds each by `parts` and its place, so that two of them do not draw the same."""
         for path, generator in self._found.items():
             reseed(generator, stable_seed(*parts, path))
@@ -131,7 +131,7 @@ class _Search:
         self._seen: dict[int, Any] = {}  # the object too, so that no other one gets its id
         self._depth = 0
 
-    def visit(self, path: str, value: Any) -> None:
+    def visit(self, path: str, value: object) -> None:
         if self._depth >= DEEPEST:
             self._say(f"what lies in {path[:100]}... (more than {DEEPEST} objects in each other)")
             return
@@ -141,7 +141,7 @@ class _Search:
         finally:
             self._depth -= 1
 
-    def _visit(self, path: str, value: Any) -> None:
+    def _visit(self, path: str, value: object) -> None:
         if isinstance(value, self._left_out) or id(value) in self._seen:
             return
         if len(self._seen) >= MOST:
@@ -187,7 +187,7 @@ class _Search:
         for name, value in held:
             self.visit(f"{path}.{name}", value)
 
-    def _object(self, path: str, value: Any) -> None:
+    def _object(self, path: str, value: object) -> None:
         kind = type(value)
         before = len(self.found)
         if hasattr(value, "__dict__"):
@@ -206,13 +206,13 @@ class _Search:
         # Not `hasattr(value)`, which a client that makes its methods itself would answer.
         if not hasattr(kind, "set_random_state") or len(self.found) > before:
             return
-        setter = value.set_random_state
+        setter: Any = getattr(value, "set_random_state", None)
         if "seed" in _parameters(setter):
             self.found[path] = setter
         else:
             self._say(f"{path} ({kind.__name__}.set_random_state takes no seed)")
 
-    def _class(self, path: str, base: type, value: Any) -> None:
+    def _class(self, path: str, base: type, value: object) -> None:
         """The class's own attributes, as MONAI's `R`, and what its methods name."""
         users = _is_users(base.__module__)
         for name in vars(base).get("__slots__", ()) if users else ():
@@ -250,7 +250,7 @@ class _Search:
         for name in sorted(names & function.__globals__.keys()):
             self._global(function.__module__, name, function.__globals__[name], names)
 
-    def _global(self, module: str, name: str, value: Any, names: set[str]) -> None:
+    def _global(self, module: str, name: str, value: object, names: set[str]) -> None:
         path = f"{module}.{name}"
         if isinstance(value, types.ModuleType):
             if _is_users(value.__name__):
@@ -301,7 +301,7 @@ def _is_closed(module: str) -> bool:
     return module.partition(".")[0] in CLOSED or f"{module}.".startswith(CLOSED_PARTS)
 
 
-def _functions(held: Any) -> Iterator[types.FunctionType]:
+def _functions(held: object) -> Iterator[types.FunctionType]:
     """The functions of a class's attribute."""
     parts = [held.fget] if isinstance(held, property) else [getattr(held, "__func__", held)]
     for part in parts:

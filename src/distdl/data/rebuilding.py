@@ -101,7 +101,7 @@ class Striding(IterableDataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset) // self.world_size  # type: ignore[arg-type]  # TypeError: unknown
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name == "dataset":  # unset while unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)

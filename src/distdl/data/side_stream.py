@@ -8,10 +8,13 @@ previous step. On the same stream, the copy would wait for that step; on another
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar, TypeVarTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 
 
 class SideStream:
@@ -22,7 +25,7 @@ class SideStream:
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
-    def __call__(self, work: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, work: Callable[[*Arguments], Result], *args: *Arguments) -> Result:
         """`work(*args)`; kernels queued after this call wait for the result."""
         step = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self.stream):

@@ -31,7 +31,7 @@ def send_failures(worker: int) -> None:
     by default only prints the error; the rank would wait for the batch for ever."""
     printed = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
-    def send(queue: Any, error: Exception, sent: Any) -> None:
+    def send(queue: Queue[Any], error: Exception, sent: object) -> None:
         number, batch = sent if isinstance(sent, tuple) and len(sent) == 2 else (None, None)
         if not isinstance(number, int) or isinstance(batch, ExceptionWrapper):
             printed(error, sent)  # not a batch

@@ -182,5 +182,5 @@ def _wrong_values(
             yield Problem(where, what, f"data.{where}={default}")
 
 
-def _number(value: Any, most: float) -> bool:
+def _number(value: object, most: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most

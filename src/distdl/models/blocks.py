@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument
 from torch.nn import functional as F
 
 from distdl.util.errors import UserError
@@ -83,26 +85,31 @@ def _step(network: nn.Module, node: fx.Node) -> nn.Module:
         return nn.Dropout(float(rate))  # type: ignore[arg-type]
     if "training" in node.kwargs or node.op not in ("call_function", "call_method"):
         raise _no_chain(network, f"{node.name} is not a block")
-    return Call(node.op == "call_method", node.target, node.args[1:], node.kwargs)
+    return Call(node.target, node.args[1:], node.kwargs)
 
 
 class Call(nn.Module):
-    """Calls a function or a tensor method with fixed arguments after the first."""
+    """Calls a function or a tensor method with fixed arguments after the first. The target is
+    the function, or the method's name."""
 
-    def __init__(self, method: bool, target: Any, args: Any, kwargs: Any) -> None:
+    def __init__(
+        self,
+        target: Callable[..., Any] | str,
+        args: Sequence[Argument],
+        kwargs: Mapping[str, Argument],
+    ) -> None:
         super().__init__()
-        self.method = method
         self.target = target
         self.args = tuple(args)
         self.kwargs = dict(kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.method:
+        if isinstance(self.target, str):
             return getattr(x, self.target)(*self.args, **self.kwargs)
         return self.target(x, *self.args, **self.kwargs)
 
     def extra_repr(self) -> str:
-        return str(self.target if self.method else self.target.__name__)
+        return self.target if isinstance(self.target, str) else self.target.__name__
 
 
 class MemoryLayout(nn.Module):

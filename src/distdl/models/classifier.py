@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 Compile = bool | Literal["default", "reduce-overhead", "max-autotune", "measured"]
 Precision = Literal["highest", "high", "medium"]
+Batch: TypeAlias = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
 
 class ImageClassifier(LightningModule):
@@ -133,7 +134,7 @@ class ImageClassifier(LightningModule):
         """Images [B, 3, H, W] to logits [B, num_classes]."""
         return self.network(images.contiguous(memory_format=self._layout))
 
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, torch.Tensor]:
         images, targets = self.pipeline_inputs(batch, batch_idx)
         return {"loss": self.pipeline_loss(self(images), targets)}
 
@@ -144,7 +145,7 @@ class ImageClassifier(LightningModule):
         named = [(n if n is None else f"network.{n}", b) for n, b in blocks_of(self.network)]
         return [(None, MemoryLayout(self._layout)), *named]
 
-    def pipeline_inputs(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def pipeline_inputs(self, batch: Batch, batch_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Images [B, 3, H, W] and labels int64 [B], or mixed ones and float32 [B, num_classes]."""
         images, targets, _ = _parts(batch)
         if self.mixup or self.cutmix:
@@ -168,7 +169,7 @@ class ImageClassifier(LightningModule):
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self._sums = torch.zeros(4, dtype=dtype, device=self.device)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         images, labels, weight = _parts(batch)
         logits = self(images).float()
         loss = F.cross_entropy(logits, labels, reduction="none")
@@ -185,13 +186,13 @@ class ImageClassifier(LightningModule):
     def on_test_epoch_start(self) -> None:
         self.on_validation_epoch_start()
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
         self._log_means("test")
 
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """Logits [B, num_classes], filler rows (weight 0) included."""
         return self(_parts(batch)[0])
 
@@ -207,7 +208,7 @@ class ImageClassifier(LightningModule):
         self.log_dict({**means, f"{stage}/samples": samples}, rank_zero_only=False, sync_dist=False)
 
 
-def _parts(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _parts(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Images, labels, and weights float32 [B] (ones if the batch has none). These are where the
     labels are: in a pipeline, images are on `meta` in all stages but the first."""
     if isinstance(batch, Mapping):

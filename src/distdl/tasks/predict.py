@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl.callbacks.checkpointer import class_names
 from distdl.data.encoded import EncodedImages
+from distdl.data.loading import KeyedDataset
 from distdl.data.sampling import EvalBatches
 from distdl.distributed import process_group
 from distdl.distributed.agreement import Agreement
@@ -130,26 +131,40 @@ class Collector(Callback):
         self.columns: Columns | None = None
         self.errors: list[str] = []
 
-    def opened(self, loader: Any) -> None:
+    def opened(self, loader: object) -> None:
         """Takes note of this rank's loader, before its first batch."""
         batches = getattr(loader, "batch_sampler", None)
         if not isinstance(batches, EvalBatches) and not getattr(batches, "drop_last", False):
             batches = getattr(getattr(loader, "sampler", None), "batches", None)
-        if not isinstance(batches, EvalBatches) or batches.batched or hasattr(self, "batches"):
+        keyed = getattr(loader, "dataset", None)
+        if (
+            not isinstance(batches, EvalBatches)
+            or not isinstance(keyed, KeyedDataset)
+            or batches.batched
+            or hasattr(self, "batches")
+        ):
             what = "predict_dataloader: its samples cannot be counted"
             raise UserError.at("data", what, "return one DataLoader over a map-style dataset")
         self.batches = batches
-        self.dataset = loader.dataset.dataset
+        self.dataset = keyed.dataset
         self.order: Any = batches.order  # indices of the samples without a stored row
         self.total = self.context.checkpointer.position.predicted + batches.num_samples
         if self.context.trainer.is_global_zero:
             key = getattr(self.dataset, "key", "")[:12]
             self.rows.describe(f"{self.total} samples {key}".strip())
 
-    def on_predict_batch_end(self, trainer: Trainer, *args: Any, **_: Any) -> None:
-        outputs, batch, batch_idx = args[1:4]
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         per_batch = self.batches.rows_per_batch
         if self.ranked:  # stay on the device, and nobody waits for them
+            assert isinstance(outputs, torch.Tensor)
             self.network_classes = outputs.shape[1]
             best = outputs.float().softmax(dim=1).topk(min(self.top_k, self.network_classes))
             self.outputs.append({"class": best.indices, "probability": best.values})
@@ -158,6 +173,7 @@ class Collector(Callback):
             self.outputs.append(on_host(outputs, size, self.reserved))
             self._refuse_other_columns(self.outputs[-1])
         if isinstance(self.dataset, EncodedImages):
+            assert isinstance(batch, dict)
             self.errors += batch["damaged"]
         (stop,) = self.agreement.exchange(bool(self.context.checkpointer.stop))
         if stop or len(self.outputs) * per_batch * self.batches.world_size >= self.part_samples:
@@ -234,9 +250,10 @@ class Collector(Callback):
         self.rows.add(table, missing, **counts)
 
 
-def on_host(outputs: Any, size: int, reserved: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+def on_host(outputs: object, size: int, reserved: Sequence[str] = ()) -> dict[str, torch.Tensor]:
     """What `predict_step` returned for a batch, each [size, ...]. Raises UserError if it is no
     table of `size` rows, or has a column of a `reserved` name."""
+    tensors: Mapping[Any, Any]
     tensors = outputs if isinstance(outputs, Mapping) else {"prediction": outputs}
     if not tensors:
         refuse_output("predict_step returned an empty dict")
@@ -256,7 +273,7 @@ def on_host(outputs: Any, size: int, reserved: Sequence[str] = ()) -> dict[str, 
     }
 
 
-def unfit(value: Any, size: int) -> str:
+def unfit(value: object, size: int) -> str:
     """Why a value cannot be a column of `size` rows; "" if it can."""
     if not isinstance(value, torch.Tensor):
         return f"a value of type {type(value).__name__}"

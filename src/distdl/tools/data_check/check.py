@@ -18,7 +18,7 @@ from distdl.ranks import scratch
 from distdl.stores import StoreError
 from distdl.tools.data_check import image_files, needs, sources, throughput
 from distdl.tools.data_check import screen as show
-from distdl.tools.data_check.sources import DataAtUri
+from distdl.tools.data_check.sources import DataAtUri, SplitImages
 from distdl.tools.prepare.next_steps import override
 from distdl.util.errors import UserError
 from distdl.util.progress_bar import Bar
@@ -88,7 +88,7 @@ def inspect(data: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any
     return seen, rates
 
 
-def sample(images: Any, count: int, remote: bool) -> tuple[int | None, Any]:
+def sample(images: SplitImages, count: int, remote: bool) -> tuple[int | None, Any]:
     """The middle shard (None: nothing must be downloaded), and evenly spread image indices."""
     shard = None
     rows = np.arange(len(images.labels))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from PIL import Image, ImageFile
 
@@ -125,11 +124,12 @@ class Treatment:
                 return again, ".jpg", ""
         return data, ".jpg", ""
 
-    def _jpeg(self, image: Image.Image, original: Image.Image, **how: Any) -> bytes:
+    def _jpeg(self, image: Image.Image, original: Image.Image, **how: int | Image.Exif) -> bytes:
         turned = orientation(original)
         if turned != 1:
-            how["exif"] = Image.Exif()
-            how["exif"][ORIENTATION] = turned
+            exif = Image.Exif()
+            exif[ORIENTATION] = turned
+            how["exif"] = exif
         # With `optimize` the whole file must fit PIL's buffer, which has 1 or 2 bytes per pixel;
         # noise needs 5 ("Suspension not allowed here"). JPEG blocks have up to 16 x 16 pixels.
         room = 4 * len(image.getbands()) * (image.width + 15) * (image.height + 15)
@@ -149,7 +149,7 @@ def png(image: Image.Image) -> bytes:
     return written(image, "PNG")
 
 
-def written(image: Image.Image, form: str, **how: Any) -> bytes:
+def written(image: Image.Image, form: str, **how: int | Image.Exif) -> bytes:
     """Encodes an image; raises Unwritten if PIL cannot."""
     memory = io.BytesIO()
     try:

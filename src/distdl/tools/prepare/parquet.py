@@ -12,12 +12,16 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.datasets.left_out import LeftOut
 from distdl.tools.prepare import records
 from distdl.tools.prepare.source import Progress, Sample, refuse_changed
 from distdl.util.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 NAMED = "*.parquet or *.pq"
 FILES = r"\.(parquet|pq)$"
@@ -131,7 +135,7 @@ class ParquetImages:
             "label_offset": self._label_offset,
         }
 
-    def _opened(self, name: str) -> Any:
+    def _opened(self, name: str) -> pq.ParquetFile:
         """The open file, kept until another one is opened."""
         if self._file[0] != name:
             try:
@@ -191,17 +195,17 @@ class ParquetImages:
         return {**self.__dict__, "_file": ("", None), "_group": ("", -1, None)}
 
 
-def _fields(kind: Any) -> list[Any]:
+def _fields(kind: pa.DataType) -> list[pa.Field]:
     """The fields of a struct type; [] for any other type."""
     import pyarrow as pa
 
     return [kind.field(i) for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
 
 
-def _image_column(schema: Any, wanted: str | None) -> str:
+def _image_column(schema: pa.Schema, wanted: str | None) -> str:
     import pyarrow as pa
 
-    def is_bytes(kind: Any) -> bool:
+    def is_bytes(kind: pa.DataType) -> bool:
         return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
     fits = [
@@ -213,10 +217,10 @@ def _image_column(schema: Any, wanted: str | None) -> str:
     return _chosen("--image-column", wanted, fits, IMAGE, schema, "bytes of images")
 
 
-def _label_column(schema: Any, wanted: str | None) -> str:
+def _label_column(schema: pa.Schema, wanted: str | None) -> str:
     import pyarrow as pa
 
-    def is_text(kind: Any) -> bool:
+    def is_text(kind: pa.DataType) -> bool:
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
@@ -227,7 +231,12 @@ def _label_column(schema: Any, wanted: str | None) -> str:
 
 
 def _chosen(
-    option: str, wanted: str | None, fits: list[str], usual: tuple[str, ...], schema: Any, data: str
+    option: str,
+    wanted: str | None,
+    fits: list[str],
+    usual: tuple[str, ...],
+    schema: pa.Schema,
+    data: str,
 ) -> str:
     columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
     if wanted is not None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +194,9 @@ class Preparation:
         left_out = self._contents()["made"]["damaged"]
         return sum(name.startswith(f"{split}: ") for name, _ in left_out)
 
-    def _contents(self) -> Any:
-        return json.loads(self.manifest.read_bytes())
+    def _contents(self) -> dict[str, Any]:
+        contents: dict[str, Any] = json.loads(self.manifest.read_bytes())
+        return contents
 
     def tidy(self) -> None:
         """Removes the work folder of a complete data set, even if a killed command left it."""
@@ -316,7 +318,7 @@ def _uninterrupted() -> Iterator[None]:
 _WORKER: dict[str, Any] = {}
 
 
-def _enter_worker(writer: Writer, counts: Any) -> None:
+def _enter_worker(writer: Writer, counts: SynchronizedArray[int]) -> None:
     _WORKER.update(writer=writer, counts=counts)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     end_with_parent()

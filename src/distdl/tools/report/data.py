@@ -195,16 +195,16 @@ def _median(values: list[float]) -> float:
     return median_high(finite) if finite else math.nan
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and value == value else None
 
 
-def _moment(value: Any) -> float | None:
+def _moment(value: object) -> float | None:
     moment = _number(value)
     return moment if moment is not None and abs(moment) < 1e11 else None  # what a date can show
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def mapping(value: object) -> dict[str, Any]:
     """A file's mapping; empty for any other type."""
     return value if isinstance(value, dict) else {}
 

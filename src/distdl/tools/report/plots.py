@@ -9,12 +9,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from distdl.tools.report.data import MetricSeries
 from distdl.util.colours import LINES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 POINTS = 600  # per line; more are averaged in buckets, with a band from minimum to maximum
 # matplotlib draws in these colours, and the page replaces them with its own.
@@ -57,16 +60,26 @@ def charts(series: dict[str, MetricSeries], unit: str) -> list[Chart]:
     left = [n for n in names if n not in system]
     result: list[Chart] = []
 
-    def take(title: str, pattern: str, **options: Any) -> None:
+    def take(
+        title: str,
+        pattern: str,
+        unit: str = "",
+        scale: float = 1.0,
+        by_time: bool = False,
+        second: tuple[str, MetricSeries, str, float] | None = None,
+    ) -> None:
         lines = {name: series[name] for name in left if re.match(pattern, name)}
         if lines:
-            result.append(Chart(title, lines, **options))
+            result.append(Chart(title, lines, unit, scale, by_time, second))
             left[:] = [name for name in left if name not in lines]
 
     take("Loss", r"(train|val)/loss$")
     accuracies = [v for n in left if n.startswith("val/acc") for v in series[n].values]
     fractions = all(0 <= v <= 1 for v in accuracies if v == v)
-    take("Accuracy", r"val/acc", **({"unit": "%", "scale": 100.0} if fractions else {}))
+    if fractions:
+        take("Accuracy", r"val/acc", unit="%", scale=100.0)
+    else:
+        take("Accuracy", r"val/acc")
     second = None
     if {"perf/images_per_second", "perf/data_wait"} <= set(left):
         left.remove("perf/data_wait")
@@ -92,7 +105,7 @@ def charts(series: dict[str, MetricSeries], unit: str) -> list[Chart]:
 
 
 @contextmanager
-def picture(title: str, height: float) -> Iterator[tuple[Any, Callable[[], str]]]:
+def picture(title: str, height: float) -> Iterator[tuple[Axes, Callable[[], str]]]:
     """Axes to draw on, and a function that returns them as an `<svg>` element."""
     import matplotlib
 
@@ -148,7 +161,7 @@ LARGEST = 1e100
 
 
 def _line(
-    axes: Any, label: str, series: MetricSeries, times_from: float | None, scale: float
+    axes: Axes, label: str, series: MetricSeries, times_from: float | None, scale: float
 ) -> None:
     """Draws over minutes since `times_from`, or over optimizer steps if that is None."""
     x = np.array(series.steps, dtype=float)

@@ -10,13 +10,16 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
 from distdl.tools.serving.requests import decoded, opened
 from distdl.tools.serving.settings import Settings
 from distdl.tools.serving.threads import Threads
+
+if TYPE_CHECKING:
+    from distdl.tools.serving.scorer import Scorer
 
 log = logging.getLogger("distdl.tools.serving")
 DECODERS = max(2, min(8, os.cpu_count() or 1))  # threads
@@ -89,7 +92,7 @@ class Batcher:
                 raise result
         return results
 
-    async def _answer(self, number: int, data: bytes, work: int, top_k: int) -> Any:
+    async def _answer(self, number: int, data: bytes, work: int, top_k: int) -> dict[str, Any]:
         threads = self._decoding_large if work > LARGE else self._decoding
         loop = asyncio.get_running_loop()
         pixels = await loop.run_in_executor(threads, decoded, self.scorer, number, data)
@@ -105,7 +108,7 @@ class Batcher:
             raise HTTPException(500, "the model failed: the server's log says why")
         return self.scorer.named(row, top_k)
 
-    async def run(self, folder: str, on_ready: Callable[[Any], None]) -> None:
+    async def run(self, folder: str, on_ready: Callable[[Scorer], None]) -> None:
         """Loads the model of a folder, calls `on_ready(scorer)`, and scores until cancelled."""
         loop = asyncio.get_running_loop()
         load = partial(_load, folder, self.settings.max_batch)
@@ -140,7 +143,7 @@ class Batcher:
         return len(self._waiting) >= min(self.settings.max_batch, expected)
 
 
-def _load(folder: str, max_batch: int) -> Any:
+def _load(folder: str, max_batch: int) -> Scorer:
     import torch
 
     from distdl.tools.serving.scorer import Scorer

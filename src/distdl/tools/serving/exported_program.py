@@ -33,19 +33,19 @@ _path = text(r"(\w[\w-]*(\.\w[\w-]*)*(@\d+)?)?", "a path of names")
 _symbol = text(r"[a-z]{1,3}\d{1,5}", "a symbol such as s77")
 
 
-def name(value: Any, where: str) -> Any:
+def name(value: object, where: str) -> str:
     """torch writes names of nodes into Python code and executes it."""
-    _identifier(value, where)
-    if keyword.iskeyword(value) or value.startswith("__"):
+    text_of_name = _identifier(value, where)
+    if keyword.iskeyword(text_of_name) or text_of_name.startswith("__"):
         raise Unsafe(f"{where}: {shown(value)} is not a name")
-    return value
+    return text_of_name
 
 
-def path(value: Any, where: str) -> Any:
-    _path(value, where)
-    if _dunder.search(value):
+def path(value: object, where: str) -> str:
+    names = _path(value, where)
+    if _dunder.search(names):
         raise Unsafe(f"{where}: {shown(value)} is not a path of names")
-    return value
+    return names
 
 
 # The functions of sympy and torch in expressions of sizes, and the numbers of their arguments.
@@ -66,7 +66,7 @@ _LONGEST = 2000
 _LARGEST = 2**63
 
 
-def expression(value: Any, where: str) -> Any:
+def expression(value: object, where: str) -> str:
     """torch hands it to sympy.sympify, which evaluates it as Python. So it must be a sum, a product
     or the like of whole numbers and symbols, and nothing else."""
     try:
@@ -135,37 +135,36 @@ _INTERNAL = (
 _HARMFUL = ("from_file", "set", "set_", "set_data", "record_stream", "resize_as_sparse_")
 
 
-def target(value: Any, where: str) -> Any:
+def target(value: object, where: str) -> str:
     match = _TARGET.fullmatch(value) if isinstance(value, str) else None
     op = match["op"] if match else None
     if match is None or op in _HARMFUL or (op and op[0] == "_" and op not in _INTERNAL):
         raise Unsafe(f"{where}: {shown(value)} is not an operator that an export may call")
-    return value
+    return match.string
 
 
 _TREES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
-def tree(value: Any, where: str) -> Any:
+def tree(value: object, where: str) -> str:
     """How the arguments are nested. torch looks other types up, and imports what they name."""
-
-    def check(node: Any) -> None:
-        fields = record(
-            type=one_of(*_TREES),
-            context=one_of(None, "null", "[]"),
-            children_spec=listed(dropped(0)),
-        )
-        fields(node, where)
-        for child in node.get("children_spec", ()):
-            check(child)
-
+    written = text(r"(?s).*", "a nesting of arguments")(value, where)
     try:
-        version, root = json.loads(value)
+        version, root = json.loads(written)
     except (ValueError, TypeError):
         raise Unsafe(f"{where}: {shown(value)} is not a nesting of arguments") from None
     one_of(1)(version, where)
-    check(root)
-    return value
+    _nesting(root, where)
+    return written
+
+
+def _nesting(value: object, where: str) -> dict[str, Any]:
+    rule = record(
+        type=one_of(*_TREES),
+        context=one_of(None, "null", "[]"),
+        children_spec=listed(_nesting),
+    )
+    return rule(value, where)
 
 
 # ---- the schema of torch.export (torch/_export/serde/schema.py), as far as distdl writes it ------

@@ -6,18 +6,23 @@ from typing import Any
 
 import mlflow
 import pandas
-from mlflow.pyfunc import PythonModel
+from mlflow.pyfunc import PythonModel, PythonModelContext
 
 
 class ImageModel(PythonModel):
     """Encoded images in the column `image` to the columns `class`, `probability` and `top`."""
 
-    def load_context(self, context: Any) -> None:
+    def load_context(self, context: PythonModelContext) -> None:
         from distdl_scoring.scorer import Scorer
 
         self.scorer = Scorer(context.artifacts["model"])
 
-    def predict(self, context: Any, model_input: pandas.DataFrame, params: Any = None) -> Any:
+    def predict(
+        self,
+        context: PythonModelContext,
+        model_input: pandas.DataFrame,
+        params: dict[str, Any] | None = None,
+    ) -> pandas.DataFrame:
         return pandas.DataFrame(self.scorer.score(model_input["image"].tolist()))
 
 

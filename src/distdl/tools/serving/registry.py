@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,6 +14,9 @@ from distdl.tracking.outbox import Outbox, redact
 from distdl.tracking.refusals import described, refusal
 from distdl.tracking.sync import server_of
 from distdl.util.errors import Unfinished, UserError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 CHAMPION = "champion"
 SERVER = "tracking.mlflow.tracking_uri"
@@ -63,7 +66,7 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
         raise Unfinished.at("tracking.mlflow", what, remedy) from error
 
 
-def _register(client: Any, name: str, run_id: str, folder: Path, best: DictConfig) -> None:
+def _register(client: MlflowClient, name: str, run_id: str, folder: Path, best: DictConfig) -> None:
     """Adds a version, if this checkpoint has none; `best` is the run's section `checkpoint`."""
     trained = read(folder / "artifacts/model")
     metric = best.monitor or "val/acc1"

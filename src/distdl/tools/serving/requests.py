@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import Base64Bytes, BaseModel, BeforeValidator, Field, ValidationError
 from pydantic.aliases import AliasChoices, AliasPath
 from starlette.exceptions import HTTPException
 
+if TYPE_CHECKING:
+    import torch
+
+    from distdl.tools.serving.scorer import Scorer
+
+Result = TypeVar("Result")
 MOST_BYTES = 32 * 2**20  # of a body
 MOST_IMAGES = 64  # of a request
 MOST_PARTS = 1000  # commas and opening brackets in JSON
 JSON_FORM = '{"images": ["<base64>", ...], "top_k": 5}'
 
 
-def _text(entry: Any) -> Any:
+def _text(entry: object) -> object:
     """The text of an image, which may be under `image` or `b64`, or the only cell of a row."""
     if isinstance(entry, dict):
         entry = entry.get("image", entry.get("b64"))
@@ -75,7 +81,7 @@ def parse(body: bytes, content_type: str | None) -> tuple[list[bytes], int]:
 
 
 def opened(
-    scorer: Any, body: bytes, content_type: str | None
+    scorer: Scorer, body: bytes, content_type: str | None
 ) -> tuple[list[bytes], list[int], int]:
     """As `parse`, and in between how much work each image is to decode, by its header: in pixels.
 
@@ -87,7 +93,7 @@ def opened(
     return images, works, top_k
 
 
-def decoded(scorer: Any, number: int, data: bytes) -> Any:
+def decoded(scorer: Scorer, number: int, data: bytes) -> torch.Tensor:
     """The pixels of an image of a request, by a `Scorer`.
 
     Raises:
@@ -96,7 +102,7 @@ def decoded(scorer: Any, number: int, data: bytes) -> Any:
     return _tried(scorer.pixels, number, data)
 
 
-def _tried(action: Callable[[bytes], Any], number: int, data: bytes) -> Any:
+def _tried(action: Callable[[bytes], Result], number: int, data: bytes) -> Result:
     try:
         return action(data)
     except Exception as error:  # decoders raise many kinds; one client hears of it

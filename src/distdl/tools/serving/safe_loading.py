@@ -83,7 +83,7 @@ def read(folder: Path) -> tuple[dict[str, Any], str, bytes]:
     return description, models[0], data
 
 
-def _class_name(value: Any, where: str) -> str:
+def _class_name(value: object, where: str) -> str:
     if type(value) not in (str, int):
         raise Unsafe(f"{where}: {ascii(value)[:80]} is not a name")
     return str(value)
@@ -104,14 +104,14 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _file_name(value: Any, where: str) -> Any:
-    text(r"[\w.-]+(/[\w.-]+)*", "the name of a file in the folder")(value, where)
-    if ".." in PurePosixPath(value).parts:
-        raise Unsafe(f"{where}: {value} leads out of the folder")
-    return value
+def _file_name(value: object, where: str) -> str:
+    name = text(r"[\w.-]+(/[\w.-]+)*", "the name of a file in the folder")(value, where)
+    if ".." in PurePosixPath(name).parts:
+        raise Unsafe(f"{where}: {name} leads out of the folder")
+    return name
 
 
-def _json(data: bytes, name: str) -> Any:
+def _json(data: bytes, name: str) -> object:
     try:
         if len(data) > MOST_JSON:
             raise ValueError("it is too large")

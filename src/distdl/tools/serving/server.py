@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import uvicorn
@@ -28,6 +28,9 @@ from starlette.routing import Route
 from distdl.tools.serving.batching import Batcher
 from distdl.tools.serving.requests import MOST_BYTES
 from distdl.tools.serving.settings import Settings, values_of
+
+if TYPE_CHECKING:
+    from distdl.tools.serving.scorer import Scorer
 
 MOST_IN_FLIGHT = 4 * MOST_BYTES  # bytes of all bodies together
 MOST_CONNECTIONS = 900  # below the usual limit of open files, 1024
@@ -45,7 +48,7 @@ class Service:
         on_ready: Called with the `Scorer` when it is loaded and warm.
     """
 
-    def __init__(self, folder: str, settings: Settings, on_ready: Callable[[Any], None]) -> None:
+    def __init__(self, folder: str, settings: Settings, on_ready: Callable[[Scorer], None]) -> None:
         self.folder = folder
         self.settings = settings
         self.on_ready = on_ready
@@ -125,8 +128,9 @@ class Service:
         if self.batcher.scorer is None:
             raise HTTPException(503, "the model is being loaded: try again later")
 
-    async def refuse(self, request: Request, error: Any) -> Response:
+    async def refuse(self, request: Request, error: Exception) -> Response:
         """The answer to a request that this file or Starlette has refused."""
+        assert isinstance(error, HTTPException)  # for which alone it is registered
         self.refused += 1
         what = f"{error.detail}: {PATHS}" if error.status_code in (404, 405) else error.detail
         headers = {503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
@@ -153,7 +157,7 @@ class Server(uvicorn.Server):
         self.over = True  # uvicorn now raises the signals again that have ended it
 
 
-def run(folder: str, settings: Settings, on_ready: Callable[[str, Any], None]) -> dict[str, Any]:
+def run(folder: str, settings: Settings, on_ready: Callable[[str, Scorer], None]) -> dict[str, Any]:
     """Serves until SIGTERM or SIGINT, and returns what `/health` does.
 
     Args:
