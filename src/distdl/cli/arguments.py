@@ -21,6 +21,8 @@ KINDS = {"int": "a whole number", "float": "a number"}
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises a UserError, with what to type instead, and prints no usage."""
 
+    settings: Sequence[str] = ()  # names that the verb takes as words: serve.port=8081
+
     def error(self, message: str) -> NoReturn:
         raise UserError(*self._problems(message))
 
@@ -28,7 +30,9 @@ class Parser(argparse.ArgumentParser):
         """The problem of a word that nothing here takes."""
         if not word.startswith("-"):
             return Problem(word, f"is one word too many for {self._verb()}", self.example())
-        near = closest(word.partition("=")[0], self._options())
+        option = word.partition("=")[0]
+        own = [n for n in self.settings if n.endswith(f".{option.strip('-').replace('-', '_')}")]
+        near = f"{own[0]}=<value>" if own else closest(option, self._options())
         remedy = f"did you mean: {near}" if near else f"{self.prog} --help"
         return Problem(word, f"is not an option of {self._verb()}", remedy, "unknown-key")
 

@@ -24,13 +24,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "settings", nargs="*", default=[], help="e.g. serve.port=8081 serve.max_batch=16"
     )
+    from distdl.tools.serving.settings import TOKEN, Settings, values_of
+
+    parser.settings = [f"serve.{name}" for name in Settings.model_fields]
     options = parser.parse_args(argv)
 
     from pydantic import ValidationError
 
     from distdl.tools.serving import server
     from distdl.tools.serving.scorer import Scorer
-    from distdl.tools.serving.settings import TOKEN, Settings, values_of
     from distdl.util.typed import problems
 
     values = values_of(options.settings)
