@@ -1,0 +1,1 @@
+"""Detection and instance segmentation, in the terms of COCO."""
