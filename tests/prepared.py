@@ -94,7 +94,8 @@ class Faulty(FileStore):
     def download(self, name, to, progress=None):
         with self.log.open("a") as log:
             log.write(f"{name}\n")
-        fault = dict(enumerate(self.faults, 1)).get(len(self.downloads))
+        number = len(self.downloads)
+        fault = self.faults[number - 1] if number <= len(self.faults) else ""
         super().download(name, to, progress)
         if fault == "cut":
             os.truncate(to, to.stat().st_size // 2)

@@ -77,7 +77,13 @@ class Start:
     def _openmpi4(self) -> list[list[str]]:
         # Sequential mapping keeps the order of hosts; by slot, rank 0 would be on mpirun's host.
         slots = [host.word for host in self.hosts for _ in range(host.slots)]
-        only = ("btl_tcp_if_include", "oob_tcp_if_include")
+        keepalive = []
+        for name, value in OPENMPI4_KEEPALIVE.items():
+            keepalive += ["--mca", name, value]
+        interface = []
+        if self.interface:
+            for name in ("btl_tcp_if_include", "oob_tcp_if_include"):
+                interface += ["--mca", name, self.interface]
         return [
             ["-np", self.count, "-H", ",".join(slots), "--map-by", "seq", "--bind-to", "none"],
             ["--allow-run-as-root"] if self.as_root else [],
@@ -86,9 +92,9 @@ class Start:
             # Start every host from this machine, through our script, and keep each connection open,
             # so that its loss is detected.
             ["--mca", "plm_rsh_no_tree_spawn", "1", "--mca", "orte_leave_session_attached", "1"],
-            [word for pair in OPENMPI4_KEEPALIVE.items() for word in ("--mca", *pair)],
-            [w for name in only for w in ("--mca", name, self.interface)] if self.interface else [],
-            [word for name in self.variables for word in ("-x", name)],
+            keepalive,
+            interface,
+            self._forwarded(),
         ]
 
     def _openmpi5(self) -> list[list[str]]:
@@ -102,8 +108,15 @@ class Start:
             ["--prtemca", *IPV6] if self.has_ipv6 else [],
             ["--prtemca", "prte_if_include", interface] if interface else [],
             ["--mca", "btl_tcp_if_include", interface] if interface else [],
-            [word for name in self.variables for word in ("-x", name)],
+            self._forwarded(),
         ]
+
+    def _forwarded(self) -> list[str]:
+        """Open MPI's options that send variables to the ranks."""
+        options = []
+        for name in self.variables:
+            options += ["-x", name]
+        return options
 
     def _mpich(self) -> list[list[str]]:
         slots = ",".join(f"{host.word}:{host.slots}" for host in self.hosts)

@@ -85,8 +85,13 @@ class Supervisor:
             killed = f"mpirun was killed by {signal.Signals(-code).name} on {socket.gethostname()}"
         elif code and not (self.cancelled or self.preempted):
             self.record_cause()
-        asked = {"cancelled": self.cancelled, "preempted": self.preempted}
-        self.write(exit_code=as_shell(code), killed=killed, **asked, ended=time.time())
+        self.write(
+            exit_code=as_shell(code),
+            killed=killed,
+            cancelled=self.cancelled,
+            preempted=self.preempted,
+            ended=time.time(),
+        )
 
     def _on_cancel(self, *_: object) -> None:
         self.cancelled = True

@@ -41,6 +41,11 @@ FAILURE_LENGTH = 1024  # characters of /opt/ml/output/failure that SageMaker sho
 GRACEFUL = (0, EXIT_PREEMPTED, EXIT_CANCELLED)
 
 
+def _by_number(name: str) -> list[int | str]:
+    """Sorts algo-10 behind algo-2: every host needs the same order."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
 @dataclass(frozen=True)
 class Hosts:
     """All hosts of the job, and the current one. The first is the primary host: it runs rank 0."""
@@ -58,18 +63,13 @@ class Hosts:
         https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
         """
         config = json.loads((root / RESOURCES).read_text())
-        # Sorted by number, so that algo-10 comes after algo-2: each host needs the same order.
-        parts = {name: re.split(r"(\d+)", name) for name in config["hosts"]}
-        numbers = {name: [int(x) if x.isdigit() else x for x in parts[name]] for name in parts}
         groups = config.get("instance_groups") or ()
-        types = [g.get("instance_type", "") for g in groups] or [
-            config.get("current_instance_type")
-        ]
+        types = [group.get("instance_type", "") for group in groups]
         return cls(
-            tuple(sorted(numbers, key=numbers.__getitem__)),
-            config["current_host"],
-            config.get("network_interface_name", ""),
-            tuple(types),
+            names=tuple(sorted(config["hosts"], key=_by_number)),
+            current=config["current_host"],
+            interface=config.get("network_interface_name", ""),
+            instance_types=tuple(types or [config.get("current_instance_type")]),
         )
 
     @property
@@ -85,10 +85,14 @@ class Hosts:
 
         EFA: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-start-nccl.html
         """
-        names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if self.interface else ()
+        variables = {}
+        if self.interface:
+            variables["NCCL_SOCKET_IFNAME"] = self.interface
+            variables["GLOO_SOCKET_IFNAME"] = self.interface
         known = [instances().get(str(name)) for name in self.instance_types]
-        efa = len(self.names) > 1 and all(instance and instance.efa for instance in known)
-        return dict.fromkeys(names, self.interface) | ({"FI_PROVIDER": "efa"} if efa else {})
+        if len(self.names) > 1 and all(instance and instance.efa for instance in known):
+            variables["FI_PROVIDER"] = "efa"
+        return variables
 
     def await_primary(self, seconds: float = 300) -> None:
         """Waits until DNS resolves the primary host's name, maybe some time after the start."""

@@ -67,7 +67,8 @@ def test_learns_and_is_evaluated_as_under_lightning(made, name):
 
 @pytest.mark.parametrize("name", TWO if MATRIX else [])
 def test_two_ranks_share_what_one_sees(made, name):
-    """Killed and resumed as well: in each epoch every sample of one rank is seen by one of two."""
+    """In each epoch one of the two ranks sees each sample that one rank alone sees, also after a
+    kill and a resume, and both ranks have the same weights."""
     project, _ = made(name)
     halved = ("trainer.devices=2", "data.batch_size=2", *project.idiom.two)
     project.killed_and_resumed("two", *halved, rank=1)

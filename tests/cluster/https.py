@@ -19,8 +19,11 @@ def error(status, code, message, **headers):
 
 
 def serve(service, certificate, key):
-    """Starts a server on a free port; returns its address, and what ends it. `service.answer`
-    raises the Answer, and `service.requests` gets the method, path and body of each request."""
+    """Starts a server on a free port. Returns its address, and a function that ends it.
+
+    `service.answer` raises its answer, an `Answer`. `service.requests` gets the method, the path
+    and the body of each request.
+    """
     from werkzeug import Request, Response  # moto brings it
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -44,7 +47,13 @@ def serve(service, certificate, key):
         content = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body)
         return Response(content, answer.status, answer.headers, content_type="application/json")
 
-    tls = {"ssl_context": (str(certificate), str(key)), "threaded": True}
-    server = make_server("127.0.0.1", 0, application, request_handler=Handler, **tls)
+    server = make_server(
+        "127.0.0.1",
+        0,
+        application,
+        request_handler=Handler,
+        ssl_context=(str(certificate), str(key)),
+        threaded=True,
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"https://127.0.0.1:{server.server_port}", server.shutdown

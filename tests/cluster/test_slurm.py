@@ -376,12 +376,18 @@ def test_a_sweep_is_one_array(slurm, on_cluster, tmp_path, monkeypatch):
     # The list asks Slurm once for all, and once if it does not answer.
     asked = []
     real = commands.run
-    monkeypatch.setattr(commands, "run", lambda *w, **more: asked.append(w[0]) or real(*w, **more))
+
+    def noted(*words, **options):
+        asked.append(words[0])
+        return real(*words, **options)
+
+    monkeypatch.setattr(commands, "run", noted)
     assert "UNKNOWN" not in on_cluster("jobs", "list").out
     assert asked == ["squeue"]
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_CONF", str(tmp_path / "none.conf"))
-        patch.setattr(commands, "TIMEOUT", 1)  # squeue asks DNS for another one, for minutes
+        # Without its file squeue asks DNS for a server of files, for minutes.
+        patch.setattr(commands, "TIMEOUT", 1)
         assert on_cluster("jobs", "list").out.count("UNKNOWN") == 2
         assert asked == ["squeue"] * 2
     assert on_cluster("jobs", "wait", "outputs/default/s").out.count("SUCCEEDED") == 2

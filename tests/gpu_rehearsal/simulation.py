@@ -17,15 +17,16 @@ def install() -> None:
 
 
 def operators() -> None:
-    """Those of cuDNN and cuBLAS, which ask the driver for more than is there, answer with memory of
-    the right shape, type and layout, in which nothing was computed, as after every other kernel."""
+    """Replaces the operators of cuDNN and cuBLAS, which ask the driver for more than the simulation
+    has. They return memory of the right shape, type and layout, in which nothing was computed."""
     import torch
     from torch import Tensor
 
     def like(tensor: Tensor, *shape: int) -> Tensor:
-        four = tensor.dim() == len(shape) == 4
-        last = four and tensor.is_contiguous(memory_format=torch.channels_last)
-        layout = torch.channels_last if last else torch.contiguous_format
+        are_images = tensor.dim() == len(shape) == 4
+        layout = torch.contiguous_format
+        if are_images and tensor.is_contiguous(memory_format=torch.channels_last):
+            layout = torch.channels_last
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=layout)
 
     def convolution(images: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
@@ -35,8 +36,12 @@ def operators() -> None:
     def convolution_backward(
         gradient: Tensor, images: Tensor, weight: Tensor, bias_sizes: Any, *more: Any
     ) -> tuple[Tensor | None, ...]:
-        shapes = (images, *images.shape), (weight, *weight.shape), (weight, weight.shape[0])
-        return tuple(like(*s) if w else None for s, w in zip(shapes, more[-1], strict=True))
+        *_, (of_images, of_weight, of_bias) = more  # which gradients are asked for
+        return (
+            like(images, *images.shape) if of_images else None,
+            like(weight, *weight.shape) if of_weight else None,
+            like(weight, weight.shape[0]) if of_bias else None,
+        )
 
     def batch_norm(images: Tensor, weight: Tensor, *more: Any) -> tuple[Tensor, ...]:
         reserved = torch.empty(0, dtype=torch.uint8, device=images.device)
@@ -45,7 +50,8 @@ def operators() -> None:
     def batch_norm_backward(
         images: Tensor, gradient: Tensor, weight: Tensor, *more: Any
     ) -> tuple[Tensor, ...]:
-        return like(images, *images.shape), *(like(weight, *weight.shape) for _ in range(2))
+        of_bias = like(weight, *weight.shape)
+        return like(images, *images.shape), like(weight, *weight.shape), of_bias
 
     replaced = {
         "convolution": convolution,

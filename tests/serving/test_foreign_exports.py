@@ -69,7 +69,8 @@ def exported(tmp_path_factory):
 
 
 class Foreign:
-    """A copy of a folder, to be changed. `mark` is the file that the change would create."""
+    """A copy of an export, whose parts a test replaces. `mark` is a file that exists once code of
+    the copy was executed."""
 
     def __init__(self, source: Path, folder: Path):
         self.folder = folder / "model"
@@ -78,10 +79,12 @@ class Foreign:
 
     @property
     def code(self):
+        """Python that leaves the mark."""
         return f"open({str(self.mark)!r}, 'w')"
 
     @property
     def pickled(self):
+        """A pickle that leaves the mark when it is loaded."""
         return pickle.dumps(Executes(self.mark))
 
     def members(self):
@@ -97,8 +100,10 @@ class Foreign:
         self.sign()
 
     def add(self, **more):
-        """Adds members, or replaces them; __ stands for / in a name."""
-        members = self.members() | {f"archive/{k}": v for k, v in more.items()}
+        """Adds members, or replaces them."""
+        members = self.members()
+        for name, data in more.items():
+            members[f"archive/{name}"] = data
         self.write(members.items())
 
     def change(self, name, edit):
@@ -108,16 +113,19 @@ class Foreign:
         self.add(**{name: json.dumps(content)})
 
     def program(self, edit):
+        """Changes the JSON of the exported program."""
         self.change(MODEL, edit)
 
     def graph(self, edit):
         self.program(lambda program: edit(program["graph_module"]["graph"]))
 
     def describe(self, **more):
+        """Sets fields of model.json."""
         file = self.folder / "model.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
 
     def sign(self):
+        """Writes the hashes that the files have now, as somebody would who changed them."""
         described = json.loads((self.folder / "model.json").read_text())
         for name in described["files"]:
             described["files"][name] = sha256(self.folder / name)

@@ -141,7 +141,7 @@ def decorated(step):
 
 
 class OwnArguments(Small):
-    """Its steps take the batch alone, and two are decorated."""
+    """Its steps take a batch without its index, and two of them are decorated."""
 
     def __init__(self, by_hand):
         super().__init__()

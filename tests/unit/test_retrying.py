@@ -111,15 +111,16 @@ def test_it_waits(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk_is_waited_for_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Somebody frees it in the second minute. Nothing is started before, as it could not write."""
+    """Each minute of waiting costs one of the starts. The disk is freed in the second minute, and
+    the run starts again. Then it stays full until no start is left."""
     waited: list[float] = []
     with small_disk(tmp_path / "disk"):
         filled = tmp_path / "disk/filled"
-        free = {2: filled.unlink}
 
         def sleep(seconds: float) -> None:
             waited.append(seconds)
-            free.get(len(waited), int)()
+            if len(waited) == 2:
+                filled.unlink()
 
         monkeypatch.setattr(retrying.time, "sleep", sleep)
         run = RunDirectory(tmp_path / "disk/outputs/e/r")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from itertools import compress, count
 from pathlib import Path
 
 import torch
@@ -47,7 +46,8 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
     text = process_group.broadcast(text)
     local = manifest.read_text() if manifest.exists() else ""
     lacks = environment.local_rank == 0 and not (path.exists() and local == text)
-    if not (lacking := list(compress(count(), process_group.gather(lacks)))):
+    lacking = [rank for rank, lack in enumerate(process_group.gather(lacks)) if lack]
+    if not lacking:
         return str(path)
     if process_group.broadcast(path.is_dir()):
         what = f"is a sharded checkpoint, and ranks {lacking} do not see its folder"

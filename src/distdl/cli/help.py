@@ -45,15 +45,17 @@ A run with a name=... can be started again; dry_run=true prints what would run.
 
 
 def text(commands: Mapping[str, tuple[str, str]]) -> str:
-    parts = [HEAD, "commands:", *(f"  {name:<12} {line}" for name, (_, line) in commands.items())]
-    parts += ["", "groups and their options (* by default):"]
+    lines = [HEAD, "commands:"]
+    lines += [f"  {name:<12} {about}" for name, (_, about) in commands.items()]
+    lines += ["", "groups and their options (* by default):"]
     defaults = compose.defaults()
     for group, options in sorted(_groups().items()):
-        parts.append(f"  {group}")
+        lines.append(f"  {group}")
         for option, about in sorted(options.items()):
             mark = "*" if option in defaults.get(group, ()) else " "
-            parts.append(f"   {mark} {option:<20} {about}")
-    return "\n".join([*parts, "", EXAMPLES])
+            lines.append(f"   {mark} {option:<20} {about}")
+    lines += ["", EXAMPLES]
+    return "\n".join(lines)
 
 
 def of_launcher(overrides: Sequence[str], config_dirs: Sequence[str]) -> str:

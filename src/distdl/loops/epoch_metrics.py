@@ -53,8 +53,9 @@ def restore_epoch_metrics(trainer: Trainer, saved: Sequence[Sequence[Mapping[str
     own, ranks = trainer.global_rank, trainer.world_size
     results = trainer.fit_loop.epoch_loop._results
     device = trainer.lightning_module.device
-    for entry in saved[own] if len(saved) == ranks else _of_all(saved, ranks):
-        settings = {k: v for k, v in entry.items() if k != "states"}
+    entries = saved[own] if len(saved) == ranks else _of_all(saved, ranks)
+    for entry in entries:
+        settings = {name: value for name, value in entry.items() if name != "states"}
         first = torch.zeros((), device=device)
         results.log(value=first, batch_size=1, sync_dist_fn=trainer.strategy.reduce, **settings)
         metric = results[f"{entry['fx']}.{entry['name']}"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import threading
@@ -122,7 +121,9 @@ class SystemMetrics:
             "power_watts": lambda handle: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
         }
         values: dict[str, float] = {}
-        for (i, handle), key in itertools.product(enumerate(self._handles), reads):
-            with contextlib.suppress(pynvml.NVMLError):  # a virtual GPU may not report its power
-                values[f"gpu{i}_{key}"] = float(reads[key](handle))
+        for number, handle in enumerate(self._handles):
+            for name, read in reads.items():
+                # A virtual GPU may not report its power.
+                with contextlib.suppress(pynvml.NVMLError):
+                    values[f"gpu{number}_{name}"] = float(read(handle))
         return values

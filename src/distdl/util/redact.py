@@ -160,10 +160,10 @@ class RedactingFilter(logging.Filter):
 def holds_secret(key: str, value: str) -> str:
     """Why this literal of a config, its interpolations unresolved, must not be frozen; "" if it may
     be. The reason does not repeat it. `key` is the last part of its path (`api_token`)."""
-    named = _FROM_ENVIRONMENT.search(value) or _REFERENCE.fullmatch(value)
+    is_reference = _FROM_ENVIRONMENT.search(value) or _REFERENCE.fullmatch(value)
     # A value may only name a kind of credential: `credential: managed_identity`.
-    kind = "credential" in key.lower() and re.fullmatch(r"[a-z_]{1,24}", value)
-    if value and looks_secret(key) and not named and not kind:
+    is_kind = "credential" in key.lower() and re.fullmatch(r"[a-z_]{1,24}", value)
+    if value and looks_secret(key) and not is_reference and not is_kind:
         return "holds a secret as plain text"
     if hide_shapes(value) != value:
         return "holds a credential as plain text"

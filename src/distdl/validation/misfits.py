@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _MANUAL = "the model steps its optimizers itself (automatic_optimization = False), and"
+_NOT_ACCUMULATED = f"{_MANUAL} the Trainer does not accumulate for it"
 _SWITCH = "automatic_optimization"
 _ONE = "one optimizer with several parameter groups"
 _BY_HAND = f"{_ONE}, or self.{_SWITCH} = False and strategy=ddp or strategy=fsdp"
@@ -61,48 +62,85 @@ def misfits(
         strategy: The dotted path of its class, `distdl.strategies.DDPStrategy`.
         ranks: The number of ranks.
     """
-    from lightning.pytorch import callbacks as lightnings
-
-    manual = by_hand(model)
-    several = makes_several(model)
-    clip = trainer.get("gradient_clip_val")
     accumulate = trainer.get("accumulate_grad_batches", 1)
-    not_accumulated = f"{_MANUAL} the Trainer does not accumulate for it"
-    if manual and clip:
+    manual = by_hand(model)
+    if manual:
+        yield from _of_manual_optimization(trainer, accumulate, strategy)
+    if makes_several(model):
+        yield from _of_several_optimizers(manual, strategy)
+    for path, cls in callbacks.items():
+        yield from _of_callback(path, cls, bool(manual), accumulate, strategy, ranks)
+
+
+def _of_manual_optimization(
+    trainer: Mapping[str, Any], accumulate: int, strategy: str
+) -> Iterator[Problem]:
+    clip = trainer.get("gradient_clip_val")
+    if clip:
         kind = trainer.get("gradient_clip_algorithm") or "norm"
         call = f"self.clip_gradients(optimizer, {clip}, {kind!r})"
-        remedy = f"trainer.gradient_clip_val=null, and before each step: {call}"
-        what = f"{_MANUAL} the Trainer does not clip for it"
-        yield Problem("trainer.gradient_clip_val", what, remedy)
-    if manual and accumulate != 1:
-        remedy = (
-            f"trainer.accumulate_grad_batches=1, and step at each {ordinal(accumulate)} batch_idx"
+        yield Problem(
+            path="trainer.gradient_clip_val",
+            what=f"{_MANUAL} the Trainer does not clip for it",
+            remedy=f"trainer.gradient_clip_val=null, and before each step: {call}",
         )
-        yield Problem("trainer.accumulate_grad_batches", not_accumulated, remedy)
-    if manual and strategy.endswith("PipelineStrategy"):
+    if accumulate != 1:
+        step = f"step at each {ordinal(accumulate)} batch_idx"
+        yield Problem(
+            path="trainer.accumulate_grad_batches",
+            what=_NOT_ACCUMULATED,
+            remedy=f"trainer.accumulate_grad_batches=1, and {step}",
+        )
+    if strategy.endswith("PipelineStrategy"):
         yield Problem("strategy", f"{_MANUAL} a pipeline steps them too", "strategy=ddp")
-    if several and manual is False:
-        what = "configure_optimizers returns several optimizers, and Lightning steps one by itself"
-        yield Problem("model", what, _BY_HAND)
-    elif several and strategy.endswith("DeepSpeedStrategy"):
-        what = "configure_optimizers returns several optimizers, and DeepSpeed takes one"
-        yield Problem("strategy", what, _SEVERAL)
-    plain_ddp = re.fullmatch(r"distdl\.strategies\.auto|lightning\..*\.DDPStrategy", strategy)
-    for path, cls in callbacks.items():
-        if issubclass(cls, lightnings.BatchSizeFinder):
-            what = "would change the batch size at each start, and with it the run's global batch"
-            yield Problem(path, what, "remove it, and write data.batch_size=...")
-        if issubclass(cls, lightnings.GradientAccumulationScheduler) and manual:
-            yield Problem(path, not_accumulated, "remove it")
-        elif issubclass(cls, lightnings.GradientAccumulationScheduler) and accumulate != 1:
-            what = f"cannot be combined with trainer.accumulate_grad_batches={accumulate}"
-            remedy = f"trainer.accumulate_grad_batches=1, and scheduling={{0: {accumulate}}} in it"
-            yield Problem(path, what, remedy)
-        if issubclass(cls, lightnings.BaseFinetuning) and ranks > 1 and plain_ddp:
-            what = "unfreezes layers that Lightning's DDP does not average: the ranks would diverge"
-            yield Problem(path, what, "strategy=ddp")
-        if issubclass(cls, lightnings.ModelPruning) and strategy.endswith(_SPLIT):
-            yield Problem(path, "prunes complete weights, not a rank's slices", "strategy=ddp")
+
+
+def _of_several_optimizers(manual: bool | None, strategy: str) -> Iterator[Problem]:
+    if manual is False:
+        yield Problem(
+            path="model",
+            what="configure_optimizers returns several optimizers, "
+            "and Lightning steps one by itself",
+            remedy=_BY_HAND,
+        )
+    elif strategy.endswith("DeepSpeedStrategy"):
+        yield Problem(
+            path="strategy",
+            what="configure_optimizers returns several optimizers, and DeepSpeed takes one",
+            remedy=_SEVERAL,
+        )
+
+
+def _of_callback(
+    path: str, cls: type, manual: bool, accumulate: int, strategy: str, ranks: int
+) -> Iterator[Problem]:
+    from lightning.pytorch import callbacks as lightnings
+
+    if issubclass(cls, lightnings.BatchSizeFinder):
+        yield Problem(
+            path=path,
+            what="would change the batch size at each start, and with it the run's global batch",
+            remedy="remove it, and write data.batch_size=...",
+        )
+    if issubclass(cls, lightnings.GradientAccumulationScheduler):
+        if manual:
+            yield Problem(path, _NOT_ACCUMULATED, "remove it")
+        elif accumulate != 1:
+            schedule = f"scheduling={{0: {accumulate}}}"
+            yield Problem(
+                path=path,
+                what=f"cannot be combined with trainer.accumulate_grad_batches={accumulate}",
+                remedy=f"trainer.accumulate_grad_batches=1, and {schedule} in it",
+            )
+    lightnings_ddp = re.fullmatch(r"distdl\.strategies\.auto|lightning\..*\.DDPStrategy", strategy)
+    if issubclass(cls, lightnings.BaseFinetuning) and ranks > 1 and lightnings_ddp:
+        yield Problem(
+            path=path,
+            what="unfreezes layers that Lightning's DDP does not average: the ranks would diverge",
+            remedy="strategy=ddp",
+        )
+    if issubclass(cls, lightnings.ModelPruning) and strategy.endswith(_SPLIT):
+        yield Problem(path, "prunes complete weights, not a rank's slices", "strategy=ddp")
 
 
 def refuse(trainer: Trainer) -> None:

@@ -20,20 +20,24 @@ def missing_methods(methods: Sequence[str], context: Mapping[str, Any]) -> Itera
         context: Of a task's `check`.
     """
     config = context["config"]
-    # As in Lightning: if there is a data module, only it provides loaders.
-    loads = "data" if config.get("data") else "model"
-    wanted = {name: loads if name.endswith("_dataloader") else "model" for name in methods}
+    wanted = list(methods)
     if "training_step" in methods and not config.get("optimizer"):
-        wanted["configure_optimizers"] = "model"
-    for name, section in wanted.items():
+        wanted.append("configure_optimizers")
+    for name in wanted:
+        # As in Lightning: if there is a data module, only it provides loaders.
+        loads = name.endswith("_dataloader")
+        section = "data" if loads and config.get("data") else "model"
         part = config.get(section)
         if not part or section in context["refused"] or part.get("_partial_"):
             continue
         if not has(kinds.locate(part["_target_"]), name):
+            remedy = "define it"
+            if name == "configure_optimizers":
+                remedy = "define it, or choose one: optimizer=sgd"
+            if section == "data" and part["_target_"].startswith("distdl."):
+                remedy = "data=imagenet"
             what = f"needs {name}, which {part['_target_']} does not define"
-            other = ", or choose one: optimizer=sgd" if name == "configure_optimizers" else ""
-            ours = part["_target_"].startswith("distdl.") and section == "data"
-            yield Problem("", what, "data=imagenet" if ours else f"define it{other}")
+            yield Problem("", what, remedy)
 
 
 def has(target: Any, name: str) -> bool:

@@ -72,13 +72,16 @@ class Writer:
     def _allowing_repairs(self, part: Part) -> Part:
         """The part without the mtimes of damaged files, which may have been repaired since."""
         path = result_file(self.out, part)
-        bad = {name for name, _ in Result.load(path).damaged} if path.exists() else set()
-        files = {sample.where[0] for _, sample in part.samples if _shown(sample) in bad}
-        samples = (
-            (key, replace(sample, mtime_ns=0) if sample.where[0] in files else sample)
-            for key, sample in part.samples
-        )
-        return replace(part, samples=tuple(samples)) if files else part
+        if not path.exists():
+            return part
+        damaged = {name for name, _ in Result.load(path).damaged}
+        files = {sample.where[0] for _, sample in part.samples if _shown(sample) in damaged}
+        samples = []
+        for key, sample in part.samples:
+            if sample.where[0] in files:
+                sample = replace(sample, mtime_ns=0)
+            samples.append((key, sample))
+        return replace(part, samples=tuple(samples))
 
     def _write_shard(self, part: Part, advance: Callable[[int], None]) -> None:
         result = Result()

@@ -189,19 +189,26 @@ def setting_of(
     split = base["held"]["split"]
     # In strong scaling a device has a part of the batch, and is assumed to need the same part of
     # the time.
-    part = setting["global_batch"] / setting["world_size"] / base["setting"]["global_batch"]
-    hook = 0.5 if setting.get("comm_hook") in ("bf16", "fp16") else 1.0
+    batch = setting["global_batch"] / setting["world_size"]
+    part = batch / base["setting"]["global_batch"]
+    # A hook that halves the precision halves the bytes.
+    sent = 0.5 if setting.get("comm_hook") in ("bf16", "fp16") else 1.0
+
     more: dict[str, Any] = {}
-    if isinstance(bucket := node.get("bucket_cap_mb") or None, (int, float)):
-        more["bucket_bytes"] = bucket * 2**20 * hook
+    bucket = node.get("bucket_cap_mb")
+    if bucket and isinstance(bucket, (int, float)):  # else it is "auto"
+        more["bucket_bytes"] = bucket * 2**20 * sent
     if name == "pipeline":
         schedule = node.get("schedule", "1f1b")
-        pieces = node.get("pieces_per_stage", 2) if schedule in SEVERAL_PIECES else 1
-        more |= {"stages": node.get("stages") or world_size, "schedule": schedule}
-        more |= {"micro_batches": node.get("micro_batches"), "pieces_per_stage": pieces}
+        more["schedule"] = schedule
+        more["stages"] = node.get("stages") or world_size
+        more["micro_batches"] = node.get("micro_batches")
+        more["pieces_per_stage"] = (
+            node.get("pieces_per_stage", 2) if schedule in SEVERAL_PIECES else 1
+        )
     return Setting(
         step_seconds=base["real"]["step_seconds"]["median"] * part,
-        gradient_bytes=model["gradient_bytes"] * hook,
+        gradient_bytes=model["gradient_bytes"] * sent,
         weight_bytes=model["gradient_bytes"],
         links=Links(inside, between or inside),
         devices_per_node=devices,
