@@ -29,6 +29,7 @@ import torch
 
 from benchmarks import photographs
 from benchmarks.table import Goal, Result, row
+from distdl.util.plurals import plural
 
 FILES, BATCH, SIZE, REPEATS = 400, 100, 224, 5
 PLAIN, SHORT = 1.5, 3.5  # the goals
@@ -248,7 +249,7 @@ def main() -> Result:
     rows = []
     for workers, arms in results.items():
         for arm, values in arms.items():
-            label = f"{arm}, {workers} worker{'s' * (workers > 1)}"
+            label = f"{arm}, {workers} {plural('worker', workers)}"
             rows.append(row(label, [v[0] for v in values], "img/s"))
             rows.append(row(label, [v[1] for v in values], "CPU ms/img"))
 

@@ -41,7 +41,7 @@ class LocalRequest:
         variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in self.env.items())
         count = self.spec.resources.devices
         where = f"{count} processes" if count > 1 else "a process of its own"
-        where += f" under torch's elastic agent{', each' * (count > 1)}:"
+        where += f" under torch's elastic agent{', each' if count > 1 else ''}:"
         return f"# {'in this process' if self.in_process else where}\n{variables} {command}"
 
 

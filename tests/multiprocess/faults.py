@@ -104,7 +104,7 @@ class Net(pl.LightningModule):
         if "refused" in FAULTS:
             return DataLoader([(torch.ones(8), 1)] * (3 - RANK), 1)
         return DataLoader(
-            Rows(), ROWS, num_workers=2 * bool({"worker", "stopped-worker"} & {*FAULTS})
+            Rows(), ROWS, num_workers=2 if {"worker", "stopped-worker"} & {*FAULTS} else 0
         )
 
     def val_dataloader(self):

@@ -193,7 +193,8 @@ def disturb(whole: Path, words: tuple[str, ...], each: Disturbance, ranks: int) 
         wrong.append(f"resume: {done.stderr[-800:]}")
     else:
         wrong += differing(last_checkpoint(whole), last_checkpoint(run))
-        wrong += ["samples"] * (surviving(run) != surviving(whole))
+        if surviving(run) != surviving(whole):
+            wrong.append("samples")
     at = f"{json.loads(variables['DISTURB'])['at']}/{points[each.phase]}"
     row = f"{each.phase:10} {at:>8} {each.number.name:8} {each.to:8} rank {each.rank}"
     return f"{row}  from {newest.name if newest else 'start':24} {wrong or 'equal'}", wrong

@@ -41,7 +41,8 @@ class Job:
         for step in range(40):
             self.stalls = step % every == 0
             before = ""
-            for phase, share, wait in STEP + SAVING * (step % EVERY == EVERY - 1):
+            saves = step % EVERY == EVERY - 1
+            for phase, share, wait in STEP + SAVING if saves else STEP:
                 if phase != before:
                     self.begin(PHASES.index(phase))
                 self.work(before := phase, share)

@@ -137,7 +137,9 @@ def refuse_fixed(steps: Sequence[ResourceStep]) -> None:
     problems = []
     for resource, difference in [(s.resource, d) for s in steps for d in s.fixed]:
         what = f"{difference}: Azure cannot change this after it has created a {resource.kind}"
-        rename = f"give it another name ({resource.named_by}=NAME), or " * bool(resource.named_by)
+        rename = ""
+        if resource.named_by:
+            rename = f"give it another name ({resource.named_by}=NAME), or "
         problems.append(Problem(str(resource), what, f"{rename}set the existing value"))
     if problems:
         raise UserError(*problems)

@@ -40,7 +40,9 @@ class ListedImages(EncodedImages):
         listed = [*self._listed([*self.store.names()])]
         if not listed:
             others = self.left_out.of(NO_IMAGE)
-            what = f"{self.store.uri} holds no image" + f" (left out: {others})" * bool(others)
+            what = f"{self.store.uri} holds no image"
+            if others:
+                what += f" (left out: {others})"
             raise UserError.at("data.root", what, f"{', '.join(FORMATS)} are read")
         # In one array, of which workers make no copies: see `FolderImages`.
         self._names = np.array([os.fsencode(name) for name in listed])

@@ -34,6 +34,7 @@ from distdl.stores.files import readable
 from distdl.stores.walking import ClassFolders
 from distdl.util.cache_folder import default_root
 from distdl.util.errors import Problem, UserError
+from distdl.util.plurals import plural
 from distdl.util.progress_bar import size
 from distdl.util.ranges import AboveZero, Positive
 
@@ -342,7 +343,7 @@ def _misfits(data: DataSet, num_classes: int | None) -> Iterable[Problem]:
         remedy = "python -m distdl prepare ... makes both splits (docs/data/prepare.md)"
         yield Problem("root", f"{data.store.uri} has no sample in {name!r}", remedy)
     if num_classes not in (None, count := len(manifest.classes)):
-        what = f"is {num_classes}, but {data.store.uri} has {count} class{'es' * (count > 1)}"
+        what = f"is {num_classes}, but {data.store.uri} has {count} {plural('class', count)}"
         yield Problem("num_classes", what, f"data.num_classes={count}")
 
 

@@ -16,7 +16,7 @@ KAGGLE = "ILSVRC/Data/CLS-LOC"
 def different_classes(path: str, train: Sequence[str], val: Sequence[str]) -> Problem:
     """The problem of a `path` whose two splits have different class folders."""
     differing = sorted(set(train) ^ set(val))
-    names = f"{', '.join(differing[:3])}{', ...' * (len(differing) > 3)}"
+    names = f"{', '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}"
     what = f"train/ has {len(train)} classes and val/ {len(val)}; only one of the two has {names}"
     remedy = "both need the same class folders, or labels would differ in meaning"
     return Problem(path, what, remedy)
@@ -25,7 +25,9 @@ def different_classes(path: str, train: Sequence[str], val: Sequence[str]) -> Pr
 def no_image(folder: Path, left_out: LeftOut) -> tuple[str, str]:
     """The problem and the remedy of a class folder that holds no image."""
     others = left_out.of(NO_IMAGE)
-    what = f"{folder} holds no image" + f" (left out so far: {others})" * bool(others)
+    what = f"{folder} holds no image"
+    if others:
+        what += f" (left out so far: {others})"
     return what, f"{', '.join(FORMATS)} are read"
 
 

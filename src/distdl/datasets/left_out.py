@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from distdl.datasets.image_files import is_image
 from distdl.datasets.image_headers import FORMATS, DamagedImage, format_of
 from distdl.stores.files import read_file
+from distdl.util.plurals import plural
 
 NO_IMAGE = f"no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 BESIDE = "beside the class folders"
@@ -96,11 +97,13 @@ class LeftOut:
 
     def lines(self) -> list[str]:
         """A line per reason, for the user."""
-        return [
-            f"{(count := counts.total()):,} file{'s' * (count != 1)} left out ({reason}): "
-            + self.of(reason)
-            for reason, counts in sorted(self.counts.items())
-        ]
+        lines = []
+        for reason, counts in sorted(self.counts.items()):
+            files = counts.total()
+            lines.append(
+                f"{files:,} {plural('file', files)} left out ({reason}): {self.of(reason)}"
+            )
+        return lines
 
 
 def ending(name: str) -> str:

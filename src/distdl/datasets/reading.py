@@ -19,6 +19,7 @@ from distdl.datasets.format import MANIFEST, File, Manifest, Split, load_index
 from distdl.stores import PATIENCE, Absent, Store, StoreError, is_remote, open_store
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import NoRoom, UserError
+from distdl.util.plurals import plural
 
 QUICK = 10.0  # seconds to wait for a server if a kept manifest can replace its answer
 AGAIN = "copy or prepare the data set again"
@@ -278,7 +279,7 @@ def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None
     if len(rows) != described.samples:
         misfit = f"holds {len(rows)} samples, {MANIFEST} lists {described.samples}"
     elif len(beyond):
-        names = f"{classes} class{'es' * (classes > 1)}"
+        names = f"{classes} {plural('class', classes)}"
         misfit = f"holds label {beyond.max()}, {MANIFEST} names {names}"
     elif counted != [each.samples for each in described.shards] or np.any(np.diff(shard) < 0):
         misfit = f"does not fit the shards of {MANIFEST}"

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from distdl.incident.evidence import MISMATCH, STEP, Rank, Sight
 from distdl.incident.words import BETWEEN_EPOCHS, ON_DISK, RUNNING, STOPPED
 from distdl.runs import failures
+from distdl.util.plurals import plural
 
 MANY = 4  # ranks that a sentence names
 LITTLE = 2**28  # bytes of memory of a host that is left
@@ -137,7 +138,7 @@ def ranks_text(ranks: Sequence[Rank]) -> str:
     """`rank 3`, or `ranks 0, 1, 2, 4 and 11 more`."""
     more = f" and {len(ranks) - MANY} more" if len(ranks) > MANY else ""
     numbers = ", ".join(str(rank.sight.rank) for rank in ranks[:MANY])
-    return f"rank{'s' * (len(ranks) > 1)} {numbers}{more}"
+    return f"{plural('rank', len(ranks))} {numbers}{more}"
 
 
 def _uneven(ranks: Sequence[Rank]) -> Cause | None:

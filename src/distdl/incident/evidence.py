@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from distdl.incident.words import STOPPED
 from distdl.runs import failures
 from distdl.runs.directory import Attempt, read_json
+from distdl.util.plurals import plural
 from distdl.util.tail import plain
 
 LARGEST = 1 << 20  # bytes of a file that is read
@@ -51,7 +52,7 @@ class Collective(BaseModel):
     def __str__(self) -> str:
         values = sum(map(math.prod, self.sizes))
         where = f" ({self.where})" if self.where else ""
-        size = f" of {values} value{'s' * (values != 1)}" if self.sizes else ""
+        size = f" of {values} {plural('value', values)}" if self.sizes else ""
         return f"{self.op}{size}{where}"
 
 

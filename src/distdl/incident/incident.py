@@ -149,7 +149,9 @@ def read(attempt: Attempt) -> Incident | None:
 def head(incident: Incident, command: bool = True) -> str:
     """At most eight lines for the screen. `command`: with the command to type."""
     samples = incident.samples or []
-    few = ", ".join(map(str, samples[:SAMPLES])) + ", ..." * (len(samples) > SAMPLES)
+    few = ", ".join(map(str, samples[:SAMPLES]))
+    if len(samples) > SAMPLES:
+        few += ", ..."
     paths = (("log", incident.log), ("report", incident.report))
     facts = {
         "cause": f"{incident.cause}: {incident.evidence}",

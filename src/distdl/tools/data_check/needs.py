@@ -9,6 +9,7 @@ from pathlib import Path
 
 from distdl.config.resources import loader_workers
 from distdl.util.errors import UserError
+from distdl.util.plurals import plural
 from distdl.util.suggest import closest
 
 AZURE = "fp32, Horovod on Azure, github.com/msalvaris/BatchAIHorovodBenchmark"
@@ -125,7 +126,7 @@ def judge(
         return FeedVerdict(True, text, (f"data.num_workers={waiting}",) * more)
     # Whole processes, as in `needed`; rounded down, so that "starved" never shows 100 %.
     percent = int(100 * (int(share) - 1) * per_core / BESIDES / wanted.rate)
-    text = f"starved: {share:g} core{'s' * (share != 1)} per GPU"
+    text = f"starved: {share:g} {plural('core', share)} per GPU"
     if share < 2:
         text += f" {'has' if share == 1 else 'have'} the training itself to do"
     else:

@@ -11,6 +11,7 @@ from distdl.tools.data_check.needs import Format, Need, Shm, cores_for
 from distdl.tools.data_check.sources import DataAtUri
 from distdl.tools.data_check.throughput import Rates
 from distdl.util import table
+from distdl.util.plurals import plural
 from distdl.util.progress_bar import size
 from distdl.util.screen import escaped
 
@@ -29,7 +30,7 @@ class Screen:
 
 def contents(screen: Screen, data: DataAtUri) -> None:
     count = len(data.classes)
-    classes = f"{count:,} class{'es' * (count != 1)}"
+    classes = f"{count:,} {plural('class', count)}"
     screen.line("data", f"{data.uri}  ({data.kind}, {classes})")
     rows = []
     for name, images in data.splits.items():
@@ -101,7 +102,7 @@ def needs(screen: Screen, formats: Sequence[Format], wanted: Need, cores: int, g
 
 
 def shm(screen: Screen, memory: Shm, workers: int, batch: int) -> None:
-    per_gpu = f"{workers} worker{'s' * (workers > 1)} x 2 batches of {batch} per GPU"
+    per_gpu = f"{workers} {plural('worker', workers)} x 2 batches of {batch} per GPU"
     if memory.size is None:
         screen.line("shm", f"{size(memory.needed)} needed ({per_gpu}); there is no /dev/shm here")
         return

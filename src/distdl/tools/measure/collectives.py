@@ -46,7 +46,7 @@ class CollectiveTrace:
 
     def __init__(self, clock: DeviceClock) -> None:
         self.clock = clock
-        on_gpu = [ProfilerActivity.CUDA] * (clock.device.type == "cuda")
+        on_gpu = [ProfilerActivity.CUDA] if clock.device.type == "cuda" else []
         # Kineto logs to stderr, and reports a missing GPU as an error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile = profile(activities=[ProfilerActivity.CPU, *on_gpu])

@@ -76,8 +76,11 @@ class Timing(Callback):
         ready = max(process_group.gather(self.input.prefetched()))
         self.epoch_batches = max(process_group.gather(self.input.batches() or 0)) or None
         more = -(-ready // trainer.accumulate_grad_batches)
-        warm = [more * ((s.kind, s.input) == (WARM, REAL)) for s in self.plan]
-        self._due = [replace(s, steps=s.steps + m) for s, m in zip(self.plan, warm, strict=True)]
+        self._due = []
+        for part in self.plan:
+            if (part.kind, part.input) == (WARM, REAL):
+                part = replace(part, steps=part.steps + more)
+            self._due.append(part)
         self._last_step = trainer.global_step
         self._begin()
 

@@ -49,5 +49,7 @@ def override(key: str, value: str) -> str:
     except HydraException:
         plain = False
     if not plain:
-        value = '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + '\\"' * bool(m[2]), value) + '"'
+        # Hydra reads backslashes in pairs before a quote, and before the end of the value.
+        doubled = re.sub(r'(\\+)(?="|$)', r"\1\1", value)
+        value = '"' + doubled.replace('"', '\\"') + '"'
     return shlex.quote(f"{key}={value}")

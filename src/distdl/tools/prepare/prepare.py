@@ -184,7 +184,7 @@ def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> Non
 def print_result(result: Result, out: Path, images: int, seconds: float) -> None:
     for kind, count in sorted(Counter(kind for kind, _ in result.mended).items()):
         names = [name for each, name in result.mended if each == kind]
-        print(f"repaired: {kind}: {count:,} ({', '.join(names[:3])}{', ...' * (count > 3)})")
+        print(f"repaired: {kind}: {count:,} ({', '.join(names[:3])}{', ...' if count > 3 else ''})")
     for name, reason in result.damaged[:20]:
         print(f"left out: {name} ({reason})")
     if len(result.damaged) > 20:
