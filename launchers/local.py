@@ -108,7 +108,8 @@ class LocalJob(JobBase):
     def logs(self, follow: bool = False) -> Iterator[str]:
         from distdl.util.tail import tail
 
-        if (path := self._attempt.logs / "rank_0.log").exists() or follow:
+        path = self._attempt.logs / "rank_0.log"
+        if path.exists() or follow:
             yield from tail(path, lambda: follow and not self.state().ended)
 
     def cancel(self) -> None:

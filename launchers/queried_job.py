@@ -117,7 +117,8 @@ class QueriedJob(JobBase, ABC):
         """Waits until the job has ended, also through an outage of up to `patience` seconds. Raises
         Forgotten, or NoRight if the credentials are no longer valid or have lost their right."""
         for _ in pace(self.poll_seconds):
-            if (state := self._state_from(self._awaited())).ended:
+            state = self._state_from(self._awaited())
+            if state.ended:
                 return state
         raise AssertionError
 

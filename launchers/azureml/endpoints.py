@@ -49,7 +49,8 @@ class OnlineEndpoint(Platform):
             **self.size(),
         }
         endpoint = {"name": self.options.name, "auth_mode": self.auth_mode}
-        self.load(documents := {"endpoint": endpoint, "deployment": deployment})
+        documents = {"endpoint": endpoint, "deployment": deployment}
+        self.load(documents)
         return documents
 
     def load(self, documents: dict[str, dict[str, Any]]) -> list[Any]:

@@ -79,7 +79,8 @@ def unknown_note(name: str) -> str:
     """A note about a valid name that is not in the file, since Azure may have it; else ""."""
     if not NAME.fullmatch(name) or find(name):
         return ""
-    hint = f" ({near})" if (near := did_you_mean(name)) else ""
+    near = did_you_mean(name)
+    hint = f" ({near})" if near else ""
     return f"distdl does not know the VM size {name}{hint}: its GPUs and price cannot be checked"
 
 

@@ -57,7 +57,8 @@ class HostedEndpoint(Platform):
             remedy = "--image ADDRESS; launchers/sagemaker/endpoint/Dockerfile builds one"
             raise UserError.at("--image", "missing", remedy)
         service = Session().get_service_model("sagemaker")
-        if o.instance_type not in (known := service.shape_for(self.types).enum):
+        known = service.shape_for(self.types).enum
+        if o.instance_type not in known:
             remedy = did_you_mean_word(o.instance_type, known)
             raise UserError.at("--instance-type", f"there is no {o.instance_type}", remedy)
         container = {"Image": o.image, "ModelDataUrl": f"s3://{s.bucket}/{self.key(name)}"}

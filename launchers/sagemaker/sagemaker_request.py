@@ -184,7 +184,8 @@ class SageMakerRequest:
     def notes(self) -> Iterator[str]:
         """Notes on settings that are allowed but probably not intended."""
         groups = self.settings.instance_groups.values()
-        if len(types := {str(group["instance_type"]) for group in groups}) > 1:
+        types = {str(group["instance_type"]) for group in groups}
+        if len(types) > 1:
             yield f"hosts of {' and '.join(sorted(types))}: the slowest rank sets the pace"
         for name in sorted(types) or [str(self.settings.instance_type)]:
             yield from self._notes_on(instances().get(name, Instance(name)))

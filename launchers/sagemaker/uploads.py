@@ -36,7 +36,8 @@ def pack(folder: Path, archive: Path) -> None:
 def send(folder: Path, s3: Any, bucket: str, key: str) -> None:
     """Uploads a folder as one archive."""
     with tempfile.TemporaryDirectory() as temporary:
-        pack(folder, archive := Path(temporary, "archive"))
+        archive = Path(temporary, "archive")
+        pack(folder, archive)
         s3.upload_file(str(archive), bucket, key)
 
 
@@ -83,7 +84,8 @@ def upload_history(request: SageMakerRequest, aws: Aws) -> None:
     names = [p.relative_to(run).as_posix() for p in paths if p.is_file() and not p.is_symlink()]
     stored = {key for key, _ in objects(s3, bucket, f"{request.store_key}/")} if names else set()
     for name in manifests_last(names):
-        if (key := f"{request.store_key}/{name}") not in stored:
+        key = f"{request.store_key}/{name}"
+        if key not in stored:
             s3.upload_file(str(run / name), bucket, key)
 
 

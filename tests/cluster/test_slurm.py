@@ -190,7 +190,8 @@ def handle_of(run):
 @pytest.mark.skipif("DISTDL_MATRIX" not in os.environ, reason="make matrix")
 def test_two_nodes_train_as_two_processes_of_this_machine(slurm, on_cluster, tmp_path, monkeypatch):
     """From inside an allocation, with a secret by name, in a folder with a space in its name."""
-    (folder := tmp_path / "my runs").mkdir()
+    folder = tmp_path / "my runs"
+    folder.mkdir()
     shutil.copy(witness.__file__, folder)
     monkeypatch.chdir(folder)
     same = (*SHORT, "name=a", WITNESS, "tracking=csv")

@@ -159,7 +159,8 @@ def test_the_last_step_is_saved_in_a_second_attempt(background, project, undistu
     job = start(background, "local", 2, project)
     wrong = signal_and_resume("local", EVERY, 2, "SIGTERM", 12, project, job)
     assert not wrong, f"{wrong}\n{job.output()}"
-    assert not (failed := resumed("local", project)), failed
+    failed = resumed("local", project)
+    assert not failed, failed
     assert differing(last_checkpoint(project), undisturbed) == []
 
 
@@ -174,7 +175,8 @@ def test_five_of_five(how, kind, attempt, background, tmp_path, undisturbed, cap
     draw = random.Random(f"{SEED} {how} {kind} {attempt}")
     rows = []
     for trial in range(5):
-        (folder := tmp_path / str(trial)).mkdir()
+        folder = tmp_path / str(trial)
+        folder.mkdir()
         project = make_project(folder)
         # Torch's agents end their ranks by SIGTERM; SIGHUP ends no run that mpirun has started.
         number = NAMES[0] if how != "local" or trial < 3 else NAMES[trial - 2]

@@ -168,7 +168,8 @@ def test_settings_that_a_callback_changed_are_exported_or_missed(project, kind, 
     run = RunDirectory.open(project / RUN)
     saved = torch.load(run.checkpoints / "best.ckpt", weights_only=True)
     saved["distdl_modules"]["settings"] = {"network.bn1": {"eps": 1e3, "training": False}}
-    torch.save(saved, changed := tmp_path / "changed.ckpt")
+    changed = tmp_path / "changed.ckpt"
+    torch.save(saved, changed)
     words = [*HERE, "task.checkpoint=none", "tracking=none", f"data.root={project / 'images'}"]
     exported = Export(resuming.plan(run, words).config, run, changed)
     assert exported.model.module.network.bn1.eps == 1e3

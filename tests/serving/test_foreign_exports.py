@@ -233,7 +233,8 @@ def inner_external(model):
     """In the graph of a branch, where a reader may not look."""
     graph = onnx.GraphProto()
     graph.CopyFrom(model.graph)
-    external(onnx_model := onnx.ModelProto(graph=graph))
+    onnx_model = onnx.ModelProto(graph=graph)
+    external(onnx_model)
     branch = onnx_model.graph
     node = helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)
     model.graph.node.append(node)
@@ -428,7 +429,8 @@ HARMLESS = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_it_is_refused_in_one_message_and_executes_nothing(name, exported, tmp_path):
     change, message = CHANGES[name]
-    change(its := Foreign(exported, tmp_path))
+    its = Foreign(exported, tmp_path)
+    change(its)
     with pytest.raises(ValueError, match="cannot be read; export it again: ") as error:
         Scorer(its.folder)
     assert message in str(error.value)
@@ -449,7 +451,8 @@ def test_what_is_harmless_loads_and_executes_nothing_either(name, exported, tmp_
 @pytest.mark.parametrize("name", [*CHANGES] if MATRIX else ["an expression"])
 def test_serve_refuses_it(name, exported, tmp_path):
     change, message = CHANGES[name]
-    change(its := Foreign(exported, tmp_path))
+    its = Foreign(exported, tmp_path)
+    change(its)
     done = distdl("serve", str(its.folder), "serve.port=0", cwd=tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

@@ -205,7 +205,8 @@ def test_an_outage_while_a_job_is_awaited_is_said_once(monkeypatch, capsys):
     answers = iter(["RUNNING", DOWN, DOWN, "RUNNING", DOWN, "SUCCEEDED"])
 
     def answer(_):
-        if isinstance(given := next(answers), Exception):
+        given = next(answers)
+        if isinstance(given, Exception):
             raise given
         return given
 

@@ -82,7 +82,8 @@ def test_the_data_on_the_disk_are_counted(request, tmp_path, kind):
     config |= {"trainer": {"val_check_interval": 20}}
     context = {"local": True, "world_size": 2, "config": config}
     if kind == "prepared":
-        prepared.prepare(root := tmp_path / "shards")
+        root = tmp_path / "shards"
+        prepared.prepare(root)
         classes = None
     else:
         for split in ("train", "val"):

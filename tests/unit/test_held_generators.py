@@ -92,7 +92,8 @@ def test_what_is_not_there_or_not_in_the_checkpoint_is_named(caplog):
     class Late(pl.Callback):
         rng = None
 
-    trainer = training(late := Late())
+    late = Late()
+    trainer = training(late)
     late.rng = np.random.default_rng(5)
     states = HeldGenerators(trainer).states()
     states["data.rng"] = {"bit_generator": "MT19937"}

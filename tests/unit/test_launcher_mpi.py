@@ -113,7 +113,8 @@ HOSTS = {
 
 @pytest.mark.parametrize("text", HOSTS)
 def test_a_host_in_a_list_and_in_a_hostfile(text, tmp_path):
-    (file := tmp_path / "hosts").write_text(f"# ours\n{text.replace('|', '')}\n\n")
+    file = tmp_path / "hosts"
+    file.write_text(f"# ours\n{text.replace('|', '')}\n\n")
     assert host_names.read_hostfile(str(file), 8) == tuple(HOSTS[text])
     if "|" not in text:
         found = host_names.parse_hosts([text], 8)

@@ -94,7 +94,8 @@ TITLES = ("Loss", "Accuracy", "Throughput", "Learning rate", "my", "odd", "Proce
 
 
 def test_the_page_describes_the_run_and_needs_nothing_but_itself(run):
-    page = Page(source := reported(run))
+    source = reported(run)
+    page = Page(source)
     for text in SHOWN:
         assert text in page.text, text
     assert f"<pre>{markupsafe.escape(CONFIG)}</pre>" in source

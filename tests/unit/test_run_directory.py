@@ -45,7 +45,8 @@ def test_config_comes_last_and_an_attempt_appears_complete(tmp_path, monkeypatch
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append(Path(b).name), replace(a, b)))
     run = RunDirectory(tmp_path / "outputs/e/r")
     run.create("seed: 1\n", {})
-    assert order == (created := ["provenance.json", "config.yaml"])
+    created = ["provenance.json", "config.yaml"]
+    assert order == created
     attempt = run.begin_attempt(LAUNCH)
     files = {str(p.relative_to(run.path)) for p in run.path.rglob("*") if p.is_file()}
     assert files == {*created, "attempts/001/launch.yaml", "attempts/001/status.json"}

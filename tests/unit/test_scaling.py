@@ -130,7 +130,8 @@ def test_a_known_setting_is_found_again():
 
 def test_the_page_is_as_the_script_writes_it(tmp_path, monkeypatch, capsys):
     page = tmp_path / "scaling.md"
-    page.write_text(text := held_out.PAGE.read_text())
+    text = held_out.PAGE.read_text()
+    page.write_text(text)
     code, output = re.findall(r"```(?:python)?\n(.*?)```", text, re.DOTALL)[:2]
     exec(code, {})
     assert capsys.readouterr().out == output

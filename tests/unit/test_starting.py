@@ -137,7 +137,8 @@ def same(one, other):
 @pytest.fixture
 def logged(caplog):
     """The only line on the state that a training begins with; empty if there is none."""
-    caplog.set_level(logging.INFO, name := "distdl.worker.initial_state")
+    name = "distdl.worker.initial_state"
+    caplog.set_level(logging.INFO, name)
 
     def logged():
         lines = [r.getMessage() for r in caplog.records if r.name == name]

@@ -45,7 +45,8 @@ class Job:
             for phase, share, wait in STEP + SAVING if saves else STEP:
                 if phase != before:
                     self.begin(PHASES.index(phase))
-                self.work(before := phase, share)
+                before = phase
+                self.work(phase, share)
                 if wait is not None and (phase != "backward" or (step + 1) % accumulate == 0):
                     self.meet(wait)
         self.begin(DATA)

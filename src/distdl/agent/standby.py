@@ -50,7 +50,8 @@ def serve(connection: socket.socket) -> None:
     while True:
         for ready in select.select([connection.fileno(), *ranks], [], [])[0]:
             if ready in ranks:
-                _, status = os.waitpid(pid := ranks.pop(ready), 0)
+                pid = ranks.pop(ready)
+                _, status = os.waitpid(pid, 0)
                 os.close(ready)
                 connection.send(json.dumps((pid, os.waitstatus_to_exitcode(status))).encode())
                 continue

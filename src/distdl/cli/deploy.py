@@ -122,7 +122,8 @@ def example(folder: Path, request: Path) -> dict[str, Any]:
     from distdl.tools.serving.scorer import Scorer
 
     image = ImageOps.colorize(Image.linear_gradient("L"), "darkgreen", "orange")
-    image.save(file := io.BytesIO(), "JPEG")
+    file = io.BytesIO()
+    image.save(file, "JPEG")
     try:
         (answer,) = Scorer(folder).score([file.getvalue()], top_k=1)
     except ValueError as error:

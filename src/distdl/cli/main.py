@@ -187,8 +187,10 @@ def show_config(options: argparse.Namespace) -> int:
             shown = config.hydra
         elif options.cfg == "job":
             config.pop("hydra")
-        if options.package and (shown := OmegaConf.select(shown, options.package)) is None:
-            raise UserError.at("--package", f"the config has no {options.package!r}")
+        if options.package:
+            shown = OmegaConf.select(shown, options.package)
+            if shown is None:
+                raise UserError.at("--package", f"the config has no {options.package!r}")
         try:
             plain = not OmegaConf.is_config(shown)
             text = f"{shown}\n" if plain else OmegaConf.to_yaml(shown, resolve=options.resolve)

@@ -374,7 +374,8 @@ def _file_problem(text: str) -> Problem:
         return _no_option(group, option, where)
     remedy = words.for_choice(last, option) or words.for_key(group if hydras else last, option)
     groups = [*defaults()]
-    if where and (near := last if last in groups else closest(last, groups)):
+    near = last if last in groups else closest(last, groups)
+    if where and near:
         remedy = f"in the file: - override /{near}: {option or 'NAME'}"
     return Problem(last, f"no group of that name{where}", remedy) if remedy else Problem("", text)
 

@@ -54,7 +54,8 @@ def _shipped() -> Path:
 
 def folders() -> list[Path]:
     """The user's folders: `./conf`, and those of --config-dir."""
-    return [*([first] if (first := folder()) else []), *_further]
+    first = folder()
+    return [first, *_further] if first else list(_further)
 
 
 def shadowed() -> list[str]:
@@ -110,7 +111,8 @@ def contents() -> list[dict[str, Any]]:
     for file in sorted(path.rglob("*.yaml")):
         with suppress(UnicodeDecodeError):
             group = file.parent.relative_to(path).as_posix().replace("/", ".")
-            said += [(content := _read(file)), {group: content}]
+            content = _read(file)
+            said += [content, {group: content}]
     return said
 
 

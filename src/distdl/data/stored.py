@@ -153,7 +153,8 @@ class StoredImages(ImageData):
                 if predicts and _is_listed(root, QUICK):
                     return
                 if not _is_prepared(root):
-                    yield from (found := [*check_folder(Path(root), classes)])
+                    found = [*check_folder(Path(root), classes)]
+                    yield from found
                     if not found and _counts_batches(context):
                         images = FolderImages(Path(root, "train"), EvalView(1, 1))
                         yield from _of_epoch(context, len(images))
@@ -163,7 +164,8 @@ class StoredImages(ImageData):
             )
             if data.note:
                 yield data.note
-            yield from (found := [*_misfits(data, classes)])
+            found = [*_misfits(data, classes)]
+            yield from found
             if not found:
                 yield from _of_epoch(context, data.manifest.splits["train"].samples)
         except UserError as error:
@@ -342,7 +344,8 @@ def _misfits(data: DataSet, num_classes: int | None) -> Iterable[Problem]:
     for name in [name for name, split in manifest.splits.items() if not split.samples]:
         remedy = "python -m distdl prepare ... makes both splits (docs/data/prepare.md)"
         yield Problem("root", f"{data.store.uri} has no sample in {name!r}", remedy)
-    if num_classes not in (None, count := len(manifest.classes)):
+    count = len(manifest.classes)
+    if num_classes not in (None, count):
         what = f"is {num_classes}, but {data.store.uri} has {count} {plural('class', count)}"
         yield Problem("num_classes", what, f"data.num_classes={count}")
 

@@ -137,7 +137,8 @@ def _refuse_large(width: int, height: int, most_pixels: int) -> None:
 
 
 def _refuse_in_python(pixels: int, most_pixels: int, kind: str) -> None:
-    if pixels > (most := most_pixels // IN_PYTHON):
+    most = most_pixels // IN_PYTHON
+    if pixels > most:
         what = f"is {kind}, which is decoded slowly: it may have {most / 1e6:.4g} megapixels"
         raise TooLarge(what)
 

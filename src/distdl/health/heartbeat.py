@@ -101,9 +101,13 @@ def seen_in(stack: Iterable[Frame]) -> tuple[int | None, str, bool]:
     functions = [each for file, _, name in stack if (each := _function(file, name)).known]
     if not functions:
         return None, "", False
-    calls = (match.expand(r"\1.\2") for f, _, n in stack if (match := _CALLS.search(f"{f}:{n}")))
     phase = functions[0].phase
-    action = next(calls, functions[0].action)
+    action = functions[0].action
+    for file, _, name in stack:
+        call = _CALLS.search(f"{file}:{name}")
+        if call:
+            action = call.expand(r"\1.\2")
+            break
     if phase != CHECKPOINT and any(each.phase == VALIDATION for each in functions):
         phase = VALIDATION
     return phase, action, phase != CHECKPOINT and any(each.in_batch for each in functions)
@@ -120,7 +124,8 @@ class _Function(NamedTuple):
 
 @functools.lru_cache(4096)
 def _function(file: str, name: str) -> _Function:
-    match = _PHASE.search(where := f"{file}:{name}")
+    where = f"{file}:{name}"
+    match = _PHASE.search(where)
     if match is None:
         return _Function(False)
     phase = int(str(match.lastgroup)[1:])

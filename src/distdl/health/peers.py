@@ -151,7 +151,8 @@ class Peers:
         return self._text == new
 
     def _hear(self, answer: bytes) -> None:
-        if (text := answer.decode()) != self._text:
+        text = answer.decode()
+        if text != self._text:
             self._heard = Heard.read(text)
             self._text = text
             self._changed = time.monotonic()

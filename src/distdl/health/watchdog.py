@@ -333,7 +333,8 @@ class Watchdog:
             os.kill(child.pid, signal.SIGUSR2)
             for _ in range(20):
                 time.sleep(0.02)
-                if (size := os.fstat(self._stacks.fileno()).st_size) > begin:
+                size = os.fstat(self._stacks.fileno()).st_size
+                if size > begin:
                     break
             text = os.pread(self._stacks.fileno(), size - begin, begin).decode(errors="replace")
             yield {**process, "where": innermost(main_thread(text))}

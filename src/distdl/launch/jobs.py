@@ -70,7 +70,8 @@ class Platforms:
         if handle is None:  # a local run, maybe on another machine that writes to this folder
             return LocalLauncher().attach(f"local://{attempt.path}")
         written = attempt.launch()["where"]["launcher"]
-        if (key := repr(written)) not in self._known:
+        key = repr(written)
+        if key not in self._known:
             self._known[key] = self._launcher(written)
         launcher = self._known[key]
         if not isinstance(launcher, Problem) and names_another_folder(str(handle), attempt):

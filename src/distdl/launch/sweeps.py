@@ -245,13 +245,16 @@ def _monitored(planned: Plan) -> float:
 
 def _best(results: Sequence[Ended]) -> int | None:
     """The index of the best of the members that succeeded; None if there are no two to compare."""
-    values = {
-        number: value
-        for number, (_, each, state) in enumerate(results)
-        if state is JobState.SUCCEEDED and not math.isnan(value := _monitored(each))
-    }
+    values = {}
+    for number, (_, each, state) in enumerate(results):
+        if state is JobState.SUCCEEDED:
+            value = _monitored(each)
+            if not math.isnan(value):
+                values[number] = value
+    if len(values) < 2:
+        return None
     choose = max if results[0][1].config.checkpoint.mode == "max" else min
-    return choose(values, key=values.__getitem__) if len(values) > 1 else None
+    return choose(values, key=values.__getitem__)
 
 
 def _print_next(results: Sequence[Ended]) -> None:

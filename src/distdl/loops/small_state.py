@@ -46,12 +46,11 @@ class SmallState:
         connector = vars(trainer._logger_connector)
         self.metrics = {name: small_copy(connector[name]) for name in METRICS}
         self.values = [(owner, small_values(owner)) for owner in owners(trainer)]
-        buffers = [(m._buffers, k) for m in trainer.lightning_module.modules() for k in m._buffers]
-        self.buffers = [
-            (owner, name, value.detach().clone())
-            for owner, name in buffers
-            if (value := owner[name]) is not None and value.numel() <= LARGEST
-        ]
+        self.buffers = []
+        for module in trainer.lightning_module.modules():
+            for name, value in module._buffers.items():
+                if value is not None and value.numel() <= LARGEST:
+                    self.buffers.append((module._buffers, name, value.detach().clone()))
         self.hashes = hashes(trainer.lightning_module)
 
     def put_back(self) -> None:

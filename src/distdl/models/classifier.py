@@ -113,7 +113,8 @@ class ImageClassifier(LightningModule):
         if config.get("norm", "batch") not in ("batch", "group"):
             yield Problem("norm", f"is {config['norm']!r}", "model.norm=batch or model.norm=group")
         for name in ("mixup", "cutmix"):
-            if (alpha := config.get(name, 0)) < 0:
+            alpha = config.get(name, 0)
+            if alpha < 0:
                 yield Problem(name, f"is {alpha}, below 0", f"model.{name}=0 switches it off")
         if not 0 <= (smoothing := config.get("label_smoothing", 0)) < 1:
             what = f"is {smoothing}, not from 0 to below 1"

@@ -37,7 +37,8 @@ def problems(data: Mapping[str, Any] | None, ranks: int) -> Iterator[Problem]:
     yield from _unusable(folder, name)
     if workers == 0:
         return
-    if (length := len(os.fsencode(folder))) > LONGEST:
+    length = len(os.fsencode(folder))
+    if length > LONGEST:
         what = f"{folder} has {length} characters, and the sockets of loader workers, which are in "
         what += f"it, allow {LONGEST}"
         yield Problem(name, what, "export TMPDIR=/tmp; or data.num_workers=0")

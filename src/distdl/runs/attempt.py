@@ -166,10 +166,12 @@ class Attempt:
     def update(self, **fields: object) -> None:
         """Merges `fields` into status.json. A damaged file is kept beside it and replaced by a new
         one, since continuing the run is worth more than the old contents."""
-        if isinstance(error := fields.get("error"), str):  # may have an exception's text
+        error = fields.get("error")
+        if isinstance(error, str):  # may have an exception's text
             fields["error"] = redact(error)
         before = self._status_or_new()
-        if (after := {**before, **fields}) != before:
+        after = {**before, **fields}
+        if after != before:
             write_json(self.path / STATUS, after)
 
     def _status_or_new(self) -> dict[str, Any]:

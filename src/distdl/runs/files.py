@@ -55,7 +55,8 @@ def digest(text: str) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """For optional files: empty if the file is absent, incomplete, or not a mapping."""
     with suppress(OSError, ValueError, RecursionError):
-        if isinstance(loaded := json.loads(path.read_text(encoding="utf-8")), dict):
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(loaded, dict):
             return loaded
     return {}
 

@@ -69,7 +69,8 @@ class Snapshot:
     def lines_left_out(self) -> list[str]:
         """Messages on what is left out, and how to send it anyway."""
         lines = [f"{name}: {why}" for name, why in self.left_out[:SHOWN]]
-        if (more := len(self.left_out) - SHOWN) > 0:
+        more = len(self.left_out) - SHOWN
+        if more > 0:
             lines.append(f"and {more} more")
         if self.ignored:
             lines.append(f"ignored by git, or hidden: {in_short(self.ignored)}")
@@ -163,7 +164,8 @@ def missing_modules(root: Path, project: Listing, imported: Iterable[str]) -> li
     below = [Path(file).relative_to(root) for file in imported if Path(file).is_relative_to(root)]
     names = sorted({path.as_posix() for path in below} - sent)
     problems = [missing_problem(project, name) for name in names[:SHOWN]]
-    if (more := len(names) - SHOWN) > 0:
+    more = len(names) - SHOWN
+    if more > 0:
         problems.append(Problem("", f"and {more} more modules are imported here and not sent"))
     return problems
 
@@ -241,7 +243,8 @@ def secret_within(pieces: Iterable[bytes], name: str, values: tuple[tuple[str, b
         content = before + piece
         kinds = [*secret_search.search(content, name)]
         for variable, value in values:
-            if (start := content.find(value)) >= 0:
+            start = content.find(value)
+            if start >= 0:
                 kinds.append((content.count(b"\n", 0, start) + 1, f"the value of ${variable}"))
         for line, kind in kinds:
             lines_of_kinds.setdefault(kind, lines + line)
@@ -267,7 +270,8 @@ def secret_in_archive(path: Path, values: tuple[tuple[str, bytes], ...]) -> str:
 
 
 def secret_problem(name: str, why: str) -> Problem:
-    variable = match[1] if (match := re.search(r"\$(\w+)$", why)) else "NAME"
+    match = re.search(r"\$(\w+)$", why)
+    variable = match[1] if match else "NAME"
     return Problem(
         name,
         f"{why}, and would leave this machine with the job",

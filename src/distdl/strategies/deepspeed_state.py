@@ -94,7 +94,8 @@ def weights(engine: Any, module: nn.Module, device: torch.device, keep: bool) ->
     full_weights: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) and value.requires_grad and is_sharded(engine):
-            full = gathered(value, part := fragment(engine, value), part.flat, device)
+            part = fragment(engine, value)
+            full = gathered(value, part, part.flat, device)
         elif hasattr(value, "ds_id"):  # a frozen parameter in stage 3
             with deepspeed.zero.GatheredParameters([value]):
                 full = value.detach().clone()

@@ -45,13 +45,15 @@ def column(values: np.ndarray, missing: np.ndarray | bool = False) -> pyarrow.Ar
 def encoded(table: pyarrow.Table, format: str) -> bytes:
     """A table as "parquet", "csv" or "jsonl"."""
     if format == "parquet":
-        write_table(table, file := io.BytesIO())
+        file = io.BytesIO()
+        write_table(table, file)
         return file.getvalue()
     rows = table.to_pylist()
     if format == "jsonl":
         return "".join(strict_json.dumps(row) + "\n" for row in rows).encode()
     lines = [table.column_names, *(row.values() for row in rows)]
-    csv.writer(text := io.StringIO(), lineterminator="\n").writerows(lines)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue().encode()
 
 

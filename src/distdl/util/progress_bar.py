@@ -58,7 +58,8 @@ def drawn(task: Task, width: int) -> Table:
 
 def fitting(parts: Sequence[str], room: int) -> str:
     """As many parts as fit into `room` columns; long names are cut if not all parts fit."""
-    if len(joined := "  ".join(parts)) <= room:
+    joined = "  ".join(parts)
+    if len(joined) <= room:
         return joined
     text = ""
     for part in parts:

@@ -147,7 +147,8 @@ class RedactingFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        if (safe := redact(message)) != message:
+        safe = redact(message)
+        if safe != message:
             record.msg = safe
             record.args = ()
         if record.exc_info and not record.exc_text:

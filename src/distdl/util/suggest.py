@@ -82,7 +82,8 @@ def respelt(value: object) -> object:
         if word in _SPELT:
             return _SPELT[word]
         with suppress(ValueError, OverflowError):
-            return respelt(number) if (number := float(word)) % 1 == 0 else number
+            number = float(word)
+            return respelt(number) if number % 1 == 0 else number
     return value
 
 

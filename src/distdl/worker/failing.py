@@ -61,8 +61,12 @@ def record_failure(
     elif isinstance(error, SystemExit) and isinstance(error.code, int):
         code = error.code or code  # exit(0) in the middle is a failure
     text = redact("".join(traceback.format_exception(error)))
-    more: dict[str, Any] = {"lost_peer": True} if failures.is_consequence(error) else {}
-    more |= {"where": where} if (where := last_user_line(text)) else {}
+    more: dict[str, Any] = {}
+    if failures.is_consequence(error):
+        more["lost_peer"] = True
+    where = last_user_line(text)
+    if where:
+        more["where"] = where
     if watchdog and code != EXIT_REFUSED:
         more |= watchdog.failed(error)
     message = redact(str(error))

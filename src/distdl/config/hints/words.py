@@ -61,7 +61,8 @@ def for_key(key: str, value: object = None, config: Mapping[str, Any] | None = N
     name, _, rest = key.partition(".")
     if name in ("logger", "loggers"):  # `logger=wandb`, `logger.wandb.group=x`
         logger, _, argument = rest.partition(".")
-        if for_component("tracking", logger := logger or str(value)):
+        logger = logger or str(value)
+        if for_component("tracking", logger):
             return f"tracking={logger}" + (f" tracking.{rest}=..." if argument else "")
     for collection in ("callbacks", "tracking"):  # `early_stopping.patience`
         if option := for_component(collection, name, config):
@@ -119,7 +120,8 @@ def for_option(option: str, known: Iterable[str], following: str = "") -> str:
         return _OPTIONS[name]
     key = name.lstrip("-").replace("-", "_")
     if not (meant := for_key(key)):
-        names = [key] if key in (known := [*known]) else nearest(key, known)
+        known = [*known]
+        names = [key] if key in known else nearest(key, known)
         if not names and not equals and "." not in key:
             return ""
         meant = f"{names[0] if names else key}={value or '...'}"
@@ -147,7 +149,8 @@ def for_override(text: str, error: str) -> str:
         return "write key=value, +key=value, group=option or ~key"
     if missing := open_brackets(value):
         return f"it lacks {missing}: {redact(repr(text.rstrip(', ') + missing))}"
-    if (typed := meant(text)) != text:
+    typed = meant(text)
+    if typed != text:
         return f"write {redact(shlex.quote(typed))}"
     if value.startswith(("{", '"', "'")):  # a mapping, or quoted already
         return redact(error)
@@ -193,7 +196,8 @@ def first_override(words: Sequence[str]) -> tuple[int, str]:
     if "=" in first and _is_open(first):
         until = itertools.takewhile(lambda word: "=" not in word, rest)  # the next override
         for count, _ in enumerate(until, 2):
-            if not _is_open(joined := " ".join(words[:count])):
+            joined = " ".join(words[:count])
+            if not _is_open(joined):
                 return count, joined
     elif "=" in first and first.endswith(",") and second and "=" not in second:
         count, joined = first_override([first + second, *rest[1:]])  # a sweep's `lr=0.1, 0.2, 0.3`

@@ -107,7 +107,8 @@ def read_rate(store: Store) -> float:
             read.append(len(store.read_part(name, start, part)))
 
     fetch(0)  # connects, and may be all that a slow store gives in this time
-    if (first := time.perf_counter() - started) < STORE_S:
+    first = time.perf_counter() - started
+    if first < STORE_S:
         read = []
         started = time.perf_counter()
         in_parallel(fetch, range(10_000))

@@ -62,12 +62,12 @@ class Limit(NamedTuple):
 
 def slow(rates: Mapping[Any, float], share: float) -> set[Any]:
     """Whose rate is below that share of the median of all others."""
-    return {
-        key
-        for key, rate in rates.items()
-        if (others := [r for k, r in rates.items() if k != key])
-        if rate < share * median(others)
-    }
+    below = set()
+    for key, rate in rates.items():
+        others = [rates[other] for other in rates if other != key]
+        if others and rate < share * median(others):
+            below.add(key)
+    return below
 
 
 def table(rows: Sequence[Finding]) -> str:

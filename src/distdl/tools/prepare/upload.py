@@ -42,7 +42,8 @@ def upload(out: Path, url: str, progress: Progress) -> None:
             sending.send(file)
         sending.send_all([file for file in shards if file in missing])
         for file in files:
-            if (size := store.size(file.name)) != file.bytes:
+            size = store.size(file.name)
+            if size != file.bytes:
                 what = f"{file.name} has {size} bytes at {store.uri}, and {file.bytes} here"
                 raise Unfinished.at("--upload", what, "remove it there and upload again")
         if store.size(MANIFEST) is None:

@@ -103,7 +103,8 @@ def _openers(run: Path) -> list[str]:
         from distdl.tracking.mlflow import how_to_open
 
         commands += how_to_open(outbox.state.server or outbox.database(), outbox)
-    if (folder := run / "logs" / "tensorboard").is_dir():
+    folder = run / "logs" / "tensorboard"
+    if folder.is_dir():
         commands.append(f"tensorboard --logdir {shlex.quote(os.path.relpath(folder))}")
     return commands
 

@@ -173,7 +173,8 @@ def _line(
     y *= scale
     if hidden.any():
         label += f" ({hidden.sum()} of {len(y)} values are NaN, infinite or too large to draw)"
-    if (size := math.ceil(len(y) / POINTS)) == 1:
+    size = math.ceil(len(y) / POINTS)
+    if size == 1:
         marker = "o" if len(y) < 40 else ""
         axes.plot(x, y, label=label, marker=marker, markersize=3, linewidth=1.4)
         return

@@ -255,12 +255,13 @@ def further(
     devices = per_node(measured, rented)
     predicted: dict[str, dict[int, Prediction]] = {}
     for member in measured:
-        if member.world_size > 1 and "weak" in member.modes and member.strategy not in predicted:
-            guesses = {
-                2**i: guess
-                for i in range(1, most.bit_length())
-                if (guess := prediction(base, member.result, links, devices, 2**i))
-            }
-            if guesses:
-                predicted[member.strategy] = guesses
+        if member.world_size == 1 or "weak" not in member.modes or member.strategy in predicted:
+            continue
+        guesses = {}
+        for exponent in range(1, most.bit_length()):
+            guess = prediction(base, member.result, links, devices, 2**exponent)
+            if guess:
+                guesses[2**exponent] = guess
+        if guesses:
+            predicted[member.strategy] = guesses
     return predicted

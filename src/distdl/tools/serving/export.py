@@ -115,7 +115,8 @@ class Export:
         samples = []
         for index in range(0, len(self.images), math.ceil(len(self.images) / IMAGES)):
             with contextlib.suppress(ValueError):  # a damaged image
-                self.view.pixels(data := self.images.read(index), 0)
+                data = self.images.read(index)
+                self.view.pixels(data, 0)
                 samples.append(data)
         self.data.teardown()
         if not samples:

@@ -35,7 +35,8 @@ def write_pt2(network: nn.Module, file: Path, image_size: int) -> None:
         # torch reports each weight that is channels_last; it is stored with its strides.
         warnings.filterwarnings("ignore", message="No complete tensor found")
         # Into memory first: on a full disk torch's own writer ends the process.
-        torch.export.save(program, archive := io.BytesIO())
+        archive = io.BytesIO()
+        torch.export.save(program, archive)
     write_bytes(file, archive.getvalue())
 
 
