@@ -82,7 +82,8 @@ def create_run(folder: Path, total: int) -> Path:
         "trainer.max_epochs=1",
         "trainer.limit_val_batches=0",
         "tracking=none",
-        *(f"trainer.log_every_n_steps={LOG_EVERY}", *stops.overrides(WARM_UP, STEPS)),
+        f"trainer.log_every_n_steps={LOG_EVERY}",
+        *stops.overrides(WARM_UP, STEPS),
     )
     return run.path
 

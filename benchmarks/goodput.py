@@ -104,7 +104,12 @@ def ours(folder: Path, steps: int, wait: float) -> list[str]:
         (folder / "conf" / f"{path}.yaml").write_text(text)
     shutil.copy(KILLED, folder)
     return [
-        *(sys.executable, "-m", "distdl", "model=net", f"model.folder={folder}", "data=rows"),
+        sys.executable,
+        "-m",
+        "distdl",
+        "model=net",
+        f"model.folder={folder}",
+        "data=rows",
         f"model.wait={wait}",
         f"data.rows={steps * RANKS * BATCH}",
         "~optimizer",
@@ -125,9 +130,17 @@ def ours(folder: Path, steps: int, wait: float) -> list[str]:
 
 def theirs(folder: Path, steps: int, wait: float) -> list[str]:
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1000"),
-        *(f"--nproc-per-node={RANKS}", str(KILLED), str(folder), str(wait)),
-        *(str(steps * RANKS * BATCH), str(BATCH)),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts=1000",
+        f"--nproc-per-node={RANKS}",
+        str(KILLED),
+        str(folder),
+        str(wait),
+        str(steps * RANKS * BATCH),
+        str(BATCH),
     ]
 
 

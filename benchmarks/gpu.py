@@ -143,7 +143,11 @@ def by_distdl(folder: Path, device: torch.device, size: Size, *overrides: str) -
     """
     name = f"run-{len([*folder.glob('*/run-*')])}"
     command = [
-        *(sys.executable, "-m", "distdl", "+experiment=resnet50_ddp", f"model={size.model}"),
+        sys.executable,
+        "-m",
+        "distdl",
+        "+experiment=resnet50_ddp",
+        f"model={size.model}",
         "trainer.devices=1",
         f"trainer.accelerator={'gpu' if device.type == 'cuda' else 'cpu'}",
         f"data.batch_size={size.batch}",
@@ -152,7 +156,10 @@ def by_distdl(folder: Path, device: torch.device, size: Size, *overrides: str) -
         "trainer.limit_val_batches=0",
         f"trainer.limit_train_batches={size.warm_up + size.steps}",
         f"trainer.log_every_n_steps={size.window}",
-        *("tracking=none", f"output_dir={folder}", f"name={name}", *overrides),
+        "tracking=none",
+        f"output_dir={folder}",
+        f"name={name}",
+        *overrides,
     ]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)

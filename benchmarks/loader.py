@@ -29,7 +29,7 @@ import torch
 
 from benchmarks import photographs
 from benchmarks.table import Goal, Result, row
-from distdl.util.plurals import plural
+from distdl.util.wording import plural
 
 FILES, BATCH, SIZE, REPEATS = 400, 100, 224, 5
 PLAIN, SHORT = 1.5, 3.5  # the goals

@@ -57,7 +57,8 @@ def create_run(folder: Path, total: int, *overrides: str) -> Path:
         "trainer.accelerator=cpu",
         "trainer.max_epochs=1",
         f"trainer.log_every_n_steps={EVERY}",
-        *(*stops.overrides(WARM_UP, STEPS), *overrides),
+        *stops.overrides(WARM_UP, STEPS),
+        *overrides,
     )
     return run.path
 

@@ -40,7 +40,9 @@ def create_run(folder: Path, total: int, ranks: int, enabled: bool) -> Path:
         "trainer.accelerator=cpu",
         "trainer.max_epochs=1",
         f"trainer.devices={ranks}",
-        *("strategy=ddp", "tracking=none", f"watchdog.enabled={str(enabled).lower()}"),
+        "strategy=ddp",
+        "tracking=none",
+        f"watchdog.enabled={str(enabled).lower()}",
     )
     return run.path
 

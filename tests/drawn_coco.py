@@ -213,15 +213,14 @@ def clip(polygon: Polygon, width: int, height: int) -> Polygon:
     for axis, limit, sign in ((0, 0.0, 1), (1, 0.0, 1), (0, width, -1), (1, height, -1)):
         kept: Polygon = []
         for before, point in zip([polygon[-1], *polygon], polygon, strict=False):
-            was, now = (sign * (each[axis] - limit) for each in (before, point))
+            # How far inside this edge of the image the two points are.
+            was = sign * (before[axis] - limit)
+            now = sign * (point[axis] - limit)
             if (was >= 0) != (now >= 0):
                 share = was / (was - now)
-                kept.append(
-                    (
-                        before[0] + share * (point[0] - before[0]),
-                        before[1] + share * (point[1] - before[1]),
-                    )
-                )
+                x = before[0] + share * (point[0] - before[0])
+                y = before[1] + share * (point[1] - before[1])
+                kept.append((x, y))
             if now >= 0:
                 kept.append(point)
         polygon = kept

@@ -118,9 +118,12 @@ class Setup:
             return Problem("launcher.python", f"{host} has no {self.python}", remedy)
         if "no address" in lacks:
             what = f"{host} finds no address of {self.main}, where rank 0 is (MASTER_ADDR)"
-            remedy = "name that host by its address, or by a name that DNS or /etc/hosts knows; "
-            remedy += "ssh alone knows the names of ~/.ssh/config"
-            return Problem("launcher.hosts", what, remedy)
+            return Problem(
+                path="launcher.hosts",
+                what=what,
+                remedy="name that host by its address, or by a name that DNS or /etc/hosts knows; "
+                "ssh alone knows the names of ~/.ssh/config",
+            )
         if "no code" not in lacks:
             return None
         if self.copy:

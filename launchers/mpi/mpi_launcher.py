@@ -272,10 +272,12 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
         setup = machines.Setup(request.ssh, spec.bundle, request.python, request.copy_bundle)
         setup.prepare(hosts)
         env = {**forwarded(spec), **request.env}
-        if env["MASTER_ADDR"] == LOCALHOST:  # which may name an address that this machine lacks
+        if env["MASTER_ADDR"] == LOCALHOST:
+            # The name may stand for an address that this machine lacks (::1).
             env["MASTER_ADDR"] = loopback.address()
         if self.port is None and is_local(hosts[0].name):
             env["MASTER_PORT"] = str(free_port(int(env["MASTER_PORT"])))
+
         folder = spec.folder
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         script = Path(request.start.ssh)
@@ -292,7 +294,12 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
             "agent": self.agent,
         }
         supervisor.write_json(folder / supervisor.RECORD, record)
-        kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(KEPT_PREFIXES)}
+
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name in KEPT or name.startswith(KEPT_PREFIXES)
+        }
         with (folder / supervisor.LOG).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, supervisor.__file__, str(folder)],

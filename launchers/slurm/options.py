@@ -33,15 +33,14 @@ def options(text: str) -> dict[str, Option]:
 
 @dataclass(frozen=True)
 class Table:
-    """The options of a program: those of every version of Slurm in use, and those that only newer
-    versions or plugins know."""
+    """The options of a program."""
 
-    always: Mapping[str, Option]
-    sometimes: Mapping[str, Option]
+    always: Mapping[str, Option]  # of every version of Slurm in use
+    sometimes: Mapping[str, Option]  # that only newer versions or plugins know
 
     def read(self, words: Sequence[str]) -> Iterator[Option]:
-        """The options that words set, or may set. Unknown ones are left to the program, which may
-        know them from a plugin.
+        """The options that words set, or may set (see `possible`). An unknown option is left to the
+        program, which may know it from a plugin.
 
         Raises:
             Refused: The program would refuse the words, too.
@@ -62,8 +61,9 @@ class Table:
                 raise Refused(f"{word} needs a value", f"--{found[-1].name}=...")
 
     def possible(self, name: str) -> list[Option]:
-        """What a long name means. Of an abbreviation that only newer options or a plugin's begin
-        with, these are several: which of them the cluster knows is not known here."""
+        """What a long name or its abbreviation means: one option, or none. If only options of
+        newer versions or of plugins begin with an abbreviation, all of them: which ones the cluster
+        knows is not known here."""
         for names in (self.always, self.sometimes):
             if name in names:
                 return [names[name]]

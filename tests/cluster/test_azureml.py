@@ -36,7 +36,9 @@ pytestmark = [
 ]
 SECRET = "canary-forwarded-by-name-3f1c"
 SMALL = (
-    *(*TINY, "data.train_samples=64", "data.val_samples=8"),
+    *TINY,
+    "data.train_samples=64",
+    "data.val_samples=8",
     "launcher=azureml",
     "launcher.env={OMP_NUM_THREADS: 1}",
     "+callbacks.witness._target_=witness.Witness",
@@ -102,7 +104,10 @@ def trained(azure, distdl, monkeypatch):
     if "x" not in azure.printed:
         monkeypatch.setenv("CANARY", SECRET)
         azure.printed["x"] = distdl(
-            *(*SMALL, *TWO_NODES, "launcher.tier=low_priority", "name=x"),
+            *SMALL,
+            *TWO_NODES,
+            "launcher.tier=low_priority",
+            "name=x",
             "launcher.forward_env=[CANARY]",
             f"launcher.key_vault={azure.url}",
             "+callbacks.witness.pause=0.1",

@@ -148,14 +148,23 @@ PER_CLASS, STEPS, EPOCHS = 80, 10, 2  # steps of 2 x 12 images
 
 
 def test_from_tars_to_two_ranks(azurite, account, tmp_path, background, monkeypatch):
-    """ImageNet with an outage. The last test: it ends the server."""
+    """ImageNet is prepared, uploaded, checked and trained on. The server ends in the first epoch,
+    so this is the last test of the file."""
     out = tmp_path / "out"
     cache = tmp_path / "cache"
     container = account.split("/")[2]
     where = {"cwd": tmp_path, "env": {"DISTDL_CACHE": str(cache)}}
-    prepare = ["prepare", "imagenet", "--source", str(imagenet(tmp_path / "tars", PER_CLASS))]
-    prepare += ["--to", str(out), "--subset", "--shard-mb", "0.01", "--upload", account]
-    done = distdl(*prepare, **where)
+    tars = imagenet(tmp_path / "tars", PER_CLASS)
+    done = distdl(
+        "prepare",
+        "imagenet",
+        f"--source={tars}",
+        f"--to={out}",
+        "--subset",
+        "--shard-mb=0.01",
+        f"--upload={account}",
+        **where,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"python -m distdl +experiment=resnet50_imagenet data.root={account}" in done.stdout
 
@@ -175,7 +184,9 @@ def test_from_tars_to_two_ranks(azurite, account, tmp_path, background, monkeypa
         "model.norm=group",
         "data=imagenet",
         f"data.root={account}",
-        *(f"data.num_classes={len(CLASSES)}", "data.image_size=32", "data.batch_size=12"),
+        f"data.num_classes={len(CLASSES)}",
+        "data.image_size=32",
+        "data.batch_size=12",
         "data.num_workers=1",
         "data.shuffle_window=4",
         "schedule.warmup_epochs=0",

@@ -39,7 +39,10 @@ NAMES = ("algo-1", "algo-2")
 SECRET = "canary-by-secrets-manager-5d"
 BUCKET, REGION = "my-bucket", "eu-west-1"
 JOB = (
-    *(*TINY, "trainer.num_nodes=2", "trainer.devices=auto", "data.train_samples=80"),
+    *TINY,
+    "trainer.num_nodes=2",
+    "trainer.devices=auto",
+    "data.train_samples=80",
     "+callbacks.witness._target_=witness.Witness",
     "+callbacks.witness.token=${oc.env:CANARY}",
     "launcher.role=arn:aws:iam::123456789012:role/train",

@@ -167,7 +167,10 @@ METADATA = "Metadata-Version: 2.1\nName: lightning\nVersion: 9.9.9\n"
 FAULTS = {
     "link": Fault("link", "node1 - node2", limit_link, arguments=("--expect", "0.3")),
     "slow node": Fault(
-        *("matrix product", "node2", keep_core_busy, ("taskset", "-c", "0")),
+        "matrix product",
+        "node2",
+        keep_core_busy,
+        ("taskset", "-c", "0"),
         seconds=60,  # its imports are slow, too
     ),
     "shared memory": Fault("/dev/shm", prepare=fill_shared_memory),

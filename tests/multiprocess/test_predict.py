@@ -199,7 +199,8 @@ def test_images_of_which_all_or_none_are_damaged_in_a_part(project, tmp_path):
 
 
 def test_csv_and_what_is_refused(project, alone, tmp_path):
-    """A flat folder, which has no labels; then folders whose rows are of something else."""
+    """Images without labels are predicted into CSV. Then six folders are refused, as something else
+    is in them, and keep their files."""
     flat = shutil.copytree(project / "images/val/bee", tmp_path / "flat")
     words = (f"data.root={flat}", "task.output=flat", "task.format=csv", "task.top_k=1")
     predict(project, *words, "data.max_pixels=60000000", module=DISTDL)  # what it accepts, too
@@ -210,8 +211,11 @@ def test_csv_and_what_is_refused(project, alone, tmp_path):
     assert predicted == {row["name"]: row["class_1"] for row in alone if row["label"] == "bee"}
 
     def listed():
-        folders = (project / RUN / name for name in ("checkpoints", "predictions", "flat"))
-        return {path: path.stat().st_mtime_ns for f in folders for path in f.iterdir()}
+        """When each file was written."""
+        files = []
+        for name in ("checkpoints", "predictions", "flat"):
+            files += (project / RUN / name).iterdir()
+        return {file: file.stat().st_mtime_ns for file in files}
 
     other = shutil.copytree(flat, tmp_path / "other")  # the same names
     before = listed()

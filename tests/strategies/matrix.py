@@ -29,7 +29,9 @@ COMMON = (
     f"trainer.max_steps={STEPS}",
     "+trainer.enable_model_summary=false",
     f"checkpoint.every_n_steps={HALF}",
-    *("checkpoint.keep_last=9", "checkpoint.monitor=null", *([] if MATRIX else [WIDE])),
+    "checkpoint.keep_last=9",
+    "checkpoint.monitor=null",
+    *([] if MATRIX else [WIDE]),
 )
 
 

@@ -32,9 +32,16 @@ class Small(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         norm = nn.BatchNorm2d(8) if batch_norm else nn.GroupNorm(2, 8)
-        convolution = nn.Conv2d(3, 8, 3, padding=1), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(4)
-        head = nn.Flatten(), nn.Linear(128, 160), nn.ReLU(), nn.Linear(160, 10)
-        self.network = nn.Sequential(*convolution, *head)
+        self.network = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            norm,
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+            nn.Linear(128, 160),
+            nn.ReLU(),
+            nn.Linear(160, 10),
+        )
         self.losses = []
         self.validated = []
 

@@ -57,7 +57,8 @@ HALF_PRECISION = (
     "model.norm=batch",
     "model.channels_last=false",
     "optimizer.fused=false",
-    *("+trainer.precision=bf16-mixed", *matrix.batch(4)),
+    "+trainer.precision=bf16-mixed",
+    *matrix.batch(4),
 )
 
 

@@ -312,7 +312,8 @@ def test_a_resume_ends_as_if_undisturbed(case, whole, tmp_path):
 
 
 def test_it_leaves_no_file_and_no_line_of_its_own(tmp_path, caplog, monkeypatch):
-    """Not of the user's ModelCheckpoint, whose metric it did not measure, nor of the progress."""
+    """The user's ModelCheckpoint saves nothing, as its metric was not measured, and the progress
+    shows no result."""
     more = {"enable_checkpointing": True}
     files = ModelCheckpoint(tmp_path / "own", monitor="val_loss", save_top_k=-1)
     monkeypatch.setitem(CASES, "own files", (Net, lambda: [files, Progress(bar=False)], more, ""))

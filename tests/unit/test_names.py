@@ -15,7 +15,16 @@ from distdl.worker.summary import member_name
 from tests.unit.test_launcher_azureml import spec
 
 ODD = (
-    *("acc@1", "IoU<0.5", "IoU>0.5", "f1[a]", "f1(a)", "a//b", "a/./b", "../a/b", "/a/b", "a/b/"),
+    "acc@1",
+    "IoU<0.5",
+    "IoU>0.5",
+    "f1[a]",
+    "f1(a)",
+    "a//b",
+    "a/./b",
+    "../a/b",
+    "/a/b",
+    "a/b/",
     "",
     ".",
     "..",

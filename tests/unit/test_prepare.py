@@ -104,26 +104,26 @@ def test_an_unpacked_imagenet_gives_the_same(train, val, prepared, tmp_path):
 
 
 def test_compressed_tars_are_refused_with_the_tool(tars, tmp_path):
-    """Also one inside another, and one whose name does not say so."""
+    """Also one inside another, and one whose name does not say so. The remedy names the tool, and
+    does what it says."""
     intact = {path.name: path.read_bytes() for path in tars.iterdir()}
     train = "ILSVRC2012_img_train.tar"
     classes = miniature.images(3)
     inner = tar({f"{wnid}.tar.gz": gzip.compress(tar(each)) for wnid, each in classes.items()})
     unnamed = tar({f"{wnid}.tar": gzip.compress(tar(each)) for wnid, each in classes.items()})
     ways = {
-        "outer": ({f"{train}.gz": gzip.compress(intact[train])}, f"{train}.gz is compressed"),
-        "named tar": ({train: bz2.compress(intact[train])}, f"{train} is compressed"),
-        "inner": ({train: inner}, "holds n01440764.tar.gz, which is compressed"),
-        "inner, named tar": ({train: unnamed}, "holds n01440764.tar, which is compressed"),
-        "folder": ({"train/n01440764.tar.xz": b""}, "n01440764.tar.xz is compressed"),
+        "outer": (f"{train}.gz", gzip.compress(intact[train]), f"{train}.gz is", "gzip -d"),
+        "named tar": (train, bz2.compress(intact[train]), f"{train} is", "bzip2 -d"),
+        "inner": (train, inner, "holds n01440764.tar.gz, which is", "gzip -d"),
+        "inner, named tar": (train, unnamed, "holds n01440764.tar, which is", "gzip -d"),
+        "folder": ("train/n01440764.tar.xz", b"", "n01440764.tar.xz is", "xz"),
     }
-    for name, (files, what) in ways.items():
-        rest = {"ILSVRC2012_img_val.tar": intact["ILSVRC2012_img_val.tar"]}
-        write(tmp_path / name, {**rest, **files})
+    for name, (file, content, what, tool) in ways.items():
+        validation = {"ILSVRC2012_img_val.tar": intact["ILSVRC2012_img_val.tar"]}
+        write(tmp_path / name, {**validation, file: content})
         problem = refusal(prepare, "imagenet", tmp_path / name, tmp_path / "out", *SUBSET)
         assert problem.path == "--source", problem
-        assert what in problem.what, problem
-        tool = {"named tar": "bzip2 -d", "folder": "xz"}.get(name, "gzip -d")
+        assert f"{what} compressed" in problem.what, problem
         assert tool in problem.remedy, problem
         if name in ("outer", "named tar"):
             subprocess.run(problem.remedy, shell=True, check=True)

@@ -172,10 +172,14 @@ def test_a_file_that_no_report_wrote_is_never_overwritten(run, tmp_path):
 
 # A run whose every text was chosen by somebody who wants the reader's browser
 HOSTILE = (
-    *("<script>alert(1)</script>", "\"'&><img src=x onerror=alert(1)>", "javascript:alert(1)"),
+    "<script>alert(1)</script>",
+    "\"'&><img src=x onerror=alert(1)>",
+    "javascript:alert(1)",
     "]]></text></svg><script>alert(1)</script><!-- --> -->",
     "</title></style></pre><script>alert(1)</script>",
-    *('" onmouseover="alert(1)', "{{ 7 * 191 }}{% for x in y %}", "$a_b$ \x00 \x1b[0m"),
+    '" onmouseover="alert(1)',
+    "{{ 7 * 191 }}{% for x in y %}",
+    "$a_b$ \x00 \x1b[0m",
 )
 # What the page is made of, and matplotlib's pictures in it.
 TAGS = "html head meta title style body h1 h2 p span code pre table tr th td div br figure i"

@@ -178,9 +178,16 @@ def test_rank_0_warns_of_what_it_has_seen_twice_in_a_row_and_only_once(monkeypat
     monkeypatch.setattr(peers.flight, "collectives", lambda *recorders: [])
     store = dist.HashStore()
     warned = []
-    parts = [(Environment("local", rank, 2), heartbeat.RankHeartbeat()) for rank in (0, 1)]
-    ranks = [peers.Peers(*each, lambda verdict: warned.append(verdict.phase)) for each in parts]
+    ranks = [
+        peers.Peers(
+            Environment("local", rank, 2),
+            heartbeat.RankHeartbeat(),
+            lambda verdict: warned.append(verdict.phase),
+        )
+        for rank in (0, 1)
+    ]
     seen = []
+    # In which phase rank 1 is slow, exchange by exchange; "": in none.
     for phase in ("data", "copy", "copy", "copy", "", "copy", "copy", "data", "data"):
         job = Job(2, {(1, phase): 50.0})
         for rank in (1, 0):  # rank 0 reads what the other one has published

@@ -163,7 +163,9 @@ class StepMetrics(Callback):
             log.warning(
                 "the loss is %s since step %d at the latest (checked every %d steps): a lower "
                 "learning rate may help; trainer.detect_anomaly=true names the operation",
-                *(loss, step, trainer.log_every_n_steps),  # type: ignore[attr-defined]
+                loss,
+                step,
+                trainer.log_every_n_steps,  # type: ignore[attr-defined]
             )
         # The module's own train/loss takes precedence, even if it is logged at the epoch's end.
         logged = {*trainer.callback_metrics, *fit_loop_of(trainer).epoch_loop.logged_names}

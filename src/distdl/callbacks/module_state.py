@@ -153,34 +153,45 @@ class Picture:
     @classmethod
     def of(cls, module: nn.Module) -> Picture:
         layers = dict(module.named_modules())
+        hooks = {name: hooks_of(layer) for name, layer in layers.items()}
         return cls(
-            shapes_of_weights(module),
-            {name: class_of(layer).__qualname__ for name, layer in layers.items()},
-            {name: found for name, layer in layers.items() if (found := hooks_of(layer))},
-            {name: own_attributes(layer) for name, layer in layers.items()},
+            weights=shapes_of_weights(module),
+            kinds={name: class_of(layer).__qualname__ for name, layer in layers.items()},
+            hooks={name: found for name, found in hooks.items() if found},
+            attributes={name: own_attributes(layer) for name, layer in layers.items()},
         )
 
     def lost(self, now: Picture, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What has changed since, in types that `weights_only` loads. `saved`: the names in the
-        checkpoint, from which a callback may have removed its weights.
+        """What has changed since, in types that `weights_only` loads.
 
         - `weights`: names of parameters and buffers that came, went or changed their shape;
-        - `layers`: other layers that came or were replaced -> class; `gone`: that went;
-        - `hooks`: layer -> new hooks; `attributes`: layer -> attribute -> value.
+        - `layers`: layers that came or were replaced, with their classes;
+        - `gone`: layers that went;
+        - `hooks`: the new hooks of each layer;
+        - `attributes`: of each layer, with their values.
+
+        Args:
+            saved: What the checkpoint holds by name. A callback may have removed its weights.
         """
-        names = sorted({*now.weights, *self.weights})
-        pairs = {n: (self.weights.get(n, "absent"), now.weights.get(n, "absent")) for n in names}
-        # A lazy layer gets its shape in the first step.
-        moved = [n for n, (then, shape) in pairs.items() if then not in (None, shape)]
-        weights = [n for n in moved if (n in saved) == (n in now.weights)]
+        moved = []
+        for name in sorted({*now.weights, *self.weights}):
+            then = self.weights.get(name, "absent")
+            # None: a lazy layer, which gets its shape in the first step.
+            if then is not None and then != now.weights.get(name, "absent"):
+                moved.append(name)
+        weights = [name for name in moved if (name in saved) == (name in now.weights)]
 
         def alone(layers: list[str]) -> list[str]:
-            """Without those in another one, or with weights, which are named already."""
-            outer = [n for n in layers if n.rpartition(".")[0] not in layers]
-            return [n for n in outer if not any(w.startswith(f"{n}.") for w in moved)]
+            """Without layers inside another one of them, and without layers whose weights have
+            moved: both are named already."""
+            outer = [name for name in layers if name.rpartition(".")[0] not in layers]
+            return [name for name in outer if not any(w.startswith(f"{name}.") for w in moved)]
 
-        other = [n for n, kind in now.kinds.items() if self.kinds.get(n) != kind]
-        other = [n for n in other if not self.kinds.get(n, "").startswith("Lazy")]  # see above
+        other = []
+        for name, kind in now.kinds.items():
+            before = self.kinds.get(name, "")
+            if before != kind and not before.startswith("Lazy"):
+                other.append(name)
         hooks = {
             name: [hook for hook in found if hook not in self.hooks.get(name, ())]
             for name, found in now.hooks.items()

@@ -88,7 +88,11 @@ def rescale(
         optim.rescale_schedule(schedule, schedule.optimizer, **rates)
     log.warning(
         "the global batch was %d and is %d: the learning rate goes from %.4g to %.4g (%s)",
-        *(before, now, old, new, optimizer.get("lr_scaling", "none")),
+        before,
+        now,
+        old,
+        new,
+        optimizer.get("lr_scaling", "none"),
     )
 
 

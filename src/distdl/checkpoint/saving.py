@@ -23,6 +23,7 @@ from distdl.checkpoint.host_copy import HostCopy
 from distdl.distributed import process_group
 from distdl.runs.checkpoints import BETWEEN_STEPS, CheckpointStore, remove
 from distdl.util.errors import Problem, SaveError, UserError
+from distdl.util.wording import first_few
 
 log = logging.getLogger(__name__)
 
@@ -94,22 +95,25 @@ class Saver:
         started = time.monotonic()
         self.settle()  # then the memory of the previous copy can be reused
         waited = time.monotonic() - started
-        report = self.background and not self._has_warned and trainer.is_global_zero
-        if report and waited > PATIENCE:
+        may_warn = self.background and not self._has_warned and trainer.is_global_zero
+        if may_warn and waited > PATIENCE:
             self._has_warned = True
             log.warning(
                 "the training waited %.1f s until the checkpoint before %s was written: save less "
                 "often (checkpoint.every_n_steps, every_minutes, every_n_epochs)",
-                *(waited, name),
+                waited,
+                name,
             )
         with self._copying(trainer):
             # trainer.save_checkpoint does the same, but refuses our store: it is for users.
             checkpoint, pickles = formats.plain(state())
             if pickles and not self._warned and trainer.is_global_zero:
                 self._warned = True
-                shown = ", ".join(pickles[:3]) + (", ..." if len(pickles) > 3 else "")
-                needs = "a resume needs checkpoint.trust_pickle=true"
-                log.warning("the checkpoint holds %s, kept as a pickle: %s", shown, needs)
+                log.warning(
+                    "the checkpoint holds %s, kept as a pickle: "
+                    "a resume needs checkpoint.trust_pickle=true",
+                    first_few(pickles),
+                )
             trainer.strategy.save_checkpoint(checkpoint, self.store.temporary(name))
             trainer.strategy.barrier("distdl.checkpoint.saving")
         if trainer.is_global_zero:
@@ -165,7 +169,8 @@ class Saver:
                 log.warning(
                     "checkpoints are not written in the background (checkpoint.background): no "
                     "copy could be made: %s: %s",
-                    *(type(error).__name__, error),
+                    type(error).__name__,
+                    error,
                 )
             return False
         return True

@@ -34,9 +34,9 @@ from distdl.stores.files import readable
 from distdl.stores.walking import ClassFolders
 from distdl.util.cache_folder import default_root
 from distdl.util.errors import Problem, UserError
-from distdl.util.plurals import plural
 from distdl.util.progress_bar import size
 from distdl.util.ranges import AboveZero, Positive
+from distdl.util.wording import plural
 
 log = logging.getLogger(__name__)
 

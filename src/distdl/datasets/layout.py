@@ -8,6 +8,7 @@ from pathlib import Path
 from distdl.datasets.image_headers import FORMATS
 from distdl.datasets.left_out import NO_IMAGE, LeftOut
 from distdl.util.errors import Problem
+from distdl.util.wording import first_few
 
 # The folder with train/ and val/ of Kaggle's imagenet-object-localization-challenge.zip.
 KAGGLE = "ILSVRC/Data/CLS-LOC"
@@ -16,8 +17,8 @@ KAGGLE = "ILSVRC/Data/CLS-LOC"
 def different_classes(path: str, train: Sequence[str], val: Sequence[str]) -> Problem:
     """The problem of a `path` whose two splits have different class folders."""
     differing = sorted(set(train) ^ set(val))
-    names = f"{', '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}"
-    what = f"train/ has {len(train)} classes and val/ {len(val)}; only one of the two has {names}"
+    classes = f"train/ has {len(train)} classes and val/ {len(val)}"
+    what = f"{classes}; only one of the two has {first_few(differing)}"
     remedy = "both need the same class folders, or labels would differ in meaning"
     return Problem(path, what, remedy)
 

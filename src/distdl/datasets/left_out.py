@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from distdl.datasets.image_files import is_image
 from distdl.datasets.image_headers import FORMATS, DamagedImage, format_of
 from distdl.stores.files import read_file
-from distdl.util.plurals import plural
+from distdl.util.wording import plural
 
 NO_IMAGE = f"no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 BESIDE = "beside the class folders"

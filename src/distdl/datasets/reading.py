@@ -19,7 +19,7 @@ from distdl.datasets.format import MANIFEST, File, Manifest, Split, load_index
 from distdl.stores import PATIENCE, Absent, Store, StoreError, is_remote, open_store
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import NoRoom, UserError
-from distdl.util.plurals import plural
+from distdl.util.wording import plural
 
 QUICK = 10.0  # seconds to wait for a server if a kept manifest can replace its answer
 AGAIN = "copy or prepare the data set again"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from distdl.incident.evidence import MISMATCH, STEP, Rank, Sight
 from distdl.incident.words import BETWEEN_EPOCHS, ON_DISK, RUNNING, STOPPED
 from distdl.runs import failures
-from distdl.util.plurals import plural
+from distdl.util.wording import plural
 
 MANY = 4  # ranks that a sentence names
 LITTLE = 2**28  # bytes of memory of a host that is left

@@ -18,8 +18,8 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from distdl.incident.words import STOPPED
 from distdl.runs import failures
 from distdl.runs.directory import Attempt, read_json
-from distdl.util.plurals import plural
 from distdl.util.tail import plain
+from distdl.util.wording import plural
 
 LARGEST = 1 << 20  # bytes of a file that is read
 MOST = 100_000  # ranks

@@ -86,14 +86,16 @@ def without_secrets(value: object) -> object:
 
 
 def record_verdict(attempt: Attempt, incident: Incident) -> None:
-    """Puts the rank that the report names into status.json, of an attempt that has failed.
-    `Attempt.conclude`, which knows only the exceptions, may have named another one."""
+    """Writes the rank that the report names into the status.json of an attempt that has failed.
+    `Attempt.conclude`, which knows only the exceptions, may have written another one."""
     status = attempt.status()
     if status.get("state") != JobState.FAILED or status.get("killed"):
         return
-    error = next((e for e in failures.recorded(attempt.errors) if e["rank"] == incident.rank), {})
-    own = error and not error.get("lost_peer") and not error.get("waiting")
-    known = failures.describe(error) if own else f"{incident.cause}: {incident.evidence}"
+    recorded = {error["rank"]: error for error in failures.recorded(attempt.errors)}
+    error = recorded.get(incident.rank, {})
+    known = f"{incident.cause}: {incident.evidence}"
+    if error and not error.get("lost_peer") and not error.get("waiting"):
+        known = failures.describe(error)
     first = failures.facts(error) or {"rank": incident.rank, "host": incident.host}
     attempt.update(error=redact(f"rank {incident.rank}: {known}"), first_error=first)
 

@@ -12,6 +12,7 @@ from torch import nn
 from distdl.checkpoint import formats
 from distdl.checkpoint.convert import plain_weights
 from distdl.util.errors import UserError
+from distdl.util.wording import first_few
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def load_weights(network: nn.Module, file: str | Path) -> None:
     missing = sorted(named.keys() - weights.keys())
     unknown = sorted(weights.keys() - named.keys())
     if missing or unknown or len({name.rpartition(".")[0] for name in other}) > 1:
-        shown = ", ".join([*other, *missing, *unknown][:3])
+        shown = first_few([*other, *missing, *unknown])
         what = f"{file} holds the weights of another network than {type(network).__name__}: {shown}"
         raise UserError.at("model.weights", what, "choose the model that the weights belong to")
     if other:

@@ -31,7 +31,7 @@ def refuse(data: Mapping[str, Any] | None, ranks: int) -> None:
 
 
 def problems(data: Mapping[str, Any] | None, ranks: int) -> Iterator[Problem]:
-    """Each problem of this machine; `data` and `ranks` as in `refuse`."""
+    """What this machine lacks for loader workers; `data` and `ranks` as in `refuse`."""
     workers = (data or {}).get("num_workers")
     folder, name = folder_for_files()
     yield from _unusable(folder, name)
@@ -39,9 +39,12 @@ def problems(data: Mapping[str, Any] | None, ranks: int) -> Iterator[Problem]:
         return
     length = len(os.fsencode(folder))
     if length > LONGEST:
-        what = f"{folder} has {length} characters, and the sockets of loader workers, which are in "
-        what += f"it, allow {LONGEST}"
-        yield Problem(name, what, "export TMPDIR=/tmp; or data.num_workers=0")
+        yield Problem(
+            path=name,
+            what=f"{folder} has {length} characters, and the sockets of loader workers, which are "
+            f"in it, allow {LONGEST}",
+            remedy="export TMPDIR=/tmp; or data.num_workers=0",
+        )
     yield from _shared_memory(needed_bytes(data, ranks))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = RANK_FILES + WORKER_FILES * (workers if isinstance(workers, int) else 1)

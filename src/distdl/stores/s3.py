@@ -139,9 +139,13 @@ class S3Store(RemoteStore["BaseClient"]):
             return _status(error) in _BUSY
         # They are raised on this machine, and the same every time.
         settings: tuple[type[Exception], ...] = (
-            *(exceptions.NoCredentialsError, exceptions.PartialCredentialsError),
-            *(exceptions.NoRegionError, exceptions.ProfileNotFound, exceptions.SSOError),
-            *(exceptions.TokenRetrievalError, exceptions.ParamValidationError),
+            exceptions.NoCredentialsError,
+            exceptions.PartialCredentialsError,
+            exceptions.NoRegionError,
+            exceptions.ProfileNotFound,
+            exceptions.SSOError,
+            exceptions.TokenRetrievalError,
+            exceptions.ParamValidationError,
         )
         if isinstance(error, settings):
             return False

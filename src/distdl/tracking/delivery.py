@@ -16,6 +16,7 @@ from distdl.tracking.client import import_client, is_permanent, last_written, me
 from distdl.tracking.outbox import Cursor, Outbox, database_path, is_local, redact
 from distdl.tracking.refusals import ADDRESS, OTHER, deleted, refusal
 from distdl.util.errors import LastingRefusal
+from distdl.util.wording import first_few
 
 log = logging.getLogger(__name__)
 
@@ -152,21 +153,29 @@ class Delivery:
 
         outbox = self.outbox
         with outbox.lock:
-            params, tags = dict(outbox.state.params), dict(outbox.state.tags)
+            params = dict(outbox.state.params)
+            tags = dict(outbox.state.tags)
         if params:
             # MLflow cannot change a parameter. A tag of the attempt records the changes.
             known = self.client.get_run(self.run_id).data.params
             named = self._accepted("parameter", params)
-            before = {*self.refused}
+            new = [Param(key, value) for key, value in named.items() if key not in known]
+            refused_before = {*self.refused}
             self.in_a_row = 0
-            self._send("params", [Param(k, v) for k, v in named.items() if k not in known])
+            self._send("params", new)
             outbox.mark_sent("params", params)
-            if left_out := [k for k in named if k in self.refused - before]:
-                names = ", ".join([*left_out[:3], *(["..."] if left_out[3:] else [])])
-                text = "MLflow at %s refuses %d of %d parameters (%s); config.yaml has all of them"
-                log.warning(text, redact(self.uri), len(left_out), len(named), names)
+            left_out = [key for key in named if key in self.refused - refused_before]
+            if left_out:
+                log.warning(
+                    "MLflow at %s refuses %d of %d parameters (%s); config.yaml has all of them",
+                    redact(self.uri),
+                    len(left_out),
+                    len(named),
+                    first_few(left_out),
+                )
         if tags:
-            self._send("tags", [RunTag(k, v) for k, v in self._accepted("tag", tags).items()])
+            accepted = self._accepted("tag", tags)
+            self._send("tags", [RunTag(key, value) for key, value in accepted.items()])
             outbox.mark_sent("tags", tags)
 
     def send_artifacts(self) -> None:

@@ -31,8 +31,16 @@ PACKED: dict[bytes, Callable[[BufferedReader], BufferedIOBase]] = {
     b"\xfd7zXZ": lzma.LZMAFile,
 }
 DAMAGED = (
-    *(OSError, EOFError, ValueError, RuntimeError, NotImplementedError),
-    *(zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, sqlite3.Error),
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    NotImplementedError,
+    zlib.error,
+    lzma.LZMAError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    sqlite3.Error,
 )
 
 Member = tuple[str, Callable[[int], bytes]]  # its name, and what reads it

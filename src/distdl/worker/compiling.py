@@ -40,7 +40,11 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
     keep_results()
     for mode in modes(config, resources.accelerator):
         each = autotune.measure(
-            *(config, candidate(mode), context.environment, resources, context.stop),
+            config,
+            candidate(mode),
+            context.environment,
+            resources,
+            context.stop,
             warm_up=WARM_UP,
             steps=STEPS,
             survivable=Exception if mode else torch.cuda.OutOfMemoryError,

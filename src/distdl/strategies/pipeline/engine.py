@@ -181,7 +181,10 @@ class Engine:
                 leaving = flows[number + 1]
                 # requires_grad tells torch whether a gradient is sent back for a tensor.
                 stage = Stage(
-                    *(piece, number, len(self.shapes), self.device),
+                    piece,
+                    number,
+                    len(self.shapes),
+                    self.device,
                     input_args=entering.requires_grad_(training and number > 0),
                     output_args=leaving.requires_grad_(training),
                     group=self.group,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from distdl.config.resources import loader_workers
 from distdl.util.errors import UserError
-from distdl.util.plurals import plural
 from distdl.util.suggest import closest
+from distdl.util.wording import plural
 
 AZURE = "fp32, Horovod on Azure, github.com/msalvaris/BatchAIHorovodBenchmark"
 NVIDIA = "mixed precision, NVIDIA/DeepLearningExamples, ConvNets, PyTorch"

@@ -11,9 +11,9 @@ from distdl.tools.data_check.needs import Format, Need, Shm, cores_for
 from distdl.tools.data_check.sources import DataAtUri
 from distdl.tools.data_check.throughput import Rates
 from distdl.util import table
-from distdl.util.plurals import plural
 from distdl.util.progress_bar import size
 from distdl.util.screen import escaped
+from distdl.util.wording import first_few, plural
 
 INDENT = 9  # of what follows the leading word
 
@@ -40,10 +40,9 @@ def contents(screen: Screen, data: DataAtUri) -> None:
         rows.append((name, f"{len(images.labels):,}", f"{images.files:,}", total, each))
         empty = np.flatnonzero(counts == 0)
         if len(empty):
-            shown = ", ".join(str(data.classes[label]) for label in empty[:3])
-            more = ", ..." if len(empty) > 3 else ""
+            shown = first_few([data.classes[label] for label in empty])
             have = "class has" if len(empty) == 1 else "classes have"
-            screen.line("note", f"{name}: {len(empty)} {have} no image: {shown}{more}")
+            screen.line("note", f"{name}: {len(empty)} {have} no image: {shown}")
     screen.table(("split", "images", "files", "size", "per class: min / median / max"), rows)
     for line in data.left_out:
         screen.line("note", line)

@@ -55,8 +55,9 @@ def plan_strategy(
     machine = Machine(devices, memory, link, flops)
     rows = estimates(measured, machine)
     advice = advise(measured, rows, machine)
-    notes = [*([note] if note else []), *notes, *measured.notes]
-    return StrategyPlan(measured, machine, rows, advice, notes)
+    if note:
+        notes = [note, *notes]
+    return StrategyPlan(measured, machine, rows, advice, [*notes, *measured.notes])
 
 
 def how_many(trainer: Any, requested: int | None) -> tuple[int, str]:

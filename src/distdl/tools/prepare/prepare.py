@@ -23,6 +23,7 @@ from distdl.tools.prepare.work import Preparation
 from distdl.tools.prepare.writers import Result, Writer
 from distdl.util.errors import UserError
 from distdl.util.progress_bar import Bar, duration, size
+from distdl.util.wording import first_few
 
 
 @contextmanager
@@ -184,7 +185,7 @@ def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> Non
 def print_result(result: Result, out: Path, images: int, seconds: float) -> None:
     for kind, count in sorted(Counter(kind for kind, _ in result.mended).items()):
         names = [name for each, name in result.mended if each == kind]
-        print(f"repaired: {kind}: {count:,} ({', '.join(names[:3])}{', ...' if count > 3 else ''})")
+        print(f"repaired: {kind}: {count:,} ({first_few(names)})")
     for name, reason in result.damaged[:20]:
         print(f"left out: {name} ({reason})")
     if len(result.damaged) > 20:

@@ -12,6 +12,7 @@ from distdl.datasets.format import MANIFEST, File, Manifest
 from distdl.stores import Store, StoreError, is_remote, open_store
 from distdl.tools.prepare.source import Progress
 from distdl.util.errors import Problem, Unfinished, UserError
+from distdl.util.wording import first_few
 
 # Files sent at once. Each is sent in parallel parts, so more files would not be faster.
 PARALLEL = 4
@@ -79,7 +80,7 @@ def _files(manifest: Manifest) -> list[File]:
 def _refuse(store: Store, others: list[str]) -> None:
     """Refuses `others`: files that do not belong to this upload."""
     if others:
-        what = f"{store.uri} holds something else: {', '.join(others[:3])}"
+        what = f"{store.uri} holds something else: {first_few(others)}"
         if MANIFEST in others:
             what = f"{store.uri} holds a prepared data set already"
         raise UserError.at("--upload", what, "choose an empty folder")

@@ -34,6 +34,7 @@ from distdl.tools.prepare.writers import WORK, Result, Writer, result_file, rows
 from distdl.util.atomic_files import remove_leftovers, write_bytes
 from distdl.util.errors import Problem, Unfinished, UserError
 from distdl.util.orphans import end_with_parent
+from distdl.util.wording import first_few
 
 FOLDER_MANIFEST = "prepared.json"
 # How many images per kind of oddity the manifest names.
@@ -83,7 +84,7 @@ class Preparation:
             # A start that was killed during planning leaves only WORK.
             others = [path.name for path in out.iterdir() if path.name != WORK]
             if others:
-                what = f"{out} is not empty: {', '.join(sorted(others)[:3])}"
+                what = f"{out} is not empty: {first_few(sorted(others))}"
                 raise UserError.at("--to", what, "name a new folder: --to DIR")
 
     def _compare(self, before: dict[str, Any], how: str) -> None:
