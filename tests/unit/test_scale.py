@@ -306,7 +306,7 @@ def test_the_plot_is_complete(tmp_path, monkeypatch):
     monkeypatch.setattr(pyplot, "close", figures.append)
     plot.draw(tmp_path / "scale.png", rows, beyond, "Scaling", published_too=True)
     (figure,) = figures
-    axes = figure.axes
+    (axes,) = figure.axes
     legend = figure.legends[0].get_texts()
     assert axes.get_ylim()[1] > 130
     assert any("beyond" in text.get_text() for text in legend)
