@@ -27,7 +27,9 @@ from benchmarks.table import Result, row
 
 REPEATS = 5
 WARM_UP, WINDOW = 3, 30  # steps
-WIDTH, LAYERS = 2048, 6  # 25 million weights, and as much momentum: 201 MB
+# 25 million weights, and as much momentum: 201 MB.
+WIDTH = 2048
+LAYERS = 6
 
 
 class Wide(LightningModule):

@@ -17,7 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-FEATURES, SAVE_EVERY = 32, 20  # steps between two checkpoints
+FEATURES = 32
+SAVE_EVERY = 20  # steps
 
 
 class Net(LightningModule):

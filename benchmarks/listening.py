@@ -25,7 +25,8 @@ from distdl.health.peers import Peers
 from distdl.ranks.environment import Environment
 
 LIMIT_S = 300.0  # of a rank that waits; in turn number N, one rank may take N seconds more
-TICK_S, POLL_S = 0.5, 0.05  # the watchdog of each rank looks; its peers are asked
+TICK_S = 0.5  # between two looks of a rank's watchdog
+POLL_S = 0.05  # between two requests to its peers
 TURN_S = 5.0  # seconds of a turn
 GONE_EVERY = 4  # turns until the rank that gathers is taken away
 MOST_CORE, MOST_S = 0.1, 3.0

@@ -32,7 +32,9 @@ from benchmarks.tiny import Tiny, TinyData
 
 # Blocks of 300 steps: about a quarter of a second, and six log lines.
 WARM_UP, STEPS, REPEATS = 200, 300, 24
-PARTS_STEPS, PARTS_REPEATS = 900, 5  # steps and runs in which the parts are timed
+# Steps and runs in which the parts are timed.
+PARTS_STEPS = 900
+PARTS_REPEATS = 5
 # The hooks that Lightning (2.6) calls in every training step.
 HOOKS = (
     "on_train_batch_start",

@@ -33,7 +33,8 @@ LATENCY = 0.7
 # activations, the speed of a run depends on the memory pages that it happens to get.
 WIDTH, DEPTH, BATCH = 512, 4, 256
 WARM_UP, STEPS, EVERY = 45, 50, 50
-REPEATS, SOMETIMES = 20, 4  # rounds; the last two arms take part in every fourth of them
+REPEATS = 20  # rounds
+SOMETIMES = 4  # the last two arms take part in every fourth round
 SETTLED = 12  # so many requests may be open when an arm stops for the first time
 BACKEND = ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "AZUREML_RUN_ID")
 NONE, AGAIN = "distdl, tracking=none", "distdl, tracking=none, again"

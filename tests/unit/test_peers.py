@@ -11,7 +11,8 @@ from distdl.health.heartbeat import RankHeartbeat
 from distdl.ranks.environment import Environment
 from tests.waiting import until
 
-MINE, LONGER = 300.0, 1800.0  # the limits of a rank that waits, and of one that saves a checkpoint
+MINE = 300.0  # the limit of a rank that waits
+LONGER = 1800.0  # and of one that saves a checkpoint
 SOON_S = 20.0  # on a busy machine
 NONE = {"others": 0, "peers": {}}
 

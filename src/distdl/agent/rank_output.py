@@ -20,7 +20,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from distdl.ranks import stopping
 from distdl.util.redact import redact
 
-READ, LONGEST = 1 << 16, 1 << 18  # bytes: per read, and of text that waits for the end of its line
+READ = 1 << 16  # bytes per read
+LONGEST = 1 << 18  # bytes of text that waits for the end of its line
 PATIENCE = 2.0  # seconds; a process that a rank started may keep the pipe open
 BEGIN, END = b"-----BEGIN", b"-----END"
 

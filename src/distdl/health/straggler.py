@@ -21,7 +21,9 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from distdl.health.heartbeat import PHASES, StepTimes
 
 STEPS = 10  # fewer steps give no verdict
-LEAST_MS, LEAST_SHARE = 5.0, 0.15  # of a step; a smaller excess is no verdict
+# A smaller excess, in a step or as a share of one, is no verdict.
+LEAST_MS = 5.0
+LEAST_SHARE = 0.15
 LINK_SHARE = 0.4  # of a step; sending the gradients may take less
 MOST_PARTS = 8  # of a phase; further ones are counted as one
 # What is compared, in the order of a step that begins when all ranks have the same gradients.

@@ -17,7 +17,9 @@ from distdl.runs.checkpoints import CheckpointStore, age
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.util.tail import plain
 
-FIRST_S, LONGEST_S = 2.0, 60.0  # pauses; the first start after progress has none
+# Pauses before a start; the first start after progress has none.
+FIRST_S = 2.0
+LONGEST_S = 60.0
 # Causes that lie outside of the program: they may come twice at the same step by chance.
 BY_CHANCE = ("killed", "lost host", "connection", "stopped", DISK_FULL)
 ROOM = 1 << 20  # bytes that a disk must take before the next start

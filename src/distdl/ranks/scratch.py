@@ -17,7 +17,9 @@ from distdl.util.errors import Problem, UserError
 # A worker's socket is TMPDIR/pymp-xxxxxxxx/listener-xxxxxxxx; a socket's path has 107 bytes.
 LONGEST = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 SHARED = Path("/dev/shm")
-RANK_FILES, WORKER_FILES = 64, 16  # open files: pipes, and the batches under way
+# Open files of a rank, and of each of its loader workers: pipes, and the batches under way.
+RANK_FILES = 64
+WORKER_FILES = 16
 
 
 def refuse(data: Mapping[str, Any] | None, ranks: int) -> None:

@@ -23,7 +23,9 @@ from distdl.util.atomic_files import write_bytes
 from distdl.util.exit_codes import EXIT_REFUSED, as_shell
 from distdl.util.redact import redact
 
-KILLED, ENDED = "Killed", "Ended"  # types of failures that a rank could not record itself
+# Types of failures that a rank could not record itself.
+KILLED = "Killed"
+ENDED = "Ended"
 RESERVED = 1 << 16  # bytes for what is written about the failure of one rank
 HANG = "Hang"  # of a rank without progress: the watchdog recorded it
 # The messages of gloo, NCCL, torch's store and MPI when a peer process is gone.

@@ -41,7 +41,8 @@ EXAMPLE = re.compile(r".*[._-](example|sample|template|dist)$", re.IGNORECASE)
 # Bytes of a file that are searched at once, and bytes that overlap with the next piece.
 PIECE = 8 * 2**20
 OVERLAP = 2**16
-SHOWN, SHOWN_IGNORED = 10, 5  # of the files left out, and of the ignored ones
+SHOWN = 10  # of the files left out
+SHOWN_IGNORED = 5  # of the ignored ones
 
 
 @dataclass(frozen=True)

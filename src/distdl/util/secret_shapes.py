@@ -17,7 +17,9 @@ from urllib.parse import unquote
 
 _CHECKSUM = re.compile(rb"sha(?:1|256|384|512)[=:-][\w+/=-]+")
 STARS = "***"
-LONG, LONGEST = 24, 1000  # characters of words that may be tokens by their form alone
+# How many characters a word has that may be a token by its form alone.
+LONG = 24
+LONGEST = 1000
 _TOKEN_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.+/")
 _IN_TOKENS = bytes(byte if byte in _TOKEN_BYTES else 32 for byte in range(256))
 

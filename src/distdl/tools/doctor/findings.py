@@ -13,7 +13,9 @@ GB, MB = 1e9, 1e6
 Facts = Mapping[str, Any]
 
 EXPECTED_SHARE = 0.5  # of what was promised: protocols and encryption take their part
-SLOW_LINK, SLOW_DEVICE = 0.4, 0.7  # of the median of the others
+# Below this share of the median of the others.
+SLOW_LINK = 0.4
+SLOW_DEVICE = 0.7
 CABLES = "a gigabit Ethernet is faster: which interface is used? cables? the VM's limit?"
 TIME = "start chrony or ntpd: signatures, certificates and the order of logs need it"
 LINK = Limit("GB/s", 0.0, 0.1, CABLES)
