@@ -205,8 +205,14 @@ def shrunk(folder: Path, steps: int) -> Training:
         Hosts("node1", "node2") as hosts,
         open(folder / "output.log", "w", encoding="utf-8") as log,
     ):
-        where = ["launcher=mpi", f"launcher.mpirun={MPIRUN}", f"launcher.ssh={hosts.ssh}"]
-        where += ["launcher.hosts=[node1,node2]", "trainer.num_nodes=2", "trainer.devices=1"]
+        where = [
+            "launcher=mpi",
+            f"launcher.mpirun={MPIRUN}",
+            f"launcher.ssh={hosts.ssh}",
+            "launcher.hosts=[node1,node2]",
+            "trainer.num_nodes=2",
+            "trainer.devices=1",
+        ]
         options: dict[str, Any] = {"cwd": folder, "env": env, "stdout": log, "stderr": log}
         job = hosts.popen("node1", [*words, *where], **options)
         while not any(f.read_text().count("\n") > steps / 2 for f in folder.glob("0-*.txt")):

@@ -266,8 +266,10 @@ def main() -> Result:
             lines.append(f"| {arm} | " + " | ".join(ratios) + " |")
     table = "| | (a), 1 worker | (a), 2 | (a'), 1 | (a'), 2 |\n|---|---|---|---|---|\n"
     of = "photographs" if "DISTDL_PHOTOGRAPHS" in os.environ else "generated JPEGs, 110 kB each"
-    missing = f"The images: {of}. (d) FFCV 1.0.2 could not be installed: its build finds no OpenCV "
-    missing += "by pkg-config."
+    missing = (
+        f"The images: {of}. (d) FFCV 1.0.2 could not be installed: its build finds no OpenCV "
+        "by pkg-config."
+    )
     reference = next(iter(ARMS))
     short = "distdl, shards of short side 256"
     return Result(

@@ -51,8 +51,14 @@ def start(code: str, plan: dict[str, Any]) -> None:
 def variables(rank: int, port: int = 0) -> dict[str, str]:
     """The variables that `launcher=local` sets for a rank."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": RANKS}
-    values = {**ranks, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    values |= {"DISTDL_LAUNCHER": "local", "OMP_NUM_THREADS": 1}
+    values = {
+        **ranks,
+        "LOCAL_WORLD_SIZE": RANKS,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "DISTDL_LAUNCHER": "local",
+        "OMP_NUM_THREADS": 1,
+    }
     return {name: str(value) for name, value in values.items()}
 
 

@@ -66,9 +66,17 @@ def main(images: int = IMAGES, repeats: int = REPEATS) -> Result:
         folder = Path(name)
         create_images(folder / "images", images)
         (folder / "runs").mkdir()
-        options = ("data=imagenet", f"data.root={folder / 'images'}", f"data.num_classes={CLASSES}")
-        options += (f"data.image_size={SIDE}", "data.batch_size=50", "data.num_workers=0")
-        options += ("model=resnet18", "tracking=none", "trainer.accelerator=cpu")
+        options = (
+            "data=imagenet",
+            f"data.root={folder / 'images'}",
+            f"data.num_classes={CLASSES}",
+            f"data.image_size={SIDE}",
+            "data.batch_size=50",
+            "data.num_workers=0",
+            "model=resnet18",
+            "tracking=none",
+            "trainer.accelerator=cpu",
+        )
         for repeat in range(repeats + 1):  # the first is to warm up
             for arm in turned(list(ARMS), repeat):
                 taken, used = seconds(folder / "runs", ARMS[arm], options)

@@ -18,8 +18,23 @@ from typing import Protocol
 from benchmarks.table import HEADER, Goal, machine
 
 # The short ones first; each has `main() -> Part`.
-CPU = ("startup", "listing", "secrets", "overhead", "watchdog", "tracking", "checkpoint")
-CPU += ("predict", "ddp", "held_out", "traffic", "pipeline", "serving", "straggler", "goodput")
+CPU = (
+    "startup",
+    "listing",
+    "secrets",
+    "overhead",
+    "watchdog",
+    "tracking",
+    "checkpoint",
+    "predict",
+    "ddp",
+    "held_out",
+    "traffic",
+    "pipeline",
+    "serving",
+    "straggler",
+    "goodput",
+)
 ALL = (*CPU, "loader", "gpu")
 PAGE = Path(__file__).with_name("RESULTS.md")
 GPU_COMMAND = "python -m benchmarks.run gpu"

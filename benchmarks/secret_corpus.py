@@ -69,8 +69,13 @@ class Maker:
 
     def rsa(self) -> bytes:
         """A private key of RSA, in PKCS#1; its numbers are random, so that it fits nothing."""
-        numbers = [self.der(2, b"\x00"), self.integer(256), self.der(2, b"\x01\x00\x01")]
-        numbers += [self.integer(256), *(self.integer(128) for _ in range(5))]
+        numbers = [
+            self.der(2, b"\x00"),
+            self.integer(256),
+            self.der(2, b"\x01\x00\x01"),
+            self.integer(256),
+            *(self.integer(128) for _ in range(5)),
+        ]
         return self.der(0x30, b"".join(numbers))
 
     def pkcs8(self) -> bytes:
@@ -185,8 +190,12 @@ def first_set(make: Maker) -> Iterator[File]:
     account = {"type": "service_account", "project_id": "x", "private_key_id": make.hex(40)}
     account["private_key"] = make.pem("PRIVATE KEY", make.pkcs8())
     yield "GCP", "gcp.json", json.dumps(account, indent=1)
-    user_of = {"client_id": "1-x.apps.googleusercontent.com", "client_secret": make.of(24)}
-    user_of |= {"refresh_token": f"1//0{make.of(60)}", "type": "authorized_user"}
+    user_of = {
+        "client_id": "1-x.apps.googleusercontent.com",
+        "client_secret": make.of(24),
+        "refresh_token": f"1//0{make.of(60)}",
+        "type": "authorized_user",
+    }
     yield "GCP", "adc.json", json.dumps(user_of)
     upper = string.ascii_uppercase + "234567"
     keys = f"aws_access_key_id = AKIA{make.of(16, upper)}\naws_secret_access_key = {make.of(40)}\n"

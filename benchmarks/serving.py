@@ -203,11 +203,28 @@ def servers(folder: Path, names: list[str]) -> Iterator[dict[str, str]]:
             port = free_port()
             command = called(hand_written, folder / "weights.pt", port)
             if name == OURS:
-                command = [sys.executable, "-m", "distdl", "serve", folder / "model"]
-                command += [f"serve.port={port}"]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "distdl",
+                    "serve",
+                    folder / "model",
+                    f"serve.port={port}",
+                ]
             elif name == MLFLOW:
-                command = [sys.executable, "-m", "mlflow", "models", "serve", "-m"]
-                command += [folder / "mlflow", "--env-manager", "local", "-p", str(port)]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "mlflow",
+                    "models",
+                    "serve",
+                    "-m",
+                    folder / "mlflow",
+                    "--env-manager",
+                    "local",
+                    "-p",
+                    str(port),
+                ]
             log = stack.enter_context(open(folder / f"{port}.log", "w", encoding="utf-8"))
             more = {"OMP_NUM_THREADS": "1"} if name == TUNED else {}
             process = subprocess.Popen(

@@ -146,8 +146,23 @@ def work_over_slow_links(chosen: Sequence[Run], hosts: Sequence[str]) -> None:
     """Limits what the slow rank sends so that the gradients of a step take SECONDS."""
     rate = 4 * sum(parameter.numel() for parameter in Slow().parameters()) / SECONDS
     for run in chosen:
-        limit = ["tc", "-n", hosts[run.rank or 0], "qdisc", "add", "dev", "eth0", "root", "tbf"]
-        limit += ["rate", f"{rate:.0f}bps", "burst", "256kb", "latency", "1s"]
+        limit = [
+            "tc",
+            "-n",
+            hosts[run.rank or 0],
+            "qdisc",
+            "add",
+            "dev",
+            "eth0",
+            "root",
+            "tbf",
+            "rate",
+            f"{rate:.0f}bps",
+            "burst",
+            "256kb",
+            "latency",
+            "1s",
+        ]
         subprocess.run(limit, check=True)
         work([run], hosts)
         subprocess.run([*limit[:4], "del", *limit[5:8]], check=True)
@@ -158,9 +173,20 @@ def work_with_traceml(run: Run) -> None:
     with tempfile.TemporaryDirectory() as name:
         plan, folder = Path(name, "plan.json"), Path(name, "traceml")
         plan.write_text(json.dumps(plan_of([run])), encoding="utf-8")
-        command = [str(TRACEML), "run", __file__, f"--nproc-per-node={pair.RANKS}"]
-        command += ["--mode=summary", "--logs-dir", str(folder), "--run-name", "run"]
-        command += ["--no-save-training-output", "--args", str(plan)]
+        command = [
+            str(TRACEML),
+            "run",
+            __file__,
+            f"--nproc-per-node={pair.RANKS}",
+            "--mode=summary",
+            "--logs-dir",
+            str(folder),
+            "--run-name",
+            "run",
+            "--no-save-training-output",
+            "--args",
+            str(plan),
+        ]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=env)
         if done.returncode:

@@ -23,8 +23,12 @@ def moto():
 @pytest.fixture(scope="module")
 def s3(moto):
     """A real server over HTTP, and an account that opens nothing else."""
-    account = {"ACCESS_KEY_ID": "testing", "SECRET_ACCESS_KEY": "testing"}
-    account |= {"ENDPOINT_URL": moto, "DEFAULT_REGION": "us-east-1"}
+    account = {
+        "ACCESS_KEY_ID": "testing",
+        "SECRET_ACCESS_KEY": "testing",
+        "ENDPOINT_URL": moto,
+        "DEFAULT_REGION": "us-east-1",
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in account.items():
             patch.setenv(f"AWS_{name}", value)

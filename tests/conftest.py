@@ -116,8 +116,18 @@ def _in_turn(paths: Set[Path]) -> list[Path]:
 
 def environment(**more: str) -> dict[str, str]:
     """The variables of a test process: no rank variables, one thread, loopback."""
-    drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "DISTDL_", "TORCHELASTIC", "MLFLOW_")
-    drop += ("NODE_RANK", "PL_GLOBAL_SEED")  # Lightning sets them in the process of a test
+    drop = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_",
+        "DISTDL_",
+        "TORCHELASTIC",
+        "MLFLOW_",
+        # Lightning sets these two in the process of a test.
+        "NODE_RANK",
+        "PL_GLOBAL_SEED",
+    )
     kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
     return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200", **more}
 

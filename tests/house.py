@@ -136,9 +136,11 @@ def table():
         below = ", ".join(other for other in LAYERS if (layer, other) in pairs)
         rows.append(f"| `{layer}` | {sentence(layer)} | {below or 'nothing'} |")
     within = [pair for pair in pairs if {*pair} <= {*CORE}]
-    total = f"{len(LAYERS)} packages, {len(pairs)} arrows; "
-    total += f"the core: {len(CORE)} packages, {len(within)} arrows; "
-    total += f"imports of a tool by the core: {len(core_to_tools())}"
+    total = (
+        f"{len(LAYERS)} packages, {len(pairs)} arrows; "
+        f"the core: {len(CORE)} packages, {len(within)} arrows; "
+        f"imports of a tool by the core: {len(core_to_tools())}"
+    )
     return "\n".join([*rows, "", total + "."])
 
 

@@ -72,8 +72,13 @@ class Server:
         """A server for this process, which ends with it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.NamedTemporaryFile(prefix="warm-", delete=False) as log:
-            options: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            options |= {"pass_fds": [theirs.fileno()], "cwd": ROOT}  # a test may remove its folder
+            options: Any = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": log,
+                "stderr": log,
+                "pass_fds": [theirs.fileno()],
+                "cwd": ROOT,  # a test may remove its folder
+            }
             # pyarrow's allocator would start a thread.
             more = {"ROOM": " " * ROOM, "JE_ARROW_MALLOC_CONF": "background_thread:false"}
             command = [sys.executable, "-P", __file__, str(theirs.fileno()), " " * ROOM]

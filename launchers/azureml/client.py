@@ -90,8 +90,10 @@ class Workspace:
             names.append(name or exported.get(key) or file.get(file_key))
             if not names[-1]:
                 what = "missing: without it a job can be shown (dry_run=true) but not sent"
-                remedy = f"write launcher.{key}=..., export {variable}=..., or put the workspace's "
-                remedy += "config.json from Azure's portal into this folder"
+                remedy = (
+                    f"write launcher.{key}=..., export {variable}=..., or put the workspace's "
+                    "config.json from Azure's portal into this folder"
+                )
                 problems.append(Problem(f"launcher.{key}", what, remedy))
         if problems:
             raise UserError(*problems)
@@ -203,8 +205,11 @@ def rest_client(credential: Any = None, scope: str = "", base_url: str = "") -> 
     from azure.core import PipelineClient
     from azure.core.pipeline import policies
 
-    chain: list[Any] = [policies.RequestIdPolicy()]  # pollers need it
-    chain += [policies.UserAgentPolicy("distdl"), policies.RetryPolicy(**PATIENCE)]
+    chain: list[Any] = [
+        policies.RequestIdPolicy(),  # pollers need it
+        policies.UserAgentPolicy("distdl"),
+        policies.RetryPolicy(**PATIENCE),
+    ]
     if credential is not None:
         chain.append(policies.BearerTokenCredentialPolicy(credential, scope))
     return PipelineClient(base_url, policies=chain, **PATIENCE)
@@ -236,8 +241,10 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
         what = f"Azure's packages are not installed ({error.name})"
         raise UserError.at("launcher", what, "pip install 'distdl[azure]'") from error
     except core.ClientAuthenticationError as error:
-        remedy = "az login, or export AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, "
-        remedy += "or run this on a machine with a managed identity"
+        remedy = (
+            "az login, or export AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, "
+            "or run this on a machine with a managed identity"
+        )
         what = f"Azure cannot sign you in: {brief(error.message)}"
         raise NotSignedIn.at(path, what, remedy) from error
     except core.HttpResponseError as error:

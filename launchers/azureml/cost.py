@@ -125,9 +125,16 @@ class _SizedJob:
             yield "tier", f"dedicated: never taken away; {less}"
 
     def advice(self) -> Iterator[CostAdvice]:
-        parts = {"retired": self._retired, "unused": self._unused, "sweep": self._sweep}
-        parts |= {"scale up": self._scale_up, "infiniband": self._infiniband}
-        parts |= {"blob": self._blob, "registry": self._registry, "idle": self._idle}
+        parts = {
+            "retired": self._retired,
+            "unused": self._unused,
+            "sweep": self._sweep,
+            "scale up": self._scale_up,
+            "infiniband": self._infiniband,
+            "blob": self._blob,
+            "registry": self._registry,
+            "idle": self._idle,
+        }
         for topic, part in parts.items():
             if text := part():
                 yield CostAdvice(topic, *text)
@@ -187,8 +194,10 @@ class _SizedJob:
             return None
         best = min(similar, key=lambda s: (self._nodes(s), self._cost(s)))
         cost = f"{money(self._cost(best))} per hour, {best.priced}; {best.gpus} x {best.gpu} each"
-        what = f"scale up before scaling out: {self._nodes(best)} x {best.name} ({cost}) "
-        what += f"instead of {nodes} x {size.name} ({money(price * nodes)}, {size.priced})"
+        what = (
+            f"scale up before scaling out: {self._nodes(best)} x {best.name} ({cost}) "
+            f"instead of {nodes} x {size.name} ({money(price * nodes)}, {size.priced})"
+        )
         why = f"{best.interconnect or 'PCIe'} in a VM is faster than a network between VMs, and "
         return what, f"{why}gradients wait for the slowest connection"
 
@@ -201,8 +210,10 @@ class _SizedJob:
         price = ""
         if best.price_per_hour:
             price = f", {money(best.price_per_hour)} per hour, {best.priced}"
-        what = "if several nodes are needed, choose a size with InfiniBand, such as "
-        what += f"{best.name} ({best.gpus} x {best.gpu}, {best.infiniband_gbps} Gb/s{price})"
+        what = (
+            "if several nodes are needed, choose a size with InfiniBand, such as "
+            f"{best.name} ({best.gpus} x {best.gpu}, {best.infiniband_gbps} Gb/s{price})"
+        )
         if size.sr_iov:
             why = "has no InfiniBand (no r in its name), so gradients are sent over Ethernet"
             return what, f"{size.name} {why}"
@@ -214,8 +225,10 @@ class _SizedJob:
             return None
         what = "move the training data, but not the results, to premium block blob storage"
         if not sku:
-            what = "if the data is on standard Blob storage, move it to premium "
-            what += "(launcher.storage_sku=premium ends this advice)"
+            what = (
+                "if the data is on standard Blob storage, move it to premium "
+                "(launcher.storage_sku=premium ends this advice)"
+            )
         why = f"{nodes} nodes read at the same time, and a standard account answers small reads "
         return what, f"{why}slowly and limits the requests per second of all readers"
 
@@ -224,8 +237,10 @@ class _SizedJob:
         if nodes < MANY_NODES or self.settings.registry_sku != "basic":
             return None
         # learn.microsoft.com/azure/container-registry/container-registry-skus
-        why = f"{nodes} nodes pull an image of gigabytes at once. Basic limits requests and "
-        why += "bandwidth, and you pay for the nodes while they wait"
+        why = (
+            f"{nodes} nodes pull an image of gigabytes at once. Basic limits requests and "
+            "bandwidth, and you pay for the nodes while they wait"
+        )
         return "give the workspace a premium container registry", why
 
     def _idle(self) -> Text:

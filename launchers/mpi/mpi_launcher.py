@@ -254,8 +254,10 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
         parent = f"{spec.bundle}/code/distdl/launchers/mpi/rank.py"
         if not self.agent:
             return (python, parent, f"{spec.folder}/errors"), (python, *spec.worker())
-        options = f"--nodes {spec.resources.num_nodes} --devices {spec.resources.devices}"
-        options += f" --grace-seconds {self.grace_seconds} --"
+        options = (
+            f"--nodes {spec.resources.num_nodes} --devices {spec.resources.devices}"
+            f" --grace-seconds {self.grace_seconds} --"
+        )
         agent = (python, "-m", "distdl.agent", *options.split(), *spec.worker()[2:])
         return (python, parent, "-"), agent
 

@@ -49,8 +49,12 @@ KEYS: Mapping[tuple[str, ...], str] = {
 NAMES = ("Key", "Name", "ChannelName", "InstanceGroupName")
 OWN = "name"  # the key behind elements that distdl adds
 # Classes of characters that Java's regular expressions know and Python's do not.
-CLASSES = {r"\p{L}": r"\w", r"\p{N}": r"\d", r"\p{Z}": r" \u00a0\u2000-\u200a\u3000"}
-CLASSES |= {r"\p{Alnum}": "A-Za-z0-9"}
+CLASSES = {
+    r"\p{L}": r"\w",
+    r"\p{N}": r"\d",
+    r"\p{Z}": r" \u00a0\u2000-\u200a\u3000",
+    r"\p{Alnum}": "A-Za-z0-9",
+}
 
 
 @cache

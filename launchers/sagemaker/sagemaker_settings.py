@@ -209,8 +209,10 @@ class SageMakerSettings(LauncherSettings):
         if self.max_wait is not None and not self.spot:
             yield Problem("max_wait", "applies only to spot jobs", "launcher.spot=true")
         elif self.max_wait is not None and self.max_wait < self.walltime:
-            what = f"{self.max_wait} s must cover waiting and running, but walltime alone is "
-            what += f"{self.walltime} s"
+            what = (
+                f"{self.max_wait} s must cover waiting and running, but walltime alone is "
+                f"{self.walltime} s"
+            )
             yield Problem("max_wait", what, "launcher.max_wait=null is twice the walltime")
         if self.keep_alive and self.spot:
             yield Problem(

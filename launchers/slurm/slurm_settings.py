@@ -172,8 +172,10 @@ class SlurmSettings(LauncherSettings):
 
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         if self.walltime is not None and self.walltime <= self.grace_seconds:
-            what = f"{self.walltime} seconds are too short: the signal for a checkpoint comes "
-            what += f"{self.grace_seconds} seconds before the end"
+            what = (
+                f"{self.walltime} seconds are too short: the signal for a checkpoint comes "
+                f"{self.grace_seconds} seconds before the end"
+            )
             yield Problem("walltime", what, "write more, or a smaller launcher.grace_seconds")
         if self.requeue_at_time_limit and not self.requeue:
             what = "contradicts launcher.requeue=false, which never requeues the job"

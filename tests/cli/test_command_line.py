@@ -53,8 +53,10 @@ def test_these_need_no_torch(typed, no_torch, tmp_path):
 
 
 def test_a_typo_does_not_wait_for_torch(tmp_path):
-    code = "import sys; from distdl.cli.main import main; main(['trainer.max_epoch=1'])"
-    code += f"; print(sorted({{*{HEAVY}}} & {{*sys.modules}}))"
+    code = (
+        "import sys; from distdl.cli.main import main; main(['trainer.max_epoch=1'])"
+        f"; print(sorted({{*{HEAVY}}} & {{*sys.modules}}))"
+    )
     done = distdl(cwd=tmp_path, module=("-c", code), fresh=True)
     assert "did you mean trainer.max_epochs?" in done.stderr
     assert done.stdout == "[]\n"
@@ -90,8 +92,10 @@ def test_ctrl_c_during_the_first_imports_is_one_line(tmp_path):
 def test_in_a_shell(tmp_path):
     """In a folder that is gone, and with a reader that reads no further."""
     program = f"'{sys.executable}' -m distdl"
-    typed = f"mkdir gone; cd gone; rmdir ../gone; {program} debug=cpu; echo $?; cd ..; "
-    typed += f"{program} --help | head -1"
+    typed = (
+        f"mkdir gone; cd gone; rmdir ../gone; {program} debug=cpu; echo $?; cd ..; "
+        f"{program} --help | head -1"
+    )
     done = subprocess.run(["bash", "-c", typed], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.startswith("2\ndistdl trains")
     assert done.stdout.count("\n") == 2

@@ -66,8 +66,14 @@ class Foreign:
         size = {"num_nodes": 1, "devices": 1, "accelerator": "cpu", "device_ids": None}
         launch |= {"resources": size, "changes": {}, "global_batch_size": 8}
         OmegaConf.save(OmegaConf.create(launch), attempt / "launch.yaml")
-        state = {"state": "RUNNING", "host": host, "pid": -1, "error": "\x1b]0;title\x07"}
-        state |= {"metrics": {"[/b]val": 1.0}, "started": 1.0}
+        state = {
+            "state": "RUNNING",
+            "host": host,
+            "pid": -1,
+            "error": "\x1b]0;title\x07",
+            "metrics": {"[/b]val": 1.0},
+            "started": 1.0,
+        }
         (attempt / "status.json").write_text(json.dumps(state))
         (attempt / "mpirun.json").write_text(json.dumps({**state, "birth": ""}))
         if handle:

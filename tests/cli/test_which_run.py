@@ -61,8 +61,12 @@ def test_without_a_name_every_start_is_a_run_of_its_own_and_with_one_it_resumes(
 
 def test_the_recipe_is_the_same_file_wherever_it_runs(start, run):
     launcher = ("max_attempts=2", "grace_seconds=5", "forward_env=[HF_TOKEN]")
-    typed = [*(f"launcher.{setting}" for setting in launcher), "project.root=."]
-    typed += ["trainer.devices=2", "output_dir=two"]
+    typed = [
+        *(f"launcher.{setting}" for setting in launcher),
+        "project.root=.",
+        "trainer.devices=2",
+        "output_dir=two",
+    ]
     two = start("name=x", *typed, folder="two/default/x")
     text = (run / "config.yaml").read_text()
     assert text == (two / "config.yaml").read_text()

@@ -75,8 +75,12 @@ class Azure:
         """Raises the Answer."""
         token = header.get("Authorization", "").removeprefix("Bearer ")
         if path == "/metadata/endpoints":
-            facts = {"name": "StandIn", "resourceManager": f"{self.url}/", "portal": self.url}
-            facts |= {"authentication": {"loginEndpoint": self.url}}
+            facts = {
+                "name": "StandIn",
+                "resourceManager": f"{self.url}/",
+                "portal": self.url,
+                "authentication": {"loginEndpoint": self.url},
+            }
             raise Answer(200, [facts | {"suffixes": {"storage": self.azurite.domain}}])
         if path == "/msi/token":
             if header.get("secret") != "secret":
@@ -152,8 +156,14 @@ class Azure:
         return {"value": [{"runId": r, "tags": {"hyperparameters": t}} for r, t in tags.items()]}
 
     def datastore(self, _, name):
-        facts = {"datastoreType": "AzureBlob", "accountName": ACCOUNT, "containerName": CONTAINER}
-        facts |= {"endpoint": self.azurite.domain, "protocol": "https", "isDefault": True}
+        facts = {
+            "datastoreType": "AzureBlob",
+            "accountName": ACCOUNT,
+            "containerName": CONTAINER,
+            "endpoint": self.azurite.domain,
+            "protocol": "https",
+            "isDefault": True,
+        }
         facts["credentials"] = {"credentialsType": "Sas"}
         store = resource("/datastores/workspaceblobstore", **facts)
         return store if name else {"value": [store]}

@@ -68,9 +68,22 @@ class Azurite:
         self._numbers = itertools.count(1)
         self.log = folder / "azurite.log"
         self.domain = f"localhost:{self.port}"  # the `endpoint` of a datastore
-        command = ["azurite-blob", "--blobHost", "127.0.0.1", "--blobPort", str(self.port)]
-        command += ["--location", str(folder), "--skipApiVersionCheck", "--disableTelemetry"]
-        command += ["--cert", str(self.certificate), "--key", str(self.key), *options]
+        command = [
+            "azurite-blob",
+            "--blobHost",
+            "127.0.0.1",
+            "--blobPort",
+            str(self.port),
+            "--location",
+            str(folder),
+            "--skipApiVersionCheck",
+            "--disableTelemetry",
+            "--cert",
+            str(self.certificate),
+            "--key",
+            str(self.key),
+            *options,
+        ]
         with self.log.open("w") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         until(lambda: self._process.poll() or self.listens(), 30, self.log.read_text)
@@ -98,8 +111,11 @@ class Azurite:
         """A signature for a container, like Azure ML's for uploads."""
         from azure.storage.blob import ContainerSasPermissions, generate_container_sas
 
-        options = {"permission": ContainerSasPermissions.from_string("racwdl")}
-        options |= {"account_key": KEY, "expiry": datetime.now(UTC) + HOUR}
+        options = {
+            "permission": ContainerSasPermissions.from_string("racwdl"),
+            "account_key": KEY,
+            "expiry": datetime.now(UTC) + HOUR,
+        }
         return generate_container_sas(ACCOUNT, container, **options)
 
     def contents(self, place: str) -> dict[str, bytes]:

@@ -75,7 +75,12 @@ def start(azure, job, folder):
         names = ("RANK", "NODE_RANK", "AZUREML_CR_NODE_RANK")
         job.logs[f"user_logs/std_log_process_{rank:02d}.txt"] = log
         with log.open("ab") as file:
-            options = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
-            options |= {"cwd": folder / f"node{rank}", "env": env | dict.fromkeys(names, str(rank))}
+            options = {
+                "stdout": file,
+                "stderr": subprocess.STDOUT,
+                "start_new_session": True,
+                "cwd": folder / f"node{rank}",
+                "env": env | dict.fromkeys(names, str(rank)),
+            }
             ranks.append(subprocess.Popen(["bash", "-c", command], **options))
     return ranks

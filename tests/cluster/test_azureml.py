@@ -61,9 +61,11 @@ def azure(shared_azure, monkeypatch):
     drop = ("azure", "arm_", "msi_", "identity_", "obo_", "az_", "http_p", "https_p", "all_p")
     for name in [name for name in os.environ if name.lower().startswith(drop)]:
         monkeypatch.delenv(name)
-    cloud = {"ARM_CLOUD_METADATA_URL": f"{shared_azure.url}/metadata/endpoints"}
-    cloud |= {"AZUREML_CURRENT_CLOUD": "StandIn"}
-    cloud |= {"AZURE_TOKEN_CREDENTIALS": "ManagedIdentityCredential"}
+    cloud = {
+        "ARM_CLOUD_METADATA_URL": f"{shared_azure.url}/metadata/endpoints",
+        "AZUREML_CURRENT_CLOUD": "StandIn",
+        "AZURE_TOKEN_CREDENTIALS": "ManagedIdentityCredential",
+    }
     for name, value in {**cloud, **shared_azure.identity()}.items():
         monkeypatch.setenv(name, value)
     find = socket.getaddrinfo
@@ -215,10 +217,17 @@ def test_a_job_in_the_queue(azure, project, trained, distdl):
 def test_a_kubernetes_cluster_a_conda_file_a_model_and_what_is_registered(azure, project, distdl):
     """As the SDK sends them. A cluster of another kind is refused before anything is created."""
     write(project, {"environment.yml": "dependencies: [python=3.11, pip, {pip: [torch]}]\n"})
-    settings = ("launcher.compute=aks", "launcher.compute_type=kubernetes", "trainer.devices=1")
-    settings += ("launcher.instance_type=gpu-large", "launcher.conda_file=environment.yml")
-    settings += ("launcher.description=on our own", "launcher.priority=high", "follow=false")
-    settings += ("launcher.inputs={start: {path: 'azureml:resnet:3', type: mlflow_model}}",)
+    settings = (
+        "launcher.compute=aks",
+        "launcher.compute_type=kubernetes",
+        "trainer.devices=1",
+        "launcher.instance_type=gpu-large",
+        "launcher.conda_file=environment.yml",
+        "launcher.description=on our own",
+        "launcher.priority=high",
+        "follow=false",
+        "launcher.inputs={start: {path: 'azureml:resnet:3', type: mlflow_model}}",
+    )
     registered = "{type: custom_model, folder: checkpoints, name: resnet, version: '7'}"
     settings += (f"launcher.outputs={{best: {registered}}}", "name=own")
     absent = distdl(*SMALL, *settings, code=2).err

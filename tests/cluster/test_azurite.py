@@ -104,8 +104,14 @@ class Identity:
 
     def get_token(self, *scopes, **more):
         now = int(time.time())
-        claims = {"iat": now - 60, "nbf": now - 60, "exp": now + 3600, "oid": self.user}
-        claims |= {"iss": f"https://sts.windows.net/{TENANT}/", "tid": TENANT}
+        claims = {
+            "iat": now - 60,
+            "nbf": now - 60,
+            "exp": now + 3600,
+            "oid": self.user,
+            "iss": f"https://sts.windows.net/{TENANT}/",
+            "tid": TENANT,
+        }
         claims["aud"] = "https://storage.azure.com"
         parts = (json.dumps(part).encode() for part in ({"alg": "none", "typ": "JWT"}, claims))
         coded = [base64.urlsafe_b64encode(part).rstrip(b"=") for part in parts]

@@ -45,10 +45,22 @@ LOOKING = (
     "import sys; from distdl.cli import main as command_line; from distdl.launch import left_out\n"
     "left_out.LOOK_S = 1.0; sys.argv[0] = command_line.__file__; sys.exit(command_line.main())",
 )
-RUN = (*TINY, "model._target_=mine.Waiting", "name=r", "launcher=mpi", "launcher.max_attempts=1")
-RUN += ("launcher.mpirun=mpirun.openmpi", "launcher.hosts=[node1,node2]", "trainer.num_nodes=2")
-RUN += ("trainer.devices=1", "trainer.max_epochs=1", "checkpoint.every_n_steps=2")
-RUN += ("data.train_samples=96", "data.val_samples=16", "data.batch_size=8")
+RUN = (
+    *TINY,
+    "model._target_=mine.Waiting",
+    "name=r",
+    "launcher=mpi",
+    "launcher.max_attempts=1",
+    "launcher.mpirun=mpirun.openmpi",
+    "launcher.hosts=[node1,node2]",
+    "trainer.num_nodes=2",
+    "trainer.devices=1",
+    "trainer.max_epochs=1",
+    "checkpoint.every_n_steps=2",
+    "data.train_samples=96",
+    "data.val_samples=16",
+    "data.batch_size=8",
+)
 
 
 @pytest.fixture
@@ -80,8 +92,15 @@ def test_a_lost_host_is_left_out_until_it_answers(hosts: Hosts, tmp_path: Path) 
     assert sorted(each for ids in steps.values() for each in ids) == list(range(96))
 
     hosts.mend("node2")
-    again = [sys.executable, *DISTDL, "resume", str(run), "trainer.max_epochs=2"]
-    again += ["launcher.mpirun=mpirun.openmpi", f"launcher.ssh={hosts.ssh}"]
+    again = [
+        sys.executable,
+        *DISTDL,
+        "resume",
+        str(run),
+        "trainer.max_epochs=2",
+        "launcher.mpirun=mpirun.openmpi",
+        f"launcher.ssh={hosts.ssh}",
+    ]
     done = hosts.run("node1", again, tmp_path, environment(), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     whole = launch(run, 3)

@@ -30,8 +30,14 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason="apt-get install openmpi-bin mpich"),
 ]
 SECRET = "canary-5e3f0b"
-RECIPE = (*TINY, "+callbacks.witness._target_=witness.Witness", "trainer.max_epochs=1", "name=one")
-RECIPE += ("data.train_samples=48", "data.val_samples=16")
+RECIPE = (
+    *TINY,
+    "+callbacks.witness._target_=witness.Witness",
+    "trainer.max_epochs=1",
+    "name=one",
+    "data.train_samples=48",
+    "data.val_samples=16",
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +64,13 @@ def test_two_hosts_train_as_one_machine_does(hosts, tmp_path, tmp_path_factory, 
         return done.stdout
 
     def train(mpi, *more):
-        where = ("launcher=mpi", f"launcher.mpirun={MPIRUN[mpi]}", "launcher.hosts=[node1,node2]")
-        where += ("trainer.num_nodes=2", "trainer.devices=1", f"launcher.ssh={hosts.ssh}")
-        where += (
+        where = (
+            "launcher=mpi",
+            f"launcher.mpirun={MPIRUN[mpi]}",
+            "launcher.hosts=[node1,node2]",
+            "trainer.num_nodes=2",
+            "trainer.devices=1",
+            f"launcher.ssh={hosts.ssh}",
             f"launcher.forward_env=[{','.join(['CANARY', *KERNELS])}]",
             f"output_dir=outputs/{mpi}",
             *more,
@@ -109,8 +119,12 @@ def test_two_hosts_train_as_one_machine_does(hosts, tmp_path, tmp_path_factory, 
 # How a job ends, with a worker that only waits
 
 # Each rank must have them byte for byte.
-VALUES = {"NEWLINES": "a\n\n\n\nb\n", "UNICODE": "Grüße 日本\u2028\x85 🎉", "EMPTY": ""}
-VALUES |= {"SHELL": "$(exit 3) `exit 4` \"'\\ \\n %s %% $HOME ~ * @env@ a,b;c"}
+VALUES = {
+    "NEWLINES": "a\n\n\n\nb\n",
+    "UNICODE": "Grüße 日本\u2028\x85 🎉",
+    "EMPTY": "",
+    "SHELL": "$(exit 3) `exit 4` \"'\\ \\n %s %% $HOME ~ * @env@ a,b;c",
+}
 WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path

@@ -117,8 +117,11 @@ def test_what_sagemakers_image_starts(model, tmp_path):
     assert "PYTHONPATH=/opt/ml/model " in DOCKERFILE
     script = script.replace(" /opt/ml/model ", f" {model} ").replace("=8080 ", f"={port} ")
     # In the image, pip has installed the packages: here they are the tests' own, without distdl.
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    env |= {"PYTHONPATH": f"{model}:{sysconfig.get_path('purelib')}"}
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{model}:{sysconfig.get_path('purelib')}",
+    }
     absent = subprocess.run(["python", "-c", "import distdl"], env=env, capture_output=True)
     assert b"No module named 'distdl'" in absent.stderr
     command = ["sh", "-c", script.replace("\\n", "\n")]

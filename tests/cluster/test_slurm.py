@@ -88,8 +88,13 @@ class SlurmCluster:
         (folder / "munge.key").chmod(0o600)
 
     def start(self):
-        files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid"}
-        files |= {"log-file": "munged.log", "seed-file": "munge.seed"}
+        files = {
+            "socket": "munge.socket",
+            "key-file": "munge.key",
+            "pid-file": "munge.pid",
+            "log-file": "munged.log",
+            "seed-file": "munge.seed",
+        }
         options = [f"--{option}={self.folder / name}" for option, name in files.items()]
         # --force: a folder below /tmp, which anyone may write to, is only a warning then.
         self.daemon("munged", "--foreground", "--force", *options)
@@ -151,15 +156,29 @@ def slurm():
         yield cluster
 
 
-SLURM = (*TINY, "launcher=slurm", "trainer.devices=1", "launcher.poll_seconds=0.5")
-SLURM += ("launcher.forward_env=[GLOO_SOCKET_IFNAME,OMP_NUM_THREADS]", "follow=false")
+SLURM = (
+    *TINY,
+    "launcher=slurm",
+    "trainer.devices=1",
+    "launcher.poll_seconds=0.5",
+    "launcher.forward_env=[GLOO_SOCKET_IFNAME,OMP_NUM_THREADS]",
+    "follow=false",
+)
 SHORT = ("data.train_samples=80", "trainer.max_epochs=2")
 WITNESS = "+callbacks.witness._target_=witness.Witness"
 SECRET = "kept-a4b5c6d7-by-the-canary"
 # What a shell inside an allocation may hold; none of it may reach sbatch or the job.
-STALE = {"SLURM_JOB_ID": "99999", "SLURM_NTASKS": "7", "SLURM_NTASKS_PER_NODE": "7", "STALE": "1"}
-STALE |= {"SLURM_EXPORT_ENV": "NONE", "SBATCH_EXPORT": "NONE", "SBATCH_OUTPUT": "elsewhere.log"}
-STALE |= {"SBATCH_NO_REQUEUE": "1", "SBATCH_TIMELIMIT": "1"}
+STALE = {
+    "SLURM_JOB_ID": "99999",
+    "SLURM_NTASKS": "7",
+    "SLURM_NTASKS_PER_NODE": "7",
+    "STALE": "1",
+    "SLURM_EXPORT_ENV": "NONE",
+    "SBATCH_EXPORT": "NONE",
+    "SBATCH_OUTPUT": "elsewhere.log",
+    "SBATCH_NO_REQUEUE": "1",
+    "SBATCH_TIMELIMIT": "1",
+}
 
 
 @pytest.fixture
@@ -222,8 +241,13 @@ def test_two_nodes_train_as_two_processes_of_this_machine(slurm, on_cluster, tmp
 
 def test_a_job_resumes_after_requeue_and_preemption(slurm, on_cluster, tmp_path):
     """Requeued by hand, preempted by a more important job, and cancelled in the end."""
-    typed = ("name=b", "trainer.num_nodes=2", "trainer.max_epochs=200", "tracking=mlflow")
-    typed += ("data.num_workers=1",)  # which get each signal too
+    typed = (
+        "name=b",
+        "trainer.num_nodes=2",
+        "trainer.max_epochs=200",
+        "tracking=mlflow",
+        "data.num_workers=1",  # workers get each signal too
+    )
     on_cluster(*SLURM, *typed)
     run = tmp_path / "outputs/default/b"
     job = handle_of(run)
@@ -283,8 +307,14 @@ def test_a_killed_rank_is_named(on_cluster, tmp_path):
 def test_five_of_five_are_requeued(slurm, on_cluster, tmp_path, capsys):
     """A user's own module and loader, preempted at any step, complete as if nobody had."""
     make_project(tmp_path)
-    size = ("launcher=slurm", "trainer.devices=1", "trainer.num_nodes=2", "follow=false")
-    size += ("launcher.forward_env=[GLOO_SOCKET_IFNAME,OMP_NUM_THREADS]", "data.pause=0.02")
+    size = (
+        "launcher=slurm",
+        "trainer.devices=1",
+        "trainer.num_nodes=2",
+        "follow=false",
+        "launcher.forward_env=[GLOO_SOCKET_IFNAME,OMP_NUM_THREADS]",
+        "data.pause=0.02",
+    )
     seed = int(os.environ.get("DISTDL_SEED", 33))
     draw = random.Random(seed)
     ends = []

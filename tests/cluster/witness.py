@@ -21,8 +21,14 @@ class Witness(Callback):
         self.pause = pause
 
     def on_train_start(self, trainer, module):
-        facts = {"rank": trainer.global_rank, "secret": digest(self.token), "data": self.data}
-        facts |= {"distdl": distdl.__file__, "code": __file__, "stale": "STALE" in os.environ}
+        facts = {
+            "rank": trainer.global_rank,
+            "secret": digest(self.token),
+            "data": self.data,
+            "distdl": distdl.__file__,
+            "code": __file__,
+            "stale": "STALE" in os.environ,
+        }
         print("saw", json.dumps(facts), flush=True)
 
     def on_train_batch_end(self, trainer, *_):

@@ -35,8 +35,12 @@ BASE = [
     "trainer.log_every_n_steps=1",
     "tracking=none",
 ]
-EVERY = ("trainer.max_steps=20", "checkpoint.every_n_steps=10", "checkpoint.keep_last=9")
-EVERY += ("trainer.deterministic=warn",)
+EVERY = (
+    "trainer.max_steps=20",
+    "checkpoint.every_n_steps=10",
+    "checkpoint.keep_last=9",
+    "trainer.deterministic=warn",
+)
 MIDDLE = "outputs/default/whole/checkpoints/epoch_000_step_00000010.ckpt"
 SAME_TO = 0.1  # strategies round differently in bf16
 

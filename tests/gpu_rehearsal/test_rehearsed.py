@@ -146,8 +146,12 @@ def test_each_rank_starts_on_the_one_that_srun_gave_it(strategy, machine, tmp_pa
     options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     processes = []
     for rank, card in enumerate((6, 3)):
-        own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
-        own |= {"CUDA_VISIBLE_DEVICES": str(card), **variables}
+        own = {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "CUDA_VISIBLE_DEVICES": str(card),
+            **variables,
+        }
         env = environment(**machine.environment(CARDS), **own)
         processes.append(subprocess.Popen(command, env=env, text=True, **options))
     outputs = [process.communicate(timeout=500)[0] for process in processes]
@@ -159,8 +163,16 @@ def test_each_rank_starts_on_the_one_that_srun_gave_it(strategy, machine, tmp_pa
 @pytest.mark.parametrize(("strategy", "size"), [("single", 1), ("ddp", 2)])
 def test_measures_a_step(strategy, size, machine, tmp_path):
     """It gets to its end; its numbers say nothing. (torch's profiler ends with SIGSEGV here.)"""
-    words = ("task=benchmark", "task.warmup=1", "task.windows=1", "task.steps=2", "task.trace=0")
-    words += (*ONE_STEP, f"trainer.devices={size}", f"strategy={strategy}")
+    words = (
+        "task=benchmark",
+        "task.warmup=1",
+        "task.windows=1",
+        "task.steps=2",
+        "task.trace=0",
+        *ONE_STEP,
+        f"trainer.devices={size}",
+        f"strategy={strategy}",
+    )
     env = machine.environment(size)
     done = distdl(*words, cwd=tmp_path, env=env, module=UNCHECKED, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr

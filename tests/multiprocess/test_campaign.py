@@ -100,8 +100,14 @@ def disturbances(ranks: int, idiom: str) -> list[Disturbance]:
     for phase in PHASES if MATRIX else ("validation",):
         draw = random.Random(f"{SEED} {phase}")
         places = draw.sample(range(len(TRAININGS)), len(TRAININGS))
-        kinds = [(signal.SIGKILL, "rank"), (signal.SIGTERM, "rank"), (signal.SIGTERM, "command")]
-        kinds += [(signal.SIGKILL, "rank"), (signal.SIGUSR1, "command"), (signal.SIGTERM, "rank")]
+        kinds = [
+            (signal.SIGKILL, "rank"),
+            (signal.SIGTERM, "rank"),
+            (signal.SIGTERM, "command"),
+            (signal.SIGKILL, "rank"),
+            (signal.SIGUSR1, "command"),
+            (signal.SIGTERM, "rank"),
+        ]
         kinds = draw.sample(kinds * 2, len(TRAININGS))
         index = TRAININGS.index((ranks, idiom))
         number, to = kinds[index]

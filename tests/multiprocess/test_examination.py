@@ -107,8 +107,12 @@ def test_a_slow_store_is_found_and_a_fast_one_passes(rate: int, tmp_path: Path) 
     server.start()
     try:
         _, port = server.get_host_and_port()
-        env = {"NO_PROXY": "127.0.0.1", "AWS_DEFAULT_REGION": "us-east-1"}
-        env |= {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+        env = {
+            "NO_PROXY": "127.0.0.1",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
+        }
         import boto3
 
         keys = dict(

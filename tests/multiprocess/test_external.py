@@ -92,8 +92,11 @@ def test_rank_0_speaks_for_all(tmp_path, background):
         started.append(background(*SHORT, "dry_run=true", cwd=tmp_path, env=env))
     assert [each.wait() for each in started] == [0, 0]
     out, other = [each.output() for each in started]
-    expected = ["run        outputs/default/x", "resources  1 x 2 cpu"]
-    expected += ["# in each of the 2 processes that are running already:\npython -m distdl.worker"]
+    expected = [
+        "run        outputs/default/x",
+        "resources  1 x 2 cpu",
+        "# in each of the 2 processes that are running already:\npython -m distdl.worker",
+    ]
     assert all(text in out for text in expected)
     assert other == ""
     assert list(tmp_path.iterdir()) == []

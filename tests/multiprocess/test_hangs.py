@@ -23,8 +23,17 @@ from tests.waiting import until
 MATRIX = bool(os.environ.get("DISTDL_MATRIX"))
 TIMEOUT_S = 3  # of the watchdog
 WAIT_S = 60  # for the report, in a test: an idle machine takes TIMEOUT_S and 3 to 6 s more
-ONE = ("model=net", "~data", "~optimizer", "~schedule", "trainer.accelerator=cpu", "tracking=none")
-ONE += ("trainer.max_epochs=2", "checkpoint.monitor=null", "name=r")
+ONE = (
+    "model=net",
+    "~data",
+    "~optimizer",
+    "~schedule",
+    "trainer.accelerator=cpu",
+    "tracking=none",
+    "trainer.max_epochs=2",
+    "checkpoint.monitor=null",
+    "name=r",
+)
 TWO = (*ONE, "trainer.devices=2", f"watchdog.timeout={TIMEOUT_S}")
 RUN = "outputs/default/r"
 SAVED = f"checkpoint.every_n_steps={faults.AT}"
@@ -145,8 +154,10 @@ def test_a_host_that_does_not_answer_any_more(project):
         jobs = []
         logs = [project / f"log{number}" for number in range(2)]
         for number, name in enumerate(hosts.names):
-            where = f"--nnodes=2 --nproc-per-node=1 --node-rank={number} --master-port={port}"
-            where += f" --master-addr={hosts.address('node1')} -m distdl"
+            where = (
+                f"--nnodes=2 --nproc-per-node=1 --node-rank={number} --master-port={port}"
+                f" --master-addr={hosts.address('node1')} -m distdl"
+            )
             torchrun = [sys.executable, "-m", "torch.distributed.run", *where.split()]
             env = environment(FAULT="host", GLOO_SOCKET_IFNAME="eth0")
             with logs[number].open("w") as log:
@@ -226,8 +237,14 @@ def test_a_run_is_not_done_while_a_rank_is_in_its_last_hook(project, background)
 def test_a_store_that_hangs_is_waited_for(devices, project, background):
     """The user is told, nobody is ended for that time, and the run goes on."""
     with hanging_store(project) as store:
-        words = (*TWO, f"trainer.devices={devices}", f"output_dir={store.path}")
-        words += (SAVED, "trainer.log_every_n_steps=1", "trainer.max_epochs=1")
+        words = (
+            *TWO,
+            f"trainer.devices={devices}",
+            f"output_dir={store.path}",
+            SAVED,
+            "trainer.log_every_n_steps=1",
+            "trainer.max_epochs=1",
+        )
         job = background(*words, cwd=project, env={"FAULT": "steady"}, module=UNCHECKED)
         job.until(lambda: [*store.behind.glob("default/r/checkpoints/*.manifest.json")])
         begin = time.monotonic()

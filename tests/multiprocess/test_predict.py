@@ -99,8 +99,11 @@ HALF = "os.truncate(temporary, os.path.getsize(temporary) // 2)"
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 FULL = "raise OSError(28, 'No space left on device')"
 # In the middle of the first part; after a part, before it is recorded; the disk is full.
-MOMENTS = [("part-0000{}.parquet", 0, f"{HALF}; {KILL}"), ("_progress.json", 2, KILL)]
-MOMENTS += [("part-0000{}.parquet", 4, FULL)]
+MOMENTS = [
+    ("part-0000{}.parquet", 0, f"{HALF}; {KILL}"),
+    ("_progress.json", 2, KILL),
+    ("part-0000{}.parquet", 4, FULL),
+]
 
 
 def test_whatever_ends_it_it_loses_and_repeats_nothing(project, alone):
@@ -254,9 +257,18 @@ class Doubles(LightningModule):
         half = batch[0].to(torch.bfloat16)
         return {"double": 2 * half, "pair": torch.stack([batch[0], -batch[0]], 1)}
 """
-OWN = ("~model", "~data", "+model._target_=mine.Doubles", "+data._target_=mine.Data")
-OWN += ("optimizer=none", "schedule=none", "task=predict", "task.checkpoint=none", "tracking=none")
-OWN += ("trainer.accelerator=cpu",)
+OWN = (
+    "~model",
+    "~data",
+    "+model._target_=mine.Doubles",
+    "+data._target_=mine.Data",
+    "optimizer=none",
+    "schedule=none",
+    "task=predict",
+    "task.checkpoint=none",
+    "tracking=none",
+    "trainer.accelerator=cpu",
+)
 
 
 def test_any_module_with_a_predict_step_on_two_ranks(tmp_path):

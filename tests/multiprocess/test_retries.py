@@ -26,8 +26,16 @@ class Failing(ImageClassifier):
     def fail(self):
         raise ValueError("step 3 is bad")  # the line
 """
-RUN = (*TINY, "model._target_=mine.Failing", "launcher.max_attempts=5", "name=r")
-RUN += ("data.train_samples=48", "data.val_samples=8", "data.batch_size=4", "trainer.max_epochs=1")
+RUN = (
+    *TINY,
+    "model._target_=mine.Failing",
+    "launcher.max_attempts=5",
+    "name=r",
+    "data.train_samples=48",
+    "data.val_samples=8",
+    "data.batch_size=4",
+    "trainer.max_epochs=1",
+)
 MATRIX = "DISTDL_MATRIX" in os.environ
 
 
@@ -48,8 +56,10 @@ def test_a_bug_is_not_started_a_third_time(project: Path, devices: int) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert attempts(project) == 2, done.stdout + done.stderr
     line = MODEL.splitlines().index('        raise ValueError("step 3 is bad")  # the line') + 1
-    why = "not started again: it failed twice at step 3 with the same error: ValueError"
-    why += f" (mine.py, line {line}, in fail)"
+    why = (
+        "not started again: it failed twice at step 3 with the same error: ValueError"
+        f" (mine.py, line {line}, in fail)"
+    )
     assert done.stderr.count(why) == 1, done.stderr
     last = project / "outputs/default/r/attempts/002"
     assert why in (last / "incident.md").read_text()

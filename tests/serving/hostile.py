@@ -90,8 +90,17 @@ def tiff(tags, *bodies):
 
 
 def tiff_of(width, height, more=(), **bodies):
-    usual = {256: (4, [width]), 257: (4, [height]), 258: (3, [8]), 259: (3, [1]), 262: (3, [1])}
-    usual |= {273: (4, [8]), 277: (3, [1]), 278: (4, [height]), 279: (4, [width * height])}
+    usual = {
+        256: (4, [width]),
+        257: (4, [height]),
+        258: (3, [8]),
+        259: (3, [1]),
+        262: (3, [1]),
+        273: (4, [8]),
+        277: (3, [1]),
+        278: (4, [height]),
+        279: (4, [width * height]),
+    }
     return tiff({**usual, **dict(more)}, *bodies.values())
 
 

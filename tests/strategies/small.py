@@ -272,8 +272,15 @@ def trainer(strategy, steps, folder, callbacks=(), **more):
     if isinstance(strategy, Strategy):
         portable.use_names(strategy)
     here = LaunchedEnvironment(Environment("test", rank, world, rank, world))
-    more = {"limit_val_batches": 0, "devices": world, "plugins": [here], **more}
-    more |= {"strategy": strategy, "callbacks": [*callbacks], "max_steps": steps}
+    more = {
+        "limit_val_batches": 0,
+        "devices": world,
+        "plugins": [here],
+        **more,
+        "strategy": strategy,
+        "callbacks": [*callbacks],
+        "max_steps": steps,
+    }
     return quiet_trainer(folder, max_epochs=100, **more)
 
 

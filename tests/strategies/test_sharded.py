@@ -62,8 +62,10 @@ def test_units_by_size_and_of_parts_that_are_called_by_themselves():
 
 
 # Lightning's own strategy, as a user's file of the group `strategy` names it.
-PARALLEL = "{_target_: lightning.pytorch.strategies.ModelParallelStrategy"
-PARALLEL += ", tensor_parallel_size: 2, save_distributed_checkpoint: %s}"
+PARALLEL = (
+    "{_target_: lightning.pytorch.strategies.ModelParallelStrategy"
+    ", tensor_parallel_size: 2, save_distributed_checkpoint: %s}"
+)
 
 
 @pytest.mark.parametrize("folder", [True, pytest.param(False, marks=matrix_only)])

@@ -60,8 +60,15 @@ class Tracked:
         config = self.folder / "config.yaml"
         config.write_text("optimizer:\n  lr: 0.1\n")
         self.experiment = run_id.split("/")[0]
-        fields = {"rank": 0, "local_rank": 0, "node_rank": 0, "world_size": 1, **fields}
-        fields |= {"experiment_name": self.experiment, "artifacts": [config]}
+        fields = {
+            "rank": 0,
+            "local_rank": 0,
+            "node_rank": 0,
+            "world_size": 1,
+            **fields,
+            "experiment_name": self.experiment,
+            "artifacts": [config],
+        }
         fields = {"key": hashlib.md5(run_id.encode()).hexdigest(), **fields}
         info = RunInfo(self.folder, run_id, attempt, output_dir=outputs, **fields)
         components = {"mlflow": logger()} if components is None else components

@@ -90,9 +90,15 @@ def test_swept_values_come_first_and_the_environment_is_not_sent(monkeypatch):
     record = provenance.collect(["distdl"], Path("/"), typed, planned.swept)
     params = summary.parameters(planned.config, record)
     assert [*params][:6] == [*varied, "model", "tracking", "model.norm"]
-    expected = {"optimizer.lr": "0.01", "optimizer.momentum": "None", "model": "resnet18"}
-    expected |= {"a.token": "***", "data.label": "x-${oc.env:MY_DATA}"}
-    expected |= {"model.num_classes": "10", "model.network.num_classes": "10"}
+    expected = {
+        "optimizer.lr": "0.01",
+        "optimizer.momentum": "None",
+        "model": "resnet18",
+        "a.token": "***",
+        "data.label": "x-${oc.env:MY_DATA}",
+        "model.num_classes": "10",
+        "model.network.num_classes": "10",
+    }
     assert params.items() >= expected.items()
     assert "/secret/folder" not in str(params)
     assert not {"checkpoint.resume_from", "launcher._target_"} & params.keys()

@@ -52,8 +52,13 @@ class Painter(BoringModel):
 def train(loggers, folder, epochs):
     """A plain Trainer, which resumes from `folder/last.ckpt` if that exists."""
     pl.seed_everything(1, verbose=False)
-    options = {"max_epochs": epochs, "log_every_n_steps": 1, "limit_train_batches": 4}
-    options |= {"logger": loggers, "callbacks": [LearningRateMonitor()]}
+    options = {
+        "max_epochs": epochs,
+        "log_every_n_steps": 1,
+        "limit_train_batches": 4,
+        "logger": loggers,
+        "callbacks": [LearningRateMonitor()],
+    }
     trainer = quiet_trainer(folder / "elsewhere", **options)
     last = folder / "last.ckpt"
     module = Painter(nested={"width": 3, "names": ["a"]})

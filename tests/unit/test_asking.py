@@ -81,8 +81,11 @@ def test_the_runs_of_platforms_that_answer_come_first_and_the_others_have_a_reas
     kinds = [row[0].removeprefix("outputs/e/").rstrip("0123456789") for row in rows]
     assert kinds[:8] == ["slurm"] * 8
     silent = "SageMaker in eu-west-1 (profile {}) has not answered for 5 s"
-    reasons = {"silent": silent.format("silent")}
-    reasons |= {"refusing": "Could not connect to the endpoint", "nobody": "no AWS credentials"}
+    reasons = {
+        "silent": silent.format("silent"),
+        "refusing": "Could not connect to the endpoint",
+        "nobody": "no AWS credentials",
+    }
     for kind, row in zip(kinds, rows, strict=True):
         assert row[2] == ("RUNNING" if kind == "slurm" else "UNKNOWN"), row
         told = kind == "slurm" or reasons[kind] in row[-1]

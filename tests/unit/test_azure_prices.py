@@ -16,8 +16,12 @@ NC24, MI300X = "Standard_NC24ads_A100_v4", "Standard_ND96isr_MI300X_v5"
 
 
 def entry(name, sku, price, **more):
-    product = {"productName": "Virtual Machines Series", "currencyCode": "USD"}
-    product |= {"unitOfMeasure": "1 Hour", "type": "Consumption"}
+    product = {
+        "productName": "Virtual Machines Series",
+        "currencyCode": "USD",
+        "unitOfMeasure": "1 Hour",
+        "type": "Consumption",
+    }
     return {"armSkuName": name, "skuName": sku, "retailPrice": price, **product, **more}
 
 

@@ -78,8 +78,11 @@ def test_what_can_train(tmp_path, monkeypatch):
 def test_the_data_on_the_disk_are_counted(request, tmp_path, kind):
     from tests import prepared
 
-    config = {"task": {"_target_": "distdl.tasks.train"}, "data": {"batch_size": 4}}
-    config |= {"trainer": {"val_check_interval": 20}}
+    config = {
+        "task": {"_target_": "distdl.tasks.train"},
+        "data": {"batch_size": 4},
+        "trainer": {"val_check_interval": 20},
+    }
     context = {"local": True, "world_size": 2, "config": config}
     if kind == "prepared":
         root = tmp_path / "shards"

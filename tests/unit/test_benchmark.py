@@ -40,9 +40,15 @@ def test_phases_nest_and_steps_follow_each_other(monkeypatch):
 
 def event(name, start, end, thread=1, device=CPU, link=0):
     """As torch's _KinetoEvent answers, in seconds."""
-    answers = {"name": name, "start_ns": start * 10**9, "duration_ns": (end - start) * 10**9}
-    answers |= {"start_thread_id": thread, "device_type": device, "correlation_id": link}
-    answers |= {"is_async": name.startswith("gloo")}
+    answers = {
+        "name": name,
+        "start_ns": start * 10**9,
+        "duration_ns": (end - start) * 10**9,
+        "start_thread_id": thread,
+        "device_type": device,
+        "correlation_id": link,
+        "is_async": name.startswith("gloo"),
+    }
     return SimpleNamespace(**{key: lambda value=value: value for key, value in answers.items()})
 
 
@@ -75,8 +81,11 @@ LAUNCHED = [
     event("gemm", 5, 20, device=CUDA, link=6),
     event("ncclDevKernel_AllReduce", 15, 26, device=CUDA, link=7),
 ]
-TRACES = [(HIDDEN, 2, 16 / 2, {"backward": 6 / 2, "optimizer": 4 / 2})]
-TRACES += [(CUT_OFF, 1, 2, {"backward": 2}), (LAUNCHED, 1, 11, {"backward": 6})]
+TRACES = [
+    (HIDDEN, 2, 16 / 2, {"backward": 6 / 2, "optimizer": 4 / 2}),
+    (CUT_OFF, 1, 2, {"backward": 2}),
+    (LAUNCHED, 1, 11, {"backward": 6}),
+]
 
 
 @pytest.mark.parametrize("events, steps, busy, phases", TRACES)

@@ -59,8 +59,16 @@ def test_the_page_and_a_part_that_fails(monkeypatch, tmp_path, capsys):
     assert "needs an NVIDIA GPU" in capsys.readouterr().out
 
 
-TINY = ("model=tiny", "data=tiny", "data.steps=2", "optimizer=none", "schedule=none")
-TINY += ("tracking=none", "trainer.accelerator=cpu", "trainer.max_epochs=1")
+TINY = (
+    "model=tiny",
+    "data=tiny",
+    "data.steps=2",
+    "optimizer=none",
+    "schedule=none",
+    "tracking=none",
+    "trainer.accelerator=cpu",
+    "trainer.max_epochs=1",
+)
 
 
 # File of a rank and process -> lines of time, step, ranks and ids of samples: step 2 is done, lost,
@@ -85,8 +93,16 @@ def test_the_goodput_counts_what_was_done_last(tmp_path):
     assert training.wrong_samples == 2
 
 
-TINY = ("model=tiny", "data=tiny", "data.steps=2", "optimizer=none", "schedule=none")
-TINY += ("tracking=none", "trainer.accelerator=cpu", "trainer.max_epochs=1")
+TINY = (
+    "model=tiny",
+    "data=tiny",
+    "data.steps=2",
+    "optimizer=none",
+    "schedule=none",
+    "tracking=none",
+    "trainer.accelerator=cpu",
+    "trainer.max_epochs=1",
+)
 
 
 def test_what_a_worker_prints_at_the_end(tmp_path, capsys):

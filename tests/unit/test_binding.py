@@ -207,8 +207,15 @@ def test_what_lightning_takes_is_taken(typed):
     assert not torch.are_deterministic_algorithms_enabled(), "asked about, and not done"
 
 
-NOT_TAKEN = {"accelerator": "tpu", "precision": "fp8", "val_check_interval": 0, "profiler": True}
-NOT_TAKEN |= {"fast_dev_run": -1, "devices": 0, **TRAINER_OWNED}
+NOT_TAKEN = {
+    "accelerator": "tpu",
+    "precision": "fp8",
+    "val_check_interval": 0,
+    "profiler": True,
+    "fast_dev_run": -1,
+    "devices": 0,
+    **TRAINER_OWNED,
+}
 
 
 @pytest.mark.parametrize(("key", "value"), NOT_TAKEN.items())
@@ -247,8 +254,14 @@ def test_whether_the_model_makes_its_optimizer_is_a_fact(project):
 def test_what_names_a_dtype_is_one(project, monkeypatch):
     monkeypatch.syspath_prepend(project)
     linear = node("torch.nn.Linear", in_features=1, out_features=1, dtype="torch.float64")
-    values = {"kind": "torch.float64", "other": "bfloat16", "name": "float32", "loose": "float64"}
-    values |= {"either": "float16", "inner": linear}
+    values = {
+        "kind": "torch.float64",
+        "other": "bfloat16",
+        "name": "float32",
+        "loose": "float64",
+        "either": "float16",
+        "inner": linear,
+    }
     made = build.make(OmegaConf.create(node("typed.Typed", **values)))
     double = torch.float64
     assert made.passed == [double, torch.bfloat16, "float32", double, "float16", double]

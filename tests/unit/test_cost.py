@@ -73,8 +73,18 @@ def row(size):
     network = network if size.sr_iov else "unusable"
     prices = [size.price_per_hour, size.spot_price_per_hour]
     dedicated, low = ("?" if price is None else f"{price:.2f}" for price in prices)
-    cells = [f"`{size.name}`", gpus, str(size.cores), str(size.memory_gb), size.interconnect]
-    cells += [network, dedicated, low, size.price_date, f"`{size.quota_family}`"]
+    cells = [
+        f"`{size.name}`",
+        gpus,
+        str(size.cores),
+        str(size.memory_gb),
+        size.interconnect,
+        network,
+        dedicated,
+        low,
+        size.price_date,
+        f"`{size.quota_family}`",
+    ]
     return f"| {' | '.join([*cells, size.retired or ''])} |"
 
 

@@ -41,8 +41,15 @@ def test_generated_jpegs_have_the_size_that_was_asked_for():
     assert len(set(files)) == 3
     assert all(18_000 < len(file) < 22_000 for file in files)
     assert files == jpegs(3, 2, 200, 150, 20_000, seed=0) != jpegs(3, 2, 200, 150, 20_000, seed=1)
-    sizes = {"width": 64, "height": 48, "kilobytes": 3, "train_samples": 9, "val_samples": 5}
-    sizes |= {"val_crop_size": 28, "val_resize_size": 29}
+    sizes = {
+        "width": 64,
+        "height": 48,
+        "kilobytes": 3,
+        "train_samples": 9,
+        "val_samples": 5,
+        "val_crop_size": 28,
+        "val_resize_size": 29,
+    }
     data = SyntheticJpegs(4, 2, 22, pool_size=4, num_workers=0, **sizes)
     data.setup()
     batch = next(iter(data.val_dataloader()))

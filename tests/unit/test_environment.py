@@ -168,8 +168,11 @@ def test_of_two_launchers_the_inner_one_numbers_the_ranks(env, source):
     assert record.sources["rank"] == source
 
 
-HOSTS = {"gpu[003-005,9],login": "gpu003", "a,b[1-2]": "a"}
-HOSTS |= {"rack[1-2]node[04-06]-ib,x": "rack1node04-ib"}
+HOSTS = {
+    "gpu[003-005,9],login": "gpu003",
+    "a,b[1-2]": "a",
+    "rack[1-2]node[04-06]-ib,x": "rack1node04-ib",
+}
 
 
 def test_address_and_port_of_rank_0():

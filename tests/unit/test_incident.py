@@ -25,10 +25,25 @@ GRADIENT = {"op": "all_reduce", "sizes": [[9]], "where": ""}
 LOST = {"kind": "RuntimeError", "message": GLOO, "lost_peer": True}
 HUNG = {"kind": "Hang", "message": "no progress for 60 s", "exit_code": 70, "enqueued": 40}
 BUG = {"kind": "ValueError", "message": "bad weather"}
-SEEN = {"world_size": 2, "how": "hang", "age": 60.0, "step": 7, "epoch": 1, "batch": 3}
-SEEN |= {"samples": [5, 9], "phase": "forward", "action": "training_step", "where": NET}
-SEEN |= {"process": "sleeping", "wchan": "do_epoll_wait", "enqueued": 40, "last": REDUCE}
-SEEN |= {"memory": {"rss": 2**30, "oom_kills": 0}, "disk": {"run": 2**30}, "collective": None}
+SEEN = {
+    "world_size": 2,
+    "how": "hang",
+    "age": 60.0,
+    "step": 7,
+    "epoch": 1,
+    "batch": 3,
+    "samples": [5, 9],
+    "phase": "forward",
+    "action": "training_step",
+    "where": NET,
+    "process": "sleeping",
+    "wchan": "do_epoll_wait",
+    "enqueued": 40,
+    "last": REDUCE,
+    "memory": {"rss": 2**30, "oom_kills": 0},
+    "disk": {"run": 2**30},
+    "collective": None,
+}
 
 
 def leaves(error=None, **sight):
@@ -157,9 +172,11 @@ ELSEWHERE = [
 ]
 # gloo hangs then, or raises on the rank that gets more than it asked for: here the innocent one.
 RAISES = leaves({"kind": RUNTIME, "message": NBYTES}, how="failed", phase="backward")
-CHAIN = 'Traceback (most recent call last):\n  File "a.py", line 1, in save\n'
-CHAIN += "OSError: [Errno 28] No space left on device\n\nTraceback (most recent call last):\n"
-CHAIN += "RuntimeError: the checkpoint was not written\n"
+CHAIN = (
+    'Traceback (most recent call last):\n  File "a.py", line 1, in save\n'
+    "OSError: [Errno 28] No space left on device\n\nTraceback (most recent call last):\n"
+    "RuntimeError: the checkpoint was not written\n"
+)
 EARLY, LATE, LATER = (
     {**error, "time": time, "enqueued": enqueued}
     for error, time, enqueued in ((HUNG, 1.0, 3), (BUG, 3.0, 57), (BUG, 2.0, 58))
@@ -237,9 +254,14 @@ def test_a_host_of_which_nothing_is_left_is_named(attempt, gone):
     assert not report or (report.cause, report.host, len(report.ranks)) == ("lost host", "node7", 2)
 
 
-QUIET = [(JobState.CANCELLED, None), (JobState.PREEMPTED, None), (JobState.FAILED, None)]
-QUIET += [(JobState.FAILED, ("UserError", 2)), (JobState.FAILED, ("BdbQuit", 1))]
-QUIET += [(JobState.SUCCEEDED, ("ValueError", 1))]
+QUIET = [
+    (JobState.CANCELLED, None),
+    (JobState.PREEMPTED, None),
+    (JobState.FAILED, None),
+    (JobState.FAILED, ("UserError", 2)),
+    (JobState.FAILED, ("BdbQuit", 1)),
+    (JobState.SUCCEEDED, ("ValueError", 1)),
+]
 
 
 @pytest.mark.parametrize("state, error", QUIET)

@@ -193,8 +193,9 @@ DOCKER = {  # a spelling -> what its problem says
     "--ipc=host --ulimit": "needs a value",
 }
 REFUSED += [({"docker_args": spelling}, "docker_args", said) for spelling, said in DOCKER.items()]
-HARMLESS = ("--ulimit memlock=-1 --ulimit stack=67108864", "-v /a:/b --ipc=host --privileged")
-HARMLESS += (
+HARMLESS = (
+    "--ulimit memlock=-1 --ulimit stack=67108864",
+    "-v /a:/b --ipc=host --privileged",
     '--label "shm-size = --gpus"',
     "-l env -m 8g -it",
     "--cap-add IPC_LOCK --device=/dev/x",
@@ -333,8 +334,12 @@ def read_log(*polls, follow=True):
 
 
 def test_lines_come_complete_and_once_from_every_start():
-    polls = [QUEUED, OUTAGE, {**RUNNING, ZERO: b"one\ntw"}]
-    polls += [{**RUNNING, ZERO: b"one\ntwo\r\n", ONE: b"of rank 1\n"}]
+    polls = [
+        QUEUED,
+        OUTAGE,
+        {**RUNNING, ZERO: b"one\ntw"},
+        {**RUNNING, ZERO: b"one\ntwo\r\n", ONE: b"of rank 1\n"},
+    ]
     lines = [WAITS, "azureml: no answer, trying again: no route", "azureml: running", "one", "two"]
     assert read_log(*polls, {**COMPLETED, ZERO: b"one\ntwo\r\nend"}) == [*lines, ENDED, "end"]
     again = [{**polls[-1], **QUEUED}, {**COMPLETED, ZERO: b"again\n"}]

@@ -137,8 +137,12 @@ def test_bash_gets_every_value_and_path_byte_for_byte(array, tmp_path):
     assert "\n#SBATCH" in head
     assert "\n#SBATCH" not in body
     (tmp_path / "job.sh").write_text(request.text)
-    shell = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SEEN": str(tmp_path)}
-    shell |= {"SLURM_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0"}
+    shell = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SEEN": str(tmp_path),
+        "SLURM_JOB_ID": "1",
+        "SLURM_ARRAY_TASK_ID": "0",
+    }
     subprocess.run(["bash", tmp_path / "job.sh"], env=shell, check=True, capture_output=True)
     texts = (os.fsdecode((tmp_path / name).read_bytes()) for name in ("env", "arguments"))
     seen, arguments = (text.split("\0")[:-1] for text in texts)

@@ -29,9 +29,17 @@ HERE = socket.gethostname()
 ONE = Resources()
 EIGHT = Resources(2, 4, "gpu")
 TWO_HOSTS = {"hosts": ["node1:4", "node2"], "python": "/opt/env/bin/python"}
-EVERYTHING = {**TWO_HOSTS, "copy_bundle": True, "ssh": "ssh -p 2222 -i '/home/me/my key'"}
-EVERYTHING |= {"interface": "ib0", "infiniband": False, "port": 29500, "extra_args": ["-v"]}
-EVERYTHING |= {"grace_seconds": 120, "env": {"NCCL_DEBUG": "INFO", "LEVEL": 3}}
+EVERYTHING = {
+    **TWO_HOSTS,
+    "copy_bundle": True,
+    "ssh": "ssh -p 2222 -i '/home/me/my key'",
+    "interface": "ib0",
+    "infiniband": False,
+    "port": 29500,
+    "extra_args": ["-v"],
+    "grace_seconds": 120,
+    "env": {"NCCL_DEBUG": "INFO", "LEVEL": 3},
+}
 REQUESTS = {f"mpi_{f}": ({**TWO_HOSTS, "flavour": f}, EIGHT) for f in FLAVOURS}
 REQUESTS |= {f"mpi_{f}_everything": ({**EVERYTHING, "flavour": f}, EIGHT) for f in FLAVOURS}
 REQUESTS["mpi_agent"] = ({**TWO_HOSTS, "flavour": "openmpi5", "agent": True}, EIGHT)

@@ -472,8 +472,12 @@ def test_each_status_has_a_state():
 
 
 def test_hosts_are_counted_the_same_everywhere(tmp_path):
-    config = {"current_host": "algo-2", "hosts": ["algo-10", "algo-2", "algo-1"]}
-    config |= {"current_instance_type": "ml.p4d.24xlarge", "network_interface_name": "eth0"}
+    config = {
+        "current_host": "algo-2",
+        "hosts": ["algo-10", "algo-2", "algo-1"],
+        "current_instance_type": "ml.p4d.24xlarge",
+        "network_interface_name": "eth0",
+    }
     write(tmp_path, {"input/config/resourceconfig.json": json.dumps(config)})
     hosts = Hosts.read(tmp_path)
     mixed = [{"instance_type": name} for name in ("ml.p4d.24xlarge", "ml.g5.xlarge")]

@@ -13,18 +13,41 @@ from tests import slurm_spellings
 from tests.conftest import ROOT, check_golden
 
 CPU, GPUS = Resources(1, 2, "cpu"), Resources(2, 8, "gpu")
-EVERYTHING = {"walltime": "2-12", "partition": "gpu", "account": "vision", "qos": "long"}
-EVERYTHING |= {"constraint": "a100&nvlink", "mem": "400G", "cpus_per_task": 12, "gpus": "gres"}
-EVERYTHING |= {"gpu_type": "a100", "modules": ["cuda/12.4", "nccl"], "grace_seconds": 300}
-EVERYTHING |= {"python": "/opt/env/bin/python", "env": {"NCCL_DEBUG": "INFO"}, "max_parallel": 2}
-EVERYTHING |= {"sbatch": ["--exclusive", "--mail-type=END"], "before_srun": ["ulimit -n 65536"]}
-EVERYTHING |= {"srun_args": ["--label"], "requeue_at_time_limit": True}
+EVERYTHING = {
+    "walltime": "2-12",
+    "partition": "gpu",
+    "account": "vision",
+    "qos": "long",
+    "constraint": "a100&nvlink",
+    "mem": "400G",
+    "cpus_per_task": 12,
+    "gpus": "gres",
+    "gpu_type": "a100",
+    "modules": ["cuda/12.4", "nccl"],
+    "grace_seconds": 300,
+    "python": "/opt/env/bin/python",
+    "env": {"NCCL_DEBUG": "INFO"},
+    "max_parallel": 2,
+    "sbatch": ["--exclusive", "--mail-type=END"],
+    "before_srun": ["ulimit -n 65536"],
+    "srun_args": ["--label"],
+    "requeue_at_time_limit": True,
+}
 PYXIS = {"container": "nvcr.io#nvidia/pytorch:25.01-py3", "inputs": {"imagenet": "/data/imagenet"}}
-APPTAINER = {"container": "train.sif", "container_runtime": "apptainer", "requeue": False}
-APPTAINER |= {"container_mounts": ["/scratch:/tmp"]}
-APPTAINER |= {"inputs": {"a": {"path": "/data/a"}, "b": "https://example.org/b"}}
-SCRIPTS = {"cpu": {"python": "python"}, "everything": EVERYTHING, "array": EVERYTHING}
-SCRIPTS |= {"pyxis": PYXIS, "apptainer": APPTAINER}
+APPTAINER = {
+    "container": "train.sif",
+    "container_runtime": "apptainer",
+    "requeue": False,
+    "container_mounts": ["/scratch:/tmp"],
+    "inputs": {"a": {"path": "/data/a"}, "b": "https://example.org/b"},
+}
+SCRIPTS = {
+    "cpu": {"python": "python"},
+    "everything": EVERYTHING,
+    "array": EVERYTHING,
+    "pyxis": PYXIS,
+    "apptainer": APPTAINER,
+}
 
 
 def spec(member="", size=GPUS, root="/shared/runs", **env):
@@ -198,8 +221,10 @@ def test_the_rank_that_ended_first(tmp_path):
     """srun's lines in a log that an earlier start of the job has written to as well."""
     job = SlurmLauncher().attach("slurm://7")
     for lines, first in SRUN_LINES.items():
-        text = "slurm job 7, start 1, on n[1-2]\nsrun: error: n9: task 9: Killed\n"
-        text += f"slurm job 7, start 2, on n[1-2]\n{lines}\n"
+        text = (
+            "slurm job 7, start 1, on n[1-2]\nsrun: error: n9: task 9: Killed\n"
+            f"slurm job 7, start 2, on n[1-2]\n{lines}\n"
+        )
         (tmp_path / "slurm-7.log").write_text(text)
         job.failed = False  # as far as is known
         assert job.first_end(tmp_path) is None

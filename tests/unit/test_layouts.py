@@ -105,8 +105,11 @@ def test_what_python_looks_at_anyway_is_found_in_a_job(project, tmp_path, withou
     for name, home in (("pkg", top), ("other", tmp_path / "other")):
         folder = f"{name}-1.dist-info"
         url = {"url": home.as_uri(), "dir_info": {"editable": True}}
-        files = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"}
-        files |= {"direct_url.json": json.dumps(url), "RECORD": f"{folder}/METADATA,,\n"}
+        files = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n",
+            "direct_url.json": json.dumps(url),
+            "RECORD": f"{folder}/METADATA,,\n",
+        }
         write(tmp_path / folder, files)
     sys.path += [str(top / "python"), str(top / installed), str(tmp_path), "relative"]
     assert own_code.own_folders(top) == (str(top), str(top / "python"))

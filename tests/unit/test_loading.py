@@ -67,10 +67,18 @@ def test_workers_make_no_difference():
 
 
 def test_loaders_keep_their_settings():
-    settings = {"num_workers": 1, "collate_fn": list, "pin_memory": False, "timeout": 9}
-    settings |= {"worker_init_fn": print, "generator": torch.Generator(), "in_order": False}
-    settings |= {"prefetch_factor": 5, "persistent_workers": True}
-    settings |= {"multiprocessing_context": "spawn"}
+    settings = {
+        "num_workers": 1,
+        "collate_fn": list,
+        "pin_memory": False,
+        "timeout": 9,
+        "worker_init_fn": print,
+        "generator": torch.Generator(),
+        "in_order": False,
+        "prefetch_factor": 5,
+        "persistent_workers": True,
+        "multiprocessing_context": "spawn",
+    }
     made = DataLoader(Augmented(), 3, shuffle=True, **settings)
     rebuilt = share(Loaders(lambda: made)).train_dataloader()
     assert isinstance(rebuilt.batch_sampler, TrainBatches)

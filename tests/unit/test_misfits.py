@@ -205,8 +205,13 @@ class Memory(CSVLogger):
 
 
 def train(folder, model, *callbacks, **more):
-    options = {"logger": Memory(folder), "callbacks": [StepMetrics(None), *callbacks]}
-    options |= {"limit_train_batches": 4, "limit_val_batches": 1, "log_every_n_steps": 1}
+    options = {
+        "logger": Memory(folder),
+        "callbacks": [StepMetrics(None), *callbacks],
+        "limit_train_batches": 4,
+        "limit_val_batches": 1,
+        "log_every_n_steps": 1,
+    }
     quiet_trainer(folder, **{"max_epochs": 1, **options, **more}).fit(model)
     return options["logger"].logged
 

@@ -71,8 +71,13 @@ def test_scaling_rules():
 def misleading():
     """Types decide, and not names."""
     norms = nn.SyncBatchNorm(2), nn.InstanceNorm2d(2, affine=True), nn.RMSNorm(2)
-    parts = {"bn": nn.Linear(2, 2, bias=False), "conv": nn.LayerNorm(2), "bias": nn.Linear(2, 2)}
-    parts |= {"attention": nn.MultiheadAttention(2, 1), "lstm": nn.LSTM(2, 2)}
+    parts = {
+        "bn": nn.Linear(2, 2, bias=False),
+        "conv": nn.LayerNorm(2),
+        "bias": nn.Linear(2, 2),
+        "attention": nn.MultiheadAttention(2, 1),
+        "lstm": nn.LSTM(2, 2),
+    }
     return nn.ModuleDict({**parts, "norms": nn.ModuleList([*norms, nn.GroupNorm(1, 2)])})
 
 

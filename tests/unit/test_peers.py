@@ -50,8 +50,15 @@ class Job:
             if number not in without:
                 limit = self.limits[number]
                 age = self.age if self.waits[number] else 1.0
-                rank.pulse = {"rank": number, "number": self.number, "age": age, "limit": limit}
-                rank.pulse |= {"waits": self.waits[number], "host": f"node{number}", "step": 7}
+                rank.pulse = {
+                    "rank": number,
+                    "number": self.number,
+                    "age": age,
+                    "limit": limit,
+                    "waits": self.waits[number],
+                    "host": f"node{number}",
+                    "step": 7,
+                }
                 rank.talk(self.store)
 
     def excused(self):

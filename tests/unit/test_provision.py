@@ -248,9 +248,11 @@ def test_which_subscription_and_who(run, store, monkeypatch, tmp_path, capsys):
 
 def test_the_verb_needs_neither_azure_nor_torch(command, monkeypatch):
     dry = ["resource_group=ml", "workspace=v12", "compute={max_nodes: 2}", "users=[a,b]"]
-    code = "import sys\n"
-    code += "for name in ('azure', 'torch', 'lightning'): sys.modules[name] = None\n"
-    code += "from distdl.cli import provision\n"
+    code = (
+        "import sys\n"
+        "for name in ('azure', 'torch', 'lightning'): sys.modules[name] = None\n"
+        "from distdl.cli import provision\n"
+    )
     for words in (["--help"], ["azureml", "sas", "--help"], ["azureml", *dry, "dry_run=true"]):
         code += f"assert provision.main({words}) == 0\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -50,8 +50,14 @@ def run(tmp_path):
     attempt(run, 3, launch, state="SUCCEEDED", started=5000.0, ended=9000.0)
     points = []
     for step in range(0, 60, 10):
-        metrics = {"train/loss": 5.0 - step / 20, "lr": 0.1, "my/own": 1.0, "epoch": 0.0}
-        metrics |= {"perf/images_per_second": 2000.0 + step, "perf/data_wait": 0.25}
+        metrics = {
+            "train/loss": 5.0 - step / 20,
+            "lr": 0.1,
+            "my/own": 1.0,
+            "epoch": 0.0,
+            "perf/images_per_second": 2000.0 + step,
+            "perf/data_wait": 0.25,
+        }
         points.append((1 if step < 30 else 2, step, metrics))
     # Before the crash: the steps from 50 to 59 are those of the second attempt.
     points.append((1, 55, {"val/acc1": 0.9, "system/cpu_percent": 50.0}))
@@ -86,10 +92,21 @@ class Page(html.parser.HTMLParser):
         self.text += text + "\n"
 
 
-SHOWN = ("exp/r1", "SUCCEEDED", "commit 3f2c1b9a8d7e with local changes", "Error: <oops>")
-SHOWN += ("python -m distdl data=<x>", "43.21 % (best 50.00 %)", "2,030 samples/s (median)")
-SHOWN += ("25.0 % of the time (median)", "2 min 40 s", "data.batch_size: 64", "my/own")
-SHOWN += ("node1/cpu_percent", "\nbenchmark\n")
+SHOWN = (
+    "exp/r1",
+    "SUCCEEDED",
+    "commit 3f2c1b9a8d7e with local changes",
+    "Error: <oops>",
+    "python -m distdl data=<x>",
+    "43.21 % (best 50.00 %)",
+    "2,030 samples/s (median)",
+    "25.0 % of the time (median)",
+    "2 min 40 s",
+    "data.batch_size: 64",
+    "my/own",
+    "node1/cpu_percent",
+    "\nbenchmark\n",
+)
 TITLES = ("Loss", "Accuracy", "Throughput", "Learning rate", "my", "odd", "Processor, memory, disk")
 
 
@@ -125,8 +142,10 @@ def test_the_page_describes_the_run_and_needs_nothing_but_itself(run):
 
 
 def test_every_metric_is_in_one_chart_and_many_points_are_drawn_as_few():
-    names = "epoch train/loss val/loss train/acc val/acc lr-SGD perf/data_wait perf/other mine"
-    names += " a/b/c system/gpu0_percent system/node2/gpu1_power_watts system/memory_gib"
+    names = (
+        "epoch train/loss val/loss train/acc val/acc lr-SGD perf/data_wait perf/other mine"
+        " a/b/c system/gpu0_percent system/node2/gpu1_power_watts system/memory_gib"
+    )
     made = charts({n: data.MetricSeries([1], [1.0], [1.0]) for n in names.split()}, "img/s")
     drawn = [n for c in made for n in (*c.lines, *(c.second or ())[:1])]
     assert sorted(drawn) == sorted(set(names.split()) - {"epoch"})
@@ -138,8 +157,13 @@ def test_every_metric_is_in_one_chart_and_many_points_are_drawn_as_few():
     assert "FillBetween" in svg, "the extremes are missing"
 
 
-DAMAGED = {"": "", "config.yaml": "seed: ", "provenance.json": '{"command": '}
-DAMAGED |= {"attempts/001/launch.yaml": "run_id: e/r\n", "attempts/001/status.json": "{"}
+DAMAGED = {
+    "": "",
+    "config.yaml": "seed: ",
+    "provenance.json": '{"command": ',
+    "attempts/001/launch.yaml": "run_id: e/r\n",
+    "attempts/001/status.json": "{",
+}
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -182,8 +206,10 @@ HOSTILE = (
     "$a_b$ \x00 \x1b[0m",
 )
 # What the page is made of, and matplotlib's pictures in it.
-TAGS = "html head meta title style body h1 h2 p span code pre table tr th td div br figure i"
-TAGS += " figcaption svg defs g path use text rect clippath"
+TAGS = (
+    "html head meta title style body h1 h2 p span code pre table tr th td div br figure i"
+    " figcaption svg defs g path use text rect clippath"
+)
 
 
 def foreign(run, text):
@@ -210,8 +236,13 @@ def benchmark(text):
     split = dict.fromkeys(("data", "forward", "backward", "optimizer", "communication", "other"), 1)
     side = {"images_per_second": 1.0, "step_seconds": {"median": 1.0, "p95": 1.0}, "split": split}
     setting = "nodes devices_per_node accelerator strategy precision global_batch"
-    result = {"real": side, "held": side, "setting": dict.fromkeys(setting.split(), text)}
-    result |= {"verdict": {"bound": text, "why": text, "remedies": [text]}, "device": text}
+    result = {
+        "real": side,
+        "held": side,
+        "setting": dict.fromkeys(setting.split(), text),
+        "verdict": {"bound": text, "why": text, "remedies": [text]},
+        "device": text,
+    }
     limits = {"matrix_flops": 1e12, "matrix_size": 1, "dtype": text, "copy_bytes": 1e9}
     model = {"mfu": 0.5, "flops_per_sample": 1e9, "bandwidth_use": None, "note": text}
     return {**result, "memory_gib": 1.0, "limits": limits, "model": model}

@@ -84,8 +84,10 @@ def test_when_it_is_started_again(case: str, run: RunDirectory) -> None:
 
 def test_it_says_why_it_is_not(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     assert pauses(run, 9, (BUG, FAILED, 0), (BUG, FAILED, 0)) == [0, None]
-    why = "not started again: it failed twice at step 3 with the same error: ValueError"
-    why += " (mine.py, line 9, in forward)"
+    why = (
+        "not started again: it failed twice at step 3 with the same error: ValueError"
+        " (mine.py, line 9, in forward)"
+    )
     last = run.last_attempt()
     assert last is not None
     assert capsys.readouterr().err == f"{why}\n"

@@ -32,11 +32,21 @@ def bench(world=1, nodes=1, rate=100.0, batch=0, communication=0.0, bound="compu
     split = {**dict.fromkeys(PHASES, 0.0), "forward": 0.04, "backward": 0.08}
     split["communication"] = communication
     seconds = {"median": batch / rate, "p95": batch / rate}
-    side = {"images_per_second": rate, "windows": [0.9 * rate, rate, 1.05 * rate]}
-    side |= {"step_seconds": seconds, "split": split}
-    setting = {"strategy": "ddp" if world > 1 else "single", "comm_hook": "none", **more}
-    setting |= {"strategy_node": {"bucket_cap_mb": 25}, "precision": "32-true"}
-    setting |= {"nodes": nodes, "devices_per_node": world // nodes}
+    side = {
+        "images_per_second": rate,
+        "windows": [0.9 * rate, rate, 1.05 * rate],
+        "step_seconds": seconds,
+        "split": split,
+    }
+    setting = {
+        "strategy": "ddp" if world > 1 else "single",
+        "comm_hook": "none",
+        **more,
+        "strategy_node": {"bucket_cap_mb": 25},
+        "precision": "32-true",
+        "nodes": nodes,
+        "devices_per_node": world // nodes,
+    }
     result = {"communication": setting.pop("trace", {"calls": 3.0} if world > 1 else None)}
     setting |= {"world_size": world, "global_batch": batch}
     link = {"bandwidth": 1e9, "latency": 1e-5, "ranks": world} if world > 1 else None
@@ -205,11 +215,17 @@ def test_what_was_measured_before_stays_in_the_table(command, started):
     assert not (folder / "scale.png").exists()
 
 
-REFUSED = {"--devices 0,2": "--devices", "--between nan": "more than", "--predict 1": "2 or more"}
-REFUSED |= {"--vm Standard_X": "no VM size", "--spot": "--vm Standard_ND40rs"}
-REFUSED |= {"--mode week": "there is no 'week'", "trainer.devices=2": "--devices 1,2,4"}
-REFUSED |= {"strategy.comm_hook=bf16": "belongs to a strategy"}
-REFUSED |= {"--devices 2,4 --strategy dpd": "did you mean strategy=ddp"}
+REFUSED = {
+    "--devices 0,2": "--devices",
+    "--between nan": "more than",
+    "--predict 1": "2 or more",
+    "--vm Standard_X": "no VM size",
+    "--spot": "--vm Standard_ND40rs",
+    "--mode week": "there is no 'week'",
+    "trainer.devices=2": "--devices 1,2,4",
+    "strategy.comm_hook=bf16": "belongs to a strategy",
+    "--devices 2,4 --strategy dpd": "did you mean strategy=ddp",
+}
 
 
 @pytest.mark.parametrize("arguments, message", REFUSED.items())

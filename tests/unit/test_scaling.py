@@ -16,8 +16,13 @@ INSIDE = Link(10 * GB, 1e-6)
 BETWEEN = Link(1 * GB, 1e-5)
 ENDLESS = Link(1e15)
 LINKS = Links(inside=INSIDE, between=BETWEEN)
-DEFAULTS = {"step_seconds": 0.1, "gradient_bytes": 100e6, "links": LINKS}
-DEFAULTS |= {"devices_per_node": 4, "bucket_bytes": 10e6}
+DEFAULTS = {
+    "step_seconds": 0.1,
+    "gradient_bytes": 100e6,
+    "links": LINKS,
+    "devices_per_node": 4,
+    "bucket_bytes": 10e6,
+}
 
 
 def a_setting(**changes):
@@ -144,8 +149,13 @@ def test_the_page_is_as_the_script_writes_it(tmp_path, monkeypatch, capsys):
 
 NAN = float("nan")
 STAGED = {"strategy": "pipeline", "stages": 4}
-PIECES = {"stages": 4, "micro_batches": 8, "schedule": "gpipe", "pieces_per_stage": 2}
-PIECES |= {"activation_bytes": 1e6}
+PIECES = {
+    "stages": 4,
+    "micro_batches": 8,
+    "schedule": "gpipe",
+    "pieces_per_stage": 2,
+    "activation_bytes": 1e6,
+}
 
 
 def problems_of(make):

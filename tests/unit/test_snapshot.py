@@ -48,8 +48,15 @@ def git(folder: Path, *arguments: str) -> None:
 @pytest.fixture
 def project(tmp_path) -> Path:
     """As files; not a repository."""
-    names = ("train.py", "package/model.py", "notes.txt", "big.bin", "outputs/run/config.yaml")
-    names += ("elsewhere/e/run/config.yaml", "elsewhere/e/run/attempts/001/launch.yaml")
+    names = (
+        "train.py",
+        "package/model.py",
+        "notes.txt",
+        "big.bin",
+        "outputs/run/config.yaml",
+        "elsewhere/e/run/config.yaml",
+        "elsewhere/e/run/attempts/001/launch.yaml",
+    )
     files = {name: f"this is {name}" for name in names}
     return written(tmp_path / "project", **files, **{".gitignore": "*.bin\n"})
 
@@ -140,8 +147,13 @@ def test_what_git_ignores_stays_and_is_said_wherever_git_reads_it(repository, mo
     """Also in a hook, where git points every command to the repository of the hook."""
     inner = written(repository / "vendored", **{"layers.py": "", "private.csv": "", "a/b.csv": ""})
     git(inner, "init", "-q")
-    files = {"data/.gitignore": "private.csv\n", "data/private.csv": "", "data/public.csv": ""}
-    files |= {".git/info/exclude": "notes.txt\n", "vendored/.gitignore": "private.csv\na/\n"}
+    files = {
+        "data/.gitignore": "private.csv\n",
+        "data/private.csv": "",
+        "data/public.csv": "",
+        ".git/info/exclude": "notes.txt\n",
+        "vendored/.gitignore": "private.csv\na/\n",
+    }
     written(repository, **files)
     monkeypatch.setenv("GIT_DIR", ".git")
     taken = take(repository)
@@ -159,9 +171,17 @@ def test_what_git_ignores_stays_and_is_said_wherever_git_reads_it(repository, mo
 
 def test_outside_git_every_gitignore_counts_and_nothing_is_missed(project):
     """A folder that is left out says nothing about the size of the rest, nor does a name."""
-    files = {"a/.gitignore": "*.csv\n", "a/b/x.csv": "", "a/x.py": "", "attempts/x.py": ""}
-    files |= {".amlignore": "big/\n", "big/x": bytes(2_000_000), "game/attempts/x.py": ""}
-    files |= {"inner/.git/x": "", "z.py": ""}
+    files = {
+        "a/.gitignore": "*.csv\n",
+        "a/b/x.csv": "",
+        "a/x.py": "",
+        "attempts/x.py": "",
+        ".amlignore": "big/\n",
+        "big/x": bytes(2_000_000),
+        "game/attempts/x.py": "",
+        "inner/.git/x": "",
+        "z.py": "",
+    }
     written(project, **files)
     (project / "inner/.git/x").unlink()
     git(project / "inner", "init", "-q")

@@ -23,8 +23,16 @@ from distdl.runs.directory import Attempt, RunDirectory
 from distdl.util.errors import UserError
 from distdl.worker.build import build
 
-KEYS = ("schedule=none", "optimizer=none", "tracking=none", "callbacks=none", "trainer.devices=1")
-KEYS += ("trainer.accelerator=cpu", "checkpoint.background=false", "trainer.max_epochs=4")
+KEYS = (
+    "schedule=none",
+    "optimizer=none",
+    "tracking=none",
+    "callbacks=none",
+    "trainer.devices=1",
+    "trainer.accelerator=cpu",
+    "checkpoint.background=false",
+    "trainer.max_epochs=4",
+)
 
 
 class Net(LightningModule):

@@ -11,15 +11,32 @@ from distdl.health import heartbeat, peers, straggler
 from distdl.health.heartbeat import BACKWARD, DATA, FORWARD, PHASES
 from distdl.ranks.environment import Environment
 
-USUAL = {"data": 1.0, "copy": 0.2, "forward": 8.0, "backward": 12.0, "optimizer": 1.0}
-USUAL |= {"callbacks": 0.5, "checkpoint": 2.0, "link": 3.0}  # milliseconds
+# Milliseconds of a usual step.
+USUAL = {
+    "data": 1.0,
+    "copy": 0.2,
+    "forward": 8.0,
+    "backward": 12.0,
+    "optimizer": 1.0,
+    "callbacks": 0.5,
+    "checkpoint": 2.0,
+    "link": 3.0,
+}
 EVERY = 4  # steps between two checkpoints
 MS = 1_000_000
 # The parts of a step with DDP and batch norm: the phase, the part's share of it, and how many
 # milliseconds the collective after it takes; 0: nobody waits for it.
-STEP = [("data", 1, None), ("copy", 1, None), ("callbacks", 0.2, None), ("forward", 0.1, 0.1)]
-STEP += [("forward", 0.9, None), ("backward", 0.3, 0), ("backward", 0.7, USUAL["link"])]
-STEP += [("optimizer", 1, None), ("callbacks", 0.8, 0)]
+STEP = [
+    ("data", 1, None),
+    ("copy", 1, None),
+    ("callbacks", 0.2, None),
+    ("forward", 0.1, 0.1),
+    ("forward", 0.9, None),
+    ("backward", 0.3, 0),
+    ("backward", 0.7, USUAL["link"]),
+    ("optimizer", 1, None),
+    ("callbacks", 0.8, 0),
+]
 SAVING = [("checkpoint", 0.2, 0.1), ("checkpoint", 0.8, 0.1)]
 
 

@@ -86,8 +86,18 @@ def test_the_tables_of_verbs(width, terminal, capsys):
 
 
 def test_the_table_of_ranks_is_written_to_a_log():
-    facts = {"host": "h", "pid": 1, "device": "cpu", "interconnect": "", "sources": {"rank": "me"}}
-    facts |= {"node": 0, "local": 0, "main": "h:1", "launcher": "local", "settings": {}}
+    facts = {
+        "host": "h",
+        "pid": 1,
+        "device": "cpu",
+        "interconnect": "",
+        "sources": {"rank": "me"},
+        "node": 0,
+        "local": 0,
+        "main": "h:1",
+        "launcher": "local",
+        "settings": {},
+    }
     shown = rank_table.table([facts | {"rank": 0}, facts | {"rank": 1}])
     assert shown.splitlines()[:3] == [
         "rank  node  local  host  pid  device",

@@ -77,8 +77,10 @@ def test_what_a_task_says_is_read_without_an_import(project, name, facts):
 
 
 def test_launching_needs_no_torch_to_ask():
-    code = "import sys; from distdl.config import task_facts as t; f = t.of_target"
-    code += "('distdl.tasks.predict'); assert f.evaluates and 'torch' not in sys.modules"
+    code = (
+        "import sys; from distdl.config import task_facts as t; f = t.of_target"
+        "('distdl.tasks.predict'); assert f.evaluates and 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -64,13 +64,16 @@ def run(
     if nodes == 1 and (interface := loopback()):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ[variable] = os.environ.get(variable) or interface
-    options: dict[str, Any] = {"min_nodes": nodes, "max_nodes": nodes, "nproc_per_node": devices}
-    options |= {
+    options: dict[str, Any] = {
+        "min_nodes": nodes,
+        "max_nodes": nodes,
+        "nproc_per_node": devices,
         "run_id": kept_apart(name, name.replace("/", "_")),
         "rdzv_endpoint": main,
         "max_restarts": 0,
+        "monitor_interval": 0.1,
+        "shutdown_timeout": grace_seconds,
     }
-    options |= {"monitor_interval": 0.1, "shutdown_timeout": grace_seconds}
     if nodes > 1:
         options["rdzv_backend"] = "static"
         options["rdzv_configs"] = {"rank": node_rank, "timeout": 900}

@@ -405,8 +405,13 @@ class Checkpointer(Callback, Decides):
         for logger in trainer.loggers:  # a resume from here does not log its lines again
             if isinstance(logger, Journal):
                 logger.flush()
-        facts: dict[str, Any] = {"step": step, "epoch": epoch, "reason": reason}
-        facts |= {"world_size": trainer.world_size, "global_batch_size": self.global_batch_size}
+        facts: dict[str, Any] = {
+            "step": step,
+            "epoch": epoch,
+            "reason": reason,
+            "world_size": trainer.world_size,
+            "global_batch_size": self.global_batch_size,
+        }
         if split := getattr(trainer.strategy, "split_at", None):  # of a pipeline
             facts["split"] = split
         facts["metrics"] = {k: float(v) for k, v in trainer.callback_metrics.items()}

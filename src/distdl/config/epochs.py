@@ -25,8 +25,10 @@ def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterat
     shares = replicas(config.get("strategy"), world_size, trainer.get("num_nodes") or 1)
     batches = samples // (batch * shares)
     if not batches:
-        what = f"{samples} training samples are fewer than one global batch of "
-        what += f"{batch} x {shares} = {batch * shares}"
+        what = (
+            f"{samples} training samples are fewer than one global batch of "
+            f"{batch} x {shares} = {batch * shares}"
+        )
         smaller = samples // shares
         remedy = f"data.batch_size={smaller}" if smaller else "fewer devices, or more samples"
         yield Problem("data.batch_size", what, remedy)

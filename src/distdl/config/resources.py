@@ -133,8 +133,10 @@ def _chosen(
         what = f"{list(indices)} names a GPU twice"
         remedy = f"write trainer.devices=[{','.join(map(str, sorted(set(indices))))}]"
     elif not all(0 <= index < len(names) for index in indices):
-        what = f"{list(indices)} is asked for; ids count the {len(names)} GPUs visible "
-        what += f"(see {shown_by}), from 0 to {len(names) - 1}"
+        what = (
+            f"{list(indices)} is asked for; ids count the {len(names)} GPUs visible "
+            f"(see {shown_by}), from 0 to {len(names) - 1}"
+        )
         remedy = f"write trainer.devices={len(names)} for all of them"
     else:
         return tuple(names[index] for index in indices)

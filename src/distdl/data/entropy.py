@@ -8,8 +8,18 @@ import types
 from collections.abc import Iterator
 
 # Called without arguments they take their seed from the system.
-SEEDLESS: tuple[str, ...] = ("default_rng", "RandomState", "Random", "SeedSequence", "seed")
-SEEDLESS += ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+SEEDLESS: tuple[str, ...] = (
+    "default_rng",
+    "RandomState",
+    "Random",
+    "SeedSequence",
+    "seed",
+    "PCG64",
+    "PCG64DXSM",
+    "MT19937",
+    "Philox",
+    "SFC64",
+)
 ALWAYS = ("urandom", "SystemRandom", "token_bytes", "token_hex", "randbelow", "randbits")
 BETWEEN = ("PRECALL", "PUSH_NULL", "CACHE", "NOP")
 

@@ -68,8 +68,8 @@ class HeldGenerators(OwnGenerators):
         if lost:
             text = (
                 "what is drawn by %s is not what the run before would have drawn: no state of it "
+                "is in the checkpoint, or the generator is not there as the training starts"
             )
-            text += "is in the checkpoint, or the generator is not there as the training starts"
             log.warning(text, ", ".join(sorted(lost)))
 
     def restore_shared(self, states: Sequence[States], seed: int, rank: int) -> None:

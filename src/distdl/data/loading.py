@@ -369,24 +369,32 @@ class _Share:
                 if not isinstance(dataset, Striding):  # the hook may return a loader twice
                     dataset = Striding(dataset, self.rank, self.world_size)
                     object.__setattr__(loader, "dataset", dataset)  # DataLoader forbids setattr
-                text = "each rank reads the whole iterable dataset, and uses one sample in {0}; "
-                text += "fewer than {0} that are left at the end (of each worker) are not used"
+                text = (
+                    "each rank reads the whole iterable dataset, and uses one sample in {0}; "
+                    "fewer than {0} that are left at the end (of each worker) are not used"
+                )
                 self._warn(text.format(self.world_size))
             return self._unchanged(loader, "an iterable dataset" if shards is None else None)
         name = type(loader.dataset).__name__
-        what = f"train_dataloader: it is unknown whether {name}, an iterable dataset, gives "
-        what += f"{self.world_size} ranks different samples"
-        remedy = f"set shards_itself = True on {name} if it asks for the rank itself, or False to "
-        remedy += f"let each rank take every {ordinal(self.world_size)} sample; or leave all "
-        remedy += "loaders alone"
+        what = (
+            f"train_dataloader: it is unknown whether {name}, an iterable dataset, gives "
+            f"{self.world_size} ranks different samples"
+        )
+        remedy = (
+            f"set shards_itself = True on {name} if it asks for the rank itself, or False to "
+            f"let each rank take every {ordinal(self.world_size)} sample; or leave all "
+            "loaders alone"
+        )
         raise UserError.at("data", what, f"{remedy}: {LEAVE}")
 
     def _refuse_unsharded(self, loader: DataLoader[Any], why: str) -> DataLoader[Any]:
         name = type(loader).__name__
         if self.world_size == 1 or self.stage != "train":
             return self._unchanged(loader, f"left unchanged ({name}: {why})")
-        what = "train_dataloader: the ranks would all train on the same samples, since "
-        what += f"{name} cannot be given one rank's share: {why}"
+        what = (
+            "train_dataloader: the ranks would all train on the same samples, since "
+            f"{name} cannot be given one rank's share: {why}"
+        )
         remedy = f"change the loader; or shard it yourself, and leave all loaders alone: {LEAVE}"
         raise UserError.at("data", what, remedy)
 
@@ -433,8 +441,10 @@ class _Share:
             self._warn(f"{text}{drawn}: give {type(dataset).__name__} a state_dict")
         if getattr(loader, "num_workers", 0) and self.rank == 0 and "workers" not in self.warned:
             self.warned.add("workers")
-            text = "train_dataloader: what the workers of %s draw from the global generators of "
-            text += "Python, NumPy and torch, if they do, is not repeated by a resume: keep a "
+            text = (
+                "train_dataloader: what the workers of %s draw from the global generators of "
+                "Python, NumPy and torch, if they do, is not repeated by a resume: keep a "
+            )
             log.info(
                 f"{text}generator in the state of %s", type(loader).__name__, type(dataset).__name__
             )
@@ -444,8 +454,10 @@ class _Share:
             self._warn(again, topic="again")
         elif self.rank == 0 and "first" not in self.warned:
             self.warned.add("first")
-            text = "train_dataloader: %s cannot be resumed exactly: inside an epoch a resume "
-            text += "starts the epoch again, and what it draws at random is not repeated"
+            text = (
+                "train_dataloader: %s cannot be resumed exactly: inside an epoch a resume "
+                "starts the epoch again, and what it draws at random is not repeated"
+            )
             log.info(text, name)
 
     def _name_unrepeatable(self, loader: DataLoader[Any]) -> None:

@@ -42,8 +42,16 @@ CLOSED: tuple[str, ...] = (
     "logging",
     "threading",
     "multiprocessing",
+    "concurrent",
+    "asyncio",
+    "pandas",
+    "pyarrow",
+    "h5py",
+    "PIL",
+    "fsspec",
+    "http",
+    "ssl",
 )
-CLOSED += ("concurrent", "asyncio", "pandas", "pyarrow", "h5py", "PIL", "fsspec", "http", "ssl")
 # Clients of far stores, settings, and engines around a model.
 CLOSED += ("azure", "msal", "boto3", "botocore", "s3transfer", "requests", "urllib3", "google")
 CLOSED += ("omegaconf", "hydra", "deepspeed", "torchmetrics")

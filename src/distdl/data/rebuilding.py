@@ -19,9 +19,19 @@ from distdl.data.worker_end import EndingWithRank
 from distdl.util.errors import NotRebuilt
 
 # Arguments that a DataLoader keeps as attributes, except for the dataset and the samplers.
-SETTINGS: tuple[str, ...] = ("num_workers", "prefetch_factor", "persistent_workers", "in_order")
-SETTINGS += ("collate_fn", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn")
-SETTINGS += ("multiprocessing_context", "generator")
+SETTINGS: tuple[str, ...] = (
+    "num_workers",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+    "collate_fn",
+    "pin_memory",
+    "pin_memory_device",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+)
 
 
 def of_torch(sampler: object) -> bool:

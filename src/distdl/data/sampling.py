@@ -118,8 +118,10 @@ class TrainBatches(Sampler[list[SampleKey]]):
         if batched:
             what = f"{num_samples} training batches are fewer than the {world_size} ranks"
             raise UserError.at("data", what, "fewer devices, or smaller batches")
-        what = f"{num_samples} training samples are fewer than one global batch of "
-        what += f"{batch_size} x {world_size} = {self.global_batch}"
+        what = (
+            f"{num_samples} training samples are fewer than one global batch of "
+            f"{batch_size} x {world_size} = {self.global_batch}"
+        )
         smaller = num_samples // world_size
         remedy = f"data.batch_size={smaller}" if smaller else "fewer devices, or more samples"
         raise UserError.at("data.batch_size", what, remedy)

@@ -156,8 +156,10 @@ def _uneven(ranks: Sequence[Rank]) -> Cause | None:
         fewer = later == 0 and 0 < (seen.batch or 0) < (other.batch or 0)
         idle = rank.waits or not rank.left
         if seen.phase == "end" or (idle and (later > 0 or (after and fewer))):
-            why = f"it had ended its epoch at step {seen.step}, batch {seen.batch}, while "
-            why += f"rank {other.rank} was in step {other.step}, batch {other.batch}"
+            why = (
+                f"it had ended its epoch at step {seen.step}, batch {seen.batch}, while "
+                f"rank {other.rank} was in step {other.step}, batch {other.batch}"
+            )
             return Cause(rank, "uneven batches", why, "as many batches per epoch on every rank")
     return None
 

@@ -37,8 +37,10 @@ def refuse_second(run: RunDirectory, allow: Sequence[str] = ()) -> None:
         remedy = f"try again later; or, if you know that it has ended: {say_ended(path)}"
     else:
         what = f"attempt {last.number} is {state.lower()} ({handle})"
-        remedy = f"watch it: python -m distdl jobs logs --follow {path}, "
-        remedy += f"or end it: python -m distdl jobs cancel {path}"
+        remedy = (
+            f"watch it: python -m distdl jobs logs --follow {path}, "
+            f"or end it: python -m distdl jobs cancel {path}"
+        )
     raise UserError.at(path, what, remedy)
 
 

@@ -160,8 +160,10 @@ def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator
         if not refused or not root or str(root) == str(current):
             raise
         names = (OmegaConf.select(config, problem.path) for problem in refused)
-        what = f"the run was started with the code of {root}, but this project, {current}, "
-        what += f"does not have {', '.join(dict.fromkeys(map(str, names)))}"
+        what = (
+            f"the run was started with the code of {root}, but this project, {current}, "
+            f"does not have {', '.join(dict.fromkeys(map(str, names)))}"
+        )
         remedy = f"cd {root}, or if you trust that code: project.root={root}"
         others = [p for p in error.problems if p not in refused]
         raise type(error)(Problem("project.root", what, remedy), *others) from None

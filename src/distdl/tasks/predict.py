@@ -291,8 +291,10 @@ def unfit(value: object, size: int) -> str:
 
 
 def refuse_output(what: str) -> NoReturn:
-    remedy = "return a tensor of numbers, or a dict of such tensors, whose first dimension is the "
-    remedy += "batch: complex numbers by torch.view_as_real, rows of other lengths padded"
+    remedy = (
+        "return a tensor of numbers, or a dict of such tensors, whose first dimension is the "
+        "batch: complex numbers by torch.view_as_real, rows of other lengths padded"
+    )
     raise UserError.at("model", what, remedy)
 
 

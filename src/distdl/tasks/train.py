@@ -40,8 +40,10 @@ def warn_of_nothing(context: Built) -> None:
     trainer = context.trainer
     if context.metrics.has_trained or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
-    why = f"epoch {trainer.current_epoch}, step {trainer.global_step} of trainer.max_epochs="
-    why += f"{trainer.max_epochs}, trainer.max_steps={trainer.max_steps}"
+    why = (
+        f"epoch {trainer.current_epoch}, step {trainer.global_step} of trainer.max_epochs="
+        f"{trainer.max_epochs}, trainer.max_steps={trainer.max_steps}"
+    )
     if trainer.num_training_batches == 0:
         why = "train_dataloader gave no batch"
     log.warning("nothing was trained: %s", why)

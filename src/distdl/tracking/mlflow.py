@@ -186,8 +186,8 @@ class MLflowLogger:
             files = len([*self.delivery.outbox.files()])
             text = (
                 "MLflow at %s has not received everything (%d points and %d files left). To send "
+                "the rest%s: python -m distdl track sync %s"
             )
-            text += "the rest%s: python -m distdl track sync %s"
             then = ", once that is done" if self._told - {""} else ""
             folder = shlex.quote(str(self.info.run_dir))
             log.warning(text, redact(self.uri), points, files, then, folder)
@@ -293,12 +293,14 @@ class MLflowLogger:
         if refused is not None:
             text = (
                 "MLflow at %s %s. Training continues, and what is logged stays in the run. To send "
+                "it: %s"
             )
-            text += "it: %s"
             log.warning(text, redact(self.uri), refused.what, refused.remedy)
             return
-        text = "MLflow at %s fails; training continues, and what is logged is sent "
-        text += "when the %s. The error: %s"
+        text = (
+            "MLflow at %s fails; training continues, and what is logged is sent "
+            "when the %s. The error: %s"
+        )
         later = "database can be used again" if is_local(self.uri) else "server is back"
         log.warning(text, redact(self.uri), later, described(error, self.uri))
 

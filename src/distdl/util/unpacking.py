@@ -47,8 +47,9 @@ def command(path: Path, head: bytes = b"") -> str:
             head = file.read(8)
     quoted = shlex.quote(str(path))
     if is_zlib(head):
-        program = "import sys, zlib; "
-        program += "sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))"
+        program = (
+            "import sys, zlib; sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))"
+        )
         new = shlex.quote(f"{path}.new")
         return f"python -c {shlex.quote(program)} < {quoted} > {new} && mv {new} {quoted}"
     named = _SHORT.get(path.suffix.lower(), path.suffix.lower())

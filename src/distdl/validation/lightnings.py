@@ -94,8 +94,10 @@ def try_trainer(arguments: Mapping[str, Any]) -> Problem | str | None:
         "devices": 1,
         "num_nodes": 1,
         "sync_batchnorm": False,
+        # These two would change this process.
+        "deterministic": None,
+        "benchmark": None,
     }
-    neutral |= {"deterministic": None, "benchmark": None}  # these would change this process
     neutral |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     neutral["plugins"] = [LightningEnvironment()]
     passed = {**arguments, **neutral}

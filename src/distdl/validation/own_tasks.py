@@ -26,8 +26,10 @@ def problem(called: object, target: str) -> tuple[str, str] | None:
     for name in task_facts.NAMES:
         real, said = getattr(called, name), getattr(read, name)
         if real != said:
-            what = f"{target} has {name} = {real!r}, and its source, which is read before it is "
-            what += f"imported, says {said!r}"
+            what = (
+                f"{target} has {name} = {real!r}, and its source, which is read before it is "
+                f"imported, says {said!r}"
+            )
             remedy = f"write {name} = {real!r} in the body of the class, and its module's name in "
             return what, f"{remedy}task._target_"
     return None

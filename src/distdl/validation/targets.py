@@ -114,8 +114,10 @@ def not_found(target: str, trust: Trust) -> tuple[str, str] | None:
     names = [file.stem for file in files if file.suffix == ".py" or any(file.glob("*.py"))]
     if near := closest(package, names):
         return what, f"did you mean {'.'.join((near, *inner))}?"
-    remedy = "start distdl in the folder that holds it, or name that by project.root=; "
-    remedy += f"if only the nodes have it, and you trust it: project.allow=[{package}]"
+    remedy = (
+        "start distdl in the folder that holds it, or name that by project.root=; "
+        f"if only the nodes have it, and you trust it: project.allow=[{package}]"
+    )
     return what, remedy
 
 

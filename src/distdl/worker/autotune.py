@@ -146,8 +146,13 @@ def measure(
         Stopped: A rank was asked to end before the measurement was complete.
     """
     stop.check()
-    short = {"max_steps": warm_up + steps, "max_epochs": -1, "limit_val_batches": 0}
-    short |= {"num_sanity_val_steps": 0, "enable_model_summary": False}
+    short = {
+        "max_steps": warm_up + steps,
+        "max_epochs": -1,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "enable_model_summary": False,
+    }
     changes = candidate.changes | {f"trainer.{k}": v for k, v in short.items()}
     settings = configs.merge(config, OmegaConf.create({}), changes)
     settings.callbacks = {}

@@ -40,7 +40,7 @@ def contents(screen: Screen, data: DataAtUri) -> None:
         rows.append((name, f"{len(images.labels):,}", f"{images.files:,}", total, each))
         empty = np.flatnonzero(counts == 0)
         if len(empty):
-            shown = first_few([data.classes[label] for label in empty])
+            shown = first_few([data.classes[int(label)] for label in empty])
             have = "class has" if len(empty) == 1 else "classes have"
             screen.line("note", f"{name}: {len(empty)} {have} no image: {shown}")
     screen.table(("split", "images", "files", "size", "per class: min / median / max"), rows)

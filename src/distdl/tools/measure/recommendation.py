@@ -46,19 +46,25 @@ def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -
     ddp = by_name["ddp"]
     work = measured.flops / machine.flops
     if single.fits(machine) and work < LITTLE:
-        reason = f"a step is {1e6 * work:.2g} us of work: several devices would mostly wait for "
-        reason += "each other. Use one device and a larger data.batch_size"
+        reason = (
+            f"a step is {1e6 * work:.2g} us of work: several devices would mostly wait for "
+            "each other. Use one device and a larger data.batch_size"
+        )
         return StrategyAdvice(("strategy=single", "trainer.devices=1"), reason)
     if slow := _too_slow(measured, by_name, machine):
         return slow
     if ddp.fits(machine):
-        reason = f"all of it takes {_gib(ddp.total)} {memory}, and gradients are sent during the "
-        reason += "backward: no strategy is faster or simpler. If the batch may grow, try a larger "
-        reason += "data.batch_size before more devices"
+        reason = (
+            f"all of it takes {_gib(ddp.total)} {memory}, and gradients are sent during the "
+            "backward: no strategy is faster or simpler. If the batch may grow, try a larger "
+            "data.batch_size before more devices"
+        )
         return StrategyAdvice(("strategy=ddp",), reason)
     if smaller := _accumulated(measured, ddp, machine):
-        reason = f"weights, gradients and optimizer take {_gib(ddp.fixed)} {memory}, the rest is "
-        reason += "activations, of which ZeRO and FSDP save nothing: accumulate smaller batches"
+        reason = (
+            f"weights, gradients and optimizer take {_gib(ddp.fixed)} {memory}, the rest is "
+            "activations, of which ZeRO and FSDP save nothing: accumulate smaller batches"
+        )
         return StrategyAdvice(("strategy=ddp", *smaller), reason)
     for name, why in INSTEAD_OF_DDP.items():
         row = by_name[name]
@@ -67,8 +73,10 @@ def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -
             return StrategyAdvice((f"strategy={name}",), f"{reason} ({_gib(row.total)} GiB)")
         if name != "pipeline" and (smaller := _accumulated(measured, row, machine)):
             return StrategyAdvice((f"strategy={name}", *smaller), reason)
-    reason = f"no strategy fits {_gib(machine.memory)} GiB: fsdp, which partitions most, takes "
-    reason += f"{_gib(by_name['fsdp'].total)}. Use more or larger devices, a smaller batch, or "
+    reason = (
+        f"no strategy fits {_gib(machine.memory)} GiB: fsdp, which partitions most, takes "
+        f"{_gib(by_name['fsdp'].total)}. Use more or larger devices, a smaller batch, or "
+    )
     return StrategyAdvice((), f"{reason}activation checkpointing in the model")
 
 

@@ -54,14 +54,18 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Name and text of each line: memory, limits, use of the device, communication."""
     limits, model = result["limits"], result["model"]
     link, traced = result.get("link"), result.get("communication")
-    text = f"{limits['matrix_flops'] / 1e12:.3g} TFLOP/s ({limits['dtype']}, "
-    text += f"{limits['matrix_size']} x {limits['matrix_size']}), copy "
-    text += f"{limits['copy_bytes'] / 1e9:.3g} GB/s, measured in this run"
+    text = (
+        f"{limits['matrix_flops'] / 1e12:.3g} TFLOP/s ({limits['dtype']}, "
+        f"{limits['matrix_size']} x {limits['matrix_size']}), copy "
+        f"{limits['copy_bytes'] / 1e9:.3g} GB/s, measured in this run"
+    )
     memory = f"{result['memory_gib']:.2f} GiB at most on a rank"
     lines = [("memory", memory), ("device", text)]
     if model["mfu"] is not None:
-        text = f"{model['flops_per_sample'] / 1e9:.3g} GFLOP a sample: "
-        text += f"{100 * model['mfu']:.1f} % of the matrix rate (MFU) with held input"
+        text = (
+            f"{model['flops_per_sample'] / 1e9:.3g} GFLOP a sample: "
+            f"{100 * model['mfu']:.1f} % of the matrix rate (MFU) with held input"
+        )
         if model["bandwidth_use"] is not None:
             text += f", at least {100 * model['bandwidth_use']:.1f} % of the copy bandwidth"
         lines.append(("model", text))
@@ -71,8 +75,10 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"{link['bandwidth'] / 1e9:.3g} GB/s and {1e6 * link['latency']:.3g} us a message"
         lines.append(("link", f"{text}, by an all-reduce over {link['ranks']} ranks"))
     if traced:
-        text = f"{traced['calls']:.3g} collectives a step, which take "
-        text += f"{milliseconds(traced['busy_seconds'])}, of which no computation hides "
+        text = (
+            f"{traced['calls']:.3g} collectives a step, which take "
+            f"{milliseconds(traced['busy_seconds'])}, of which no computation hides "
+        )
         lines.append(("traced", text + milliseconds(sum(traced["exposed"].values()))))
     return lines
 

@@ -73,8 +73,10 @@ def judge(
         why = f"waiting for the batch takes {waits} of a step; communication was not traced"
         return Verdict(NOT_DATA, why, ["task.trace=3 measures how long ranks only communicate"])
     if exposed > WORTH:
-        why = f"{100 * exposed:.0f} % of a step is communication that no computation hides "
-        why += "(waiting for the slowest rank included)"
+        why = (
+            f"{100 * exposed:.0f} % of a step is communication that no computation hides "
+            "(waiting for the slowest rank included)"
+        )
         return Verdict(COMMUNICATION, why, communication_remedies(setting))
     parts = []
     if mfu is not None:

@@ -10,5 +10,15 @@ from distdl.tools.scaling.links import Link, Links
 from distdl.tools.scaling.predict import PredictedRow, Prediction, predict, table
 from distdl.tools.scaling.setting import STRATEGIES, Setting
 
-__all__ = ["STRATEGIES", "Fit", "Link", "Links", "PredictedRow", "Prediction", "Setting"]
-__all__ += ["fit", "predict", "table"]
+__all__ = [
+    "STRATEGIES",
+    "Fit",
+    "Link",
+    "Links",
+    "PredictedRow",
+    "Prediction",
+    "Setting",
+    "fit",
+    "predict",
+    "table",
+]

@@ -222,8 +222,13 @@ def _composed(
         return configs.plain(compose.compose([*overrides, *_chosen(strategy)]).strategy)
 
     for strategy, nodes, devices, mode in wanted:
-        chosen = ["task=benchmark", *overrides, *_chosen(strategy)]
-        chosen += [f"trainer.devices={devices}", f"trainer.num_nodes={nodes}"]
+        chosen = [
+            "task=benchmark",
+            *overrides,
+            *_chosen(strategy),
+            f"trainer.devices={devices}",
+            f"trainer.num_nodes={nodes}",
+        ]
         try:
             if batch is not None:
                 chosen.append(_batch(node_of(strategy), nodes * devices, mode, batch))
@@ -242,8 +247,12 @@ def _composed(
 
 
 def _refuse(overrides: Sequence[str]) -> None:
-    remedies = {"task": "only its settings: task.steps=20", "strategy": "--strategy ddp"}
-    remedies |= {"trainer.devices": "--devices 1,2,4", "trainer.num_nodes": "--nodes 2,4"}
+    remedies = {
+        "task": "only its settings: task.steps=20",
+        "strategy": "--strategy ddp",
+        "trainer.devices": "--devices 1,2,4",
+        "trainer.num_nodes": "--nodes 2,4",
+    }
     with compose.hydra_session():
         keys = [o.key_or_group for o in compose.parse_overrides(overrides)]
     problems = [Problem(k, "is set by `scale`", remedies[k]) for k in keys if k in remedies]

@@ -39,9 +39,15 @@ def draw(
     import matplotlib.pyplot as plt
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    style: Any = {"font.size": 11.0, "axes.grid": True, "axes.axisbelow": True}
-    style |= {"grid.color": "#dfe4ea", "grid.linewidth": 0.6}
-    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    style: Any = {
+        "font.size": 11.0,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": "#dfe4ea",
+        "grid.linewidth": 0.6,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.985, 0.99))  # not to the very edge
     with plt.rc_context(style):
         figure, axes = plt.subplots(figsize=(11.0, 7.0), layout=layout)

@@ -87,8 +87,10 @@ def compare(scored: np.ndarray, expected: np.ndarray, kind: str) -> dict[str, An
     tolerance = TOLERANCE[kind]
     chosen = np.take_along_axis(expected, scored.argmax(axis=1)[:, None], axis=1)[:, 0]
     agrees = expected.max(axis=1) - chosen <= tolerance
-    summary = f"on {agrees.sum()} of {len(agrees)} images; probabilities differ by "
-    summary += f"{difference:.1e} at most"
+    summary = (
+        f"on {agrees.sum()} of {len(agrees)} images; probabilities differ by "
+        f"{difference:.1e} at most"
+    )
     if not (difference <= tolerance and agrees.all()):  # also if it is not a number
         what = f"agrees with the network only {summary} ({tolerance:g} is accepted)"
         raise Disagrees.at("export", what, "report it, with the versions of torch and onnxruntime")
