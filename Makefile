@@ -13,7 +13,7 @@ DEBUG  := $(if $(GPUS),,debug=cpu)
 SERVERS := g++ openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs
 
 # What rests on Lightning's loops.
-ASSUME := $(addprefix tests/unit/test_,lightning_assumptions.py checkpointer.py cut_validation.py starting.py)
+ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_checkpointer.py loops/test_validation.py worker/test_initial_state.py)
 
 .PHONY: train test setup servers lint matrix lightnings bench clean
 
@@ -58,7 +58,7 @@ lint: setup  ## ruff and mypy
 	$(BIN)/mypy
 
 matrix: setup lightnings  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
-	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/multiprocess/test_benchmark_ranks.py tests/multiprocess/test_stopping.py tests/multiprocess/test_signals.py tests/multiprocess/test_campaign.py tests/multiprocess/test_own_data.py tests/multiprocess/test_hangs.py tests/multiprocess/test_retries.py tests/multiprocess/test_self_healing.py tests/multiprocess/test_drill_ranks.py tests/multiprocess/test_examination.py tests/cluster/test_lost_host.py tests/cluster/test_slurm.py tests/cluster/test_sagemaker.py tests/cluster/test_mpi.py tests/cluster/test_azureml.py tests/strategies/test_sharded.py tests/unit/test_helpers.py tests/cli/test_own_launcher.py tests/unit/test_scale.py tests/unit/test_fast_path.py tests/adoption tests/gpu_rehearsal tests/serving/test_foreign_exports.py tests/serving/test_hostile.py
+	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/multiprocess/test_benchmark_ranks.py tests/multiprocess/test_stopping.py tests/multiprocess/test_signals.py tests/multiprocess/test_campaign.py tests/multiprocess/test_own_data.py tests/multiprocess/test_hangs.py tests/multiprocess/test_retries.py tests/multiprocess/test_self_healing.py tests/multiprocess/test_drill_ranks.py tests/multiprocess/test_examination.py tests/cluster/test_lost_host.py tests/cluster/test_slurm.py tests/cluster/test_sagemaker.py tests/cluster/test_mpi.py tests/cluster/test_azureml.py tests/strategies/test_sharded.py tests/unit/util/test_helpers.py tests/cli/test_own_launcher.py tests/unit/cli/test_scale.py tests/unit/worker/test_compiling.py tests/adoption tests/gpu_rehearsal tests/serving/test_foreign_exports.py tests/serving/test_hostile.py
 
 lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is allowed and the newest there is
 	for version in "==2.6.1" ">=2.6.1"; do \

@@ -3,8 +3,8 @@
     python -m benchmarks.held_out            # prints the tables; `make bench` keeps their summary
     python -m benchmarks.held_out --write    # writes the tables and the plot into docs/
 
-Every published number of GPUs that was not fitted gets a row. tests/unit/test_scaling.py compares
-the page with the printed tables.
+Every published number of GPUs that was not fitted gets a row. tests/unit/tools/test_scaling.py
+compares the page with the printed tables.
 """
 
 from __future__ import annotations

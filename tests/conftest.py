@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: order.index(item.path))  # the order within a file stays
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     yield
     if config.getoption("loadgroup", False) and not all("@" in item.nodeid for item in items):
         pytest.exit("this pytest-xdist does not group tests: install pytest<9.2", returncode=4)

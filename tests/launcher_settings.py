@@ -1,5 +1,5 @@
 """The tables of launchers' settings: `python -m tests.launcher_settings --write` puts them into the
-documents, and tests/unit/test_launcher_settings.py compares the two."""
+documents, and tests/unit/cli/test_help.py compares the two."""
 
 from __future__ import annotations
 

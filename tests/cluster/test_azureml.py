@@ -357,7 +357,7 @@ def traffic(azure):
 
 
 def test_the_order_of_models(azure, models, deploy):
-    """What is the same on every platform: tests/unit/test_deploy.py."""
+    """What is the same on every platform: tests/unit/cli/test_deploy.py."""
     shown = deploy(models[0], "dry_run=true").out
     assert azure.requests == []
     assert "  model.pt2\n" in shown

@@ -174,7 +174,7 @@ def test_from_tars_to_two_ranks(azurite, account, tmp_path, background, monkeypa
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"python -m distdl +experiment=resnet50_imagenet data.root={account}" in done.stdout
 
-    # What is in the files: tests/unit/test_prepare.py.
+    # What is in the files: tests/unit/tools/test_prepare.py.
     there = azurite.contents(f"{container}/images")
     assert there == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
 

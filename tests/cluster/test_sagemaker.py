@@ -3,7 +3,7 @@
 The job is submitted by the command line to moto. Then this test does what SageMaker does around a
 container, and no more: it writes resourceconfig.json, fills /opt/ml/input/data and, after an
 interruption, /opt/ml/checkpoints, and runs the very entry point, arguments and variables of the
-request. What is uploaded and fetched: tests/unit/test_launcher_sagemaker.py.
+request. What is uploaded and fetched: tests/unit/launchers/test_sagemaker.py.
 """
 
 import json

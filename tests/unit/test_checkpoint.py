@@ -1,192 +1,302 @@
-"""A checkpoint exists when its manifest does, and is opened only if it is what was written."""
+"""What a checkpoint stores: of its moment, and read again without running code from the file."""
 
 from __future__ import annotations
 
-import os
+import argparse
+import collections
+import dataclasses
+import enum
+import functools
+import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch import Callback, LightningDataModule
+from omegaconf import OmegaConf
+from torch import Tensor, nn
 
-from distdl.runs import checkpoints
-from distdl.runs.checkpoints import CheckpointStore, damage_of, find, manifest_at, manifest_of
-from tests.prepared import flip, refusal
-
-
-@pytest.fixture
-def store(tmp_path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "run/checkpoints")
-
-
-def save(store, step: int, content: bytes = b"weights", folder: bool = False) -> Path:
-    temporary = store.temporary(f"step_{step}.ckpt")
-    for part in ("0.distcp", "inner/1.distcp") if folder else ("",):
-        (temporary / part).parent.mkdir(parents=True, exist_ok=True)
-        (temporary / part).write_bytes(content + str(step).encode())
-    return store.publish(f"step_{step}.ckpt", step=step, epoch=0, reason="step")
+from distdl.checkpoint import formats, host_copy
+from distdl.checkpoint.formats import AnyCheckpoint
+from distdl.checkpoint.host_copy import HostCopy
+from distdl.checkpoint.portable import names_of, to_indices, to_names
+from distdl.cli import convert
+from distdl.util.errors import UserError
+from tests.prepared import Gadget
+from tests.unit import checkpointing
 
 
-def refused(*_: Any, **__: Any) -> None:
-    raise OSError("not supported")
+class Colour(enum.Enum):
+    RED = "red"
 
 
-def test_the_manifest_describes_the_file_and_the_newest_has_most_steps(store):
-    assert store.newest() is None
-    for step in (30, 4, 200):
-        path = save(store, step)
-    manifest = manifest_at(path)
-    assert manifest["files"][path.name]["size"] == path.stat().st_size
-    assert (manifest["step"], manifest["reason"]) == (200, "step")
-    assert damage_of(path) is None
-    assert [p.name for p in store.all()] == ["step_200.ckpt", "step_30.ckpt", "step_4.ckpt"]
-    store.temporary("step_7.ckpt").write_bytes(b"half")  # what a kill left
-    store.temporary("step_8.ckpt").mkdir()
-    (store.folder / "step_9.ckpt.tmp").write_bytes(b"a user's")
-    store.prune(1)
-    kept = {path.name, manifest_of(path).name, "step_9.ckpt.tmp"}
-    assert {p.name for p in store.folder.iterdir()} == kept
+@dataclasses.dataclass
+class Settings:
+    depth: int
+    colour: Colour
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
+ORDINARY = {"lr": 0.1, "sizes": (1, 2), "device": torch.device("cpu"), "set": {1}}
+# A hyperparameter, and what is kept of it.
+HYPER_PARAMETERS: dict[str, tuple[Any, Any]] = {
+    "optimizer": (
+        functools.partial(torch.optim.SGD, lr=0.5),
+        {"_target_": "torch.optim.sgd.SGD", "_partial_": True, "lr": 0.5},
+    ),
+    "namespace": (argparse.Namespace(a=1, b=Path("x")), {"a": 1, "b": "x"}),
+    "scalar": (np.float64(0.5), 0.5),
+    "config": (OmegaConf.create({"a": {"b": [1, "${a.b[0]}"]}}), {"a": {"b": [1, 1]}}),
+    "enum": (Colour.RED, "red"),
+    "dataclass": (Settings(2, Colour.RED), {"depth": 2, "colour": "red"}),
+    "class": (Settings, f"{__name__}.Settings"),
+    "network": (nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
+    "nested": ([{"deep": (Path("y"), {1, 2})}], [{"deep": ("y", {1, 2})}]),
+    "ordinary": (ORDINARY, ORDINARY),
+}
+STATE = {
+    "path": Path("data/x"),
+    "scalar": np.float32(0.5),
+    "array": np.arange(6.0).reshape(2, 3),
+    "deque": collections.deque([1, Path("z")], maxlen=3),
+    "default": collections.defaultdict(list, {"a": [1]}),
+    "enum": Colour.RED,
+    "namespace": argparse.Namespace(a=1),
+    "frozen": frozenset({1, 2}),
+    "empty": b"",
+    "keys": {(1, 2): "a", Colour.RED: "b", Path("x"): "c"},
+    "ours": {"__distdl__": "pickle", "of": 1},
+    "counter": collections.Counter(a=2),
+    "tensor": torch.ones(2),
+    "large": 1 << 3000,
+}
 
 
-UNREADABLE = ("{", "[1]", '{"files": {}}', '{"files": {"a": 1}}')
-DAMAGE = [
-    (cut, "bytes, and 8 were written"),
-    (lambda path: flip(path, 0), "sha256 differs"),
-    (Path.unlink, "is missing"),
-    (lambda path: manifest_of(path).unlink(), "it has no manifest"),
-    *((lambda p, t=t: manifest_of(p).write_text(t), "no readable manifest") for t in UNREADABLE),
-]
+class Keeps(Callback):
+    state: Any = None
+    seen: Any = None
+
+    def state_dict(self):
+        return {"state": self.state}
+
+    def load_state_dict(self, state):
+        self.seen = state["state"]
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGE)
-def test_a_damaged_one_is_skipped_and_if_all_are_the_run_does_not_start_again(
-    store, caplog, damage, message
-):
-    old, new = save(store, 1), save(store, 2)
-    damage(new)
-    assert store.newest() == old
-    assert f"skipped a damaged checkpoint: {new}: " in caplog.text
-    assert message in caplog.text
-    store.alias("best.ckpt", old)
-    old.unlink()
-    assert store.newest() == store.folder / "best.ckpt", "what is left of it"
-    flip(store.folder / "best.ckpt", 0)
-    problem = refusal(store.newest)
-    assert problem.path == str(store.folder)
-    assert f"mv {store.folder} {store.folder}.damaged" in problem.remedy
-    lines = {"best.ckpt": "sha256 differs", "step_1.ckpt": "is missing", "step_2.ckpt": message}
-    shown = sorted(problem.what.split("\n")[1:])
-    for line, (name, what) in zip(shown, lines.items(), strict=True):
-        assert line.strip().startswith(name)
-        assert what in line
+class Module(checkpointing.OneWeight):
+    seen = None
+
+    def __init__(self, settings: Any = None, lr: float = 0.1, **others: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = dict(STATE)
+
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = checkpoint["mine"]
 
 
-def no_manifest(source: Path, target: Path, rename: Any = os.rename) -> None:
-    if Path(target).match("step_*.manifest.json"):
-        refused()
-    rename(source, target)
+class Data(LightningDataModule):
+    state = STATE
+    seen = None
+    state_dict = Keeps.state_dict
+    load_state_dict = Keeps.load_state_dict
+
+    def __init__(self, root: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return checkpointing.numbers(2)
 
 
-WRITES = ("distdl.runs.checkpoints.write_json", "os.fsync", "os.replace")
+def fit(folder: Path, module, state: Any = None, resume=None, trust=False) -> tuple[Keeps, Data]:
+    keeps = Keeps()
+    data = Data(Path("root"))
+    keeps.state = state
+    ours = checkpointing.checkpointer(folder, monitor=None, trust_pickle=trust)
+    epochs = 2 if resume else 1
+    checkpointing.fit(module, [keeps, ours], data, resume=resume, trust=trust, max_epochs=epochs)
+    return keeps, data
 
 
-@pytest.mark.parametrize(
-    ("at", "crashes"), [*((at, refused) for at in WRITES), ("os.replace", no_manifest)]
-)
-def test_a_crash_while_publishing_leaves_the_one_before(store, monkeypatch, at, crashes):
-    old = save(store, 1)
-    for step in (2, 1):  # also where the same step is reached again
-        with monkeypatch.context() as crash:
-            crash.setattr(at, crashes)
-            with pytest.raises(OSError, match="not supported"):
-                save(store, step, b"others")
-        if step == 2:
-            assert store.newest() == old
-            assert save(store, 2) == store.newest()
-    # New bytes are never paired with the old manifest.
-    assert not manifest_of(old).exists() or damage_of(old) is None
+def test_any_hyperparameters_are_read_again(tmp_path):
+    """As plain data or text; and Lightning hands them to the module, as it did."""
+    odd = {"array": np.arange(3, dtype=np.int16), "object": object()}
+    fit(tmp_path, Module(**{k: v for k, (v, _) in HYPER_PARAMETERS.items()}, **odd))
+    file = tmp_path / "epoch_000.ckpt"
+    kept = torch.load(file, weights_only=True)["hyper_parameters"]
+    assert all(kept[key] == expected for key, (_, expected) in HYPER_PARAMETERS.items())
+    assert torch.equal(kept["array"], torch.arange(3, dtype=torch.int16))
+    assert kept["object"].startswith("<object object")
+    again = Module.load_from_checkpoint(file, settings=3)
+    assert again.hparams.ordinary == ORDINARY
+    assert again.hparams.settings == 3
+    config = OmegaConf.create({"depth": 3})
+    fit(tmp_path / "only", Module(config), resume=file)  # another module's file resumes as well
+    assert Module.load_from_checkpoint(tmp_path / "only/last.ckpt").hparams.settings == config
 
 
-@pytest.fixture
-def order(monkeypatch) -> list[str]:
-    """The names in the order in which files get them, and "removed" for the first checkpoint; what
-    gets a name is on the disk by then, and before the removal so are the names."""
-    synced: set[Path] = set()
-    events: list[str] = []
-    fsync = os.fsync
-    replace = os.replace
-    remove = checkpoints.remove
-
-    def on_fsync(handle: int) -> None:
-        synced.add(Path(os.readlink(f"/proc/self/fd/{handle}")))
-        fsync(handle)
-
-    def on_replace(source: Path, target: Path) -> None:
-        assert {source, *source.rglob("*")} <= synced
-        synced.add(target)
-        synced.discard(target.parent)
-        events.append(target.name)
-        replace(source, target)
-
-    def on_remove(path: Path) -> None:
-        if path.name == "step_1.ckpt":
-            assert path.parent in synced
-            events.append("removed")
-        remove(path)
-
-    monkeypatch.setattr(os, "fsync", on_fsync)
-    monkeypatch.setattr(os, "replace", lambda a, b: on_replace(Path(a), Path(b)))
-    monkeypatch.setattr(checkpoints, "remove", on_remove)
-    return events
+def test_state_comes_back_as_it_was(tmp_path):
+    """Of a callback, of the data, and of what the module puts into the checkpoint."""
+    fit(tmp_path, Module(), STATE)
+    torch.load(tmp_path / "last.ckpt", weights_only=True)
+    module = Module()
+    keeps, data = fit(tmp_path / "again", module, STATE, resume=tmp_path / "last.ckpt")
+    for source, seen in (("callback", keeps.seen), ("data", data.seen), ("module", module.seen)):
+        shown = {key: (type(seen[key]), repr(seen[key])) for key in STATE}
+        assert shown == {key: (type(value), repr(value)) for key, value in STATE.items()}, source
 
 
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("folder", [True, False])
-def test_aliases_of_files_and_of_folders(store, order, monkeypatch, folder, links):
-    """And nothing is deleted before what replaces it is on the disk."""
-    if not links:  # as on blobfuse
-        monkeypatch.setattr(os, "link", refused)
-    first, last, best = (store.folder / f"{name}.ckpt" for name in ("step_1", "last", "best"))
-    save(store, 1, folder=folder)
-    store.alias(last.name, first)
-    store.alias(best.name, first)
-    order.clear()
-    second = save(store, 2, folder=folder)
-    store.alias(last.name, second)
-    store.prune(1)
-    pairs = [(name, f"{name}.manifest.json") for name in ("step_2.ckpt", "last.ckpt")]
-    assert [name for name in order if name[0] != "."] == [*pairs[0], *pairs[1], "removed"]
-    assert manifest_at(last)["alias_of"] == second.name
-    part = "inner/1.distcp" if folder else ""
-    assert (last / part).read_bytes() == (second / part).read_bytes()
-    assert damage_of(last) is None
-    assert ((last / part).stat().st_ino == (second / part).stat().st_ino) is links
-    # An alias is not a checkpoint of its own, and what it refers to outlives the pruning.
-    assert store.all() == [second]
-    assert not first.exists()
-    assert damage_of(best) is None
-    assert find(best) == best
-    (second / part).unlink()
-    missing = f"step_2.ckpt/{part}".rstrip("/")
-    assert damage_of(second) == f"{missing} is missing"
-    assert damage_of(last) is None
+def test_what_only_pickle_keeps_is_refused_before_the_first_step(tmp_path, caplog):
+    state = Settings(1, Colour.RED)
+    resume = tmp_path / "last.ckpt"
+    for bad, shown in ((state, r" \(a .*Settings\)"), ((i for i in ()), "")):
+        with pytest.raises(UserError, match=rf"callbacks\.Keeps\.state{shown}: "):
+            fit(tmp_path, Module(), bad)
+    assert not resume.exists()
+    fit(tmp_path, Module(), state, trust=True)
+    assert "Settings), kept as a pickle: a resume needs" in caplog.text
+    torch.load(resume, weights_only=True)  # all the rest is read by everybody
+    assert formats.read(resume)["state_dict"].keys() == {"weight"}
+    keeps, _ = fit(tmp_path / "b", Module(), Settings(2, Colour.RED), resume=resume, trust=True)
+    assert keeps.seen == state
+    with pytest.raises(UserError, match=r"Keeps\.state is a pickled .*Settings.*\n.*trust_pickle"):
+        fit(tmp_path / "c", Module(), resume=resume)
 
 
-def test_a_checkpoint_as_a_user_names_it(store, tmp_path):
-    path = save(store, 1)
-    assert find(tmp_path / "run") == path
-    assert find(str(path)) == path
-    foreign = tmp_path / "foreign.ckpt"
-    for zipped in (True, False):
-        torch.save({}, foreign, _use_new_zipfile_serialization=zipped)
-        assert find(foreign) == foreign  # it has no manifest, and that is not damage
-    cut(path)
-    (tmp_path / "empty/checkpoints").mkdir(parents=True)
-    for named, what in ((path, "is damaged"), (tmp_path / "empty", "this run has no checkpoint")):
-        problem = refusal(find, named, "checkpoint.resume_from")
-        assert problem.path == f"checkpoint.resume_from={named}"
-        assert what in problem.what
+def file_of(folder: Path, gadget: Any) -> Path:
+    torch.save({"state_dict": {}, "optimizer_states": [], "mine": gadget}, folder / "gadget.ckpt")
+    return folder / "gadget.ckpt"
+
+
+def sharded(folder: Path, gadget: Any, *, within: str) -> Path:
+    extra = {"extra": gadget} if within == "entry" else {}
+    state = {"state_dict": {"a": torch.ones(2), **extra}}
+    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    if within == "index":
+        (folder / "dcp/.metadata").write_bytes(pickle.dumps({"state": gadget}))
+    if within == "rest":
+        torch.save({"mine": gadget}, folder / "dcp/rest.pt")
+    return folder / "dcp"
+
+
+def deepspeeds(folder: Path, gadget: Any) -> Path:
+    """One that ends before the optimizer states."""
+    (folder / "ds/tag").mkdir(parents=True)
+    (folder / "ds/latest").write_text("tag")
+    torch.save({"mine": gadget}, folder / "ds/tag/mp_rank_00_model_states.pt")
+    return folder / "ds"
+
+
+PARTS = [functools.partial(sharded, within=part) for part in ("index", "entry", "rest")]
+
+
+@pytest.mark.parametrize("write", [file_of, deepspeeds, *PARTS])
+def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch, write):
+    monkeypatch.chdir(tmp_path)
+    ran = tmp_path / "ran"
+    path = write(tmp_path, Gadget(ran))
+    for argument in ("ddp", "weights"):
+        with pytest.raises(UserError, match=r"object of (posix|os)\.system.*\n.*--trust-pickle"):
+            convert.main([str(path), "--to", argument])
+    with pytest.raises(UserError):
+        AnyCheckpoint().load_checkpoint(path, weights_only=True)
+    assert not ran.exists()
+
+
+def test_an_index_that_leads_out_of_its_folder_and_a_missing_part_are_refused(tmp_path):
+    path = sharded(tmp_path, {"a": 1}, within="entry")
+    index = dcp.FileSystemReader(path).read_metadata()
+    for entry in index.storage_data.values():
+        entry.relative_path = "../secret"
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(UserError, match=r"UnpicklingError"):
+        formats.read(path)
+    with pytest.raises(UserError, match="holds no optimizer states of ZeRO"):
+        formats.read(deepspeeds(tmp_path, None))
+
+
+def test_who_trusts_a_file_reads_and_repairs_it(tmp_path, monkeypatch, capsys):
+    """One that distdl 0.1 wrote and refused for ever."""
+    monkeypatch.chdir(tmp_path)
+    fit(tmp_path, Module())
+    old = torch.load("last.ckpt", weights_only=True)
+    old["hyper_parameters"] = {"args": argparse.Namespace(path=Path("x"))}
+    old["callbacks"]["Keeps"]["state"] = Settings(1, Colour.RED)
+    torch.save(old, "old.ckpt")
+    with pytest.raises(UserError):
+        fit(tmp_path / "a", Module(), resume=tmp_path / "old.ckpt")
+    keeps, _ = fit(tmp_path / "a", Module(), resume=tmp_path / "old.ckpt", trust=True)
+    assert keeps.seen == Settings(1, Colour.RED)
+    assert convert.main(["old.ckpt", "--to", "ddp", "--trust-pickle", "--output", "new.ckpt"]) == 0
+    assert "equal: weights, 1 tensors" in capsys.readouterr().out
+    assert torch.load("new.ckpt", weights_only=True)["hyper_parameters"] == {"args": {"path": "x"}}
+
+
+def test_optimizer_state_follows_the_names_of_parameters():
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    own = dict(module.named_parameters())
+
+    def optimizer(*groups: str) -> torch.optim.Optimizer:
+        rated = ([own[name] for name in names.split()] for names in groups)
+        return torch.optim.SGD([{"params": p, "lr": 0.1 / i} for i, p in enumerate(rated, 1)])
+
+    saved = optimizer("0.weight 1.weight", "0.bias 1.bias")
+    part = optimizer("0.weight", "0.bias")
+    state = {i: {"momentum_buffer": i} for i in range(4)}
+    named = to_names({**saved.state_dict(), "state": state}, saved, module)
+    swapped = to_indices(named, optimizer("1.bias 0.bias", "1.weight 0.weight"), module)
+    assert [group["lr"] for group in swapped["param_groups"]] == [0.05, 0.1]
+    assert [held["momentum_buffer"] for _, held in sorted(swapped["state"].items())] == [3, 2, 1, 0]
+    with pytest.raises(ValueError, match=r"for 2 of the parameters.*1\.weight"):
+        to_indices(to_names(part.state_dict(), part, module), saved, module)
+    with pytest.raises(ValueError, match=r"\[1, 1\] parameters, and the checkpoint's \[2, 2\]"):
+        to_names(saved.state_dict(), part, module)
+    nn.utils.prune.l1_unstructured(module[0], "weight", 1)
+    assert names_of(part, module) == [["0.weight"], ["0.bias"]], "also of a pruned weight"
+
+
+class Own(Tensor):
+    """As quantised weights are."""
+
+
+def test_a_copy_is_the_file_that_torch_writes_at_that_moment(tmp_path, monkeypatch):
+    """Also of what is not a plain tensor; the next copy uses the same memory."""
+    made = []
+    new = host_copy.host_memory
+    monkeypatch.setattr(
+        host_copy, "host_memory", lambda size, **how: made.append(size) or new(size, **how)
+    )
+    network = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
+    network[2].weight = network[0].weight  # tied
+    base = torch.arange(24.0)
+    learned = nn.Parameter(torch.ones(2))
+    steps = [1, {"a": 1}]
+    learned.note = ["a user's"]
+    complex_ = torch.tensor([1 + 2j, 3 - 1j])
+    state = {
+        "state_dict": network.state_dict(),  # an OrderedDict with an attribute
+        "views": [base[:6], base[6:].view(3, 6).t(), base],
+        "types": (torch.ones(3, dtype=torch.bfloat16), torch.tensor(True), torch.empty(0, 4)),
+        "graph": [learned, learned * 2, torch.ones(2, requires_grad=True)],
+        "not plain": [torch.eye(3).to_sparse(), complex_.as_subclass(Own)],
+        "conjugated": complex_.conj(),
+        "others": [collections.Counter(a=2), torch.device("cpu"), base, base, None, steps],
+    }
+    copy = HostCopy()
+    copy.take(state)
+    sizes = [*made]
+    copy.take(state)
+    assert made == sizes
+    assert 4 * 24 in made
+    with (tmp_path / "direct").open("wb") as file:
+        torch.save({**state, "conjugated": complex_.conj().clone()}, file)
+    base.add_(1)
+    complex_.zero_()
+    steps[1].clear()
+    copy.write(tmp_path / "copied")
+    assert (tmp_path / "copied").read_bytes() == (tmp_path / "direct").read_bytes()

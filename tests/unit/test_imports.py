@@ -1,4 +1,5 @@
-"""The architecture as rules: who may import whom, what loads no torch, and which names stay."""
+"""The architecture as rules: who may import whom, what loads no torch, which names stay, and where
+tests are."""
 
 from __future__ import annotations
 
@@ -39,6 +40,14 @@ FOR_LAUNCHERS = (
 MORE_FOR_LAUNCHERS = {
     "distdl.launchers.local": ("distdl.ranks", "distdl.runs", "distdl.worker", "distdl.agent"),
     "distdl.launchers.common": ("distdl.runs",),
+}
+# Test files of `tests/unit` that prove no module, with what they prove.
+OF_NO_MODULE = {
+    "test_benchmarks": "the folder benchmarks/",
+    "test_docs": "the documents",
+    "test_imports": "the rules of the house",
+    "test_lightning_assumptions": "what Lightning does, for which distdl has no code",
+    "test_lightnings_inside": "all packages: where each replaces something in Lightning",
 }
 # Written into the config.yaml and the requests of runs: a run of any age must find them.
 PUBLIC = """
@@ -139,6 +148,14 @@ def test_names_in_the_configs_of_runs_stay():
     public = {f"{package}.{name}" for package, names in lines for name in names.split()}
     assert written == public, "a run of any age must find what its config names"
     assert all(callable(locate(name)) for name in public)
+
+
+def test_a_test_file_is_named_after_the_module_or_package_that_it_proves():
+    unit = ROOT / "tests" / "unit"
+    files = [path.relative_to(unit).with_suffix("") for path in unit.rglob("test_*.py")]
+    named = {path: (*path.parts[:-1], path.name.removeprefix("test_")) for path in files}
+    lost = [str(path) for path in files if ".".join(("distdl", *named[path])) not in FILES]
+    assert sorted(lost) == sorted(OF_NO_MODULE), "tests/unit/<package>/test_<module>.py"
 
 
 def test_a_class_name_occurs_once():

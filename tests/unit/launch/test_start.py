@@ -1,0 +1,44 @@
+"""What a start prints when its attempt has ended."""
+
+from __future__ import annotations
+
+import bdb
+import logging
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from distdl.job import JobState
+from distdl.launch import start
+from distdl.runs import failures
+from distdl.runs.directory import RunDirectory
+from distdl.worker import failing
+
+SIZE = {"num_nodes": 1, "devices": 2, "accelerator": "cpu", "device_ids": None}
+LAUNCH = {"run_id": "e/r", "where": {}, "resources": SIZE}
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "outputs/e/r")
+    run.create("seed: 1\n", {"command": ["distdl"]})
+    return run
+
+
+def test_the_command_to_type_after_a_failure(run, tmp_path, monkeypatch, capsys, caplog):
+    """A resume only where there is a checkpoint, and none after a `q` in a debugger."""
+    monkeypatch.chdir(tmp_path)
+    newest = run.begin_attempt({**LAUNCH, "where": {"launcher": {}}, "changes": {}})
+    newest.end(JobState.FAILED)
+    config = OmegaConf.create({"task": {"_target_": "distdl.tasks.train"}})
+    failure = SimpleNamespace(run=run, config=config), newest, JobState.FAILED
+    for command in ("seed=1 name=r", "resume outputs/e/r"):
+        start.print_next_command(*failure, ["distdl", "seed=1", "name=r"])
+        assert capsys.readouterr().out.endswith(f":\n  python -m distdl {command}\n")
+        (run.checkpoints / "epoch_000.manifest.json").mkdir(parents=True, exist_ok=True)
+    assert failing.record_failure(newest, 0, bdb.BdbQuit()) == 1
+    shown = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+    assert shown == ["ended in the debugger"] == [failures.describe(newest.first_error())]
+    start.print_next_command(*failure, [])
+    assert not capsys.readouterr().out

@@ -1,0 +1,43 @@
+"""The end of a sweep: its table, and what to type next."""
+
+from types import SimpleNamespace
+
+from omegaconf import OmegaConf
+
+from distdl.job import JobState
+from distdl.launch import sweeps
+from distdl.runs.directory import RunDirectory
+
+
+def member(tmp_path, name, monitor="val/acc1", mode="max", state=JobState.SUCCEEDED, **metrics):
+    config = {"checkpoint": {"monitor": monitor, "mode": mode}, "model": {}, "data": {}}
+    status = {"metrics": {f"val/{name}": value for name, value in metrics.items()}}
+    run = RunDirectory(tmp_path / "outputs/default/sweep" / name)
+    last = SimpleNamespace(status=lambda: status)
+    planned = SimpleNamespace(config=OmegaConf.create(config), run=run, last_attempt=last)
+    return f"seed={name}", planned, state
+
+
+def test_the_end_of_a_sweep_marks_the_best_and_says_what_to_type(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["distdl", "-m", "seed=1,2,3"])
+
+    def end(*results):
+        sweeps._print_table(results)
+        sweeps._print_next(results)
+        return capsys.readouterr().out
+
+    made = [member(tmp_path, str(n), acc1=acc) for n, acc in ((1, 0.5), (2, 0.9), (3, 0.7))]
+    printed = end(*made)
+    assert printed.count(", best") == 1
+    assert "best    seed=2: val/acc1 0.9\n" in printed
+    assert "next    python -m distdl report outputs/default/sweep/2" in printed
+    least = [member(tmp_path, str(n), "val/loss", "min", loss=n) for n in (3, 2)]
+    assert "best    seed=2: val/loss 2\n" in end(*least)
+    failed = member(tmp_path, "4", state=JobState.FAILED, acc1=0.99)
+    printed = end(*made, failed)
+    assert "best    seed=2" in printed, "a failed member is not the best"
+    assert "failed  python -m distdl jobs status outputs/default/sweep/4" in printed
+    assert "again   python -m distdl -m seed=1,2,3" in printed
+    none = [member(tmp_path, str(n), "val/f1") for n in (1, 2)]
+    assert "best    unknown, as no two runs have a val/f1" in end(*none)

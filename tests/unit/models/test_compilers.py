@@ -1,0 +1,34 @@
+"""A machine without a compiler."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from distdl.models import compilers
+from distdl.util.errors import UserError
+from tests.unit.sample_data import classifier
+
+
+def test_without_a_compiler_it_is_refused(monkeypatch, tmp_path):
+    compilers.refuse_without_compiler("cpu")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    for device in ("cpu", "gpu"):
+        with pytest.raises(UserError, match=r"(?s)compiler.*model.compile=false"):
+            compilers.refuse_without_compiler(device)
+    with pytest.raises(UserError):
+        classifier(compile="max-autotune").configure_model()
+    monkeypatch.setenv("CXX", sys.executable)  # there is one, of another name, and no Python.h
+    monkeypatch.setattr(compilers.sysconfig, "get_path", lambda *_: str(tmp_path))
+    with pytest.raises(UserError, match=r"Python\.h(?s:.*)python3-dev"):
+        compilers.refuse_without_compiler("cpu")
+    monkeypatch.setenv("CPATH", f"{os.pathsep}{tmp_path}")
+    (tmp_path / "Python.h").touch()
+    compilers.refuse_without_compiler("cpu")
+    monkeypatch.setenv(compilers.FOLDER, "/mine")  # for what it compiles
+    compilers.keep_results()
+    assert os.environ[compilers.FOLDER] == "/mine"

@@ -1,0 +1,18 @@
+"""What was meant by what was typed."""
+
+import pytest
+
+from distdl.config import compose
+from distdl.util.errors import UserError
+from distdl.util.suggest import closest, did_you_mean
+
+
+def test_suggestions_compare_numbers_as_numbers():
+    depths = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152)]
+    meant = {"resnet51": 50, "resnet49": 50, "resnet500": 50, "resnet35": 34, "resnet100": 101}
+    for typed, depth in meant.items():
+        assert closest(typed, depths) == f"resnet{depth}"
+        assert did_you_mean(f"model.{typed}", [f"model.{d}" for d in depths]).endswith(f"{depth}?")
+    assert closest("x" + "9" * 5000, depths) == "" == closest("a1", ["a9"])
+    with pytest.raises(UserError, match="did you mean model=resnet50"):
+        compose.compose(["model=resnet51"])
