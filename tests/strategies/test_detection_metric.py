@@ -93,7 +93,8 @@ def evaluate(folder, name, times="1"):
     found = json.loads((folder / f"{name}.json").read_text())
     categories = CATEGORIES if name == "instances" else DISCS
     collected = metric.CocoMetric(categories)
-    world, rank = process_group.world_size(), 0
+    world = process_group.world_size()
+    rank = 0
     if world > 1:
         rank = torch.distributed.get_rank()
     results = []

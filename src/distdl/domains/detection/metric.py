@@ -32,12 +32,30 @@ FIELDS = {"bbox": "bbox", "segm": "segmentation", "keypoints": "keypoints"}
 # In the order in which COCO's program prints them. AP is the mean over IoU 0.5 to 0.95, and over
 # categories; ar1 has one detection of an image; small is below 32 x 32 pixels, large above 96 x 96.
 NUMBERS = (
-    *("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large"),
-    *("ar1", "ar10", "ar100", "ar_small", "ar_medium", "ar_large"),
+    "ap",
+    "ap50",
+    "ap75",
+    "ap_small",
+    "ap_medium",
+    "ap_large",
+    "ar1",
+    "ar10",
+    "ar100",
+    "ar_small",
+    "ar_medium",
+    "ar_large",
 )
 NUMBERS_OF_KEYPOINTS = (
-    *("ap", "ap50", "ap75", "ap_medium", "ap_large"),
-    *("ar", "ar50", "ar75", "ar_medium", "ar_large"),
+    "ap",
+    "ap50",
+    "ap75",
+    "ap_medium",
+    "ap_large",
+    "ar",
+    "ar50",
+    "ar75",
+    "ar_medium",
+    "ar_large",
 )
 COCOS_KEYPOINTS = 17  # a sigma of each comes with COCO's program
 
@@ -93,7 +111,8 @@ class CocoMetric(Metric):
     """
 
     def __init__(self, categories: Categories, sigmas: Sequence[float] | None = None) -> None:
-        self.categories, self.sigmas = categories, None if sigmas is None else list(sigmas)
+        self.categories = categories
+        self.sigmas = None if sigmas is None else list(sigmas)
         self.latest: Evaluation | None = None  # the last result; on rank 0 with all its parts
         self._records: list[bytes] = []
 
@@ -158,9 +177,11 @@ class CocoMetric(Metric):
             UserError: On all ranks, if the truth lacks what the detections are compared with, or
                 two images have one id.
         """
-        mine, self._records = b"\n".join(self._records), []
+        mine = b"\n".join(self._records)
+        self._records = []
         gathered = [*gather_to_first(mine)]
-        evaluation, problem = Evaluation({}), None
+        evaluation = Evaluation({})
+        problem = None
         if gathered:  # on rank 0
             try:
                 evaluation = self._evaluate(gathered)
