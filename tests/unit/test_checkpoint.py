@@ -268,9 +268,12 @@ def test_a_copy_is_the_file_that_torch_writes_at_that_moment(tmp_path, monkeypat
     """Also of what is not a plain tensor; the next copy uses the same memory."""
     made = []
     new = host_copy.host_memory
-    monkeypatch.setattr(
-        host_copy, "host_memory", lambda size, **how: made.append(size) or new(size, **how)
-    )
+
+    def recorded(size, **how):
+        made.append(size)
+        return new(size, **how)
+
+    monkeypatch.setattr(host_copy, "host_memory", recorded)
     network = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
     network[2].weight = network[0].weight  # tied
     base = torch.arange(24.0)

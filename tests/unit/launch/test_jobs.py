@@ -195,7 +195,12 @@ def test_a_copys_job_is_not_asked_or_cancelled(tmp_path, monkeypatch):
     jobs.record(attempt, job)
     assert attempt.job()["host"] == socket.gethostname()
     asked: list[str] = []
-    launcher = SimpleNamespace(attach=lambda handle: asked.append(handle) or job)
+
+    def attach(handle: str) -> SimpleNamespace:
+        asked.append(handle)
+        return job
+
+    launcher = SimpleNamespace(attach=attach)
     monkeypatch.setattr(jobs.Platforms, "_launcher", lambda *_: launcher)
     assert jobs.job_of(attempt).own is job
     shutil.copytree(tmp_path / "run", tmp_path / "copy")

@@ -112,7 +112,8 @@ def test_request(case, tmp_path, pytestconfig, monkeypatch):
         kind = document["$schema"].rpartition("/")[2].removesuffix(".schema.json")
         if "Job" in kind:  # the SDK looks for the folder
             document.get("trial", document)["code"] = str(tmp_path)
-        load.get(kind, azure.load_job)(io.StringIO(request.to_yaml(document)))
+        load_kind = load.get(kind, azure.load_job)
+        load_kind(io.StringIO(request.to_yaml(document)))
 
 
 MODE = {"path": "azureml:x:1", "mode": "eval_mount"}

@@ -370,7 +370,11 @@ def test_states_from_a_later_shell_one_by_one_and_at_once(submit, monkeypatch):
     assert attached[0].wait() is JobState.SUCCEEDED  # moto: completed at once
     described = []
     describe = SageMakerJob.describe
-    recorded = lambda job: (described.append(job.name), describe(job))[1]  # noqa: E731
+
+    def recorded(job):
+        described.append(job.name)
+        return describe(job)
+
     monkeypatch.setattr(SageMakerJob, "describe", recorded)
     reported = [report.state for report in asking.ask_all(attached)]
     assert reported == [*[JobState.SUCCEEDED] * 3, JobState.UNKNOWN]

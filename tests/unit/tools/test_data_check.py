@@ -117,8 +117,13 @@ def test_of_a_store_one_shard_is_downloaded_or_all(check, shards, monkeypatch, e
     """A folder stands for a store; tests/cluster has a real server."""
     names = []
     real = FileStore.download
+
+    def recorded(store, name, *more):
+        names.append(name)
+        return real(store, name, *more)
+
     monkeypatch.setattr(sources, "is_remote", lambda uri: True)
-    monkeypatch.setattr(FileStore, "download", lambda *a: (names.append(a[1]), real(*a))[1])
+    monkeypatch.setattr(FileStore, "download", recorded)
     result = check(shards, *every)
     assert result.code == 0
     assert "download" in result.out

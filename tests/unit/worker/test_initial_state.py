@@ -168,9 +168,12 @@ def test_a_training_resumes_as_lightning_would(ours, file, name, logged):
 def test_the_order_of_the_data_is_that_of_the_epoch(ours, file, kind, epochs, monkeypatch):
     used = []
     iterate = TrainBatches.__iter__
-    monkeypatch.setattr(
-        TrainBatches, "__iter__", lambda self: used.append(self.position.epoch) or iterate(self)
-    )
+
+    def recorded(batches):
+        used.append(batches.position.epoch)
+        return iterate(batches)
+
+    monkeypatch.setattr(TrainBatches, "__iter__", recorded)
     train(ours("run", file, kind=kind))
     assert used[1:] == epochs  # the first one is made before the checkpoint is read
 
