@@ -33,14 +33,14 @@ __all__ = ["AboveZero", "Count", "Positive"]  # for the launchers' settings
 # ---- settings -----------------------------------------------------------------------------------
 
 
-def _seconds(value: Any) -> int:
+def _seconds(value: object) -> int:
     try:
         return walltime.seconds(value)
     except ValueError as error:
         raise Refused(str(error), walltime.FORMS) from None
 
 
-def with_paths(inputs: Any) -> Any:
+def with_paths(inputs: object) -> object:
     if not isinstance(inputs, Mapping):
         return {} if inputs is None else inputs
     return {k: v if isinstance(v, Mapping) else {"path": v} for k, v in inputs.items()}
@@ -60,9 +60,9 @@ def matching(pattern: str, what: str, remedy: str = "") -> BeforeValidator:
     """A validator that accepts one-line strings that match the whole pattern, and rejects others by
     `'x' is not {what}`."""
 
-    def validate(value: Any) -> Any:
+    def validate(value: object) -> object:
         is_line = isinstance(value, str) and value.isprintable()
-        if not (is_line and re.fullmatch(pattern, value)):
+        if not (is_line and re.fullmatch(pattern, str(value))):
             raise Refused(f"{value!r} is not {what}", remedy)
         return value
 
@@ -92,14 +92,14 @@ class LauncherSettings(BaseModel):
     forward_env: ListOf[str] = []
     """Names of environment variables that workers need; launchers pass these and no others."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
             refuse(problems(error, values, type(self).model_fields, "launcher."))
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
         # The config's validation compares its keys with this signature. Types and ranges are left
         # to `check`, which reports all of them at once.
         signature = inspect.signature(cls)

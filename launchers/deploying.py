@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from distdl.launchers.common import digest
 from distdl.util.errors import NotDeployed, UserError
@@ -17,7 +17,10 @@ from distdl.util.errors import NotDeployed, UserError
 TOLERANCE = 1e-3  # the largest difference between two machines' probabilities of an image
 
 
-class Platform(Protocol):
+L = TypeVar("L")  # the class of a launcher
+
+
+class Platform(Protocol[L]):
     """An endpoint with at most two deployments: the one that answers, and the one before it.
 
     Args:
@@ -25,12 +28,12 @@ class Platform(Protocol):
         options: Of the command line.
     """
 
-    launcher: Any
+    launcher: L
     options: Namespace
     errors: Callable[[], AbstractContextManager[None]]  # turns the SDK's errors into UserErrors
     done: str = "answers"  # what a deployment does when `deploy` has ended
 
-    def __init__(self, launcher: Any, options: Namespace) -> None:
+    def __init__(self, launcher: L, options: Namespace) -> None:
         self.launcher = launcher
         self.options = options
 

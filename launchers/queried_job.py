@@ -8,13 +8,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from distdl.job import Job, JobBase, JobState
 from distdl.util.errors import Forgotten, Lasting, NoRight, NotSignedIn, UserError
 from distdl.util.tail import plain
 
 T = TypeVar("T")
+A = TypeVar("A")  # a platform's answer about a job
 
 
 def pace(shortest: float, longest: float = 0.0) -> Iterator[None]:
@@ -35,7 +36,7 @@ def wait_until_ended(job: Job, seconds: float) -> JobState:
     return state
 
 
-class QueriedJob(JobBase, ABC):
+class QueriedJob(JobBase, ABC, Generic[A]):
     """Base class of jobs whose platform is queried over a network, for one job or many at once.
 
     A subclass defines the queries (`_query`, `_query_all`) and reads their answers (`_state_from`).
@@ -43,21 +44,21 @@ class QueriedJob(JobBase, ABC):
 
     poll_seconds: float = 5.0
     patience: ClassVar[float] = math.inf
-    _answer: Any = None  # stored by `ask` for the next `state`
+    _answer: A | UserError | None = None  # stored by `ask` for the next `state`
 
     @abstractmethod
-    def _query(self) -> Any:
+    def _query(self) -> A:
         """The platform's answer about this job; raises Forgotten if it does not know the job, and
         another UserError if it cannot be queried."""
 
     @classmethod
     @abstractmethod
-    def _query_all(cls, jobs: Sequence[Self]) -> Iterable[tuple[Self, Any]]:
+    def _query_all(cls, jobs: Sequence[Self]) -> Iterable[tuple[Self, A | UserError]]:
         """Queries several jobs at once. A job without an answer is then queried on its own. If the
         answer is an exception, the job's next `state` is UNKNOWN."""
 
     @abstractmethod
-    def _state_from(self, answer: Any) -> JobState: ...
+    def _state_from(self, answer: A) -> JobState: ...
 
     @classmethod
     def ask_each(cls, jobs: Sequence[Self]) -> Iterator[Self]:
@@ -87,7 +88,7 @@ class QueriedJob(JobBase, ABC):
         for _ in cls.ask_each(jobs):
             pass
 
-    def _asked(self) -> Any:
+    def _asked(self) -> A | UserError:
         """The answer about this job, which an error is that says nothing about other jobs."""
         try:
             return self._query()
@@ -122,7 +123,7 @@ class QueriedJob(JobBase, ABC):
                 return state
         raise AssertionError
 
-    def _awaited(self) -> Any:
+    def _awaited(self) -> A:
         """The platform's answer, if need be after an outage of up to `patience` seconds."""
         began = time.monotonic()
         said = False

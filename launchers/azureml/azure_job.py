@@ -42,7 +42,7 @@ def member_in(trial: dict[str, Any]) -> str:
     return str(values.get("member", ""))
 
 
-class AzureMLJob(QueriedJob):
+class AzureMLJob(QueriedJob[dict[str, Any]]):
     """One job, or the trial of `member` in a sweep job. Azure names a trial when it starts."""
 
     def __init__(self, connection: Connection, name: str, member: str | None = None) -> None:
@@ -105,7 +105,7 @@ class AzureMLJob(QueriedJob):
             if answer and answer.get("status"):  # else the trial is queried on its own
                 yield job, answer
 
-    def _state_from(self, answer: Any) -> JobState:
+    def _state_from(self, answer: dict[str, Any]) -> JobState:
         return STATES.get(answer["status"], JobState.UNKNOWN)
 
     def logs(self, follow: bool = False) -> Iterator[str]:

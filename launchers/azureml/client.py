@@ -13,10 +13,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from distdl.util.errors import NoRight, NotSignedIn, Problem, UserError
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+    from azure.core import PipelineClient
+    from azure.core.credentials import TokenCredential
+    from azure.core.rest import HttpRequest, HttpResponse
 
 
 class Cloud(NamedTuple):
@@ -150,11 +156,11 @@ class Connection:
         self._hosts = CLOUDS.get(str(cloud), CLOUDS["AzureCloud"])
 
     @functools.cached_property
-    def credential(self) -> Any:
+    def credential(self) -> TokenCredential:
         return sign_in(self.cloud)
 
     @functools.cached_property
-    def client(self) -> Any:
+    def client(self) -> MLClient:
         with azure_errors():
             from azure.ai.ml import MLClient
 
@@ -189,7 +195,7 @@ class Connection:
         return f"https://{str(name).rpartition('/')[2]}.{self._hosts.vaults}"
 
 
-def sign_in(cloud: str | None = None) -> Any:
+def sign_in(cloud: str | None = None) -> TokenCredential:
     """A credential from variables, a managed identity or `az login`, in this order."""
     with azure_errors():
         from azure.identity import DefaultAzureCredential
@@ -199,7 +205,9 @@ def sign_in(cloud: str | None = None) -> Any:
     return DefaultAzureCredential(**options, **PATIENCE)
 
 
-def rest_client(credential: Any = None, scope: str = "", base_url: str = "") -> Any:
+def rest_client(
+    credential: TokenCredential | None = None, scope: str = "", base_url: str = ""
+) -> PipelineClient[HttpRequest, HttpResponse]:
     """An azure.core.PipelineClient that retries after temporary errors. Its requests have the
     credential's token for `scope`, or no token without a credential."""
     from azure.core import PipelineClient

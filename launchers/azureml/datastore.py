@@ -6,12 +6,15 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from distdl.launchers.azureml.client import Connection, azure_errors
 from distdl.launchers.common import RemoteFile, fetch_files
 from distdl.stores.azure import BlobStore
 from distdl.util.errors import StoreError, UserError
+
+if TYPE_CHECKING:
+    from azure.core.credentials import TokenCredential
 
 ADDRESS = re.compile(r"azureml://(?:.*/)?datastores/([^/]+)/paths/(.+?)/?")
 PATIENCE = 30.0  # seconds of retries while Azure does not answer; short, because a user waits
@@ -42,7 +45,7 @@ class DatastoreFolder(BlobStore):
             signature = {"account_name": account, "account_key": key}
         self._secret = signature or connection.credential
 
-    def _credential(self, account: str) -> Any:
+    def _credential(self, account: str) -> str | dict[str, str] | TokenCredential:
         return self._secret
 
     def files(self) -> dict[str, RemoteFile]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from distdl.launchers.azureml import cost, prices, vm_sizes
 from distdl.launchers.azureml.client import azure_errors
+from distdl.launchers.azureml.launcher import AzureMLLauncher
 from distdl.launchers.azureml.submit import as_file
 from distdl.launchers.deploying import Platform
 from distdl.util.errors import UserError
@@ -23,7 +24,7 @@ UNUSED = re.compile(r"(fastapi|uvicorn|pydantic)\b")
 IMAGE = "mcr.microsoft.com/azureml/openmpi5.0-ubuntu24.04"
 
 
-class OnlineEndpoint(Platform):
+class OnlineEndpoint(Platform[AzureMLLauncher]):
     """A managed online endpoint in the workspace that the launcher's settings name."""
 
     kind, script, auth_mode = "online", "score.py", "key"

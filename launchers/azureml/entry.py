@@ -20,9 +20,12 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from distdl.util.exit_codes import EXIT_REFUSED
+
+if TYPE_CHECKING:
+    from azure.core.credentials import AccessToken, TokenCredential
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -75,7 +78,7 @@ def secrets(names: dict[str, str], identity: str) -> dict[str, str]:
     return {name: vault.get_secret(secret).value or "" for name, secret in names.items()}
 
 
-def credential(identity: str) -> Any:
+def credential(identity: str) -> TokenCredential:
     """The credential of the user who submitted, or of the cluster's managed identity."""
     if identity == "user":
         return OnBehalfOf(os.environ["OBO_ENDPOINT"])
@@ -92,7 +95,7 @@ class OnBehalfOf:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
 
-    def get_token(self, *scopes: str, **_: Any) -> Any:
+    def get_token(self, *scopes: str, **_: object) -> AccessToken:
         from azure.core.credentials import AccessToken
 
         query = urllib.parse.urlencode({"resource": scopes[0].removesuffix("/.default")})

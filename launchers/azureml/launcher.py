@@ -41,7 +41,9 @@ class AzureMLLauncher(AzureSettings, LauncherBase[AzureMLRequest]):
     def devices(node: Mapping[str, Any]) -> tuple[int, str] | None:
         """One node's devices: `(GPUs, "gpu")`, or `(1, "cpu")` without GPUs; None if unknown."""
         vm = vm_of(node)
-        return vm and ((vm.gpus, "gpu") if vm.gpus else (1, "cpu"))
+        if vm is None:
+            return None
+        return (vm.gpus, "gpu") if vm.gpus else (1, "cpu")
 
     @staticmethod
     def network_gbps(node: Mapping[str, Any]) -> int | None:

@@ -166,7 +166,7 @@ def _files(settings: AzureSettings) -> Iterator[Problem]:
         yield Problem("files", what, "write launcher.sweep=jobs, for a folder per member")
 
 
-def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def _strings(value: object, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _strings(item, f"{path}.{key}" if path else str(key))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
@@ -26,6 +26,9 @@ from distdl.launchers.azureml.vm_sizes import VmSize
 from distdl.launchers.common import matching
 from distdl.util.errors import UserError
 from distdl.util.typed import problems
+
+if TYPE_CHECKING:
+    from azure.core.credentials import TokenCredential
 
 HELP = """\
 usage: python -m distdl provision azureml prices [location=REGION]
@@ -75,7 +78,7 @@ class Prices:
         )
 
 
-def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
+def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None) -> int:
     """Reads, keeps and prints the prices. `overrides` are keys of `HELP`; the credential (None:
     the signed-in user's) is for the workspace alone.
 
@@ -102,7 +105,7 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
     return 0
 
 
-def workspace_location(credential: Any = None) -> str:
+def workspace_location(credential: TokenCredential | None = None) -> str:
     """The region of the workspace, as Azure says."""
     try:
         workspace = Workspace.find(None, None, None)
@@ -141,7 +144,7 @@ def is_by_the_hour(item: Mapping[str, Any]) -> bool:
     return wanted.items() <= item.items() and "Windows" not in product and "Cloud" not in product
 
 
-def is_price(value: Any) -> bool:
+def is_price(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
@@ -155,7 +158,11 @@ def items(server: str, location: str, names: Iterable[str]) -> Iterator[Mapping[
     request = HttpRequest("GET", f"{server}/api/retail/prices", params=query)
     started = time.monotonic()
     client = rest_client()  # without a credential
-    limits = {"connection_timeout": ANSWER_S, "read_timeout": ANSWER_S, "retry_total": 1}
+    limits: dict[str, Any] = {
+        "connection_timeout": ANSWER_S,
+        "read_timeout": ANSWER_S,
+        "retry_total": 1,
+    }
     for _ in range(PAGES):
         with azure_errors("prices"):
             response = client.send_request(request, **limits)

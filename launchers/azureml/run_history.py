@@ -9,10 +9,16 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.launchers.azureml.client import Connection, azure_errors, rest_client
 from distdl.util.errors import Forgotten
+
+if TYPE_CHECKING:
+    from azure.core import PipelineClient
+    from azure.core.rest import HttpRequest, HttpResponse
+
+    Client = PipelineClient[HttpRequest, HttpResponse]
 
 # user_logs/std_log_process_00.txt is rank 0's, ..01.txt rank 1's; a single process has std_log.txt.
 USER_LOG = re.compile(r"user_logs/std_log(?:_process_(\d+))?\.txt")
@@ -33,16 +39,16 @@ class RunHistory:
         return f"{service}/history/v1.0{workspace.arm_id}/runs"
 
     @functools.cached_property
-    def _service(self) -> Any:
+    def _service(self) -> Client:
         return rest_client(self._connection.credential, self._connection.scope)
 
     @functools.cached_property
-    def _files(self) -> Any:
+    def _files(self) -> Client:
         """A client for addresses that contain their own signature."""
         return rest_client()
 
     @staticmethod
-    def _get(client: Any, address: str, headers: dict[str, str] | None = None) -> Any:
+    def _get(client: Client, address: str, headers: dict[str, str] | None = None) -> HttpResponse:
         from azure.core.rest import HttpRequest
 
         response = client.send_request(HttpRequest("GET", address, headers=headers or {}))

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.job import JobSpec
 from distdl.launchers.azureml import datastore
@@ -16,6 +16,9 @@ from distdl.launchers.azureml.client import PATIENCE, Connection, azure_errors, 
 from distdl.launchers.azureml.request import MEMBERS, AzureMLRequest, member_of, to_yaml
 from distdl.launchers.common import newest_checkpoint, slug
 from distdl.util.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from azure.ai.ml.entities import Compute
 
 # Property of an existing cluster -> the launcher setting that it is compared with.
 COMPARED = {
@@ -59,7 +62,7 @@ def ensure_compute(connection: Connection, request: AzureMLRequest) -> None:
     raise UserError.at("launcher.compute", what)
 
 
-def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
+def compare(cluster: Compute, wanted: Mapping[str, Any], num_nodes: int) -> None:
     """Prints how a cluster differs from the settings; refuses one on which the job cannot start."""
     name = wanted["name"]
     problems = []
@@ -71,13 +74,14 @@ def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
         raise UserError.at("launcher.compute", what, remedy)
     if found == "kubernetes":
         return
-    most = cluster.max_instances
+    most = getattr(cluster, "max_instances", None)
     if most is not None and num_nodes > most:
         what = f"cluster {name} has at most {most} nodes, but the job needs {num_nodes}"
         problems.append(Problem("trainer.num_nodes", what, "enlarge the cluster in Studio"))
-    if not same(cluster.size, wanted["size"]):
-        what = f"cluster {name} has nodes of size {cluster.size}, not {wanted['size']}"
-        problems.append(Problem("launcher.vm_size", what, f"write launcher.vm_size={cluster.size}"))
+    size = getattr(cluster, "size", None)
+    if not same(size, wanted["size"]):
+        what = f"cluster {name} has nodes of size {size}, not {wanted['size']}"
+        problems.append(Problem("launcher.vm_size", what, f"write launcher.vm_size={size}"))
     if problems:
         raise UserError(*problems)
     for key, setting in COMPARED.items():
@@ -87,9 +91,9 @@ def compare(cluster: Any, wanted: Mapping[str, Any], num_nodes: int) -> None:
             report(f"note: cluster {name} stays as it is: launcher.{setting} is {shown} there")
 
 
-def same(left: Any, right: Any) -> bool:
+def same(left: object, right: object) -> bool:
     """Equality by which 120.0 equals 120 and LowPriority equals low_priority."""
-    if isinstance(left, str):
+    if isinstance(left, str) and isinstance(right, str):
         left, right = (text.lower().replace("_", "") for text in (left, right))
     return bool(left == right)
 

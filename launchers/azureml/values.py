@@ -59,7 +59,7 @@ ASSET_NAME = matching(
 REMOTE = re.compile(r"(azureml|wasbs?|abfss?|adl|https?)://|azureml:[^/]")
 
 
-def _vm_size(name: Any) -> Any:
+def _vm_size(name: object) -> object:
     """Also accepts well-formed names that are not in vm_sizes.yaml: Azure may have that size."""
     if not vm_sizes.find(str(name)) and not vm_sizes.unknown_note(str(name)):
         what = f"{name!r} is not the name of a VM size" if name else "missing"
@@ -97,7 +97,7 @@ def _mount_setting(name: str) -> str:
 MountSetting = Annotated[str, AfterValidator(_mount_setting)]
 
 
-def mapping(value: Any) -> Any:
+def mapping(value: object) -> object:
     return {} if value is None else value
 
 
@@ -112,7 +112,7 @@ class Entry(BaseModel, strict=True, validate_default=True, extra="forbid"):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, values: Any) -> Any:
+    def _known(cls, values: object) -> object:
         for key in sorted(set(values) - set(cls.model_fields)) if isinstance(values, dict) else ():
             known = cls.model_fields
             hint = did_you_mean_word(key, known) or f"one of {', '.join(known)}"

@@ -177,7 +177,7 @@ class Supervisor:
             "exit_code": EXIT_FAILURE,
         }
 
-    def write(self, **fields: Any) -> None:
+    def write(self, **fields: object) -> None:
         self.record |= fields
         write_json(self.folder / RECORD, self.record)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from distdl.util.errors import NoRight, NotSignedIn, UserError
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
 
 _SIGN_IN = ("launcher", "aws configure, aws sso login, AWS_PROFILE=NAME or launcher.profile=NAME")
 # Errors of botocore -> the setting that the error is about, and the remedy.
@@ -38,9 +41,9 @@ class Aws:
 
     region: str | None = None
     profile: str | None = None
-    clients: dict[str, Any] = field(default_factory=dict)
+    clients: dict[str, BaseClient] = field(default_factory=dict)
 
-    def __call__(self, service: str) -> Any:
+    def __call__(self, service: str) -> BaseClient:
         if service not in self.clients:
             with aws_errors():
                 self.clients[service] = client(service, self.region, self.profile)
@@ -50,7 +53,7 @@ class Aws:
         return self.region or str(self("sagemaker").meta.region_name)
 
 
-def client(service: str, region: str | None, profile: str | None = None) -> Any:
+def client(service: str, region: str | None, profile: str | None = None) -> BaseClient:
     """A boto3 client that gives up early. So do the clients with which boto3 itself signs in."""
     import boto3
     from botocore.config import Config

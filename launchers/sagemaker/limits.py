@@ -7,7 +7,7 @@ variables of 512 characters. The service refuses what breaks them, but only at t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -116,32 +116,40 @@ class Violation:
     remedy: str = ""
 
 
-def violations(shape: Shape, value: Any, where: tuple[str | int, ...] = ()) -> Iterator[Violation]:
+def violations(
+    shape: Shape, value: object, where: tuple[str | int, ...] = ()
+) -> Iterator[Violation]:
     """Every part of a request that breaks a limit of its description. What is missing, the check of
     the settings has named."""
     if value is None:
         return
     if what := size_problem(shape, value):
         yield Violation(where, value, what)
-    if shape.type_name == "string":
+    if isinstance(value, str):
         yield from text_violations(shape, value, where)
-    elif shape.type_name == "structure":
+    elif isinstance(value, Mapping) and shape.type_name == "structure":
         for name, each in value.items():
             yield from violations(shape.members[name], each, (*where, name))
-    elif shape.type_name == "list":
+    elif isinstance(value, Sequence):
         for number, each in enumerate(value):
             yield from violations(shape.member, each, (*where, number))
-    elif shape.type_name == "map":
+    elif isinstance(value, Mapping):
         for name, each in value.items():
             yield from violations(shape.key, name, (*where, name))
             yield from violations(shape.value, each, (*where, name))
 
 
-def size_problem(shape: Shape, value: Any) -> str:
+def size_problem(shape: Shape, value: object) -> str:
     """What is wrong with a number, or with the length of a text, list or mapping; mostly ""."""
     units = {"string": " characters", "list": " entries", "map": " entries"}
     unit = units.get(shape.type_name, "")
-    size = len(value) if unit else value
+    size: float
+    if isinstance(value, Sized):
+        size = len(value)
+    elif isinstance(value, int | float):
+        size = value
+    else:
+        return ""
     least, most = shape.metadata.get("min"), shape.metadata.get("max")
     has = "has " if unit else "is "
     if most is not None and size > most:

@@ -7,19 +7,24 @@ own; then `update_endpoint` moves the traffic (blue/green), and back if the new 
 from __future__ import annotations
 
 import secrets
+from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.launchers.common import refuse
 from distdl.launchers.deploying import Platform, is_ours
 from distdl.launchers.sagemaker import limits
 from distdl.launchers.sagemaker.aws import aws_errors
+from distdl.launchers.sagemaker.sagemaker_launcher import SageMakerLauncher
 from distdl.launchers.sagemaker.sagemaker_settings import REQUIRED
 from distdl.launchers.sagemaker.uploads import send
 from distdl.util.errors import NotDeployed, Problem, UserError
 from distdl.util.suggest import did_you_mean_word
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
 
 # Field of a request -> the option or key that it comes from.
 WRITTEN_AS = {
@@ -35,7 +40,7 @@ WRITTEN_AS = {
 }
 
 
-class HostedEndpoint(Platform):
+class HostedEndpoint(Platform[SageMakerLauncher]):
     """A real-time endpoint in the account and region that the launcher's settings name."""
 
     types = "ProductionVariantInstanceType"  # in the description of SageMaker's API
@@ -43,7 +48,7 @@ class HostedEndpoint(Platform):
     errors = staticmethod(aws_errors)
 
     @property
-    def client(self) -> Any:
+    def client(self) -> BaseClient:
         return self.launcher.aws("sagemaker")
 
     def documents(self, name: str, folder: Path) -> dict[str, dict[str, Any]]:
@@ -100,7 +105,7 @@ class HostedEndpoint(Platform):
         return states
 
     def create(self, name: str, folder: Path) -> None:
-        send(folder, self.launcher.aws("s3"), self.launcher.bucket, self.key(name))
+        send(folder, self.launcher.aws("s3"), str(self.launcher.bucket), self.key(name))
         for operation, body in self.documents(name, folder).items():
             getattr(self.client, operation)(**body)
 
@@ -161,8 +166,8 @@ class Transform(HostedEndpoint):
     types = "TransformInstanceType"
     done = "has started, and writes to --output"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, launcher: SageMakerLauncher, options: Namespace) -> None:
+        super().__init__(launcher, options)
         self.options.job = secrets.token_hex(4)  # a job's name can be used only once
 
     def use(self, name: str) -> dict[str, dict[str, Any]]:

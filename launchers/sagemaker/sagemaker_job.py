@@ -44,7 +44,7 @@ def state_of(described: Mapping[str, Any]) -> JobState:
     return STATES.get(status, JobState.UNKNOWN)
 
 
-class SageMakerJob(QueriedJob):
+class SageMakerJob(QueriedJob[Mapping[str, Any]]):
     """A training job, by its name and the clients of its region. CloudWatch's logs are some seconds
     late."""
 

@@ -59,7 +59,8 @@ class SageMakerLauncher(SageMakerSettings, LauncherBase[SageMakerRequest]):
         if node.get("network_isolation"):
             what = "launcher.network_isolation: the ranks reach each other and nothing else: "
             yield f"{what}no tracking server, no store, no model hub"
-        for name, entry in with_paths(node.get("inputs")).items():
+        inputs = with_paths(node.get("inputs"))
+        for name, entry in inputs.items() if isinstance(inputs, dict) else ():
             if entry.get("sharded"):
                 yield f"launcher.inputs.{name}: each host has only its part; {SHARDED}"
 

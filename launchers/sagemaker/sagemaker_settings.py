@@ -80,13 +80,16 @@ def _at_most(days: int) -> AfterValidator:
     return AfterValidator(validate)
 
 
-def _metric(name: str, pattern: Any) -> Iterator[Problem]:
+def _metric(name: str, pattern: object) -> Iterator[Problem]:
     """Problems of a regular expression that finds a metric's values in the log."""
     at = f"metrics.{name}"
     remedy = f"launcher.metrics.{name}='{name} ([0-9.e+-]+)'"
+    if not isinstance(pattern, str):
+        yield Problem(at, f"{pattern!r} is not a regular expression: it is not a text", remedy)
+        return
     try:
         groups = re.compile(pattern).groups
-    except (re.error, TypeError) as error:
+    except re.error as error:
         yield Problem(at, f"{pattern!r} is not a regular expression: {error}", remedy)
         return
     if groups != 1:

@@ -6,12 +6,15 @@ import gzip
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.launchers.common import forwarded, manifests_last
 from distdl.launchers.sagemaker.aws import Aws, aws_errors, code_of
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.util.errors import UserError
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
 
 # Folders to upload of a run that began elsewhere (with launcher=local), so that it can resume.
 HISTORY = ("checkpoints", "logs", "tracking")
@@ -33,7 +36,7 @@ def pack(folder: Path, archive: Path) -> None:
                 tar.addfile(entry, file)
 
 
-def send(folder: Path, s3: Any, bucket: str, key: str) -> None:
+def send(folder: Path, s3: BaseClient, bucket: str, key: str) -> None:
     """Uploads a folder as one archive."""
     with tempfile.TemporaryDirectory() as temporary:
         archive = Path(temporary, "archive")
@@ -78,7 +81,7 @@ def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:
 def upload_history(request: SageMakerRequest, aws: Aws) -> None:
     """Uploads files of the run's history that S3 lacks, so that the run resumes."""
     s3 = aws("s3")
-    bucket = request.settings.bucket
+    bucket = str(request.settings.bucket)
     run = Path(request.spec.store)
     paths = (path for top in HISTORY for path in (run / top).rglob("*"))
     names = [p.relative_to(run).as_posix() for p in paths if p.is_file() and not p.is_symlink()]
@@ -89,7 +92,7 @@ def upload_history(request: SageMakerRequest, aws: Aws) -> None:
             s3.upload_file(str(run / name), bucket, key)
 
 
-def put_secret(client: Any, name: str, value: str, run: str) -> None:
+def put_secret(client: BaseClient, name: str, value: str, run: str) -> None:
     from botocore.exceptions import ClientError
 
     try:
@@ -101,7 +104,7 @@ def put_secret(client: Any, name: str, value: str, run: str) -> None:
         client.create_secret(Name=name, SecretString=value, Tags=tags)
 
 
-def objects(s3: Any, bucket: str, prefix: str) -> list[tuple[str, dict[str, Any]]]:
+def objects(s3: BaseClient, bucket: str, prefix: str) -> list[tuple[str, dict[str, Any]]]:
     """The key of every object below a prefix, and its entry in S3's listing."""
     pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
     return [(o["Key"], o) for page in pages for o in page.get("Contents", ())]

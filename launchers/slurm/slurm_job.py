@@ -41,7 +41,7 @@ SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_sign
 
 
 @dataclass
-class SlurmJob(QueriedJob):
+class SlurmJob(QueriedJob[commands.Status]):
     """A job `123`, or one task `123_0` of an array. While the job is watched, the controller is
     queried every `poll_seconds`. If `log` is None, it is also asked for the path of the log."""
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from distdl.launchers.azureml.client import azure_errors, rest_client, sign_in
+
+if TYPE_CHECKING:
+    from azure.core.credentials import TokenCredential
+    from azure.core.pipeline import PipelineResponse
+    from azure.core.rest import HttpRequest, HttpResponse
 
 # Azure's error code -> what to do about it.
 REMEDIES = {
@@ -30,7 +35,7 @@ class Arm:
             does not answer.
     """
 
-    def __init__(self, endpoint: str, credential: Any = None) -> None:
+    def __init__(self, endpoint: str, credential: TokenCredential | None = None) -> None:
         scope = f"{endpoint.rstrip('/')}/.default"
         self._client = rest_client(credential or sign_in(), scope, endpoint)
 
@@ -64,9 +69,13 @@ class Arm:
             LROPoller(self._client, first, lambda answer: answer, polling).result()
         return self.get(path, api) or {}
 
-    def _send(self, method: str, path: str, api: str, body: Any = None) -> Any:
+    def _send(
+        self, method: str, path: str, api: str, body: Mapping[str, Any] | None = None
+    ) -> PipelineResponse[HttpRequest, HttpResponse]:
         from azure.core.rest import HttpRequest
 
         query = {"api-version": api} if api else None
         request = HttpRequest(method, self._client.format_url(path), params=query, json=body)
-        return self._client.send_request(request, _return_pipeline_response=True)
+        # The option decides what comes back, which its type does not say.
+        answer: Any = self._client.send_request(request, _return_pipeline_response=True)
+        return answer

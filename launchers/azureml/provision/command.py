@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.launchers.azureml import vm_sizes
 from distdl.launchers.azureml.client import code_of, from_environment
@@ -19,8 +19,11 @@ from distdl.launchers.azureml.provision.settings import ProvisionSettings
 from distdl.launchers.azureml.provision.values import Ids, Ref
 from distdl.util.errors import Problem, UserError
 
+if TYPE_CHECKING:
+    from azure.core.credentials import TokenCredential
 
-def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
+
+def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None) -> int:
     """Runs the command with the user's dotted keys, which provision.yaml lists, and a credential
     (None: the signed-in user's). Returns 1 if a step failed or the user did not answer yes, else 0.
 

@@ -68,6 +68,7 @@ class ResourceStep:
         if self.actual is None:
             return "PUT", wanted
         merged = merge(self.actual, wanted)
+        assert isinstance(merged, dict)
         if not self.resource.patch:
             return "PUT", {key: value for key, value in merged.items() if key not in READ_ONLY}
         body: dict[str, Any] = {}
@@ -80,11 +81,11 @@ class ResourceStep:
         return "PATCH", body
 
 
-def resolve(body: Any, known: Mapping[str, Any]) -> Any:
+def resolve(body: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """A body with references replaced by their values; references without a known value stay."""
 
-    def value_of(ref: Ref) -> Any:
-        value: Any = known.get(ref.id)
+    def value_of(ref: Ref) -> object:
+        value: object = known.get(ref.id)
         for part in ref.path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return ref if value is None else value
@@ -92,16 +93,20 @@ def resolve(body: Any, known: Mapping[str, Any]) -> Any:
     return replaced(body, value_of)
 
 
-def replaced(body: Any, replacement: Callable[[Ref], Any]) -> Any:
+def replaced(body: Mapping[str, Any], replacement: Callable[[Ref], object]) -> dict[str, Any]:
     """A body with each reference replaced by `replacement(reference)`."""
-    if isinstance(body, Mapping):
-        return {key: replaced(item, replacement) for key, item in body.items()}
-    if isinstance(body, list):
-        return [replaced(item, replacement) for item in body]
-    return replacement(body) if isinstance(body, Ref) else body
+    return {key: _replaced(value, replacement) for key, value in body.items()}
 
 
-def differences(wanted: Any, actual: Any, path: tuple[str, ...] = ()) -> Iterator[Difference]:
+def _replaced(value: object, replacement: Callable[[Ref], object]) -> object:
+    if isinstance(value, Mapping):
+        return replaced(value, replacement)
+    if isinstance(value, list):
+        return [_replaced(item, replacement) for item in value]
+    return replacement(value) if isinstance(value, Ref) else value
+
+
+def differences(wanted: object, actual: object, path: tuple[str, ...] = ()) -> Iterator[Difference]:
     """Yields differences in the keys of `wanted`; other keys, such as server defaults, are ignored.
 
     Each item of a wanted list must be in the actual list, which may have more items.
@@ -118,7 +123,7 @@ def differences(wanted: Any, actual: Any, path: tuple[str, ...] = ()) -> Iterato
         yield Difference(path, actual, wanted)
 
 
-def same(wanted: Any, actual: Any) -> bool:
+def same(wanted: object, actual: object) -> bool:
     """Equality that ignores case, blanks and units of time, all of which Azure may change."""
     if isinstance(wanted, str) and isinstance(actual, str):
         left, right = (text.replace(" ", "").casefold() for text in (wanted, actual))
@@ -126,7 +131,7 @@ def same(wanted: Any, actual: Any) -> bool:
     return type(wanted) is type(actual) and bool(wanted == actual)
 
 
-def merge(actual: Any, wanted: Any) -> Any:
+def merge(actual: object, wanted: object) -> object:
     """The actual value, updated with the wanted one. Nothing is removed."""
     if wanted == {}:  # a marker, such as an identity, whose content Azure decides
         return {}
@@ -145,11 +150,11 @@ def merge(actual: Any, wanted: Any) -> Any:
     return actual if same(wanted, actual) else wanted
 
 
-def _contains(items: list[Any], wanted: Any) -> bool:
+def _contains(items: list[Any], wanted: object) -> bool:
     return any(not list(differences(wanted, item)) for item in items)
 
 
-def _namesake(wanted: Any, items: list[Any]) -> int | None:
+def _namesake(wanted: object, items: list[Any]) -> int | None:
     """The index of the item with the same name, in a list of named items."""
     if not isinstance(wanted, Mapping) or "name" not in wanted:
         return None
@@ -172,6 +177,6 @@ def _duration(text: str) -> timedelta | None:
         return None
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 90 else f"{text[:87]}..."

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -18,6 +18,9 @@ from distdl.launchers.azureml.client import PATIENCE, azure_errors, sign_in
 from distdl.launchers.common import matching
 from distdl.util.errors import UserError
 from distdl.util.typed import problems
+
+if TYPE_CHECKING:
+    from azure.core.credentials import TokenCredential
 
 HELP = """\
 usage: python -m distdl provision azureml sas account=NAME container=NAME [days=1]
@@ -42,7 +45,7 @@ class SasSettings(BaseModel, extra="forbid", strict=True):
     endpoint: Annotated[str, matching("https://.*", "an https address")] | None = None
 
 
-def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
+def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None) -> int:
     """Prints the address on stdout, and a description on stderr. `overrides` are keys of `HELP`;
     the address is signed with the credential (None: the signed-in user's).
 
@@ -65,7 +68,7 @@ def run(overrides: Mapping[str, Any], credential: Any = None) -> int:
     return 0
 
 
-def signed(settings: SasSettings, endpoint: str, credential: Any) -> tuple[str, str]:
+def signed(settings: SasSettings, endpoint: str, credential: TokenCredential) -> tuple[str, str]:
     """The signed address, and the time when it expires."""
     from datetime import UTC, datetime, timedelta
 
