@@ -29,6 +29,10 @@ TESTS = Path(__file__).resolve().parent
 # below it inherits that: a test of Ctrl-C would wait for what cannot come.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# `nohup` starts it with SIGHUP ignored. A handler that does nothing keeps the suite alive as well,
+# and the commands that it starts get the default.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 # What chooses a processor's kernels (`ATEN_CPU_CAPABILITY=avx2 make test`). The ranks of another
 # host have it only if it is forwarded, and equal bits need equal kernels.
