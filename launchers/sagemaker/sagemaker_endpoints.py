@@ -55,21 +55,32 @@ class HostedEndpoint(Platform[SageMakerLauncher]):
         from botocore.session import Session
         from botocore.validate import validate_parameters
 
-        s, o = self.launcher, self.options
-        absent = [key for key in ("role", "bucket") if not getattr(s, key)]
+        launcher = self.launcher
+        options = self.options
+        absent = [key for key in ("role", "bucket") if not getattr(launcher, key)]
         refuse(Problem(key, "missing", REQUIRED[key]) for key in absent)
-        if not o.image:
+        if not options.image:
             remedy = "--image ADDRESS; launchers/sagemaker/endpoint/Dockerfile builds one"
             raise UserError.at("--image", "missing", remedy)
         service = Session().get_service_model("sagemaker")
         known = service.shape_for(self.types).enum
-        if o.instance_type not in known:
-            remedy = did_you_mean_word(o.instance_type, known)
-            raise UserError.at("--instance-type", f"there is no {o.instance_type}", remedy)
-        container = {"Image": o.image, "ModelDataUrl": f"s3://{s.bucket}/{self.key(name)}"}
-        model = {"ModelName": name, "PrimaryContainer": container, "ExecutionRoleArn": s.role}
-        if s.subnets:
-            model["VpcConfig"] = {"Subnets": s.subnets, "SecurityGroupIds": s.security_groups}
+        if options.instance_type not in known:
+            remedy = did_you_mean_word(options.instance_type, known)
+            raise UserError.at("--instance-type", f"there is no {options.instance_type}", remedy)
+        container = {
+            "Image": options.image,
+            "ModelDataUrl": f"s3://{launcher.bucket}/{self.key(name)}",
+        }
+        model = {
+            "ModelName": name,
+            "PrimaryContainer": container,
+            "ExecutionRoleArn": launcher.role,
+        }
+        if launcher.subnets:
+            model["VpcConfig"] = {
+                "Subnets": launcher.subnets,
+                "SecurityGroupIds": launcher.security_groups,
+            }
         documents = {"create_model": model, **self.use(name)}
         for operation, body in documents.items():
             shape = service.operation_model(operation.title().replace("_", "")).input_shape
@@ -83,8 +94,8 @@ class HostedEndpoint(Platform[SageMakerLauncher]):
 
     def use(self, name: str) -> dict[str, dict[str, Any]]:
         """What uses the model."""
-        o = self.options
-        size = {"InstanceType": o.instance_type, "InitialInstanceCount": o.instances}
+        options = self.options
+        size = {"InstanceType": options.instance_type, "InitialInstanceCount": options.instances}
         variants = [{"VariantName": "model", "ModelName": name, **size}]
         return {
             "create_endpoint_config": {"EndpointConfigName": name, "ProductionVariants": variants}
@@ -171,16 +182,19 @@ class Transform(HostedEndpoint):
         self.options.job = secrets.token_hex(4)  # a job's name can be used only once
 
     def use(self, name: str) -> dict[str, dict[str, Any]]:
-        o = self.options
-        if not all(str(address).startswith("s3://") for address in (o.input, o.output)):
+        options = self.options
+        if not all(str(address).startswith("s3://") for address in (options.input, options.output)):
             raise UserError.at("--input, --output", "must be in S3", "s3://BUCKET/FOLDER")
-        source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": o.input}}
+        source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": options.input}}
         job = {
             "TransformJobName": name,
             "ModelName": name,
             "TransformInput": {"DataSource": source, "ContentType": "application/x-image"},
-            "TransformOutput": {"S3OutputPath": o.output},
-            "TransformResources": {"InstanceType": o.instance_type, "InstanceCount": o.instances},
+            "TransformOutput": {"S3OutputPath": options.output},
+            "TransformResources": {
+                "InstanceType": options.instance_type,
+                "InstanceCount": options.instances,
+            },
             "MaxPayloadInMB": 32,
         }
         return {"create_transform_job": job}

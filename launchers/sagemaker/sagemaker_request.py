@@ -94,65 +94,70 @@ class SageMakerRequest:
 
     def body(self, region: str | None = None) -> dict[str, Any]:
         """The arguments of `create_training_job`; `region` is that of the job and its secrets."""
-        s = self.settings
+        settings = self.settings
         size = self.spec.resources
         attempt = self.spec.attempt
-        resources: dict[str, Any] = {"VolumeSizeInGB": s.volume_gb}
-        if s.instance_groups:
+        resources: dict[str, Any] = {"VolumeSizeInGB": settings.volume_gb}
+        if settings.instance_groups:
             resources["InstanceGroups"] = [
                 {
                     "InstanceGroupName": name,
                     "InstanceType": group["instance_type"],
                     "InstanceCount": group.get("count", 1),
                 }
-                for name, group in s.instance_groups.items()
+                for name, group in settings.instance_groups.items()
             ]
         else:
-            hosts = {"InstanceType": s.instance_type, "InstanceCount": size.num_nodes}
+            hosts = {"InstanceType": settings.instance_type, "InstanceCount": size.num_nodes}
             resources = hosts | resources
         output: dict[str, Any] = {"S3OutputPath": self.uri(f"{self.key}/output")}
-        if s.kms_key:
-            resources["VolumeKmsKeyId"] = output["KmsKeyId"] = s.kms_key
-        if s.keep_alive:
-            resources["KeepAlivePeriodInSeconds"] = s.keep_alive
-        if s.training_plan:
-            resources["TrainingPlanArn"] = s.training_plan
-        stopping = {"MaxRuntimeInSeconds": s.walltime}
-        if s.spot:
-            stopping["MaxWaitTimeInSeconds"] = s.max_wait or min(2 * s.walltime, LONGEST_WAIT)
+        if settings.kms_key:
+            resources["VolumeKmsKeyId"] = output["KmsKeyId"] = settings.kms_key
+        if settings.keep_alive:
+            resources["KeepAlivePeriodInSeconds"] = settings.keep_alive
+        if settings.training_plan:
+            resources["TrainingPlanArn"] = settings.training_plan
+        stopping = {"MaxRuntimeInSeconds": settings.walltime}
+        if settings.spot:
+            stopping["MaxWaitTimeInSeconds"] = settings.max_wait or min(
+                2 * settings.walltime, LONGEST_WAIT
+            )
         bundle = {"path": self.uri(self.bundle_key).rpartition("/")[0] + "/"}
-        channels = [channel(*each) for each in ({BUNDLE: bundle} | s.inputs).items()]
-        tags = {"distdl:run": self.tag, **s.tags}
+        channels = [channel(*each) for each in ({BUNDLE: bundle} | settings.inputs).items()]
+        tags = {"distdl:run": self.tag, **settings.tags}
         body: dict[str, Any] = {
             "TrainingJobName": self.name,
             "AlgorithmSpecification": {
-                "TrainingImage": s.image,
+                "TrainingImage": settings.image,
                 "TrainingInputMode": "File",
                 "ContainerEntrypoint": ["sh", "-c", ENTRY, "distdl"],
                 "ContainerArguments": f"--devices {size.devices} --attempt {attempt}".split(),
             },
-            "RoleArn": s.role,
+            "RoleArn": settings.role,
             "InputDataConfig": channels,
             "OutputDataConfig": output,
             "CheckpointConfig": {"S3Uri": self.uri(self.store_key), "LocalPath": STORE},
             "ResourceConfig": resources,
             "StoppingCondition": stopping,
-            "EnableManagedSpotTraining": s.spot,
-            "Environment": self.environment(region or s.region),
+            "EnableManagedSpotTraining": settings.spot,
+            "Environment": self.environment(region or settings.region),
             "Tags": [{"Key": key, "Value": str(value)} for key, value in tags.items()],
         }
-        if s.metrics:
+        if settings.metrics:
             body["AlgorithmSpecification"]["MetricDefinitions"] = [
-                {"Name": name, "Regex": pattern} for name, pattern in s.metrics.items()
+                {"Name": name, "Regex": pattern} for name, pattern in settings.metrics.items()
             ]
-        if s.network_isolation:
+        if settings.network_isolation:
             body["EnableNetworkIsolation"] = True
-        if s.subnets:
-            body["VpcConfig"] = {"Subnets": s.subnets, "SecurityGroupIds": s.security_groups}
-        if s.encrypt_traffic:
+        if settings.subnets:
+            body["VpcConfig"] = {
+                "Subnets": settings.subnets,
+                "SecurityGroupIds": settings.security_groups,
+            }
+        if settings.encrypt_traffic:
             body["EnableInterContainerTrafficEncryption"] = True
-        if s.retries:
-            body["RetryStrategy"] = {"MaximumRetryAttempts": s.retries}
+        if settings.retries:
+            body["RetryStrategy"] = {"MaximumRetryAttempts": settings.retries}
         return body
 
     def environment(self, region: str | None) -> dict[str, str]:

@@ -31,21 +31,23 @@ ROLES = {
 
 def resources(settings: ProvisionSettings) -> list[Resource]:
     """All resources; each comes after those that it needs."""
-    s = settings
     ids = Ids(settings)
-    return [
-        Resource("resource group", ids.group, "2024-03-01", {"location": s.location}),
-        *(network(ids, s) if s.private else ()),
-        *accounts(ids, s),
-        *(insights(ids, s) if s.insights.create else ()),
-        *storage(ids, s),
-        *(dependencies(ids, s) if s.private else ()),
-        workspace(ids, s),
-        *(endpoint(ids, s, ids.workspace, "amlworkspace", *ML_ZONES) if s.private else ()),
-        *datastores(ids),
-        *roles(ids, s),
-        *clusters(ids, s),
-    ]
+    found = [Resource("resource group", ids.group, "2024-03-01", {"location": settings.location})]
+    if settings.private:
+        found += network(ids, settings)
+    found += accounts(ids, settings)
+    if settings.insights.create:
+        found += insights(ids, settings)
+    found += storage(ids, settings)
+    if settings.private:
+        found += dependencies(ids, settings)
+    found.append(workspace(ids, settings))
+    if settings.private:
+        found += endpoint(ids, settings, ids.workspace, "amlworkspace", *ML_ZONES)
+    found += datastores(ids)
+    found += roles(ids, settings)
+    found += clusters(ids, settings)
+    return found
 
 
 def internet(settings: ProvisionSettings) -> str:

@@ -54,22 +54,23 @@ class Ids:
     """The ARM paths of all resources, from given or generated names."""
 
     def __init__(self, settings: ProvisionSettings) -> None:
-        s = settings
-        self.subscription = f"/subscriptions/{s.subscription or UNKNOWN_SUBSCRIPTION}"
-        self.group = f"{self.subscription}/resourceGroups/{s.resource_group}"
+        self.subscription = f"/subscriptions/{settings.subscription or UNKNOWN_SUBSCRIPTION}"
+        self.group = f"{self.subscription}/resourceGroups/{settings.resource_group}"
         account = "Microsoft.Storage/storageAccounts"
-        self.data = self.of(account, s.unique_name(s.storage.data, "data", 24))
-        self.results = self.of(account, s.unique_name(s.storage.results, "res", 24))
-        self.vault = self.of("Microsoft.KeyVault/vaults", s.unique_name(s.key_vault, "kv", 24))
-        self.registry = self.of(REGISTRIES, s.unique_name(s.registry.name, "cr", 50))
-        insights = settings.insights.name or f"{s.workspace}-insights"
+        self.data = self.of(account, settings.unique_name(settings.storage.data, "data", 24))
+        self.results = self.of(account, settings.unique_name(settings.storage.results, "res", 24))
+        self.vault = self.of(
+            "Microsoft.KeyVault/vaults", settings.unique_name(settings.key_vault, "kv", 24)
+        )
+        self.registry = self.of(REGISTRIES, settings.unique_name(settings.registry.name, "cr", 50))
+        insights = settings.insights.name or f"{settings.workspace}-insights"
         self.insights = self.of("Microsoft.Insights/components", insights)
-        logs = settings.insights.logs or f"{s.workspace}-logs"
+        logs = settings.insights.logs or f"{settings.workspace}-logs"
         self.logs = self.of("Microsoft.OperationalInsights/workspaces", logs)
-        self.identity = self.of(IDENTITIES, s.identity or f"{s.workspace}-jobs")
+        self.identity = self.of(IDENTITIES, settings.identity or f"{settings.workspace}-jobs")
         networks = f"{NETWORK}/virtualNetworks"
-        self.network = self.of(networks, s.network.name or f"{s.workspace}-vnet")
-        self.workspace = self.of(f"{ML}/workspaces", s.workspace)
+        self.network = self.of(networks, settings.network.name or f"{settings.workspace}-vnet")
+        self.workspace = self.of(f"{ML}/workspaces", settings.workspace)
 
     def of(self, kind: str, name: str) -> str:
         return f"{self.group}/providers/{kind}/{name}"
