@@ -333,6 +333,7 @@ class Checkpointer(Callback, Decides):
         checkpoint[KEY] = {
             "epoch": self.position.epoch,
             "consumed": self.position.consumed,
+            "batch_sizes": [*self.position.sizes],
             "global_batch_size": self.global_batch_size,
             "samples_per_batch": self.samples_per_batch,
             "rates": self.rates,
@@ -365,6 +366,7 @@ class Checkpointer(Callback, Decides):
             return
         self.position.epoch = loaded["epoch"]
         self.position.consumed = loaded["consumed"]
+        self.position.sizes = [(start, size) for start, size in loaded.get("batch_sizes", ())]
         if "loaders" in loaded:
             states = loaded["loaders"]
             rank = trainer.global_rank

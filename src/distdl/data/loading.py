@@ -188,7 +188,8 @@ def distribute(
     depend on seed and epoch alone (`Drawn`). A subclass is created again with its own arguments.
 
     Training uses `TrainBatches`, which start at `position` and drop an incomplete last global
-    batch, even with `drop_last=False`: uneven ranks hang DDP. With several training loaders, a
+    batch, even with `drop_last=False`: uneven ranks hang DDP. A dataset with `groups`
+    (`distdl.data.sampling.Groups`) gets its batches by group. With several training loaders, a
     resume in the middle of an epoch restarts the epoch (with a warning).
 
     Evaluation with `source.exact_evaluation = True` uses `EvalBatches`: every sample counts once.
@@ -319,6 +320,7 @@ class _Share:
             resume=resume,
             dataset=ordered,
             batched=sampler.batched,
+            groups=getattr(loader.dataset, "groups", None) if sampler.by_torch else None,
         )
 
     def _evaluate(self, loader: DataLoader[Any], sampler: _Sampling) -> EvalBatches:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler, SequentialSampler
 
+from distdl.datasets.order import by_group
 from distdl.util.errors import UserError
 from distdl.util.seeds import stable_seed
 
@@ -36,6 +37,8 @@ class TrainPosition:
         samples: Samples of one step, over all ranks; None: unknown.
         predicted: Samples, over all ranks, for which an interrupted prediction has stored rows.
         has_states: The checkpoint has this rank's states of the loaders that save their own.
+        sizes: Global batches of this epoch, where they are made by group: from which sample on they
+            had how many samples. One pair, unless a resume has changed the size.
     """
 
     epoch: int = 0
@@ -44,6 +47,7 @@ class TrainPosition:
     samples: int | None = None
     predicted: int = 0
     has_states: bool = False
+    sizes: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Ordered(Protocol):
@@ -62,12 +66,29 @@ class Ordered(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Samples that go into batches by group, such as images by their shape.
+
+    Args:
+        of_sample: The group of each sample, a number from 0, [N].
+        ends: Returns where the windows of an epoch's order end (`order.by_group`); None: it has
+            none. Takes seed and epoch.
+    """
+
+    of_sample: np.ndarray[Any, Any]
+    ends: Callable[[int, int], Sequence[int]] | None = None
+
+
 class TrainBatches(Sampler[list[SampleKey]]):
     """Training batches of one rank: only full ones, and the same number on every rank.
 
     The order of an epoch depends on (seed, epoch) alone, or comes from the dataset. A global batch
     is the next `batch_size * world_size` samples, and rank r takes the r-th slice: with the same
     global batch size any world size sees the same batches. An incomplete last batch is dropped.
+
+    With `groups` a global batch is of one group. Their order then depends on the global batch size,
+    too: after a resume with another one, the samples that are left are grouped again.
 
     `iter()` reads `position` when it is called, and does no work for the samples that it skips.
 
@@ -82,6 +103,7 @@ class TrainBatches(Sampler[list[SampleKey]]):
         dataset: Gives the order if `shuffle` is True; its `reached` is called. None: shuffle all.
         batched: The items of the order are batches, and each rank takes every `world_size`-th.
             "Samples" above then means batches, and `batch_size` is 1.
+        groups: Shuffled samples are put into batches by these; None: as they come.
 
     Raises:
         UserError: If there are fewer samples than one global batch.
@@ -100,10 +122,12 @@ class TrainBatches(Sampler[list[SampleKey]]):
         resume: bool = True,
         dataset: Ordered | None = None,
         batched: bool = False,
+        groups: Groups | None = None,
     ) -> None:
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.batched = batched
+        self.groups = groups if shuffle else None
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
@@ -136,7 +160,7 @@ class TrainBatches(Sampler[list[SampleKey]]):
         return self._batches(self.position.epoch, consumed)
 
     def _batches(self, epoch: int, consumed: int) -> Iterator[list[SampleKey]]:
-        self._current = order = self._order(epoch)
+        self._current = order = self._grouped(self._order(epoch), epoch, consumed)
         # After a resume with another global batch, `consumed` may not be a multiple of it.
         remaining = len(order) // self.global_batch - math.ceil(consumed / self.global_batch)
         stop = consumed + remaining * self.global_batch
@@ -154,6 +178,26 @@ class TrainBatches(Sampler[list[SampleKey]]):
         first = self.position.consumed + self.rank * self.batch_size
         rows = self._current[first : first + self.batch_size].tolist()
         return list(rows[0]) if self.batched and rows else rows
+
+    def _grouped(
+        self, order: np.ndarray[Any, Any], epoch: int, consumed: int
+    ) -> np.ndarray[Any, Any]:
+        """The order by groups; notes the size of its batches in `position`."""
+        if self.groups is None:
+            return order
+        # One that begins here has not made a batch.
+        sizes = [(start, size) for start, size in self.position.sizes if start < consumed]
+        if not sizes:
+            sizes.append((0, self.global_batch))
+        elif sizes[-1][1] != self.global_batch:
+            sizes.append((consumed, self.global_batch))
+        self.position.sizes = sizes
+        ends = self.groups.ends(self.seed, epoch) if self.groups.ends else ()
+        for start, size in sizes:
+            left = [end - start for end in ends if end > start]
+            regrouped = by_group(order[start:], self.groups.of_sample, size, left)
+            order = np.concatenate([order[:start], regrouped])
+        return order
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         if not self.shuffle:

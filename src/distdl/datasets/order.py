@@ -11,6 +11,7 @@ import ctypes
 import multiprocessing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,11 @@ class Windows:
             parts.append(random.permutation(rows))
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
+    def ends(self, seed: int, epoch: int) -> list[int]:
+        """Where each window ends: samples from the start of the epoch."""
+        samples = np.array(self.samples, np.int64)
+        return np.cumsum([samples[w].sum() for w in self.shards(seed, epoch)]).tolist()
+
     def next_uses(self, seed: int, epoch: int, position: int) -> Array:
         """When each shard is next needed: samples from the start of `epoch`, int64 [shards].
 
@@ -86,6 +92,46 @@ class Windows:
 def _random(seed: int, epoch: int, purpose: int) -> np.random.RandomState:
     parts = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch, purpose]
     return np.random.RandomState(np.array(parts, np.uint32))
+
+
+def by_group(order: Array, groups: Array, size: int, ends: Sequence[int] = ()) -> Array:
+    """`order`, changed so that `size` samples in a row, from the start, are of one group.
+
+    A batch of a group takes the place of its last sample. What the groups leave over is pooled into
+    mixed batches, which come last; with `ends`, at the end of each window of `order`, where fewer
+    than `size` samples go over into the next one, and no further. Each sample occurs once.
+
+    Args:
+        order: Sample indices, int64 [N].
+        groups: The group of each sample, a number from 0.
+        size: Samples of a batch, over all ranks.
+        ends: Where windows of `order` end; (): it is one window.
+    """
+    parts, carried = [], order[:0]
+    for start, end in pairwise([0, *ends] if ends else [0, len(order)]):
+        window = np.concatenate([carried, order[start:end]])
+        batches = _of_one_group(groups[window], size)
+        rest = np.ones(len(window), bool)
+        rest[batches] = False
+        if rest[: len(carried)].any() and rest.sum() < size and len(batches):
+            # They would wait for one more window: the last batch of a group goes into the pool.
+            rest[batches[-1]] = True
+            batches = batches[:-1]
+        pooled = window[rest]
+        whole = len(pooled) // size * size
+        parts += [window[batches.reshape(-1)], pooled[:whole]]
+        carried = pooled[whole:]
+    return np.concatenate([*parts, carried])
+
+
+def _of_one_group(groups: Array, size: int) -> Array:
+    """Batches of one group, in the order of their last samples: places in `groups`, [B, size]."""
+    batches = [np.empty((0, size), np.int64)]
+    for group in np.unique(groups):
+        places = np.flatnonzero(groups == group)
+        batches.append(places[: len(places) // size * size].reshape(-1, size))
+    full = np.concatenate(batches)
+    return full[np.argsort(full[:, -1])]
 
 
 def by_first_use(shard_of: Array, order: Array) -> Array:

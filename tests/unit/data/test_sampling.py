@@ -1,12 +1,15 @@
 """The samplers' promises, over many sizes, ranks and points of a kill."""
 
 import math
+from collections import Counter
+from itertools import pairwise
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distdl.data.sampling import EvalBatches, TrainBatches, TrainPosition
-from distdl.datasets.order import Windows
+from distdl.data.sampling import EvalBatches, Groups, TrainBatches, TrainPosition
+from distdl.datasets.order import Windows, by_group
 from distdl.util.seeds import stable_seed
 from tests.prepared import refusal
 
@@ -84,6 +87,9 @@ class Remote:
     def order(self, seed, epoch):
         return self.windows.order(seed, epoch) if self.windows.applies(epoch) else None
 
+    def ends(self, seed, epoch):
+        return self.windows.ends(seed, epoch) if self.windows.applies(epoch) else ()
+
     def reached(self, seed, epoch, place, order):
         self.positions.append(place)
 
@@ -121,3 +127,77 @@ def test_killed_anywhere_and_resumed_at_any_size_the_order_is_the_same(data, see
             tail = 2 if batch != last else tail
     assert seen == order[: len(seen)]
     assert len(order) - len(seen) < tail * last
+
+
+def groups_of(samples, seed, data=None):
+    """Some groups, of which one is rare."""
+    random = np.random.default_rng(seed)
+    ends = data.ends if data else None
+    return Groups(random.choice(4, samples, p=(0.6, 0.25, 0.13, 0.02)), ends)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.integers(1, 300) | REMOTE, SEEDS, st.sampled_from((1, 2, 4, 12)))
+def test_a_global_batch_is_of_one_group_at_any_number_of_ranks(data, seed, size):
+    """What the groups leave over, of each window fewer than a batch per group, comes last in it."""
+    dataset = data if isinstance(data, Remote) else None
+    samples, epoch = len(dataset) if dataset else data, seed % 3
+    groups = groups_of(samples, seed, dataset)
+    options = {"seed": seed, "dataset": dataset, "groups": groups}
+    if samples < size:
+        return
+    one = global_batches(samples, size, 1, TrainPosition(epoch), **options)
+    for world in (world for world in (2, 3, 4) if size % world == 0):
+        at = TrainPosition(epoch)
+        assert global_batches(samples, size // world, world, at, **options) == one
+    order = global_batches(samples, 1, 1, TrainPosition(epoch), **options | {"groups": None})
+    order = [index for (index,) in order]
+    seen = Counter(index for step in one for index in step)
+    assert max(seen.values()) == 1
+    assert seen.total() == samples // size * size
+    plain = dataset is None or not dataset.windows.applies(epoch)
+    ends = [samples] if plain else dataset.windows.ends(seed, epoch)
+    mixed = [step for step in one if len({int(groups.of_sample[i]) for i in step}) > 1]
+    assert len(mixed) <= 4 * len(ends)
+    if plain:
+        assert one[len(one) - len(mixed) :] == mixed
+    place = {index: number for number, index in enumerate(order)}
+    if min(np.diff([0, *ends])) < size:
+        return
+    for start, end in pairwise([0, *ends]):  # nothing waits for the end of the window after next
+        late = [i for step in one[end // size :] for i in step if place[i] < start]
+        assert not late, (late, start, end)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.integers(1, 200) | REMOTE, SEEDS, st.lists(ATTEMPT, max_size=4), SIZES)
+def test_killed_anywhere_and_resumed_at_any_size_each_group_goes_on(data, seed, attempts, last):
+    """At one global batch size the batches are those of a run that nobody has killed; with others
+    no sample is lost or repeated, but for the tails."""
+    dataset = data if isinstance(data, Remote) else None
+    samples, epoch = len(dataset) if dataset else data, seed % 4
+    last = min(last, samples)
+    options = {"seed": seed, "dataset": dataset, "groups": groups_of(samples, seed, dataset)}
+    undisturbed = global_batches(samples, last, 1, TrainPosition(epoch), **options)
+    position, seen, same = TrainPosition(epoch), [], True
+    for batch, world, steps in [*attempts, (last, 1, samples)]:
+        batch = batch or last
+        if batch > samples or batch % world:
+            continue
+        rest = global_batches(samples, batch // world, world, position, **options)[:steps]
+        assert batch == last or all(len(step) == batch for step in rest)
+        same &= batch == last or not rest
+        seen += rest
+        # As a checkpoint keeps it: the resumed run has an object of its own.
+        consumed = position.consumed + sum(map(len, rest))
+        position = TrainPosition(epoch, consumed, sizes=[*position.sizes])
+    flat = [index for step in seen for index in step]
+    assert len(flat) == len({*flat})
+    assert samples - len(flat) < 2 * 16
+    if same:
+        assert seen == undisturbed
+
+
+def test_what_is_left_over_is_pooled_at_the_end():
+    order, groups = np.array([4, 2, 7, 0, 1, 6, 3, 5]), np.array([0, 1, 0, 0, 0, 1, 1, 2])
+    assert by_group(order, groups, 2).tolist() == [4, 2, 1, 6, 0, 3, 7, 5]
