@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from distdl.datasets.cache import REMEDY, Cache, Evictable
-from distdl.datasets.format import MANIFEST, File, Manifest, Split, load_index
+from distdl.datasets.format import MANIFEST, ROW, File, Manifest, Split, load_index
 from distdl.stores import PATIENCE, Absent, Store, StoreError, is_remote, open_store
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import NoRoom, UserError
@@ -24,6 +24,7 @@ from distdl.util.wording import plural
 QUICK = 10.0  # seconds to wait for a server if a kept manifest can replace its answer
 AGAIN = "copy or prepare the data set again"
 MOST_OPEN = 256  # shards that a process keeps open: the usual limit is 1,024 files
+IMAGE, RECORD = "", "record_"  # what the columns of an index begin with
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class DataSet:
                 raise UserError.at("data.root", what, AGAIN)
             cache.drop(file)  # it was intact when it was downloaded
             data = cache.fetch(file).read_bytes()
-        return load_index(data, str(path))
+        return load_index(data, str(path), self.manifest.row)
 
     def split(self, name: str) -> Split:
         if name not in self.manifest.splits:
@@ -126,7 +127,7 @@ def _data_set(text: bytes, store: Store, note: str = "") -> DataSet:
 
 
 class Shards:
-    """The samples of one split, as bytes.
+    """The samples of one split, as bytes: their images, and their records if they have some.
 
     A sample is compared with its sha256 when it is first read, and again if its file has changed
     since. Only intact samples are remembered, so damage is found in each epoch. The memory of them
@@ -152,7 +153,8 @@ class Shards:
         self.evictable = evictable
         self.rows = data.index(split, cache)
         # For each sample, the file state in which it was found intact; 0: none yet.
-        self._intact = multiprocessing.RawArray(ctypes.c_uint32, len(self.rows))
+        count, parts = len(self.rows), parts_of(data.manifest)
+        self._intact = {p: multiprocessing.RawArray(ctypes.c_uint32, count) for p in parts}
         self._lost: UserError | None = None
         self._open: OrderedDict[int, int] = OrderedDict()
         refuse_misfit(self.rows, data, split)
@@ -167,39 +169,49 @@ class Shards:
         return self.split.shards[self.rows["shard"][index]]
 
     def read(self, index: int) -> bytes:
-        """The bytes of a sample. A damaged shard in the cache is downloaded again.
+        """The encoded image of a sample. A damaged shard in the cache is downloaded again.
 
         Raises:
             ValueError: The sample does not fit the index, and its shard cannot be repaired.
             UserError: The shard is missing, or cannot be downloaded.
         """
-        row = self.rows[index]
-        handle = self._handle(int(row["shard"]))
+        return self._read(index, IMAGE)
+
+    def record(self, index: int) -> bytes:
+        """The record of a sample; raises as `read` does."""
+        return self._read(index, RECORD)
+
+    def _read(self, index: int, part: str) -> bytes:
+        handle, intact = self._handle(int(self.rows["shard"][index])), self._intact[part]
         before = _state(handle)
-        data = os.pread(handle, int(row["bytes"]), int(row["offset"]))
+        data = self._pread(handle, index, part)
         same = _state(handle) == before
-        if same and self._intact[index] == before and len(data) == row["bytes"]:
+        length: int = self.rows[f"{part}bytes"][index]
+        if same and intact[index] == before and len(data) == length:
             return data
-        if self.is_intact(index, data):
+        if self.is_intact(index, data, part):
             if same:
-                self._intact[index] = before
+                intact[index] = before
             return data
-        if not self.repair(index):
+        if not self.repair(index, part):
             raise ValueError("its bytes are not those that were prepared: the shard is damaged")
-        return self.read(index)
+        return self._read(index, part)
 
-    def is_intact(self, index: int, data: bytes) -> bool:
-        return hashlib.sha256(data).digest() == self.rows["sha256"][index].tobytes()
+    def _pread(self, handle: int, index: int, part: str) -> bytes:
+        row = self.rows[index]
+        return os.pread(handle, int(row[f"{part}bytes"]), int(row[f"{part}offset"]))
 
-    def repair(self, index: int) -> bool:
+    def is_intact(self, index: int, data: bytes, part: str = IMAGE) -> bool:
+        return hashlib.sha256(data).digest() == self.rows[f"{part}sha256"][index].tobytes()
+
+    def repair(self, index: int, part: str = IMAGE) -> bool:
         """If the cached copy of a sample is damaged, drops its shard from the cache.
 
         The next read then downloads it again. Returns whether the copy was damaged.
         """
-        row = self.rows[index]
-        number = int(row["shard"])
-        data = os.pread(self._handle(number), int(row["bytes"]), int(row["offset"]))
-        if self.cache is None or self.is_intact(index, data):
+        number = int(self.rows["shard"][index])
+        data = self._pread(self._handle(number), index, part)
+        if self.cache is None or self.is_intact(index, data, part):
             return False
         path = self.cache.path(self.file(index))
         handle = self._open.pop(number)
@@ -257,6 +269,11 @@ class Shards:
             os.close(self._open.popitem(last=False)[1])
 
 
+def parts_of(manifest: Manifest) -> tuple[str, ...]:
+    """What is stored of a sample: its image, and in version 2 its record."""
+    return (IMAGE,) if manifest.row == ROW else (IMAGE, RECORD)
+
+
 def _state(handle: int) -> int:
     """A number, never 0, that changes when a file is replaced or written to; takes 1 us.
 
@@ -275,7 +292,7 @@ def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None
     shard = rows["shard"].astype(np.int64)
     counted = np.bincount(shard, minlength=len(described.shards)).tolist()
     labels = rows["label"]
-    beyond = labels[(labels < 0) | (labels >= classes)]
+    beyond = labels[(labels < 0) | (labels >= classes)] if data.manifest.row == ROW else labels[:0]
     if len(rows) != described.samples:
         misfit = f"holds {len(rows)} samples, {MANIFEST} lists {described.samples}"
     elif len(beyond):
@@ -285,7 +302,8 @@ def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None
         misfit = f"does not fit the shards of {MANIFEST}"
     else:
         sizes = np.array([each.bytes for each in described.shards], np.uint64)
-        if np.all(rows["offset"] + rows["bytes"] <= sizes[shard]):
+        ends = [rows[f"{p}offset"] + rows[f"{p}bytes"] for p in parts_of(data.manifest)]
+        if all(np.all(end <= sizes[shard]) for end in ends):
             return
         misfit = f"has bytes beyond the ends of {MANIFEST}'s shards"
     what = f"{data.store.uri}: the index of {split!r} {misfit}"

@@ -35,6 +35,13 @@ class SampleRecord:
         """
         return json.loads(content)
 
+    def refuse_other_image(self, annotation: Annotation, width: int, height: int) -> None:
+        """Called by `distdl prepare` with the size of the image in pixels, before `encode`.
+
+        Raises:
+            ValueError: The annotation is of an image of another size.
+        """
+
     def label(self, annotation: Annotation) -> int:
         """The number in the column "label" of the sample's row in the index. Called by `distdl
         prepare`; 0 if the domain has no use for it."""

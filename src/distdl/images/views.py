@@ -30,15 +30,7 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
     """
     name = config.get("decoder", "auto")
     augment = config.get("augment")
-    if name not in DECODERS:
-        yield Problem("decoder", f"is {name!r}", f"one of {', '.join(DECODERS)}")
-    elif local and name not in ("auto", "pil"):
-        package = "torchcodec" if name == "nvjpeg" else name
-        if not works(package):
-            wanted = "'torchcodec>=0.16'" if package == "torchcodec" else package
-            what = f"{name} needs the package {package}, which is not installed or does not load"
-            remedy = f"pip install {wanted}, or use an installed decoder: data.decoder=auto"
-            yield Problem("decoder", what, remedy)
+    yield from check_decoder(name, local)
     yield from Augment.check(augment)
     ops = augment if isinstance(augment, Mapping) else {}
     on_cpu = next((k for k, v in ops.items() if v and k != "horizontal_flip"), None)
@@ -47,6 +39,19 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
         yield Problem(f"augment.{on_cpu}", what, f"data.augment.{on_cpu}=null or data.decoder=auto")
     yield from Resizing.check(config.get("resize"))
     yield from _wrong_ranges(config)
+
+
+def check_decoder(name: object, local: bool = True) -> Iterable[Problem]:
+    """Problems of `decoder` of a data node."""
+    if name not in DECODERS:
+        yield Problem("decoder", f"is {name!r}", f"one of {', '.join(DECODERS)}")
+    elif local and isinstance(name, str) and name not in ("auto", "pil"):
+        package = "torchcodec" if name == "nvjpeg" else name
+        if not works(package):
+            wanted = "'torchcodec>=0.16'" if package == "torchcodec" else package
+            what = f"{name} needs the package {package}, which is not installed or does not load"
+            remedy = f"pip install {wanted}, or use an installed decoder: data.decoder=auto"
+            yield Problem("decoder", what, remedy)
 
 
 def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:

@@ -149,7 +149,7 @@ def test_of_a_store_one_shard_is_downloaded_or_all(check, shards, monkeypatch, e
         ((MANIFEST, b'"samples": 40', b'"samples": 39'), "{shards}", "40 samples, dataset.json"),
         ((MANIFEST, b'"samples": 8', b'"samples": 9'), "{shards}", "does not fit the shards"),
         ((MANIFEST, b"train-00000.tar", b"x/../evil"), "{shards}", "is not a name of a shard"),
-        ((MANIFEST, b'"version": 1', b'"version": 2'), "{shards}", "update distdl"),
+        ((MANIFEST, b'"version": 1', b'"version": 3'), "{shards}", "update distdl"),
         ((MANIFEST, b'"format"', b'"shape"'), "{shards}", "is not a manifest"),
         (("train-00001.tar", b"image_9", b""), "{shards}", "train-00001.tar has "),
         (("train.index.npy", b"NUMPY", b"numpy"), "{shards}", "is not the index"),

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
+
+from distdl.datasets.image_headers import MOST_PIXELS
+from distdl.domains.detection.augment import DetectionAugment
 from distdl.domains.detection.categories import Categories
 from distdl.domains.detection.metric import CocoMetric
-from distdl.domains.domain import Domain
+from distdl.domains.detection.record import DetectionRecord
+from distdl.domains.detection.views import DetectionView
+from distdl.domains.domain import Domain, View
+from distdl.domains.record import Annotation
+from distdl.images.views import check_decoder
+from distdl.util.errors import Problem
 
 
 class Detection(Domain):
-    """Images of any size, each with any number of objects.
+    """Images of any size, each with any number of objects. In a batch "image" is a list of uint8
+    [3, H, W], and "target" a list of dicts (`DetectionView`).
 
     Args:
         categories: Of the data; None: unknown, in a module or before the data are read.
@@ -20,6 +31,7 @@ class Detection(Domain):
     name = "detection"
     main_metric = "val/mask_ap"
     mode = "max"
+    record = DetectionRecord()
 
     def __init__(
         self,
@@ -28,6 +40,43 @@ class Detection(Domain):
     ) -> None:
         self.categories = categories
         self.keypoint_sigmas = None if keypoint_sigmas is None else tuple(keypoint_sigmas)
+
+    def check(self, node: Mapping[str, Any], *, local: bool = True) -> Iterable[Problem]:
+        """Problems of `decoder` and `augment` of a data node."""
+        yield from check_decoder(node.get("decoder", "auto"), local)
+        if node.get("decoder") == "nvjpeg":
+            what = "crops each image to one size on the GPU, and boxes are not cropped with it"
+            yield Problem("decoder", what, "data.decoder=auto")
+        yield from DetectionAugment.check(node.get("augment"))
+
+    def views(self, node: Mapping[str, Any]) -> tuple[View, View]:
+        """By `decoder`, `masks`, `keypoints`, `augment` and `max_pixels`. The data module, which
+        reads the data set, gives them its categories."""
+        augment = DetectionAugment(node.get("augment"))
+        return self._view(node, augment), self._view(node, None)
+
+    def _view(self, node: Mapping[str, Any], augment: DetectionAugment | None) -> DetectionView:
+        return DetectionView(
+            self.categories,
+            decoder=node.get("decoder", "auto"),
+            masks=node.get("masks", True),
+            keypoints=node.get("keypoints", False),
+            augment=augment,
+            max_pixels=node.get("max_pixels", MOST_PIXELS),
+        )
+
+    def sample(self, view: View, data: bytes, annotation: Annotation, epoch: int) -> dict[str, Any]:
+        return view(data, epoch, annotation)
+
+    def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """A batch: lists of "image", "target" and "damaged"; "weight" float32 [B], and "index"
+        int64 [B] if the samples have it."""
+        lists = [key for key in samples[0] if key not in ("weight", "index")]
+        batch: dict[str, Any] = {key: [sample[key] for sample in samples] for key in lists}
+        batch["weight"] = torch.tensor([float(s.get("weight", 1.0)) for s in samples])
+        if "index" in samples[0]:
+            batch["index"] = torch.tensor([int(s["index"]) for s in samples])
+        return batch
 
     def metric(self) -> CocoMetric:
         """COCO's numbers; of unknown categories none has been seen yet."""

@@ -182,7 +182,7 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
         if hashlib.sha256(content).hexdigest() != split.index.sha256:
             what = f"{split.index.name} is not the index that {MANIFEST} describes"
             raise UserError.at(store.uri, what, "copy or upload the data set again")
-        rows = load_index(content, f"{store.uri}/{split.index.name}")
+        rows = load_index(content, f"{store.uri}/{split.index.name}", data.manifest.row)
         refuse_misfit(rows, data, name)
         names = [shard.name for shard in split.shards]
         for shard in () if remote else split.shards:

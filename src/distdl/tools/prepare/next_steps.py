@@ -8,31 +8,38 @@ import shlex
 
 from distdl.tools.prepare.work import Preparation
 
-SPLITS = {"train": "training", "val": "validation"}
+NAMES = {"train": "training", "val": "validation", "test": "test"}
+# What trains on a data set, by the kind of its source.
+TRAIN = {"imagenet": "+experiment=resnet50_imagenet", "coco": "+experiment=maskrcnn_coco"}
 
 
 def print_next(options: argparse.Namespace, kind: str, work: Preparation) -> None:
     where = options.upload.partition("?")[0] if options.upload else str(options.to)
-    train = "+experiment=resnet50_imagenet" if kind == "imagenet" else "data=imagenet"
     classes = work.class_count()
     empty = work.empty_splits()
-    number = "" if classes == 1000 else f" data.num_classes={classes}"
+    usual = {"imagenet": 1000, "coco": 80}.get(kind, 1000)
+    number = "" if classes == usual else f" data.num_classes={classes}"
     print(f"check: python -m distdl data check {shlex.quote(where)}")
     for split in empty:
         damaged = work.damaged(split)
         state = f"all damaged ({damaged:,})" if damaged else "missing"
         remedy = "replace them, and prepare them into a new folder"
-        print(f"next:  no training yet: {SPLITS[split]} images are {state}")
+        print(f"next:  no training yet: {NAMES[split]} images are {state}")
         print(f"       {remedy if damaged else how_to_provide(split, kind)}")
+    root = override("data.root", where)
     if not empty:
-        print(f"next:  python -m distdl {train} {override('data.root', where)}{number}")
+        print(f"next:  python -m distdl {TRAIN.get(kind, 'data=imagenet')} {root}{number}")
+    if work.has_test():
+        print(f"       python -m distdl resume RUN task=predict {root} data.predict_split=test")
 
 
 def how_to_provide(split: str, kind: str) -> str:
     """How to provide images for a split that is empty in the source."""
+    if kind == "coco":
+        return f"name its annotation file: --{split} JSON, and prepare all splits into a new folder"
     if kind not in ("tfrecord", "parquet"):
         return f"the source must give samples whose split is {split}"
-    other = SPLITS[split]
+    other = NAMES[split]
     return (
         f"name the files that hold them {other}-*, or put them into a folder {other}/ "
         "(or --split, for all files), and prepare both splits into one new folder"

@@ -13,16 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from distdl.datasets.format import SPLITS
 from distdl.stores.files import readable
 from distdl.tools.prepare import shard_plan as plans
 from distdl.tools.prepare.images import Treatment
-from distdl.tools.prepare.next_steps import SPLITS, how_to_provide, print_next
+from distdl.tools.prepare.next_steps import NAMES, how_to_provide, print_next
 from distdl.tools.prepare.shard_plan import Part, ShardPlan
 from distdl.tools.prepare.source import Source
 from distdl.tools.prepare.work import Preparation
 from distdl.tools.prepare.writers import Result, Writer
 from distdl.util.errors import UserError
 from distdl.util.progress_bar import Bar, duration, size
+from distdl.util.screen import escaped
 from distdl.util.wording import first_few
 
 
@@ -71,8 +73,9 @@ def run(options: argparse.Namespace, module: ModuleType) -> None:
             with Bar("reading headers") as bar:
                 plan = plans.make(source, work.settings, bar)
             # A source of the user's may lack it.
-            if left_out := getattr(source, "left_out", None):
-                print(*(f"note: {line}" for line in left_out.lines()), sep="\n")
+            left_out, notes = getattr(source, "left_out", None), getattr(source, "notes", [])
+            for line in [*(left_out.lines() if left_out else ()), *notes]:
+                print(escaped(f"note: {line}"))
         describe(plan, options, treatment)
         if options.dry_run:
             print("nothing was written (--dry-run)")
@@ -120,16 +123,19 @@ def check(options: argparse.Namespace, treatment: Treatment) -> None:
 def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment) -> None:
     """Prints what will be written."""
     kind = plan.settings["source"]["kind"]
-    print(f"{kind}: {options.source}, {counted(len(plan.classes), 'class', 'classes')}")
+    one, several = ("category", "categories") if plan.contents else ("class", "classes")
+    print(f"{kind}: {options.source}, {counted(len(plan.classes), one, several)}")
     empty = []
     for split in SPLITS:
         parts = [part for part in plan.parts if part.split == split]
+        if not parts and split == "test":
+            continue
         images = sum(len(part.samples) for part in parts)
         shards = f"  {counted(len(parts), 'shard')}" if options.format == "shards" else ""
         length = size(sum(part.bytes for part in parts))
         print(f"  {split:5}  {counted(images, 'image'):>16}  {length:>8}{shards}")
         if not parts:
-            empty.append(f"no {SPLITS[split]} images: {how_to_provide(split, kind)}")
+            empty.append(f"no {NAMES[split]} images: {how_to_provide(split, kind)}")
     print(*empty, f"images: {treatment}", sep="\n")
     workers = counted(options.workers, "process", "processes")
     print(f"to {options.to} ({options.format}), by {workers}")

@@ -6,16 +6,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distdl.datasets.format import BLOCK
+from distdl.datasets.format import BLOCK, SPLITS
 from distdl.datasets.image_files import EXTENSIONS
-from distdl.tools.prepare.source import Progress, Sample, Source
+from distdl.tools.prepare.source import Progress, Sample, Source, record_of
 from distdl.util.atomic_files import atomic_file
 
 MB = 10**6
@@ -26,7 +26,7 @@ KEY_LENGTH = 80
 class Part:
     """The unit of work: one shard's pairs of key and sample, in order.
 
-    `number` counts from 0 within the split, "train" or "val".
+    `number` counts from 0 within the split.
     """
 
     split: str
@@ -45,22 +45,30 @@ class Part:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """All parts, training first, and the settings (source and options) that determine them."""
+    """All parts, training first, and the settings (source and options) that determine them.
+
+    `contents` are those of an `Annotated` source, and its "domain"; {}: images with labels.
+    """
 
     settings: dict[str, Any]
     classes: list[str]
     parts: list[Part]
+    contents: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
+        named = {"classes": self.classes, **self.contents} if self.contents else self.classes
         with atomic_file(path) as file:
-            for line in chain((self.settings, self.classes), map(_packed, self.parts)):
+            for line in chain((self.settings, named), map(_packed, self.parts)):
                 file.write(json.dumps(line).encode() + b"\n")
 
     @classmethod
     def load(cls, path: Path) -> ShardPlan:
         with path.open(encoding="utf-8") as file:
-            settings, classes = json.loads(next(file)), json.loads(next(file))
-            return cls(settings, classes, [_unpacked(json.loads(line)) for line in file])
+            settings, named = json.loads(next(file)), json.loads(next(file))
+            contents = named if isinstance(named, dict) else {"classes": named}
+            classes = contents.pop("classes")
+            parts = [_unpacked(json.loads(line)) for line in file]
+            return cls(settings, classes, parts, contents)
 
 
 def settings_of(path: Path) -> dict[str, Any]:
@@ -70,20 +78,22 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 
 def make(source: Source, settings: dict[str, Any], progress: Progress) -> ShardPlan:
-    """Scans the source, shuffles the training samples and cuts both splits into shards.
+    """Scans the source, shuffles the training samples and cuts all splits into shards.
 
     Training samples are stored in random order, so that reading shards one after the other gives
-    mixed classes. Validation keeps the source's order. `settings` has "seed" and "shard_mb", the
+    mixed classes. Other splits keep the source's order. `settings` has "seed" and "shard_mb", the
     size of a shard in MB, before images are changed.
     """
-    splits: dict[str, list[tuple[str, Sample]]] = {"train": [], "val": []}
+    splits: dict[str, list[tuple[str, Sample]]] = {split: [] for split in SPLITS}
     keys = {split: Keys() for split in splits}
     for sample in source.scan(progress):
         splits[sample.split].append((keys[sample.split].make(sample.name), sample))
     splits["train"] = shuffled(splits["train"], settings["seed"], blocks=source.in_blocks)
     size = settings["shard_mb"] * MB
     parts = [part for split, samples in splits.items() for part in cut(split, samples, size)]
-    return ShardPlan(settings, source.classes, parts)
+    record = record_of(source)
+    contents = {} if record is None else {"domain": record.domain, **source.contents}  # type: ignore[attr-defined]
+    return ShardPlan(settings, source.classes, parts, contents)
 
 
 def shuffled(

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from distdl.datasets.image_files import EXTENSIONS, is_image
 from distdl.datasets.left_out import NO_IMAGE, LeftOut
+from distdl.domains.record import Annotation, SampleRecord
 from distdl.stores.walking import walk_once
 from distdl.util.errors import Unfinished
 
@@ -27,6 +28,7 @@ KINDS = {
         "distdl.tools.prepare.tfrecord",
         "TFRecords of tf.train.Example, like Inception's",
     ),
+    "coco": ("distdl.tools.prepare.coco", "COCO, or a set in its format: boxes, masks, keypoints"),
     "parquet": ("distdl.tools.prepare.parquet", "Parquet with encoded images, also Petastorm's"),
 }
 
@@ -47,7 +49,11 @@ class Sample:
 
 
 class Source(Protocol):
-    """Images with labels, in any form. It is pickled to the processes that read it."""
+    """Images with labels, in any form. It is pickled to the processes that read it.
+
+    A source of another domain than classification is an `Annotated` one. `notes`, which a source
+    may have, are lines for the user, complete at the end of `scan`.
+    """
 
     kind: str
     # Names by label; complete at the end of `scan`.
@@ -85,6 +91,29 @@ class Source(Protocol):
         called before `scan`, and must be cheap.
         """
         ...
+
+
+class Annotated(Source, Protocol):
+    """Images of which more is known than a label: each gets a record beside it."""
+
+    # Its domain's; the manifest names the domain.
+    record: SampleRecord
+
+    @property
+    def contents(self) -> dict[str, Any]:
+        """What else the manifest says: "categories" and "federated" (`format.Manifest`), and the
+        splits that are "unlabelled". Complete at the end of `scan`."""
+        ...
+
+    def annotation(self, sample: Sample) -> Annotation:
+        """What is known of an image, for `SampleRecord.encode`. Called as `read` is, and raises the
+        same."""
+        ...
+
+
+def record_of(source: Source) -> SampleRecord | None:
+    """The record of an `Annotated` source; None: it has labels alone."""
+    return getattr(source, "record", None)
 
 
 def no_folder(path: Path) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from distdl import __version__
-from distdl.datasets.format import MANIFEST, Manifest, write_index
+from distdl.datasets.format import CLASSIFICATION, MANIFEST, SPLITS, Manifest, write_index
 from distdl.tools.prepare import shard_plan as plans
 from distdl.tools.prepare.shard_plan import Part, ShardPlan
 from distdl.tools.prepare.writers import WORK, Result, Writer, result_file, rows_of
@@ -166,18 +166,35 @@ class Preparation:
             "damaged": [list(one) for one in total.damaged],
         }
         if self.settings["format"] == "shards":
-            splits = {}
-            for split in ("train", "val"):
-                parts = [part for part in plan.parts if part.split == split]
-                shards = [s for part in parts if (s := results[part.name].shard)]
-                splits[split] = write_index(self.out, split, shards, rows_of(self.out, parts))
-            text = Manifest(tuple(plan.classes), splits, made).to_json()
+            text = self._manifest(plan, results, made).to_json()
         else:
             contents = {"images": total.samples, "classes": plan.classes, "made": made}
             text = json.dumps(contents, indent=1)
         write_bytes(self.manifest, text.encode())
         self.tidy()
         return total
+
+    def _manifest(
+        self, plan: ShardPlan, results: dict[str, Result], made: dict[str, Any]
+    ) -> Manifest:
+        """Writes the indexes. Training and validation are in each manifest, also if empty."""
+        about = plan.contents
+        manifest = Manifest(
+            tuple(plan.classes),
+            {},
+            made,
+            about.get("domain", CLASSIFICATION),
+            tuple(about.get("categories", ())),
+            about.get("federated", False),
+        )
+        for split in SPLITS:
+            parts = [part for part in plan.parts if part.split == split]
+            if parts or split != "test":
+                shards = [s for part in parts if (s := results[part.name].shard)]
+                rows, labelled = rows_of(self.out, parts, manifest.row), about.get("unlabelled", ())
+                index = write_index(self.out, split, shards, rows, split not in labelled)
+                manifest.splits[split] = index
+        return manifest
 
     def class_count(self) -> int:
         """Number of classes of a complete data set."""
@@ -189,6 +206,10 @@ class Preparation:
         if splits is None:
             return [split for split in ("train", "val") if not (self.out / split).exists()]
         return [split for split in ("train", "val") if not splits[split]["samples"]]
+
+    def has_test(self) -> bool:
+        """Whether a complete data set has images of a test split."""
+        return "test" in self._contents().get("splits", {})
 
     def damaged(self, split: str) -> int:
         """How many damaged images were left out of a split of a complete data set."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from distdl.datasets.format import ROW, WORK, Shard, ShardFile
-from distdl.datasets.image_headers import DamagedImage
+from distdl.datasets.format import RECORD_ROW, ROW, WORK, Shard, ShardFile, ShardRecord
+from distdl.datasets.image_headers import DamagedImage, examine
 from distdl.tools.prepare.images import Treatment
 from distdl.tools.prepare.shard_plan import Part
-from distdl.tools.prepare.source import Sample, Source
+from distdl.tools.prepare.source import Sample, Source, record_of
 from distdl.util.atomic_files import atomic_file, write_bytes
 from distdl.util.errors import Unwritten, UserError
 
@@ -87,11 +87,11 @@ class Writer:
         result = Result()
         name = f"{part.name}.tar"
         with atomic_file(self.out / name) as file:
-            tar = ShardFile(file, part.number)
+            tar = ShardFile(file, part.number, self.row)
             for key, sample in part.samples:
                 image = self._image(sample, result)
                 if image is not None:
-                    tar.add(key, image[1], image[0], sample.label)
+                    tar.add(key, image.extension, image.data, image.beside)
                 advance(sample.bytes)
             result.shard, rows = tar.close(name)
         result.samples = result.shard.samples
@@ -105,19 +105,21 @@ class Writer:
         for key, sample in part.samples:
             image = self._image(sample, result)
             if image is not None:
-                path = self.out / part.split / self.classes[sample.label] / (key + image[1])
-                write_bytes(path, image[0], durable=False)
+                name = key + image.extension
+                path = self.out / part.split / self.classes[sample.label] / name
+                write_bytes(path, image.data, durable=False)
                 result.samples += 1
-                result.bytes += len(image[0])
+                result.bytes += len(image.data)
             advance(sample.bytes)
         os.sync()  # once, and not for each of a million files
         result.save(result_file(self.out, part))
 
-    def _image(self, sample: Sample, result: Result) -> tuple[bytes, str] | None:
-        """Bytes and extension, or None if damaged; adds oddities and damage to `result`."""
+    def _image(self, sample: Sample, result: Result) -> _Written | None:
+        """What is written of a sample, or None if damaged; adds oddities and damage to `result`."""
         try:
             read = self.source.read(sample)
             data, extension, oddity = self.treatment.apply(read, sample.name)
+            beside = self._beside(sample, data)
         except Unwritten as error:  # its source is intact, so --skip-damaged is no remedy
             raise UserError.at(sample.name, str(error)) from error
         except (DamagedImage, ValueError, OSError) as error:
@@ -127,7 +129,32 @@ class Writer:
             return None
         if oddity:
             result.mended.append((oddity, sample.name))
-        return data, extension
+        return _Written(data, extension, beside)
+
+    def _beside(self, sample: Sample, data: bytes) -> int | ShardRecord:
+        """What stands beside an image in its shard."""
+        record = record_of(self.source)
+        if record is None:
+            return sample.label
+        annotation = self.source.annotation(sample)  # type: ignore[attr-defined]
+        header = examine(data, self.treatment.max_pixels)
+        record.refuse_other_image(annotation, header.width, header.height)
+        content, label = record.encode(annotation), record.label(annotation)
+        return ShardRecord(record.ending, content, label, header.width, header.height)
+
+    @property
+    def row(self) -> np.dtype[Any]:
+        """The rows of the index."""
+        return ROW if record_of(self.source) is None else RECORD_ROW
+
+
+@dataclass(frozen=True)
+class _Written:
+    """An image as it is written, and its label or record."""
+
+    data: bytes
+    extension: str
+    beside: int | ShardRecord
 
 
 def _shown(sample: Sample) -> str:
@@ -142,7 +169,7 @@ def result_file(out: Path, part: Part) -> Path:
     return out / WORK / f"{part.name}.json"
 
 
-def rows_of(out: Path, parts: list[Part]) -> np.ndarray[Any, Any]:
+def rows_of(out: Path, parts: list[Part], row: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """The index rows of written parts, in their order."""
     rows = [np.load(rows_file(out, part)) for part in parts]
-    return np.concatenate([np.empty(0, ROW), *rows])
+    return np.concatenate([np.empty(0, row), *rows])
