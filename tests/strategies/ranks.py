@@ -154,6 +154,7 @@ def built_of(case, stop=None):
     from distdl.checkpoint import fetching
     from distdl.config import compose, resources
     from distdl.config import recipe as configs
+    from distdl.config.schema import Size
     from distdl.ranks import environment
     from distdl.ranks.stopping import StopRequest
     from distdl.runs.directory import Attempt, RunDirectory
@@ -161,7 +162,7 @@ def built_of(case, stop=None):
 
     here = environment.resolve()
     config = compose.compose([*case.overrides, f"trainer.devices={here.local_world_size}"])
-    size = resources.resolve(configs.plain(config.trainer), local=True)
+    size = resources.resolve(Size.of(configs.plain(config.trainer)), local=True)
     run = RunDirectory(Path(case.folder))
     run.path.mkdir(parents=True, exist_ok=True)
     chosen = fetching.provide(str(case.resume) if case.resume else None, run.path, here)

@@ -12,10 +12,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.job import Resources
 from distdl.util.errors import UserError
+
+if TYPE_CHECKING:
+    from distdl.config.schema import Size
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DATA, TENSOR = "data_parallel_size", "tensor_parallel_size"  # of ModelParallelStrategy
@@ -76,22 +79,20 @@ def _installed() -> tuple[list[str], list[str]]:
     return gpus, re.findall(r"^\s+MIG .*\(UUID: (.+?)\)", shown.stdout, re.M)
 
 
-def resolve(
-    trainer: Mapping[str, Any], *, local: bool, known: tuple[int, str] | None = None
-) -> Resources:
+def resolve(asked: Size, *, local: bool, known: tuple[int, str] | None = None) -> Resources:
     """The size of the run.
 
     Args:
-        trainer: The composed `trainer` node.
+        asked: What the `trainer` section asks for.
         local: Whether the ranks start on this machine; another machine's devices are unknown here.
         known: Devices per node and accelerator of a machine that the launcher knows by its name.
 
     Raises:
         UserError: This machine does not have the size, or the size cannot be known from here.
     """
-    accelerator = str(trainer.get("accelerator") or "auto")
-    devices = trainer.get("devices", "auto")
-    num_nodes = trainer.get("num_nodes", 1)
+    accelerator: str = asked.accelerator
+    devices = asked.devices
+    num_nodes = asked.num_nodes
     if not local:
         return _elsewhere(accelerator, devices, num_nodes, known)
     if num_nodes != 1:

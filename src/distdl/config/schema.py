@@ -106,12 +106,28 @@ class WatchdogSettings(_Fixed):
     timeout: AboveZero | None = None
 
 
-class TrainerArguments(_Open):
-    """Types of the arguments of lightning.pytorch.Trainer (2.6) that distdl leaves to the user."""
+class Size(_Open):
+    """The arguments of the Trainer that say on how many devices a run trains, and on which."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
     devices: Annotated[Any, _must(_are_devices, _DEVICES)] = "auto"
     num_nodes: Positive = 1
+
+    @classmethod
+    def of(cls, trainer: Mapping[str, Any]) -> Size:
+        """The size in a resolved `trainer` node. Its other values are not looked at.
+
+        Raises:
+            pydantic.ValidationError: A value does not fit (a ValueError).
+        """
+        return cls.model_validate(
+            {key: trainer[key] for key in Size.model_fields if key in trainer}
+        )
+
+
+class TrainerArguments(Size):
+    """Types of the arguments of lightning.pytorch.Trainer (2.6) that distdl leaves to the user."""
+
     precision: Precision = None
     fast_dev_run: bool | Count = False
     max_epochs: MinusOneOrMore | None = None

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from distdl.config import recipe as configs
 from distdl.config import resources
 from distdl.config.own_code import make_importable, own_folders
+from distdl.config.schema import Size
 from distdl.job import LauncherBase, Resources, adapted_launcher, is_launcher
 from distdl.launch import checkpoint_checks, jobs
 from distdl.runs import provenance
@@ -152,7 +153,7 @@ def checked_size(
     try:
         trainer = configs.plain(config.trainer)
         known = launcher.devices(written.get("launcher") or {}) if launcher else None
-        size = resources.resolve(trainer, local=is_local(config), known=known)
+        size = resources.resolve(Size.of(trainer), local=is_local(config), known=known)
     except UserError as error:
         if notes := "; ".join(notes_of(launcher, config)):
             problems += [replace(p, what=f"{p.what}: {notes}") for p in error.problems]

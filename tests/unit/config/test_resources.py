@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from distdl.config import batches, resources
+from distdl.config.schema import Size
 from distdl.job import JobSpec, Resources
 from distdl.launchers.local import LocalLauncher
 from distdl.util.errors import UserError
@@ -38,7 +39,7 @@ def gpus(tmp_path, monkeypatch):
 
 
 def resolved(local=True, **trainer):
-    return resources.resolve({"accelerator": "auto", "devices": "auto", **trainer}, local=local)
+    return resources.resolve(Size.of(trainer), local=local)
 
 
 SHOWN = {

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distdl import tasks
 from distdl.config import compose, resources
 from distdl.config import recipe as configs
+from distdl.config.schema import Size
 from distdl.data.sampling import TrainBatches
 from distdl.ranks import environment
 from distdl.ranks.stopping import StopRequest
@@ -96,7 +97,7 @@ def ours(tmp_path, monkeypatch):
         config = compose.compose([*KEYS, *more])
         OmegaConf.update(config, "model", {"_target_": f"{__name__}.Net", **arguments}, merge=False)
         OmegaConf.update(config, "data", {"_target_": f"{__name__}.Data"}, merge=False)
-        size = resources.resolve(configs.plain(config.trainer), local=True)
+        size = resources.resolve(Size.of(configs.plain(config.trainer)), local=True)
         run = RunDirectory(tmp_path / name)
         run.path.mkdir(exist_ok=True)
         attempt = Attempt(run.path / "attempts/001")
