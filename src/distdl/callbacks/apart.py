@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
@@ -53,7 +52,7 @@ def save_swa(trainer: Trainer, run: Path) -> None:
         log.info("averaged weights: %s", path)
 
 
-def below(path: Any, folder: Path) -> Path | None:
+def below(path: str | os.PathLike[str], folder: Path) -> Path | None:
     """`path` relative to `folder`, with links resolved; None if it is outside."""
     if "://" in str(path):
         return None

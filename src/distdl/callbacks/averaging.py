@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging as LightningEMA
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
@@ -26,7 +28,11 @@ class EMAWeightAveraging(LightningEMA):
         kwargs: See Lightning's EMAWeightAveraging.
     """
 
-    def __init__(self, decay: float = 0.999, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        decay: float = 0.999,
+        **kwargs: Any,  # noqa: ANN401 - arguments of Lightning's own, passed on
+    ) -> None:
         super().__init__(decay=decay, **kwargs)
         del self._kwargs["avg_fn"]
         self._kwargs["multi_avg_fn"] = get_ema_multi_avg_fn(decay)
@@ -46,8 +52,10 @@ class CountedOnHost(AveragedModel):
     n_averaged: Tensor
     updates = 0
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().load_state_dict(*args, **kwargs)
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        result = super().load_state_dict(state_dict, strict, assign)
         self.updates = int(self.n_averaged)
         return result
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 
 from distdl.callbacks import apart, rank_buffers, resume_state
@@ -188,12 +189,17 @@ class Checkpointer(Callback, Decides):
         self._refuse_missing_metric(trainer)  # the last epoch's metrics are logged by now
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
         self._stepped.clear()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         self.position.consumed += self.samples_per_batch
         self._given_before = rank_buffers.will_be_given(trainer)

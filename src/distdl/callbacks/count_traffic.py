@@ -34,15 +34,15 @@ class CountTraffic(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step + self.skip_steps
 
-    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
         if trainer.global_step >= self._first_step:
             self._counting.enter_context(self.traffic.counted())
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         self._counting.close()
         self.steps = max(0, trainer.global_step - self._first_step)
 
-    def on_exception(self, *args: Any) -> None:
+    def on_exception(self, *args: object) -> None:
         self._counting.close()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.distributed.tensor import DTensor
 
 from distdl.data.sampling import TrainPosition
@@ -75,12 +76,17 @@ class StepMetrics(Callback):
     on_validation_end = on_train_epoch_start  # a validation does not count as time of a step
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
         self._wait += time.perf_counter() - self._batch_end
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         loss = returned_loss(trainer, outputs)
         if loss is not None:
@@ -193,7 +199,7 @@ def steps_of(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
-def returned_loss(trainer: Trainer, outputs: Any) -> torch.Tensor | None:
+def returned_loss(trainer: Trainer, outputs: STEP_OUTPUT) -> torch.Tensor | None:
     """The loss that `training_step` returned, without dimensions; None if it returned none.
 
     Args:
@@ -235,13 +241,14 @@ def rates(optimizers: list[Any]) -> dict[str, float]:
     return named
 
 
-def batch_size_of(batch: Any) -> int | None:
+def batch_size_of(batch: object) -> int | None:
     """The first dimension of the first tensor in a nested batch."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else None
-    values = batch.values() if isinstance(batch, dict) else batch
-    if isinstance(values, (list, tuple)) or isinstance(batch, dict):
-        return next((n for n in map(batch_size_of, values) if n), None)
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return next((n for n in map(batch_size_of, batch) if n), None)
     return None
 
 

@@ -60,7 +60,9 @@ class ModuleState(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore(trainer, pl_module)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, *_: object
+    ) -> None:
         self._restore(trainer, pl_module)
 
     def on_load_checkpoint(
@@ -283,17 +285,17 @@ def plain_attributes(layer: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in values.items() if is_plain(v)}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """The value of one of NumPy's scalars; others unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Whether it is a truth value, a number, a text, None or a tuple of such, and no subclass."""
     return all(map(is_plain, value)) if type(value) is tuple else type(value) in PLAIN
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: object, other: object) -> bool:
     return repr(one) == repr(other)  # NaN is the same as NaN, and 1 is not True
 
 
@@ -330,7 +332,7 @@ def hooks_of(layer: nn.Module) -> list[str]:
     return [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in own]
 
 
-def unwrapped(hook: Any) -> Any:
+def unwrapped(hook: object) -> object:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return hook

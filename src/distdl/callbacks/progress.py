@@ -55,7 +55,7 @@ class Progress(Callback):
     def _draws(self) -> bool:
         return self._console.is_terminal if self.bar is None else self.bar
 
-    def on_train_start(self, *args: Any) -> None:
+    def on_train_start(self, *args: object) -> None:
         self._began = time.monotonic()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -63,7 +63,7 @@ class Progress(Callback):
         of = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else ""
         self._open(trainer, f"epoch {trainer.current_epoch + 1}{of}", trainer.num_training_batches)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         if self._draws and trainer.is_global_zero:
             now = time.monotonic()
             done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -99,7 +99,7 @@ class Progress(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open(trainer, "validate", sum(trainer.num_val_batches))
 
-    def on_validation_batch_end(self, *args: Any, **options: Any) -> None:
+    def on_validation_batch_end(self, *args: object, **options: object) -> None:
         if self._line is not None:
             self._line.advance(self._line.task_ids[-1])
 
@@ -134,7 +134,7 @@ class Progress(Callback):
             _listen()
         self._line.add_task(title, total=None if math.isinf(total) else total)
 
-    def _close(self, *args: Any, **options: Any) -> None:
+    def _close(self, *args: object, **options: object) -> None:
         line = self._line
         self._line = None
         DRAWN.discard(self)
@@ -152,7 +152,7 @@ ASKS = ("builtins.breakpoint", "builtins.input", "sys.settrace")
 
 @functools.cache  # once: Python cannot remove an audit hook
 def _listen() -> None:
-    def hear(event: str, args: Any) -> None:
+    def hear(event: str, args: tuple[object, ...]) -> None:
         if event in ASKS:
             for bar in list(DRAWN):
                 bar._close()
@@ -160,7 +160,7 @@ def _listen() -> None:
     sys.addaudithook(hear)
 
 
-def remedy(datamodule: Any) -> str:
+def remedy(datamodule: object) -> str:
     """Advice for a run that waits for its data: the cheapest measure first."""
     workers = getattr(datamodule, "num_workers", None)
     most = default_workers()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 
 class RecordSamples(Callback):
@@ -32,7 +33,12 @@ class RecordSamples(Callback):
         self._ended = 0.0
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         sampler: Any = getattr(trainer.train_dataloader, "batch_sampler", None)
         if isinstance(batch, dict) and "index" in batch:

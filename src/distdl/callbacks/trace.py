@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -51,11 +50,11 @@ class Trace(Callback):
         )
         self._profile.start()
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args: object) -> None:
         if self._profile is not None:
             self._profile.step()
 
-    def on_train_end(self, *args: Any, **options: Any) -> None:
+    def on_train_end(self, *args: object, **options: object) -> None:
         if self._profile is not None:
             self._profile.stop()
             self._profile = None

@@ -78,13 +78,11 @@ def split(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, 
     return {k: v for k, v in state.items() if k not in statistics}, statistics
 
 
-def compare(before: Any, after: Any, path: str) -> int:
+def compare(before: object, after: object, path: str) -> int:
     """Compares two nested containers bit by bit; returns their number of tensors. Raises a
     RuntimeError with the path of the first difference."""
     if isinstance(before, torch.Tensor):
-        same = isinstance(after, torch.Tensor) and before.dtype == after.dtype
-        # Compare bytes: NaN equals itself, and 0.0 differs from -0.0.
-        if not same or before.shape != after.shape or not torch.equal(raw(before), raw(after)):
+        if not isinstance(after, torch.Tensor) or not same_bits(before, after):
             raise RuntimeError(f"the written file differs from the source: {path}")
         return 1
     if isinstance(before, Mapping):
@@ -99,6 +97,13 @@ def compare(before: Any, after: Any, path: str) -> int:
     if before != after and not (before is after or before != before):
         raise RuntimeError(f"the written file differs from the source: {path}")
     return 0
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether type, shape and bytes are equal: NaN equals itself, and 0.0 differs from -0.0."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(raw(one), raw(other))
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:

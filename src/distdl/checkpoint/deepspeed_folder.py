@@ -114,16 +114,21 @@ def loaded(file: Path, trust: bool) -> dict[str, Any]:
 class Inert:
     """Replaces an object of DeepSpeed's when unpickled; has no behaviour."""
 
-    def __init__(self, *values: Any) -> None:
+    def __init__(self, *values: object) -> None:
         self.values = values
 
     def __int__(self) -> int:  # a member of an enum, made from its value
-        return int(self.values[0])
+        number = self.values[0]
+        if not isinstance(number, int):
+            raise TypeError(f"{number!r} is not the number of a stage")
+        return number
 
 
-def member(cls: Any, name: Any) -> Any:
+def member(cls: object, name: object) -> object:
     """As `enum_members.member`, also of DeepSpeed's own enums."""
-    return Inert(STAGES.get(name)) if cls is Inert else enum_members.member(cls, name)
+    if cls is Inert:
+        return Inert(STAGES.get(str(name)))
+    return enum_members.member(cls, name)
 
 
 def optimizer_state(

@@ -11,27 +11,27 @@ import contextlib
 import enum
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 GETATTR = "builtins.getattr"
 
 
-def member(cls: Any, name: Any) -> Any:
+def member(cls: object, name: object) -> object:
     """The member of an enum with this name.
 
     Raises:
         UnpicklingError: `cls` is no enum, or has no such member.
     """
-    is_enum = isinstance(cls, type) and issubclass(cls, enum.Enum)
-    if not is_enum or not isinstance(name, str) or name not in cls.__members__:
-        raise pickle.UnpicklingError(f"GLOBAL {GETATTR} was not an allowed global")
-    return cls.__members__[name]
+    if isinstance(cls, type) and issubclass(cls, enum.Enum) and isinstance(name, str):
+        found = cls.__members__.get(name)
+        if found is not None:
+            return found
+    raise pickle.UnpicklingError(f"GLOBAL {GETATTR} was not an allowed global")
 
 
 def allowed(
-    lookup: Callable[[Any, Any], Any] = member,
+    lookup: Callable[[object, object], object] = member,
 ) -> contextlib.AbstractContextManager[None]:
     """While torch loads a file with weights_only, it may hold members of the allowed enums."""
     return torch.serialization.safe_globals([(lookup, GETATTR)])

@@ -55,7 +55,7 @@ def provide(chosen: str | None, store: Path, environment: Environment) -> str | 
         raise UserError.at(str(path), what, remedy)
     if environment.rank == 0:
         log.info("the nodes share no file system: %s is sent to ranks %s", path.name, lacking)
-    size = process_group.broadcast(path.stat().st_size if environment.rank == 0 else None)
+    size = process_group.broadcast(path.stat().st_size if environment.rank == 0 else 0)
     with (
         path.open("rb") if environment.rank == 0 else nullcontext() as source,
         atomic_file(path) if lacks else nullcontext() as target,

@@ -18,6 +18,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.types import _PATH
 
 from distdl.checkpoint import enum_members
 from distdl.checkpoint.hyper_parameters import described
@@ -35,13 +36,13 @@ class AnyCheckpoint(TorchCheckpointIO):
     intercept: Callable[[dict[str, Any]], bool] | None = None
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+        self, checkpoint: dict[str, Any], path: _PATH, storage_options: object = None
     ) -> None:
         if self.intercept is None or not self.intercept(checkpoint):
             super().save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+        self, path: _PATH, map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         return load(Path(path), weights_only=weights_only)
 
@@ -119,19 +120,21 @@ def read_folder(path: Path, *, trust: bool) -> dict[str, Any]:
     raise UserError.at(str(path), what, remedy)
 
 
-def is_training(checkpoint: Any) -> bool:
+def is_training(checkpoint: object) -> bool:
     """Whether this is a checkpoint in Lightning's layout, not bare weights."""
-    is_mapping = isinstance(checkpoint, Mapping)
-    return is_mapping and isinstance(checkpoint.get("state_dict"), Mapping)
+    if not isinstance(checkpoint, Mapping):
+        return False
+    return isinstance(checkpoint.get("state_dict"), Mapping)
 
 
-def weights_of(weights: Any) -> dict[str, torch.Tensor]:
+def weights_of(weights: object) -> dict[str, torch.Tensor]:
     """The weights of a file with weights only, also if they are under "model". Raises a UserError
     if it holds something else."""
     for key in ("model", "model_state_dict"):
         if isinstance(weights, Mapping) and isinstance(weights.get(key), Mapping):
             weights = weights[key]
-    tensors = weights.values() if isinstance(weights, Mapping) else (None,)
-    if not all(isinstance(value, torch.Tensor) for value in tensors):
+    if not isinstance(weights, Mapping) or not all(
+        isinstance(value, torch.Tensor) for value in weights.values()
+    ):
         raise UserError("the file holds neither a Lightning checkpoint nor weights by name")
     return dict(weights)

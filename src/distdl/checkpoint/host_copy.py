@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+Value = TypeVar("Value")
 # A tensor on another device is cloned there, and torch.save brings it to the host.
 COPIED = ("cpu", "cuda")
 
@@ -69,17 +70,17 @@ class HostCopy:
             self._left = self._used
             self._used = defaultdict(list)
 
-    def _copy(self, value: Any) -> Any:
+    def _copy(self, value: Value) -> Value:
         if value is None or isinstance(value, str | bytes | int | float):
             return value
         if id(value) in self._values:
             return self._values[id(value)][0]
         new: Any
-        if type(value) in (Tensor, nn.Parameter) and is_plain(value):
+        if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter) and is_plain(value):
             new = self._tensor(value)
         elif isinstance(value, Tensor):
             new = value.detach().clone().requires_grad_(value.requires_grad)
-        elif type(value) in (tuple, list):
+        elif isinstance(value, tuple | list) and type(value) in (tuple, list):
             new = type(value)(map(self._copy, value))
         elif isinstance(value, dict):
             new = copy.copy(value)  # keeps the class and its attributes

@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,10 +24,13 @@ from torch import nn
 
 from distdl.checkpoint.plain_state import MAPPINGS, is_leaf, loads, name_of
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 LONGEST = 200  # characters of a text that replaces an object
 
 
-def described(value: Any) -> Any:
+def described(value: object) -> object:
     """A value as plain data; an object without such a form becomes text."""
     if is_leaf(value):
         return value
@@ -37,7 +40,7 @@ def described(value: Any) -> Any:
     return value if loads(value) else _text(value)
 
 
-def _config(value: Container) -> Any:
+def _config(value: Container) -> object:
     try:
         return OmegaConf.to_container(value, resolve=True)
     except Exception:  # if a resolver fails: keep the interpolation as written
@@ -51,7 +54,7 @@ def _mapping(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return value if unchanged and type(value) in MAPPINGS else new
 
 
-def _sequence(value: Collection[Any]) -> Any:
+def _sequence(value: Collection[Any]) -> Collection[Any]:
     """The same object if nothing in it changes, and torch reads it; else a tuple or a list."""
     if type(value) in (list, tuple, set) and all(map(is_leaf, value)):
         return value
@@ -59,7 +62,7 @@ def _sequence(value: Collection[Any]) -> Any:
     return tuple(each) if isinstance(value, tuple) else each
 
 
-def _member(value: enum.Enum) -> Any:
+def _member(value: enum.Enum) -> object:
     return value.value if is_leaf(value.value) else value.name
 
 
@@ -67,7 +70,7 @@ def _array(value: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: DataclassInstance) -> dict[str, Any]:
     return {f.name: described(getattr(value, f.name)) for f in dataclasses.fields(value)}
 
 
@@ -76,14 +79,14 @@ def _partial(value: functools.partial[Any]) -> dict[str, Any]:
     node: dict[str, Any] = {"_target_": name_of(value.func), "_partial_": True}
     if value.args:
         node["_args_"] = described(list(value.args))
-    return {**node, **described(value.keywords)}
+    return {**node, **_mapping(value.keywords)}
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     return name_of(type(value) if isinstance(value, nn.Module) else value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     try:
         return repr(value)[:LONGEST]
     except Exception:  # a `__repr__` of the user's code
@@ -94,15 +97,15 @@ def _of(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, np.generic) and is_leaf(value.item())
 
 
-def _is_array_of_numbers(value: Any) -> bool:
+def _is_array_of_numbers(value: object) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
 
 
-def _is_dataclass(value: Any) -> bool:
+def _is_dataclass(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 

@@ -39,7 +39,10 @@ def restored(checkpoint: dict[str, Any], file: Path, *, trust: bool) -> dict[str
     """Undoes `Packing`; opens pickles only with `trust`. Raises a UserError about `file` for a
     pickle that is not trusted, or a form that distdl does not write."""
     try:
-        return _restored(checkpoint, trust, "")
+        whole = _restored(checkpoint, trust, "")
+        if not isinstance(whole, dict):
+            raise TypeError("it is no mapping")
+        return whole
     except _NotTrusted as error:
         raise UserError.at(str(file), str(error), TRUST) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -55,13 +58,13 @@ class Packing:
         self.pickled: list[str] = []
         self._open: set[int] = set()  # containers being packed, to detect cycles
 
-    def pack(self, value: Any, path: str) -> Any:
+    def pack(self, value: object, path: str) -> object:
         """A value in a form that loads with weights_only. Tensors, and containers that need no
         change, are not copied. Raises a UserError for an object that cannot be pickled either."""
         if is_leaf(value):
             return value
         kind = type(value)
-        if kind in (list, tuple, *MAPPINGS):
+        if isinstance(value, list | tuple | dict) and kind in (list, tuple, *MAPPINGS):
             if id(value) in self._open:
                 return value
             self._open.add(id(value))
@@ -82,7 +85,7 @@ class Packing:
             raise UserError.at(path, what) from error
         return {TAG: "pickle", "of": name_of(kind), "data": octets(buffer.getvalue())}
 
-    def _container(self, value: Any, path: str) -> Any:
+    def _container(self, value: list[Any] | tuple[Any, ...] | dict[Any, Any], path: str) -> object:
         if isinstance(value, dict):
             if TAG in value or not all(is_key(key) for key in value):
                 items = [[self.pack(k, path), self.pack(v, path)] for k, v in value.items()]
@@ -97,14 +100,14 @@ class Packing:
         same = all(a is b for a, b in zip(each, value, strict=True))
         return value if same else type(value)(each)
 
-    def _form(self, value: Any, path: str) -> dict[str, Any] | None:
+    def _form(self, value: object, path: str) -> dict[str, Any] | None:
         """The plain form of a value that can be rebuilt without code from the file, or None."""
         kind = type(value)
         if isinstance(value, PurePath):
             return {TAG: "path", "text": str(value)}
-        if kind is int:
+        if type(value) is int:
             return {TAG: "int", "text": hex(value)}
-        if kind is bytes:
+        if type(value) is bytes:
             return {TAG: "bytes", "data": octets(value)}
         if isinstance(value, np.generic | np.ndarray) and kind is not np.ma.MaskedArray:
             array = np.ascontiguousarray(value)
@@ -113,22 +116,22 @@ class Packing:
             data = octets(array.tobytes())
             shape = None if isinstance(value, np.generic) else list(value.shape)
             return {TAG: "array", "dtype": array.dtype.str, "shape": shape, "data": data}
-        if isinstance(value, enum.Enum) and value.name in kind.__members__:
+        if isinstance(value, enum.Enum) and value.name in type(value).__members__:
             return {TAG: "enum", "of": [kind.__module__, kind.__qualname__], "name": value.name}
         if kind is Namespace:
             return {TAG: "namespace", "value": self.pack(vars(value), path)}
-        if kind in (set, frozenset):
+        if isinstance(value, set | frozenset) and kind in (set, frozenset):
             return {TAG: kind.__name__, "items": self.pack(list(value), path)}
-        if kind is deque:
+        if type(value) is deque:
             return {TAG: "deque", "items": self.pack(list(value), path), "maxlen": value.maxlen}
-        if kind is defaultdict:
+        if type(value) is defaultdict:
             factory = getattr(value.default_factory, "__name__", None)
             if value.default_factory in (None, *FACTORIES.values()):
                 return {TAG: "default", "of": factory, "value": self.pack(dict(value), path)}
         return None
 
 
-def is_leaf(value: Any) -> bool:
+def is_leaf(value: object) -> bool:
     """Whether torch reads a value as it is, and the value is not a container."""
     if value is None or type(value) in LEAVES:
         return not (type(value) is int and value.bit_length() > 2000)  # torch's limit: 255 bytes
@@ -140,11 +143,11 @@ def is_leaf(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "placements")
 
 
-def is_key(value: Any) -> bool:
+def is_key(value: object) -> bool:
     return all(map(is_key, value)) if type(value) is tuple else is_leaf(value)
 
 
-def loads(value: Any) -> bool:
+def loads(value: object) -> bool:
     """Whether torch can save a value and load it with weights_only."""
     buffer = io.BytesIO()
     try:
@@ -160,10 +163,10 @@ def octets(data: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
-def name_of(value: Any) -> str:
+def name_of(value: object) -> str:
     """The name of a class or function as in `_target_`; for other objects, that of their class."""
-    value = value if hasattr(value, "__qualname__") else type(value)
-    return f"{value.__module__}.{value.__qualname__}"
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 # ----------------------------------------------------------------------------------- restoring
@@ -173,12 +176,12 @@ class _NotTrusted(Exception):
     pass
 
 
-def _restored(value: Any, trust: bool, path: str) -> Any:
-    if type(value) in (list, tuple):
+def _restored(value: object, trust: bool, path: str) -> object:
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
         each = [_restored(one, trust, f"{path}[{i}]") for i, one in enumerate(value)]
         same = all(a is b for a, b in zip(each, value, strict=True))
         return value if same else type(value)(each)
-    if type(value) not in MAPPINGS:
+    if not isinstance(value, dict) or type(value) not in MAPPINGS:
         return value
     if type(value.get(TAG)) is str:
         return _made(value, trust, path)
@@ -189,9 +192,9 @@ def _restored(value: Any, trust: bool, path: str) -> Any:
     return value
 
 
-def _made(form: Mapping[str, Any], trust: bool, path: str) -> Any:
+def _made(form: Mapping[str, Any], trust: bool, path: str) -> object:
     kind = form[TAG]
-    inside = functools.partial(_restored, trust=trust, path=path)
+    inside: Callable[[object], Any] = functools.partial(_restored, trust=trust, path=path)
     if kind == "pickle":
         if not trust:
             what = f"its {path} is a pickled {form['of']}, which may run code while it is read"

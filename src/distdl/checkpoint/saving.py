@@ -82,7 +82,7 @@ class Saver:
         name: str,
         *,
         best: bool,
-        **facts: Any,
+        **facts: object,
     ) -> None:
         """Waits for the previous save, then starts to save the state between two steps. Collective.
         Raises a SaveError if the previous save failed, or without `background` this one.
@@ -175,9 +175,11 @@ class Saver:
             return False
         return True
 
-    def _run(self, name: str, *work: Any) -> None:
+    def _run(
+        self, name: str, best: bool, facts: dict[str, Any], started: float, stall: float | None
+    ) -> None:
         try:
-            self._publish(name, *work)
+            self._publish(name, best, facts, started, stall)
         except BaseException as error:  # else it would be lost with the thread
             self.error = f"{name} could not be saved: {type(error).__name__}: {error}"
             log.error("%s; earlier checkpoints are unchanged", self.error)

@@ -97,7 +97,7 @@ def read(path: Path, *, trust: bool = False) -> dict[str, Any]:
 class _Index(pickle.Unpickler):
     """Reads DCP's `.metadata`."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if f"{module}.{name}" == enum_members.GETATTR:
             return enum_members.member
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -120,7 +120,7 @@ class _Reader(dcp.FileSystemReader):
         index.storage_meta.load_id = self.load_id
         self._index = index
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self._index
 
 

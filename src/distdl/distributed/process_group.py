@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import socket
-from typing import Any
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from distdl.ranks.environment import Environment
 from distdl.ranks.stopping import Stopped, StopRequest
 from distdl.util.errors import UserError
 
+Value = TypeVar("Value")
 # Long enough for a slow data set to load on one rank; the end of a lost rank is noticed earlier.
 TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -34,7 +35,7 @@ def attempts_store(attempt: int, timeout: datetime.timedelta = TIMEOUT) -> dist.
 
 
 def connect(
-    environment: Environment, accelerator: str, attempt: int = 1, store: Any = None
+    environment: Environment, accelerator: str, attempt: int = 1, store: dist.Store | None = None
 ) -> None:
     """Joins the ranks of a run, for Lightning to find; does nothing for a single rank.
 
@@ -91,7 +92,8 @@ class OneVisible(CUDAAccelerator):
     """Several ranks on a node, each of which sees only its own GPU, as number 0."""
 
     @staticmethod
-    def parse_devices(devices: Any) -> list[int]:
+    def parse_devices(devices: int | str | list[int]) -> list[int]:
+        assert isinstance(devices, int)  # as `worker.build` passes it
         return list(range(devices))
 
     @staticmethod
@@ -103,10 +105,19 @@ def backend(accelerator: str) -> str:
     return "cpu:gloo,cuda:nccl" if accelerator in ("gpu", "cuda") else "gloo"
 
 
-def give_backends(strategy: Any, accelerator: str) -> None:
+@runtime_checkable
+class _ChoosesBackend(Protocol):
+    """One of Lightning's strategies with a process group."""
+
+    _process_group_backend: str | None
+
+
+def give_backends(strategy: object, accelerator: str) -> None:
     """Makes Lightning's strategy use the backends of `connect`. With a single rank, Lightning opens
     the group itself. On a GPU that would be NCCL alone, which cannot exchange host tensors."""
-    if getattr(strategy, "_process_group_backend", "") is None:  # else set by the user
+    if not isinstance(strategy, _ChoosesBackend):
+        return
+    if strategy._process_group_backend is None:  # else set by the user
         strategy._process_group_backend = backend(accelerator)
 
 
@@ -125,7 +136,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def broadcast(value: Any) -> Any:
+def broadcast(value: Value) -> Value:
     """Rank 0's value, on every rank (anything that can be pickled)."""
     if world_size() == 1:
         return value
@@ -134,7 +145,7 @@ def broadcast(value: Any) -> Any:
     return box[0]
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: Value) -> list[Value]:
     """Every rank's value, in rank order, on every rank."""
     values = [value] * world_size()
     if len(values) > 1:

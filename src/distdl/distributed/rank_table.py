@@ -67,7 +67,7 @@ def _missing(environment: Environment, count: int) -> UserError:
     )
 
 
-def warn_without_bf16(accelerator: str, precision: Any) -> None:
+def warn_without_bf16(accelerator: str, precision: str | int | None) -> None:
     """Warns where bf16 is slow: a T4 or a V100 has none, and torch emulates it, if at all."""
     if accelerator != "gpu" or not str(precision).startswith("bf16"):
         return

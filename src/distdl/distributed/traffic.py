@@ -14,16 +14,20 @@ model, so count a few steps and do not time them. There are two numbers:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 # The argument with this rank's contribution, the share of this that leaves each of n ranks, and
 # the operations of torch.distributed (or its _functional_collectives) for which both hold.
@@ -78,9 +82,9 @@ class Traffic:
             stack.enter_context(_Mode(self))
             yield self
 
-    def _in_any_thread(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _in_any_thread(self, original: Callable[P, Result]) -> Callable[P, Result]:
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
             if any(isinstance(mode, _Mode) for mode in _get_current_dispatch_mode_stack()):
                 return original(*args, **kwargs)
             with _Mode(self):
@@ -88,7 +92,7 @@ class Traffic:
 
         return call
 
-    def add(self, operation: str, tensors: Any, ranks: int) -> None:
+    def add(self, operation: str, tensors: Sequence[object], ranks: int) -> None:
         name = operation.rstrip("_")
         if name not in _RULES or ranks == 1:
             return
@@ -107,15 +111,19 @@ class _Mode(TorchDispatchMode):
         self.traffic = traffic
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.partition("::")[2]
             self.traffic.add(name, args, _ranks(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _ranks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _ranks(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The number of ranks that take part."""
     names = (argument.name for argument in func._schema.arguments)
     values = {**dict(zip(names, args, strict=False)), **kwargs}

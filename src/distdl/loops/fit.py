@@ -27,6 +27,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
+from lightning.pytorch.loops.fetchers import _DataFetcher
 
 from distdl.loops.decides import Decides, who_decides
 from distdl.loops.generators import rng_state
@@ -78,7 +79,7 @@ class EpochLoop(_TrainingEpochLoop):
         """The names of what the module has logged in this epoch."""
         return {result.meta.name for result in self._results.values()}
 
-    def on_advance_end(self, data_fetcher: Any) -> None:
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """After each batch: saves as late as possible, then validates if it is due, or the other
         way round: see this module's docstring."""
         if self._skip_next_val:  # resumed from a save at this point: nothing is left to do
@@ -96,7 +97,7 @@ class EpochLoop(_TrainingEpochLoop):
         elif not validates and stepped and self.decides:
             self.decides.batch_ended(self.trainer, before_validation=False)
 
-    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         """Whether a validation follows the batch. One at the end of a training waits with it."""
         if self.waits_for_step:
             return self._is_due(data_fetcher)
@@ -106,7 +107,7 @@ class EpochLoop(_TrainingEpochLoop):
         """The state of this rank's generators, for a checkpoint."""
         return rng_state(self.decides.held if self.decides else None)
 
-    def _is_due(self, data_fetcher: Any) -> bool:
+    def _is_due(self, data_fetcher: _DataFetcher) -> bool:
         """Whether a validation follows even if the training does not stop here. A resumed run
         repeats only such a one."""
         self.trainer.should_stop = False

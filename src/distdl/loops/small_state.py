@@ -64,7 +64,8 @@ class SmallState:
         set_rng_state(self.generators, self.held)  # also those that are in no attribute
 
     def put_back_metrics(self) -> None:
-        vars(self.trainer._logger_connector).update(small_copy(self.metrics))
+        metrics: Any = small_copy(self.metrics)
+        vars(self.trainer._logger_connector).update(metrics)
 
     def changed_weight(self) -> str:
         """The name of a weight that has not the bits that it had; "" if all have."""
@@ -103,13 +104,13 @@ def small_values(owner: dict[str, Any]) -> dict[str, Any]:
     return copies
 
 
-def small_copy(value: Any) -> Any:
+def small_copy(value: object) -> object:
     """A copy of numbers, texts, small tensors and arrays, generators and containers of these.
 
     Raises:
         NotSmall: It is anything else, or contains it.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, NUMBERS_AND_TEXT):
         return value
     if isinstance(value, nn.Parameter):
@@ -122,15 +123,15 @@ def small_copy(value: Any) -> Any:
         return value.clone_state()
     if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
         return copy.deepcopy(value)
-    if kind in SEQUENCES and len(value) <= LONGEST:
+    if isinstance(value, SEQUENCES) and kind in SEQUENCES and len(value) <= LONGEST:
         new = [small_copy(each) for each in value]
         return deque(new, value.maxlen) if isinstance(value, deque) else kind(new)
-    if kind in DICTS and len(value) <= LONGEST:
+    if isinstance(value, dict) and kind in DICTS and len(value) <= LONGEST:
         return _filled(copy.copy(value), [(k, small_copy(v)) for k, v in value.items()])
     raise NotSmall
 
 
-def _filled(container: Any, items: list[tuple[Any, Any]]) -> Any:
+def _filled(container: dict[Any, Any], items: list[tuple[Any, Any]]) -> dict[Any, Any]:
     for key, value in items:
         container[key] = value
     return container

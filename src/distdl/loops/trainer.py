@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer as LightningTrainer
 
 from distdl.loops.connectors import CheckpointConnector, DataConnector, Restores, SignalConnector
@@ -50,7 +51,7 @@ class Trainer(LightningTrainer):
         """For `Restores.training`. A ValueError if the parameter groups differ."""
         self._checkpoint_connector.restore_optimizers()
 
-    def look_at_loader(self, opened: Callable[[Any], None]) -> None:
+    def look_at_loader(self, opened: Callable[[object], None]) -> None:
         """Calls `opened` with the loader of a prediction, of which each rank has its share, before
         its first batch. Lightning then leaves its batch sampler alone."""
         self._data_connector.opened = opened
@@ -59,7 +60,7 @@ class Trainer(LightningTrainer):
         """A complete checkpoint. Collective."""
         return self._checkpoint_connector.dump_checkpoint(weights_only=False)
 
-    def save_checkpoint(self, filepath: Any, *args: Any, **options: Any) -> None:
+    def save_checkpoint(self, filepath: _PATH, *args: Any, **options: Any) -> None:
         """For callbacks and modules.
 
         Raises:

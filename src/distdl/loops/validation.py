@@ -22,6 +22,7 @@ Lightning leaves it out only after a resume inside an epoch.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -77,12 +78,18 @@ class ValidationLoop(_EvaluationLoop):
             self.batch_progress.total.reset_on_restart()
         super().reset()
 
-    def _on_evaluation_start(self, *args: Any, **kwargs: Any) -> None:
+    def _on_evaluation_start(self, *args: object, **kwargs: object) -> None:
         call._call_callback_hooks(self.trainer, "on_validation_start")
         call._call_lightning_module_hook(self.trainer, "on_validation_start")
 
-    def _evaluation_step(self, *args: Any) -> None:
-        super()._evaluation_step(*args)
+    def _evaluation_step(
+        self,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int,
+        dataloader_iter: Iterator[Any] | None,
+    ) -> None:
+        super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
         self.was_cut = bool(self.decides and self.decides.cuts_validation(self.trainer))
         if self.was_cut:
             raise StopIteration  # as at the end of the data
@@ -121,7 +128,7 @@ class ValidationLoop(_EvaluationLoop):
         call._call_strategy_hook(trainer, "on_validation_end")
         self._on_evaluation_model_train()
 
-    def _run_hook(self, owner: Any, name: str, *arguments: Any) -> None:
+    def _run_hook(self, owner: object, name: str, *arguments: object) -> None:
         module = self.trainer.lightning_module
         module._current_fx_name = name  # what `self.log` in it is for
         try:

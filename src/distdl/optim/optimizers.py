@@ -208,7 +208,7 @@ def _match_state_layout(optimizer: Optimizer) -> None:
                 state[name] = _like(parameter, value)
 
 
-def _match_gradient_layout(optimizer: Optimizer, *_: Any) -> None:
+def _match_gradient_layout(optimizer: Optimizer, *_: object) -> None:
     """Runs before a step: gradients that autograd did not create may have another layout."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():

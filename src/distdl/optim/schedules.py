@@ -6,8 +6,8 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -25,7 +25,7 @@ class Length:
     total_steps: float  # infinity: no limit, or the data's length is unknown
 
 
-def length_of(trainer: Any) -> Length:
+def length_of(trainer: Trainer) -> Length:
     """The length that a Trainer's `max_epochs`, `max_steps` and loaders (set up already) give."""
     total = trainer.estimated_stepping_batches
     total = math.inf if total < 0 else total  # -1: no max_steps, and data without a length

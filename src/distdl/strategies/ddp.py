@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from distdl.distributed import process_group
 from distdl.strategies import hooks
@@ -51,7 +53,7 @@ class DDPStrategy(DriftingStrategy):
         average_every: int = 4,
         bucket_cap_mb: float | Literal["auto"] = 25,
         first_bucket_mb: AboveZero = 1,
-        **kwargs: Any,
+        **kwargs: Any,  # noqa: ANN401 - arguments of Lightning's own, passed on
     ) -> None:
         super().__init__(**kwargs)
         self.comm_hook = comm_hook
@@ -107,7 +109,7 @@ class DDPStrategy(DriftingStrategy):
         self._order_before = checkpoint.get(KEY, ())
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None
     ) -> None:
         """Adds the order in which gradients arrive; other strategies ignore it."""
         if self._order is not None:
@@ -162,7 +164,7 @@ class DDPStrategy(DriftingStrategy):
                 self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
             )
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         # DDP averages only parameters that were trainable when it was built, and
         # BackboneFinetuning unfreezes others later.
         if any(parameter.requires_grad for parameter in self._frozen):
@@ -174,13 +176,19 @@ class DDPStrategy(DriftingStrategy):
             assert isinstance(self.model, DistributedDataParallel)
             arrange(self.model, names)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: object,
+    ) -> object:
         if self.search is None or self.search.done:
-            output = super().optimizer_step(*args, **kwargs)
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         else:
             self._finish_queued()
             started = time.perf_counter()
-            output = super().optimizer_step(*args, **kwargs)
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._finish_queued()
             changed = self.search.add_step(time.perf_counter() - started)
             if self.search.done:

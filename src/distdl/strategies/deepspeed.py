@@ -12,17 +12,19 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeed
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distdl.checkpoint import deepspeed_folder, portable, sharded_folder
 from distdl.distributed import process_group
@@ -31,6 +33,9 @@ from distdl.strategies import deepspeed_state, sharing
 from distdl.strategies.deepspeed_precision import AutocastPrecision
 from distdl.strategies.deepspeed_settings import INSTALL, find, settings_of
 from distdl.util.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 
 class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
@@ -113,13 +118,15 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
                 yield from error.problems
 
     @property
-    def precision_plugin(self) -> Any:
+    def precision_plugin(self) -> Precision:
         return super().precision_plugin
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
-        ours = isinstance(plugin, DeepSpeedPrecision)
-        self._precision_plugin = AutocastPrecision(plugin.precision) if ours else plugin
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if isinstance(plugin, DeepSpeedPrecision):
+            precision: Any = plugin.precision  # stated more widely than DeepSpeed's own
+            plugin = AutocastPrecision(precision)
+        self._precision_plugin = plugin
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -172,24 +179,31 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         super().setup(trainer)
         if self.model is not self.lightning_module:
             self._engine = self.model
-        manual = not trainer.lightning_module.automatic_optimization
-        self.precision_plugin.optimizes_manually = manual
+        if isinstance(self.precision_plugin, AutocastPrecision):
+            manual = not trainer.lightning_module.automatic_optimization
+            self.precision_plugin.optimizes_manually = manual
 
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
         chosen = self.config.keys() & {"bf16", "fp16", "torch_autocast"}
         super()._format_config()
-        if self.precision_plugin.precision == "bf16-mixed" and not chosen:
+        plugin = self.precision_plugin
+        if not isinstance(plugin, AutocastPrecision) or chosen:
+            return
+        if plugin.precision == "bf16-mixed":
             # Autocast, as under DDP: DeepSpeed's bf16 casts all weights to bf16, which batch norm
             # does not support on the CPU. No module is "safe", so gradients are reduced in float32.
             self.config.pop("bf16", None)
             autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
             self.config["torch_autocast"] = autocast
-            self.precision_plugin.autocasts_on = self.root_device.type
+            plugin.autocasts_on = self.root_device.type
 
     def _setup_model_and_optimizer(
-        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
-    ) -> Any:
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        lr_scheduler: LRScheduler | ReduceLROnPlateau | None = None,
+    ) -> tuple[DeepSpeedEngine, Optimizer]:
         # Read the names first: afterwards the optimizer has flat partitions.
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._names = portable.names_of(optimizer, model) if optimizer else [trained]
@@ -250,7 +264,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         return deepspeed_state.optimizer_state(*parts, keep=self.is_global_zero)
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None
     ) -> None:
         if self.sharded_checkpoints:
             # Under a key of our own, since DeepSpeed adds entries beside it.

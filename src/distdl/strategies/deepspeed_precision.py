@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 
 from distdl.util.errors import UserError
@@ -18,21 +20,31 @@ class AutocastPrecision(DeepSpeedPrecision):
     autocasts_on: str | None = None
     optimizes_manually = False
 
-    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+    def clip_gradients(self, *args: object, **kwargs: object) -> None:
         if self.optimizes_manually:  # else the Trainer's clipping is in DeepSpeed's settings
             what = "self.clip_gradients has no effect: DeepSpeed clips in its own step"
             remedy = 'strategy.config=FILE, with "gradient_clipping" in it; or strategy=ddp'
             raise UserError.at("strategy", what, remedy)
 
-    def convert_input(self, data: Any) -> Any:
+    def convert_input(self, data: object) -> object:
         return data if self.autocasts_on else super().convert_input(data)
 
-    def forward_context(self) -> Any:
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
         # An engine for training also autocasts, to the same type; a validation may have no engine.
         if self.autocasts_on is None:
-            return nullcontext()
-        return torch.autocast(self.autocasts_on, torch.bfloat16)
+            yield
+            return
+        with torch.autocast(self.autocasts_on, torch.bfloat16):
+            yield
 
-    def backward(self, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(  # type: ignore[override]  # as Lightning's own overrides its base
+        self,
+        tensor: torch.Tensor,
+        model: LightningModule,
+        optimizer: Steppable | None,
+        *args: object,
+        **kwargs: object,
+    ) -> None:
         # Lightning has already divided the loss by the number of accumulated batches.
         super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)

@@ -59,9 +59,11 @@ def settings_of(path: Path) -> dict[str, Any]:
     return settings
 
 
-def without_auto(node: Any) -> Any:
+def without_auto(node: dict[str, Any]) -> dict[str, Any]:
     """Drops values that are "auto", as in files for Hugging Face's Trainer."""
-    if not isinstance(node, dict):
-        return node
-    kept = {key: without_auto(value) for key, value in node.items() if value != "auto"}
+    kept = {
+        key: without_auto(value) if isinstance(value, dict) else value
+        for key, value in node.items()
+        if value != "auto"
+    }
     return {key: value for key, value in kept.items() if value != {} or node[key] == {}}

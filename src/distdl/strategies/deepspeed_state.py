@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from distdl.distributed import process_group
 from distdl.optim.optimizers import KERNELS
 from distdl.strategies.sharing import on_host
 from distdl.util.errors import UserError
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 # Names of the parameters by group, as they were before ZeRO flattened them.
 Names = Sequence[Sequence[str]]
@@ -41,12 +44,12 @@ class Fragment:
     count: int = 0  # elements
 
 
-def is_sharded(engine: Any) -> bool:
+def is_sharded(engine: DeepSpeedEngine) -> bool:
     """Whether ZeRO has flattened the parameters; stage 0 keeps the torch optimizer."""
     return not isinstance(engine.optimizer, Optimizer)
 
 
-def fragment(engine: Any, parameter: nn.Parameter) -> Fragment:
+def fragment(engine: DeepSpeedEngine, parameter: nn.Parameter) -> Fragment:
     """Where this rank keeps its part of a trainable parameter.
 
     Raises:
@@ -87,7 +90,9 @@ def gathered(
     return full.view(shape)
 
 
-def weights(engine: Any, module: nn.Module, device: torch.device, keep: bool) -> dict[str, Any]:
+def weights(
+    engine: DeepSpeedEngine, module: nn.Module, device: torch.device, keep: bool
+) -> dict[str, Any]:
     """The full weights and buffers by name, on ranks with `keep`. Collective."""
     import deepspeed
 
@@ -106,7 +111,7 @@ def weights(engine: Any, module: nn.Module, device: torch.device, keep: bool) ->
 
 
 def optimizer_state(
-    engine: Any, module: nn.Module, names: Names, device: torch.device, keep: bool
+    engine: DeepSpeedEngine, module: nn.Module, names: Names, device: torch.device, keep: bool
 ) -> dict[str, Any]:
     """The optimizer's state in the form of `checkpoint.portable`, if `keep`. Collective."""
     if not is_sharded(engine):
@@ -145,7 +150,7 @@ def state_entries(
 
 
 def load_optimizer_state(
-    engine: Any, module: nn.Module, names: Names, state: Mapping[str, Any]
+    engine: DeepSpeedEngine, module: nn.Module, names: Names, state: Mapping[str, Any]
 ) -> None:
     """Puts a portable (or position-keyed) state into ZeRO's partitions.
 
@@ -175,7 +180,9 @@ def load_optimizer_state(
             flat[part.at : part.at + part.count] = piece.to(flat.device)
 
 
-def load_masters(engine: Any, module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+def load_masters(
+    engine: DeepSpeedEngine, module: nn.Module, weights: Mapping[str, torch.Tensor]
+) -> None:
     """Sets the float32 master weights of an engine that trains in 16 bits."""
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad and n in weights}
     for name, parameter in trained.items() if is_sharded(engine) else ():

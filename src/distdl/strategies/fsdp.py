@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -157,12 +158,12 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             return dict(values)
         return {key: self._full(value) for key, value in values.items()}  # one at a time
 
-    def _full(self, value: Any) -> Any:
+    def _full(self, value: object) -> object:
         full = value.full_tensor() if isinstance(value, DTensor) else value
         return sharing.on_host(full) if self.is_global_zero else None
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None
     ) -> None:
         if self.sharded_checkpoints:
             path = Path(self.broadcast(str(filepath)))
@@ -193,12 +194,14 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
 
-def sliced_like(full: Any, parameter: Any) -> Any:
+def sliced_like(full: object, parameter: object) -> object:
     """This rank's slice of a full tensor, cut like `parameter`, without communication.
 
     A tensor of another shape (Adam's step) is the same on every rank and is returned unchanged.
     """
-    if not isinstance(parameter, DTensor) or getattr(full, "shape", None) != parameter.shape:
+    if not isinstance(parameter, DTensor) or not isinstance(full, torch.Tensor):
+        return full
+    if full.shape != parameter.shape:
         return full
     mesh = parameter.device_mesh
     full = full.to(parameter.device)

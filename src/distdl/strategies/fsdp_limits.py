@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from distdl.distributed import process_group
@@ -14,13 +17,14 @@ from distdl.util.errors import UserError
 CALLS = 2  # the first update of a moving average may be a copy, which changes nothing
 
 
-def refuse_second_order(unit: Any) -> None:
+def refuse_second_order(unit: nn.Module) -> None:
     """Makes `create_graph=True` (a gradient penalty) raise a UserError.
 
     The second backward pass reads weights that FSDP2 frees at the end of the first one. Grad mode
     is on during a backward pass only with `create_graph=True`.
     """
-    state = unit._get_fsdp_state()
+    assert isinstance(unit, FSDPModule)
+    state: Any = unit._get_fsdp_state()
     pre_backward = state._pre_backward
 
     def refusing(gradient: torch.Tensor) -> torch.Tensor:
@@ -32,7 +36,7 @@ def refuse_second_order(unit: Any) -> None:
     state._pre_backward = refusing
 
 
-def watch_weights(module: Any) -> None:
+def watch_weights(module: Any) -> None:  # noqa: ANN401 - a method of it is replaced
     """Makes `training_step` raise if its first calls change weights. Collective.
 
     Weights outside inner units are gathered during the step. A change would go to the gathered
@@ -57,7 +61,7 @@ def watch_weights(module: Any) -> None:
         return [name for (name, _), flag in zip(gathered, flags, strict=True) if flag]
 
     @functools.wraps(step)
-    def training_step(*args: Any, **kwargs: Any) -> Any:
+    def training_step(*args: object, **kwargs: object) -> object:
         output = step(*args, **kwargs)
         watched = process_group.gather(changed()) if next(calls, None) is not None else []
         if names := [name for each in watched for name in each]:
@@ -69,7 +73,7 @@ def watch_weights(module: Any) -> None:
     module.training_step = training_step
 
 
-def show_arguments(wrapper: Any, method: Any) -> None:
+def show_arguments(wrapper: Callable[..., Any], method: Callable[..., Any]) -> None:
     """Lets a method that wraps a user's one, perhaps in several layers, show that one's arguments.
 
     Lightning passes `batch_idx`, `dataloader_idx` or `dataloader_iter` if it finds them there. It
@@ -77,4 +81,5 @@ def show_arguments(wrapper: Any, method: Any) -> None:
     all of them, and expects `self`.
     """
     function = getattr(method, "__func__", method)
-    wrapper.__func__.__wrapped__ = getattr(function, "__wrapped__", function)
+    bound: Any = wrapper
+    bound.__func__.__wrapped__ = getattr(function, "__wrapped__", function)

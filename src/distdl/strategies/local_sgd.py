@@ -7,13 +7,15 @@ algorithm 1), and Douillard et al. 2023, "DiLoCo" (https://arxiv.org/abs/2311.08
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from torch import nn
+from torch.optim import Optimizer
 
 from distdl.distributed.traffic import in_words
 from distdl.strategies.drifting import DriftingStrategy
@@ -105,8 +107,14 @@ class LocalSGDStrategy(DriftingStrategy):
                 self._outer.state[last] = {"momentum_buffer": value.to(last.device, last.dtype)}
         self._momentum = {}
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(*args, **kwargs)
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: object,
+    ) -> object:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._steps += 1  # the steps of all optimizers
         self.drifted()
         if self._steps % (self.sync_every * len(self.optimizers)) == 0:
@@ -138,7 +146,7 @@ class LocalSGDStrategy(DriftingStrategy):
             parameter.copy_(last)
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None
     ) -> None:
         """Adds the outer momentum by parameter name; other strategies ignore it."""
         if self._outer is not None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
@@ -37,7 +38,9 @@ class Sliced(Strategy):
 
     on_test_start = on_predict_start = on_validation_start
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         # Memory-mapped: each rank reads only the pages of its own slices.
         return formats.load(Path(checkpoint_path), weights_only=weights_only, mmap=True)
 
@@ -86,6 +89,6 @@ def refuse_averaging(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem("", what, remedy)
 
 
-def on_host(value: Any) -> Any:
+def on_host(value: object) -> object:
     """A copy of a tensor in host memory, for a checkpoint; other values unchanged."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

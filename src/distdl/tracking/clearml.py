@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.logger import _convert_params
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from distdl.util.names import kept_apart
+
+if TYPE_CHECKING:
+    from clearml import Task
 
 # What `Task.init` would record or patch by default. `detect_repository` would take minutes and send
 # the complete git diff.
@@ -50,7 +54,7 @@ class ClearMLLogger(Logger):
         project_name: str = "distdl",
         task_name: str | None = None,
         offline: bool = False,
-        **init: Any,
+        **init: object,
     ) -> None:
         super().__init__()
         self._save_dir = str(save_dir)
@@ -62,7 +66,7 @@ class ClearMLLogger(Logger):
 
     @property
     @rank_zero_experiment
-    def experiment(self) -> Any:
+    def experiment(self) -> Task:
         if self._task is not None:
             return self._task
         if self.offline:
@@ -96,7 +100,7 @@ class ClearMLLogger(Logger):
             report(*curve_of(name), float(value), iteration=step or 0)
 
     @rank_zero_only
-    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: object, **__: object) -> None:
         values = {f"run/{key}": str(value) for key, value in _convert_params(params).items()}
         self.experiment.update_parameters(values)
 

@@ -14,11 +14,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from distdl.tracking.outbox import database_path, is_local
 from distdl.tracking.refusals import status_of
 from distdl.util.names import kept_apart
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ os.register_at_fork(
 )
 
 
-def import_client() -> Any:
+def import_client() -> type[MlflowClient]:
     """Imports MLflow's client class. The first import takes seconds."""
     with _importing:
         for name in ("alembic", "mlflow.store.db.utils"):  # they log the creation of a database

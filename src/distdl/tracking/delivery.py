@@ -9,7 +9,7 @@ import os
 import posixpath
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distdl.runs.records import journals, read
 from distdl.tracking.client import import_client, is_permanent, last_written, metric_name, set_aside
@@ -17,6 +17,9 @@ from distdl.tracking.outbox import Cursor, Outbox, database_path, is_local, reda
 from distdl.tracking.refusals import ADDRESS, OTHER, deleted, refusal
 from distdl.util.errors import LastingRefusal
 from distdl.util.wording import first_few
+
+if TYPE_CHECKING:
+    from mlflow.entities import Experiment
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +121,7 @@ class Delivery:
             raise deleted(self.uri, experiment.name, experiment.experiment_id)
         return str(experiment.experiment_id)
 
-    def _found_or_created(self, name: str) -> Any:
+    def _found_or_created(self, name: str) -> Experiment | None:
         experiment = self.client.get_experiment_by_name(name)
         if experiment is None and not self.node_rank:
             try:

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 
@@ -66,7 +66,7 @@ class Journal(Logger):
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             if name.startswith(("log_", "watch", "unwatch")):  # methods that only some loggers have
                 return self.experiment.nop
             raise AttributeError(name)
@@ -80,7 +80,10 @@ class Journal(Logger):
         log_own = logger.log_metrics
 
         def log_metrics(
-            metrics: Mapping[str, Any], step: int | None = None, *args: Any, **more: Any
+            metrics: Mapping[str, Any],
+            step: int | None = None,
+            *args: object,
+            **more: object,
         ) -> None:
             if "hp_metric" not in metrics:  # TensorBoard's placeholder, at step 0
                 self._queue(logger, metrics, step)
@@ -88,8 +91,11 @@ class Journal(Logger):
 
         log_parameters = logger.log_hyperparams
 
-        def log_hyperparams(params: Any, *args: Any, **more: Any) -> None:
-            log_parameters(described(params), *args, **more)  # some may be Hydra's objects
+        def log_hyperparams(
+            params: dict[str, Any] | Namespace, *args: object, **more: object
+        ) -> None:
+            plain: Any = described(params)  # some may be Hydra's objects
+            log_parameters(plain, *args, **more)
 
         logger.log_metrics = log_metrics  # type: ignore[method-assign]
         logger.log_hyperparams = log_hyperparams  # type: ignore[method-assign]
@@ -113,7 +119,9 @@ class Journal(Logger):
         """Queues values for a step. Reads tensors now, as they may be changed in place."""
         self._records.append((time.time() if at is None else at, int(step), self._numbers(metrics)))
 
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kw: Any) -> None:
+    def log_hyperparams(
+        self, params: dict[str, Any] | Namespace, *args: object, **kw: object
+    ) -> None:
         """Does nothing, since config.yaml has the parameters."""
 
     def finalize(self, status: str) -> None:
@@ -177,7 +185,7 @@ class Journal(Logger):
     def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return {k: v if v.__class__ is float else self._number(k, v) for k, v in metrics.items()}
 
-    def _number(self, name: str, value: Any) -> float | None:
+    def _number(self, name: str, value: SupportsFloat) -> float | None:
         try:
             return float(value)
         except Exception:  # a user's object may raise anything

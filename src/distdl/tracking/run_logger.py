@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
@@ -15,6 +16,7 @@ from distdl.util.names import kept_apart
 if TYPE_CHECKING:
     from distdl.tracking.journal import Journal
     from distdl.tracking.mlflow import MLflowLogger
+    from distdl.tracking.run_client import RunClient
 
 
 class RunLogger(MLFlowLogger):
@@ -29,7 +31,7 @@ class RunLogger(MLFlowLogger):
         self.delivery: Any = None if sender.info.rank else sender.delivery
 
     @functools.cached_property
-    def experiment(self) -> Any:
+    def experiment(self) -> RunClient | DummyExperiment:
         """An `MlflowClient` on rank 0. On other ranks it ignores every call, like Lightning's."""
         if self.delivery is None:
             return DummyExperiment()
@@ -52,7 +54,7 @@ class RunLogger(MLFlowLogger):
     _experiment_id = property(lambda self: self._run_id and self.delivery.experiment_id)
     save_dir = log_dir = property(lambda self: str(self.sender.info.run_dir))
 
-    def log_hyperparams(self, params: Any, *_: Any, **kw: Any) -> None:
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: object, **kw: object) -> None:
         """Sends the run's parameters, nested ones as `a/b`, cut at 500 characters. One that has the
         name of a setting of the run (`seed`), and another value, gets a name of its own."""
         if self.delivery is None:
@@ -67,7 +69,7 @@ class RunLogger(MLFlowLogger):
             flat[other] = flat.pop(name)
         self.delivery.outbox.add("params", flat, longest=500)
 
-    def _nothing(self, *args: Any, **kw: Any) -> None:
+    def _nothing(self, *args: object, **kw: object) -> None:
         """The journal has the metrics, the run the checkpoints; `MLflowLogger` sends the end."""
 
     log_metrics = after_save_checkpoint = finalize = _nothing

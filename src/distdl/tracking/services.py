@@ -8,13 +8,16 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distdl.util.errors import UserError
 
 if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
+
     from distdl.tracking import RunInfo
 
+Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 # Seconds to wait until everything is sent, by the run's state. A scheduler's grace period is short,
@@ -33,7 +36,7 @@ SERVICES = {
 }
 
 
-def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Any:
+def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Logger:
     """Builds a logger for the run. Raises a UserError if that fails."""
     folder = info.run_dir / "logs" / key
     names, _ = SERVICES.get(getattr(partial.func, "__name__", ""), ((), ""))
@@ -47,12 +50,12 @@ def for_run(partial: functools.partial[Any], info: RunInfo, key: str) -> Any:
     return _started(key, lambda: partial(**more))
 
 
-def describe(key: str, logger: Any, params: Mapping[str, Any]) -> None:
+def describe(key: str, logger: Logger, params: Mapping[str, Any]) -> None:
     """Opens the service and sends the parameters. Raises a UserError if that fails."""
     _started(key, lambda: logger.log_hyperparams(dict(params)))
 
 
-def _started(key: str, start: Callable[[], Any]) -> Any:
+def _started(key: str, start: Callable[[], Result]) -> Result:
     try:
         return start()
     except Exception as error:  # each service has errors of its own
@@ -64,14 +67,15 @@ def _started(key: str, start: Callable[[], Any]) -> Any:
         ) from error
 
 
-def end(key: str, logger: Any, status: str) -> None:
+def end(key: str, logger: Logger, status: str) -> None:
     """Sends what is left, for at most PATIENCE seconds. Never raises."""
     _, method = SERVICES[type(logger).__name__]
+    service: Any = logger  # with an `experiment` of its own kind
 
     def close() -> None:
         try:
             arguments = {"exit_code": 1} if method == "finish" and status == "FAILED" else {}
-            getattr(logger.experiment, method)(**arguments)
+            getattr(service.experiment, method)(**arguments)
         except Exception as error:  # each service has errors of its own
             log.warning("tracking.%s could not finish: %s", key, error)
 
@@ -82,17 +86,18 @@ def end(key: str, logger: Any, status: str) -> None:
         log.warning("tracking.%s has not sent everything: the rest stays in the run", key)
 
 
-def how_to_open(logger: Any, folder: Path) -> str:
+def how_to_open(logger: Logger, folder: Path) -> str:
     """The address of the run's page, or the command that uploads what was written offline."""
     name = type(logger).__name__
-    experiment = logger.experiment
+    service: Any = logger  # with an `experiment` of its own kind
+    experiment = service.experiment
     if name == "WandbLogger":
         command = f"wandb sync {os.path.relpath(folder)}/wandb/offline-run-*"
         return command if experiment.offline else str(experiment.url)
     if name == "CometLogger":
         offline = type(experiment).__name__.endswith("OfflineExperiment")
         return f"comet upload {os.path.relpath(folder)}/*.zip" if offline else str(experiment.url)
-    if logger.offline:
+    if service.offline:
         session = Path(experiment.get_offline_mode_folder())
         return f"clearml-task --import-offline-session {os.path.relpath(session)}.zip"
     return str(experiment.get_output_log_web_page())

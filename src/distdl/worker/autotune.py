@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.callbacks import Checkpointer, StepMetrics
@@ -199,7 +200,12 @@ class Clock(Callback):
         self._started = 0.0
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         if fit_loop_of(trainer).epoch_loop.accumulates:
             return

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -16,7 +17,8 @@ from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities.types import OptimizerLRScheduler, OptimizerLRSchedulerConfig
 from omegaconf import DictConfig
 
 from distdl.callbacks import Checkpointer, ModuleState, RecordSamples, StepMetrics
@@ -133,7 +135,7 @@ def build(
     return Built(*parts, checkpoint, own_optimizer)
 
 
-def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
+def data_share(strategy: object, environment: Environment) -> tuple[int, int]:
     """(rank, count) among the ranks that read different data. A strategy's method `data_share` may
     change them: the stages of a pipeline read the same data, as do the ranks of a tensor-parallel
     group of Lightning's strategy."""
@@ -151,14 +153,15 @@ def data_share(strategy: Any, environment: Environment) -> tuple[int, int]:
     return rank // together, world_size // together
 
 
-def make(node: Any) -> Any:
+def make(node: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - whatever the node names
     """Instantiates a `_target_` node. Containers become plain Python ones unless `_convert_` says
     otherwise, and text such as `float32` becomes a dtype where one is expected. Raises the original
     error, not Hydra's."""
     if isinstance(node, DictConfig):
         values = plain(node)
-        typed = with_dtypes(values)
-        node = node if typed == values else typed
+        typed: Any = with_dtypes(values)
+        if typed != values:
+            node = typed
     read_published_without_code()  # by now the check of the targets has imported torchvision
     try:
         return instantiate(node, _convert_=(node or {}).get("_convert_", "all"))
@@ -180,7 +183,7 @@ def attach_optimizer(
     if not optimizer_node:
         return
 
-    def configure_optimizers(self: LightningModule) -> Any:
+    def configure_optimizers(self: LightningModule) -> OptimizerLRScheduler:
         self.trainer.fit_loop.setup_data()  # rate and schedule depend on the loaders
         reference = optimizer_node.get("lr_reference_batch", 256)
         per_step = (position.samples or 0) * self.trainer.accumulate_grad_batches
@@ -197,10 +200,11 @@ def attach_optimizer(
                 "the model steps its optimizers itself and must step its schedule too: call "
                 "self.lr_schedulers().step() in training_step, or set schedule=none"
             )
-        schedule = optimizers.build_schedule(
+        schedule: Any = optimizers.build_schedule(
             optimizer, schedule_node, **dataclasses.asdict(length_of(self.trainer))
         )
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        both: OptimizerLRSchedulerConfig = {"optimizer": optimizer, "lr_scheduler": schedule}
+        return both
 
     module.configure_optimizers = functools.partial(configure_optimizers, module)  # type: ignore[method-assign]
 
@@ -225,9 +229,16 @@ class Unprofiled(PassThroughProfiler):
         return self._nothing
 
 
+@runtime_checkable
+class WritesShards(Protocol):
+    """A strategy whose ranks may each write their part of a checkpoint."""
+
+    sharded_checkpoints: bool
+
+
 def build_trainer(
     config: DictConfig,
-    strategy: Any,
+    strategy: Strategy | str,
     environment: Environment,
     resources: Resources,
     callbacks: list[Callback],
@@ -245,7 +256,8 @@ def build_trainer(
     )
     if arguments.get("benchmark") is None:  # cudnn's search may choose non-deterministic kernels
         arguments["benchmark"] = not arguments.get("deterministic")
-    if config.checkpoint.get("sharded"):  # validation has checked that the strategy can
+    if config.checkpoint.get("sharded"):
+        assert isinstance(strategy, WritesShards)  # as validation has checked
         strategy.sharded_checkpoints = True
     process_group.give_backends(strategy, resources.accelerator)
     trainer = Trainer(

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,6 +25,7 @@ from distdl.runs.directory import shown
 from distdl.util.errors import UserError
 from distdl.worker.build import Built
 
+Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 # What torch.compile, DistributedDataParallel and `convert --to weights` add to or drop from names.
@@ -33,7 +34,7 @@ AFFIX = re.compile(r"^(module|network)\.|_orig_mod\.")
 VERSION_KEYS = ("verbose", "default_min_lr")
 
 
-def start(context: Built, path: str | None, loop: Callable[..., Any], **more: Any) -> Any:
+def start(context: Built, path: str | None, loop: Callable[..., Result], **more: object) -> Result:
     """Calls `loop`, the Trainer's `fit`, `validate` or `test`, with a checkpoint if any."""
     if path:
         context.trainer.restore_by(InitialState(context, path))

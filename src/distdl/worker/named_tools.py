@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from omegaconf import DictConfig
 
 from distdl.config import task_facts
@@ -23,7 +25,7 @@ EXAMINER, EXPORT = "distdl.tools.doctor.examiner", "distdl.tools.serving.export"
 class Examiner(Protocol):
     """Looks at the machines of a job before it trains (`preflight=true`, `distdl doctor`)."""
 
-    def rendezvous(self, environment: Environment, attempt: int) -> Any:
+    def rendezvous(self, environment: Environment, attempt: int) -> dist.Store:
         """The store by which the ranks find each other, once all hosts have reached each other."""
 
     def record_transport(self, context: RankContext) -> None:
@@ -36,7 +38,7 @@ class Examiner(Protocol):
 
 
 class Exporter(Protocol):
-    def export(self, config: DictConfig, run: RunDirectory, checkpoint: Path, format: str) -> Any:
+    def export(self, config: DictConfig, run: RunDirectory, checkpoint: Path, format: str) -> None:
         """Writes the model of a checkpoint in a form that answers without distdl."""
 
 
@@ -53,7 +55,7 @@ def exporter() -> Exporter:
     return tool
 
 
-def _tool(key: str, name: str) -> Any:
+def _tool(key: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -40,10 +40,12 @@ def missing_methods(methods: Sequence[str], context: Mapping[str, Any]) -> Itera
             yield Problem("", what, remedy)
 
 
-def has(target: Any, name: str) -> bool:
+def has(target: object, name: str) -> bool:
     """Whether what `target` builds has its own method: from its class, or set by `__init__`."""
+    if not inspect.isclass(target):
+        return True
     bases = (LightningModule, LightningDataModule)
-    base = next((b for b in bases if inspect.isclass(target) and issubclass(target, b)), None)
+    base = next((each for each in bases if issubclass(target, each)), None)
     if base is None or getattr(target, name, None) is not getattr(base, name, None):
         return True
     return name in getattr(target.__init__, "__code__", has.__code__).co_names

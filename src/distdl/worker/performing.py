@@ -98,8 +98,10 @@ def track(config: DictConfig, context: RankContext) -> Tracking:
     """Starts the journal, and what else the config tracks the run by."""
     environment = context.environment
     info = summary.run_info(config, context) if environment.rank == 0 else None
+    shared = process_group.broadcast(info)
+    assert shared is not None
     return tracking.start_tracking(
-        summary.for_rank(process_group.broadcast(info), environment),
+        summary.for_rank(shared, environment),
         {k: make(node) for k, node in (config.get("tracking") or {}).items()},
     )
 
@@ -171,7 +173,11 @@ def name_by_task(loggers: Iterable[Logger], task: str) -> None:
 
 
 def _log_as(
-    task: str, log: Callable[..., None], metrics: Mapping[str, Any], *args: Any, **options: Any
+    task: str,
+    log: Callable[..., None],
+    metrics: Mapping[str, Any],
+    *args: object,
+    **options: object,
 ) -> None:
     # `epoch` is that of the checkpoint, and hp_metric is a placeholder of TensorBoard's logger.
     same = ("epoch", "hp_metric")

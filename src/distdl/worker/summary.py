@@ -74,7 +74,7 @@ def parameters(config: DictConfig, provenance: Mapping[str, Any]) -> dict[str, A
     return typed | {k: v for k, v in flat.items() if k not in typed and v != "None"}
 
 
-def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(values: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Each value inside nested mappings, with its path. A list is one value."""
     if not isinstance(values, dict):
         yield path, values

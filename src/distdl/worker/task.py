@@ -85,9 +85,10 @@ class FunctionTask(Task[Built]):
         return self.function(context, **self.arguments)
 
 
-def make_task(named: Any, arguments: dict[str, Any]) -> Task[Any]:
+def make_task(named: object, arguments: dict[str, Any]) -> Task[Any]:
     """The task that a node names, a subclass of Task or a function, with the node's arguments. Not
     by Hydra's `instantiate`, which would wrap its exceptions."""
     if inspect.isclass(named) and issubclass(named, Task):
         return named(**arguments)
+    assert callable(named)  # as validation has found
     return FunctionTask(named, arguments)

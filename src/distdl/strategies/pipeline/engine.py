@@ -77,13 +77,13 @@ class Stage(PipelineStage):
 
     done: Callable[[int], None] | None = None
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, *args: object, **kwargs: object) -> object:
         return self._reported(super().backward_one_chunk, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_weight_one_chunk(self, *args: object, **kwargs: object) -> object:
         return self._reported(super().backward_weight_one_chunk, *args, **kwargs)
 
-    def _reported(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _reported(self, backward: Callable[..., Any], *args: object, **kwargs: object) -> object:
         result = backward(*args, **kwargs)
         if kwargs.get("last_backward") and self.done is not None:
             self.done(self.stage_index)
@@ -109,7 +109,7 @@ class Engine:
         self._schedules: dict[Any, Any] = {}
         self._targets: list[Any] = []
 
-    def train(self, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
+    def train(self, inputs: torch.Tensor, targets: object) -> torch.Tensor:
         """Forward and backward of a batch; gradients are accumulated.
 
         Args:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.utilities import move_data_to_device
@@ -72,15 +73,15 @@ class StagedStrategy(DDPStrategy):
         return FirstStageLoader(dataloader, self.position, self.pipeline, key)
 
     def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
+        self, batch: object, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> object:
         """Like Lightning's, with its three hooks, but tensors on `meta` stay there."""
         module = self.lightning_module
         if self.position.first or module is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         target = device or self.root_device
 
-        def move(value: Any) -> Any:
+        def move(value: object) -> object:
             on_meta = isinstance(value, torch.Tensor) and value.is_meta
             return value if on_meta else move_data_to_device(value, target)
 
@@ -88,12 +89,17 @@ class StagedStrategy(DDPStrategy):
         batch = tree_map(move, batch)
         return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        reduce_op: dist.ReduceOp | str | None = "mean",
+    ) -> torch.Tensor:
         """Reduces over the replicas: all stages of a pipeline have the same value."""
         return super().reduce(tensor, group or self.replicas, reduce_op)
 
     def all_gather(
-        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+        self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
     ) -> torch.Tensor:
         return super().all_gather(tensor, group or self.replicas, sync_grads)
 
@@ -126,7 +132,7 @@ class StagedStrategy(DDPStrategy):
         return {**{name: merged[name] for name in names if name in merged}, **merged}
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None
     ) -> None:
         # A callback that averages weights has put its copy there, which holds only this stage.
         weights = checkpoint.get("state_dict", {})

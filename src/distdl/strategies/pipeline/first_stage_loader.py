@@ -21,9 +21,13 @@ class FirstStageLoader:
     """
 
     def __init__(
-        self, loader: Any, position: StagePosition, group: dist.ProcessGroup, key: Any
+        self,
+        loader: object,
+        position: StagePosition,
+        group: dist.ProcessGroup,
+        key: str | int | None,
     ) -> None:
-        self.loader = loader
+        self.loader: Any = loader  # the user's, of any class
         self._position = position
         self._group = group
         self._key = key
@@ -31,7 +35,7 @@ class FirstStageLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name == "loader":
             raise AttributeError(name)
         value = getattr(self.loader, name)
@@ -39,7 +43,7 @@ class FirstStageLoader:
         is_state = name in ("state_dict", "load_state_dict")
         return self._no_state if is_state and not self._position.first else value
 
-    def _no_state(self, state: Any = None) -> dict[str, Any]:
+    def _no_state(self, state: object = None) -> dict[str, Any]:
         return {}
 
     def __iter__(self) -> Iterator[Any]:
@@ -58,28 +62,30 @@ class FirstStageLoader:
         while received := self._share(None):
             yield tree_map(_pinned, received[0]) if pin else received[0]
 
-    def _share(self, value: Any) -> Any:
-        box = [value]
+    def _share(self, value: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        box: list[Any] = [value]
         dist.broadcast_object_list(box, group=self._group, group_src=0, device=torch.device("cpu"))
         return box[0]
 
 
-def without_inputs(batch: Any, key: Any) -> Any:
+def without_inputs(batch: object, key: str | int | None) -> object:
     """A batch with its inputs on `meta`; a batch without the key of the inputs is unchanged."""
     if isinstance(batch, Mapping) and (key in batch or (key is None and "image" in batch)):
         key = "image" if key is None else key
         return {**batch, key: tree_map(_empty, batch[key])}
     if isinstance(batch, (list, tuple)) and isinstance(key or 0, int):
         parts = [tree_map(_empty, p) if i == (key or 0) else p for i, p in enumerate(batch)]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        kind: Any = type(batch)
+        return kind(*parts) if hasattr(batch, "_fields") else kind(parts)
     return batch
 
 
-def _empty(value: Any) -> Any:
+def _empty(value: object) -> object:
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
-def _pinned(value: Any) -> Any:
+def _pinned(value: object) -> object:
     """Pins a CPU tensor: a copy to the GPU from pageable memory would block the host."""
-    on_host = isinstance(value, torch.Tensor) and value.device.type == "cpu"
-    return value.pin_memory() if on_host else value
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        return value.pin_memory()
+    return value

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -46,7 +46,9 @@ def make(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) ->
     if trainer.global_rank == 0:
         plan = _measured(strategy, trainer, blocks)
         log.info("%s", table(strategy, blocks, plan))
-    return process_group.broadcast(plan)
+    shared = process_group.broadcast(plan)
+    assert shared is not None
+    return shared
 
 
 def _measured(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) -> PipelinePlan:
@@ -108,7 +110,7 @@ def _inputs(trainer: Trainer, device: torch.device) -> tuple[torch.Tensor, int]:
     """Inputs of the first block (at least one row), and the rows of a batch."""
     module, loop = trainer.lightning_module, trainer._active_loop
     assert loop is not None
-    loader = probe.first_of(loop._data_source.dataloader())
+    loader: Any = probe.first_of(loop._data_source.dataloader())
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         batch = probe.first_sample(loader)
         batch = module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,7 @@ class Edge:
         return getattr(torch, self.dtype)
 
 
-def first_of(loaders: Any) -> Any:
+def first_of(loaders: object) -> object:
     """The first loader in the result of a `*_dataloader()`."""
     if isinstance(loaders, CombinedLoader):
         loaders = loaders.iterables
@@ -51,7 +51,7 @@ def first_of(loaders: Any) -> Any:
     return first_of(loaders[0]) if isinstance(loaders, (list, tuple)) else loaders
 
 
-def first_sample(loader: Any) -> Any:
+def first_sample(loader: Iterable[Any]) -> object:
     """A batch with a loader's first sample, loaded without worker processes."""
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return next(iter(loader))

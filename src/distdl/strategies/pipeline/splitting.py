@@ -6,7 +6,7 @@ import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule
@@ -117,13 +117,13 @@ class Elsewhere(nn.Module):
         # In a tuple, so that it is not registered as a submodule.
         self.shadow = (_on_meta(block),)
 
-    def forward(self, *_: Any) -> Any:
+    def forward(self, *_: object) -> NoReturn:
         raise RuntimeError(
             "this block is on another stage of the pipeline: call the LightningModule itself, in "
             "its steps, on all ranks"
         )
 
-    def _load_from_state_dict(self, *_: Any) -> None:
+    def _load_from_state_dict(self, *_: object) -> None:
         pass
 
 

@@ -155,7 +155,7 @@ def _equal_rounds(count: int, stages: int, schedule: str) -> bool:
     return schedule not in SEVERAL_PIECES or count % (count // stages) == 0
 
 
-def _batch(node: Mapping[str, Any], stages: int, rows: Any) -> Iterator[Problem]:
+def _batch(node: Mapping[str, Any], stages: int, rows: object) -> Iterator[Problem]:
     count = node.get("micro_batches") or default_micro_batches(stages)
     if type(rows) is int and rows > 0 and rows % count:
         schedule = node.get("schedule", "1f1b")
@@ -169,7 +169,7 @@ def _batch(node: Mapping[str, Any], stages: int, rows: Any) -> Iterator[Problem]
         yield Problem("micro_batches", what, remedy)
 
 
-def _model(node: Mapping[str, Any], stages: int, model: Any) -> Iterator[Problem]:
+def _model(node: Mapping[str, Any], stages: int, model: object) -> Iterator[Problem]:
     """Builds the model on `meta` and checks its blocks."""
     if not isinstance(model, Mapping) or "_target_" not in model:
         return
@@ -211,7 +211,7 @@ def too_many(stages: int, per_stage: int, blocks: int) -> Iterator[Problem]:
         yield Problem("stages", what, f"at most strategy.stages={most}{fewer}")
 
 
-def _without_weights(node: Any) -> Any:
+def _without_weights(node: object) -> object:
     """The model's node without pretrained weights: nothing is downloaded for a check on `meta`."""
     if isinstance(node, Mapping):
         return {k: _without_weights(v) for k, v in node.items() if k not in WEIGHTS}

@@ -10,7 +10,7 @@ so loss, metrics and callbacks are the same on all ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -190,7 +192,7 @@ class PipelineStrategy(StagedStrategy):
             del self._engine
         super().teardown()
 
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, batch: object, *args: object, **kwargs: object) -> STEP_OUTPUT:
         module = self.lightning_module
         parameters = list(module.parameters())
         if not self._window_open:
@@ -213,7 +215,11 @@ class PipelineStrategy(StagedStrategy):
             self._outputs = None
 
     def backward(
-        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+        self,
+        closure_loss: torch.Tensor,
+        optimizer: Optimizer | None,
+        *args: object,
+        **kwargs: object,
     ) -> torch.Tensor:
         module = self.lightning_module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -223,8 +229,14 @@ class PipelineStrategy(StagedStrategy):
         self._reducer.finish()
         return self.precision_plugin.post_backward(closure_loss.detach(), module)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: object,
+    ) -> object:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._window_open = False
         return result
 
@@ -237,7 +249,7 @@ class PipelineStrategy(StagedStrategy):
         finally:
             self._blocked = False
 
-    def _loss(self, outputs: torch.Tensor, targets: Any) -> torch.Tensor:
+    def _loss(self, outputs: torch.Tensor, targets: object) -> torch.Tensor:
         module = self.lightning_module
         with self.precision_plugin.forward_context():
             loss = module.pipeline_loss(outputs, targets)

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -97,7 +97,7 @@ def _measured(config: DictConfig, context: RankContext, expect: float | None) ->
     ways = process_group.gather(node.transport(environment, accelerator, context.attempt.logs))
     offsets = links.offsets([*leaders.values()][1:]) if several else {}
     leads = leaders[facts["host"]] == environment.rank
-    of_host = node.host(context.attempt.path, data, environment.rank) if leads else None
+    of_host = node.host(context.attempt.path, data, environment.rank) if leads else {}
     every = process_group.gather(of_host)
     needed = _shm_needed(data, environment)
     gigabits = context.launch.get("network_gbps") if several else None  # of a VM, between hosts
@@ -124,7 +124,7 @@ def _repeated(measure: Callable[[], T], slow: Callable[[T], set[str]]) -> tuple[
     return measured, still
 
 
-def _shm_needed(data: Any, environment: Environment) -> int:
+def _shm_needed(data: Mapping[str, Any], environment: Environment) -> int:
     """Bytes of /dev/shm for a host's ranks: batches in the loaders' queues, and own buffers."""
     workers = data.get("num_workers")
     size = data.get("image_size")

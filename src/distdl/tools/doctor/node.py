@@ -8,7 +8,7 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -54,7 +54,7 @@ def versions(accelerator: str) -> dict[str, str]:
     return found
 
 
-def host(run: Path, data: Any, rank: int) -> dict[str, Any]:
+def host(run: Path, data: Mapping[str, Any] | None, rank: int) -> dict[str, Any]:
     """The facts of a host, found out by one of its ranks: `run` is the run's folder, `data` the
     config's section."""
     facts: dict[str, Any] = {**machine.disk(run)}

@@ -10,7 +10,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch.distributed as dist
 
@@ -28,7 +27,7 @@ NAMES = "give the hosts names by DNS or /etc/hosts, or use addresses"
 OPEN = "let the job's hosts reach each other at all TCP ports (firewall, network security group)"
 
 
-def rendezvous(environment: Environment, attempt: int) -> Any:
+def rendezvous(environment: Environment, attempt: int) -> dist.Store:
     """The store by which the ranks find each other, once all hosts have reached each other.
 
     Raises:
@@ -72,7 +71,7 @@ def _await_rank_0(environment: Environment, who: str, main: str) -> None:
         time.sleep(0.2)
 
 
-def _reach_all(environment: Environment, store: Any, address: str) -> None:
+def _reach_all(environment: Environment, store: dist.Store, address: str) -> None:
     """One rank of each host listens at a free port, as gloo and NCCL do, and the others connect."""
     nodes = range(environment.world_size // environment.local_world_size)
     host = socket.gethostname()

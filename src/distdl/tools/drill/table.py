@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from distdl.runs.files import write_json, write_text
 from distdl.tools.drill.trial import FaultRow
@@ -52,7 +51,7 @@ def show(rows: Sequence[FaultRow]) -> None:
     table.show(COLUMNS, [cells(row) for row in rows])
 
 
-def write(folder: Path, rows: Sequence[FaultRow], **facts: Any) -> None:
+def write(folder: Path, rows: Sequence[FaultRow], **facts: object) -> None:
     """Writes drill.json and drill.md."""
     write_json(folder / "drill.json", {**facts, "rows": [asdict(row) for row in rows]})
     settings = "".join(f"- {name}: {value}\n" for name, value in facts.items())

@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
 from distdl.tools.measure import OTHER, PHASES
+
+Moment: TypeAlias = float | torch.cuda.Event  # seconds; on a GPU an event in its queue
 
 
 class DeviceClock:
@@ -26,16 +28,20 @@ class DeviceClock:
         # Whether the device works through a queue, while the host already does something else.
         self.queues = device.type == "cuda"
 
-    def mark(self) -> Any:
+    def mark(self) -> Moment:
         if not self.queues:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def between(self, first: Any, second: Any) -> float:
+    def between(self, first: Moment, second: Moment) -> float:
         """Seconds. On a GPU only after `finish`."""
-        return first.elapsed_time(second) / 1000 if self.queues else second - first
+        if isinstance(first, torch.cuda.Event):
+            assert isinstance(second, torch.cuda.Event)
+            return first.elapsed_time(second) / 1000
+        assert isinstance(second, float)
+        return second - first
 
     def finish(self) -> float:
         """Waits until the device has finished its work; returns the host's time, in seconds."""
@@ -67,7 +73,7 @@ class Step:
 class Mark:
     """A moment on the device's timeline, when the host set it, and the phase that starts there."""
 
-    device: Any
+    device: Moment
     host: float
     phase: str
 

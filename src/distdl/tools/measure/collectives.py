@@ -16,9 +16,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch._C._autograd import _KinetoEvent
 from torch.profiler import ProfilerActivity, profile
 
 from distdl.tools.measure import OTHER
@@ -66,7 +66,7 @@ class CollectiveTrace:
         return analyse(results.kineto_results.events(), steps)
 
 
-def analyse(events: Iterable[Any], steps: int) -> Exposed:
+def analyse(events: Iterable[_KinetoEvent], steps: int) -> Exposed:
     """Reads the events of a trace (torch's `_KinetoEvent`) of that many steps."""
     seen = sorted_by_kind(_finished(list(events)))
     busy = 0.0
@@ -92,13 +92,13 @@ class Seen:
         launched: On a GPU: by correlation, when the host launched a collective.
     """
 
-    sent: list[Any]
-    computed: list[Any]
-    phases: list[Any]
+    sent: list[_KinetoEvent]
+    computed: list[_KinetoEvent]
+    phases: list[_KinetoEvent]
     launched: dict[int, int]
 
 
-def sorted_by_kind(events: list[Any]) -> Seen:
+def sorted_by_kind(events: list[_KinetoEvent]) -> Seen:
     host = [e for e in events if _on_host(e)]
     phases = [e for e in host if _begins(e, PREFIX)]
     on_device = [e for e in events if not _on_host(e)]
@@ -112,10 +112,12 @@ def sorted_by_kind(events: list[Any]) -> Seen:
     return Seen([e for e in host if _begins(e, COLLECTIVES)], computed, phases, {})
 
 
-def moments(seen: Seen) -> Iterator[tuple[float, list[Any], list[Any], list[Any]]]:
+def moments(
+    seen: Seen,
+) -> Iterator[tuple[float, list[_KinetoEvent], list[_KinetoEvent], list[_KinetoEvent]]]:
     """The time between each two changes: its seconds, and the collectives, the computations and
     the phases (the innermost one last) that are under way in it."""
-    under_way: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+    under_way: tuple[list[_KinetoEvent], list[_KinetoEvent], list[_KinetoEvent]] = ([], [], [])
     edges = []
     for events, running in zip((seen.sent, seen.computed, seen.phases), under_way, strict=True):
         for event in events:
@@ -131,7 +133,7 @@ def moments(seen: Seen) -> Iterator[tuple[float, list[Any], list[Any], list[Any]
         yield (until - at) / 1e9, *under_way
 
 
-def phase_of(collective: Any, seen: Seen, under_way: list[Any]) -> str:
+def phase_of(collective: _KinetoEvent, seen: Seen, under_way: list[_KinetoEvent]) -> str:
     """The phase in which a collective is; on a GPU that in which the host launched it."""
     inside = under_way
     if (at := seen.launched.get(collective.correlation_id())) is not None:
@@ -140,7 +142,7 @@ def phase_of(collective: Any, seen: Seen, under_way: list[Any]) -> str:
     return inside[-1].name().removeprefix(PREFIX) if inside else OTHER
 
 
-def _finished(events: list[Any]) -> list[Any]:
+def _finished(events: list[_KinetoEvent]) -> list[_KinetoEvent]:
     """Drops collectives that were still running when the trace ended: their end is unknown."""
     rest = [e for e in events if not _begins(e, COLLECTIVES)]
     first = min((e.start_ns() for e in rest), default=0)
@@ -149,13 +151,13 @@ def _finished(events: list[Any]) -> list[Any]:
     return rest + [e for e in sent if first <= e.start_ns() <= _end(e) <= last]
 
 
-def _end(event: Any) -> int:
+def _end(event: _KinetoEvent) -> int:
     return event.start_ns() + event.duration_ns()
 
 
-def _on_host(event: Any) -> bool:
+def _on_host(event: _KinetoEvent) -> bool:
     return event.device_type() == torch.autograd.DeviceType.CPU
 
 
-def _begins(event: Any, prefixes: str | tuple[str, ...]) -> bool:
+def _begins(event: _KinetoEvent, prefixes: str | tuple[str, ...]) -> bool:
     return event.name().startswith(prefixes)

@@ -28,14 +28,14 @@ class Input:
         strategy: Any = trainer.strategy
         to_device, process = strategy.batch_to_device, strategy.process_dataloader
 
-        def batch_to_device(*args: Any, **kwargs: Any) -> Any:
+        def batch_to_device(*args: object, **kwargs: object) -> object:
             if not self.held:
                 return to_device(*args, **kwargs)
             if self._on_device is None:
                 self._on_device = to_device(*args, **kwargs)
             return self._on_device
 
-        def process_dataloader(loader: Any) -> EndlessLoader:
+        def process_dataloader(loader: object) -> EndlessLoader:
             self.loaders.append(EndlessLoader(process(loader), self))
             return self.loaders[-1]
 
@@ -63,14 +63,14 @@ class Input:
 class EndlessLoader:
     """A loader that starts again when it ends, within one epoch of Lightning's."""
 
-    def __init__(self, loader: Any, switch: Input) -> None:
-        self.loader = loader
+    def __init__(self, loader: object, switch: Input) -> None:
+        self.loader: Any = loader  # the run's own, of any class
         self.switch = switch
 
     def __len__(self) -> int:
         return ENDLESS
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name in ("loader", "switch"):
             raise AttributeError(name)
         return getattr(self.loader, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -19,6 +19,9 @@ from distdl.tools.measure import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZ
 from distdl.tools.measure.clock import Timeline
 
 # The end of a hook's name in Lightning (2.6) -> phase.
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
 HOOKS = {
     ".train_dataloader_next": DATA,
     ".batch_to_device": DATA,
@@ -84,9 +87,9 @@ def pipeline_phases(timeline: Timeline) -> Iterator[None]:
         yield
 
 
-def _timed(original: Callable[..., Any], timeline: Timeline, phase: str) -> Callable[..., Any]:
+def _timed(original: Callable[P, Result], timeline: Timeline, phase: str) -> Callable[P, Result]:
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
         with timeline.phase(phase):
             return original(*args, **kwargs)
 

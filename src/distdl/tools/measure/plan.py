@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ def plan_strategy(
     return StrategyPlan(measured, machine, rows, advice, [*notes, *measured.notes])
 
 
-def how_many(trainer: Any, requested: int | None) -> tuple[int, str]:
+def how_many(trainer: Mapping[str, Any], requested: int | None) -> tuple[int, str]:
     """The number of devices: requested, from the config, the visible GPUs, or 8; and a note."""
     devices = trainer.get("devices")
     nodes = int(trainer.get("num_nodes") or 1)

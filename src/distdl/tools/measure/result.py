@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
 from distdl.callbacks.metrics import memory_gib
 from distdl.callbacks.progress import remedy
@@ -130,7 +131,7 @@ def assemble(
     return result
 
 
-def strategy_name(config: Any, world_size: int) -> str:
+def strategy_name(config: DictConfig, world_size: int) -> str:
     """The option of the group `strategy`, derived from its node; `auto` is resolved."""
     node = plain(config.strategy)
     name = str(node.get("_target_", "")).split(".")[-1]

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,13 +91,17 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         output = func(*args, **(kwargs or {}))
         self.add(output)
         return output
 
-    def add(self, tree: Any) -> None:
+    def add(self, tree: object) -> None:
         for tensor in _tensors(tree):
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -174,16 +180,16 @@ def a_batch(config: DictConfig) -> tuple[int, Any]:
     return batch_size_of(batch) or 1, batch
 
 
-def _without_memory(node: DictConfig) -> Any:
+def _without_memory(node: DictConfig) -> LightningModule:
     """The module on the meta device, if it can be built there; else on the CPU."""
 
-    def stripped(value: Any) -> Any:
+    def stripped(value: object) -> object:
         # Without the arguments that would download weights.
         if not isinstance(value, dict):
             return value
         return {k: stripped(v) for k, v in value.items() if k not in WEIGHTS}
 
-    bare = stripped(plain(node))
+    bare: Any = stripped(plain(node))
     bare.pop("compile", None)
     try:
         with torch.device("meta"):
@@ -192,7 +198,7 @@ def _without_memory(node: DictConfig) -> Any:
         return make(bare)
 
 
-def _as_fake(module: Any) -> Any:
+def _as_fake(module: LightningModule) -> LightningModule:
     """Replaces all parameters and buffers with fake tensors on a fake CPU."""
 
     @functools.cache  # by identity: shared ones stay shared
@@ -203,18 +209,19 @@ def _as_fake(module: Any) -> Any:
         return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
+        owned: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for tensors in owned:
             tensors.update({k: fake(v) for k, v in tensors.items() if v is not None})
     return module
 
 
-def _in_precision(module: Any, config: DictConfig) -> Any:
+def _in_precision(module: LightningModule, config: DictConfig) -> LightningModule:
     """float16 is as large as bfloat16, which CPUs support better."""
     return module.to(torch.bfloat16) if config.trainer.get("precision") in HALF else module
 
 
 def _extrapolated(
-    batch: Any, samples: int, size: int, config: DictConfig, global_batch: int
+    batch: object, samples: int, size: int, config: DictConfig, global_batch: int
 ) -> MeasuredStep:
     """Extrapolates from a real step with few samples and one with half of them, since only some
     bytes depend on the number of samples."""
@@ -238,7 +245,7 @@ def _extrapolated(
 
 
 def _step(
-    module: Any, batch: Any, size: int, config: DictConfig, global_batch: int
+    module: LightningModule, batch: object, size: int, config: DictConfig, global_batch: int
 ) -> MeasuredStep:
     """Forward, backward and optimizer step of a module, real or fake."""
     precision = str(config.trainer.get("precision") or "32-true")
@@ -263,7 +270,7 @@ def _step(
         live.add(batch)
         with torch.autocast("cpu", torch.bfloat16) if precision in AUTOCAST else nullcontext():
             numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-            output = module.training_step(batch, 0) if numbered else module.training_step(batch)
+            output: Any = module.training_step(*((batch, 0) if numbered else (batch,)))
         loss = output["loss"] if isinstance(output, Mapping) else output
         del output
         measured.activations = live.now
@@ -277,7 +284,11 @@ def _step(
 
 @contextmanager
 def _blocks_watched(
-    module: Any, measured: MeasuredStep, before: int, live: LiveBytes, counter: FlopCounterMode
+    module: LightningModule,
+    measured: MeasuredStep,
+    before: int,
+    live: LiveBytes,
+    counter: FlopCounterMode,
 ) -> Iterator[None]:
     """Fills `measured.blocks` while the forward runs. `before`: bytes at its start."""
     from distdl.strategies.pipeline.splitting import blocks_in
@@ -291,7 +302,7 @@ def _blocks_watched(
     seen: list[tuple[int, float]] = [(before, 0.0)]
 
     def watch(block: MeasuredBlock) -> Callable[..., None]:
-        def after(_: nn.Module, __: Any, output: Any) -> None:
+        def after(_: nn.Module, __: object, output: object) -> None:
             memory = live.now
             flops = float(counter.get_total_flops())
             block.activations = max(0, memory - seen[-1][0])
@@ -313,7 +324,7 @@ def _blocks_watched(
 
 
 def _optimizer_state(
-    module: Any, config: DictConfig, global_batch: int, measured: MeasuredStep
+    module: LightningModule, config: DictConfig, global_batch: int, measured: MeasuredStep
 ) -> int:
     """Bytes of the optimizer's state after a step."""
     try:
@@ -343,11 +354,11 @@ def _largest_unit(module: nn.Module, measured: MeasuredStep) -> int:
     return max([rest, *(_total(unit.parameters()) for unit in inner)])
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _total(tensors: Any) -> int:
+def _total(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors, each counted once."""
     return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 

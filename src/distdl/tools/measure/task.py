@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -95,7 +96,7 @@ class Benchmark(Task[Built]):
                 logger.log_metrics(result.metrics(report), 0)
         return result.metrics(process_group.broadcast(report), result.MAIN)
 
-    def _plan(self, trainer: Any) -> list[Segment]:
+    def _plan(self, trainer: Trainer) -> list[Segment]:
         plan = [Segment(WARM, REAL, self.warmup)]
         # Alternating, so that a change of the machine's speed affects both inputs.
         for _ in range(self.windows):
@@ -107,7 +108,7 @@ class Benchmark(Task[Built]):
         return plan
 
 
-def _is_pipeline(trainer: Any) -> bool:
+def _is_pipeline(trainer: Trainer) -> bool:
     return hasattr(trainer.strategy, "data_share")
 
 

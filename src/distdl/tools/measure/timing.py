@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.utils.flop_counter import FlopCounterMode
 
 from distdl.callbacks.metrics import batch_size_of
@@ -84,13 +84,20 @@ class Timing(Callback):
         self._last_step = trainer.global_step
         self._begin()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, *_: object
+    ) -> None:
         if self.live_flops is None and not pl_module.automatic_optimization:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()  # in the first warm-up step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         self._stop_counting()
         if trainer.global_step == self._last_step:
@@ -139,6 +146,6 @@ class Timing(Callback):
             self.profiler.tracing = False
             self.exposed = self._trace.stop(steps)
 
-    def on_exception(self, *args: Any) -> None:
+    def on_exception(self, *args: object) -> None:
         self._stop_counting()
         self._stop_tracing(1)

@@ -6,7 +6,7 @@ import functools
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,7 @@ def _composed(
     problems: dict[Problem, None] = {}
 
     @functools.cache
-    def node_of(strategy: str) -> Any:
+    def node_of(strategy: str) -> dict[str, Any]:
         return configs.plain(compose.compose([*overrides, *_chosen(strategy)]).strategy)
 
     for strategy, nodes, devices, mode in wanted:
@@ -270,7 +270,7 @@ def _chosen(strategy: str) -> list[str]:
     return [f"strategy={option}", *settings]
 
 
-def _batch(node: Any, world: int, mode: str, batch: int) -> str:
+def _batch(node: Mapping[str, Any], world: int, mode: str, batch: int) -> str:
     """The override of a rank's batch for a strategy's node."""
     # All ranks of one pipeline share a batch.
     shares = resources.replicas(node, world)

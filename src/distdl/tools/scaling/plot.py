@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.tools.scaling import published
 from distdl.tools.scaling.results import ScalingRow
 from distdl.util.colours import LINES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 GREY = "#8a94a0"
 TOP = 108.0  # per cent: the least end of the axis
@@ -75,7 +78,7 @@ def draw(
             plt.close(figure)
 
 
-def measured(axes: Any, rows: Sequence[ScalingRow]) -> set[int]:
+def measured(axes: Axes, rows: Sequence[ScalingRow]) -> set[int]:
     """A line for each strategy and mode, with the predictions for the same sizes."""
     counts: set[int] = set()
     lines = dict.fromkeys((r.strategy, r.mode) for r in rows if r.world_size > 1)
@@ -87,13 +90,13 @@ def measured(axes: Any, rows: Sequence[ScalingRow]) -> set[int]:
         axes.plot(*_xy(points), color=colour, marker="o", label=f"{name}, {mode}: measured")
         counts |= set(points)
         if guess := {r.world_size: 100 * r.predicted.efficiency for r in same if r.predicted}:
-            style = {"color": colour, "linestyle": "--", "marker": "x"}
+            style: Any = {"color": colour, "linestyle": "--", "marker": "x"}
             axes.plot(*_xy({1: 100.0, **guess}), **style, label=f"{name}, {mode}: predicted")
     return counts
 
 
 def predicted(
-    axes: Any, rows: Sequence[ScalingRow], further: dict[str, dict[int, float]]
+    axes: Axes, rows: Sequence[ScalingRow], further: dict[str, dict[int, float]]
 ) -> set[int]:
     lines = list(dict.fromkeys((r.strategy, r.mode) for r in rows if r.world_size > 1))
     for strategy, beyond in further.items():
@@ -106,7 +109,7 @@ def predicted(
     return {n for beyond in further.values() for n in beyond}
 
 
-def references(axes: Any) -> list[tuple[float, float, str]]:
+def references(axes: Axes) -> list[tuple[float, float, str]]:
     """Thin lines of Azure's published numbers. Returns the end and the name of each."""
     ends = []
     for gpu, libraries in published.AZURE_RATES.items():
@@ -119,7 +122,7 @@ def references(axes: Any) -> list[tuple[float, float, str]]:
     return ends
 
 
-def label_right(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
+def label_right(axes: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
     """Writes names at the right of the axes without overlap, each joined to its line by dots.
 
     If the axes extend far beyond the ends of the lines, the names are beside these ends: a long

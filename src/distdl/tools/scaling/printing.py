@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from distdl.runs.directory import shown, write_json
 from distdl.tools.scaling import Prediction, plot
@@ -87,7 +86,7 @@ def write(
     before: Sequence[Member],
     rows: Sequence[ScalingRow],
     further: Mapping[str, Mapping[int, Prediction]],
-    **more: Any,
+    **more: object,
 ) -> None:
     """Writes the table, with `more`, and the plot into the folder of the requested runs. `before`
     are other members that were measured in this folder; `further` is as in `gaps`."""

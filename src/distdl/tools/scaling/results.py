@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,7 @@ class Rented:
     bandwidth: float  # bytes per second between VMs; 0: there is no fast network
 
 
-def rented_of(vm: str | None, spot: bool, launcher: Any) -> Rented | None:
+def rented_of(vm: str | None, spot: bool, launcher: Mapping[str, Any]) -> Rented | None:
     """The VM size whose price counts: `vm`, or the launcher's."""
     from distdl.launchers.azureml import vm_sizes
 
