@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from distdl.callbacks import Checkpointer
 from distdl.checkpoint.formats import AnyCheckpoint
+from distdl.config.schema import Checkpoint
 from distdl.data.sampling import TrainPosition
 from distdl.loops.trainer import Trainer
 from distdl.ranks.stopping import StopRequest
@@ -35,8 +36,10 @@ class OneWeight(LightningModule):
 
 def checkpointer(folder: Path, **more: Any) -> Checkpointer:
     """One that keeps everything, in `folder`."""
-    settings = {"global_batch_size": 1, "keep_last": 100, **more}
-    return Checkpointer(CheckpointStore(folder), StopRequest(), TrainPosition(), **settings)
+    settings = {"keep_last": 100, **{k: more.pop(k) for k in Checkpoint.model_fields.keys() & more}}
+    parts = CheckpointStore(folder), StopRequest(), TrainPosition()
+    given = {"global_batch_size": 1, **more}
+    return Checkpointer(*parts, settings=Checkpoint(**settings), **given)
 
 
 def numbers(count: int) -> Any:

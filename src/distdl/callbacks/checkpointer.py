@@ -23,6 +23,7 @@ from distdl.callbacks.best import Best
 from distdl.callbacks.metrics import steps_of
 from distdl.callbacks.module_state import ModuleState
 from distdl.checkpoint.saving import Saver, refuse_pickles
+from distdl.config.schema import Checkpoint
 from distdl.data.held_generators import HeldGenerators
 from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
@@ -73,8 +74,7 @@ class Checkpointer(Callback, Decides):
             another global batch; None if the module configures its own optimizer.
         seed: Reseeds the generators if a run resumes at another world size.
         modules: Adds the state of layers to checkpoints.
-        every_n_steps, every_minutes, every_n_epochs, keep_last, monitor, mode, background,
-            trust_pickle: As in `conf/distdl.yaml`.
+        settings: The config's section `checkpoint`.
     """
 
     def __init__(
@@ -88,27 +88,20 @@ class Checkpointer(Callback, Decides):
         optimizer: dict[str, Any] | None = None,
         seed: int = 0,
         modules: ModuleState | None = None,
-        every_n_steps: int | None = None,
-        every_minutes: float | None = 10,
-        every_n_epochs: int = 1,
-        keep_last: int = 2,
-        monitor: str | None = None,
-        mode: str = "max",
-        background: bool = True,
-        trust_pickle: bool = False,
+        settings: Checkpoint,
     ) -> None:
         self.stop = stop
         self.position = position
         self.optimizer = optimizer
         self.modules = modules
-        self.saver = Saver(store, keep_last=keep_last, background=background)
+        self.settings = settings
+        self.saver = Saver(store, keep_last=settings.keep_last, background=settings.background)
         self._declared = global_batch_size
         self.accumulate = accumulate
         self.seed = seed
-        self.every_n_steps = every_n_steps
-        self.every_n_epochs = every_n_epochs
-        self.every_seconds = every_minutes * 60 if every_minutes else math.inf
-        self.best = Best(monitor, mode)
+        minutes = settings.every_minutes
+        self.every_seconds = minutes * 60 if minutes else math.inf
+        self.best = Best(settings.monitor, settings.mode)
         self.rates: list[list[float]] | None = None  # as the optimizers of this run were built
         self.classes: Sequence[str] | None = None  # of the checkpoint that was loaded
         self._saved_step = -1
@@ -120,7 +113,6 @@ class Checkpointer(Callback, Decides):
         self._reason = ""
         self._loaded: dict[str, Any] | None = None
         self._common_batches = 0.0
-        self.trust_pickle = trust_pickle
 
     @property
     def global_batch_size(self) -> int | None:
@@ -155,7 +147,7 @@ class Checkpointer(Callback, Decides):
         for optimizer in trainer.optimizers:
             if not pl_module.automatic_optimization and isinstance(optimizer, Optimizer):
                 optimizer.register_step_post_hook(lambda stepped, *_: self._stepped.add(stepped))
-        if not self.trust_pickle:
+        if not self.settings.trust_pickle:
             refuse_pickles(trainer)
         held = self.held = HeldGenerators(trainer)
         if trainer.is_global_zero:
@@ -218,7 +210,7 @@ class Checkpointer(Callback, Decides):
                 self._agreement.exchange(stop, False, failed)
             return
         self._obey(trainer, stop, failed)
-        every = self.every_n_steps or math.inf
+        every = self.settings.every_n_steps or math.inf
         by_step = step % every == 0
         soon = (step + 1) % every == 0
         if (by_step or (save and not soon)) and step != self._saved_step:
@@ -295,7 +287,7 @@ class Checkpointer(Callback, Decides):
         last = last or trainer.global_step >= trainer.max_steps > -1
         best = self.best.improved(trainer)
         missing = self.best.missing(trainer)  # the next epoch would be refused
-        if stop or last or best or missing or epoch % self.every_n_epochs == 0:
+        if stop or last or best or missing or epoch % self.settings.every_n_epochs == 0:
             self._save(trainer, "epoch", best=best)
         if last:  # hooks at the end of the training may read the checkpoint
             self.saver.settle()

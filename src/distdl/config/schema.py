@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from distdl.config.hints import words
-from distdl.config.recipe import LAYERS
+from distdl.config.recipe import LAYERS, plain
 from distdl.util import typed
 from distdl.util.errors import Problem
 from distdl.util.ranges import AboveZero, Count, NotNegative, Positive
@@ -89,16 +89,27 @@ class Project(_Fixed):
 
 
 class Checkpoint(_Fixed):
+    """When checkpoints are saved, and what of them is kept and trusted: see `conf/distdl.yaml`."""
+
     every_n_steps: Positive | None = None
-    every_minutes: AboveZero | None = None
+    every_minutes: AboveZero | None = 10
     every_n_epochs: Positive = 1
-    keep_last: Positive = 1
+    keep_last: Positive = 2
     monitor: Text | None = None
     mode: Literal["min", "max"] = "max"
     sharded: bool = False
     background: bool = True
     resume_from: Text | None = None
     trust_pickle: bool = False
+
+    @classmethod
+    def of(cls, node: Mapping[str, Any]) -> Checkpoint:
+        """The section of a config that is validated, or was before it was frozen.
+
+        Raises:
+            pydantic.ValidationError: A value does not fit (a ValueError).
+        """
+        return cls.model_validate(plain(node))
 
 
 class WatchdogSettings(_Fixed):

@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from distdl.callbacks import Checkpointer, ModuleState, RecordSamples, StepMetrics
 from distdl.checkpoint import portable
 from distdl.checkpoint.formats import AnyCheckpoint
-from distdl.config import batches, task_facts
+from distdl.config import batches, schema, task_facts
 from distdl.config.recipe import plain
 from distdl.config.resources import tensor_parallel_size
 from distdl.data.loading import distribute
@@ -123,7 +123,7 @@ def build(
         optimizer=None if own_optimizer else plain(config.get("optimizer")),
         seed=config.seed,
         modules=modules,
-        **{k: v for k, v in config.checkpoint.items() if k not in ("resume_from", "sharded")},
+        settings=schema.Checkpoint.of(config.checkpoint),
     )
     for callback in callbacks:
         if isinstance(callback, RecordSamples):
@@ -256,7 +256,7 @@ def build_trainer(
     )
     if arguments.get("benchmark") is None:  # cudnn's search may choose non-deterministic kernels
         arguments["benchmark"] = not arguments.get("deterministic")
-    if config.checkpoint.get("sharded"):
+    if schema.Checkpoint.of(config.checkpoint).sharded:
         assert isinstance(strategy, WritesShards)  # as validation has checked
         strategy.sharded_checkpoints = True
     process_group.give_backends(strategy, resources.accelerator)

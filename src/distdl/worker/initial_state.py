@@ -42,7 +42,7 @@ def start(context: Built, path: str | None, loop: Callable[..., Result], **more:
         context.module,
         datamodule=context.datamodule,
         ckpt_path=path,
-        weights_only=not context.config.checkpoint.get("trust_pickle") if path else None,
+        weights_only=not context.checkpointer.settings.trust_pickle if path else None,
         **more,
     )
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from distdl import tracking
 from distdl.checkpoint import fetching
 from distdl.config import recipe as configs
+from distdl.config import schema
 from distdl.distributed import process_group, rank_table
 from distdl.job import JobState
 from distdl.ranks.stopping import Stopped
@@ -80,7 +81,7 @@ def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
     newest = checkpoints.CheckpointStore(run.checkpoints).newest()
     if newest is not None:
         return str(newest)
-    source = config.checkpoint.get("resume_from")
+    source = schema.Checkpoint.of(config.checkpoint).resume_from
     # Absolute: `fetching.provide` takes a relative path as one inside the run.
     return str(checkpoints.find(source).absolute()) if source else None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
+from distdl.config.schema import Checkpoint
 from distdl.runs.directory import RunDirectory, shown
 from distdl.tools.serving.model_folder import read
 from distdl.tracking.outbox import Outbox, redact
@@ -51,7 +52,7 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
         client.log_artifacts(run_id, str(folder), folder.name)  # again, as it may be incomplete
         print(f"model   runs:/{run_id}/{folder.name}")
         if name := OmegaConf.select(config, "tracking.mlflow.register"):
-            _register(client, str(name), run_id, folder, config.checkpoint)
+            _register(client, str(name), run_id, folder, Checkpoint.of(config.checkpoint))
     except (MlflowException, OSError) as error:
         again = f"the model is in {shown(folder)}; the same command sends it"
         if refused := refusal(error, uri):
@@ -66,7 +67,7 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
         raise Unfinished.at("tracking.mlflow", what, remedy) from error
 
 
-def _register(client: MlflowClient, name: str, run_id: str, folder: Path, best: DictConfig) -> None:
+def _register(client: MlflowClient, name: str, run_id: str, folder: Path, best: Checkpoint) -> None:
     """Adds a version, if this checkpoint has none; `best` is the run's section `checkpoint`."""
     trained = read(folder / "artifacts/model")
     metric = best.monitor or "val/acc1"
