@@ -92,7 +92,7 @@ def test_a_batch_of_ones_own_data_is_counted_where_its_images_are_not(as_mapping
     module.validation_step(
         {"image": images, "label": labels} if as_mapping else (images, labels), 0
     )
-    assert module._sums[1:].tolist() == [2, 4, 4]
+    assert module.metric.sums[1:].tolist() == [2, 4, 4]
 
 
 def test_labels_are_smoothed_in_training():

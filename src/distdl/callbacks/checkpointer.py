@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,6 +28,7 @@ from distdl.data.held_generators import HeldGenerators
 from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
 from distdl.distributed.agreement import Agreement, least_of_all, refuse_uneven
+from distdl.domains.domain import domain_of
 from distdl.loops.decides import Decides
 from distdl.loops.epoch_metrics import epoch_metrics, restore_epoch_metrics
 from distdl.loops.fit import fit_loop_of
@@ -46,12 +47,6 @@ BETWEEN = (
     "this checkpoint was saved between batches whose gradients are accumulated, and has none of "
     "them: the training goes on, but not as it did then"
 )
-
-
-def class_names(datamodule: object) -> list[str] | None:
-    """The names in a data module's `classes`, in the order of the labels; None if it has none."""
-    names = getattr(datamodule, "classes", None)
-    return [*map(str, names)] if isinstance(names, list | tuple) else None
 
 
 def rounds(optimizer: object) -> bool:
@@ -103,7 +98,7 @@ class Checkpointer(Callback, Decides):
         self.every_seconds = minutes * 60 if minutes else math.inf
         self.best = Best(settings.monitor, settings.mode)
         self.rates: list[list[float]] | None = None  # as the optimizers of this run were built
-        self.classes: Sequence[str] | None = None  # of the checkpoint that was loaded
+        self.classes: list[Any] | None = None  # of the checkpoint that was loaded: `Domain.names`
         self._saved_step = -1
         self._stepped: set[Optimizer] = set()  # in the newest batch
         self._validates = self._between_steps = False
@@ -326,6 +321,7 @@ class Checkpointer(Callback, Decides):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         epoch_loop = fit_loop_of(trainer).epoch_loop
+        data = trainer.datamodule  # type: ignore[attr-defined]
         # A validation that was cut short counts for nothing here, too.
         given = self._given_before if self._was_cut else rank_buffers.will_be_given(trainer)
         checkpoint[KEY] = {
@@ -336,7 +332,7 @@ class Checkpointer(Callback, Decides):
             "samples_per_batch": self.samples_per_batch,
             "rates": self.rates,
             "world_size": trainer.world_size,
-            "classes": class_names(trainer.datamodule),  # type: ignore[attr-defined]
+            "classes": domain_of(data, pl_module).names(data),
             **self.best.state(),
             "rng": process_group.gather(epoch_loop.generators or epoch_loop.rng_state()),
             "epoch_metrics": process_group.gather(epoch_metrics(trainer)),

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from distdl.datasets.image_headers import DamagedImage
-from distdl.images.nvjpeg import EncodedBatch
-from distdl.images.views import View
+from distdl.domains.classification.domain import Classification
+from distdl.domains.domain import Domain, View
+from distdl.domains.record import Annotation
 from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -24,20 +25,25 @@ BLACK = b"P6 1 1 255\n\0\0\0"  # an image of one pixel, as PPM
 OnDamaged = Literal["skip", "error"]
 
 
-class EncodedImages(Dataset[dict[str, Any]]):
-    """Encoded images, decoded and cropped by a view (`distdl.images.views`).
+class EncodedData(Dataset[dict[str, Any]]):
+    """Samples that are encoded images, each with an annotation of some domain.
 
-    A subclass defines `__len__`, `read`, `label` and `name`, and may repair a damaged copy in
-    `repair`. A sample has the view's fields ("image": uint8 [3, S, S]), "label" (int), "weight"
-    (float32) and "damaged" (str).
+    A subclass defines `__len__`, `read`, `annotation` and `name`, and may repair a damaged copy in
+    `repair`. A sample has the fields that its domain makes of image and annotation
+    (`Domain.sample`), "weight" (float32) and "damaged" (str).
 
     A damaged image is replaced by the next intact one, so that batches have the same size on all
     ranks. Its "weight" is then 0: validation ignores the row, training uses it. "damaged" names the
     image and the reason. `distdl.data.images.ImageData` reports or refuses it. With `replaces =
     False` (predictions) a black image takes its place, however many are damaged.
+
+    Args:
+        view: One of the domain's views.
     """
 
-    classes: Sequence[str] = ()
+    domain = Domain()
+    classes: Sequence[str] = ()  # names by label, where the annotations have labels
+    key = ""  # says which samples these are: equal for equal data, on every machine
     folder = Path()  # what a name begins with that may differ between machines
     replaces = True
 
@@ -57,8 +63,12 @@ class EncodedImages(Dataset[dict[str, Any]]):
         """
 
     @abstractmethod
-    def label(self, index: int) -> int:
-        """Its class index."""
+    def annotation(self, index: int) -> Annotation:
+        """What is known of it, as its domain's record has it.
+
+        Raises:
+            DamagedImage: Only this annotation is unreadable; the sample is replaced.
+        """
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -68,9 +78,9 @@ class EncodedImages(Dataset[dict[str, Any]]):
         """Its name within the data set, the same on every machine."""
         return self.name(index).removeprefix(f"{self.folder}/")
 
-    def label_name(self, index: int) -> str | None:
-        """The name of its class, if it is known."""
-        return self.classes[self.label(index)]
+    def known(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """The columns of a prediction's rows that say what is known of samples, each [N]."""
+        return self.domain.known([self.annotation(index) for index in indices], self.classes)
 
     def repair(self, index: int) -> bool:
         """Called once for an image that cannot be decoded; True: read it again."""
@@ -94,32 +104,49 @@ class EncodedImages(Dataset[dict[str, Any]]):
                 damaged.append(f"{self.name(shown)}: {error}" if self.replaces else str(error))
                 if self.replaces:
                     continue
-                seen = self.view(BLACK, epoch)
+                seen = self.domain.sample(self.view, BLACK, self.annotation(shown), epoch)
             # Report only the first: the other damaged images report themselves.
             first = next(iter(damaged), "")
             weight = np.float32(not damaged)
-            return {**seen, "label": self.label(shown), "weight": weight, "damaged": first}
+            return {**seen, "weight": weight, "damaged": first}
         what = f"{len(damaged)} images in a row cannot be decoded, from {damaged[0]}"
         raise UserError.at("data.root", what, "to count them: python -m distdl data check")
 
     def _seen(self, index: int, epoch: int) -> dict[str, Any]:
         try:
-            return self.view(self.read(index), epoch)
+            return self._sample(index, epoch)
         except DamagedImage:
             if not self.repair(index):
                 raise
-            return self.view(self.read(index), epoch)
+            return self._sample(index, epoch)
+
+    def _sample(self, index: int, epoch: int) -> dict[str, Any]:
+        return self.domain.sample(self.view, self.read(index), self.annotation(index), epoch)
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """A batch. Its "image" is uint8 [B, 3, S, S] or a `distdl.images.nvjpeg.EncodedBatch`.
-        Pixels stay channels_last as in the samples; default_collate alone would copy them to
-        planes."""
-        rest = [{k: v for k, v in s.items() if k not in ("image", "crop")} for s in samples]
-        batch: dict[str, Any] = default_collate(rest)
-        if "crop" in samples[0]:
-            return {**batch, "image": EncodedBatch(samples)}
-        image = default_collate([sample["image"].permute(1, 2, 0) for sample in samples])
-        return {**batch, "image": image.permute(0, 3, 1, 2)}
+        """A batch of samples, on the host: the domain's."""
+        return self.domain.collate(samples)
+
+
+class EncodedImages(EncodedData):
+    """Encoded images with one class each. A subclass defines `label` in place of `annotation`; a
+    sample has the view's "image", uint8 [3, S, S], and "label" (int)."""
+
+    domain = Classification()
+
+    @abstractmethod
+    def label(self, index: int) -> int:
+        """Its class index."""
+
+    def annotation(self, index: int) -> int:
+        return self.label(index)
+
+    def label_name(self, index: int) -> str | None:
+        """The name of its class, if it is known."""
+        return self.classes[self.label(index)]
+
+    def known(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        return {"label": np.array([*map(self.label_name, indices)], dtype=object)}
 
 
 class Damage:

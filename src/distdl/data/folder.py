@@ -15,7 +15,7 @@ from distdl.datasets.format import WORK
 from distdl.datasets.image_headers import DamagedImage
 from distdl.datasets.layout import different_classes, kaggle_below, no_image
 from distdl.datasets.left_out import LeftOut
-from distdl.images.views import View
+from distdl.domains.domain import View
 from distdl.stores.files import read_file
 from distdl.stores.walking import ClassFolders, class_names
 from distdl.util import unpacking
@@ -101,9 +101,9 @@ class FolderImages(EncodedImages):
             counts.append(len(paths) - before)
         self._paths = np.array(paths, dtype=np.bytes_)
         self._labels = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+        self.key = self._key()
 
-    @property
-    def key(self) -> str:
+    def _key(self) -> str:
         """The sha256 of the images' names and labels."""
         listing = hashlib.sha256(str(self.classes).encode(errors="surrogateescape"))
         for array in (self._paths, self._labels):

@@ -11,7 +11,7 @@ import numpy as np
 from distdl.data.encoded import EncodedImages
 from distdl.datasets.image_headers import FORMATS, DamagedImage
 from distdl.datasets.left_out import NO_IMAGE, NO_IMAGES, LeftOut, ending
-from distdl.images.views import View
+from distdl.domains.domain import View
 from distdl.stores import StoreError, open_store
 from distdl.util.errors import UserError
 

@@ -1,4 +1,4 @@
-"""Images in shards: their order and their prefetch."""
+"""Samples in shards: their order and their prefetch."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from distdl.data.encoded import EncodedImages
+from distdl.data.encoded import EncodedData
 from distdl.datasets.image_headers import DamagedImage
 from distdl.datasets.order import Needs, by_first_use
 from distdl.datasets.prefetch import Prefetch
 from distdl.datasets.reading import Shards
-from distdl.images.views import View
+from distdl.domains.domain import Domain, View
+from distdl.domains.record import Annotation
 
 
-class ShardImages(EncodedImages):
-    """The samples of a split in shards; only the training split has an `order`."""
+class ShardSamples(EncodedData):
+    """The samples of a split in shards, of any domain; only the training split has an `order`."""
 
-    def __init__(self, view: View, shards: Shards, order: TrainOrder | None = None) -> None:
+    def __init__(
+        self, domain: Domain, view: View, shards: Shards, order: TrainOrder | None = None
+    ) -> None:
         super().__init__(view)
+        self.domain = domain
         self.shards = shards
         self._order = order
         self.classes = shards.classes
@@ -35,8 +39,8 @@ class ShardImages(EncodedImages):
         except ValueError as error:
             raise DamagedImage(str(error)) from error
 
-    def label(self, index: int) -> int:
-        return int(self.shards.rows["label"][index])
+    def annotation(self, index: int) -> Annotation:
+        return self.domain.record.in_index(int(self.shards.rows["label"][index]))
 
     def name(self, index: int) -> str:
         return self.shards.member(index)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from distdl.data.images import IMAGENET_MEAN, IMAGENET_STD, ImageData
+from distdl.domains.classification.domain import Classification
 from distdl.util.ranges import Count, Positive
 
 
@@ -30,6 +31,7 @@ class SyntheticImages(ImageData):
         mean, std: The device normalises red, green and blue by these; for values from 0 to 1.
     """
 
+    domain = Classification()
     decodes = False
 
     def __init__(

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 
 from distdl.data.encoded import EncodedImages
 from distdl.data.images import ImageData
-from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
-from distdl.images.views import EvalView, TrainView, View, check_views
+from distdl.domains.classification.domain import Classification
+from distdl.domains.domain import View
+from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from distdl.util.errors import Problem
 from distdl.util.ranges import Count, Positive
 
@@ -39,6 +40,8 @@ class SyntheticJpegs(ImageData):
             val_resize_size: As for `distdl.data.StoredImages`.
     """
 
+    domain = Classification()
+
     def __init__(
         self,
         batch_size: int,
@@ -64,16 +67,27 @@ class SyntheticJpegs(ImageData):
     ) -> None:
         super().__init__(batch_size, num_workers, mean, std)
         self.num_classes = num_classes
-        augmented = Augment(augment, mean, std)
-        self._train = train_samples, TrainView(image_size, scale, ratio, decoder, augmented, resize)
-        self._val = val_samples, EvalView(val_crop_size or image_size, val_resize_size, decoder)
+        views = {
+            "image_size": image_size,
+            "scale": scale,
+            "ratio": ratio,
+            "mean": mean,
+            "std": std,
+            "decoder": decoder,
+            "augment": augment,
+            "resize": resize,
+            "val_crop_size": val_crop_size,
+            "val_resize_size": val_resize_size,
+        }
+        train_view, val_view = self.domain.views(views)
+        self._train, self._val = (train_samples, train_view), (val_samples, val_view)
         self._pool_arguments = (pool_size, num_classes, width, height, 1000 * kilobytes, seed)
         self._pool: list[bytes] = []
 
-    @staticmethod
-    def check(config: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
+    @classmethod
+    def check(cls, config: Mapping[str, Any], context: Mapping[str, Any]) -> Iterable[Problem]:
         """Problems of the data node; paths are relative to it."""
-        return check_views(config, local=context["local"])
+        return cls.domain.check(config, local=context["local"])
 
     def setup(self, stage: str | None = None) -> None:
         self._pool = self._pool or jpegs(*self._pool_arguments)

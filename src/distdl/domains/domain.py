@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import default_collate
+import numpy as np
 
+from distdl.domains.collate import stacked
 from distdl.domains.drawing import Drawing
 from distdl.domains.metric import Metric
 from distdl.domains.record import Annotation, SampleRecord
 from distdl.domains.rows import PredictedRows
-from distdl.images.views import EvalView, TrainView, check_views
+from distdl.images.views import check_views, views_of
 from distdl.util.errors import Problem
 
 # Bytes, epoch and what else its domain's `sample` passes, to the fields of a sample.
@@ -36,6 +37,8 @@ class Domain:
     mode = "max"
     # Part 1: its record in a shard. Asked by `tools.prepare`, and by what reads prepared sets.
     record = SampleRecord()
+    # The name in a sample of an annotation that is no mapping of fields.
+    field = "target"
 
     # Part 2: views and augmentation.
 
@@ -52,16 +55,14 @@ class Domain:
         """The views of training and of evaluation, by the same keys of the data node. Called by
         data modules in `__init__`, and with an empty mapping by `data check`, which measures how
         fast images are decoded."""
-        size = node.get("image_size", 224)
-        decoder = node.get("decoder", "auto")
-        return TrainView(size, decoder=decoder), EvalView(size, decoder=decoder)
+        return views_of(node)
 
     def sample(self, view: View, data: bytes, annotation: Annotation, epoch: int) -> dict[str, Any]:
         """The fields of a sample, of its encoded image and what is known of it. Called in a
         loader's worker, which has seeded the generators that views draw from.
 
         By default the view's fields ("image": uint8 [3, S, S]), and those of an annotation that is
-        a mapping, or else the annotation as "target".
+        a mapping, or else the annotation as the field `field`.
 
         Args:
             view: One of `views`.
@@ -70,7 +71,7 @@ class Domain:
         Raises:
             DamagedImage: The sample is replaced by another one, and reported.
         """
-        fields = annotation if isinstance(annotation, Mapping) else {"target": annotation}
+        fields = annotation if isinstance(annotation, Mapping) else {self.field: annotation}
         return {**view(data, epoch), **fields}
 
     # Part 3: collate.
@@ -78,12 +79,13 @@ class Domain:
     def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """A batch of samples, on the host. Called in a loader's worker. Besides the fields of
         `sample` each has "weight" (float32, 1 or 0) and "damaged" (text, "" if intact), and in an
-        exact evaluation "index" (int64). By default torch's own: a tensor [B, ...] per field."""
-        return default_collate([*samples])
+        exact evaluation "index" (int64). By default a tensor [B, ...] for each field, of images
+        uint8 [B, 3, S, S]."""
+        return stacked(samples)
 
     # Part 4: the metric over ranks.
 
-    def metric(self) -> Metric:
+    def metric(self) -> Metric[Any, Any]:
         """A new metric. Called by the module (`models.evaluated`)."""
         raise NotImplementedError(f"{type(self).__name__} has no metric")
 
@@ -99,8 +101,46 @@ class Domain:
         """
         return PredictedRows(named)
 
+    def names(self, datamodule: object) -> list[Any] | None:
+        """What each checkpoint keeps of the data, in types that `weights_only` loads, so that rows,
+        exports and servers can name what the network says. Called by the checkpointer and by
+        `task=predict`. By default the names in the data module's `classes`, by label; None if it
+        has none."""
+        names = getattr(datamodule, "classes", None)
+        return [*map(str, names)] if isinstance(names, list | tuple) else None
+
+    def known(
+        self, annotations: Sequence[Annotation], classes: Sequence[str]
+    ) -> dict[str, np.ndarray]:
+        """What rows say of samples beside their names, whatever predicts them: columns by name,
+        each [N]. Called on rank 0.
+
+        Args:
+            annotations: Of N samples.
+            classes: Names by label, as the data set has them; empty if it has none.
+        """
+        return {}
+
     # Part 6: what people look at.
 
-    def drawing(self) -> Drawing | None:
+    def drawing(self) -> Drawing[Any, Any] | None:
         """A new drawing; None: nothing is drawn. Called by the module (`models.evaluated`)."""
         return None
+
+
+def domain_of(*parts: object) -> Domain:
+    """The domain that the first of some modules and data modules names; if none does, a domain with
+    the defaults alone."""
+    named = (getattr(part, "domain", None) for part in parts)
+    return next((domain for domain in named if isinstance(domain, Domain)), Domain())
+
+
+def domain_of_predictions(module: object) -> Domain | None:
+    """The domain whose outputs a module's `predict_step` returns: that of the class that defines
+    the method. A subclass that overrides it returns tensors of its own, unless it names a domain
+    beside it."""
+    for cls in type(module).__mro__:
+        if "predict_step" in vars(cls):
+            domain = vars(cls).get("domain")
+            return domain if isinstance(domain, Domain) else None
+    return None

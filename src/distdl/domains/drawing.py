@@ -9,9 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic
 
 import torch
 from PIL import Image
+
+from distdl.domains.metric import Batch, Outputs
 
 # The encoded image of a sample of the validation set by its index, for a caption its name.
 ImageOf = Callable[[int], tuple[bytes, str]]
@@ -46,7 +49,7 @@ class DrawnSection:
     curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 
-class Drawing(ABC):
+class Drawing(ABC, Generic[Batch, Outputs]):
     """What is drawn of one validation. The module (`distdl.models.evaluated`) calls `start` and
     `add`, as of a `Metric`; the callback `distdl.callbacks.pictures` calls `gather` and `sections`
     at the end of each validation during a training, and of `task=validate` and `task=test`."""
@@ -56,7 +59,7 @@ class Drawing(ABC):
         """Forgets all samples."""
 
     @abstractmethod
-    def add(self, batch: Mapping[str, object], outputs: object) -> None:
+    def add(self, batch: Batch, outputs: Outputs) -> None:
         """Notes what may be drawn of a batch: small, bounded, and without waiting for the device.
         A batch's "index", int64 [B], names its samples; data that have none are not drawn."""
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 
+# As it arrives at a module: what the domain's collate made, on the device; or what a data module of
+# the user's gives, such as a pair of images and labels.
+Batch = TypeVar("Batch")
+# Of the network for a batch, such as logits [B, num_classes].
+Outputs = TypeVar("Outputs")
 # Sums a tensor over the ranks, and gives all of them the sum: the strategy's own.
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Metric(ABC):
+class Metric(ABC, Generic[Batch, Outputs]):
     """The numbers of one validation or test. The module (`distdl.models.evaluated`) calls `start`,
     then `add` for each batch, then `result`.
 
@@ -24,12 +30,8 @@ class Metric(ABC):
         """Forgets all samples. Sums belong on `device`, where nobody waits for them."""
 
     @abstractmethod
-    def add(self, batch: Mapping[str, object], outputs: object) -> None:
-        """Adds the samples of a batch, as it arrived at the module.
-
-        Args:
-            outputs: Of the network for this batch, such as logits [B, num_classes].
-        """
+    def add(self, batch: Batch, outputs: Outputs) -> None:
+        """Adds the samples of a batch, and what the network gave for them."""
 
     @abstractmethod
     def result(self, reduce: Reduce) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distdl.datasets.image_headers import MOST_PIXELS, examine
-from distdl.images.augment import Augment
+from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
 from distdl.images.crop import Crop, central_crop, random_crop
 from distdl.images.decoding import DECODERS, is_plain, without_exif, works
 from distdl.images.decoding import decoder as make_decoder
@@ -75,6 +75,31 @@ def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
         if not (numbers and len(pair) == 2 and 0 < pair[0] <= pair[1] <= most):
             what = f"is {pair!r}, not two numbers above 0{limit}, the smaller one first"
             yield Problem(key, what, f"'data.{key}={usual}'")
+
+
+def views_of(node: Mapping[str, Any]) -> tuple[TrainView, EvalView]:
+    """The views of training and of evaluation, by the keys of a data node that `check_views`
+    checks. A key that is absent has the default of the view.
+
+    Raises:
+        UserError: If `augment` is invalid.
+    """
+    size = node.get("image_size", 224)
+    decoder = node.get("decoder", "auto")
+    most = node.get("max_pixels", MOST_PIXELS)
+    mean = node.get("mean", IMAGENET_MEAN)
+    std = node.get("std", IMAGENET_STD)
+    train = TrainView(
+        size,
+        node.get("scale", (0.08, 1.0)),
+        node.get("ratio", (3 / 4, 4 / 3)),
+        decoder,
+        Augment(node.get("augment"), mean, std),
+        node.get("resize"),
+        most,
+    )
+    crop = node.get("val_crop_size") or size
+    return train, EvalView(crop, node.get("val_resize_size"), decoder, most)
 
 
 class View(ABC):

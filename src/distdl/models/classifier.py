@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
+from distdl.domains.classification.domain import Classification
+from distdl.domains.classification.metric import Labelled, labels_of
 from distdl.models import compilers
 from distdl.models.blocks import MemoryLayout, NamedBlock, blocks_of
+from distdl.models.evaluated import Evaluated
 from distdl.models.mixing import mix
 from distdl.models.weights import load_weights
 from distdl.util.errors import Problem, UserError
@@ -27,19 +28,18 @@ log = logging.getLogger(__name__)
 
 Compile = bool | Literal["default", "reduce-overhead", "max-autotune", "measured"]
 Precision = Literal["highest", "high", "medium"]
-Batch: TypeAlias = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
 
-class ImageClassifier(LightningModule):
+class ImageClassifier(Evaluated):
     """A network that maps images to logits, trained by cross-entropy.
 
     A batch is a dict with "image" [B, 3, H, W] and "label" int64 [B]. In validation, "weight"
     float32 [B] is 1 for rows that count and 0 for fillers. A pair (image, label) also works.
 
     Validation logs `val/loss` (cross-entropy without label smoothing), `val/acc1`, `val/acc5` (0 to
-    1) and `val/samples`; a test logs the same as `test/...`. Sums over all samples are all-reduced
-    once at the end, and then divided, so the values are the same at any world size. The class
-    defines no optimizer (the optimizer node is attached to it) and logs nothing in training.
+    1) and `val/samples`; a test logs the same as `test/...`. They are the same at any world size
+    (`distdl.domains.classification.metric`). The class defines no optimizer (the optimizer node is
+    attached to it) and logs nothing in training.
 
     Args:
         network: [B, 3, H, W] to logits [B, num_classes].
@@ -64,6 +64,8 @@ class ImageClassifier(LightningModule):
     Raises:
         UserError: If an argument is out of its range.
     """
+
+    domain = Classification()
 
     def __init__(
         self,
@@ -100,7 +102,6 @@ class ImageClassifier(LightningModule):
         self._seed = seed
         self._compile = compile
         self._matmul_precision = matmul_precision
-        self._sums = torch.zeros(4)
 
     @staticmethod
     def check(
@@ -135,7 +136,7 @@ class ImageClassifier(LightningModule):
         """Images [B, 3, H, W] to logits [B, num_classes]."""
         return self.network(images.contiguous(memory_format=self._layout))
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, torch.Tensor]:
+    def training_step(self, batch: Labelled, batch_idx: int) -> dict[str, torch.Tensor]:
         images, targets = self.pipeline_inputs(batch, batch_idx)
         return {"loss": self.pipeline_loss(self(images), targets)}
 
@@ -146,9 +147,10 @@ class ImageClassifier(LightningModule):
         named = [(n if n is None else f"network.{n}", b) for n, b in blocks_of(self.network)]
         return [(None, MemoryLayout(self._layout)), *named]
 
-    def pipeline_inputs(self, batch: Batch, batch_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def pipeline_inputs(self, batch: Labelled, batch_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Images [B, 3, H, W] and labels int64 [B], or mixed ones and float32 [B, num_classes]."""
-        images, targets, _ = _parts(batch)
+        images = _images(batch)
+        targets, _ = labels_of(batch)
         if self.mixup or self.cutmix:
             seed = stable_seed(self._seed, self.current_epoch, batch_idx, self._data_rank())
             images, targets = mix(
@@ -165,63 +167,16 @@ class ImageClassifier(LightningModule):
         shares = self._trainer.distributed_sampler_kwargs if self._trainer else None
         return (shares or {}).get("rank", self.global_rank)
 
-    def on_validation_epoch_start(self) -> None:
-        # float64 for exact sums and counts; Apple's GPUs do not support it.
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        self._sums = torch.zeros(4, dtype=dtype, device=self.device)
+    def validation_step(self, batch: Labelled, batch_idx: int) -> None:
+        self.evaluated(batch, self(_images(batch)).float())
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        images, labels, weight = _parts(batch)
-        logits = self(images).float()
-        loss = F.cross_entropy(logits, labels, reduction="none")
-        best = logits.topk(min(5, logits.shape[1])).indices
-        hits = best == labels[:, None]
-        rows = torch.stack((loss, hits[:, 0], hits.any(dim=1), torch.ones_like(loss)))
-        # `where` and not a product, since an infinite loss times a weight of 0 is NaN.
-        counted = torch.where(weight > 0, rows * weight, 0.0)
-        self._sums += counted.to(self._sums.dtype).sum(dim=1)
-
-    def on_validation_epoch_end(self) -> None:
-        self._log_means("val")
-
-    def on_test_epoch_start(self) -> None:
-        self.on_validation_epoch_start()
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
-
-    def on_test_epoch_end(self) -> None:
-        self._log_means("test")
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+    def predict_step(self, batch: Labelled, batch_idx: int) -> torch.Tensor:
         """Logits [B, num_classes], filler rows (weight 0) included."""
-        return self(_parts(batch)[0])
-
-    def _log_means(self, stage: str) -> None:
-        sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
-        assert isinstance(sums, torch.Tensor)
-        loss, top1, top5, samples = sums.tolist()
-        count = samples or math.nan
-        names = "loss", "acc1", "acc5"
-        means = {f"{stage}/{n}": v / count for n, v in zip(names, (loss, top1, top5), strict=True)}
-        # Lightning would recommend sync_dist, but all ranks have the same values.
-        warnings.filterwarnings("ignore", message=rf"It is recommended to use `self.log\('{stage}/")
-        self.log_dict({**means, f"{stage}/samples": samples}, rank_zero_only=False, sync_dist=False)
+        return self(_images(batch))
 
 
-def _parts(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Images, labels, and weights float32 [B] (ones if the batch has none). These are where the
-    labels are: in a pipeline, images are on `meta` in all stages but the first."""
-    if isinstance(batch, Mapping):
-        images = batch["image"]
-        labels = batch["label"]
-        weight = batch.get("weight")
-    else:
-        images, labels = batch
-        weight = None
-    if weight is None:
-        weight = torch.ones(len(images), device=labels.device)
-    return images, labels, weight.float()
+def _images(batch: Labelled) -> torch.Tensor:
+    return batch["image"] if isinstance(batch, Mapping) else batch[0]
 
 
 def with_group_norm(module: nn.Module) -> nn.Module:

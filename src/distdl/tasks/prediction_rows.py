@@ -76,8 +76,8 @@ class Rows:
         self.record: dict[str, Any] = {"facts": {}, "rows": 0, "parts": [], "counts": {}}
 
     def open(self) -> int:
-        """Returns how many rows are there; raises UserError if the folder holds something else, or
-        is damaged."""
+        """Returns how many samples have their rows; raises UserError if the folder holds something
+        else, or is damaged."""
         for name in (MANIFEST, PROGRESS):
             self.record |= load_json(self.folder / name, RECORD, OTHER)
         if not self.record["facts"] and any(self.folder.glob("[!.]*")):
@@ -87,7 +87,7 @@ class Rows:
                 what = f"{shown(path)} is missing"
                 raise UserError.at("task.output", what, f"remove {shown(self.folder)}, or {OTHER}")
         remove_leftovers(self.folder)
-        return self.record["rows"]
+        return self.record["counts"].get("samples", self.record["rows"])
 
     def describe(self, data: str) -> None:
         """Stores what the rows are of; raises UserError if the stored rows are of another."""
@@ -106,7 +106,8 @@ class Rows:
         Args:
             columns: Each [rows, ...]; objects are text, or None.
             missing: For some columns, which rows have no value: bool [rows].
-            counts: Are added to those of the other parts.
+            counts: Are added to those of the other parts. "samples": how many samples these rows
+                are of; otherwise each has one.
 
         Raises:
             Unfinished: It cannot be written (a full disk).

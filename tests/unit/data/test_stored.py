@@ -223,7 +223,7 @@ def test_ranks_that_see_different_data_sets_are_refused(tmp_path, monkeypatch):
         met.append(value)
         return [met[0], value]
 
-    monkeypatch.setattr("distdl.data.stored.process_group.gather", gather)
+    monkeypatch.setattr("distdl.data.stored_data.process_group.gather", gather)
     for train in (1, 2):
         write_photographs(tmp_path / f"folder {train}", "ab", train=train, val=1)
         prepare(tmp_path / f"shards {train}", train=train)

@@ -140,7 +140,7 @@ def test_the_limit_is_one_and_can_be_raised():
     finally:
         Image.MAX_IMAGE_PIXELS = before
     data = StoredImages("images", 2, 2, num_workers=0, max_pixels=3000)
-    for view in (data._train_view, data._val_view):
+    for view in (data.train_view, data.val_view):
         with pytest.raises(TooLarge):
             view(READ["jpeg"])  # 3,072
 
@@ -257,7 +257,7 @@ def test_training_prepare_and_data_check_say_what_they_leave_out(mixed, caplog, 
     data = StoredImages(str(root), 2, 1, image_size=16, num_workers=0)
     data.setup()
     assert [record.getMessage() for record in caplog.records] == [f"data: {x}" for x in left_out]
-    found = rows(data._splits["train"])
+    found = rows(data.splits["train"])
     assert sorted(name for name, error in found.items() if not error) == sorted(IMAGES)
     assert sorted(name for name, error in found.items() if error) == DAMAGED
     source = Folder(root)

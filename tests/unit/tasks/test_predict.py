@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distdl.tasks.predict import on_host, refuse_difference
+from distdl.domains.rows import on_host
+from distdl.tasks.predict import refuse_difference
 from distdl.util.errors import UserError
 
 ODD = {

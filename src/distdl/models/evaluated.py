@@ -1,0 +1,66 @@
+"""Base of modules whose validation is that of a domain: exact at any number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from distdl.domains.domain import Domain
+from distdl.domains.drawing import Drawing
+from distdl.domains.metric import Metric
+
+
+class Evaluated(LightningModule):
+    """A module of a domain. It logs the values of the domain's metric after each validation as
+    `val/...`, and after a test as `test/...`.
+
+    A subclass names its `domain`, and calls `self.evaluated(batch, outputs)` in `validation_step`.
+    A test takes the same step, unless it has a `test_step` of its own. Nothing is logged in
+    training, and no optimizer is defined.
+    """
+
+    domain: Domain
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric: Metric[Any, Any] = self.domain.metric()
+        self.drawing: Drawing[Any, Any] | None = self.domain.drawing()
+
+    def on_validation_epoch_start(self) -> None:
+        self.metric.start(self.device)
+        if self.drawing is not None:
+            self.drawing.start(self.device)
+
+    def evaluated(self, batch: object, outputs: object) -> None:
+        """Counts a batch of the validation or test, as it arrived at the step, and what the network
+        gave for it."""
+        self.metric.add(batch, outputs)
+        if self.drawing is not None:
+            self.drawing.add(batch, outputs)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_result("val")
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    def test_step(self, batch: object, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_result("test")
+
+    def _log_result(self, stage: str) -> None:
+        values = self.metric.result(self._reduce)
+        # Lightning would recommend sync_dist, but all ranks have the same values.
+        warnings.filterwarnings("ignore", message=rf"It is recommended to use `self.log\('{stage}/")
+        named = {f"{stage}/{name}": value for name, value in values.items()}
+        self.log_dict(named, rank_zero_only=False, sync_dist=False)
+
+    def _reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = self.trainer.strategy.reduce(tensor, reduce_op="sum")
+        assert isinstance(total, torch.Tensor)
+        return total
