@@ -40,7 +40,14 @@ class ShardSamples(EncodedData):
             raise DamagedImage(str(error)) from error
 
     def annotation(self, index: int) -> Annotation:
-        return self.domain.record.in_index(int(self.shards.rows["label"][index]))
+        record = self.domain.record
+        annotation = record.in_index(int(self.shards.rows["label"][index]))
+        if annotation is not None:
+            return annotation
+        try:
+            return record.decode(self.shards.record(index))
+        except ValueError as error:
+            raise DamagedImage(f"its record: {error}") from error
 
     def name(self, index: int) -> str:
         return self.shards.member(index)

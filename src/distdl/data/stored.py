@@ -134,7 +134,7 @@ class StoredImages(StoredData):
     def misfits(cls, data: DataSet, node: Mapping[str, Any]) -> Iterable[Problem]:
         yield from super().misfits(data, node)
         count = len(data.manifest.classes)
-        if node.get("num_classes") not in (None, count):
+        if data.manifest.domain == cls.domain.name and node.get("num_classes") not in (None, count):
             classes = plural("class", count)
             what = f"is {node['num_classes']}, but {data.store.uri} has {count} {classes}"
             yield Problem("num_classes", what, f"data.num_classes={count}")

@@ -121,7 +121,12 @@ class StoredData(ImageData):
     @classmethod
     def misfits(cls, data: DataSet, node: Mapping[str, Any]) -> Iterable[Problem]:
         """How a prepared data set differs from the data node; paths are relative to the node."""
-        splits, uri = data.manifest.splits, data.store.uri
+        splits = data.manifest.splits
+        uri = data.store.uri
+        if data.manifest.domain != cls.domain.name:
+            what = f"{uri} was prepared for {data.manifest.domain}, not for {cls.domain.name}"
+            yield Problem("root", what, "choose data and model of that domain, or another root")
+            return
         for split in {"train", "val"} - splits.keys():
             yield Problem("root", f"{uri} has no {split!r}", f"it has {[*splits]}")
         for name in [name for name, split in splits.items() if not split.samples]:
