@@ -80,6 +80,19 @@ def found(tree: ast.AST, private: set[str], methods: set[str]) -> Iterator[str]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
             owner, name = map(ast.unparse, node.args[:2])
             yield f"setattr({owner}, {name})"
+        if isinstance(node, ast.Assign):
+            yield from by_the_dictionary(node, methods)
+
+
+def by_the_dictionary(node: ast.Assign, methods: set[str]) -> Iterator[str]:
+    """The methods that `vars(x)["name"] = f` or `x.__dict__["name"] = f` replaces."""
+    for target in node.targets:
+        if not isinstance(target, ast.Subscript) or not isinstance(target.slice, ast.Constant):
+            continue
+        written = ast.unparse(target.value)
+        into = re.fullmatch(r"vars\((.+)\)|(.+)\.__dict__", written)
+        if into and target.slice.value in methods:
+            yield f"{into[1] or into[2]}.{target.slice.value}"
 
 
 def of_self(attribute: ast.Attribute) -> bool:
@@ -118,9 +131,12 @@ def test_no_method_of_loops_or_connectors_is_replaced(names) -> None:
 
 def test_the_scan_sees_what_it_looks_for() -> None:
     text = "trainer.fit_loop.on_advance_end = f\nsetattr(x, 'y', f)\na = loop._skip_next_val\n"
+    text += "vars(loop)['on_advance_end'] = f\nfit.__dict__['on_advance_end'] = f\n"
     seen = [*found(ast.parse(text), {"_skip_next_val"}, {"on_advance_end"})]
     assert sorted(seen) == [
+        "fit.on_advance_end",
         "loop._skip_next_val",
+        "loop.on_advance_end",
         "setattr(x, 'y')",
         "trainer.fit_loop.on_advance_end",
     ]

@@ -158,9 +158,9 @@ class RankHeartbeat:
     def watch(self, trainer: Trainer) -> None:
         """Follows a Trainer, whatever its strategy and profiler are."""
         self._trainer = trainer
-        strategy, loop = trainer.strategy, trainer.fit_loop
-        vars(strategy)["training_step"] = self._counted(strategy.training_step)
-        vars(loop)["after_batches"] = self._share
+        training_step = self._counted(trainer.strategy.training_step)
+        trainer.strategy.training_step = training_step  # type: ignore[method-assign]
+        trainer.fit_loop.after_batches = self._share  # type: ignore[attr-defined]
 
     def _counted(self, training_step: Callable[P, R]) -> Callable[P, R]:
         def counted(*args: P.args, **kwargs: P.kwargs) -> R:
