@@ -55,7 +55,7 @@ distdl.callbacks: EMAWeightAveraging Progress RecordSamples count_traffic.CountT
 distdl.data: StoredImages SyntheticImages SyntheticJpegs
 distdl.launchers: azureml.launcher.AzureMLLauncher local.LocalLauncher mpi.MpiLauncher
 distdl.launchers: sagemaker.SageMakerLauncher slurm.SlurmLauncher
-distdl.models: ImageClassifier
+distdl.models: Detector ImageClassifier torchvision_detector
 distdl.optim: constant warmup_cosine warmup_step
 distdl.strategies: DDPStrategy DeepSpeedStrategy FSDPStrategy LocalSGDStrategy PipelineStrategy
 distdl.strategies: auto single

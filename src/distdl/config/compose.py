@@ -127,17 +127,46 @@ def _chosen(prepared: Sequence[str], group: str) -> list[str]:
 
 
 def _remove_debug_keys(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Removes the keys that `debug=` adds to a user's own data module, such as num_workers: its
-    class may not have these arguments."""
+    """Removes what `debug=` adds to data or a model that have no such key: every kind of data and
+    model has other ones, and their classes would refuse it.
+
+    distdl's own files of `debug` may add to both. A user's file is meant for the user's own model,
+    but data that are not distdl's may have no `num_workers`.
+    """
     from hydra import compose as hydra_compose
 
+    plain = [each for each in overrides if not each.startswith("+debug=")]
+    before = hydra_compose(PRIMARY, overrides=plain)
+    for path in _shipped_debug_keys(str(config.hydra.runtime.choices.debug)):
+        above, _, key = path.rpartition(".")
+        node, was = (OmegaConf.select(each, above) for each in (config, before))
+        if isinstance(node, DictConfig) and key not in (was or {}):
+            OmegaConf.set_struct(node, False)
+            node.pop(key, None)
     data = config.get("data")
     if isinstance(data, DictConfig) and not is_own(data.get("_target_")):
-        plain = [each for each in overrides if not each.startswith("+debug=")]
-        before = hydra_compose(PRIMARY, overrides=plain).get("data") or {}
         OmegaConf.set_struct(data, False)
-        for key in [key for key in data if key not in before]:
-            data.pop(key)
+        for name in [each for each in data if each not in (before.get("data") or {})]:
+            data.pop(name)
+
+
+def _shipped_debug_keys(option: str) -> list[str]:
+    """The keys below data and model that distdl's own file of an option has, the innermost first:
+    `model.network.max_size`, then `model.network`."""
+    import yaml
+
+    file = files("distdl.conf").joinpath(f"debug/{option}.yaml")
+    if not file.is_file():
+        return []
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return [key for section in ("data", "model") for key in _keys(section, content.get(section))]
+
+
+def _keys(path: str, node: object) -> Iterator[str]:
+    """The dotted paths below a node, the innermost first."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield from _keys(f"{path}.{key}", value)
+        yield f"{path}.{key}"
 
 
 def _normalise_trainer(trainer: object) -> None:

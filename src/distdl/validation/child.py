@@ -39,7 +39,12 @@ OURS = ("distdl/validation/child.py", "distdl/util/imports.py")
 HOOK = "check"  # the method by which a target checks its own node
 UNKNOWN = "takes no argument"
 # Functions that pass **kwargs to a model: only building the model shows which are valid.
-_BUILT_ON_META = ("torchvision.models.", "timm.models.", "timm.create_model")
+_BUILT_ON_META = (
+    "torchvision.models.",
+    "timm.models.",
+    "timm.create_model",
+    "distdl.models.torchvision_detector",
+)
 
 # What the builder (worker.build) passes besides the node's own keys. `supplied`: the leading
 # positional arguments; `consumed`: keys that are not passed to the target; `null_is_absent`: keys

@@ -73,6 +73,7 @@ PARTS = (
     "torch.distributed.fsdp.CPUOffloadPolicy",
     "torch.distributed.fsdp.ShardingStrategy",
     "torch.distributed.fsdp.BackwardPrefetch",
+    "distdl.models.torchvision_detector",
     "timm.create_model",
     "timm.data.create_transform",
     "torchvision.models.get_model",

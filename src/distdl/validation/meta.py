@@ -8,6 +8,7 @@ import re
 import traceback
 from typing import Any
 
+from distdl.util.errors import UserError
 from distdl.util.suggest import closest
 
 # Arguments that are left out, because they download weights.
@@ -38,6 +39,9 @@ def misfit(node: dict[str, Any]) -> tuple[str, str, str] | None:
 
 
 def _explain(error: BaseException) -> tuple[str, str, str] | None:
+    if isinstance(error, UserError):
+        problem = error.problems[0]
+        return problem.path.rpartition(".")[2], problem.what, problem.remedy
     text = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if unexpected := _UNEXPECTED.search(text):
         names = _parameters(error, unexpected[1])

@@ -21,7 +21,7 @@ class Rle(TypedDict):
     counts: str
 
 
-class Result(TypedDict, total=False):
+class CocoResult(TypedDict, total=False):
     """An entry of COCO's result JSON. `bbox` is [x, y, width, height]."""
 
     image_id: int
@@ -63,7 +63,7 @@ class Detections:
     def __len__(self) -> int:
         return len(self.scores)
 
-    def results(self, image_id: int, categories: Categories) -> list[Result]:
+    def results(self, image_id: int, categories: Categories) -> list[CocoResult]:
         """As entries of COCO's result JSON.
 
         Width and height are computed in double precision, so that the numbers in the JSON say what
@@ -72,9 +72,9 @@ class Detections:
         corners = self.boxes.double().tolist()
         ids = categories.ids_of(self.labels.tolist())
         scores = self.scores.double().tolist()
-        found: list[Result] = []
+        found: list[CocoResult] = []
         for row, (x1, y1, x2, y2) in enumerate(corners):
-            result: Result = {
+            result: CocoResult = {
                 "image_id": image_id,
                 "category_id": ids[row],
                 "score": scores[row],

@@ -20,7 +20,7 @@ import torch
 from distdl.distributed import process_group
 from distdl.distributed.pieces import gather_to_first
 from distdl.domains.detection.categories import Categories
-from distdl.domains.detection.detections import Detections, Result, encoded
+from distdl.domains.detection.detections import CocoResult, Detections, encoded
 from distdl.domains.metric import Metric, Reduce
 from distdl.util.errors import Problem, UserError
 
@@ -60,7 +60,7 @@ NUMBERS_OF_KEYPOINTS = (
 COCOS_KEYPOINTS = 17  # a sigma of each comes with COCO's program
 
 
-class Annotation(TypedDict, total=False):
+class CocoAnnotation(TypedDict, total=False):
     """An annotation as COCO's JSON has it. `bbox` is [x, y, width, height]; `segmentation` a list
     of polygons or runs of pixels."""
 
@@ -75,13 +75,13 @@ class Annotation(TypedDict, total=False):
     num_keypoints: int
 
 
-class Record(TypedDict):
+class EvaluatedImage(TypedDict):
     """What is kept of an image: its id, height and width, its truth, and what was found."""
 
     image: dict[str, int]
     kinds: list[str]
-    truth: list[Annotation]
-    found: list[Result]
+    truth: list[CocoAnnotation]
+    found: list[CocoResult]
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,9 @@ class CocoMetric(Metric):
         """Adds the images of a batch that count.
 
         Args:
-            batch: "image" [3, H, W] for each, "target" (see `truth_of`, and "image_id", else its
-                place in the data set is its id), "index" int64 [B] and, if it is there, "weight".
+            batch: "image" [3, H, W] for each, and "target" (see `truth_of`), of which "image_id"
+                is its id, or else its place in the data set, "index" int64 [B]; "weight", if it is
+                there.
             outputs: The `Detections` of each image.
         """
         assert isinstance(outputs, Sequence)
@@ -147,7 +148,7 @@ class CocoMetric(Metric):
         self,
         image_id: int,
         size: tuple[int, int],
-        truth: Iterable[Annotation],
+        truth: Iterable[CocoAnnotation],
         detections: Detections,
     ) -> None:
         """Adds an image of this rank.
@@ -159,7 +160,7 @@ class CocoMetric(Metric):
         kinds = ["bbox"]
         kinds += ["segm"] if detections.masks is not None else []
         kinds += ["keypoints"] if detections.keypoints is not None else []
-        record: Record = {
+        record: EvaluatedImage = {
             "image": {"id": image_id, "height": size[0], "width": size[1]},
             "kinds": kinds,
             "truth": list(truth),
@@ -196,10 +197,10 @@ class CocoMetric(Metric):
         return self.latest
 
     def _evaluate(self, gathered: list[bytes]) -> Evaluation:
-        images: dict[int, Record] = {}
+        images: dict[int, EvaluatedImage] = {}
         while gathered:
             for line in gathered.pop(0).splitlines():
-                record: Record = json.loads(line)
+                record: EvaluatedImage = json.loads(line)
                 before = images.setdefault(record["image"]["id"], record)
                 if before is not record and before["truth"] != record["truth"]:
                     what = f"two images of the validation data have the id {record['image']['id']}"
@@ -222,7 +223,7 @@ class CocoMetric(Metric):
             curves[prefix] = compared.curve
         return Evaluation(numbers, categories, curves)
 
-    def _refuse_incomplete(self, kind: str, records: Sequence[Record]) -> None:
+    def _refuse_incomplete(self, kind: str, records: Sequence[EvaluatedImage]) -> None:
         """Raises UserError if annotations lack the field that a kind compares."""
         if kind == "keypoints":
             points = {len(each["keypoints"]) // 3 for record in records for each in record["found"]}
@@ -260,7 +261,7 @@ class _Compared:
 
 def _compared(
     kind: str,
-    records: Sequence[Record],
+    records: Sequence[EvaluatedImage],
     categories: Sequence[Mapping[str, int | str | float]],
     sigmas: Sequence[float] | None,
 ) -> _Compared:
@@ -308,7 +309,7 @@ def _compared(
     return _Compared(numbers, of_categories, curve)
 
 
-def _of_kind(annotation: Annotation, kind: str) -> dict[str, object]:
+def _of_kind(annotation: CocoAnnotation, kind: str) -> dict[str, object]:
     """The fields that a kind needs."""
     named = ("category_id", "bbox", "area", "iscrowd", FIELDS[kind])
     own: dict[str, object] = {k: v for k, v in annotation.items() if k in named}
@@ -324,14 +325,14 @@ def _mean(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
     return float(there.mean()) if there.size else -1.0
 
 
-def truth_of(target: Mapping[str, object], categories: Categories) -> list[Annotation]:
+def truth_of(target: Mapping[str, object], categories: Categories) -> list[CocoAnnotation]:
     """The annotations of an image as COCO's JSON has them.
 
     Args:
         target: If it has `annotations`, as they are in the source, these are taken, since single
             precision rounds boxes and areas. Else they are made of `boxes` float [N, 4] (x1, y1,
-            x2, y2), `labels` int [N], and, where the target has them, `masks` [N, H, W],
-            `keypoints` [N, P, 3], `area` [N] and `iscrowd` [N].
+            x2, y2), `labels` int [N], and perhaps `masks` [N, H, W], `keypoints` [N, P, 3],
+            `area` [N] and `iscrowd` [N].
     """
     source = target.get("annotations")
     if isinstance(source, Sequence):
@@ -343,9 +344,9 @@ def truth_of(target: Mapping[str, object], categories: Categories) -> list[Annot
     crowds, areas = _tensor(target, "iscrowd"), _tensor(target, "area")
     runs = encoded(masks) if masks is not None else []
     ids = categories.ids_of(labels.tolist())
-    truth: list[Annotation] = []
+    truth: list[CocoAnnotation] = []
     for row, (x1, y1, x2, y2) in enumerate(boxes.double().tolist()):
-        each: Annotation = {
+        each: CocoAnnotation = {
             "category_id": ids[row],
             "bbox": [x1, y1, x2 - x1, y2 - y1],
             "area": (x2 - x1) * (y2 - y1),

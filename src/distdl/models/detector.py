@@ -1,0 +1,224 @@
+"""Detection and instance segmentation with any network of torchvision's convention."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from distdl.domains.detection.categories import Categories
+from distdl.domains.detection.detections import Detections
+from distdl.domains.detection.domain import Detection
+from distdl.domains.detection.metric import CocoMetric, refuse_unknown_sigmas
+from distdl.models.detection_network import (
+    classes_of,
+    freeze_norms,
+    keep_float32,
+    keypoints_of,
+    needs_of,
+    train_last_stages,
+)
+from distdl.models.detection_weights import load_detector_weights
+from distdl.util.errors import Problem, UserError
+from distdl.util.ranges import NotNegative, Positive
+
+log = logging.getLogger(__name__)
+
+Norm = Literal["batch", "frozen"]
+Precision = Literal["highest", "high", "medium"]
+STAGES = 3  # of a backbone that starts from weights, the last ones that are trained
+# What the detectors of torchvision learn beside boxes, and how their names begin.
+NEEDS_BY_NAME = {"masks": "maskrcnn", "keypoints": "keypointrcnn"}
+# What of a target a network sees in training.
+TRAINED_BY = ("boxes", "labels", "masks", "keypoints")
+
+
+class Detector(LightningModule):
+    """A network that maps images to detections, and in training images and targets to losses.
+
+    A batch is a dict with "image", a list of uint8 [3, H, W], or float from 0 to 1, of any sizes,
+    and "target", a list of dicts: `boxes` float32 [N, 4] (x1, y1, x2, y2 in pixels), `labels` int64
+    [N] from 1, and what else the network needs (`masks` uint8 [N, H, W], `keypoints` float32
+    [N, P, 3]). N may be 0. In validation "weight" float32 [B] is 0 for images that do not count.
+
+    The loss is the sum of those that the network returns; each is logged as `train/loss_...`.
+    Validation, test and prediction give the network one image at a time, since torchvision pads
+    the images of a batch to the largest, and scores change with the padding. They log COCO's
+    numbers (`val/box_ap`, `val/mask_ap`, ...: `distdl.domains.detection.metric`).
+
+    Args:
+        network: In training `network(images, targets)` gives a dict of losses. In evaluation
+            `network(images)` gives a dict for each image: `boxes`, `labels`, `scores`, perhaps
+            `masks` float [N, 1, H, W] or `keypoints` float [N, P, 3].
+        num_classes: Categories, without the background.
+        weights: File of initial weights: of a classifier for the backbone (torchvision's `.pth`,
+            `.safetensors`, a checkpoint), or of a whole detector. torchvision's detectors for COCO
+            fit any categories with COCO's ids.
+        norm: "frozen" replaces every BatchNorm2d of the backbone by one that keeps the statistics
+            of `weights`, as torchvision's first detectors do; without `weights` there are none,
+            and the norms stay. "batch" changes nothing.
+        frozen_eps: Of frozen norms. torchvision's own detectors for COCO need 0.
+        trainable_stages: How many stages of the backbone are trained, of five or six, the last
+            ones; None: 3 if it starts from `weights`, otherwise all.
+        keypoint_sigmas: How exactly each keypoint can be placed, for `val/keypoint_ap`; None:
+            COCO's, for its 17 keypoints.
+        matmul_precision: As of `ImageClassifier`.
+
+    Raises:
+        UserError: If an argument is out of its range, or does not fit the network.
+    """
+
+    domain = Detection()
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: Positive,
+        weights: str | None = None,
+        norm: Norm = "batch",
+        frozen_eps: NotNegative = 1e-5,
+        trainable_stages: int | None = None,
+        keypoint_sigmas: Sequence[float] | None = None,
+        matmul_precision: Precision = "highest",
+    ) -> None:
+        super().__init__()
+        classes = classes_of(network)
+        if classes is not None and classes != num_classes + 1:
+            what = f"is {num_classes}, and the network has {classes - 1} classes and the background"
+            raise UserError.at("model.num_classes", what, f"model.num_classes={classes - 1}")
+        if norm == "frozen" and weights is not None:
+            freeze_norms(network, frozen_eps)
+        if trainable_stages is not None or weights is not None:
+            train_last_stages(network, STAGES if trainable_stages is None else trainable_stages)
+        keep_float32(network)
+        if (points := keypoints_of(network)) is not None:
+            refuse_unknown_sigmas(points, keypoint_sigmas)
+        self.network, self.num_classes, self.weights = network, num_classes, weights
+        self.norm, self.keypoint_sigmas = norm, keypoint_sigmas
+        self._matmul_precision = matmul_precision
+        self._needs = needs_of(network)
+        self._metric: CocoMetric = self.domain.metric()
+
+    @staticmethod
+    def check(config: Mapping[str, object], context: Mapping[str, object]) -> Iterable[Problem]:
+        """Problems of the arguments; paths are relative to the model node."""
+        whole = cast("Mapping[str, Mapping[str, object]]", context["config"])
+        file = config.get("weights")
+        if file and context["local"] and not Path(str(file)).exists():
+            yield Problem("weights", f"no such file: {file}", "a .pth, .safetensors or .ckpt file")
+        if context["local"] and find_spec("faster_coco_eval") is None:
+            what = "needs the package faster-coco-eval, which is not installed"
+            yield Problem("", what, "pip install 'distdl[detection]'")
+        strategy = str((whole.get("strategy") or {}).get("_target_"))
+        if strategy.endswith("PipelineStrategy"):
+            what = "a detector is no chain of layers, which strategy=pipeline could cut"
+            yield Problem("", what, "strategy=ddp or strategy=fsdp")
+        precision = str((whole.get("trainer") or {}).get("precision"))
+        if precision in ("bf16-true", "16-true", "transformer-engine"):
+            what = f"trainer.precision={precision} would round boxes to 8 bits"
+            yield Problem("", what, "trainer.precision=bf16-mixed, in which boxes are float32")
+        yield from _misfits(config, whole.get("data") or {})
+
+    def setup(self, stage: str) -> None:
+        """Loads `weights`, unless a checkpoint follows, and takes the categories of the data."""
+        if self.weights is not None and self.trainer.ckpt_path is None:
+            load_detector_weights(self.network, Path(self.weights), self.categories)
+        elif self.norm == "frozen" and self.weights is None and stage == "fit":
+            text = "model.weights is null: the network starts from random weights, and its norms "
+            log.info("%sare not frozen", text)
+
+    def configure_model(self) -> None:
+        torch.set_float32_matmul_precision(self._matmul_precision)
+
+    @property
+    def categories(self) -> Categories:
+        """Of the data, if they name any; else the labels are their ids."""
+        data = self._trainer and getattr(self._trainer, "datamodule", None)
+        named = getattr(getattr(data, "domain", None), "categories", None)
+        return named if isinstance(named, Categories) else Categories.numbered(self.num_classes)
+
+    def forward(self, images: Sequence[torch.Tensor]) -> list[Detections]:
+        """Detections in each image [3, H, W], as if it were the only one."""
+        return [Detections.of(self.network([each])[0]) for each in map(as_float, images)]
+
+    def training_step(self, batch: Mapping[str, Sequence[object]], batch_idx: int) -> torch.Tensor:
+        images = cast("Sequence[torch.Tensor]", batch["image"])
+        given = cast("Sequence[Mapping[str, object]]", batch["target"])
+        targets = [self._of_training(target) for target in given]
+        losses: Mapping[str, torch.Tensor] = self.network([*map(as_float, images)], targets)
+        names = (name if name.startswith("loss") else f"loss_{name}" for name in losses)
+        values = (loss.detach() for loss in losses.values())
+        logged = {f"train/{name}": value for name, value in zip(names, values, strict=True)}
+        self.log_dict(logged, batch_size=len(targets))
+        return torch.stack([*losses.values()]).sum()
+
+    def on_validation_epoch_start(self) -> None:
+        self._metric = Detection(self.categories, self.keypoint_sigmas).metric()
+        self._metric.start(self.device)
+
+    def validation_step(self, batch: Mapping[str, object], batch_idx: int) -> None:
+        self._metric.add(batch, self(batch["image"]))
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_numbers("val")
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    def test_step(self, batch: Mapping[str, object], batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_numbers("test")
+
+    def predict_step(self, batch: Mapping[str, object], batch_idx: int) -> list[Detections]:
+        """Of each image of the batch, fillers (weight 0) included."""
+        return self(batch["image"])
+
+    def _log_numbers(self, stage: str) -> None:
+        numbers = self._metric.result(self._summed)
+        named = {f"{stage}/{name}": value for name, value in numbers.items()}
+        # Lightning would recommend sync_dist, but all ranks have the same values.
+        recommended = rf"It is recommended to use `self.log\('{stage}/"
+        warnings.filterwarnings("ignore", message=recommended)
+        self.log_dict(named, rank_zero_only=False, sync_dist=False)
+
+    def _summed(self, value: torch.Tensor) -> torch.Tensor:
+        total = self.trainer.strategy.reduce(value, reduce_op="sum")
+        assert isinstance(total, torch.Tensor)
+        return total
+
+    def _of_training(self, target: Mapping[str, object]) -> dict[str, object]:
+        """What the network needs of a target."""
+        needed = {name: target[name] for name in TRAINED_BY if name in target}
+        for name in (name for name in self._needs if name not in needed):
+            what = f"its targets have no {name}, which {type(self.network).__name__} learns"
+            raise UserError.at("data", what, "data with them, or another model")
+        return needed
+
+
+def as_float(image: torch.Tensor) -> torch.Tensor:
+    """An image of uint8 as float32 from 0 to 1."""
+    return image if image.is_floating_point() else image.float() / 255
+
+
+def _misfits(config: Mapping[str, object], data: Mapping[str, object]) -> Iterator[Problem]:
+    """What does not fit the data, as far as their node says it."""
+    named = data.get("num_classes")
+    own = config.get("num_classes")
+    if isinstance(named, int) and isinstance(own, int) and named != own:
+        what = f"is {own}, and data.num_classes is {named}"
+        yield Problem("num_classes", what, f"model.num_classes={named}")
+    network = config.get("network")
+    name = str(network.get("name")) if isinstance(network, Mapping) else ""
+    for field, begin in NEEDS_BY_NAME.items():
+        if name.startswith(begin) and data.get(field) is False:
+            remedy = f"data.{field}=true, or another model"
+            yield Problem("network", f"{name} learns {field}", remedy)
