@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from distdl.config.compose import compose
 from distdl.config.own_code import own_folders
+from distdl.validation.resolve import resolve
 from distdl.validation.validate import check_bindings, problems_of
 
 _DEMOS = "lightning.pytorch.demos.boring_classes"
@@ -45,7 +46,9 @@ def problems(changes, root=None, size=None):
     folders = own_folders(root) if root else None
     first = problems_of(config, topology=size, local=True, folders=folders)
     with mock.patch.object(sys, "path", [*sys.path]):
-        return first or check_bindings(config, size, folders, local=True, in_process=True)[0]
+        return (
+            first or check_bindings(resolve(config), size, folders, local=True, in_process=True)[0]
+        )
 
 
 def rows(table):

@@ -24,6 +24,8 @@ from distdl.util.ranges import AboveZero, Count, NotNegative, Positive
 from distdl.util.suggest import did_you_mean, respelt, written
 from distdl.util.typed import Misfit, Path
 
+Known = Callable[[], Iterable[str]]
+
 T = TypeVar("T")
 
 
@@ -262,10 +264,10 @@ def walk(value: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def check(
-    values: Mapping[str, Any], *, show: Callable[[Path], str], known: Iterable[str]
+    values: Mapping[str, Any], *, show: Callable[[Path], str], known: Known
 ) -> Iterator[Problem]:
     """Checks resolved values against the schema. `show` formats the value at a path, without values
-    of the environment; `known` are paths to suggest."""
+    of the environment; `known` lists paths to suggest, if there is an unknown one."""
     wrong: list[Misfit] = []
     for misfit in _misfits(values):
         path = misfit.path
@@ -307,7 +309,7 @@ def _replaced(node: object, path: Path, value: object) -> object:
 
 
 def _unknown(
-    path: Path, value: object, known: Iterable[str], config: Mapping[str, Any]
+    path: Path, value: object, known: Known, config: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """One problem for an unknown key, or one for each value below it: `optimiser: {lr: 1}`."""
     text = path_text(path)
@@ -318,12 +320,12 @@ def _unknown(
         for key, item in value.items():
             yield from _unknown((*path, key), item, known, config)
     else:
-        remedy = words.for_key(text, value, config) or did_you_mean(text, known)
+        remedy = words.for_key(text, value, config) or did_you_mean(text, known())
         yield Problem(text, f"unknown key in {section or 'the config'}", remedy)
 
 
 def _absent(
-    path: Path, deeper: Path, value: object, known: Iterable[str], config: Mapping[str, Any]
+    path: Path, deeper: Path, value: object, known: Known, config: Mapping[str, Any]
 ) -> Problem:
     text = path_text(path)
     if deeper[-1:] != ("_target_",):
@@ -335,7 +337,7 @@ def _absent(
     choose = f"choose one: {text}=NAME (--help lists them)"
     remedy = f"{choose}, or write in a file: _target_: package.Class"
     if path[0] in COLLECTIONS:
-        near = did_you_mean(text, [name for name in known if name.count(".") == 1])
+        near = did_you_mean(text, [name for name in known() if name.count(".") == 1])
         remedy = words.for_key(text) or near or f"write +{text}._target_=package.Class"
         if option := words.for_component(str(path[0]), str(path[-1]), config):
             remedy = " ".join([option, *(f"{text}.{key}=..." for key in value or ())])

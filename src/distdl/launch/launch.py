@@ -22,6 +22,7 @@ from distdl.runs import provenance
 from distdl.runs.directory import RunDirectory
 from distdl.util.errors import Problem, UserError
 from distdl.validation import kinds, validate
+from distdl.validation.resolve import Resolved
 from distdl.validation.rules import strings
 from distdl.validation.targets import Trust, problem_of
 
@@ -49,6 +50,8 @@ class Launch:
         launcher_class: The launcher's class, as its author wrote it; None if it cannot be imported,
             which the second stage of validation reports.
         size: The number of ranks and their devices.
+        resolved: The config with its interpolations resolved, as the first stage has checked it;
+            None if the config has changed since.
     """
 
     config: DictConfig
@@ -58,6 +61,7 @@ class Launch:
     trust: Trust
     launcher_class: type | None
     size: Resources
+    resolved: Resolved | None = None
 
     @property
     def launcher(self) -> type[LauncherBase[Any]] | None:
@@ -99,13 +103,21 @@ class Launch:
 
     def with_config(self, config: DictConfig) -> Launch:
         """The same start with other values of keys that decide neither code nor size."""
-        return replace(self, config=config, where=configs.where_of(config))
+        return replace(self, config=config, where=configs.where_of(config), resolved=None)
 
     def resized(self, config: DictConfig) -> Launch:
         """The same start with other values, which are checked as the first ones were. Raises a
         UserError if they do not fit."""
-        size = checked_size(config, self.trust, self.launcher)
-        return replace(self.with_config(config), size=size)
+        size, resolved = checked_size(config, self.trust, self.launcher)
+        return replace(self.with_config(config), size=size, resolved=resolved)
+
+    def checked(self) -> Launch:
+        """The same start, after the first stage of validation also where its config has changed.
+        Raises a UserError with all problems."""
+        if self.resolved is not None:
+            return self
+        resolved = validate.refuse(self.config, self.size, folders=self.trust.folders)
+        return replace(self, resolved=resolved)
 
 
 def of(config: DictConfig, typed: Sequence[Override], run: RunDirectory | None = None) -> Launch:
@@ -120,8 +132,9 @@ def of(config: DictConfig, typed: Sequence[Override], run: RunDirectory | None =
         UserError: with all problems that need only the config and the run's checkpoints.
     """
     root, trust, kind = code_of(config)
-    size = checked_size(config, trust, adapted(kind), run, typed)
-    return Launch(config, configs.where_of(config), tuple(typed), root, trust, kind, size)
+    size, resolved = checked_size(config, trust, adapted(kind), run, typed)
+    where = configs.where_of(config)
+    return Launch(config, where, tuple(typed), root, trust, kind, size, resolved)
 
 
 def code_of(config: DictConfig) -> tuple[Path, Trust, type | None]:
@@ -139,9 +152,9 @@ def checked_size(
     launcher: type[LauncherBase[Any]] | None,
     run: RunDirectory | None = None,
     typed: Sequence[Override] = (),
-) -> Resources:
+) -> tuple[Resources, Resolved]:
     """Determines the size of the run, and runs the first stage of validation, which needs only the
-    config and the checkpoints in the run's directory."""
+    config and the checkpoints in the run's directory. Returns the resolved config, too."""
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
     problems = [
@@ -173,12 +186,12 @@ def checked_size(
         remedy = "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising"
         what = "synchronised batch norm needs a GPU"
         problems.append(Problem("trainer.sync_batchnorm", what, remedy))
-    validate.refuse(config, size, folders=trust.folders, further=problems)
+    resolved = validate.refuse(config, size, folders=trust.folders, further=problems)
     if uncounted is not None:
         validate.validate(config, None, folders=trust.folders)
         raise uncounted
     assert size is not None
-    return size
+    return size, resolved
 
 
 def adapted(kind: type | None) -> type[LauncherBase[Any]] | None:

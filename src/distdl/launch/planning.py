@@ -54,7 +54,6 @@ class Plan:
         imported: Files of the user's modules that the config's targets import, for a job elsewhere.
         left_out: If the attempt does without some hosts of the run: these `hosts`, and `where` the
             run uses all of them.
-        stale: Whether the config has changed since the first stage of validation.
     """
 
     launch: Launch
@@ -67,7 +66,6 @@ class Plan:
     swept: Sequence[str] = ()
     imported: Sequence[str] = ()
     left_out: dict[str, Any] = field(default_factory=dict)
-    stale: bool = False
 
     @property
     def config(self) -> DictConfig:
@@ -200,7 +198,6 @@ def continue_run(planned: Plan, chosen: Sequence[str]) -> Plan:
     changes |= keeps.changes
     if changes != planned.changes:
         planned.changes = changes
-        planned.stale = True
         config = configs.merge(planned.recipe, where, changes)
         planned.launch = planned.launch.with_config(config)
     return planned
@@ -209,7 +206,6 @@ def continue_run(planned: Plan, chosen: Sequence[str]) -> Plan:
 def check_classes(planned: Plan, *, apart: bool = False) -> None:
     """Runs the second stage of validation, unless the run has finished, and adds notes to the plan.
     `apart` says that the run will have a process of its own, as a sweep's members do."""
-    launch = planned.launch
     config = planned.config
     size = planned.resources
     builds = task_facts.of(config).needs_build
@@ -217,9 +213,8 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
         return  # nothing of somebody else's is imported
     if planned.finished and not config.dry_run:
         return
-    if planned.stale:
-        validate.refuse(config, size, folders=launch.trust.folders)
-        planned.stale = False
+    launch = planned.launch = planned.launch.checked()
+    assert launch.resolved is not None
     starts_here = launch.is_local and not apart and not config.dry_run
     # With chosen GPUs another process trains: they must be set before anything queries the devices;
     # and so does a rank that may be started again.
@@ -227,7 +222,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     trains_here = starts_here and size.world_size == 1 and not other_process
     with imported_in_background(AGENT) if starts_here and not trains_here else nullcontext():
         problems, notes, facts = validate.check_bindings(
-            config,
+            launch.resolved,
             size,
             launch.trust.folders,
             in_process=trains_here,

@@ -43,6 +43,10 @@ def _run(folder: Path, *arguments: str) -> tuple[str, str]:
     """What git prints to stdout and to stderr; raises as `output`."""
     environment = {k: v for k, v in os.environ.items() if k not in ONE_REPOSITORY}
     environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
+    if (top := top_of(folder)) is not None:
+        # If its .git is damaged, git must refuse it, and not take it for a part of a repository
+        # around it.
+        environment["GIT_CEILING_DIRECTORIES"] = str(top.resolve().parent)
     command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, env=environment, check=True)
@@ -58,6 +62,8 @@ def _refusal(folder: Path, message: str) -> GitRefuses:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     fatal = (line.removeprefix("fatal: ") for line in lines if line.startswith("fatal: "))
     why = next(fatal, "it gives no reason")
+    if why.startswith("not a git repository (or any of the parent directories)"):
+        why = "its own .git is damaged"
     top = top_of(folder) or folder
     remedy = next((line for line in lines if line.startswith("git config --global --add ")), "")
     if not remedy and "filesystem boundary" in message:
@@ -67,15 +73,9 @@ def _refusal(folder: Path, message: str) -> GitRefuses:
 
 
 def check(folder: Path) -> None:
-    """Raises GitRefuses if `folder` is in a repository that git does not read, or takes for a part
-    of another repository around it."""
-    if (top := top_of(folder)) is None:
-        return
-    found = Path(output(folder, "rev-parse", "--show-toplevel").removesuffix("\n"))
-    if found.resolve() != top.resolve():
-        what = f"git takes {top} for a part of the repository {found}: its own .git is damaged"
-        remedy = f"repair it, or remove {top / '.git'} if this is no repository any more"
-        raise GitRefuses.at("project.root", what, remedy)
+    """Raises GitRefuses if `folder` is in a repository that git does not read."""
+    if top_of(folder) is not None:
+        output(folder, "rev-parse", "--git-dir")
 
 
 def files(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
@@ -100,8 +100,7 @@ def files(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def ignored(folder: Path) -> list[str]:
-    """Names of what git ignores below `folder`, which `check` accepts; of an ignored folder only
-    its own, with a "/"."""
+    """Names of what git ignores below `folder`; of an ignored folder only its own, with a "/"."""
     top = top_of(folder) or folder
     here = folder.resolve()
     prefix = "" if here == top.resolve() else f"{here.relative_to(top.resolve()).as_posix()}/"

@@ -144,7 +144,6 @@ class _Lister:
         if git.top_of(folder) is None:
             yield from self.walked(folder, prefix, [])
             return
-        git.check(folder)
         names, unreadable = git.files(folder)
         self.refuse_unreadable([(prefix + name, why) for name, why in unreadable])
         self.found.ignored += [prefix + name for name in git.ignored(folder)]

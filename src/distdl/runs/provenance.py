@@ -51,12 +51,12 @@ def git_state(root: Path) -> dict[str, Any]:
 
 
 def _git_state(root: Path) -> dict[str, Any]:
-    git.check(root)
-    header, *changed = git.output(root, "status", "--porcelain", "--branch").splitlines()
+    lines = git.output(root, "status", "--porcelain=v2", "--branch").splitlines()
+    headers = [line.removeprefix("# ").partition(" ") for line in lines if line.startswith("# ")]
+    branch = {key: value for key, _, value in headers}
+    changed = [_changed(line) for line in lines if not line.startswith("#")]
     state: dict[str, Any] = {"dirty": bool(changed), "changed": changed[:200]}
-    # "## No commits yet on main", "## main...origin/main [ahead 1]", "## HEAD (no branch)"
-    on = header.removeprefix("## ")
-    if on.startswith("No commits yet"):
+    if branch["branch.oid"] == "(initial)":
         return {**state, "error": "there is no commit yet"}
     # No program that the repository's settings name, and no colours: this is read by programs.
     diff = git.output(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
@@ -65,11 +65,28 @@ def _git_state(root: Path) -> dict[str, Any]:
     if len(diff) > DIFF_LIMIT:
         diff = diff[:DIFF_LIMIT] + "\n[cut here]\n"
     return {
-        "commit": git.output(root, "rev-parse", "HEAD").strip(),
-        "branch": on.partition("...")[0].partition(" ")[0],
+        "commit": branch["branch.oid"],
+        "branch": branch["branch.head"].replace("(detached)", "HEAD"),
         **state,
         "diff": diff,
     }
+
+
+# How many words come before the name of a file, by the first word of its line.
+_WORDS_BEFORE_NAME = {"1": 8, "2": 9, "u": 10, "?": 1, "!": 1}
+
+
+def _changed(line: str) -> str:
+    """A line of `git status --porcelain=v2` as its short form has it: " M train.py"."""
+    kind = line[0]
+    words = line.split(" ", _WORDS_BEFORE_NAME[kind])
+    name = words[-1]
+    if kind in "?!":
+        return f"{kind * 2} {name}"
+    if kind == "2":  # renamed: the new name, a tab, the old one
+        new, _, old = name.partition("\t")
+        name = f"{old} -> {new}"
+    return f"{words[1].replace('.', ' ')} {name}"
 
 
 def project_root(chosen: str | None) -> Path:

@@ -1,8 +1,9 @@
 """Finds the mistakes of a run before anything starts; each stage reports all that it finds at once.
 
 Stage 1 (`problems_of`) looks at the config alone and imports neither torch nor Lightning. Stage 2
-(`check_bindings`) imports every `_target_` and binds its arguments. It uses a child process, since
-these imports take seconds, may run the user's code and may fail in any way.
+(`check_bindings`) takes what stage 1 has resolved, imports every `_target_`, and binds its
+arguments. It uses a child process, since these imports take seconds, may run the user's code and
+may fail in any way.
 """
 
 from __future__ import annotations
@@ -59,10 +60,20 @@ def problems_of(
     Returns:
         Problems sorted by path; their texts never repeat a value from the environment.
     """
-    resolved = resolve(config)
+    return problems_in(resolve(config), topology=topology, local=local, folders=folders)
+
+
+def problems_in(
+    resolved: Resolved,
+    *,
+    topology: Resources | None = None,
+    local: bool | None = None,
+    folders: Sequence[str] | None = None,
+) -> list[Problem]:
+    """As `problems_of`, for a config that has been resolved."""
     local = is_local(resolved, local)
     trainer = [*rules.trainer(resolved)]
-    shape = check(resolved.values, show=resolved.show, known=_known(resolved))
+    shape = check(resolved.values, show=resolved.show, known=lambda: _known(resolved))
     problems = [
         *trainer,
         *(each for each in shape if each.path not in [known.path for known in trainer]),
@@ -88,8 +99,8 @@ def refuse(
     local: bool | None = None,
     folders: Sequence[str] | None = None,
     further: Sequence[Problem] = (),
-) -> None:
-    """Stage 1 of a run that is about to start.
+) -> Resolved:
+    """Stage 1 of a run that is about to start. Returns the resolved config, for stage 2.
 
     Args:
         config, topology, local, folders: As in `problems_of`.
@@ -98,15 +109,17 @@ def refuse(
     Raises:
         Unchecked: with all problems, so that a typo is reported without waiting for torch.
     """
-    problems = problems_of(config, topology=topology, local=local, folders=folders)
+    resolved = resolve(config)
+    problems = problems_in(resolved, topology=topology, local=local, folders=folders)
     paths = {problem.path for problem in problems}
     problems += [problem for problem in further if problem.path.partition("=")[0] not in paths]
     if problems:
         raise Unchecked(*_tidy(problems))
+    return resolved
 
 
 def check_bindings(
-    config: DictConfig | Mapping[str, Any],
+    resolved: Resolved,
     size: Resources | None,
     folders: Sequence[str] | None = None,
     *,
@@ -118,7 +131,8 @@ def check_bindings(
     """Stage 2: imports each `_target_` and binds its arguments, in a child process.
 
     Args:
-        config, local, folders: As in `problems_of`, which must have found nothing.
+        resolved: The config, in which stage 1 has found nothing (`refuse`).
+        local, folders: As in `problems_of`.
         size: The size of the run; None if only the launcher knows it.
         in_process: Import everything in this process, which becomes the worker afterwards.
         new: Whether the run has no attempt yet: a resume is not refused for its tracker.
@@ -130,7 +144,6 @@ def check_bindings(
         True or False if the model is a class, and None if it is a function or could not be
         imported; for a job elsewhere, `imported`: the files of the user's modules.
     """
-    resolved = resolve(config)
     known = size or Resources(accelerator="auto")
     trust = _trust(resolved, folders)
     more = {"world_size": known.world_size, "local": is_local(resolved, local), "new": new}
@@ -156,8 +169,8 @@ def validate(
 ) -> tuple[list[str], dict[str, Any]]:
     """Runs stage 1 and, if it finds nothing, stage 2. Returns notes and facts (`check_bindings`),
     or raises a UserError with all problems of the first stage that finds any."""
-    refuse(config, size, local=local, folders=folders)
-    problems, notes, facts = check_bindings(config, size, folders, local=local)
+    resolved = refuse(config, size, local=local, folders=folders)
+    problems, notes, facts = check_bindings(resolved, size, folders, local=local)
     if problems:
         raise UserError(*problems)
     return notes, facts

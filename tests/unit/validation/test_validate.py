@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from distdl.config.compose import compose
 from distdl.config.hints.words import TRAINER_OWNED
 from distdl.job import Resources
+from distdl.validation.resolve import resolve
 from distdl.validation.validate import check_bindings, problems_of
 from distdl.worker import build
 from tests.conftest import ROOT
@@ -247,7 +248,7 @@ def test_a_check_gets_the_size_and_what_is_refused(project):
 def test_whether_the_model_makes_its_optimizer_is_a_fact(project):
     for name, expected in {"Model": True, "Bare": False, "schedule": None}.items():
         config = sample({"model": node(f"mine.{name}")})
-        facts = check_bindings(config, None, [str(project)], in_process=True)[2]
+        facts = check_bindings(resolve(config), None, [str(project)], in_process=True)[2]
         assert facts == {"model_configures_optimizers": expected}
 
 
@@ -269,7 +270,9 @@ def test_what_names_a_dtype_is_one(project, monkeypatch):
 
 def remote(changes, project):
     """Problems and notes of a job elsewhere."""
-    return check_bindings(sample(changes), None, [str(project)], local=False, in_process=True)[:2]
+    return check_bindings(
+        resolve(sample(changes)), None, [str(project)], local=False, in_process=True
+    )[:2]
 
 
 def test_what_only_the_nodes_have_is_noted(project):
@@ -338,7 +341,7 @@ def test_every_shipped_option_binds(overrides, tmp_path):
         (tmp_path / folder).mkdir(parents=True)
     config = compose([text.replace("{root}", str(tmp_path)) for text in overrides])
     size = Resources(1, 2) if "pipeline" in overrides[0] else None
-    stage_2, notes, _ = check_bindings(config, size, local=True, in_process=True)
+    stage_2, notes, _ = check_bindings(resolve(config), size, local=True, in_process=True)
     found = [*problems_of(config, local=True), *stage_2]
     # What is not a part of `all`, such as wandb, may be missing here.
     assert ([p for p in found if "not installed" not in p.what], notes) == ([], [])
@@ -359,6 +362,6 @@ def test_a_real_child_answers_through_noise_and_may_die_or_hang(
         expired = mock.Mock(side_effect=subprocess.TimeoutExpired("python", 1))
         monkeypatch.setattr(subprocess, "run", expired)
     config = {"callbacks": {"x": node(target)}}  # without torch
-    (problem,), _, _ = check_bindings(config, None, [str(project)], local=True)
+    (problem,), _, _ = check_bindings(resolve(config), None, [str(project)], local=True)
     check_parts(str(problem), parts)
     assert "noise" not in capfd.readouterr().out
