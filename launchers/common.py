@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -108,11 +108,37 @@ class LauncherSettings(BaseModel):
 
     @classmethod
     def about_settings(cls) -> dict[str, str]:
-        return attribute_docs(cls, LauncherSettings)
+        """What each key does, also each key of a mapping with typed keys (`sweep_job.metric`), and
+        of each of several (`inputs.NAME.mode`)."""
+        about: dict[str, str] = {}
+        for key, text in attribute_docs(cls, LauncherSettings).items():
+            about[key] = text
+            if entry := _entry_of(cls.model_fields[key].annotation):
+                sentences = attribute_docs(entry, entry)
+                about |= {f"{cls._inside(key)}.{name}": each for name, each in sentences.items()}
+        return about
 
     def changed_settings(self) -> list[str]:
+        """The keys that differ from their defaults, as `about_settings` names them."""
         defaults = dict(type(self)())
-        return [name for name, value in self if value != defaults[name]]
+        changed: list[str] = []
+        for key, value in self:
+            if value == defaults[key]:
+                continue
+            changed.append(key)
+            inside = self._inside(key)
+            for entry in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(entry, BaseModel):
+                    given = entry.model_fields_set
+                    names = type(entry).model_fields
+                    changed += [f"{inside}.{name}" for name in names if name in given]
+        return list(dict.fromkeys(changed))
+
+    @classmethod
+    def _inside(cls, key: str) -> str:
+        """How the keys inside a typed mapping begin, or inside several of them."""
+        several = get_origin(cls.model_fields[key].annotation) is dict
+        return f"{key}.NAME" if several else key
 
     @classmethod
     def check(cls, node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
@@ -137,6 +163,13 @@ class LauncherSettings(BaseModel):
         """Problems of settings that are valid separately, but not together, for this size of run,
         or on this machine; see `check`."""
         return iter(())
+
+
+def _entry_of(annotation: object) -> type[BaseModel] | None:
+    """The class of the typed mapping that a field holds, or holds several of; None for others."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_entry_of, get_args(annotation))), None)
 
 
 def relative(problems: Iterable[Problem]) -> list[Problem]:

@@ -36,9 +36,14 @@ def table(option):
     for key, value in node.items():
         if isinstance(value, dict):
             value = {name: each for name, each in value.items() if each is not None}
-        text = about[key].replace("\n", " ").replace("|", "\\|").replace("<", "\\<")
-        rows.append(f"| `{key}` | `{flow(value)}` | {text} |\n")
+        rows.append(row(key, f"`{flow(value)}`", about[key]))
+        rows += [row(path, "", about[path]) for path in about if path.startswith(f"{key}.")]
     return HEAD + "".join(rows)
+
+
+def row(key, default, text):
+    text = text.replace("\n", " ").replace("|", "\\|").replace("<", "\\<")
+    return f"| `{key}` | {default} | {text} |\n"
 
 
 def write(option):

@@ -128,9 +128,14 @@ class AzureInput(Entry):
     type: Literal[
         "uri_folder", "uri_file", "mltable", "custom_model", "mlflow_model", "triton_model"
     ] = "uri_folder"
+    """What it is, in Azure's words: a folder, a file, a table or a model."""
+
     # https://learn.microsoft.com/azure/machine-learning/how-to-read-write-data-v2#modes
     mode: Literal["ro_mount", "download", "direct", "eval_mount", "eval_download"] = "ro_mount"
+    """How the job gets it: mounted, downloaded before it starts, or as its address (direct)."""
+
     path: str = ""
+    """Where it is: azureml://datastores/D/paths/P, azureml:DATA:1 or https://..."""
 
     @field_validator("mode")
     @classmethod
@@ -164,11 +169,22 @@ class AzureOutput(Entry):
     type: Literal["uri_folder", "mltable", "custom_model", "mlflow_model", "triton_model"] = (
         "uri_folder"
     )
+    """As what Azure registers it, if it has a name."""
+
     folder: Annotated[str, RUN_FOLDER] | None = None
+    """The folder of the run that it is."""
+
     path: Annotated[str, OUTPUT_PATH] | None = None
+    """Where it lies, if it is no folder of the run: azureml://datastores/D/paths/P."""
+
     mode: Literal["rw_mount", "upload"] = "rw_mount"
+    """When it is written: during the job (rw_mount), or at its end."""
+
     name: Annotated[str, ASSET_NAME] | None = None
+    """The name under which Azure registers it at the end; null: it is not registered."""
+
     version: Annotated[str, ASSET_NAME] | None = None
+    """The version that is registered; null: Azure counts."""
 
 
 class JobService(Entry):
@@ -177,15 +193,34 @@ class JobService(Entry):
     kind: ClassVar = "a service"
 
     type: Literal["ssh", "tensor_board", "jupyter_lab", "vs_code"]
+    """What runs beside the job."""
+
     nodes: Annotated[str, matching("all|[0-9]+", "all, or the number of a node")] | None = None
+    """On which nodes it runs: all, or the number of one; null: on the first."""
+
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """The port on which it listens; null: Azure's choice."""
+
     properties: dict[str, str] | None = None
+    """More settings of Azure's, as texts."""
+
     ssh_public_keys: str | None = None
+    """With type=ssh: the public keys that may sign in."""
+
     log_dir: str | None = None
+    """With type=tensor_board: the folder of its event files."""
 
 
 class SweepJob(Entry):
+    """How Azure runs and sorts the trials of sweep=azureml."""
+
     kind: ClassVar = "sweep_job"
+
     max_concurrent: Positive = 4
+    """How many trials run at once."""
+
     metric: str = "val/acc1"
+    """The metric by which Azure's page sorts the trials."""
+
     goal: Literal["maximize", "minimize"] = "maximize"
+    """Whether the largest or the smallest value of the metric is the best."""

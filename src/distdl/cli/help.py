@@ -80,6 +80,8 @@ def of_launcher(overrides: Sequence[str], config_dirs: Sequence[str]) -> str:
         if not key.startswith("_"):
             parts.append(f"  launcher.{key}={flow(value)}")
             parts += map(indented.fill, about.get(key, "").splitlines())
+            inner = [path for path in about if path.startswith(f"{key}.")]
+            parts += [indented.fill(f"{path}: {' '.join(about[path].split())}") for path in inner]
     return escaped("\n".join(parts))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from distdl.launchers import common
 from tests.launcher_settings import PAGES, ROOT, node_of, table
 
 SLURM = ("launcher=slurm", "launcher.partition=gpu")
@@ -14,7 +15,11 @@ SLURM = ("launcher=slurm", "launcher.partition=gpu")
 def test_every_setting_has_a_sentence_and_one_default(option):
     node, launcher = node_of(option)
     about = launcher.about_settings()
-    assert set(node) == set(launcher.model_fields) == set(about)
+    assert set(node) == set(launcher.model_fields) == {key.partition(".")[0] for key in about}
+    for key, field in launcher.model_fields.items():
+        entry = common._entry_of(field.annotation)
+        inner = {path.rpartition(".")[2] for path in about if path.startswith(f"{key}.")}
+        assert inner == set(entry.model_fields if entry else ()), f"sentences of {key}"
     assert launcher(**node).changed_settings() == []
     sentences = {key: text.splitlines()[0] for key, text in about.items()}
     assert [key for key, text in sentences.items() if not text.endswith(".")] == []
@@ -55,3 +60,14 @@ def test_a_refusal_without_a_remedy_says_what_the_setting_does():
     (problem,) = launcher.check({"create_compute": "maybe"}, {"num_nodes": 1, "devices": 1})
     assert problem.what == "'maybe' is not true or false"
     assert problem.remedy.startswith("Whether a missing cluster is created.")
+
+
+def test_keys_inside_a_setting_are_explained_where_they_are_set(command):
+    node, launcher = node_of("azureml")
+    inputs = {"faces": {"path": "azureml:faces:1", "mode": "download"}}
+    changed = launcher(**{**node, "inputs": inputs, "sweep_job": {"metric": "loss"}})
+    inside = ["inputs.NAME.mode", "inputs.NAME.path", "sweep_job.metric"]
+    assert changed.changed_settings() == ["inputs", *inside[:2], "sweep_job", inside[2]]
+    shown = " ".join(command("launcher=azureml", "--help").out.split())
+    for key in inside:
+        assert f"{key}: {launcher.about_settings()[key]}" in shown
