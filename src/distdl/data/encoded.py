@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 # After this many damaged images in a row, the images are probably not the cause.
 MOST_IN_A_ROW = 20
-BLACK = b"P6 1 1 255\n\0\0\0"  # an image of one pixel, as PPM
 OnDamaged = Literal["skip", "error"]
 
 
@@ -80,7 +79,8 @@ class EncodedData(Dataset[dict[str, Any]]):
 
     def known(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """The columns of a prediction's rows that say what is known of samples, each [N]."""
-        return self.domain.known([self.annotation(index) for index in indices], self.classes)
+        annotations = [self._intact_annotation(index) for index in indices]
+        return self.domain.known(annotations, self.classes)
 
     def repair(self, index: int) -> bool:
         """Called once for an image that cannot be decoded; True: read it again."""
@@ -104,7 +104,7 @@ class EncodedData(Dataset[dict[str, Any]]):
                 damaged.append(f"{self.name(shown)}: {error}" if self.replaces else str(error))
                 if self.replaces:
                     continue
-                seen = self.domain.sample(self.view, BLACK, self.annotation(shown), epoch)
+                seen = self.domain.blank(self.view, self._intact_annotation(shown), epoch)
             # Report only the first: the other damaged images report themselves.
             first = next(iter(damaged), "")
             weight = np.float32(not damaged)
@@ -119,6 +119,13 @@ class EncodedData(Dataset[dict[str, Any]]):
             if not self.repair(index):
                 raise
             return self._sample(index, epoch)
+
+    def _intact_annotation(self, index: int) -> Annotation:
+        """None if it is damaged."""
+        try:
+            return self.annotation(index)
+        except DamagedImage:
+            return None
 
     def _sample(self, index: int, epoch: int) -> dict[str, Any]:
         return self.domain.sample(self.view, self.read(index), self.annotation(index), epoch)

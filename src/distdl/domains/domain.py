@@ -18,6 +18,8 @@ from distdl.util.errors import Problem
 # Bytes, epoch and what else its domain's `sample` passes, to the fields of a sample.
 View = Callable[..., dict[str, Any]]
 
+BLACK = b"P6 1 1 255\n\0\0\0"  # an image of one pixel, as PPM
+
 
 class Domain:
     """What samples are: six parts. A subclass says what differs from the defaults below.
@@ -73,6 +75,15 @@ class Domain:
         """
         fields = annotation if isinstance(annotation, Mapping) else {self.field: annotation}
         return {**view(data, epoch), **fields}
+
+    def blank(self, view: View, annotation: Annotation, epoch: int) -> dict[str, Any]:
+        """The fields that stand for a damaged sample in a prediction, where its row says what is
+        wrong. Called in a loader's worker. By default `sample`, of a black image of one pixel.
+
+        Args:
+            annotation: None if it is what is damaged.
+        """
+        return self.sample(view, BLACK, annotation, epoch)
 
     # Part 3: collate.
 

@@ -15,6 +15,8 @@ from distdl.util.suggest import closest
 WEIGHTS = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "pretrained_cfg")
 _UNEXPECTED = re.compile(r"([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'")
 
+WITH_BACKBONE = ("torchvision.models.detection", "torchvision.models.segmentation")
+
 
 def misfit(node: dict[str, Any]) -> tuple[str, str, str] | None:
     """Builds a node on `meta`.
@@ -28,8 +30,8 @@ def misfit(node: dict[str, Any]) -> tuple[str, str, str] | None:
     from hydra.utils import instantiate
 
     bare = {key: value for key, value in node.items() if key not in WEIGHTS}
-    if node["_target_"].startswith("torchvision.models.detection"):
-        bare["weights"] = bare["weights_backbone"] = None  # its default downloads a backbone
+    if node["_target_"].startswith(WITH_BACKBONE):
+        bare["weights"] = bare["weights_backbone"] = None  # the default downloads a backbone
     try:
         with torch.device("meta"):
             instantiate(bare)
