@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,11 +53,46 @@ def test_every_code_in_the_code_is_one_of_the_table():
         ("Azure refuses (403): no right", "platform-refuses"),
         ("os.system is outside the allowed packages (torch, your project's)", "not-trusted"),
         ("has no effect with strategy.outer=average", "conflict"),
-        ("holds no optimizer states of ZeRO stage 1, 2 or 3", "refused"),
+        ("holds no optimizer states of ZeRO stage 1, 2 or 3", "incomplete"),
+        ("e/r exists with another config:\n", "exists-already"),
+        ("attempt 3 is running (node1, started 12:01)", "under-way"),
+        ("has a.csv, b.csv: which one is meant?", "ambiguous"),
+        ("data.batch_size=5 does not divide into 2 micro-batches", "indivisible"),
+        ("20 training samples are fewer than one global batch", "not-enough"),
+        ("/cache has room for 3 GB; the data needs 9 GB", "not-enough"),
+        ("is 5, and the data have 10 classes (data.num_classes)", "mismatch"),
+        ("w.pt holds the weights of another network than resnet50", "mismatch"),
+        ("does not run on Apple's GPUs", "unsupported"),
+        ("rank is reserved for the launcher", "reserved"),
+        ("cannot be resolved: no key x", "unreadable"),
+        ("is not a Slurm job", "wrong-kind"),
+        ("keys.pem, and would leave this machine with the job", "private"),
+        ("a training step fails here: shape", "failed"),
+        ("crops each image to one size, and boxes are not cropped with it", "refused"),
     ],
 )
 def test_a_problem_without_a_code_has_that_of_its_words(what, code):
     assert Problem("a.b", what).code == code
+
+
+def sentences() -> Iterator[str]:
+    """What is written as the second argument of a Problem or of `at`, with X for values."""
+    for tree in TREES.values():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            named = ast.unparse(call.func)
+            if (named == "Problem" or re.fullmatch(r"[A-Z]\w+\.at", named)) and len(call.args) > 1:
+                text = call.args[1]
+                parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+                words = [str(p.value) if isinstance(p, ast.Constant) else "X" for p in parts]
+                if any(isinstance(part, ast.Constant) for part in parts):
+                    yield "".join(words)
+
+
+def test_few_sentences_say_only_that_they_refuse():
+    written = [*sentences()]
+    others = sorted({each for each in written if refusal_codes.of_words(each) == "refused"})
+    assert len(written) > 300
+    assert len(others) < len(written) / 5, "\n".join(others)
 
 
 def test_a_desk_and_a_class_know_better():
