@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -17,6 +18,9 @@ NUMBERS = (torch.bool, torch.float32, torch.float64, torch.uint16, torch.uint32,
 # By name: for each sample a value or an array, [samples, ...]. Rows of several lengths, such as the
 # boxes of an image, are NumPy arrays of objects, [samples].
 Columns = dict[str, torch.Tensor | np.ndarray]
+
+# A stored row: of a column's name, its value; None or "": it has none.
+Row = Mapping[str, object]
 
 
 @dataclass
@@ -79,6 +83,15 @@ class PredictedRows:
         """What is said at the end of a prediction of `samples` samples, by name. `counts` is the
         sum of the parts'. Called on each rank."""
         return {"predict/damaged": float(counts["damaged"])} if "damaged" in counts else {}
+
+    def finish(self, folder: Path, rows: Callable[[], Iterable[Row]]) -> list[str]:
+        """Writes further files of all rows into their folder, and returns the names. Called on rank
+        0 when all rows are stored. By default there are none.
+
+        Args:
+            rows: Reads the stored rows, in their order, each time it is called.
+        """
+        return []
 
 
 def on_host(outputs: object, size: int, reserved: Sequence[str] = ()) -> dict[str, torch.Tensor]:

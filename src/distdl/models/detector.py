@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, cast
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 
 from distdl.domains.detection.categories import Categories
 from distdl.domains.detection.detections import Detections
 from distdl.domains.detection.domain import Detection
-from distdl.domains.detection.metric import CocoMetric, refuse_unknown_sigmas
+from distdl.domains.detection.metric import refuse_unknown_sigmas
+from distdl.domains.detection.rows import PredictedObjects
 from distdl.models.detection_network import (
     classes_of,
     freeze_norms,
@@ -26,6 +25,7 @@ from distdl.models.detection_network import (
     train_last_stages,
 )
 from distdl.models.detection_weights import load_detector_weights
+from distdl.models.evaluated import Evaluated
 from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import NotNegative, Positive
 
@@ -40,7 +40,7 @@ NEEDS_BY_NAME = {"masks": "maskrcnn", "keypoints": "keypointrcnn"}
 TRAINED_BY = ("boxes", "labels", "masks", "keypoints")
 
 
-class Detector(LightningModule):
+class Detector(Evaluated):
     """A network that maps images to detections, and in training images and targets to losses.
 
     A batch is a dict with "image", a list of uint8 [3, H, W], or float from 0 to 1, of any sizes,
@@ -104,7 +104,6 @@ class Detector(LightningModule):
         self.norm, self.keypoint_sigmas = norm, keypoint_sigmas
         self._matmul_precision = matmul_precision
         self._needs = needs_of(network)
-        self._metric: CocoMetric = self.domain.metric()
 
     @staticmethod
     def check(config: Mapping[str, object], context: Mapping[str, object]) -> Iterable[Problem]:
@@ -128,6 +127,7 @@ class Detector(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Loads `weights`, unless a checkpoint follows, and takes the categories of the data."""
+        self.metric = Detection(self.categories, self.keypoint_sigmas).metric()
         if self.weights is not None and self.trainer.ckpt_path is None:
             load_detector_weights(self.network, Path(self.weights), self.categories)
         elif self.norm == "frozen" and self.weights is None and stage == "fit":
@@ -159,41 +159,14 @@ class Detector(LightningModule):
         self.log_dict(logged, batch_size=len(targets))
         return torch.stack([*losses.values()]).sum()
 
-    def on_validation_epoch_start(self) -> None:
-        self._metric = Detection(self.categories, self.keypoint_sigmas).metric()
-        self._metric.start(self.device)
+    def validation_step(self, batch: Mapping[str, Sequence[torch.Tensor]], batch_idx: int) -> None:
+        self.evaluated(batch, self(batch["image"]))
 
-    def validation_step(self, batch: Mapping[str, object], batch_idx: int) -> None:
-        self._metric.add(batch, self(batch["image"]))
-
-    def on_validation_epoch_end(self) -> None:
-        self._log_numbers("val")
-
-    def on_test_epoch_start(self) -> None:
-        self.on_validation_epoch_start()
-
-    def test_step(self, batch: Mapping[str, object], batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
-
-    def on_test_epoch_end(self) -> None:
-        self._log_numbers("test")
-
-    def predict_step(self, batch: Mapping[str, object], batch_idx: int) -> list[Detections]:
+    def predict_step(
+        self, batch: Mapping[str, Sequence[torch.Tensor]], batch_idx: int
+    ) -> PredictedObjects:
         """Of each image of the batch, fillers (weight 0) included."""
-        return self(batch["image"])
-
-    def _log_numbers(self, stage: str) -> None:
-        numbers = self._metric.result(self._summed)
-        named = {f"{stage}/{name}": value for name, value in numbers.items()}
-        # Lightning would recommend sync_dist, but all ranks have the same values.
-        recommended = rf"It is recommended to use `self.log\('{stage}/"
-        warnings.filterwarnings("ignore", message=recommended)
-        self.log_dict(named, rank_zero_only=False, sync_dist=False)
-
-    def _summed(self, value: torch.Tensor) -> torch.Tensor:
-        total = self.trainer.strategy.reduce(value, reduce_op="sum")
-        assert isinstance(total, torch.Tensor)
-        return total
+        return PredictedObjects(self(batch["image"]), self.categories)
 
     def _of_training(self, target: Mapping[str, object]) -> dict[str, object]:
         """What the network needs of a target."""

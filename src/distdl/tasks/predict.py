@@ -100,7 +100,10 @@ class Predict(Task[Built]):
         samples = collector.total - len(collector.order)
         if trainer.is_global_zero:
             if samples == collector.total:
+                further = collector.kept.finish(rows.folder, rows.read)
                 rows.finish()
+                for name in further:
+                    print(f"rows    {shown(rows.folder / name)}")
             print(f"rows    {shown(rows.folder)}: {samples:,} of {collector.total:,}")
         metrics = {"predict/samples": float(samples)}
         counts = process_group.broadcast(rows.record["counts"])

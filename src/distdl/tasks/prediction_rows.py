@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
 from pyarrow import compute
-from pyarrow.parquet import write_table
+from pyarrow.parquet import read_table, write_table
 
 from distdl.runs.directory import PREDICTING, shown
 from distdl.runs.files import Shape, load_json
@@ -55,6 +56,14 @@ def encoded(table: pyarrow.Table, format: str) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue().encode()
+
+
+def _read_again(text: str) -> object:
+    """A number or a list of a CSV file; other texts stay."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 class Rows:
@@ -121,6 +130,20 @@ class Rows:
         before = self.record["counts"]
         self.record["counts"] = {key: before.get(key, 0) + n for key, n in counts.items()}
         self._write_record()
+
+    def read(self) -> Iterator[dict[str, object]]:
+        """All stored rows, in their order. Of CSV, numbers and lists are those again, and what is
+        missing is ""."""
+        for name in self.record["parts"]:
+            path = self.folder / name
+            if self.format == "parquet":
+                yield from read_table(path).to_pylist()
+            elif self.format == "jsonl":
+                yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+            else:
+                with path.open(encoding="utf-8", newline="") as file:
+                    for row in csv.DictReader(file):
+                        yield {key: _read_again(value) for key, value in row.items()}
 
     def finish(self) -> None:
         """Calls the record the manifest, if it is not yet."""

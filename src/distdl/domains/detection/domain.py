@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.domains.detection.augment import DetectionAugment
 from distdl.domains.detection.categories import Categories
 from distdl.domains.detection.metric import CocoMetric
-from distdl.domains.detection.record import DetectionRecord
+from distdl.domains.detection.record import DetectionRecord, ImageObjects
+from distdl.domains.detection.rows import DetectionRows
 from distdl.domains.detection.views import DetectionView
 from distdl.domains.domain import Domain, View
 from distdl.domains.record import Annotation
@@ -81,3 +83,16 @@ class Detection(Domain):
     def metric(self) -> CocoMetric:
         """COCO's numbers; of unknown categories none has been seen yet."""
         return CocoMetric(self.categories or Categories((), ()), self.keypoint_sigmas)
+
+    def rows(self, *, named: bool, top_k: int) -> DetectionRows:
+        """A row for each detection; all of them, whatever `top_k` is."""
+        return DetectionRows(named)
+
+    def known(
+        self, annotations: Sequence[Annotation], classes: Sequence[str]
+    ) -> dict[str, np.ndarray]:
+        """COCO's ids of the images, if the data have them."""
+        found = [each for each in annotations if isinstance(each, ImageObjects)]
+        if len(found) < len(annotations):
+            return {}
+        return {"image_id": np.array([int(each.image["id"]) for each in found], np.int64)}

@@ -101,7 +101,7 @@ class Evaluation:
     curves: dict[str, list[float]] = field(default_factory=dict)
 
 
-class CocoMetric(Metric):
+class CocoMetric(Metric[Mapping[str, object], Sequence[Detections]]):
     """COCO's numbers. What `add` takes are batches of distdl's data modules, and for each image its
     `Detections`.
 
@@ -119,7 +119,7 @@ class CocoMetric(Metric):
     def start(self, device: torch.device) -> None:
         self._records = []
 
-    def add(self, batch: Mapping[str, object], outputs: object) -> None:
+    def add(self, batch: Mapping[str, object], outputs: Sequence[Detections]) -> None:
         """Adds the images of a batch that count.
 
         Args:
@@ -128,7 +128,6 @@ class CocoMetric(Metric):
                 there.
             outputs: The `Detections` of each image.
         """
-        assert isinstance(outputs, Sequence)
         images, targets = batch["image"], batch["target"]
         assert isinstance(images, Sequence)
         assert isinstance(targets, Sequence)
