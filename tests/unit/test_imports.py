@@ -52,7 +52,7 @@ OF_NO_MODULE = {
 # Written into the config.yaml and the requests of runs: a run of any age must find them.
 PUBLIC = """
 distdl.callbacks: EMAWeightAveraging Progress RecordSamples count_traffic.CountTraffic trace.Trace
-distdl.data: StoredImages SyntheticImages SyntheticJpegs
+distdl.data: StoredImages StoredObjects SyntheticImages SyntheticJpegs
 distdl.launchers: azureml.launcher.AzureMLLauncher local.LocalLauncher mpi.MpiLauncher
 distdl.launchers: sagemaker.SageMakerLauncher slurm.SlurmLauncher
 distdl.models: Detector ImageClassifier torchvision_detector

@@ -1,5 +1,6 @@
 """Data: sampling that resumes exactly, and data modules for images."""
 
+from distdl.data.objects import StoredObjects
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
 from distdl.data.stored import StoredImages
 from distdl.data.synthetic import SyntheticImages
@@ -9,6 +10,7 @@ __all__ = [
     "EvalBatches",
     "SampleKey",
     "StoredImages",
+    "StoredObjects",
     "SyntheticImages",
     "SyntheticJpegs",
     "TrainBatches",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import Dataset
 
+from distdl.data.sampling import Groups
 from distdl.datasets.image_headers import DamagedImage
 from distdl.domains.classification.domain import Classification
 from distdl.domains.domain import Domain, View
@@ -45,6 +46,7 @@ class EncodedData(Dataset[dict[str, Any]]):
     key = ""  # says which samples these are: equal for equal data, on every machine
     folder = Path()  # what a name begins with that may differ between machines
     replaces = True
+    groups: Groups | None = None  # in training, by which samples come into one batch
 
     def __init__(self, view: View) -> None:
         self.view = view

@@ -59,6 +59,10 @@ class ShardSamples(EncodedData):
     def order(self, seed: int, epoch: int) -> np.ndarray | None:
         return self._order.order(seed, epoch) if self._order else None
 
+    def ends(self, seed: int, epoch: int) -> list[int]:
+        """Where windows of an epoch's order end, for `sampling.Groups`; []: it has none."""
+        return self._order.ends(seed, epoch) if self._order else []
+
     def reached(self, seed: int, epoch: int, start: int, order: np.ndarray) -> None:
         if self._order:
             self._order.reached(seed, epoch, start, order)
@@ -95,6 +99,10 @@ class TrainOrder:
         """Sample indices int64 [N]; None: a plain shuffle of all."""
         windows = self._needs.windows
         return windows.order(seed, epoch) if windows.applies(epoch) else None
+
+    def ends(self, seed: int, epoch: int) -> list[int]:
+        windows = self._needs.windows
+        return windows.ends(seed, epoch) if windows.applies(epoch) else []
 
     def reached(self, seed: int, epoch: int, start: int, order: np.ndarray) -> None:
         self._needs.reached(seed, epoch, start)

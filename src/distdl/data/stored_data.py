@@ -118,6 +118,13 @@ class StoredData(ImageData):
         """The images below `root`, to predict: neither prepared nor divided into splits."""
         raise NotImplementedError
 
+    def wanted(self, splits: Mapping[str, object]) -> list[str]:
+        """Those of a data set's splits that are opened; training and validation are among them."""
+        return ["train", "val"]
+
+    def opened_shards(self, data: DataSet) -> None:
+        """Called when `splits` are those of a prepared data set."""
+
     @classmethod
     def misfits(cls, data: DataSet, node: Mapping[str, Any]) -> Iterable[Problem]:
         """How a prepared data set differs from the data node; paths are relative to the node."""
@@ -215,7 +222,9 @@ class StoredData(ImageData):
         samples = tuple(shard.samples for shard in train.shards)
         needs = Needs(Windows(samples, window, epochs), train, val)
         evictable = None if fits else needs.farthest_first
-        shards = {name: Shards(data, name, cache, evictable) for name in ("train", "val")}
+        shards = {
+            name: Shards(data, name, cache, evictable) for name in self.wanted(data.manifest.splits)
+        }
         prefetch = None
         if cache is not None and (self.trainer is None or self.trainer.local_rank == 0):
             if is_remote(self.root) and not data.note:
@@ -227,7 +236,9 @@ class StoredData(ImageData):
         self._order = order
         domain = self.domain
         self.splits["train"] = ShardSamples(domain, self.train_view, train_shards, order)
-        self.splits["val"] = ShardSamples(domain, self.val_view, val_shards)
+        for name in [name for name in shards if name != "train"]:
+            self.splits[name] = ShardSamples(domain, self.val_view, shards[name])
+        self.opened_shards(data)
 
     def _cache(self, data: DataSet, root: Path, limit: int | None) -> Cache:
         cache = Cache(data.store, root, data.key, limit)

@@ -58,6 +58,14 @@ class AnnotationSource:
     def at(self, offset: int, length: int) -> bytes:
         return os.pread(self.file.fileno(), int(length), int(offset))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a process that is not forked, a file of that name is opened again."""
+        return _reopened, (self.name,)
+
+
+def _reopened(name: str) -> AnnotationSource:
+    return AnnotationSource(name, open(name, "rb"))
+
 
 class Annotations:
     """The annotations of one split, from one file or several, with images in the order of the
@@ -116,8 +124,13 @@ class Annotations:
         return b'{"image": ' + image + b', "annotations": [' + b", ".join(texts) + b"]}"
 
     def count(self, index: int) -> int:
-        """How many annotations an image has."""
-        return len(np.unique(self._rows(self._annotations, index)[:, 0]))
+        """How many annotations an image has; those in several files count for each."""
+        return int(self._annotations.starts[index + 1] - self._annotations.starts[index])
+
+    @property
+    def places(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Where the texts of images and annotations are: they tell data sets apart."""
+        return self._images.rows, self._annotations.rows
 
     def _rows(self, table: _Table, index: int) -> np.ndarray[Any, Any]:
         return table.rows[table.starts[index] : table.starts[index + 1]]

@@ -7,6 +7,7 @@ train2017/000000391895.jpg               or in train2017.zip, or below images/
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -237,6 +238,32 @@ class Images:
                         member = held[each]
                         return Found(number, each, member.bytes, mtime, member)
         return None
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Those that `find` does not find. Folders are listed once, and not asked for each name."""
+        held = [
+            {
+                os.path.relpath(os.path.join(inner, file), place)
+                for inner, _, files in os.walk(place, followlinks=True)
+                for file in files
+            }
+            if place.is_dir()
+            else set(self._zips[number][0])
+            for number, place in enumerate(self.places)
+        ]
+        lost = []
+        for name in names:
+            for place, its in zip(self.places, held, strict=True):
+                if its & {name, name.removeprefix(f"{place.stem}/"), f"{place.stem}/{name}"}:
+                    break
+            else:
+                lost.append(name)
+        return [name for name in lost if self.find(name) is None]
+
+    def shown(self, found: Found) -> str:
+        """Where an image is, for messages."""
+        place = self.places[found.place]
+        return f"{place}:{found.name}" if found.member else str(place / found.name)
 
     @cached_property
     def _zips(self) -> dict[int, tuple[dict[str, ZipMember], int]]:

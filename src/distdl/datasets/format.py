@@ -109,6 +109,8 @@ class Manifest:
     domain: str = CLASSIFICATION
     categories: tuple[dict[str, Any], ...] = ()
     federated: bool = False
+    # What objects of training have besides boxes: "segmentation", "keypoints".
+    holds: tuple[str, ...] = ()
 
     @property
     def version(self) -> int:
@@ -122,7 +124,7 @@ class Manifest:
     def to_json(self) -> str:
         fields = asdict(self)
         if self.version == 1:  # which older versions of distdl read
-            for name in ("domain", "categories", "federated"):
+            for name in ("domain", "categories", "federated", "holds"):
                 del fields[name]
             for split in fields["splits"].values():
                 del split["labelled"]
@@ -148,7 +150,8 @@ class Manifest:
             if version == 1:
                 return cls(classes, splits, made)
             domain, categories = str(fields["domain"]), tuple(map(dict, fields["categories"]))
-            return cls(classes, splits, made, domain, categories, bool(fields["federated"]))
+            holds = tuple(map(str, fields["holds"]))
+            return cls(classes, splits, made, domain, categories, bool(fields["federated"]), holds)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"{where} is not a manifest of version {VERSION}: {error}"
             raise UserError.at(

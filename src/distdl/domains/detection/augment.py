@@ -119,7 +119,10 @@ def _inside(target: dict[str, Any]) -> dict[str, Any]:
     boxes = F.clamp_bounding_boxes(target["boxes"]).as_subclass(torch.Tensor)
     kept = ((boxes[:, 2:] - boxes[:, :2]) >= SMALLEST).all(1)
     target = {**target, "boxes": boxes}
-    return {key: value[kept] for key, value in target.items()}
+    left = {key: value[kept] for key, value in target.items()}
+    if "keypoints" in target:
+        left["keypoints"] = tv_tensors.wrap(left["keypoints"], like=target["keypoints"])
+    return left
 
 
 def _op(key: str, config: Mapping[str, Any]) -> Any:  # noqa: ANN401  (a transform of torchvision)

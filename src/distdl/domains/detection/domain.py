@@ -15,7 +15,7 @@ from distdl.domains.detection.metric import CocoMetric
 from distdl.domains.detection.record import DetectionRecord, ImageObjects
 from distdl.domains.detection.rows import DetectionRows
 from distdl.domains.detection.views import DetectionView
-from distdl.domains.domain import Domain, View
+from distdl.domains.domain import BLACK, Domain, View
 from distdl.domains.record import Annotation
 from distdl.images.views import check_decoder
 from distdl.util.errors import Problem
@@ -52,8 +52,8 @@ class Detection(Domain):
         yield from DetectionAugment.check(node.get("augment"))
 
     def views(self, node: Mapping[str, Any]) -> tuple[View, View]:
-        """By `decoder`, `masks`, `keypoints`, `augment` and `max_pixels`. The data module, which
-        reads the data set, gives them its categories."""
+        """By `decoder`, `masks`, `keypoints`, `augment`, `image_size` and `max_pixels`. The data
+        module, which reads the data set, gives them its categories."""
         augment = DetectionAugment(node.get("augment"))
         return self._view(node, augment), self._view(node, None)
 
@@ -64,11 +64,19 @@ class Detection(Domain):
             masks=node.get("masks", True),
             keypoints=node.get("keypoints", False),
             augment=augment,
+            longest=node.get("image_size"),
             max_pixels=node.get("max_pixels", MOST_PIXELS),
         )
 
     def sample(self, view: View, data: bytes, annotation: Annotation, epoch: int) -> dict[str, Any]:
         return view(data, epoch, annotation)
+
+    def blank(self, view: View, annotation: Annotation, epoch: int) -> dict[str, Any]:
+        """Without objects, and of no known size."""
+        seen = view(BLACK, epoch, None)
+        if isinstance(annotation, ImageObjects):
+            seen["target"]["image_id"] = annotation.image["id"]
+        return seen
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """A batch: lists of "image", "target" and "damaged"; "weight" float32 [B], and "index"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torchvision import tv_tensors
+from torchvision.transforms.v2 import functional as F
 
 from distdl.datasets.image_headers import MOST_PIXELS, DamagedImage
 from distdl.domains.detection import masks as coco_masks
@@ -33,6 +34,8 @@ class DetectionView:
         augment: In training, where crowds and boxes without an area are left out; None: an
             evaluation, in which all are kept, and the target also has the "annotations" themselves
             (not of an image in which nobody has looked for objects).
+        longest: A larger image is scaled down until its long side has so many pixels, before it is
+            augmented. A target then has no "annotations", as these are of the image as it is.
         max_pixels: An image with more is refused, as a damaged one.
     """
 
@@ -43,12 +46,14 @@ class DetectionView:
         masks: bool = True,
         keypoints: bool = False,
         augment: DetectionAugment | None = None,
+        longest: int | None = None,
         max_pixels: int = MOST_PIXELS,
     ) -> None:
         self.categories = categories
         self.masks = masks
         self.keypoints = keypoints
         self.augment = augment
+        self.longest = longest
         self.decode = make_decoder(decoder, max_pixels)
 
     def __call__(
@@ -69,8 +74,12 @@ class DetectionView:
             target = self._target(objects, found.image["id"], height, width)
         except (ValueError, KeyError) as error:
             raise DamagedImage(f"its annotations cannot be used: {error}") from error
+        as_it_is = self.longest is None or max(height, width) <= self.longest
+        if self.longest is not None and not as_it_is:
+            image, target = _smaller(image, target, self.longest)
         if self.augment is None:
-            known = {} if found.objects is None else {"annotations": found.objects}
+            is_known = as_it_is and found.objects is not None
+            known = {"annotations": found.objects} if is_known else {}
             return {"image": image, "target": {**_plain(target), **known}}
         identity = target.pop("image_id")
         swapped = swaps(self.categories.points) if self.categories else ()
@@ -112,6 +121,20 @@ class DetectionView:
     @property
     def _points(self) -> int:
         return len(self.categories.points) if self.categories else 0
+
+
+def _smaller(
+    image: torch.Tensor, target: dict[str, Any], longest: int
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Image and target, scaled so that the long side has `longest` pixels."""
+    height, width = image.shape[-2:]
+    scale = longest / max(height, width)
+    size = [max(1, round(height * scale)), max(1, round(width * scale))]
+    scaled = F.resize(tv_tensors.Image(image), size, antialias=True).as_subclass(torch.Tensor)
+    geometry = [key for key in ("boxes", "masks", "keypoints") if key in target]
+    resized = {key: F.resize(target[key], size) for key in geometry}
+    area = target["area"] * (size[0] * size[1] / (height * width))
+    return scaled, {**target, **resized, "area": area}
 
 
 def _masks(objects: list[dict[str, Any]], height: int, width: int) -> np.ndarray[Any, Any]:

@@ -37,6 +37,7 @@ from distdl.util.errors import Problem, Unfinished, UserError
 SHOWN = 5  # of what is wrong, in one message
 LAYOUT = "annotations/instances_train2017.json and train2017/, or the zips that hold them"
 MISSING = "is missing"
+HELD = ("segmentation", "keypoints")  # what the manifest says that objects of training have
 WRONG = b"!"  # what a record begins with that is a reason instead
 
 
@@ -112,7 +113,9 @@ class Coco:
         self.left_out = LeftOut()
         self.notes: list[str] = []
         self.categories: list[dict[str, Any]] = []
-        self.federated, self.unlabelled = False, list[str]()
+        self.federated = False
+        self.unlabelled: list[str] = []
+        self.holds: set[str] = set()
         self._places = [place for files in splits.values() for place in files.images]
         self._records = None if work is None else work / f"records-{self._key}"
         self._files = Files(Path("/"))
@@ -211,6 +214,8 @@ class Coco:
             size, mtime = (found.bytes, found.mtime_ns) if found else (0, 0)
             size += len(text)
             yield Sample(split, name, 0, size, (*place, start, len(text), *member), mtime)
+        if split == "train" or "train" not in self.splits:
+            self.holds |= checked.holds
         self.notes += checked.notes(annotations)
         if not self.skip_damaged:
             checked.refuse(self.folder)
@@ -253,6 +258,7 @@ class Coco:
         return {
             "categories": categories,
             "federated": self.federated,
+            "holds": sorted(self.holds),
             "unlabelled": self.unlabelled,
         }
 
@@ -267,6 +273,7 @@ class _Checked:
         self.odd: Counter[str] = Counter()
         self.first: dict[str, str] = {}
         self.empty = self.objects = self.crowds = 0
+        self.holds = set[str]()
 
     def add(self, name: str, found: ImageObjects, categories: Categories) -> None:
         """Raises ValueError if an annotation cannot be used."""
@@ -277,6 +284,7 @@ class _Checked:
             self.odd[kind] += 1
             self.first.setdefault(kind, f"{name}: {text}")
         objects = found.objects or []
+        self.holds |= {key for key in HELD for each in objects if each.get(key)}
         self.empty += not objects and found.objects is not None
         self.objects += len(objects)
         self.crowds += sum(map(records.is_crowd, objects))

@@ -101,8 +101,8 @@ class Annotated(Source, Protocol):
 
     @property
     def contents(self) -> dict[str, Any]:
-        """What else the manifest says: "categories" and "federated" (`format.Manifest`), and the
-        splits that are "unlabelled". Complete at the end of `scan`."""
+        """What else the manifest says: "categories", "federated" and "holds" (`format.Manifest`),
+        and the splits that are "unlabelled". Complete at the end of `scan`."""
         ...
 
     def annotation(self, sample: Sample) -> Annotation:

@@ -1,0 +1,182 @@
+"""A folder in COCO's format, read as it is: annotation files, and images in folders or zips."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distdl.data.encoded import EncodedData
+from distdl.datasets import coco_layout
+from distdl.datasets.coco import Annotations, AnnotationSource
+from distdl.datasets.coco_layout import Images, SplitFiles
+from distdl.datasets.image_headers import DamagedImage
+from distdl.domains.detection.domain import Detection
+from distdl.domains.detection.record import ImageObjects
+from distdl.domains.domain import View
+from distdl.stores.files import readable
+from distdl.util.errors import Problem, UserError
+from distdl.util.wording import first_few
+
+LAYOUT = "annotations/instances_train2017.json, train2017/, and the same of val2017"
+PREPARE = "python -m distdl prepare coco --source {} --to OUT reads it, too"
+
+
+def find(root: Path, node: Mapping[str, Any]) -> dict[str, SplitFiles]:
+    """The files of each split, by the keys `labels`, `annotations` and `images` of a data node.
+
+    Raises:
+        UserError: There is none, or an annotation file is in a zip.
+    """
+    splits = coco_layout.find(
+        root,
+        "data.root",
+        node.get("labels") or coco_layout.LABELS,
+        node.get("annotations"),
+        node.get("images"),
+    )
+    for files in splits.values():
+        for file in files.annotations:
+            if file.member:
+                what = f"{file.path} holds the annotations, which are read at many places"
+                remedy = f"unzip it there, or {PREPARE.format(root)}"
+                raise UserError.at("data.root", what, remedy)
+    return splits
+
+
+def check(root: Path, node: Mapping[str, Any]) -> Iterable[Problem]:
+    """Problems of such a folder; paths are relative to the data node."""
+    if not root.is_dir():
+        state = "is a file" if root.exists() else "does not exist"
+        yield Problem("root", f"{root} {state}", "data.root=/path/to/coco")
+        return
+    try:
+        with readable("root"):
+            splits = find(root, node)
+            for split in ("train", "val"):
+                if split not in splits:
+                    what = f"{root} has no annotation file of {split}"
+                    yield Problem("root", what, f"it must hold {LAYOUT}")
+            if {"train", "val"} <= splits.keys():
+                opened = [CocoFolder(split, files, None) for split, files in splits.items()]
+                yield from check_training(opened[0], node)
+                for samples in opened[1:]:
+                    yield from check_categories(opened[0], samples)
+    except UserError as error:
+        yield from (Problem("root", each.what, each.remedy) for each in error.problems)
+
+
+def check_training(samples: CocoFolder, node: Mapping[str, Any]) -> Iterable[Problem]:
+    """How the training split differs from the data node; paths are relative to it."""
+    count = len(samples.classes)
+    if node.get("num_classes") not in (None, count):
+        what = f"is {node['num_classes']}, but {samples.source} has {count} categories"
+        yield Problem("num_classes", what, f"data.num_classes={count}")
+    for key, field in (("masks", "segmentation"), ("keypoints", "keypoints")):
+        if not node.get(key, key == "masks"):
+            continue
+        lacking = samples.lacking(field)
+        if lacking is not None:
+            what = f"{samples.source}: annotation {lacking} has no {field}"
+            yield Problem(key, what, f"data.{key}=false, with a model that needs none")
+
+
+def check_categories(train: CocoFolder, other: CocoFolder) -> Iterable[Problem]:
+    """Whether a split has the categories of the training split; one of a test may have none."""
+    named = [{c["id"]: c["name"] for c in s.annotations.categories} for s in (train, other)]
+    if named[1] and named[0] != named[1]:
+        differing = sorted(named[0].items() ^ named[1].items())
+        what = f"the categories of {train.source} and {other.source} differ: "
+        what += first_few([f"{identity} {name!r}" for identity, name in differing])
+        yield Problem("root", what, "both need the same ids and names")
+
+
+class CocoFolder(EncodedData):
+    """The images of a split, with their objects.
+
+    Args:
+        split: For messages.
+        files: Of the split; no annotation file is in a zip.
+        view: Of `Detection`; None: only `annotation` and `read` are called.
+
+    Raises:
+        UserError: An annotation file is damaged or of another form, or images are missing.
+    """
+
+    domain = Detection()
+
+    def __init__(self, split: str, files: SplitFiles, view: View | None) -> None:
+        super().__init__(view)  # type: ignore[arg-type]
+        self.split = split
+        self.source = ", ".join(file.name for file in files.annotations)
+        opened = [AnnotationSource(f.name, f.path.open("rb")) for f in files.annotations]
+        self.annotations = Annotations(opened, "data.root")
+        self.images = Images(files.images, "data.root")
+        names = self.annotations.files
+        self._refuse_missing(names)
+        # In one array: in a list, reference counting would copy all texts into each worker.
+        self._names = np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
+        self.annotations.files = []
+        self.classes = [str(c["name"]) for c in self.annotations.categories]
+        self.folder = files.images[0] if files.images else Path()
+        self.sizes = self.annotations.sizes  # int64 [N, 2]: width and height
+        self.key = self._key()
+
+    def _refuse_missing(self, names: Sequence[str]) -> None:
+        missing = self.images.missing(names)
+        if missing:
+            where = first_few([str(place) for place in self.images.places]) or "the folder"
+            what = f"{len(missing):,} of {len(names):,} images of {self.source} are not in "
+            what += f"{where}: {first_few(missing)}"
+            raise UserError.at("data.root", what, f"data.images={{{self.split}: [PATH]}}")
+
+    def _key(self) -> str:
+        listing = hashlib.sha256(str(self.annotations.categories).encode())
+        for array in (self._names, self.annotations.ids, *self.annotations.places):
+            listing.update(np.ascontiguousarray(array).data)
+        return listing.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def sample_name(self, index: int) -> str:
+        return os.fsdecode(bytes(self._names[index]))
+
+    def name(self, index: int) -> str:
+        found = self.images.find(self.sample_name(index))
+        return self.sample_name(index) if found is None else self.images.shown(found)
+
+    def read(self, index: int) -> bytes:
+        found = self.images.find(self.sample_name(index))
+        if found is None:
+            raise DamagedImage("is missing")
+        try:
+            return self.images.read(found)
+        except OSError as error:
+            raise DamagedImage(f"cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise DamagedImage(str(error)) from error
+
+    def annotation(self, index: int) -> ImageObjects:
+        try:
+            return self.domain.record.decode(self.annotations.record(index))
+        except ValueError as error:
+            raise DamagedImage(f"its annotations cannot be used: {error}") from error
+
+    def lacking(self, field: str) -> int | None:
+        """The id of an object of the first images without a field, if none of them has it."""
+        first = None
+        with_objects = [i for i in range(len(self)) if self.annotations.count(i)][:LOOKED_AT]
+        for index in with_objects:
+            for each in self.annotation(index).objects or ():
+                if each.get(field):
+                    return None
+                first = each["id"] if first is None else first
+        return first
+
+
+LOOKED_AT = 50  # images, to see whether a set has masks

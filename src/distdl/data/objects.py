@@ -1,0 +1,272 @@
+"""Stored images with objects: a folder in COCO's format, or shards in a folder or a store."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from distdl.data import coco_folder
+from distdl.data.coco_folder import CocoFolder
+from distdl.data.encoded import EncodedData, OnDamaged
+from distdl.data.listed import ListedImages
+from distdl.data.sampling import Groups
+from distdl.data.shards import ShardSamples
+from distdl.data.stored_data import StoredData
+from distdl.datasets.image_headers import MOST_PIXELS
+from distdl.datasets.left_out import LeftOut
+from distdl.datasets.reading import DataSet
+from distdl.domains.detection.categories import Categories
+from distdl.domains.detection.domain import Detection
+from distdl.domains.detection.views import DetectionView
+from distdl.util.errors import Problem, UserError
+from distdl.util.ranges import AboveZero, NotNegative, Positive
+
+FEDERATED = (
+    "is federated, as LVIS: an image may show objects of categories that nobody has looked for in "
+    "it, so COCO's metric would count right detections as wrong"
+)
+NO_VALIDATION = "trainer.limit_val_batches=0 trains without a validation"
+
+
+class StoredObjects(StoredData):
+    """Images with objects (`Detection`): COCO, or a data set of that format.
+
+    A batch has lists: "image" of float32 [3, H, W] from 0 to 1 on the device, and "target"
+    (`DetectionView`). Training leaves out crowds, augments, and puts images of one shape into a
+    batch. An evaluation keeps all annotations.
+
+    `root` is one of
+
+    - a folder in COCO's format: annotations/instances_train2017.json with train2017/, the same of
+      val2017, and perhaps annotations/image_info_test2017.json with test2017/; images may be in
+      zips,
+    - a folder made by `python -m distdl prepare coco`, read in place,
+    - the URI of such a folder: each shard is downloaded once per node into `cache_dir`.
+
+    Args:
+        root: Where the data are.
+        batch_size: Images per device.
+        num_classes: Must equal the number of categories in the data.
+        masks, keypoints: Whether targets have them: the data must.
+        augment: As `DetectionAugment` takes it; None: a flip.
+        image_size: The longest side of an image in pixels, in training and validation; larger ones
+            are scaled down. None: as they are.
+        aspect_groups: Into how many groups images are put by the ratio of width to height, per
+            factor of 2: a global batch is of one group. 0: as they come.
+        predict_split: Which split is predicted: "val", "test" or "train".
+        labels, annotations, images: Of a folder in COCO's format, if its files have other names:
+            what annotation files begin with, and by split the files, and the folders and zips.
+        num_workers, decoder, on_damaged, max_pixels, cache_dir, cache_gb, shuffle_window: As for
+            `StoredImages`.
+
+    Raises:
+        UserError: In setup, if there is no data, it does not fit, or the cache has no room.
+    """
+
+    domain = Detection()
+
+    def __init__(
+        self,
+        root: str,
+        batch_size: int,
+        num_classes: Positive = 80,
+        masks: bool = True,
+        keypoints: bool = False,
+        augment: Mapping[str, Any] | None = None,
+        image_size: Positive | None = None,
+        aspect_groups: NotNegative = 3,
+        predict_split: str = "val",
+        labels: Sequence[str] | None = None,
+        annotations: Mapping[str, Sequence[str]] | None = None,
+        images: Mapping[str, Sequence[str]] | None = None,
+        num_workers: int | None = None,
+        decoder: str = "auto",
+        on_damaged: OnDamaged = "skip",
+        max_pixels: Positive = MOST_PIXELS,
+        cache_dir: str | None = None,
+        cache_gb: AboveZero | None = None,
+        shuffle_window: Positive = 32,
+    ) -> None:
+        node = {
+            "num_classes": num_classes,
+            "masks": masks,
+            "keypoints": keypoints,
+            "augment": augment,
+            "image_size": image_size,
+            "labels": labels,
+            "annotations": annotations,
+            "images": images,
+            "decoder": decoder,
+            "max_pixels": max_pixels,
+            "predict_split": predict_split,
+        }
+        super().__init__(
+            root,
+            batch_size,
+            node,
+            num_workers=num_workers,
+            on_damaged=on_damaged,
+            cache_dir=cache_dir,
+            cache_gb=cache_gb,
+            shuffle_window=shuffle_window,
+        )
+        self.num_classes = num_classes
+        self.aspect_groups = int(aspect_groups)
+        self.predict_split = predict_split
+        self.categories: Categories | None = None
+        # Of splits that are not evaluated: why.
+        self._unfit: dict[str, str] = {}
+
+    @classmethod
+    def check(
+        cls, config: Mapping[str, Any], context: Mapping[str, Any] | None = None
+    ) -> Iterable[Problem | str]:
+        yield from super().check(config, context)
+        split = config.get("predict_split", "val")
+        if split not in ("train", "val", "test"):
+            what = f"is {split!r}, not train, val or test"
+            yield Problem("predict_split", what, "data.predict_split=test")
+
+    @classmethod
+    def check_folder(cls, root: Path, node: Mapping[str, Any]) -> Iterable[Problem]:
+        return coco_folder.check(root, node)
+
+    @classmethod
+    def count_folder(cls, root: Path) -> int:
+        return len(CocoFolder("train", coco_folder.find(root, {})["train"], None))
+
+    @classmethod
+    def misfits(cls, data: DataSet, node: Mapping[str, Any]) -> Iterable[Problem]:
+        found = [*super().misfits(data, node)]
+        yield from found
+        if found:
+            return
+        count = len(data.manifest.categories)
+        if node.get("num_classes") not in (None, count):
+            what = f"is {node['num_classes']}, but {data.store.uri} has {count} categories"
+            yield Problem("num_classes", what, f"data.num_classes={count}")
+        for key, field in (("masks", "segmentation"), ("keypoints", "keypoints")):
+            if node.get(key, key == "masks") and field not in data.manifest.holds:
+                what = f"{data.store.uri} has no {key}: its objects have no {field}"
+                yield Problem(key, what, f"data.{key}=false, with a model that needs none")
+
+    def open_folder(self, root: Path, left_out: LeftOut) -> dict[str, EncodedData]:
+        files = coco_folder.find(root, self.node)
+        opened: dict[str, EncodedData] = {}
+        for split in self.wanted(files):
+            view = self.train_view if split == "train" else self.val_view
+            samples = CocoFolder(split, files[split], view)
+            opened[split] = samples
+            if samples.annotations.federated:
+                self._unfit[split] = FEDERATED
+            elif not samples.annotations.labelled:
+                self._unfit[split] = "has no annotations"
+            if split == "train":
+                self._name(samples.annotations.categories)
+                samples.groups = self._groups(samples.sizes)
+        return opened
+
+    def open_listed(self) -> ListedImages:
+        raise UserError.at(
+            "data.root", f"{self.root} holds no annotations", f"it must hold {coco_folder.LAYOUT}"
+        )
+
+    def opened_shards(self, data: DataSet) -> None:
+        self._name(data.manifest.categories)
+        for split in self.splits:
+            if data.manifest.federated:
+                self._unfit[split] = FEDERATED
+            elif not data.manifest.splits[split].labelled:
+                self._unfit[split] = "has no annotations"
+        train = self.splits["train"]
+        assert isinstance(train, ShardSamples)
+        rows = train.shards.rows
+        sizes = np.stack([rows["width"], rows["height"]], 1).astype(np.int64)
+        train.groups = self._groups(sizes, train)
+
+    def wanted(self, splits: Mapping[str, object]) -> list[str]:
+        """The splits that are opened."""
+        if self.predict_split not in splits:
+            what = f"is {self.predict_split}, and {self.root} has only: {', '.join(splits)}"
+            raise UserError.at("data.predict_split", what)
+        return [*dict.fromkeys(("train", "val", self.predict_split))]
+
+    def _name(self, categories: Iterable[Mapping[str, object]]) -> None:
+        try:
+            self.categories = Categories.of(categories)
+        except ValueError as error:
+            raise UserError.at("data.root", f"{self.root}: {error}") from error
+        self.domain = Detection(self.categories)
+        for view in (self.train_view, self.val_view):
+            assert isinstance(view, DetectionView)
+            view.categories = self.categories
+
+    def _groups(
+        self, sizes: np.ndarray[Any, Any], samples: ShardSamples | None = None
+    ) -> Groups | None:
+        """Groups of images by their shape; `sizes` are widths and heights, int64 [N, 2]."""
+        if not self.aspect_groups:
+            return None
+        return Groups(
+            by_shape(sizes, self.aspect_groups), None if samples is None else samples.ends
+        )
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the categories, in the order of the labels from 1 on."""
+        return None if self.categories is None else [*self.categories.names]
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        if "val" in self._unfit:
+            what = f"the split val of {self.root} {self._unfit['val']}"
+            raise UserError.at("data.root", what, NO_VALIDATION)
+        return super().val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        samples = copy.copy(self.splits[self.predict_split])
+        samples.replaces = False
+        view = copy.copy(self.val_view)
+        assert isinstance(view, DetectionView)
+        view.longest = None
+        view.masks = view.keypoints = False
+        samples.view = view
+        return self.loader(samples, shuffle=False)
+
+    def transfer_batch_to_device(
+        self, batch: dict[str, Any], device: torch.device, dataloader_idx: int
+    ) -> dict[str, Any]:
+        """The tensors on `device`; annotations stay where they are, unvisited."""
+        targets = batch["target"]
+        known = [target.get("annotations") for target in targets]
+        slim = [{k: v for k, v in each.items() if k != "annotations"} for each in targets]
+        moved = super().transfer_batch_to_device({**batch, "target": slim}, device, dataloader_idx)
+        for target, of_image in zip(moved["target"], known, strict=True):
+            if of_image is not None:
+                target["annotations"] = of_image
+        return moved
+
+    def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
+        images = [image.to(torch.float32) / 255 for image in batch["image"]]
+        if self.trainer is not None:  # to 16 bits in a pure 16-bit run
+            images = [self.trainer.precision_plugin.convert_input(image) for image in images]
+        return {**batch, "image": images}
+
+
+def by_shape(sizes: np.ndarray[Any, Any], groups: int) -> np.ndarray[Any, Any]:
+    """The group of each image: by width / height, between 1/2 and 2 in 2 * `groups` equal steps of
+    its logarithm, and one each for those beyond; as torchvision's references do.
+
+    Args:
+        sizes: Widths and heights in pixels, int64 [N, 2].
+
+    Returns:
+        int64 [N], from 0 on.
+    """
+    edges = 2.0 ** np.linspace(-1, 1, 2 * groups + 1)
+    return np.digitize(sizes[:, 0] / np.maximum(sizes[:, 1], 1), edges)
