@@ -25,6 +25,9 @@ class Hosts(Task[Unbuilt]):
 """
 # In distdl itself each is in the package of its kind.
 PACKAGES = {
+    "brightness": "domains",
+    "greys": "data",
+    "gauge": "models",
     "halving": "optim",
     "squares": "data",
     "count": "tasks",
@@ -49,6 +52,11 @@ codes = [main({TRAIN})]
 # A resume could not train in another precision.
 codes += [main(["resume", "outputs/default/x", "task=timed", "trainer.precision=bf16-mixed"])]
 codes += [main(["model=mlp", "data=squares", "task=count", "name=y", *{CPU}])]
+# A domain of its own: trains, validates and predicts; another domain's model is refused.
+domain = ["model=gauge", "data=greys", "schedule.warmup_epochs=0", "optimizer.lr=2", *{CPU}]
+codes += [main([*domain, "trainer.max_epochs=2", "name=z"])]
+codes += [main(["resume", "outputs/default/z", "task=predict", "task.format=csv"])]
+codes += [main(["model=gauge", "data=synthetic", "name=other", *{CPU}])]
 hosts = ["task._target_=mine.hosts.Hosts", *{CPU}]
 if sys.argv[1] == "project":
     assert [main(hosts), main([*hosts, "+task.least=1"])] == [2, 0]
@@ -72,7 +80,7 @@ def test_parts_added_as_contributing_says_work(tmp_path, home):
     env = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     done = python("-c", COMMANDS, home, cwd=work, env=env)
     said = done.stdout + done.stderr
-    assert f"codes [0, 0, 0] {source}" in done.stdout, said
+    assert f"codes [0, 0, 0, 0, 0, 2] {source}" in done.stdout, said
     assert "parameters 1.9" in done.stdout, said
     assert "seconds " in done.stdout, said
     if home == "project":

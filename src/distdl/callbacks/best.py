@@ -11,14 +11,16 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from distdl.distributed import process_group
+from distdl.domains.classification.domain import Classification
+from distdl.domains.domain import Domain
 from distdl.util.errors import Problem, Unfinished
 from distdl.util.suggest import closest
 
 log = logging.getLogger(__name__)
 
-# As in conf/distdl.yaml. The user did not choose this metric, so a module that does not log it
-# trains without a best.ckpt, with a warning.
-DEFAULT = "val/acc1"
+# As in conf/distdl.yaml. The user did not choose this metric: a module of another domain is judged
+# by its own main metric, and one that does not log it trains without a best.ckpt, with a warning.
+UNCHOSEN = Classification.main_metric
 
 
 class Best:
@@ -32,9 +34,16 @@ class Best:
     def __init__(self, monitor: str | None, mode: str) -> None:
         self.monitor = monitor
         self.mode = mode
+        self.chosen = monitor != UNCHOSEN
         self.score: float | None = None
         self.validated = False  # whether a validation other than a sanity check has ended
         self._logged = self._warned = False
+
+    def judge(self, domain: Domain) -> None:
+        """Takes the main metric of a module's domain, if the user has chosen none."""
+        if not self.chosen and domain.main_metric is not None:
+            self.monitor = domain.main_metric
+            self.mode = domain.mode
 
     def improved(self, trainer: Trainer) -> bool:
         """Whether the metric's current value is the best so far. Collective."""
@@ -61,8 +70,8 @@ class Best:
         self.score = score if same and score is not None and not math.isnan(score) else None
 
     def missing(self, trainer: Trainer, *, early: bool = False) -> bool:
-        """Whether a validation has ended and the metric is not logged. Collective. For the default
-        metric, and in a sanity check, this only warns and returns False.
+        """Whether a validation has ended and the metric is not logged. Collective. For a metric
+        that was not chosen, and in a sanity check, this only warns and returns False.
 
         Args:
             early: Called inside an epoch. Training metrics may be logged at the end of the epoch,
@@ -76,7 +85,7 @@ class Best:
         if early:
             is_missing = is_missing and bool(validations) and self.monitor.startswith("val")
         missing = process_group.broadcast(is_missing)
-        if not missing or (self.monitor != DEFAULT and not trainer.sanity_checking):
+        if not missing or (self.chosen and not trainer.sanity_checking):
             return missing
         if not self._warned and validations and trainer.is_global_zero:
             self._warned = True
@@ -88,7 +97,8 @@ class Best:
         raise Unfinished(self._problem(trainer, sorted(trainer.callback_metrics)))
 
     def warn_if_never_validated(self, trainer: Trainer) -> None:
-        if self.monitor not in (None, DEFAULT) and not (self.validated or self._logged):
+        seen = self.validated or self._logged
+        if self.monitor is not None and self.chosen and not seen:
             text = "checkpoint.monitor=%s: this attempt has no best.ckpt, as no validation has run"
             log.warning(text, self.monitor)
 

@@ -124,6 +124,7 @@ class Checkpointer(Callback, Decides):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Lightning runs the setup of Checkpoint callbacks after this one.
+        self.best.judge(domain_of(pl_module))
         if stage == "fit":
             misfits.refuse(trainer)
         apart.separate_folders(trainer, self.saver.store.folder)

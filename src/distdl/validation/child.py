@@ -83,6 +83,7 @@ class Binding:
     @no_exit()
     def run(self) -> None:
         self.import_targets()
+        self.compare_domains()
         for key in (*COMPONENTS, *COLLECTIONS):
             self.visit(self.config.get(key), (key,))
         if isinstance(self.config.get("trainer"), dict):
@@ -114,6 +115,19 @@ class Binding:
                     self.called[path] = called
                 else:
                     self.skip.append(path)
+
+    def compare_domains(self) -> None:
+        """Data and model that name a domain must name the same one. If they do not, nothing else
+        about the two is worth a message."""
+        parts = [self.called.get((section,)) for section in ("data", "model")]
+        named = [getattr(getattr(part, "domain", None), "name", None) for part in parts]
+        given, learnt = named
+        if not (isinstance(given, str) and isinstance(learnt, str)) or given == learnt:
+            return
+        data, model = (getattr(part, "__name__", "") for part in parts)
+        what = f"{data} gives samples of {given}, and {model} learns {learnt}"
+        self.add(("data",), what, "choose data and model of one domain: data=NAME or model=NAME")
+        self.skip += [("data",), ("model",)]
 
     def check_imported_modules(self) -> None:
         """Notes modules from outside the project and outside the installed packages: the nodes may

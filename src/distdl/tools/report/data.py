@@ -20,6 +20,8 @@ from distdl.runs.directory import RunDirectory
 from distdl.runs.records import journals, read
 from distdl.util.errors import Damaged
 
+MOST_VALUES = 8  # of the validation, in the summary
+
 
 @dataclass
 class MetricSeries:
@@ -152,11 +154,7 @@ def _series(run: Path) -> dict[str, MetricSeries]:
 
 def summary(run: ReportedRun) -> list[tuple[str, str]]:
     """The few lines that most readers look for in a report."""
-    rows: list[tuple[str, str]] = []
-    for name in ("val/acc1", "val/acc5", "val/acc", "val/loss", "train/loss"):
-        if values := [v for v in run.values(name) if v == v]:
-            best = min(values) if "loss" in name else max(values)
-            rows.append((name, f"{_shown(name, values[-1])} (best {_shown(name, best)})"))
+    rows = _validation(run)
     for counted in [a.parameters for a in run.attempts if a.parameters][-1:]:
         total, trainable = (_number(counted.get(name)) for name in ("total", "trainable"))
         if total is not None and trainable is not None:
@@ -170,6 +168,35 @@ def summary(run: ReportedRun) -> list[tuple[str, str]]:
     if seconds:
         rows.append(("duration", duration(seconds)))
     return rows
+
+
+def _validation(run: ReportedRun) -> list[tuple[str, str]]:
+    """The values of the validation: that by which best.ckpt is chosen, others, losses."""
+    checkpoint = mapping(_parsed(run.config, yaml.safe_load).get("checkpoint"))
+    main = str(checkpoint.get("monitor"))
+    names = sorted(n for n in run.series if n.startswith("val/") and n != "val/samples")
+    losses = [name for name in names if "loss" in name]
+    others = [name for name in names if name not in losses]
+    ordered = [*dict.fromkeys(n for n in (main, *others, *losses, "train/loss") if n in run.series)]
+    rows = []
+    for name in ordered[:MOST_VALUES]:
+        values = [value for value in run.values(name) if value == value]
+        better = _better(name, str(checkpoint.get("mode")) if name == main else "")
+        if values:
+            best = f" (best {_shown(name, better(values))})" if better else ""
+            rows.append((name, f"{_shown(name, values[-1])}{best}"))
+    if left := ordered[MOST_VALUES:]:
+        rows.append(("more", f"{len(left)} more metrics have curves below"))
+    return rows
+
+
+def _better(name: str, mode: str) -> Callable[[list[float]], float] | None:
+    """Whether the best value is the least or the greatest; None: nobody knows."""
+    if mode in ("min", "max"):
+        return min if mode == "min" else max
+    if "loss" in name:
+        return min
+    return max if "acc" in name else None
 
 
 def _end(run: ReportedRun, attempt: ReportedAttempt) -> float | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.config.schema import Checkpoint
+from distdl.domains.classification.domain import Classification
 from distdl.runs.directory import RunDirectory, shown
 from distdl.tools.serving.model_folder import read
 from distdl.tracking.outbox import Outbox, redact
@@ -70,7 +71,7 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
 def _register(client: MlflowClient, name: str, run_id: str, folder: Path, best: Checkpoint) -> None:
     """Adds a version, if this checkpoint has none; `best` is the run's section `checkpoint`."""
     trained = read(folder / "artifacts/model")
-    metric = best.monitor or "val/acc1"
+    metric = best.monitor or Classification.main_metric
     tags = {SHA256: trained["sha256"], DATA: trained["data_key"]}
     if metric in trained["metrics"]:
         tags |= {METRIC: metric, VALUE: repr(float(trained["metrics"][metric]))}
