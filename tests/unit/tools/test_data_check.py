@@ -1,6 +1,7 @@
 """`data check`: one screen about a data set, and whether it loads fast enough for the GPUs."""
 
 import ctypes
+import json
 import math
 import sys
 import tempfile
@@ -14,7 +15,9 @@ from distdl.datasets.format import MANIFEST
 from distdl.stores.files import FileStore
 from distdl.tools.data_check import needs, sources, throughput
 from distdl.tools.data_check.check import gpu_of_this_machine
+from tests.drawn_coco import draw
 from tests.miniature import encoded
+from tests.miniature import prepare as prepare_set
 from tests.prepared import flip, jpeg, prepare, refusal
 from tests.unit.sample_data import write_photographs
 
@@ -226,3 +229,58 @@ def test_verdicts(rate, formats, reading, cores, gpus, text, overrides):
     assert verdict.overrides == overrides
     assert verdict.fed == ("workers" in text)
     assert verdict.before == ("prepare ..." if not verdict.fed and not overrides else "")
+
+
+@pytest.fixture
+def coco(tmp_path):
+    """A set with two unusual boxes, in a folder; nothing is wrong with it."""
+    root = draw(tmp_path / "coco", train=12, val=4)
+    edit_coco(root, lambda v: v["annotations"][0].update(bbox=[500, 500, 5, 6]))
+    edit_coco(root, lambda v: v["annotations"][1].update(bbox=[-9, 0, 20, 0]))
+    return root
+
+
+def edit_coco(root, edit):
+    path = root / "annotations/instances_train2017.json"
+    value = json.loads(path.read_text())
+    edit(value)
+    path.write_text(json.dumps(value))
+
+
+def test_objects_are_looked_at_in_a_folder_and_in_shards(check, coco, tmp_path):
+    out = tmp_path / "out"
+    prepare_set("coco", coco, out, "--workers", "1")
+    names = [
+        image["file_name"]
+        for image in json.loads((coco / "annotations/instances_train2017.json").read_text())[
+            "images"
+        ]
+    ]
+    outside = "annotation 10007 has a box outside the image (x 500, y 500, 5 x 6)"
+    flat = "annotation 10008 has a box without an area (x -9, y 0, 20 x 0)"
+    for root, name in ((coco, names[0]), (out, f"train-00000.tar:{names[0]}")):
+        result = check(root)
+        assert result.code == 0, result.err
+        assert f"train: 1 have a box outside the image: {name}: {outside}" in result.out
+        assert flat in result.out
+        assert "1 images without objects" in result.out
+        assert "5 categories" in result.out
+        assert f"data=coco data.root={root} data.num_classes=5" in result.out
+    tar = out / "train-00000.tar"
+    flip(tar, tar.read_bytes().index(b'"bbox"') + 2)
+    result = check(out, "--all")
+    assert result.code == 1
+    assert "its record: its bytes are not those of the index" in result.out
+
+
+def test_what_is_wrong_with_objects_is_named(check, coco):
+    edit_coco(coco, lambda v: v["annotations"][2].update(segmentation=[[1, 2, 3, 4]]))
+    edit_coco(coco, lambda v: v["images"][2].update(file_name="lost.jpg"))
+    result = check(coco, "--all")
+    assert result.code == 1, result.err
+    assert "annotation 10009: a polygon has 4 numbers" in result.out
+    assert "lost.jpg (image 1006): is missing" in result.out
+    edit_coco(coco, lambda v: v["annotations"][2].update(id=10007))
+    result = check(coco)
+    assert result.code == 2
+    assert "instances_train2017.json: 1 ids are of more than one annotation: 10007" in result.err

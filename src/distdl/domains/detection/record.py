@@ -10,15 +10,18 @@ The record `<key>.json` beside the image in a shard has the texts of the source,
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distdl.datasets.json_entries import parsed
 from distdl.domains.detection import masks
 from distdl.domains.detection.categories import Categories
 from distdl.domains.record import Annotation, SampleRecord
+from distdl.util.wording import first_few
 
+HELD = ("segmentation", "keypoints")  # what objects may have besides boxes
 SLACK = 1.0  # pixels by which the boxes of COCO itself lie outside, from rounding
 
 
@@ -115,21 +118,82 @@ def wrong(found: ImageObjects, categories: Categories) -> Iterator[str]:
             yield f"{name}: {why}"
 
 
-def odd(found: ImageObjects) -> Iterator[str]:
-    """What is unusual, and is left as it is: with the annotation's id."""
+def odd(found: ImageObjects) -> Iterator[tuple[str, str]]:
+    """What is unusual, and is left as it is: its kind, and a sentence with the annotation's id."""
     for each in found.objects or ():
         x, y, width, height = each["bbox"]
-        box = f"annotation {each['id']} has a box"
+        right = x + width
+        below = y + height
+        kind = ""
         if width == 0 or height == 0:
-            yield f"{box} without an area ({width:g} x {height:g} pixels)"
-        elif x >= found.width or y >= found.height or x + width <= 0 or y + height <= 0:
-            yield f"{box} outside the image"
-        elif (
-            min(x, y) < -SLACK
-            or x + width > found.width + SLACK
-            or y + height > found.height + SLACK
-        ):
-            yield f"{box} that is partly outside the image ({x:g}, {y:g}, {width:g}, {height:g})"
+            kind = "a box without an area"
+        elif x >= found.width or y >= found.height or right <= 0 or below <= 0:
+            kind = "a box outside the image"
+        elif min(x, y) < -SLACK or right > found.width + SLACK or below > found.height + SLACK:
+            kind = "a box that is partly outside the image"
+        if kind:
+            place = f"x {x:g}, y {y:g}, {width:g} x {height:g}"
+            yield kind, f"annotation {each['id']} has {kind} ({place})"
+
+
+@dataclass
+class ObjectFindings:
+    """What there is to say about the objects of `images` images.
+
+    `wrong` and `first` name the image and the annotation's id; `first` has one of each kind in
+    `odd`. `ids` are those of annotations, which should be there once.
+    """
+
+    images: int = 0
+    objects: int = 0
+    crowds: int = 0
+    empty: int = 0
+    wrong: list[str] = field(default_factory=list)
+    odd: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)  # of HELD, what objects have besides boxes
+    image_ids: list[int] = field(default_factory=list)
+    annotation_ids: list[int] = field(default_factory=list)
+
+    def add(self, other: ObjectFindings) -> None:
+        self.images += other.images
+        self.objects += other.objects
+        self.crowds += other.crowds
+        self.empty += other.empty
+        self.wrong += other.wrong
+        self.odd += other.odd
+        self.first = {**other.first, **self.first}
+        self.held |= other.held
+        self.image_ids += other.image_ids
+        self.annotation_ids += other.annotation_ids
+
+    def look(self, name: str, found: ImageObjects, categories: Categories) -> None:
+        """Takes note of the objects of the image `name`."""
+        self.images += 1
+        self.image_ids.append(found.image["id"])
+        self.wrong += [f"{name}: {text}" for text in wrong(found, categories)]
+        for kind, text in odd(found):
+            self.odd[kind] += 1
+            self.first.setdefault(kind, f"{name}: {text}")
+        objects = found.objects or []
+        self.empty += not objects
+        self.objects += len(objects)
+        self.crowds += sum(map(is_crowd, objects))
+        self.held |= {key for key in HELD for each in objects if each.get(key)}
+        self.annotation_ids += [each["id"] for each in objects]
+
+    def unusual(self) -> list[str]:
+        """A line for each kind of what is unusual, with the first of it."""
+        return [f"{n:,} have {kind}: {self.first[kind]}" for kind, n in sorted(self.odd.items())]
+
+    def twice(self) -> list[str]:
+        """A line for ids that more than one image or annotation has."""
+        lines = []
+        for noun, ids in (("image", self.image_ids), ("annotation", self.annotation_ids)):
+            several = [identity for identity, times in Counter(ids).items() if times > 1]
+            if several:
+                lines.append(f"ids of more than one {noun}: {first_few(several)}")
+        return lines
 
 
 def _refuse_unusable(annotation: dict[str, Any]) -> None:

@@ -132,7 +132,7 @@ def _smaller(
     size = [max(1, round(height * scale)), max(1, round(width * scale))]
     scaled = F.resize(tv_tensors.Image(image), size, antialias=True).as_subclass(torch.Tensor)
     geometry = [key for key in ("boxes", "masks", "keypoints") if key in target]
-    resized = {key: F.resize(target[key], size) for key in geometry}
+    resized: dict[str, Any] = {key: F.resize(target[key], size) for key in geometry}
     area = target["area"] * (size[0] * size[1] / (height * width))
     return scaled, {**target, **resized, "area": area}
 

@@ -18,6 +18,7 @@ from distdl.ranks import scratch
 from distdl.stores import StoreError
 from distdl.tools.data_check import image_files, needs, sources, throughput
 from distdl.tools.data_check import screen as show
+from distdl.tools.data_check.image_files import Findings
 from distdl.tools.data_check.sources import DataAtUri, SplitImages
 from distdl.tools.prepare.next_steps import override
 from distdl.util.errors import UserError
@@ -41,7 +42,10 @@ def check(options: argparse.Namespace) -> int:
         seen, rates = inspect(data, options)
     except StoreError as error:
         raise UserError.at(data.uri, str(error), error.remedy) from error
-    show.images(screen, seen, sum(s.count for s in seen.values()) == data.count)
+    every = sum(s.count for s in seen.values()) == data.count
+    show.images(screen, seen, every, colours=data.categories is None)
+    if data.categories is not None:
+        return of_objects(screen, data, seen, rates, every)
     if rates is None:
         screen.line("verdict", "none of the inspected images can be decoded")
         return 1
@@ -65,6 +69,24 @@ def check(options: argparse.Namespace) -> int:
     usable = [o for o in verdict.overrides if resources.visible_gpus() or "nvjpeg" not in o]
     screen.line("next", next_command(data, usable))
     return 1 if any(s.damaged for s in seen.values()) else 0
+
+
+def of_objects(
+    screen: show.Screen,
+    data: DataAtUri,
+    seen: dict[str, Findings],
+    rates: throughput.Rates | None,
+    every: bool,
+) -> int:
+    """The rest of the report about a detection set. What a detector needs is not published as a
+    rate of images, so there is no verdict on it."""
+    bad = show.objects(screen, data, seen, every)
+    if rates is not None:
+        screen.line("reading", f"{rates.reading:,.0f} img/s by one process")
+    words = ["python -m distdl", "data=coco", override("data.root", data.uri)]
+    words += [f"data.num_classes={len(data.classes)}", "model=maskrcnn"]
+    screen.line("next", " ".join(words))
+    return 1 if bad or any(s.damaged for s in seen.values()) else 0
 
 
 def inspect(data: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any], Any]:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from distdl.datasets.image_files import load_image
+from distdl.domains.detection.categories import Categories
+from distdl.domains.detection.record import DetectionRecord, ObjectFindings
 from distdl.tools.data_check.sources import DataAtUri, ImageReader, SplitImages
 from distdl.util.orphans import end_with_parent
 
@@ -29,6 +31,7 @@ class Findings:
     count: int = 0
     damaged: list[str] = field(default_factory=list)  # location and reason
     sizes: list[tuple[int, int]] = field(default_factory=list)  # pixels, of intact images
+    objects: ObjectFindings = field(default_factory=ObjectFindings)  # of records, if there are some
     mean: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
     std: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
 
@@ -36,6 +39,7 @@ class Findings:
         self.count += other.count
         self.damaged += other.damaged
         self.sizes += other.sizes
+        self.objects.add(other.objects)
         self.mean = self.mean + other.mean
         self.std = self.std + other.std
 
@@ -55,6 +59,8 @@ def inspect_images(reader: ImageReader, indices: Sequence[int]) -> Findings:
     values = np.arange(256) / 255
     for index in map(int, indices):
         seen.count += 1
+        if reader.categories is not None:
+            _look_at_record(reader, index, reader.categories, seen)
         try:
             data = reader.read(index)
             expected = reader.sha256(index)
@@ -77,6 +83,16 @@ def inspect_images(reader: ImageReader, indices: Sequence[int]) -> Findings:
         seen.mean += mean
         seen.std += np.sqrt(np.maximum(shares @ values**2 - mean**2, 0))
     return seen
+
+
+def _look_at_record(
+    reader: ImageReader, index: int, categories: Categories, seen: Findings
+) -> None:
+    name = reader.name(index)
+    try:
+        seen.objects.look(name, DetectionRecord().decode(reader.record(index)), categories)
+    except (ValueError, OSError) as error:
+        seen.damaged.append(f"{name}: its record: {error}")
 
 
 def inspect_all_images(

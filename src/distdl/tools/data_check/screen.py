@@ -15,6 +15,7 @@ from distdl.util.progress_bar import size
 from distdl.util.screen import escaped
 from distdl.util.wording import first_few, plural
 
+SHOWN = 5  # of what is wrong, unless every image is looked at
 INDENT = 9  # of what follows the leading word
 
 
@@ -29,6 +30,8 @@ class Screen:
 
 
 def contents(screen: Screen, data: DataAtUri) -> None:
+    if data.categories is not None:
+        return _contents_of_objects(screen, data)
     count = len(data.classes)
     classes = f"{count:,} {plural('class', count)}"
     screen.line("data", f"{data.uri}  ({data.kind}, {classes})")
@@ -48,7 +51,50 @@ def contents(screen: Screen, data: DataAtUri) -> None:
         screen.line("note", line)
 
 
-def images(screen: Screen, seen: dict[str, Findings], every: bool) -> None:
+def _contents_of_objects(screen: Screen, data: DataAtUri) -> None:
+    count = len(data.classes)
+    screen.line("data", f"{data.uri}  ({data.kind}, {count:,} categories)")
+    rows = []
+    for name, images in data.splits.items():
+        total = size(float(images.sizes.sum()))
+        rows.append((name, f"{len(images.sizes):,}", f"{images.files:,}", total))
+    screen.table(("split", "images", "files", "size"), rows)
+
+
+def objects(screen: Screen, data: DataAtUri, seen: dict[str, Findings], every: bool) -> int:
+    """What there is to say about objects; returns how many annotations cannot be used."""
+    bad = 0
+    for name, split in seen.items():
+        found = split.objects
+        wrong = found.wrong
+        missing: list[str] = []
+        if data.coco is not None:  # whose annotations were all looked at
+            checked = data.coco.checked[name]
+            found = checked.found
+            wrong = checked.wrong
+            missing = [f"{image}: is missing" for image in checked.missing]
+        text = (
+            f"{name}: {found.objects:,} objects in {found.images:,} images, {found.crowds:,} of "
+            f"them crowds; {found.empty:,} images without objects"
+        )
+        screen.line("objects", text)
+        for line in found.unusual():
+            screen.line("", f"{name}: {line}")
+        problems = [*found.twice(), *wrong, *missing]
+        shown = problems if every else problems[:SHOWN]
+        for line in shown:
+            screen.line("wrong", f"{name}: {line}")
+        if len(problems) > len(shown):
+            screen.line("", f"... and {len(problems) - len(shown)} more (--all names each)")
+        bad += len(problems)
+    if data.coco is not None:
+        for note in data.coco.notes:
+            if "federated" in note or "no annotations" in note:
+                screen.line("note", note)
+    return bad
+
+
+def images(screen: Screen, seen: dict[str, Findings], every: bool, colours: bool = True) -> None:
     count = sum(s.count for s in seen.values())
     sizes = np.array([size for s in seen.values() for size in s.sizes])
     if len(sizes):
@@ -59,7 +105,7 @@ def images(screen: Screen, seen: dict[str, Findings], every: bool) -> None:
         share = f"{'all' if every else 'a sample of'} {count:,}"
         screen.line("images", f"{width} x {height} pixels (median), {extent}; {share}")
     train = seen.get("train")
-    if train and train.sizes:
+    if colours and train and train.sizes:
         mean, std = (", ".join(f"{v:.3f}" for v in values) for values in train.average())
         text = f"data.mean=[{mean}] data.std=[{std}]  (train; ImageNet's are usual)"
         screen.line("colours", text)

@@ -17,13 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from distdl.datasets import coco_layout
 from distdl.datasets.format import MANIFEST, WORK, load_index
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.datasets.layout import kaggle_below
 from distdl.datasets.reading import DataSet, open_data_set, refuse_misfit
+from distdl.domains.detection.categories import Categories
+from distdl.domains.detection.record import DetectionRecord
 from distdl.stores import Store, StoreError, is_remote, open_store
 from distdl.stores.files import read_file, readable, regular
 from distdl.tools.prepare import parquet, tfrecord
+from distdl.tools.prepare.coco import Coco
 from distdl.tools.prepare.folder import Folder
 from distdl.tools.prepare.source import Files, Sample
 from distdl.util import unpacking
@@ -58,6 +62,7 @@ class ImageReader:
     images: SplitImages
     folder: Path
     max_pixels: int = MOST_PIXELS  # an image with more counts as damaged
+    categories: Categories | None = None  # of records in the shards; None: there are none
 
     @cached_property
     def _files(self) -> Files:
@@ -89,13 +94,22 @@ class ImageReader:
         row = self.images.where[index]
         return None if isinstance(row, Sample) else bytes(row["sha256"])
 
+    def record(self, index: int) -> bytes:
+        """The record beside an image. Raises OSError, or ValueError if it is damaged."""
+        row = self.images.where[index]
+        name = self.images.names[row["shard"]]
+        data = self._files.read(name, int(row["record_offset"]), int(row["record_bytes"]))
+        if hashlib.sha256(data).digest() != row["record_sha256"].tobytes():
+            raise ValueError("its bytes are not those of the index (sha256)")
+        return data
+
     def part(self, indices: Sequence[int]) -> ImageReader:
         """A reader of only those images, small enough to be pickled to another process."""
         where = self.images.where
         empty = np.empty(0)
         where = where[indices] if self.images.names else [where[int(i)] for i in indices]
         part = SplitImages(empty, empty, 0, where, self.images.names)
-        return ImageReader(part, self.folder, self.max_pixels)
+        return replace(self, images=part)
 
     def forget(self, indices: Sequence[int]) -> None:
         """Drops images from the page cache, so that the next read comes from the disk."""
@@ -103,6 +117,23 @@ class ImageReader:
             name, offset, size = self.location(index)
             with suppress(OSError), regular(self.folder / name) as file:
                 os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)
+
+
+@dataclass
+class CocoReader(ImageReader):
+    """Reads the images of a folder in COCO's format."""
+
+    source: Coco | None = None
+
+    def read(self, index: int) -> bytes:
+        assert self.source is not None
+        return self.source.read(self.images.where[index])
+
+    def name(self, index: int) -> str:
+        return str(self.images.where[index].name)
+
+    def forget(self, indices: Sequence[int]) -> None:
+        """They stay: some are in zips."""
 
 
 @dataclass
@@ -114,6 +145,8 @@ class DataAtUri:
         store: Source of its files; None: they are in `folder`, on this machine.
         max_pixels: An image with more counts as damaged.
         left_out: Lines about files that are no images.
+        categories: Of a detection set; None: images with labels.
+        coco: What a folder in COCO's format holds; its annotations have been looked at.
     """
 
     uri: str
@@ -124,6 +157,9 @@ class DataAtUri:
     folder: Path = Path()
     max_pixels: int = MOST_PIXELS
     left_out: Sequence[str] = ()
+    # Of a detection set.
+    categories: Categories | None = None
+    coco: Coco | None = None
     # Totals of the downloads from a store.
     downloaded_bytes: int = 0
     download_seconds: float = 0.0
@@ -139,8 +175,11 @@ class DataAtUri:
 
         `shard` is ignored for files on this machine.
         """
+        if self.coco is not None:
+            yield CocoReader(images, self.folder, self.max_pixels, source=self.coco)
+            return
         if self.store is None:
-            yield ImageReader(images, self.folder, self.max_pixels)
+            yield ImageReader(images, self.folder, self.max_pixels, self.categories)
             return
         assert shard is not None
         with tempfile.TemporaryDirectory(prefix="distdl-check-") as folder:
@@ -149,7 +188,7 @@ class DataAtUri:
             self.store.download(name, Path(folder, name))
             self.download_seconds += time.perf_counter() - start
             self.downloaded_bytes += Path(folder, name).stat().st_size
-            yield ImageReader(images, Path(folder), self.max_pixels)
+            yield ImageReader(images, Path(folder), self.max_pixels, self.categories)
 
 
 def find(uri: str) -> DataAtUri:
@@ -191,10 +230,14 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
                 state = "is missing" if size is None else f"has {size} of {shard.bytes} bytes"
                 raise UserError.at(store.uri, f"{shard.name} {state}", "copy it again")
         splits[name] = SplitImages(rows["label"], rows["bytes"], len(names), rows, names)
+    classes = data.manifest.classes
     if remote:
-        return DataAtUri(store.uri, "shards in a store", data.manifest.classes, splits, store)
-    folder = Path(store.uri)
-    return DataAtUri(store.uri, "shards", data.manifest.classes, splits, folder=folder)
+        found = DataAtUri(store.uri, "shards in a store", classes, splits, store)
+    else:
+        found = DataAtUri(store.uri, "shards", classes, splits, folder=Path(store.uri))
+    if data.manifest.domain == DetectionRecord.domain:
+        found.categories = Categories.of(data.manifest.categories)
+    return found
 
 
 def _folder(folder: Path) -> DataAtUri:
@@ -220,6 +263,8 @@ def _folder(folder: Path) -> DataAtUri:
                 quoted = shlex.quote(str(folder))
                 remedy = f"python -m distdl prepare {kind} --source {quoted} --to OUT"
                 break
+    if not (folder / WORK).is_dir() and coco_layout.looks_like(folder):
+        return _coco(folder)
     if (folder / WORK).is_dir() or not (folder / "train").is_dir():
         raise UserError.at(str(folder), what, remedy)
     try:
@@ -234,4 +279,22 @@ def _folder(folder: Path) -> DataAtUri:
         splits[name] = SplitImages(labels, sizes, len(chosen), chosen)
     data = DataAtUri(str(folder), "folders of images", source.classes, splits, folder=folder)
     data.left_out = source.left_out.lines()
+    return data
+
+
+def _coco(folder: Path) -> DataAtUri:
+    """A folder in COCO's format; its annotations are looked at, its images are not."""
+    try:
+        source = Coco(folder, coco_layout.find(folder, "--source"), None, skip_damaged=True)
+        samples = list(source.scan(lambda done, total: None))
+    except UserError as error:
+        raise UserError(*(replace(p, path=str(folder)) for p in error.problems)) from error
+    splits = {}
+    for name in source.splits:
+        chosen = [sample for sample in samples if sample.split == name]
+        sizes = np.array([sample.bytes for sample in chosen])
+        splits[name] = SplitImages(np.zeros(len(chosen), np.int64), sizes, len(chosen), chosen)
+    data = DataAtUri(str(folder), "a folder in COCO's format", source.classes, splits)
+    data.categories = Categories.of(source.categories)
+    data.coco = source
     return data

@@ -43,7 +43,7 @@ def measure(reader: ImageReader, indices: Sequence[int], image_size: int) -> Rat
     start = time.perf_counter()
     files = []
     for index in indices:
-        with suppress(OSError):  # unreadable images are counted in `inspect_images`
+        with suppress(OSError, ValueError):  # unreadable images are counted in `inspect_images`
             files.append(reader.read(int(index)))
     seconds = max(1e-9, time.perf_counter() - start)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +26,7 @@ from distdl.datasets.left_out import LeftOut
 from distdl.datasets.zips import ZipMember
 from distdl.domains.detection import record as records
 from distdl.domains.detection.categories import Categories
-from distdl.domains.detection.record import DetectionRecord, ImageObjects
+from distdl.domains.detection.record import DetectionRecord, ImageObjects, ObjectFindings
 from distdl.stores.files import read_file
 from distdl.tools.prepare.source import Files, Progress, Sample, no_folder, refuse_changed
 from distdl.util import unpacking
@@ -37,7 +36,6 @@ from distdl.util.errors import Problem, Unfinished, UserError
 SHOWN = 5  # of what is wrong, in one message
 LAYOUT = "annotations/instances_train2017.json and train2017/, or the zips that hold them"
 MISSING = "is missing"
-HELD = ("segmentation", "keypoints")  # what the manifest says that objects of training have
 WRONG = b"!"  # what a record begins with that is a reason instead
 
 
@@ -112,6 +110,7 @@ class Coco:
         self.folder, self.splits, self.skip_damaged = folder, splits, skip_damaged
         self.left_out = LeftOut()
         self.notes: list[str] = []
+        self.checked: dict[str, CheckedSplit] = {}  # by split, complete at the end of `scan`
         self.categories: list[dict[str, Any]] = []
         self.federated = False
         self.unlabelled: list[str] = []
@@ -194,7 +193,7 @@ class Coco:
     ) -> Iterator[Sample]:
         categories = Categories.of(annotations.categories)
         first = self._places.index(images.places[0])
-        checked = _Checked(split)
+        checked = self.checked[split] = CheckedSplit(split)
         for index, name in enumerate(annotations.files):
             identity, found = int(annotations.ids[index]), images.find(name)
             try:
@@ -215,7 +214,7 @@ class Coco:
             size += len(text)
             yield Sample(split, name, 0, size, (*place, start, len(text), *member), mtime)
         if split == "train" or "train" not in self.splits:
-            self.holds |= checked.holds
+            self.holds |= checked.found.held
         self.notes += checked.notes(annotations)
         if not self.skip_damaged:
             checked.refuse(self.folder)
@@ -263,40 +262,32 @@ class Coco:
         }
 
 
-class _Checked:
-    """What is wrong or unusual in a split."""
+class CheckedSplit:
+    """What is wrong or unusual in a split: images that are missing, annotations that cannot be
+    used, and the `found` objects of the others."""
 
     def __init__(self, split: str) -> None:
         self.split = split
         self.missing: list[str] = []
         self.wrong: list[str] = []
-        self.odd: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
-        self.empty = self.objects = self.crowds = 0
-        self.holds = set[str]()
+        self.found = ObjectFindings()
 
-    def add(self, name: str, found: ImageObjects, categories: Categories) -> None:
+    def add(self, name: str, image: ImageObjects, categories: Categories) -> None:
         """Raises ValueError if an annotation cannot be used."""
-        if why := ", ".join(records.wrong(found, categories)):
+        if why := ", ".join(records.wrong(image, categories)):
             raise ValueError(why)
-        for text in records.odd(found):
-            kind = text.partition(" has ")[2].partition(" (")[0]
-            self.odd[kind] += 1
-            self.first.setdefault(kind, f"{name}: {text}")
-        objects = found.objects or []
-        self.holds |= {key for key in HELD for each in objects if each.get(key)}
-        self.empty += not objects and found.objects is not None
-        self.objects += len(objects)
-        self.crowds += sum(map(records.is_crowd, objects))
+        self.found.look(name, image, categories)
 
     def notes(self, annotations: Annotations) -> list[str]:
         """What the user is told before anything is written."""
         if not annotations.labelled:
             return [f"{self.split} has no annotations: it can be predicted"]
-        empty = f"{self.empty:,} of {len(annotations):,} images without objects"
-        lines = [f"{self.split}: {self.objects:,} objects, {self.crowds:,} of them crowds; {empty}"]
-        for kind, count in sorted(self.odd.items()):
-            lines.append(f"{self.split}: {count:,} have {kind}, and stay: {self.first[kind]}")
+        found = self.found
+        lines = [
+            f"{self.split}: {found.objects:,} objects, {found.crowds:,} of them crowds; "
+            f"{found.empty:,} of {len(annotations):,} images without objects"
+        ]
+        lines += [f"{self.split}: {line} (they stay)" for line in found.unusual()]
         if annotations.federated:
             lines.append(
                 f"{self.split} is federated (as LVIS): it trains, but COCO's metric does not "
