@@ -215,6 +215,18 @@ def test_what_is_logged_again_while_it_is_being_sent_is_sent_again(outputs, monk
     assert (tracked.stored / "latest.txt").read_text() == "newest"
 
 
+def test_the_pictures_of_a_validation_are_sent(outputs):
+    folder = Path("pictures")
+    folder.mkdir()
+    tracked = Tracked(outputs, "drawn/r")
+    for content in (b"of epoch 1", b"of epoch 2"):
+        (folder / "confusion.png").write_bytes(content)
+        tracked.loggers[0].send_folder(folder, "attempts/002/pictures")
+    tracked.finish()
+    sent = tracked.stored / "attempts/002/pictures/confusion.png"
+    assert sent.read_bytes() == b"of epoch 2"
+
+
 def test_a_full_disk_costs_a_file_but_no_metric_and_not_the_training(outputs, caplog):
     Path("large.bin").write_bytes(os.urandom(10_000))
     tracked = Tracked(outputs, "full/r")

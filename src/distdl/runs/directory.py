@@ -35,6 +35,10 @@ from distdl.util.processes import this_process
 
 CONFIG, PROVENANCE = "config.yaml", "provenance.json"
 PREDICTING = "_progress.json"  # beside the rows of a prediction that is not complete
+# What a validation looks like: in the run, or in the attempt of an evaluation. The file is written
+# last, and names the images beside it.
+PICTURES = "pictures"
+PICTURES_FILE = "pictures.json"
 PROVENANCE_SHAPE: files.Shape = {"config_sha256": str, "git": dict, "command": (list, str)}
 # For a recipe without a checksum, frozen before checksums were introduced.
 RECIPE_SHAPE: files.Shape = {"model": dict, "trainer": dict, "callbacks": object}

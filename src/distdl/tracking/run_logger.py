@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
@@ -68,6 +69,11 @@ class RunLogger(MLFlowLogger):
             self.journal.warn_once(f"parameter {name}", text)
             flat[other] = flat.pop(name)
         self.delivery.outbox.add("params", flat, longest=500)
+
+    def send_folder(self, folder: Path, to: str) -> None:
+        """Sends copies of the files in a folder, to a folder of MLflow's run; waits for nobody."""
+        if self.delivery is not None:
+            self.delivery.outbox.add_file(folder, to)
 
     def _nothing(self, *args: object, **kw: object) -> None:
         """The journal has the metrics, the run the checkpoints; `MLflowLogger` sends the end."""

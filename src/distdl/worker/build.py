@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler, OptimizerLRSchedulerConfig
 from omegaconf import DictConfig
 
-from distdl.callbacks import Checkpointer, ModuleState, RecordSamples, StepMetrics
+from distdl.callbacks import Checkpointer, ModuleState, Pictures, RecordSamples, StepMetrics
 from distdl.checkpoint import portable
 from distdl.checkpoint.formats import AnyCheckpoint
 from distdl.config import batches, schema, task_facts
@@ -129,7 +129,8 @@ def build(
         if isinstance(callback, RecordSamples):
             callback.run_dir = run.path
             callback.attempt = attempt.number
-    callbacks = [modules, metrics, *callbacks, checkpointer]
+    pictures = Pictures(run.path, attempt.path)
+    callbacks = [modules, metrics, *callbacks, pictures, checkpointer]
     trainer = build_trainer(config, strategy, environment, resources, callbacks, loggers, run)
     parts = (config, run, trainer, module, datamodule, metrics, checkpointer)
     return Built(*parts, checkpoint, own_optimizer)

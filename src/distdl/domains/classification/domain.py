@@ -7,6 +7,7 @@ from typing import cast
 
 import numpy as np
 
+from distdl.domains.classification.drawing import Mistakes
 from distdl.domains.classification.metric import Accuracy
 from distdl.domains.classification.record import ClassRecord
 from distdl.domains.classification.rows import ClassRows
@@ -31,6 +32,9 @@ class Classification(Domain):
 
     def metric(self) -> Accuracy:
         return Accuracy()
+
+    def drawing(self) -> Mistakes:
+        return Mistakes()
 
     def rows(self, *, named: bool, top_k: int) -> ClassRows:
         return ClassRows(named, top_k)

@@ -98,7 +98,7 @@ def _damage(run: RunDirectory) -> list[str]:
         checks[attempt.path / "job.json"] = attempt.job
     damage = []
     for path, check in checks.items():
-        if _is_of(path, run.path):
+        if is_of(path, run.path):
             try:
                 check()
             except Damaged as error:
@@ -133,7 +133,7 @@ def _series(run: Path) -> dict[str, MetricSeries]:
     """
     logged: dict[str, dict[int, list[tuple[int, float, float]]]] = {}  # name, attempt -> points
     for path in journals(run).values():
-        for record in read(path) if _is_of(path, run) else ():
+        for record in read(path) if is_of(path, run) else ():
             for name, value in record.metrics.items():
                 points = logged.setdefault(name, {}).setdefault(record.attempt, [])
                 points.append((record.step, record.time, value))
@@ -251,12 +251,12 @@ def _parsed(text: str, parse: Callable[[str], Any]) -> dict[str, Any]:
 def _read(path: Path, run: Path) -> str:
     """The text of a run's file; empty if there is none."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace") if _is_of(path, run) else ""
+        return path.read_text(encoding="utf-8", errors="replace") if is_of(path, run) else ""
     except OSError:
         return ""
 
 
-def _is_of(path: Path, run: Path) -> bool:
+def is_of(path: Path, run: Path) -> bool:
     """Whether a path is a file inside the run's folder. A link that leads out could put a private
     file of the reader into a page, which may be passed on."""
     return path.is_file() and path.resolve().is_relative_to(run.resolve())

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +13,12 @@ from markupsafe import Markup
 from distdl.runs.files import write_text
 from distdl.runs.records import find_run
 from distdl.tools.measure import FILE as BENCHMARK
-from distdl.tools.report import benchmark, data, plots
+from distdl.tools.report import benchmark, data, pictures, plots
+from distdl.tools.report.parts import ReportFigure, ReportTable
 from distdl.tracking.outbox import Outbox
 from distdl.util.errors import UserError
 
 MARK = '<meta name="generator" content="distdl report">'
-
-
-@dataclass
-class ReportTable:
-    """Rows of cells, without empty columns."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def __post_init__(self) -> None:
-        used = [any(column) for column in zip(*self.rows, strict=True)]
-        self.head, *self.rows = (list(compress(row, used)) for row in (self.head, *self.rows))
-
-
-@dataclass
-class ReportFigure:
-    """An `<svg>` element from matplotlib, and its legend as (label, colour)."""
-
-    svg: str
-    legend: list[tuple[str, str]]
-
-    def __post_init__(self) -> None:
-        self.svg = Markup(self.svg)  # matplotlib escapes its texts
-        self.legend = [(label.removeprefix("system/"), colour) for label, colour in self.legend]
 
 
 def write(name: str, to: str | None) -> tuple[Path, list[str]]:
@@ -90,6 +63,7 @@ def render(run: data.ReportedRun) -> str:
         summary=ReportTable("Summary", (), data.summary(run)),
         benchmark=_benchmark(run.path),
         figures=[ReportFigure(*plots.draw(chart, start)) for chart in charts],
+        drawn=pictures.drawn(run.path),
         attempts=_attempts(run),
     )
     return page.strip() + "\n"

@@ -6,7 +6,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -153,6 +153,21 @@ def draw(chart: Chart, start: float) -> tuple[str, list[tuple[str, str]]]:
             low, high = axes.get_ylim()
             axes.set_ylim(min(0.0, low), high + 0.05 * abs(high))
         axes.locator_params(axis="x", nbins=6)
+        return finish(), [(str(line.get_label()), str(line.get_color())) for line in drawn]
+
+
+def draw_curves(
+    title: str, lines: Mapping[str, Sequence[tuple[float, float]]], across: str, up: str
+) -> tuple[str, list[tuple[str, str]]]:
+    """Points (x, y) of each line over the axes `across` and `up`: an `<svg>` element, and its
+    legend as `draw` gives it."""
+    with picture(title, height=3.2) as (axes, finish):
+        for label, points in lines.items():
+            x, y = zip(*points, strict=True) if points else ((), ())
+            axes.plot(x, y, label=label, linewidth=1.4)
+        axes.set_xlabel(across)
+        axes.set_ylabel(up)
+        drawn = list(axes.get_lines())
         return finish(), [(str(line.get_label()), str(line.get_color())) for line in drawn]
 
 
