@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import ssl
 import time
 from collections import Counter
@@ -24,7 +25,8 @@ from distdl.stores import StoreError, open_store
 from distdl.stores import remote as remote_module
 from tests.cluster.arm_store import TENANT
 from tests.cluster.azurite import ACCOUNT, CONTAINER, Azurite, connection, needs_azurite
-from tests.conftest import distdl, last_step, samples
+from tests.conftest import distdl, last_step, matrix_only, samples
+from tests.drawn_coco import draw
 from tests.miniature import CLASSES, imagenet
 from tests.prepared import refusal
 
@@ -148,6 +150,56 @@ def test_a_link_and_what_it_opens(azurite, account, tmp_path, monkeypatch, capsy
     assert timedelta(days=1.9) < expiry - datetime.now(UTC) <= timedelta(days=2)
     assert f"reads and lists {container} until" in note
     assert query["sig"] not in note
+
+
+@matrix_only
+def test_from_cocos_zips_to_two_ranks_with_an_outage(tmp_path, background, monkeypatch):
+    """A server of its own, which is away from the second epoch on."""
+    server = Azurite(tmp_path / "azurite", "--oauth", "basic")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(server.certificate))
+    monkeypatch.setenv(STRING, connection(server.port))
+    container = server.new_container()
+    root, out = f"azure://{container}/coco", tmp_path / "out"
+    source = draw(tmp_path / "coco", train=24, val=7)
+    for name in ("annotations", "train2017", "val2017"):
+        archive = (
+            tmp_path / "coco" / ("annotations_trainval2017" if name == "annotations" else name)
+        )
+        shutil.make_archive(str(archive), "zip", source, name)
+        shutil.rmtree(source / name)
+    where = {"cwd": tmp_path, "env": {"DISTDL_CACHE": str(tmp_path / "cache")}}
+    prepare = ["prepare", "coco", "--source", str(source), "--to", str(out)]
+    done = distdl(*prepare, "--shard-mb", "0.02", "--upload", root, **where)
+    assert done.returncode == 0, done.stdout + done.stderr
+    there = server.contents(f"{container}/coco")
+    assert there == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    checked = distdl("data", "check", root, "--all", **where)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    run, before = tmp_path / "outputs/default/run", len(server.log.read_text())
+    training = background(
+        "model=detector",
+        "model.network.name=fasterrcnn_mobilenet_v3_large_320_fpn",
+        *("model.network.min_size=64", "model.network.max_size=96"),
+        "data=coco",
+        f"data.root={root}",
+        *("data.num_classes=5", "data.masks=false", "data.batch_size=2", "data.num_workers=1"),
+        *("data.shuffle_window=4", "schedule.warmup_epochs=0", "checkpoint.monitor=val/box_ap"),
+        *("name=run", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_epochs=2"),
+        *("trainer.log_every_n_steps=1", "tracking=none", "callbacks=[default,record_samples]"),
+        **where,
+    )
+    training.until(lambda: last_step(run) > 6)
+    server.close()
+    assert training.wait() == 0, training.output()
+    steps = samples(run)[1]
+    for epoch in range(2):
+        seen = Counter(i for (e, _), ids in steps.items() if e == epoch for i in ids)
+        assert seen == Counter(range(24))
+    requests = Counter(re.findall(r'"GET \S*?/([\w-]+\.tar)', server.log.read_text()[before:]))
+    assert requests == Counter(path.name for path in out.glob("*.tar"))
+    metrics = (run / "logs/metrics.jsonl").read_text().splitlines()
+    counted = [json.loads(line)["metrics"].get("val/samples") for line in metrics]
+    assert counted.count(7.0) == 2
 
 
 PER_CLASS, STEPS, EPOCHS = 80, 10, 2  # steps of 2 x 12 images

@@ -59,6 +59,7 @@ CHANGEABLE_TO_EVALUATE = (
     "data.num_workers",
     "data.cache_dir",
     "data.max_pixels",
+    "data.predict_split",
 )
 # What `distdl export` takes.
 EXPORTABLE = {"model": "distdl.models.ImageClassifier", "data": "distdl.data.StoredImages"}
