@@ -86,6 +86,15 @@ def test_parts_added_as_contributing_says_work(tmp_path, home):
     if home == "project":
         assert "ranks 1 of 1" in done.stdout
         assert "task.least: missing" in done.stderr
+    assert "gives samples of classification, and Gauge learns brightness" in done.stderr
+    third = work / "outputs/default/z"
+    (part,) = (third / "predictions").glob("*.csv")
+    head, first, *others = part.read_text().splitlines()
+    assert head == "name,truth,brightness,error"
+    assert first.startswith("grey 0,0.0,")
+    assert len(others) == 98
+    best = json.loads((third / "checkpoints/best.ckpt.manifest.json").read_text())
+    assert best["metrics"]["val/error"] < 0.3, "chosen by the domain's own metric, the least"
     lines = (work / "outputs/default/x/logs/metrics.jsonl").read_text().splitlines()
     logged = [json.loads(line)["metrics"] for line in lines]
     rates = [each["lr"] for each in logged if "lr" in each]

@@ -86,7 +86,7 @@ def test_curves_and_tables_of_any_domain_are_shown(tmp_path):
     }
     (folder / "pictures.json").write_text(json.dumps({"epoch": 3, "sections": [section]}))
     (part,) = pictures.drawn(tmp_path)
-    assert part.title == "Precision (epoch 3)"
+    assert part.title == "Precision (epoch 4)"
     assert part.rows == [["dog", "0.5"]]
     assert part.curves is not None
     assert "recall" in part.curves.svg

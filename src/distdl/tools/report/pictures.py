@@ -51,7 +51,8 @@ def drawn(run: Path) -> list[ReportPictures]:
 
 def _of_folder(folder: Path, run: Path) -> Iterator[ReportPictures]:
     contents = read_json(folder / PICTURES_FILE, run)
-    where = f"epoch {contents['epoch']}" if isinstance(contents.get("epoch"), int) else ""
+    epoch = contents.get("epoch")  # from 0, and people count from 1, as the lines of a training do
+    where = f"epoch {epoch + 1}" if isinstance(epoch, int) else ""
     if folder.parent != run:
         where = f"attempt {folder.parent.name}, {contents.get('stage')}"
     for section in map(mapping, _list(contents.get("sections"))):
