@@ -63,6 +63,7 @@ OWN_NAMES = {
     "_run_hooks_at_the_end",
     "_is_due",
     "_of_all",
+    "_validates",
 }
 
 

@@ -50,6 +50,8 @@ class EpochLoop(_TrainingEpochLoop):
         self.decides: Decides | None = None
         # The generators as they were before a validation that a resumed run does not repeat.
         self.generators: dict[str, Any] | None = None
+        # What was decided at the end of this batch, for Lightning, which asks again.
+        self._validates: bool | None = None
 
     @property
     def accumulates(self) -> bool:
@@ -91,7 +93,11 @@ class EpochLoop(_TrainingEpochLoop):
             self.generators = None if self._is_due(data_fetcher) else self.rng_state()
         if validates and stepped and self.decides:
             self.decides.batch_ended(self.trainer, before_validation=inside)
-        super().on_advance_end(data_fetcher)
+        self._validates = validates
+        try:
+            super().on_advance_end(data_fetcher)
+        finally:
+            self._validates = None
         if validates and inside and self.decides:
             self.decides.validated(self.trainer, between_steps=not stepped)
         elif not validates and stepped and self.decides:
@@ -99,6 +105,8 @@ class EpochLoop(_TrainingEpochLoop):
 
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         """Whether a validation follows the batch. One at the end of a training waits with it."""
+        if self._validates is not None:
+            return self._validates
         if self.waits_for_step:
             return self._is_due(data_fetcher)
         return super()._should_check_val_fx(data_fetcher)
