@@ -16,7 +16,7 @@ from tests.written import write
 TYPED = """
 # Options and keys that do not exist.
 model=resnet5 | model: no option 'resnet5' | did you mean model=resnet50?
-data=null | data: no option 'null' | available: imagenet, points, synthetic
+data=null | data: no option 'null' | available: coco, imagenet, points, synthetic
 ~nothing_here | nothing_here
 # As Hydra, its templates and Lightning have it.
 hydra/launcher=joblib | hydra/launcher: | launcher=slurm

@@ -176,6 +176,7 @@ DOORS: Mapping[str, Door] = {
 HARMLESS: Mapping[str, str] = {
     "*._target_": "checked by validation.targets and validation.kinds, by its own rules",
     "*.num_classes": "a number",
+    "*_per_image": "a number",
     "callbacks.*": "arguments of a callback, whose _target_ is checked",
     "checkpoint.resume_from": "a checkpoint, which is read without running code",
     "data.decoder": "one of a list of names",

@@ -22,6 +22,7 @@ from distdl.job import Resources
 from distdl.validation.resolve import resolve
 from distdl.validation.validate import check_bindings, problems_of
 from distdl.worker import build
+from tests import drawn_coco
 from tests.conftest import ROOT
 from tests.unit.sample_config import change, check_parts, node, problems, rows, sample
 
@@ -323,12 +324,23 @@ def test_who_starts_a_job_again_where_distdl_does_not(launcher, instead, project
     assert f"launcher.{instead}" in problem.remedy
 
 
+COCO = ["data.root={root}/coco", f"data.num_classes={len(drawn_coco.CATEGORIES)}"]
+
+
 def shipped():
     """Every option of ours, with what it needs besides."""
     stored = ["data.root={root}", "data.num_classes=2"]
     more = {"model=timm": ["model.network.model_name=resnet10t"], "data=imagenet": stored}
     more |= {f"task={name}": ["data=imagenet", *stored] for name in ("predict", "export")}
     more |= {f"experiment={name}": stored for name in ("resnet50_imagenet", "imagenette_cpu")}
+    more["data=coco"] = ["model=retinanet", *COCO]
+    detectors = ("fasterrcnn", "keypointrcnn", "maskrcnn", "maskrcnn_v2", "retinanet", "detector")
+    more |= {f"model={name}": ["data=coco", *COCO] for name in detectors}
+    more["model=detector"].append("model.network.name=fcos_resnet50_fpn")
+    more["model=keypointrcnn"] += ["data.labels=[person_keypoints]", "data.keypoints=true"]
+    more["model=keypointrcnn"] += ["data.num_classes=1", "data.masks=false"]
+    recipes = (ROOT / "conf/experiment").glob("*_coco.yaml")
+    more |= {f"experiment={path.stem}": COCO for path in recipes}
     needy = ("model=classifier", "optimizer=none", "task=test")  # a network, or code of one's own
     names = [f"{path.parent.name}={path.stem}" for path in sorted((ROOT / "conf").glob("*/*.yaml"))]
     names = [name for name in names if name not in needy and not name.startswith("launcher=")]
@@ -339,6 +351,9 @@ def shipped():
 def test_every_shipped_option_binds(overrides, tmp_path):
     for folder in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / folder).mkdir(parents=True)
+    if set(COCO) & set(overrides):
+        keypoints = "data.keypoints=true" in overrides
+        drawn_coco.draw(tmp_path / "coco", train=4, val=2, keypoints=keypoints)
     config = compose([text.replace("{root}", str(tmp_path)) for text in overrides])
     size = Resources(1, 2) if "pipeline" in overrides[0] else None
     stage_2, notes, _ = check_bindings(resolve(config), size, local=True, in_process=True)
