@@ -7,6 +7,9 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+
+import pytest
 
 from tests.adoption.project import command, metrics_of
 from tests.conftest import ROOT, losses, python
@@ -81,6 +84,35 @@ def test_a_project_with_parts_of_its_own(tmp_path):
     assert metrics_of(tmp_path / "outputs/ours/first").keys() >= {"val_loss"}
     manifest = tmp_path / "outputs/parts/parts/checkpoints/best.ckpt.manifest.json"
     assert 0 <= json.loads(manifest.read_text())["metrics"]["val_within"] <= 1
+
+
+def test_the_example_of_another_domain(tmp_path):
+    """examples/segmentation: masks, which distdl does not know, trained, measured and predicted."""
+    project = tmp_path / "segmentation"
+    skipped = shutil.ignore_patterns("outputs")
+    shutil.copytree(ROOT / "examples/segmentation", project, ignore=skipped)
+    python = [sys.executable, "-m", "masks.draw", "data"]
+    subprocess.run(python, cwd=project, check=True, capture_output=True)
+    words = ["experiment=segment", "data.root=data", "trainer.max_epochs=1", "name=x"]
+    command(*words, "data.num_workers=0", "tracking=none", cwd=project)
+    run = project / "outputs/segment/x"
+    trained = metrics_of(run)
+    assert trained["val/samples"] == 21, "each image once, on two ranks"
+    assert trained["val/miou"] > 0.6
+
+    # One rank gives the same mean IoU; a damaged mask is a row, and everything else is predicted.
+    one = ("trainer.devices=1", "strategy=single")
+    command("resume", str(run), "task=validate", *one, cwd=project)
+    assert metrics_of(run)["val/miou"] == pytest.approx(trained["val/miou"], abs=1e-4)
+    (project / "data/val/masks/0003.png").write_bytes(b"no mask")
+    rows = ("task=predict", "task.format=jsonl")
+    command("resume", str(run), *rows, *one, cwd=project)
+    (file,) = (run / "predictions").glob("*.jsonl")
+    predicted = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["name"] for row in predicted if row["error"]] == ["images/0003.jpg"]
+    pixels = [row["pixels_disc"] for row in predicted if not row["error"]]
+    assert len(pixels) == 20
+    assert all(isinstance(count, int) for count in pixels)
 
 
 def test_the_example_project_on_two_ranks(tmp_path):

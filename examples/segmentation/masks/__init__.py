@@ -1,0 +1,1 @@
+"""Semantic segmentation, as a domain that distdl does not know."""
