@@ -90,8 +90,8 @@ def check_categories(train: CocoFolder, other: CocoFolder) -> Iterable[Problem]:
     named = [{c["id"]: c["name"] for c in s.annotations.categories} for s in (train, other)]
     if named[1] and named[0] != named[1]:
         differing = sorted(named[0].items() ^ named[1].items())
-        what = f"the categories of {train.source} and {other.source} differ: "
-        what += first_few([f"{identity} {name!r}" for identity, name in differing])
+        shown = first_few([f"{identity} {name!r}" for identity, name in differing])
+        what = f"the categories of {train.source} and {other.source} differ: {shown}"
         yield Problem("root", what, "both need the same ids and names")
 
 
@@ -130,8 +130,10 @@ class CocoFolder(EncodedData):
         missing = self.images.missing(names)
         if missing:
             where = first_few([str(place) for place in self.images.places]) or "the folder"
-            what = f"{len(missing):,} of {len(names):,} images of {self.source} are not in "
-            what += f"{where}: {first_few(missing)}"
+            what = (
+                f"{len(missing):,} of {len(names):,} images of {self.source} are not in {where}: "
+                f"{first_few(missing)}"
+            )
             raise UserError.at("data.root", what, f"data.images={{{self.split}: [PATH]}}")
 
     def _key(self) -> str:

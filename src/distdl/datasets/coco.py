@@ -5,7 +5,7 @@
                       "area": ..., "iscrowd": 0, "segmentation": ...}, ...],
      "categories": [{"id": 4, "name": "motorcycle", ...}, ...]}
 
-The format is described at https://cocodataset.org/#format-data. Only places are kept in memory, 24
+The format is described at https://cocodataset.org/#format-data. Only places are kept in memory, 32
 bytes of an annotation: its text is read again when it is needed.
 """
 
@@ -25,8 +25,9 @@ from distdl.datasets import json_entries
 from distdl.datasets.json_entries import JsonEntry
 from distdl.util.errors import UserError
 from distdl.util.safe_paths import odd
+from distdl.util.wording import first_few, plural
 
-SHOWN = 5  # of what is wrong, in one message
+SHOWN = 10  # of what is wrong, more than a message shows
 FEDERATED = ("neg_category_ids", "not_exhaustive_category_ids")  # keys of LVIS's images
 # What other files of COCO have in place of boxes.
 OTHERS = {"caption": "captions", "segments_info": "panoptic segments", "score": "results"}
@@ -89,7 +90,8 @@ class Annotations:
         where: str,
         progress: Progress = lambda done, total: None,
     ) -> None:
-        self.sources, self.where = list(sources), where
+        self.sources = list(sources)
+        self.where = where
         sizes = [os.fstat(source.file.fileno()).st_size for source in sources]
         parts = []
         for number, source in enumerate(sources):
@@ -163,12 +165,14 @@ class Annotations:
         first = parts[0].images[:, 0]
         later = [part.images[:, 0] for part in parts[1:]]
         new = [ids[~np.isin(ids, first)] for ids in later]
-        _, places = np.unique(everything := np.concatenate([first, *new]), return_index=True)
+        everything = np.concatenate([first, *new])
+        _, places = np.unique(everything, return_index=True)
         self.ids = everything[np.sort(places)]  # int64 [N]
         order = np.argsort(self.ids)
         sorted_ids = self.ids[order]
         known = {category["id"] for category in self.categories}
-        images, annotations = [], []
+        images = []
+        annotations = []
         self.files = [""] * len(self.ids)
         self.sizes = np.zeros((len(self.ids), 2), np.int64)  # width and height
         for number, (source, part) in enumerate(zip(self.sources, parts, strict=True)):
@@ -206,10 +210,11 @@ class Annotations:
             return
         article = "an" if noun == "image" else "a"
         shown = [f"{row[0]} ({noun} {row[column]})" for row in rows[:SHOWN].tolist()]
-        more = ", ..." * (len(rows) > SHOWN)
-        count = f"{len(rows):,} annotation{'s are' if len(rows) > 1 else ' is'}"
-        what = f"{source.name}: {count} of {article} {noun} that no file lists: "
-        what += f"{', '.join(shown)}{more}"
+        are = "are" if len(rows) > 1 else "is"
+        what = (
+            f"{source.name}: {len(rows):,} {plural('annotation', len(rows))} {are} of {article} "
+            f"{noun} that no file lists: {first_few(shown)}"
+        )
         remedy = "use the annotation file that belongs to these images, or correct it"
         raise UserError.at(self.where, what, remedy)
 
@@ -284,11 +289,13 @@ def _mapping(value: object) -> dict[str, Any]:
 def _read(source: AnnotationSource, progress: Callable[[int], None]) -> AnnotationPart:
     """Reads a file once. Raises ValueError."""
     source.file.seek(0)
-    images, annotations = array("q"), array("q")
+    images = array("q")
+    annotations = array("q")
     files: list[str] = []
     sizes = array("q")
     categories: list[dict[str, Any]] = []
-    keys, federated = set[str](), False
+    keys = set[str]()
+    federated = False
     for number, entry in enumerate(json_entries.entries(source.file)):
         keys.add(entry.key)
         if entry.value is None and not entry.length:
@@ -374,5 +381,5 @@ def _refuse_other(annotation: dict[str, Any]) -> None:
 def _refuse_twice(noun: str, ids: np.ndarray[Any, Any]) -> None:
     found, counts = np.unique(ids, return_counts=True)
     if len(twice := found[counts > 1]):
-        shown = ", ".join(map(str, twice[:SHOWN].tolist())) + ", ..." * (len(twice) > SHOWN)
+        shown = first_few(twice[:SHOWN].tolist())
         raise ValueError(f"{len(twice):,} ids are of more than one {noun}: {shown}")

@@ -218,7 +218,8 @@ class Images:
     """The images of one split, in folders and zips."""
 
     def __init__(self, places: Sequence[Path], where: str) -> None:
-        self.places, self.where = list(places), where
+        self.places = list(places)
+        self.where = where
 
     def find(self, name: str) -> Found | None:
         """Where an image is, by the name in its annotation file; None: nowhere."""

@@ -135,7 +135,8 @@ class Manifest:
         """Parses the manifest at `where`; UserError if it is not one that this distdl reads."""
         try:
             fields = json.loads(text)
-            form, version = fields["format"], fields["version"]
+            form = fields["format"]
+            version = fields["version"]
             if form == FORMAT and version > VERSION:
                 what = f"{where} was prepared by a newer distdl, as version {version}"
                 raise UserError.at("data.root", what, "update distdl")
@@ -146,10 +147,12 @@ class Manifest:
                 shards = tuple(Shard(**shard) for shard in split["shards"])
                 labelled = bool(split.get("labelled", True))
                 splits[name] = Split(split["samples"], File(**split["index"]), shards, labelled)
-            classes, made = tuple(fields["classes"]), fields["made"]
+            classes = tuple(fields["classes"])
+            made = fields["made"]
             if version == 1:
                 return cls(classes, splits, made)
-            domain, categories = str(fields["domain"]), tuple(map(dict, fields["categories"]))
+            domain = str(fields["domain"])
+            categories = tuple(map(dict, fields["categories"]))
             holds = tuple(map(str, fields["holds"]))
             return cls(classes, splits, made, domain, categories, bool(fields["federated"]), holds)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

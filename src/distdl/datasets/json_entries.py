@@ -87,7 +87,9 @@ class _Text:
     bytes of UTF-8 beyond ASCII occur only inside quotes."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.text, self.at = file, "", 0
+        self.file = file
+        self.text = ""
+        self.at = 0
         self.before = 0  # bytes of the file before `text`
         self.ended = False
         self._more()
@@ -122,7 +124,8 @@ class _Text:
             try:
                 value, end = _DECODER.raw_decode(self.text, self.at)
                 if end < len(self.text) or self.ended:  # else a number may go on
-                    offset, length = self.offset, end - self.at
+                    offset = self.offset
+                    length = end - self.at
                     self.at = end
                     return value, offset, length
             except json.JSONDecodeError as error:

@@ -107,7 +107,8 @@ def by_group(order: Array, groups: Array, size: int, ends: Sequence[int] = ()) -
         size: Samples of a batch, over all ranks.
         ends: Where windows of `order` end; (): it is one window.
     """
-    parts, carried = [], order[:0]
+    parts = []
+    carried = order[:0]
     for start, end in pairwise([0, *ends] if ends else [0, len(order)]):
         window = np.concatenate([carried, order[start:end]])
         batches = _of_one_group(groups[window], size)

@@ -61,7 +61,8 @@ class DetectionAugment:
             raise UserError(*(replace(p, path=f"data.{p.path}") for p in problems))
         config = config or {}
         self.flip = float(config.get("horizontal_flip", 0.5) or 0)
-        self.ops = [op for key in KEYS if (op := _op(key, config)) is not None]
+        ops = [_op(key, config) for key in KEYS]
+        self.ops = [op for op in ops if op is not None]
 
     @staticmethod
     def check(config: object) -> Iterable[Problem]:

@@ -86,7 +86,8 @@ def runs(segmentation: Mapping[str, Any], height: int, width: int) -> np.ndarray
     Raises:
         ValueError: They are not of this size, or no lengths.
     """
-    size, counts = segmentation.get("size"), segmentation.get("counts")
+    size = segmentation.get("size")
+    counts = segmentation.get("counts")
     if size != [height, width]:
         what = f"its runs are of the size {str(size)[:40]} (height, width)"
         raise ValueError(f"{what}, the image is {[height, width]}")
@@ -106,7 +107,8 @@ def _unpacked(text: str) -> list[int]:
     bit for "more follows" and the sign of the last; from the fourth on, differences to the length
     before the last."""
     counts: list[int] = []
-    value = shift = 0
+    value = 0
+    shift = 0
     for character in text:
         bits = ord(character) - 48
         if not 0 <= bits < 64 or shift > 50:
@@ -118,7 +120,8 @@ def _unpacked(text: str) -> list[int]:
         if bits & 16:
             value -= 1 << shift
         counts.append(value + (counts[-2] if len(counts) > 2 else 0))
-        value = shift = 0
+        value = 0
+        shift = 0
     if shift:
         raise ValueError("its runs are cut short")
     return counts

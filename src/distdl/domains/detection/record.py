@@ -64,7 +64,8 @@ class DetectionRecord(SampleRecord):
         value = parsed(content)
         if not isinstance(value, dict) or not isinstance(value.get("image"), dict):
             raise ValueError("its record is no JSON object with an image")
-        image, objects = value["image"], value.get("annotations")
+        image = value["image"]
+        objects = value.get("annotations")
         for key in ("id", "width", "height"):
             if type(image.get(key)) is not int:
                 raise ValueError(f"its record has no {key} of the image")
@@ -78,10 +79,13 @@ class DetectionRecord(SampleRecord):
     def refuse_other_image(self, annotation: Annotation, width: int, height: int) -> None:
         assert isinstance(annotation, ImageObjects)
         if (width, height) != (annotation.width, annotation.height):
-            what = f"has {width} x {height} pixels, and its annotations are of an image of "
-            what += f"{annotation.width} x {annotation.height}"
-            turned = (height, width) == (annotation.width, annotation.height)
-            raise ValueError(what + ": it is turned by its EXIF data, or by a program" * turned)
+            what = (
+                f"has {width} x {height} pixels, and its annotations are of an image of "
+                f"{annotation.width} x {annotation.height}"
+            )
+            if (height, width) == (annotation.width, annotation.height):
+                raise ValueError(f"{what}: it is turned by its EXIF data, or by a program")
+            raise ValueError(what)
 
     def label(self, annotation: Annotation) -> int:
         """How many objects a training learns: those with an area that are no crowd."""

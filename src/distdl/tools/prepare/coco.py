@@ -32,6 +32,7 @@ from distdl.tools.prepare.source import Files, Progress, Sample, no_folder, refu
 from distdl.util import unpacking
 from distdl.util.atomic_files import atomic_file
 from distdl.util.errors import Problem, Unfinished, UserError
+from distdl.util.wording import plural
 
 SHOWN = 5  # of what is wrong, in one message
 LAYOUT = "annotations/instances_train2017.json and train2017/, or the zips that hold them"
@@ -107,7 +108,9 @@ class Coco:
     def __init__(
         self, folder: Path, splits: dict[str, SplitFiles], work: Path | None, skip_damaged: bool
     ) -> None:
-        self.folder, self.splits, self.skip_damaged = folder, splits, skip_damaged
+        self.folder = folder
+        self.splits = splits
+        self.skip_damaged = skip_damaged
         self.left_out = LeftOut()
         self.notes: list[str] = []
         self.checked: dict[str, CheckedSplit] = {}  # by split, complete at the end of `scan`
@@ -118,6 +121,10 @@ class Coco:
         self._places = [place for files in splits.values() for place in files.images]
         self._records = None if work is None else work / f"records-{self._key}"
         self._files = Files(Path("/"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what was found, which would be copied to each process."""
+        return {**self.__dict__, "checked": {}, "notes": []}
 
     @property
     def classes(self) -> list[str]:
@@ -193,9 +200,11 @@ class Coco:
     ) -> Iterator[Sample]:
         categories = Categories.of(annotations.categories)
         first = self._places.index(images.places[0])
-        checked = self.checked[split] = CheckedSplit(split)
+        checked = CheckedSplit(split)
+        self.checked[split] = checked
         for index, name in enumerate(annotations.files):
-            identity, found = int(annotations.ids[index]), images.find(name)
+            identity = int(annotations.ids[index])
+            found = images.find(name)
             try:
                 text = annotations.record(index)
                 checked.add(name, self.record.decode(text), categories)
@@ -299,13 +308,18 @@ class CheckedSplit:
         """Raises a UserError for missing images and wrong annotations."""
         problems = []
         if count := len(self.missing):
-            what = f"{count:,} image{'s' * (count > 1)} of {self.split} "
-            what += f"{'are' if count > 1 else 'is'} not in {folder}: {_some(self.missing)}"
+            are = "are" if count > 1 else "is"
+            what = (
+                f"{count:,} {plural('image', count)} of {self.split} {are} not in {folder}: "
+                f"{_some(self.missing)}"
+            )
             remedy = f"--{self.split}-images PATH, if they are elsewhere; "
             problems.append(Problem("--source", what, remedy + "to leave them out: --skip-damaged"))
         if count := len(self.wrong):
-            what = f"the annotations of {count:,} image{'s' * (count > 1)} of {self.split} "
-            what += f"cannot be used: {_some(self.wrong)}"
+            what = (
+                f"the annotations of {count:,} {plural('image', count)} of {self.split} cannot be "
+                f"used: {_some(self.wrong)}"
+            )
             remedy = "correct the annotation file; to leave these images out: --skip-damaged"
             problems.append(Problem("--source", what, remedy))
         if problems:
