@@ -127,7 +127,9 @@ class KeyedDataset(Dataset[Any]):
         if is_new and draws and self.own_generators.look(epoch):
             # The first sample has made a generator, which could not be seeded before it drew.
             first = self._sample(keys[0], draws)
-        return [first, *(self._sample(key, draws) for key in keys[1:])]
+        samples = [first]
+        samples += [self._sample(key, draws) for key in keys[1:]]
+        return samples
 
     def _sample(self, key: SampleKey, draws: bool) -> object:
         if draws:
@@ -152,7 +154,8 @@ class KeyedDataset(Dataset[Any]):
 def is_marked(dataset: object) -> bool:
     """Whether a dataset states, itself or by its very class, that it draws nothing."""
     kind = type(dataset)
-    if "is_deterministic" in {*vars(kind), *getattr(dataset, "__dict__", ())}:
+    states = "is_deterministic" in vars(kind)
+    if states or "is_deterministic" in getattr(dataset, "__dict__", ()):
         return bool(getattr(dataset, "is_deterministic", False))
     return kind is TensorDataset
 
