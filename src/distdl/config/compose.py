@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 PRIMARY = "distdl"
+# Of these, distdl's own files of `debug` set only the keys that are there.
+DEBUGGED = ("data", "model", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,11 @@ def _chosen(prepared: Sequence[str], group: str) -> list[str]:
 
 
 def _remove_debug_keys(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Removes what `debug=` adds to data or a model that have no such key: every kind of data and
-    model has other ones, and their classes would refuse it.
+    """Removes what `debug=` adds to data, a model or an optimizer that have no such key: each kind
+    has other ones, and their classes would refuse it.
 
-    distdl's own files of `debug` may add to both. A user's file is meant for the user's own model,
-    but data that are not distdl's may have no `num_workers`.
+    distdl's own files of `debug` may add to all three. A user's file is meant for the user's own
+    model, but data that are not distdl's may have no `num_workers`.
     """
     from hydra import compose as hydra_compose
 
@@ -151,7 +153,7 @@ def _remove_debug_keys(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _shipped_debug_keys(option: str) -> list[str]:
-    """The keys below data and model that distdl's own file of an option has, the innermost first:
+    """The keys of DEBUGGED sections that distdl's own file of an option has, the innermost first:
     `model.network.max_size`, then `model.network`."""
     import yaml
 
@@ -159,7 +161,7 @@ def _shipped_debug_keys(option: str) -> list[str]:
     if not file.is_file():
         return []
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return [key for section in ("data", "model") for key in _keys(section, content.get(section))]
+    return [key for section in DEBUGGED for key in _keys(section, content.get(section))]
 
 
 def _keys(path: str, node: object) -> Iterator[str]:

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from distdl.data import coco_folder
 from distdl.data.coco_folder import CocoFolder
 from distdl.data.encoded import EncodedData, OnDamaged
-from distdl.data.listed import ListedImages
 from distdl.data.sampling import Groups
 from distdl.data.shards import ShardSamples
 from distdl.data.stored_data import StoredData
@@ -171,11 +170,6 @@ class StoredObjects(StoredData):
                 self._name(samples.annotations.categories)
                 samples.groups = self._groups(samples.sizes)
         return opened
-
-    def open_listed(self) -> ListedImages:
-        raise UserError.at(
-            "data.root", f"{self.root} holds no annotations", f"it must hold {coco_folder.LAYOUT}"
-        )
 
     def opened_shards(self, data: DataSet) -> None:
         self._name(data.manifest.categories)

@@ -70,6 +70,7 @@ class StoredImages(StoredData):
     """
 
     domain = Classification()
+    reads_listed = True
 
     def __init__(
         self,

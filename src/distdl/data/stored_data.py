@@ -67,6 +67,8 @@ class StoredData(ImageData):
     """
 
     domain: Domain
+    # Whether `open_listed` can predict a folder of images alone.
+    reads_listed = False
 
     def __init__(
         self,
@@ -159,7 +161,7 @@ class StoredData(ImageData):
         try:
             root = _expanded(str(config["root"]))
             with readable("root"):
-                if predicts and _is_listed(root, QUICK):
+                if predicts and cls.reads_listed and _is_listed(root, QUICK):
                     return
                 if not _is_prepared(root):
                     found = [*cls.check_folder(Path(root), config)]
@@ -184,7 +186,7 @@ class StoredData(ImageData):
             return
         left_out = LeftOut()
         with readable("data.root"):
-            if stage == "predict" and _is_listed(self.root):
+            if stage == "predict" and self.reads_listed and _is_listed(self.root):
                 listed = self.open_listed()
                 self.splits["val"] = listed
                 return self._say(listed.left_out)
