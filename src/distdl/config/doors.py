@@ -194,6 +194,7 @@ HARMLESS: Mapping[str, str] = {
     "launcher.subscription": "a name of Azure's",
     "model.compile": "a mode of torch.compile",
     "model.network": "a node, whose _target_ is checked",
+    "model.network.*": "arguments of a network, whose _target_ is checked",
     "model.weights": "a file of weights, which is read without running code",
     "optimizer.trust_coeff": "a number",
     "strategy.comm_hook": "one of a list of names",
