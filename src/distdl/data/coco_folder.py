@@ -48,26 +48,29 @@ def find(root: Path, node: Mapping[str, Any]) -> dict[str, SplitFiles]:
     return splits
 
 
-def check(root: Path, node: Mapping[str, Any]) -> Iterable[Problem]:
-    """Problems of such a folder; paths are relative to the data node."""
+def check(root: Path, node: Mapping[str, Any]) -> tuple[list[Problem], dict[str, CocoFolder]]:
+    """Problems of such a folder, with paths relative to the data node, and its splits as far as
+    they could be opened."""
+    opened: dict[str, CocoFolder] = {}
     if not root.is_dir():
         state = "is a file" if root.exists() else "does not exist"
-        yield Problem("root", f"{root} {state}", "data.root=/path/to/coco")
-        return
+        return [Problem("root", f"{root} {state}", "data.root=/path/to/coco")], opened
     try:
         with readable("root"):
             splits = find(root, node)
-            for split in ("train", "val"):
-                if split not in splits:
-                    what = f"{root} has no annotation file of {split}"
-                    yield Problem("root", what, f"it must hold {LAYOUT}")
-            if {"train", "val"} <= splits.keys():
-                opened = [CocoFolder(split, files, None) for split, files in splits.items()]
-                yield from check_training(opened[0], node)
-                for samples in opened[1:]:
-                    yield from check_categories(opened[0], samples)
+            missing = [split for split in ("train", "val") if split not in splits]
+            if missing:
+                what = f"{root} has no annotation file of {' and '.join(missing)}"
+                return [Problem("root", what, f"it must hold {LAYOUT}")], opened
+            for split, files in splits.items():
+                opened[split] = CocoFolder(split, files, None)
     except UserError as error:
-        yield from (Problem("root", each.what, each.remedy) for each in error.problems)
+        return [Problem("root", each.what, each.remedy) for each in error.problems], opened
+    train = opened["train"]
+    problems = [*check_training(train, node)]
+    for samples in opened.values():
+        problems += check_categories(train, samples)
+    return problems, opened
 
 
 def check_training(samples: CocoFolder, node: Mapping[str, Any]) -> Iterable[Problem]:

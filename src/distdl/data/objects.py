@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from distdl.config import task_facts
 from distdl.data import coco_folder
 from distdl.data.coco_folder import CocoFolder
 from distdl.data.encoded import EncodedData, OnDamaged
@@ -30,6 +31,8 @@ FEDERATED = (
     "is federated, as LVIS: an image may show objects of categories that nobody has looked for in "
     "it, so COCO's metric would count right detections as wrong"
 )
+UNLABELLED = "has no annotations"
+VALIDATES = "validates"  # in the node that a check looks at: whether the run evaluates "val"
 NO_VALIDATION = "trainer.limit_val_batches=0 trains without a validation"
 
 
@@ -126,7 +129,10 @@ class StoredObjects(StoredData):
     def check(
         cls, config: Mapping[str, Any], context: Mapping[str, Any] | None = None
     ) -> Iterable[Problem | str]:
-        yield from super().check(config, context)
+        run = (context or {}).get("config") or {}
+        limit = (run.get("trainer") or {}).get("limit_val_batches", 1.0)
+        predicts = "predict_dataloader" in task_facts.of(run).calls
+        yield from super().check({**config, VALIDATES: limit != 0 and not predicts}, context)
         split = config.get("predict_split", "val")
         if split not in ("train", "val", "test"):
             what = f"is {split!r}, not train, val or test"
@@ -134,7 +140,15 @@ class StoredObjects(StoredData):
 
     @classmethod
     def check_folder(cls, root: Path, node: Mapping[str, Any]) -> Iterable[Problem]:
-        return coco_folder.check(root, node)
+        problems, splits = coco_folder.check(root, node)
+        yield from problems
+        val = splits.get("val")
+        if not node.get(VALIDATES) or val is None:
+            return
+        if val.annotations.federated:
+            yield Problem("root", f"{val.source} {FEDERATED}", NO_VALIDATION)
+        elif not val.annotations.labelled:
+            yield Problem("root", f"{val.source} {UNLABELLED}", NO_VALIDATION)
 
     @classmethod
     def count_folder(cls, root: Path) -> int:
@@ -146,6 +160,10 @@ class StoredObjects(StoredData):
         yield from found
         if found:
             return
+        if node.get(VALIDATES) and data.manifest.federated:
+            yield Problem("root", f"{data.store.uri} {FEDERATED}", NO_VALIDATION)
+        elif node.get(VALIDATES) and not data.manifest.splits["val"].labelled:
+            yield Problem("root", f"val of {data.store.uri} {UNLABELLED}", NO_VALIDATION)
         count = len(data.manifest.categories)
         if node.get("num_classes") not in (None, count):
             what = f"is {node['num_classes']}, but {data.store.uri} has {count} categories"
@@ -165,7 +183,7 @@ class StoredObjects(StoredData):
             if samples.annotations.federated:
                 self._unfit[split] = FEDERATED
             elif not samples.annotations.labelled:
-                self._unfit[split] = "has no annotations"
+                self._unfit[split] = UNLABELLED
             if split == "train":
                 self._name(samples.annotations.categories)
                 samples.groups = self._groups(samples.sizes)
@@ -177,7 +195,7 @@ class StoredObjects(StoredData):
             if data.manifest.federated:
                 self._unfit[split] = FEDERATED
             elif not data.manifest.splits[split].labelled:
-                self._unfit[split] = "has no annotations"
+                self._unfit[split] = UNLABELLED
         train = self.splits["train"]
         assert isinstance(train, ShardSamples)
         rows = train.shards.rows

@@ -220,6 +220,13 @@ def test_wrong_inputs_get_one_message_before_the_start(coco, shards, tmp_path):
     write_as(coco, federated, VAL)
     data = opened(coco, masks=False)
     assert "federated" in refusal(data.val_dataloader).what
+    prepare("coco", coco, tmp_path / "federated", *ONE)
+    for root in (coco, tmp_path / "federated"):
+        told("root", "federated", root=root, masks=False)
+        context = {"local": True, "config": {"trainer": {"limit_val_batches": 0}}}
+        node = {"root": str(root), "num_classes": 5, "masks": False}
+        assert [*StoredObjects.check(node, context)] == []
+    write_as(coco, lambda value: value["images"][0].pop("neg_category_ids"), VAL)
     write_as(coco, lambda v: v["images"][0].update(file_name="lost.jpg"))
     told("root", "1 of 40 images of", masks=False)
     write_as(coco, lambda v: v["annotations"][0].update(image_id=5))
