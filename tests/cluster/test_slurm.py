@@ -47,6 +47,7 @@ MISSING = [name for name in PROGRAMS if not shutil.which(name, path=PATH)]
 # config_overrides: two cores each, whatever this machine has.
 CONFIG = """
 ClusterName=distdl
+FirstJobId={first}
 SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser={user}
@@ -82,7 +83,11 @@ class SlurmCluster:
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
         self.env |= {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
         ports = [free_port() for _ in range(3)]
-        config = CONFIG.format(folder=folder, user=getpass.getuser(), ports=ports)
+        # A job's ranks meet at a port that its number gives: another suite's job on this machine
+        # must not have the same.
+        first = 1 + int.from_bytes(os.urandom(2)) // 4
+        user = getpass.getuser()
+        config = CONFIG.format(folder=folder, user=user, ports=ports, first=first)
         (folder / "slurm.conf").write_text(config)
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
