@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distdl.domains.domain import BLACK, Domain, View
+from distdl.domains.metric import Metric
 from distdl.util.errors import Problem
 from masks.drawing import WorstMasks
 from masks.metric import MeanIou
@@ -47,5 +48,5 @@ class Segmentation(Domain):
     def rows(self, *, named: bool, top_k: int) -> MaskRows:
         return MaskRows(named)
 
-    def drawing(self) -> WorstMasks:
+    def drawing(self, metric: Metric[Any, Any]) -> WorstMasks:
         return WorstMasks()

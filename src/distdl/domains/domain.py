@@ -134,8 +134,12 @@ class Domain:
 
     # Part 6: what people look at.
 
-    def drawing(self) -> Drawing[Any, Any] | None:
-        """A new drawing; None: nothing is drawn. Called by the module (`models.evaluated`)."""
+    def drawing(self, metric: Metric[Any, Any]) -> Drawing[Any, Any] | None:
+        """A new drawing; None: nothing is drawn. Called by the module (`models.evaluated`).
+
+        Args:
+            metric: What `metric` has made for the same validations: a drawing may show its numbers.
+        """
         return None
 
 

@@ -127,7 +127,9 @@ class Detector(Evaluated):
 
     def setup(self, stage: str) -> None:
         """Loads `weights`, unless a checkpoint follows, and takes the categories of the data."""
-        self.metric = Detection(self.categories, self.keypoint_sigmas).metric()
+        domain = Detection(self.categories, self.keypoint_sigmas)
+        self.metric = domain.metric()
+        self.drawing = domain.drawing(self.metric)
         if self.weights is not None and self.trainer.ckpt_path is None:
             load_detector_weights(self.network, Path(self.weights), self.categories)
         elif self.norm == "frozen" and self.weights is None and stage == "fit":

@@ -27,7 +27,7 @@ class Evaluated(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.metric: Metric[Any, Any] = self.domain.metric()
-        self.drawing: Drawing[Any, Any] | None = self.domain.drawing()
+        self.drawing: Drawing[Any, Any] | None = self.domain.drawing(self.metric)
 
     def on_validation_epoch_start(self) -> None:
         self.metric.start(self.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from distdl.domains.classification.metric import Accuracy
 from distdl.domains.classification.record import ClassRecord
 from distdl.domains.classification.rows import ClassRows
 from distdl.domains.domain import Domain
+from distdl.domains.metric import Metric
 from distdl.domains.record import Annotation
 
 
@@ -33,7 +34,7 @@ class Classification(Domain):
     def metric(self) -> Accuracy:
         return Accuracy()
 
-    def drawing(self) -> Mistakes:
+    def drawing(self, metric: Metric[Any, Any]) -> Mistakes:
         return Mistakes()
 
     def rows(self, *, named: bool, top_k: int) -> ClassRows:

@@ -11,11 +11,13 @@ import torch
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.domains.detection.augment import DetectionAugment
 from distdl.domains.detection.categories import Categories
+from distdl.domains.detection.drawing import Scenes
 from distdl.domains.detection.metric import CocoMetric
 from distdl.domains.detection.record import DetectionRecord, ImageObjects
 from distdl.domains.detection.rows import DetectionRows
 from distdl.domains.detection.views import DetectionView
 from distdl.domains.domain import BLACK, Domain, View
+from distdl.domains.metric import Metric
 from distdl.domains.record import Annotation
 from distdl.images.views import check_decoder
 from distdl.util.errors import Problem
@@ -91,6 +93,10 @@ class Detection(Domain):
     def metric(self) -> CocoMetric:
         """COCO's numbers; of unknown categories none has been seen yet."""
         return CocoMetric(self.categories or Categories((), ()), self.keypoint_sigmas)
+
+    def drawing(self, metric: Metric[Any, Any]) -> Scenes | None:
+        """Of `CocoMetric` alone, whose numbers by category it shows."""
+        return Scenes(metric) if isinstance(metric, CocoMetric) else None
 
     def rows(self, *, named: bool, top_k: int) -> DetectionRows:
         """A row for each detection; all of them, whatever `top_k` is."""
