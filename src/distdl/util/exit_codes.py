@@ -1,7 +1,7 @@
 """The exit codes of the command line and of ranks, one table: docs/command-line.md shows it.
 
 Which of them a rank gives to mpirun or srun: `of_rank` in `ranks/process_exit.py`. The one of a
-job: `JobState.exit_code` in `job.py`.
+job: `JobState.exit_code` in `job/spec.py`.
 """
 
 from __future__ import annotations
