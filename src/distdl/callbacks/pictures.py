@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl.data.encoded import EncodedData
@@ -15,6 +14,7 @@ from distdl.data.loading import KeyedDataset
 from distdl.datasets.image_headers import DamagedImage
 from distdl.domains.domain import domain_of
 from distdl.domains.drawing import Drawing, DrawnImage, DrawnSection
+from distdl.domains.metric import sum_over
 from distdl.loops.fit import fit_loop_of
 from distdl.runs.directory import PICTURES, PICTURES_FILE
 from distdl.runs.files import write_json
@@ -52,12 +52,7 @@ class Pictures(Callback):
         if not isinstance(drawing, Drawing) or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
 
-        def reduce(tensor: torch.Tensor) -> torch.Tensor:
-            total = trainer.strategy.reduce(tensor, reduce_op="sum")
-            assert isinstance(total, torch.Tensor)
-            return total
-
-        drawing.gather(reduce)
+        drawing.gather(sum_over(trainer.strategy))
         if not trainer.is_global_zero:
             return
         data = getattr(trainer, "datamodule", None)

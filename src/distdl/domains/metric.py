@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
 
 # As it arrives at a module: what the domain's collate made, on the device; or what a data module of
 # the user's gives, such as a pair of images and labels.
@@ -15,6 +18,17 @@ Batch = TypeVar("Batch")
 Outputs = TypeVar("Outputs")
 # Sums a tensor over the ranks, and gives all of them the sum: the strategy's own.
 Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+def sum_over(strategy: Strategy) -> Reduce:
+    """The sum by a strategy of Lightning's."""
+
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        total = strategy.reduce(tensor, reduce_op="sum")
+        assert isinstance(total, torch.Tensor)
+        return total
+
+    return reduce
 
 
 class Metric(ABC, Generic[Batch, Outputs]):

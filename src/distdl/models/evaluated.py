@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 
 from distdl.domains.domain import Domain
 from distdl.domains.drawing import Drawing
-from distdl.domains.metric import Metric
+from distdl.domains.metric import Metric, sum_over
 
 
 class Evaluated(LightningModule):
@@ -54,13 +53,8 @@ class Evaluated(LightningModule):
         self._log_result("test")
 
     def _log_result(self, stage: str) -> None:
-        values = self.metric.result(self._reduce)
+        values = self.metric.result(sum_over(self.trainer.strategy))
         # Lightning would recommend sync_dist, but all ranks have the same values.
         warnings.filterwarnings("ignore", message=rf"It is recommended to use `self.log\('{stage}/")
         named = {f"{stage}/{name}": value for name, value in values.items()}
         self.log_dict(named, rank_zero_only=False, sync_dist=False)
-
-    def _reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        total = self.trainer.strategy.reduce(tensor, reduce_op="sum")
-        assert isinstance(total, torch.Tensor)
-        return total
