@@ -131,7 +131,7 @@ class Scenes(Drawing[Mapping[str, object], Sequence[Detections]]):
     def _drawn(
         self, title: str, scenes: Sequence[DrawnScene], image_of: ImageOf
     ) -> Iterator[DrawnImage]:
-        kind = title.split()[0].lower()
+        kind = title.lower().replace(" ", "-")
         for number, scene in enumerate(scenes, 1):
             seen = image_of(scene.sample)
             if seen is None:
