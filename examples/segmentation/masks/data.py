@@ -57,7 +57,7 @@ class MaskFolders(StoredData):
                     yield Problem("root", f"{folder} is no folder", "python -m masks.draw data")
 
     @classmethod
-    def count_folder(cls, root: Path) -> int:
+    def count_folder(cls, root: Path, node: Mapping[str, Any]) -> int:
         return len(ImagesWithMasks(root / "train", MaskView(32, training=False), LeftOut()))
 
     def open_folder(self, root: Path, left_out: LeftOut) -> dict[str, EncodedData]:

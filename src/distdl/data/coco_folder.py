@@ -79,13 +79,21 @@ def check_training(samples: CocoFolder, node: Mapping[str, Any]) -> Iterable[Pro
     if node.get("num_classes") not in (None, count):
         what = f"is {node['num_classes']}, but {samples.source} has {count} categories"
         yield Problem("num_classes", what, f"data.num_classes={count}")
-    for key, field in (("masks", "segmentation"), ("keypoints", "keypoints")):
-        if not node.get(key, key == "masks"):
-            continue
+    for key, field in needed_fields(node):
         lacking = samples.lacking(field)
         if lacking is not None:
             what = f"{samples.source}: annotation {lacking} has no {field}"
             yield Problem(key, what, f"data.{key}=false, with a model that needs none")
+
+
+def needed_fields(node: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The keys of a data node that ask for a field of each object, with that field."""
+    wanted = []
+    if node.get("masks", True):
+        wanted.append(("masks", "segmentation"))
+    if node.get("keypoints", False):
+        wanted.append(("keypoints", "keypoints"))
+    return wanted
 
 
 def check_categories(train: CocoFolder, other: CocoFolder) -> Iterable[Problem]:

@@ -122,7 +122,7 @@ class StoredObjects(StoredData):
         self.aspect_groups = int(aspect_groups)
         self.predict_split = predict_split
         self.categories: Categories | None = None
-        # Of splits that are not evaluated: why.
+        # Why a split cannot be evaluated, by its name; "" if it can.
         self._unfit: dict[str, str] = {}
 
     @classmethod
@@ -145,14 +145,13 @@ class StoredObjects(StoredData):
         val = splits.get("val")
         if not node.get(VALIDATES) or val is None:
             return
-        if val.annotations.federated:
-            yield Problem("root", f"{val.source} {FEDERATED}", NO_VALIDATION)
-        elif not val.annotations.labelled:
-            yield Problem("root", f"{val.source} {UNLABELLED}", NO_VALIDATION)
+        why = unfit(val.annotations.federated, val.annotations.labelled)
+        if why:
+            yield Problem("root", f"{val.source} {why}", NO_VALIDATION)
 
     @classmethod
-    def count_folder(cls, root: Path) -> int:
-        return len(CocoFolder("train", coco_folder.find(root, {})["train"], None))
+    def count_folder(cls, root: Path, node: Mapping[str, Any]) -> int:
+        return len(CocoFolder("train", coco_folder.find(root, node)["train"], None))
 
     @classmethod
     def misfits(cls, data: DataSet, node: Mapping[str, Any]) -> Iterable[Problem]:
@@ -160,16 +159,15 @@ class StoredObjects(StoredData):
         yield from found
         if found:
             return
-        if node.get(VALIDATES) and data.manifest.federated:
-            yield Problem("root", f"{data.store.uri} {FEDERATED}", NO_VALIDATION)
-        elif node.get(VALIDATES) and not data.manifest.splits["val"].labelled:
-            yield Problem("root", f"val of {data.store.uri} {UNLABELLED}", NO_VALIDATION)
+        why = unfit(data.manifest.federated, data.manifest.splits["val"].labelled)
+        if why and node.get(VALIDATES):
+            yield Problem("root", f"val of {data.store.uri} {why}", NO_VALIDATION)
         count = len(data.manifest.categories)
         if node.get("num_classes") not in (None, count):
             what = f"is {node['num_classes']}, but {data.store.uri} has {count} categories"
             yield Problem("num_classes", what, f"data.num_classes={count}")
-        for key, field in (("masks", "segmentation"), ("keypoints", "keypoints")):
-            if node.get(key, key == "masks") and field not in data.manifest.holds:
+        for key, field in coco_folder.needed_fields(node):
+            if field not in data.manifest.holds:
                 what = f"{data.store.uri} has no {key}: its objects have no {field}"
                 yield Problem(key, what, f"data.{key}=false, with a model that needs none")
 
@@ -180,10 +178,7 @@ class StoredObjects(StoredData):
             view = self.train_view if split == "train" else self.val_view
             samples = CocoFolder(split, files[split], view)
             opened[split] = samples
-            if samples.annotations.federated:
-                self._unfit[split] = FEDERATED
-            elif not samples.annotations.labelled:
-                self._unfit[split] = UNLABELLED
+            self._unfit[split] = unfit(samples.annotations.federated, samples.annotations.labelled)
             if split == "train":
                 self._name(samples.annotations.categories)
                 samples.groups = self._groups(samples.sizes)
@@ -192,10 +187,8 @@ class StoredObjects(StoredData):
     def opened_shards(self, data: DataSet) -> None:
         self._name(data.manifest.categories)
         for split in self.splits:
-            if data.manifest.federated:
-                self._unfit[split] = FEDERATED
-            elif not data.manifest.splits[split].labelled:
-                self._unfit[split] = UNLABELLED
+            labelled = data.manifest.splits[split].labelled
+            self._unfit[split] = unfit(data.manifest.federated, labelled)
         train = self.splits["train"]
         assert isinstance(train, ShardSamples)
         rows = train.shards.rows
@@ -235,7 +228,7 @@ class StoredObjects(StoredData):
         return None if self.categories is None else [*self.categories.names]
 
     def val_dataloader(self) -> DataLoader[Any]:
-        if "val" in self._unfit:
+        if self._unfit.get("val"):
             what = f"the split val of {self.root} {self._unfit['val']}"
             raise UserError.at("data.root", what, NO_VALIDATION)
         return super().val_dataloader()
@@ -268,6 +261,13 @@ class StoredObjects(StoredData):
         if self.trainer is not None:  # to 16 bits in a pure 16-bit run
             images = [self.trainer.precision_plugin.convert_input(image) for image in images]
         return {**batch, "image": images}
+
+
+def unfit(federated: bool, labelled: bool) -> str:
+    """Why COCO's metric cannot evaluate a split; "" if it can."""
+    if federated:
+        return FEDERATED
+    return "" if labelled else UNLABELLED
 
 
 def by_shape(sizes: np.ndarray[Any, Any], groups: int) -> np.ndarray[Any, Any]:

@@ -128,7 +128,7 @@ class StoredImages(StoredData):
         return check_folder(root, node.get("num_classes"))
 
     @classmethod
-    def count_folder(cls, root: Path) -> int:
+    def count_folder(cls, root: Path, node: Mapping[str, Any]) -> int:
         return len(FolderImages(root / "train", EvalView(1, 1)))
 
     @classmethod

@@ -103,7 +103,7 @@ class StoredData(ImageData):
         yield Problem("root", f"{root} has no {MANIFEST}", remedy)
 
     @classmethod
-    def count_folder(cls, root: Path) -> int:
+    def count_folder(cls, root: Path, node: Mapping[str, Any]) -> int:
         """How many training samples a folder has in which `check_folder` finds no problem."""
         raise NotImplementedError
 
@@ -167,7 +167,7 @@ class StoredData(ImageData):
                     found = [*cls.check_folder(Path(root), config)]
                     yield from found
                     if not found and _counts_batches(context):
-                        yield from _of_epoch(context, cls.count_folder(Path(root)))
+                        yield from _of_epoch(context, cls.count_folder(Path(root), config))
                     return
             data = open_data_set(
                 root, patience=QUICK, cache_root=_cache_root(config.get("cache_dir"))

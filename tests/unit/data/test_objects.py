@@ -238,3 +238,13 @@ def test_wrong_inputs_get_one_message_before_the_start(coco, shards, tmp_path):
     (tmp_path / "twice" / MANIFEST).write_text(text)
     with pytest.raises(UserError, match="is there twice"):
         opened(tmp_path / "twice")
+
+
+def test_the_batches_of_a_folder_with_other_names_are_counted(coco):
+    for split in (TRAIN, VAL):
+        (coco / split).rename(coco / split.replace("instances", "ours"))
+    node = {"root": str(coco), "num_classes": 5, "labels": ["ours"], "batch_size": 4}
+    task = {"_target_": "distdl.tasks.train"}
+    run = {"data": node, "task": task, "trainer": {"val_check_interval": 50}}
+    (problem,) = StoredObjects.check(node, {"local": True, "config": run})
+    assert "trainer.val_check_interval" in problem.what, "an epoch has 10 batches"
