@@ -13,7 +13,7 @@ DEBUG  := $(if $(GPUS),,debug=cpu)
 SERVERS := g++ openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs
 
 # What rests on Lightning's loops.
-ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_checkpointer.py loops/test_validation.py worker/test_initial_state.py)
+ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_checkpointer.py callbacks/test_lean.py loops/test_validation.py worker/test_initial_state.py)
 
 .PHONY: train test setup servers lint matrix lightnings bench clean
 

@@ -14,12 +14,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 
 from distdl.callbacks import apart, rank_buffers, resume_state
 from distdl.callbacks.best import Best
+from distdl.callbacks.lean import LeanCallback
 from distdl.callbacks.metrics import steps_of
 from distdl.callbacks.module_state import ModuleState
 from distdl.checkpoint.saving import Saver, refuse_pickles
@@ -55,7 +56,7 @@ def rounds(optimizer: object) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 
-class Checkpointer(Callback, Decides):
+class Checkpointer(LeanCallback, Decides):
     """Writes checkpoints and ends attempts, as this module's docstring describes.
 
     Args:

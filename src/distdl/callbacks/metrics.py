@@ -16,10 +16,11 @@ from typing import Any
 
 import psutil
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.distributed.tensor import DTensor
 
+from distdl.callbacks.lean import LeanCallback
 from distdl.data.sampling import TrainPosition
 from distdl.data.side_stream import QueueLimit
 from distdl.loops.fit import fit_loop_of
@@ -28,7 +29,7 @@ from distdl.runs.directory import Attempt
 log = logging.getLogger(__name__)
 
 
-class StepMetrics(Callback):
+class StepMetrics(LeanCallback):
     """Logs `train/loss`, `lr`, `perf/images_per_second`, `perf/data_wait`, `perf/memory_gib`.
 
     The loss is what `training_step` returns, averaged since the last log and over all ranks. See

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from distdl.callbacks.lean import LeanCallback
 from distdl.loops.fit import fit_loop_of
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ SHOWN = 6  # names in a message
 Settings = dict[str, dict[str, Any]]  # name of a layer -> attribute -> value
 
 
-class ModuleState(Callback):
+class ModuleState(LeanCallback):
     """Saves and restores the settings of layers. It must be the first callback.
 
     Args:

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
+from distdl.callbacks.lean import LeanCallback
 from distdl.data.encoded import EncodedData
 from distdl.data.loading import KeyedDataset
 from distdl.datasets.image_headers import DamagedImage
@@ -25,7 +26,7 @@ from distdl.util.errors import UserError
 log = logging.getLogger(__name__)
 
 
-class Pictures(Callback):
+class Pictures(LeanCallback):
     """After each validation of a training, `RUN/pictures` shows it; the pictures of an evaluation
     are in the folder of its attempt. Only a module that has a `drawing` (`distdl.domains.drawing`)
     is drawn. The file `pictures.json`, written last, names the images.

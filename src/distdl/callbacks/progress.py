@@ -10,9 +10,10 @@ import sys
 import time
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from rich import console
 
+from distdl.callbacks.lean import LeanCallback
 from distdl.callbacks.metrics import StepMetrics
 from distdl.config.recipe import unit_of
 from distdl.data.images import default_workers
@@ -25,7 +26,7 @@ DATA_WAIT_LIMIT = 0.1
 HINT_AFTER = 10.0  # seconds; before, workers start and files are read for the first time
 
 
-class Progress(Callback):
+class Progress(LeanCallback):
     """Shows speed, data_wait, loss, lr, memory and the module's `prog_bar=True` values at every log
     step. If the Trainer has a Lightning progress bar, this callback removes itself.
 

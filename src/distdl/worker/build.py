@@ -129,8 +129,10 @@ def build(
         if isinstance(callback, RecordSamples):
             callback.run_dir = run.path
             callback.attempt = attempt.number
-    pictures = Pictures(run.path, attempt.path)
-    callbacks = [modules, metrics, *callbacks, pictures, checkpointer]
+    callbacks = [modules, metrics, *callbacks]
+    if hasattr(module, "drawing"):
+        callbacks.append(Pictures(run.path, attempt.path))
+    callbacks.append(checkpointer)
     trainer = build_trainer(config, strategy, environment, resources, callbacks, loggers, run)
     parts = (config, run, trainer, module, datamodule, metrics, checkpointer)
     return Built(*parts, checkpoint, own_optimizer)
