@@ -15,7 +15,7 @@ SERVERS := g++ openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs
 # What rests on Lightning's loops.
 ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_checkpointer.py callbacks/test_lean.py loops/test_validation.py worker/test_initial_state.py)
 
-.PHONY: train test setup servers lint matrix lightnings bench clean
+.PHONY: train test setup servers server-packages lint matrix lightnings bench clean
 
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
@@ -32,7 +32,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[all,dev]'
 	touch $(READY)
 
-servers: .servers/azmlinfsrv  ## what the cluster tests need (Debian or Ubuntu, as root); without them those tests skip
+servers: server-packages .servers/azmlinfsrv  ## what the cluster tests need (Debian or Ubuntu, as root); without them those tests skip
+
+server-packages:
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SERVERS)
 	command -v npm >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y -qq npm
