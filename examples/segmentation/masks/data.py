@@ -54,7 +54,8 @@ class MaskFolders(StoredData):
             for kind in ("images", "masks"):
                 folder = root / split / kind
                 if not folder.is_dir():
-                    yield Problem("root", f"{folder} is no folder", "python -m masks.draw data")
+                    what = f"{folder} is no folder"
+                    yield Problem("root", what, "python -m masks.draw data", code="not-found")
 
     @classmethod
     def count_folder(cls, root: Path, node: Mapping[str, Any]) -> int:
@@ -82,11 +83,13 @@ class ImagesWithMasks(EncodedData):
         listed = sorted(path.name for path in (folder / "images").iterdir())
         self.names = left_out.images(str(folder / "images"), listed)
         if not self.names:
-            raise UserError.at("data.root", f"{folder / 'images'} has no image")
+            what = f"{folder / 'images'} has no image"
+            raise UserError.at("data.root", what, code="incomplete")
         without = [name for name in self.names if not self._mask(name).is_file()]
         if without:
             what = f"{len(without)} images of {folder} have no mask, the first one is {without[0]}"
-            raise UserError.at("data.root", what, f"add {self._mask(without[0])}")
+            remedy = f"add {self._mask(without[0])}"
+            raise UserError.at("data.root", what, remedy, code="incomplete")
         self.key = hashlib.sha256("\n".join(self.names).encode()).hexdigest()
 
     def _mask(self, name: str) -> Path:

@@ -30,7 +30,7 @@ class Segmentation(Domain):
         size = node.get("image_size", 128)
         if isinstance(size, int) and size < 32:
             what = f"is {size}: the network halves an image five times"
-            yield Problem("image_size", what, "data.image_size=128")
+            yield Problem("image_size", what, "data.image_size=128", code="out-of-range")
 
     def views(self, node: Mapping[str, Any]) -> tuple[MaskView, MaskView]:
         size = node.get("image_size", 128)

@@ -38,7 +38,7 @@ def refuse_path(path: str | os.PathLike[str], ours: Path) -> None:
     """Raises a UserError for a path in `ours`."""
     if below(path, ours) is not None:
         what = f"{path} is in {ours}, where only distdl writes and deletes checkpoints"
-        raise UserError.at("callbacks", what, f"save into {ours.parent / FOLDER}")
+        raise UserError.at("callbacks", what, f"save into {ours.parent / FOLDER}", code="reserved")
 
 
 def save_swa(trainer: Trainer, run: Path) -> None:

@@ -109,4 +109,4 @@ class Best:
         guess = f"did you mean {near}? " if near else ""
         value = near or "NAME, or null for no best.ckpt"
         resume = f"python -m distdl resume {trainer.default_root_dir} checkpoint.monitor={value}"
-        return Problem("checkpoint.monitor", what, guess + resume)
+        return Problem("checkpoint.monitor", what, guess + resume, code="incomplete")

@@ -103,9 +103,14 @@ def unreadable(path: Path, error: Exception) -> Problem:
     objects = re.search(r"GLOBAL (\S+) (was not an allowed global|whose module)", str(error))
     if objects:
         what = f"holds an object of {objects[1]}, and is read without running code from the file"
-        return Problem(str(path), what, TRUST)
+        return Problem(str(path), what, TRUST, code="not-trusted")
     what = f"is not a checkpoint, or an incomplete one ({type(error).__name__} while it was read)"
-    return Problem(str(path), what, "name a file that Lightning, torch.save or safetensors wrote")
+    return Problem(
+        str(path),
+        what,
+        "name a file that Lightning, torch.save or safetensors wrote",
+        code="damaged-file",
+    )
 
 
 def read_folder(path: Path, *, trust: bool) -> dict[str, Any]:
@@ -117,7 +122,7 @@ def read_folder(path: Path, *, trust: bool) -> dict[str, Any]:
         return deepspeed_folder.read(path, trust=trust)
     what = "this folder is not a checkpoint that distdl can read"
     remedy = "name a file, a run directory, or a folder that FSDP or DeepSpeed wrote"
-    raise UserError.at(str(path), what, remedy)
+    raise UserError.at(str(path), what, remedy, code="damaged-file")
 
 
 def is_training(checkpoint: object) -> bool:
@@ -136,5 +141,6 @@ def weights_of(weights: object) -> dict[str, torch.Tensor]:
     if not isinstance(weights, Mapping) or not all(
         isinstance(value, torch.Tensor) for value in weights.values()
     ):
-        raise UserError("the file holds neither a Lightning checkpoint nor weights by name")
+        what = "the file holds neither a Lightning checkpoint nor weights by name"
+        raise UserError.at("", what, code="incomplete")
     return dict(weights)

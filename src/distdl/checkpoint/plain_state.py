@@ -44,10 +44,10 @@ def restored(checkpoint: dict[str, Any], file: Path, *, trust: bool) -> dict[str
             raise TypeError("it is no mapping")
         return whole
     except _NotTrusted as error:
-        raise UserError.at(str(file), str(error), TRUST) from None
+        raise UserError.at(str(file), str(error), TRUST, code="not-trusted") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"its state is not as distdl writes it ({type(error).__name__}: {error})"
-        raise UserError.at(str(file), what) from error
+        raise UserError.at(str(file), what, code="damaged-file") from error
 
 
 class Packing:
@@ -82,7 +82,7 @@ class Packing:
             torch.save(value, buffer)
         except Exception as error:  # the user's __reduce__ runs
             what = f"holds a {name_of(kind)}, which cannot be saved ({error})"
-            raise UserError.at(path, what) from error
+            raise UserError.at(path, what, code="unsupported") from error
         return {TAG: "pickle", "of": name_of(kind), "data": octets(buffer.getvalue())}
 
     def _container(self, value: list[Any] | tuple[Any, ...] | dict[Any, Any], path: str) -> object:

@@ -49,7 +49,9 @@ def refuse_pickles(trainer: Trainer) -> None:
         states[type(data).__qualname__] = data.state_dict()
     try:
         what = "cannot be resumed without running code of the checkpoint"
-        problems = [Problem(path, what, REMEDY) for path in formats.plain(states)[1]]
+        problems = [
+            Problem(path, what, REMEDY, code="not-trusted") for path in formats.plain(states)[1]
+        ]
     except UserError as error:
         problems = list(error.problems)
     if problems := process_group.broadcast(problems):

@@ -29,12 +29,14 @@ class Parser(argparse.ArgumentParser):
     def unknown(self, word: str) -> Problem:
         """The problem of a word that nothing here takes."""
         if not word.startswith("-"):
-            return Problem(word, f"is one word too many for {self._verb()}", self.example())
+            return Problem(
+                word, f"is one word too many for {self._verb()}", self.example(), code="unknown-key"
+            )
         option = word.partition("=")[0]
         own = [n for n in self.settings if n.endswith(f".{option.strip('-').replace('-', '_')}")]
         near = f"{own[0]}=<value>" if own else closest(option, self._options())
         remedy = f"did you mean: {near}" if near else f"{self.prog} --help"
-        return Problem(word, f"is not an option of {self._verb()}", remedy, "unknown-key")
+        return Problem(word, f"is not an option of {self._verb()}", remedy, code="unknown-key")
 
     def example(self) -> str:
         """What must be typed, and below it what may be."""
@@ -58,11 +60,13 @@ class Parser(argparse.ArgumentParser):
             yield from (self.unknown(word) for word in self._without_values(words))
         elif message.startswith(REQUIRED):
             names = message.removeprefix(REQUIRED)
-            yield Problem(self._verb(), f"missing: {names}", self.example(), "missing-key")
+            yield Problem(self._verb(), f"missing: {names}", self.example(), code="missing-key")
         elif found := OF_ARGUMENT.fullmatch(message):
             yield self._of_argument(found[1], found[2])
         else:
-            yield Problem(self._verb(), message, f"{self.prog} --help")
+            # argparse has two others: one of several is required, or an option's beginning.
+            code = "ambiguous" if message.startswith("ambiguous") else "missing-key"
+            yield Problem(self._verb(), message, f"{self.prog} --help", code=code)
 
     def _of_argument(self, names: str, message: str) -> Problem:
         """The problem of one argument, which argparse names `-f/--follow`, or by its metavar."""
@@ -73,14 +77,14 @@ class Parser(argparse.ArgumentParser):
             word = wrong[1].strip("'\"")
             remedy = did_you_mean_word(word, choices) or f"one of {', '.join(choices)}"
             path = name if name.startswith("-") else self._verb()
-            return Problem(path, f"there is no {word!r}", remedy, "wrong-choice")
+            return Problem(path, f"there is no {word!r}", remedy, code="wrong-choice")
         if wrong := TYPE.fullmatch(message):
             what = f"must be {KINDS.get(wrong[1], wrong[1])}, not {wrong[2]}"
-            return Problem(name, what, "", "wrong-type")
+            return Problem(name, what, code="wrong-type")
         if message.startswith("expected ") and action:
             value = self._value(action)
-            return Problem(name, "needs a value", f"{name} {value}", "missing-key")
-        return Problem(name, message, f"{self.prog} --help")
+            return Problem(name, "needs a value", f"{name} {value}", code="missing-key")
+        return Problem(name, message, f"{self.prog} --help", code="conflict")
 
     def _is_named(self, action: argparse.Action, name: str) -> bool:
         return name in (*action.option_strings, action.metavar, action.dest)

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if options.to not in known:
         near = closest(options.to, known) or next((n for n in known if options.to in n), "")
         remedy = f"did you mean --to {near}?" if near else f"one of {', '.join(known)}"
-        raise UserError.at("--to", f"there is no {options.to!r}", remedy)
+        raise UserError.at("--to", f"there is no {options.to!r}", remedy, code="incomplete")
     source = checkpoints.find(options.checkpoint)
     # Not beside the source: there the file would be taken for a checkpoint of the run.
     stem = source.name.removesuffix(source.suffix) or source.name
@@ -97,9 +97,13 @@ def check_target(target: Path, to: str) -> None:
     forms = (".pth", ".safetensors") if to == WEIGHTS else (".ckpt",)
     if target.suffix not in forms:
         what = f"{target} does not end in {' or '.join(forms)}"
-        raise UserError.at("--output", what, f"--output {target.with_suffix(forms[0])}")
+        raise UserError.at(
+            "--output", what, f"--output {target.with_suffix(forms[0])}", code="wrong-kind"
+        )
     if target.exists():
-        raise UserError.at("--output", f"{target} exists", "name another: --output FILE")
+        raise UserError.at(
+            "--output", f"{target} exists", "name another: --output FILE", code="exists-already"
+        )
 
 
 def check_resumable(checkpoint: Mapping[str, Any], source: Path, world_size: int | None) -> None:
@@ -108,12 +112,12 @@ def check_resumable(checkpoint: Mapping[str, Any], source: Path, world_size: int
     if "optimizer_states" not in checkpoint:
         what = "holds weights only, not a training's state"
         remedy = f"start a training from them: model.weights={source}"
-        raise UserError.at(str(source), what, remedy)
+        raise UserError.at(str(source), what, remedy, code="incomplete")
     batch = (checkpoint.get("distdl") or {}).get("global_batch_size")
     if world_size is not None and (world_size < 1 or (batch and batch % world_size)):
         what = f"the global batch of {batch} is not divisible by {world_size}"
         remedy = "choose one that divides it, or resume with another data.batch_size"
-        raise UserError.at("--world-size", what, remedy)
+        raise UserError.at("--world-size", what, remedy, code="indivisible")
 
 
 def print_use(checkpoint: Mapping[str, Any], target: Path, to: str, world_size: int | None) -> None:

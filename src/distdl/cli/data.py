@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     counts = ("sample", "gpus", "batch_size", "image_size", "max_pixels")
     problems = [
-        Problem(f"--{name.replace('_', '-')}", f"must be 1 or more, not {value}")
+        Problem(
+            f"--{name.replace('_', '-')}", f"must be 1 or more, not {value}", code="out-of-range"
+        )
         for name in counts
         if (value := getattr(options, name)) is not None and value < 1
     ]

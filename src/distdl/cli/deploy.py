@@ -63,12 +63,21 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_intermixed_args(argv)
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{1,21}[A-Za-z0-9]", options.name):
-        raise UserError.at("--name", f"{options.name} is not a name for an endpoint", "see --help")
+        raise UserError.at(
+            "--name",
+            f"{options.name} is not a name for an endpoint",
+            "see --help",
+            code="wrong-kind",
+        )
     if options.instances < 1:
-        raise UserError.at("--instances", f"{options.instances} is less than 1")
+        raise UserError.at(
+            "--instances", f"{options.instances} is less than 1", code="out-of-range"
+        )
     words = vars(options).pop("words")
     if not (words or options.change):
-        raise UserError.at("RUN", "missing: the folder of a run, or of an exported model")
+        raise UserError.at(
+            "RUN", "missing: the folder of a run, or of an exported model", code="missing-key"
+        )
     source = None if options.change else Path(words.pop(0))
     platform, dry_run = read(options, words)
 
@@ -103,7 +112,7 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.P
         if not re.match(settings, word):
             known = ["dry_run", *(f"launcher.{key}" for key in compose([chosen]).launcher)]
             remedy = did_you_mean(word.partition("=")[0], known) or "see --help"
-            raise UserError.at(word, "is not a setting of deploy", remedy)
+            raise UserError.at(word, "is not a setting of deploy", remedy, code="unknown-key")
     config = compose([chosen, *words])
     consent.refuse(config, typed(config))
     node = OmegaConf.to_container(config.launcher, resolve=True)
@@ -127,7 +136,7 @@ def example(folder: Path, request: Path) -> dict[str, Any]:
     try:
         (answer,) = Scorer(folder).score([file.getvalue()], top_k=1)
     except ValueError as error:
-        raise UserError.at(str(folder), str(error)) from None
+        raise UserError.at(str(folder), str(error), code="unreadable") from None
     encoded = base64.b64encode(file.getvalue()).decode()
     request.write_text(json.dumps({"images": [encoded], "top_k": 1}), encoding="utf-8")
     return answer["top"][0]

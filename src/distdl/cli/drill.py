@@ -40,14 +40,25 @@ def main(argv: Sequence[str]) -> int:
 
     names = [*FAULTS] if options.faults == "all" else options.faults.split(",")
     problems = [
-        Problem("--faults", f"no {name!r}", did_you_mean(name, FAULTS) or ", ".join(FAULTS))
+        Problem(
+            "--faults",
+            f"no {name!r}",
+            did_you_mean(name, FAULTS) or ", ".join(FAULTS),
+            code="wrong-choice",
+        )
         for name in names
         if name not in FAULTS
     ]
     if options.steps < 20:
-        problems.append(Problem("--steps", f"must be 20 or more, not {options.steps}"))
+        problems.append(
+            Problem("--steps", f"must be 20 or more, not {options.steps}", code="out-of-range")
+        )
     if not options.tolerance >= 0:
-        problems.append(Problem("--tolerance", f"must be 0 or more, not {options.tolerance}"))
+        problems.append(
+            Problem(
+                "--tolerance", f"must be 0 or more, not {options.tolerance}", code="out-of-range"
+            )
+        )
     if problems:
         raise UserError(*problems)
     options.faults = [*dict.fromkeys(names)]

@@ -50,16 +50,23 @@ def main(argv: Sequence[str]) -> int:
     checkpoint = path if named else checkpoints.best_or_last(run.checkpoints)
     if refusal := not_exportable(run.recipe()):
         instead = exportable_instead(run.recipe(), shlex.quote(shown(run.path)))
-        raise UserError.at(options.source, refusal, instead)
+        raise UserError.at(options.source, refusal, instead, code="mismatch")
     words = [*HERE, written("task.checkpoint", checkpoint)]
     if options.to != "mlflow":  # nothing is sent to the run's server, which may be somebody else's
         words.append("tracking=none")
     if options.register:
         if options.to != "mlflow":
-            raise UserError.at("--register", "takes MLflow models", "--to mlflow")
+            raise UserError.at(
+                "--register", "takes MLflow models", "--to mlflow", code="unsupported"
+            )
         if "mlflow" not in (run.recipe().get("tracking") or {}):
             what = "takes models of runs that MLflow tracks, and this one was not"
-            raise UserError.at("--register", what, "train with tracking=mlflow, or omit --register")
+            raise UserError.at(
+                "--register",
+                what,
+                "train with tracking=mlflow, or omit --register",
+                code="unsupported",
+            )
         words.append(written("tracking.mlflow.register", f"'{options.register}'"))
 
     from distdl.launch import resuming

@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
         return resume.start(RunDirectory.open(options.target), options.overrides)
     targets = jobs.targets(options.target, options.attempt, allowed(options.overrides))
     if options.verb == "logs" and len(targets) > 1:
-        raise UserError.at(options.target, f"has {len(targets)} runs", "name one of them")
+        raise UserError.at(
+            options.target, f"has {len(targets)} runs", "name one of them", code="ambiguous"
+        )
     if options.verb in ("status", "cancel"):
         return {"status": status, "cancel": cancel}[options.verb](targets)
     verbs: dict[str, Callable[[JobBase, Attempt | None], int]] = {
@@ -111,7 +113,9 @@ def allowed(overrides: Sequence[str]) -> list[str]:
         value = override.value()
         if override.key_or_group != "project.allow" or not isinstance(value, list):
             remedy = "project.allow=[PACKAGE]; `resume` and `jobs resubmit` change settings"
-            raise UserError.at(str(override.input_line), "has no effect here", remedy)
+            raise UserError.at(
+                str(override.input_line), "has no effect here", remedy, code="conflict"
+            )
         names += map(str, value)
     return names
 
@@ -139,7 +143,9 @@ def cancel(targets: Sequence[Target]) -> int:
             continue
         try:
             if not report.reached:
-                raise UserError.at(job.handle, f"was not asked to end: {report.why}")
+                raise UserError.at(
+                    job.handle, f"was not asked to end: {report.why}", code="unreachable"
+                )
             job.cancel()
         except UserError as error:  # the others are asked nevertheless
             errors.append(error)
@@ -158,7 +164,7 @@ def show_logs(job: JobBase, attempt: Attempt | None, follow: bool) -> int:
     report = None if follow else asking.ask(job)
     try:
         if report and not report.reached and report.error is None:
-            raise UserError.at(job.handle, report.why)
+            raise UserError.at(job.handle, report.why, code="unreachable")
         for line in job.logs(follow=follow):
             print(plain(line), flush=True)
     except UserError:
@@ -183,7 +189,10 @@ def wait(job: JobBase, attempt: Attempt | None) -> int:
 def ended(job: JobBase, attempt: Attempt | None) -> int:
     if attempt is None:
         raise UserError.at(
-            job.handle, "no run is named, in which it could be recorded", "its folder"
+            job.handle,
+            "no run is named, in which it could be recorded",
+            "its folder",
+            code="missing-key",
         )
     state = one_attempt.declare_ended(attempt, job)
     path = shown(attempt.path.parents[1])

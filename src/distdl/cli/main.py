@@ -107,7 +107,7 @@ def run(arguments: list[str]) -> int:
     started_by = environment.detect()
     if started_by and options.multirun:
         what = f"a sweep starts its own processes, and {started_by} has started several already"
-        raise UserError.at("-m", what, "python -m distdl -m ...")
+        raise UserError.at("-m", what, "python -m distdl -m ...", code="conflict")
     if started_by:
         from distdl.launch import external
 
@@ -121,7 +121,9 @@ def run(arguments: list[str]) -> int:
         return sweeps.main(overrides, options.config_dir)
     if keys := compose.sweep_keys(overrides):
         remedy = "add -m to run each of them; a list is written [a,b]"
-        raise UserError.at(", ".join(keys), "several values, and no sweep", remedy)
+        raise UserError.at(
+            ", ".join(keys), "several values, and no sweep", remedy, code="ambiguous"
+        )
     return launch(compose.composed(overrides, options.config_dir))
 
 
@@ -154,7 +156,7 @@ class OverridesParser(Parser):
         following = next((after for typed, after in pairs if typed == word), "")
         remedy = words.for_option(word, [*LAYERS, *known_paths()], following)
         remedy = remedy or "--help lists the options"
-        return Problem(word, "is not an option of distdl", remedy)
+        return Problem(word, "is not an option of distdl", remedy, code="unknown-key")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -190,13 +192,15 @@ def show_config(options: argparse.Namespace) -> int:
         if options.package:
             shown = OmegaConf.select(shown, options.package)
             if shown is None:
-                raise UserError.at("--package", f"the config has no {options.package!r}")
+                raise UserError.at(
+                    "--package", f"the config has no {options.package!r}", code="incomplete"
+                )
         try:
             plain = not OmegaConf.is_config(shown)
             text = f"{shown}\n" if plain else OmegaConf.to_yaml(shown, resolve=options.resolve)
             print(text, end="")
         except OmegaConfBaseException as error:
-            raise UserError.at("--resolve", str(error).split("\n")[0]) from error
+            raise UserError.at("--resolve", str(error).split("\n")[0], code="unreadable") from error
     return 0
 
 
@@ -214,5 +218,5 @@ def hydra_itself(arguments: list[str]) -> int:
     try:
         answer(lambda config: None)()
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(compose.first_lines(error)) from error
+        raise UserError.at("", compose.first_lines(error), code="unreadable") from error
     return 0

@@ -37,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_intermixed_args(list(argv))
     problems = [
-        Problem(f"--{name.replace('_', '-')}", f"must be more than 0, not {value}")
+        Problem(
+            f"--{name.replace('_', '-')}", f"must be more than 0, not {value}", code="out-of-range"
+        )
         for name in ("devices", "device_memory", "link", "tflops")
         if (value := getattr(options, name)) is not None and value <= 0
     ]

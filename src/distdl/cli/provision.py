@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
     special = words[0] if words[:1] in (["sas"], ["prices"]) else ""
     if platform and platform != "azureml" and not options.help:
         remedy = "python -m distdl provision azureml --help"
-        raise UserError.at(platform, "is not a platform that distdl can provision", remedy)
+        raise UserError.at(
+            platform, "is not a platform that distdl can provision", remedy, code="wrong-kind"
+        )
     from distdl.launchers.azureml import prices
     from distdl.launchers.azureml.provision import sas, settings
 
@@ -60,7 +62,9 @@ def values(words: Sequence[str]) -> dict[str, Any]:
     for override in compose.parse_overrides(list(words)):
         key = override.key_or_group
         if override.is_delete() or override.is_add() or override.is_sweep_override():
-            problems.append(Problem(key, "must set one value", f"write {key}=VALUE"))
+            problems.append(
+                Problem(key, "must set one value", f"write {key}=VALUE", code="incomplete")
+            )
         elif isinstance(value := override.value(), dict):
             settings |= {f"{key}.{name}": item for name, item in value.items()}
         else:

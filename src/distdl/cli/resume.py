@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         remedy = "python -m distdl jobs list shows all runs"
         if newest is not None:
             remedy += f"; the newest: python -m distdl resume {shown(newest.path)}"
-        raise UserError.at("RUN", "name the run to resume", remedy)
+        raise UserError.at("RUN", "name the run to resume", remedy, code="incomplete")
     run = RunDirectory.open(options.run)
     if environment.detect() is not None:  # torchrun -m distdl resume RUN
         return external.main(lambda ranks: resuming.plan(run, options.overrides, ranks))

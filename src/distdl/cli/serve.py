@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         known = [f"serve.{name}" for name in Settings.model_fields]
         raise UserError(*problems(error, values, known)) from None
     except ValueError as error:
-        raise UserError(str(error)) from None
+        raise UserError.at("", str(error), code="unreadable") from None
     print(f"done    {counts['requests']} answered  {counts['rejected']} refused")
     return 0
 
@@ -69,7 +69,9 @@ def model(source: Path) -> Path:
         if (folder / "model.json").is_file():
             if read_json(folder / "model.json").get("kind") == "weights":
                 what = "holds weights, which distdl serve does not run"
-                raise UserError.at(shown(folder), what, "python -m distdl export RUN --to pt2")
+                raise UserError.at(
+                    shown(folder), what, "python -m distdl export RUN --to pt2", code="unsupported"
+                )
             return folder
     run = RunDirectory.open(source).path
     checkpoint = checkpoints.best_or_last(run / "checkpoints")

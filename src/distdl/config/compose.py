@@ -206,7 +206,7 @@ def prepare_overrides(overrides: Sequence[Override]) -> list[Override]:
         body = re.sub(r"^(\+\+|\+|~)", "", line)
         if key.startswith("hydra") and not key.startswith("hydra.searchpath"):
             what = "distdl chooses the folders of its runs: Hydra's setting would have no effect"
-            problems.append(Problem(key, what, words.for_key(key)))
+            problems.append(Problem(key, what, words.for_key(key), code="reserved"))
         elif override.is_delete() or key.startswith("hydra"):
             options.append(override)
         elif not is_group(key) or isinstance(override.value(), dict):
@@ -224,7 +224,9 @@ def prepare_overrides(overrides: Sequence[Override]) -> list[Override]:
         if len(chosen) > 1:
             names = [text.partition("=")[2] for text in texts_of(chosen)]
             remedy = f"choose one; a file builds on another by `- {names[0]}` under its defaults"
-            problems.append(Problem(layer, f"chosen twice: {', '.join(names)}", remedy))
+            problems.append(
+                Problem(layer, f"chosen twice: {', '.join(names)}", remedy, code="conflict")
+            )
     if problems:
         raise UserError(*problems)
     layered = [*layers["experiment"], *layers["debug"]]
@@ -263,7 +265,9 @@ def parse_checked(overrides: Sequence[str]) -> list[Override]:
         except HydraException as error:
             remedy = words.for_override(text, first_lines(error))
             wrong = f"{redact(repr(text))} is not an override"
-            problems.append(Problem(text.partition("=")[0].strip(), wrong, remedy))
+            problems.append(
+                Problem(text.partition("=")[0].strip(), wrong, remedy, code="wrong-kind")
+            )
     if problems:
         raise UserError(*problems)
     return parsed
@@ -324,9 +328,13 @@ def sweep(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> lis
             except HydraException as error:
                 what = f"the values of {text} cannot be listed: {first_lines(error)}"
                 remedy = f"list them: {key}=a,b or {key}=range(1,4)"
-                raise UserError.at(override.key_or_group, what, remedy) from error
+                raise UserError.at(
+                    override.key_or_group, what, remedy, code="unreadable"
+                ) from error
             if not jobs:
-                raise UserError.at(override.key_or_group, f"{text} matches nothing")
+                raise UserError.at(
+                    override.key_or_group, f"{text} matches nothing", code="not-found"
+                )
             choices.append(jobs)
     return [list(job) for job in itertools.product(*choices)]
 
@@ -373,30 +381,37 @@ def _no_option(group: str, option: str, where: str = "") -> Problem:
     close = "none" if option == "null" and "none" in known else closest(named, known)
     close = named if named in known else close
     if remedy := words.for_choice(group, option):
-        return Problem(group, f"no option {option!r}{where}", remedy)
+        return Problem(group, f"no option {option!r}{where}", remedy, code="unknown-key")
     hint = f"did you mean {group}={close}? " if close else user_conf.why_not_read(group, named)
     if parent := user_conf.parent_with(group, named):
         hint = f"{parent}/conf has it: cd {shlex.quote(str(parent))}; "
-    return Problem(group, f"no option {option!r}{where}", f"{hint}available: {', '.join(known)}")
+    return Problem(
+        group,
+        f"no option {option!r}{where}",
+        f"{hint}available: {', '.join(known)}",
+        code="unknown-key",
+    )
 
 
 def _file_problem(text: str) -> Problem:
     """Hydra's error about a file's defaults list, in distdl's words if it is a known one."""
     if lists := re.match(r"In '([\w/]+)': .*\s.* with ListConfig", text):
         remedy = "callbacks and tracking are mappings: callbacks: {NAME: {_target_: package.Class}}"
-        return Problem(f"{lists[1]}.yaml", "a list where distdl has a mapping", remedy)
+        return Problem(
+            f"{lists[1]}.yaml", "a list where distdl has a mapping", remedy, code="wrong-type"
+        )
     several = r"Multiple values for ([\w/]+)\S*\. .*'override [^:]+: (.+)'"
     if twice := re.match(rf"{several}|([\w/]+)\S* appears more than once", text):
         group = (twice[1] or twice[3]).rpartition("/")[2]
         remedy = f"in the file: - override /{group}: {twice[2] or 'NAME'}"
-        return Problem(group, "a file's defaults choose it a second time", remedy)
+        return Problem(group, "a file's defaults choose it a second time", remedy, code="ambiguous")
     unknown = re.match(r"(?:In '([\w/]+)': )?Could not (find|load|override) '([\w/.@-]+)'", text)
     if unknown is None:
-        return Problem("", text)
+        return Problem("", text, code="unreadable")
     file, verb, asked = unknown.groups()
     asked, _, package = asked.partition("@")
     if file and package.startswith(f"{file.partition('/')[0]}."):
-        return Problem(f"{file}.yaml", *words.NOT_GLOBAL)
+        return words.not_global(f"{file}.yaml")
     where = f", in {file}.yaml" if file and file != PRIMARY else ""
     group, _, option = asked.rpartition("/") if verb != "override" else (asked, "", "")
     last = group.rpartition("/")[2]
@@ -408,7 +423,9 @@ def _file_problem(text: str) -> Problem:
     near = last if last in groups else closest(last, groups)
     if where and near:
         remedy = f"in the file: - override /{near}: {option or 'NAME'}"
-    return Problem(last, f"no group of that name{where}", remedy) if remedy else Problem("", text)
+    if not remedy:
+        return Problem("", text, code="unreadable")
+    return Problem(last, f"no group of that name{where}", remedy, code="unknown-key")
 
 
 def first_lines(error: Exception) -> str:

@@ -57,7 +57,7 @@ def _problem(key: str, value: object, door: doors.Door, speaker: Speaker) -> Pro
     override = f"{key}=[{text}]" if door.each == "element" else f"{key}={text}"
     # The value may be anybody's text, and the command is there to be copied into a shell.
     remedy = f"if you trust it: {shlex.quote(redact(override))}, or allow it in {trust.file()}"
-    return Problem(key, what, remedy)
+    return Problem(key, what, remedy, code="private")
 
 
 def _typed(value: object) -> str:

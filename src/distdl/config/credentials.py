@@ -112,7 +112,7 @@ def refuse(config: DictConfig, words: OwnWords) -> list[Problem]:
         if words.speaker(path, written) is Speaker.ELSEWHERE:
             typed = shlex.quote(f"{path}={redact(uri)}")
             remedy = f"if you trust it: {typed}, or allow it in {trust.file()}: {_allowed(uri)}"
-            problems.append(Problem(path, _what(uri, sent), remedy))
+            problems.append(Problem(path, _what(uri, sent), remedy, code="unsupported"))
     return problems
 
 
@@ -142,7 +142,9 @@ def confirm(file: str, uri: str, typed: str, confirmed: str | None) -> None:
         remedy = (
             f"if you trust it: {typed}{address}, or export MLFLOW_TRACKING_URI={address}, or in "
         )
-        raise UserError.at(file, _what(uri, sent), f"{remedy}{trust.file()}: {_allowed(uri)}")
+        raise UserError.at(
+            file, _what(uri, sent), f"{remedy}{trust.file()}: {_allowed(uri)}", code="unsupported"
+        )
 
 
 def _what(uri: str, sent: str) -> str:

@@ -31,7 +31,7 @@ def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterat
         )
         smaller = samples // shares
         remedy = f"data.batch_size={smaller}" if smaller else "fewer devices, or more samples"
-        yield Problem("data.batch_size", what, remedy)
+        yield Problem("data.batch_size", what, remedy, code="not-enough")
         return
     limits = [trainer.get("overfit_batches") or None, trainer.get("limit_train_batches")]
     trained = min([batches, *(limited(batches, limit) for limit in limits)])
@@ -41,7 +41,7 @@ def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterat
     if is_count(interval) and interval > trained > 0 and within_epochs and validates:
         what = f"is {interval}, and an epoch has {trained} batches"
         remedy = f"{trained} or less; to count over epochs: trainer.check_val_every_n_epoch=null"
-        yield Problem("trainer.val_check_interval", what, remedy)
+        yield Problem("trainer.val_check_interval", what, remedy, code="mismatch")
 
 
 def limited(batches: int, limit: object) -> int:

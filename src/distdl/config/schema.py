@@ -280,7 +280,8 @@ def check(
     for path, same in typed.by_path(wrong).items():
         either = typed.either(same)
         remedy = _remedy(path, either, values)
-        yield Problem(path_text(path), f"must be {either}, not {show(path)}", remedy, same[0].code)
+        what = f"must be {either}, not {show(path)}"
+        yield Problem(path_text(path), what, remedy, code=same[0].code)
 
 
 def _misfits(values: Mapping[str, Any]) -> Iterator[Misfit]:
@@ -315,13 +316,13 @@ def _unknown(
     text = path_text(path)
     section = path_text(path[:-1])
     if path[0] in LAYERS:
-        yield Problem(str(path[0]), *words.NOT_GLOBAL)
+        yield words.not_global(str(path[0]))
     elif isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _unknown((*path, key), item, known, config)
     else:
         remedy = words.for_key(text, value, config) or did_you_mean(text, known())
-        yield Problem(text, f"unknown key in {section or 'the config'}", remedy)
+        yield Problem(text, f"unknown key in {section or 'the config'}", remedy, code="unknown-key")
 
 
 def _absent(
@@ -330,7 +331,7 @@ def _absent(
     text = path_text(path)
     if deeper[-1:] != ("_target_",):
         full = path_text((*path, *deeper))
-        return Problem(full, "missing", f"write {full}=...")
+        return Problem(full, "missing", f"write {full}=...", code="missing-key")
     assert isinstance(value, Mapping)  # which lacks it
     keys = ", ".join(map(str, value)) or "nothing"
     what = f"names no class (_target_), only {keys}"
@@ -345,7 +346,7 @@ def _absent(
         what = f"names no class (_target_) to take {keys} ({text}=none, or an incomplete file)"
         argument = f"the model's own argument, such as model.{next(iter(value))}=..."
         remedy = f"{argument}, or {choose}"
-    return Problem(text, what, remedy)
+    return Problem(text, what, remedy, code="missing-key")
 
 
 def _remedy(path: Path, expected: str, values: Mapping[str, Any]) -> str:

@@ -47,20 +47,22 @@ def read() -> list[dict[str, Any]]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError.at(str(path), f"cannot be read: {error}") from None
+        raise UserError.at(str(path), f"cannot be read: {error}", code="unreadable") from None
     for each in (path.resolve(), path.resolve().parent):
         _refuse_others(each)
     try:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         what = " ".join(str(error).split())
-        raise UserError.at(str(path), f"is not YAML: {what}") from None
+        raise UserError.at(str(path), f"is not YAML: {what}", code="damaged-file") from None
     if content is None:
         return []
     if not isinstance(content, dict):
-        raise UserError.at(str(path), "is not a mapping", "project.allow: [package]")
+        raise UserError.at(
+            str(path), "is not a mapping", "project.allow: [package]", code="wrong-type"
+        )
     problems = [
-        Problem(str(path), f"{key} is not a key that needs trust", _remedy(key))
+        Problem(str(path), f"{key} is not a key that needs trust", _remedy(key), code="wrong-kind")
         for key in flat_paths(content)
         if key != "credentials.to" and not doors.names(key)
     ]
@@ -81,10 +83,10 @@ def _refuse_others(path: Path) -> None:
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
         what = f"{path} belongs to another user (uid {status.st_uid})"
-        raise UserError.at("trust.yaml", what, f"chown {os.geteuid()} {path}")
+        raise UserError.at("trust.yaml", what, f"chown {os.geteuid()} {path}", code="private")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         what = f"others may write {path}, and so trust in your name"
-        raise UserError.at("trust.yaml", what, f"chmod go-w {path}")
+        raise UserError.at("trust.yaml", what, f"chmod go-w {path}", code="private")
 
 
 def _remedy(key: str) -> str:

@@ -33,7 +33,7 @@ def folder() -> Path | None:
     named = os.environ.get(VARIABLE)
     path = Path(named or "conf").resolve()
     if named and not path.is_dir():
-        raise UserError.at(VARIABLE, f"{named!r} is not a folder")
+        raise UserError.at(VARIABLE, f"{named!r} is not a folder", code="wrong-kind")
     # A run's folder may come from somebody else.
     if not path.is_dir() or (not named and in_a_run(path)) or path.samefile(_shipped()):
         return None
@@ -42,6 +42,7 @@ def folder() -> Path | None:
             f"{path.name}/distdl.yaml",
             "would replace distdl's primary config; a folder of yours adds options to groups",
             f"rename it, or point {VARIABLE} to another folder",
+            code="reserved",
         )
     return path
 
@@ -135,7 +136,7 @@ def broken() -> list[Problem]:
             except UnicodeDecodeError as error:
                 line = error.object.count(b"\n", 0, error.start) + 1
                 what = f"is not UTF-8: {error.reason}, line {line}"
-                problems.append(Problem(str(file), what, "save it as UTF-8"))
+                problems.append(Problem(str(file), what, "save it as UTF-8", code="damaged-file"))
                 continue
             group = file.parent.relative_to(top)
             names[str(group / file.stem)] = [
@@ -149,7 +150,7 @@ def broken() -> list[Problem]:
         except CycleError as error:
             ring = error.args[1][::-1]  # from a file to the one it names
             what = f"names itself under defaults: {' -> '.join(ring)}"
-            problems.append(Problem(f"{ring[0]}.yaml", what, "remove that line"))
+            problems.append(Problem(f"{ring[0]}.yaml", what, "remove that line", code="ambiguous"))
             names = {name: after for name, after in names.items() if name not in ring}
 
 
@@ -172,7 +173,11 @@ def register(config_dirs: Sequence[str] = ()) -> None:
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
     _further[:] = [Path(directory).resolve() for directory in config_dirs]
-    absent = [Problem("--config-dir", f"{d} is not a folder") for d in _further if not d.is_dir()]
+    absent = [
+        Problem("--config-dir", f"{d} is not a folder", code="wrong-kind")
+        for d in _further
+        if not d.is_dir()
+    ]
     if absent:
         raise UserError(*absent)
 

@@ -66,7 +66,7 @@ class Cache:
             os.utime(self._used)
         except OSError as error:
             what = f"cannot keep shards in {self.root}: {error.strerror}"
-            raise UserError.at("data.cache_dir", what, REMEDY) from error
+            raise UserError.at("data.cache_dir", what, REMEDY, code="unsupported") from error
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_used": None}
@@ -127,7 +127,7 @@ class Cache:
                 except StoreError as error:
                     if error.transient:
                         write_bytes(self._outage, str(error).encode(), durable=False)
-                    raise _unreachable(str(error), error.transient) from error
+                    raise _failed(str(error), error.code) from error
                 except OSError as error:
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                         raise
@@ -135,7 +135,7 @@ class Cache:
                 finally:
                     part.unlink(missing_ok=True)
         what = f"{self.store.uri}/{file.name} arrived damaged {TRIES} times: {damage}"
-        raise UserError.at("data.root", what, DAMAGED)
+        raise UserError.at("data.root", what, DAMAGED, code="damaged-file")
 
     @property
     def _outage(self) -> Path:
@@ -145,7 +145,7 @@ class Cache:
         """Raises UserError if another process has given up on the server since `since`."""
         with suppress(FileNotFoundError):
             if self._outage.stat().st_mtime >= since:
-                raise _unreachable(self._outage.read_text(), transient=True)
+                raise _failed(self._outage.read_text(), "unreachable")
 
     def _ending_on_outage(self, asked: float, progress: Progress | None) -> Progress:
         """Wraps `progress` so that the download ends when another process of this node gives up.
@@ -225,9 +225,9 @@ REMEDY = "data.cache_dir=/a/larger/disk, or data.cache_gb=N for fewer shards at 
 DAMAGED = "upload it again (python -m distdl prepare ... --upload), then resume this run"
 
 
-def _unreachable(message: str, transient: bool) -> UserError:
-    remedy = "resume the run when the server is back" if transient else ""
-    return UserError.at("data.root", message, remedy)
+def _failed(message: str, code: str) -> UserError:
+    remedy = "resume the run when the server is back" if code == "unreachable" else ""
+    return UserError.at("data.root", message, remedy, code=code)
 
 
 def difference(path: Path, file: File) -> str:

@@ -158,7 +158,9 @@ class Annotations:
         names = [category["name"] for category in found.values()]
         if twice := {name for name in names if names.count(name) > 1}:
             what = f"{self._names} name two categories {min(twice)!r}"
-            raise UserError.at(self.where, what, "give each category a name of its own")
+            raise UserError.at(
+                self.where, what, "give each category a name of its own", code="ambiguous"
+            )
         return [found[identity] for identity in sorted(found)]
 
     def _index(self, parts: Sequence[AnnotationPart]) -> None:
@@ -196,10 +198,12 @@ class Annotations:
         for place, name, size in zip(at.tolist(), part.files, part.sizes, strict=True):
             if self.files[place] not in ("", name):
                 what = f"image {self.ids[place]} is {self.files[place]!r}, and {name!r} in "
-                raise UserError.at(self.where, f"{what}{source.name}", "give each its own id")
+                raise UserError.at(
+                    self.where, f"{what}{source.name}", "give each its own id", code="mismatch"
+                )
             if self.files[place] and self.sizes[place].tolist() != size.tolist():
                 what = f"image {self.ids[place]} has other sizes in {self._names}"
-                raise UserError.at(self.where, what, "correct the wrong file")
+                raise UserError.at(self.where, what, "correct the wrong file", code="mismatch")
             self.files[place], self.sizes[place] = name, size
 
     def _refuse(
@@ -216,7 +220,7 @@ class Annotations:
             f"{noun} that no file lists: {first_few(shown)}"
         )
         remedy = "use the annotation file that belongs to these images, or correct it"
-        raise UserError.at(self.where, what, remedy)
+        raise UserError.at(self.where, what, remedy, code="mismatch")
 
     def _refuse_two_images(self, annotations: list[np.ndarray[Any, Any]]) -> None:
         """An annotation that two files have must be of one image."""
@@ -225,7 +229,9 @@ class Annotations:
         ids, counts = np.unique(pairs[:, 0], return_counts=True)
         if len(different := ids[counts > 1]):
             what = f"annotation {different[0]} is of different images in {self._names}"
-            raise UserError.at(self.where, what, "prepare sets with equal ids apart")
+            raise UserError.at(
+                self.where, what, "prepare sets with equal ids apart", code="mismatch"
+            )
 
     @property
     def _names(self) -> str:
@@ -238,7 +244,9 @@ class Annotations:
             yield
         except ValueError as error:
             remedy = "COCO's instances_*.json or person_keypoints_*.json, complete"
-            raise UserError.at(self.where, f"{source.name}: {error}", remedy) from error
+            raise UserError.at(
+                self.where, f"{source.name}: {error}", remedy, code="damaged-file"
+            ) from error
 
 
 @dataclass(frozen=True)

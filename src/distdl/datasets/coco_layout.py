@@ -133,7 +133,9 @@ def _by_name(
                 found.setdefault(_base(file), file)  # an unpacked one comes before a zip's
         if len(found) > 1:
             what = f"has {' and '.join(sorted(found))}: which one is meant?"
-            raise UserError.at(where, what, f"name the annotation file of {split}")
+            raise UserError.at(
+                where, what, f"name the annotation file of {split}", code="ambiguous"
+            )
         files += found.values()
         if files and label == labels[-1]:
             break
@@ -147,13 +149,13 @@ def _named(root: Path, name: str, where: str) -> AnnotationFile:
         return AnnotationFile(_existing(root / name, where))
     file = AnnotationFile(_existing(root / f"{path}.zip", where), member)
     if member not in zips.members(file.path, where):
-        raise UserError.at(where, f"{file.path} holds no {member}")
+        raise UserError.at(where, f"{file.path} holds no {member}", code="incomplete")
     return file
 
 
 def _existing(path: Path, where: str) -> Path:
     if not path.exists():
-        raise UserError.at(where, f"no such file or folder: {path}")
+        raise UserError.at(where, f"no such file or folder: {path}", code="not-found")
     return path
 
 
@@ -194,13 +196,18 @@ def _open(file: AnnotationFile, where: str) -> BinaryIO:
             free = shutil.disk_usage(tempfile.gettempdir()).free
             if archive.getinfo(file.member).file_size > free:
                 what = f"{tempfile.gettempdir()} has no room for {file.name}, unpacked"
-                raise UserError.at(where, what, "set TMPDIR to a larger disk, or unzip it yourself")
+                raise UserError.at(
+                    where,
+                    what,
+                    "set TMPDIR to a larger disk, or unzip it yourself",
+                    code="incomplete",
+                )
             unpacked = tempfile.TemporaryFile()  # noqa: SIM115
             shutil.copyfileobj(packed, unpacked, PIECE)
             return unpacked
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError) as error:
         what = f"{file.name} cannot be read: {error}"
-        raise UserError.at(where, what, "download the zip again") from error
+        raise UserError.at(where, what, "download the zip again", code="unreadable") from error
 
 
 @dataclass(frozen=True)

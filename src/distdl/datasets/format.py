@@ -139,7 +139,7 @@ class Manifest:
             version = fields["version"]
             if form == FORMAT and version > VERSION:
                 what = f"{where} was prepared by a newer distdl, as version {version}"
-                raise UserError.at("data.root", what, "update distdl")
+                raise UserError.at("data.root", what, "update distdl", code="mismatch")
             if form != FORMAT or version not in (1, VERSION):
                 raise ValueError(f"format {form!r}, version {version!r}")
             splits = {}
@@ -158,7 +158,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"{where} is not a manifest of version {VERSION}: {error}"
             raise UserError.at(
-                "data.root", what, "python -m distdl prepare ... writes one"
+                "data.root", what, "python -m distdl prepare ... writes one", code="wrong-kind"
             ) from error
 
 
@@ -169,7 +169,9 @@ def load_index(data: bytes, where: str, row: np.dtype[Any] = ROW) -> np.ndarray[
         if rows.dtype != row:
             raise ValueError(f"its rows are {rows.dtype}")
     except (ValueError, EOFError, OSError) as error:
-        raise UserError.at("data.root", f"{where} is not an index: {error}") from error
+        raise UserError.at(
+            "data.root", f"{where} is not an index: {error}", code="damaged-file"
+        ) from error
     return rows
 
 

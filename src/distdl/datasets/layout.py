@@ -20,7 +20,7 @@ def different_classes(path: str, train: Sequence[str], val: Sequence[str]) -> Pr
     classes = f"train/ has {len(train)} classes and val/ {len(val)}"
     what = f"{classes}; only one of the two has {first_few(differing)}"
     remedy = "both need the same class folders, or labels would differ in meaning"
-    return Problem(path, what, remedy)
+    return Problem(path, what, remedy, code="mismatch")
 
 
 def no_image(folder: Path, left_out: LeftOut) -> tuple[str, str]:

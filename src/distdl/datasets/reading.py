@@ -64,11 +64,13 @@ class DataSet:
             path = cache.fetch(file) if cache else Path(self.store.uri) / file.name
             data = path.read_bytes()
         except OSError as error:
-            raise UserError.at("data.root", f"{self.store.uri}: {error}") from error
+            raise UserError.at(
+                "data.root", f"{self.store.uri}: {error}", code="unreadable"
+            ) from error
         if hashlib.sha256(data).hexdigest() != file.sha256:
             if cache is None:
                 what = f"{path} is not the index that {MANIFEST} describes"
-                raise UserError.at("data.root", what, AGAIN)
+                raise UserError.at("data.root", what, AGAIN, code="wrong-kind")
             cache.drop(file)  # it was intact when it was downloaded
             data = cache.fetch(file).read_bytes()
         return load_index(data, str(path), self.manifest.row)
@@ -76,7 +78,9 @@ class DataSet:
     def split(self, name: str) -> Split:
         if name not in self.manifest.splits:
             has = ", ".join(self.manifest.splits)
-            raise UserError.at("data.root", f"{self.store.uri} has no {name!r}, only: {has}")
+            raise UserError.at(
+                "data.root", f"{self.store.uri} has no {name!r}, only: {has}", code="incomplete"
+            )
         return self.manifest.splits[name]
 
 
@@ -108,7 +112,7 @@ def open_data_set(
         remedy = error.remedy
         if isinstance(error, Absent):
             remedy = "finish the upload: python -m distdl prepare ... --upload URL"
-        raise UserError.at("data.root", str(error), remedy) from error
+        raise UserError.at("data.root", str(error), remedy, code=error.code) from error
     return _data_set(text, store)
 
 
@@ -122,7 +126,9 @@ def _data_set(text: bytes, store: Store, note: str = "") -> DataSet:
     for split in manifest.splits.values():
         for file in (split.index, *split.shards):
             if Path(file.name).name != file.name or file.name.startswith("."):
-                raise UserError.at("data.root", f"{file.name!r} is not a name of a shard")
+                raise UserError.at(
+                    "data.root", f"{file.name!r} is not a name of a shard", code="wrong-type"
+                )
     return DataSet(manifest, text, store, note)
 
 
@@ -243,7 +249,7 @@ class Shards:
             except FileNotFoundError:
                 if self.cache is None:
                     what = f"{self.folder / file.name} is missing"
-                    raise UserError.at("data.root", what, AGAIN) from None
+                    raise UserError.at("data.root", what, AGAIN, code="incomplete") from None
                 # Another process evicted the copy before it was opened: fetch it again.
 
     def _path(self, file: File) -> Path:
@@ -254,7 +260,7 @@ class Shards:
         try:
             return self.cache.fetch(file, self.evictable)
         except NoRoom as error:
-            raise UserError.at("data.cache_dir", str(error), REMEDY) from error
+            raise UserError.at("data.cache_dir", str(error), REMEDY, code="not-enough") from error
         except UserError as error:
             self._lost = error
             raise
@@ -307,4 +313,4 @@ def refuse_misfit(rows: np.ndarray[Any, Any], data: DataSet, split: str) -> None
             return
         misfit = f"has bytes beyond the ends of {MANIFEST}'s shards"
     what = f"{data.store.uri}: the index of {split!r} {misfit}"
-    raise UserError.at("data.root", what, AGAIN)
+    raise UserError.at("data.root", what, AGAIN, code="mismatch")

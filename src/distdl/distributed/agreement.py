@@ -30,7 +30,12 @@ def refuse_uneven(batches: float) -> None:
     if other is not None and not math.isinf(max(seen)):
         what = f"train_dataloader gives {seen[0]:g} batches on rank 0 and {seen[other]:g} on rank"
         remedy = f"shard evenly, or trainer.limit_train_batches={min(seen):g}"
-        raise UserError.at("data", f"{what} {other}: the ranks would wait for each other", remedy)
+        raise UserError.at(
+            "data",
+            f"{what} {other}: the ranks would wait for each other",
+            remedy,
+            code="unsupported",
+        )
 
 
 class Agreement:

@@ -73,6 +73,7 @@ def connect(
             "trainer.devices",
             f"{who} has the same GPU as another rank: {reason.splitlines()[-1]}",
             "start one process per GPU; with srun, --gpus-per-task=1 gives each its own",
+            code="conflict",
         ) from error
 
 

@@ -51,6 +51,7 @@ def refuse_missing_device(environment: Environment, accelerator: str) -> None:
             f"{socket.gethostname()}: {reason}",
             "update NVIDIA's driver, or install a torch that is built for the CUDA version "
             "that nvidia-smi shows, or write trainer.accelerator=cpu",
+            code="failed",
         ) from error
 
 
@@ -64,6 +65,7 @@ def _missing(environment: Environment, count: int) -> UserError:
         f"rank {environment.rank} on {socket.gethostname()} is number {environment.local_rank} of "
         f"its node, and torch sees {count} GPUs there{named}",
         remedy,
+        code="not-enough",
     )
 
 

@@ -41,33 +41,47 @@ class Resizing:
         """Problems of `data.resize`; paths are relative to the data node."""
         example = "data.resize={from: 160, to: 192, until_epoch: 76}"
         if config is not None and not isinstance(config, Mapping):
-            yield Problem("resize", f"is {config!r}, not a mapping", f"'{example}'")
+            yield Problem(
+                "resize", f"is {config!r}, not a mapping", f"'{example}'", code="wrong-type"
+            )
             return
         if not config:
             return
         for key in config:
             if key not in KEYS:
                 hint = did_you_mean(key, KEYS) or f"known keys: {', '.join(KEYS)}"
-                yield Problem(f"resize.{key}", "unknown", hint)
+                yield Problem(f"resize.{key}", "unknown", hint, code="unknown-key")
         missing = [key for key in ("from", "to", "until_epoch") if key not in config]
         if missing:
-            yield Problem("resize", f"lacks {', '.join(missing)}", example)
+            yield Problem("resize", f"lacks {', '.join(missing)}", example, code="incomplete")
             return
         wrong = [k for k in config if k in KEYS and (type(config[k]) is not int or config[k] < 0)]
         for key in wrong:
-            yield Problem(f"resize.{key}", f"is {config[key]!r}, not a whole number", example)
+            yield Problem(
+                f"resize.{key}",
+                f"is {config[key]!r}, not a whole number",
+                example,
+                code="wrong-type",
+            )
         if wrong:
             return
         for key in ("from", "to"):
             if config[key] < MULTIPLE or config[key] % MULTIPLE:
                 what = f"is {config[key]}, not a multiple of {MULTIPLE}"
                 nearest = max(MULTIPLE, round(config[key] / MULTIPLE) * MULTIPLE)
-                yield Problem(f"resize.{key}", what, f"data.resize.{key}={nearest}")
+                yield Problem(
+                    f"resize.{key}", what, f"data.resize.{key}={nearest}", code="out-of-range"
+                )
         first = config.get("from_epoch", 0)
         last = config["until_epoch"]
         if last <= first:
             what = f"is {last}, not after from_epoch={first}"
-            yield Problem("resize.until_epoch", what, f"data.resize.until_epoch={first + 1}")
+            yield Problem(
+                "resize.until_epoch",
+                what,
+                f"data.resize.until_epoch={first + 1}",
+                code="out-of-range",
+            )
 
     def size(self, epoch: int) -> int:
         """Height and width in pixels; epochs count from 0."""

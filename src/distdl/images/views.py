@@ -36,7 +36,12 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
     on_cpu = next((k for k, v in ops.items() if v and k != "horizontal_flip"), None)
     if name == "nvjpeg" and on_cpu:
         what = "needs images that the workers have decoded, and nvjpeg decodes on the GPU"
-        yield Problem(f"augment.{on_cpu}", what, f"data.augment.{on_cpu}=null or data.decoder=auto")
+        yield Problem(
+            f"augment.{on_cpu}",
+            what,
+            f"data.augment.{on_cpu}=null or data.decoder=auto",
+            code="conflict",
+        )
     yield from Resizing.check(config.get("resize"))
     yield from _wrong_ranges(config)
 
@@ -44,14 +49,16 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
 def check_decoder(name: object, local: bool = True) -> Iterable[Problem]:
     """Problems of `decoder` of a data node."""
     if name not in DECODERS:
-        yield Problem("decoder", f"is {name!r}", f"one of {', '.join(DECODERS)}")
+        yield Problem(
+            "decoder", f"is {name!r}", f"one of {', '.join(DECODERS)}", code="wrong-choice"
+        )
     elif local and isinstance(name, str) and name not in ("auto", "pil"):
         package = "torchcodec" if name == "nvjpeg" else name
         if not works(package):
             wanted = "'torchcodec>=0.16'" if package == "torchcodec" else package
             what = f"{name} needs the package {package}, which is not installed or does not load"
             remedy = f"pip install {wanted}, or use an installed decoder: data.decoder=auto"
-            yield Problem("decoder", what, remedy)
+            yield Problem("decoder", what, remedy, code="not-installed")
 
 
 def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
@@ -61,11 +68,16 @@ def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
     for key, size in sizes.items():
         if not 1 <= size <= LONGEST_SIDE:
             what = f"is {size}, not a number of pixels from 1 to {LONGEST_SIDE:,}"
-            yield Problem(key, what, f"data.{key}={common[key]}")
+            yield Problem(key, what, f"data.{key}={common[key]}", code="out-of-range")
     crop = sizes.get("val_crop_size", sizes.get("image_size", 224))
     if "val_resize_size" in sizes and 1 <= sizes["val_resize_size"] < crop:
         what = f"is {sizes['val_resize_size']}, less than the {crop} pixels of the crop"
-        yield Problem("val_resize_size", what, f"data.val_resize_size={round(crop * 256 / 224)}")
+        yield Problem(
+            "val_resize_size",
+            what,
+            f"data.val_resize_size={round(crop * 256 / 224)}",
+            code="out-of-range",
+        )
     for key, most, limit, usual in (
         ("scale", 1.0, ", at most 1", "[0.08, 1.0]"),
         ("ratio", sys.float_info.max, "", "[0.75, 1.3333333333333333]"),
@@ -74,7 +86,7 @@ def _wrong_ranges(config: Mapping[str, Any]) -> Iterable[Problem]:
         numbers = isinstance(pair, Sequence) and all(type(end) in (int, float) for end in pair)
         if not (numbers and len(pair) == 2 and 0 < pair[0] <= pair[1] <= most):
             what = f"is {pair!r}, not two numbers above 0{limit}, the smaller one first"
-            yield Problem(key, what, f"'data.{key}={usual}'")
+            yield Problem(key, what, f"'data.{key}={usual}'", code="wrong-type")
 
 
 def views_of(node: Mapping[str, Any]) -> tuple[TrainView, EvalView]:

@@ -81,21 +81,32 @@ def variable_problems(node: Mapping[str, Any]) -> Iterator[Problem]:
     remedy = "use letters, digits and _, and do not begin with a digit"
     env = node.get("env") or {}
     if not isinstance(env, Mapping):
-        yield Problem("env", f"{env!r} is not a mapping", "launcher.env.NAME=value")
+        yield Problem(
+            "env", f"{env!r} is not a mapping", "launcher.env.NAME=value", code="wrong-type"
+        )
         env = {}
     for name, value in env.items():
         path = f"env.{name}" if str(name).isprintable() else f"env.{name!r}"
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-            yield Problem(path, f"{name!r} is not a valid variable name", remedy)
+            yield Problem(path, f"{name!r} is not a valid variable name", remedy, code="wrong-type")
         elif not isinstance(value, (str, int, float)) or not is_value(str(value)):
-            yield Problem(path, f"{value!r} is not a valid variable value", "write text")
+            yield Problem(
+                path, f"{value!r} is not a valid variable value", "write text", code="wrong-type"
+            )
     names = node.get("forward_env") or ()
     if isinstance(names, str) or not hasattr(names, "__iter__"):
-        yield Problem("forward_env", f"{names!r} is not a list", f"launcher.forward_env=[{names}]")
+        yield Problem(
+            "forward_env",
+            f"{names!r} is not a list",
+            f"launcher.forward_env=[{names}]",
+            code="wrong-type",
+        )
         return
     for name in names:
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-            yield Problem("forward_env", f"{name!r} is not a valid variable name", remedy)
+            yield Problem(
+                "forward_env", f"{name!r} is not a valid variable name", remedy, code="wrong-type"
+            )
 
 
 def is_value(text: str) -> bool:
@@ -148,7 +159,7 @@ class JobSpec:
         for key, text in (("name", self.name), ("output_dir", self.store), ("output_dir", bundle)):
             if character := unprintable(text):
                 what = f"{text!r} has the character {character!r}, which no script or log can show"
-                problems.append(Problem(key, what, "choose another"))
+                problems.append(Problem(key, what, "choose another", code="wrong-kind"))
         if problems:
             raise UserError(*problems)
 
@@ -164,7 +175,9 @@ class JobSpec:
         """
         if match := re.search(f"[{characters}]", str(self.folder)):
             remedy = "choose another output_dir, experiment_name or name"
-            raise UserError.at(str(self.folder), f"has {match[0]!r}: {why}", remedy)
+            raise UserError.at(
+                str(self.folder), f"has {match[0]!r}: {why}", remedy, code="wrong-kind"
+            )
 
     @property
     def folder(self) -> Path:

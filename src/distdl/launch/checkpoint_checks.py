@@ -71,7 +71,7 @@ def for_start(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
         "write an absolute path that they can read, or checkpoint.resume_from='${input:start}' "
         "with launcher.inputs.start=..."
     )
-    return [Problem("checkpoint.resume_from", what, remedy)]
+    return [Problem("checkpoint.resume_from", what, remedy, code="unsupported")]
 
 
 def problems_of(named: str, key: str, folder: Path | None = None) -> Sequence[Problem]:

@@ -84,7 +84,9 @@ def write_files(planned: Plan, launcher: LauncherBase[Any], code: Snapshot | Non
     target = Path(planned.config.launcher.files).expanduser().absolute() / planned.run_id
     if target.exists():
         what = f"{shown(target)} exists already"
-        raise UserError.at("launcher.files", what, "remove it, or name another folder")
+        raise UserError.at(
+            "launcher.files", what, "remove it, or name another folder", code="exists-already"
+        )
     (spec,) = start.specs_of([planned], [start.next_attempt(planned)])
     request: Any = launcher.request(replace(spec, bundle="bundle"))
     with ExitStack() as stack:

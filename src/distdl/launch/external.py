@@ -42,7 +42,7 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         if "launcher.max_attempts" in typed:
             what = "the tool that has started these ranks starts them again"
             remedy = "leave it out; for torchrun: --max-restarts=N"
-            raise UserError.at("launcher.max_attempts", what, remedy)
+            raise UserError.at("launcher.max_attempts", what, remedy, code="conflict")
         adopt_ranks(config, ranks, requested)
         planned = planning.plan(config, typed=composed.typed)
         planning.check_classes(planned)
@@ -81,7 +81,7 @@ def adopt_ranks(where: DictConfig, ranks: environments.Environment, requested: o
     elif isinstance(requested, int) and requested not in (-1, per_node):
         what = f"the run asks for {requested} per node, but the node has {per_node}"
     if what:
-        raise UserError.at("trainer.devices", what, remedy)
+        raise UserError.at("trainer.devices", what, remedy, code="mismatch")
     where.trainer.devices = per_node
     where.trainer.num_nodes = nodes
     where.launcher = {"_target_": TARGET}

@@ -129,7 +129,9 @@ def tables(folder: Path, notes: dict[str, None]) -> Iterator[list[Row]]:
     """
     runs = jobs.runs_below(folder)
     if not runs:
-        raise UserError.at(str(folder), "has no runs", "python -m distdl jobs list DIR")
+        raise UserError.at(
+            str(folder), "has no runs", "python -m distdl jobs list DIR", code="not-found"
+        )
     platforms = jobs.Platforms()
     left = [ListedRun(run, platforms) for run in runs]
     every = [job for line in left for job in line.jobs.values()]

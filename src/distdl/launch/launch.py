@@ -158,7 +158,12 @@ def checked_size(
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
     problems = [
-        Problem(group, "missing", f"write {group}=<option>; --help lists the options")
+        Problem(
+            group,
+            "missing",
+            f"write {group}=<option>; --help lists the options",
+            code="missing-key",
+        )
         for group in REQUIRED
         if not written.get(group)
     ]
@@ -185,7 +190,7 @@ def checked_size(
     if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
         remedy = "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising"
         what = "synchronised batch norm needs a GPU"
-        problems.append(Problem("trainer.sync_batchnorm", what, remedy))
+        problems.append(Problem("trainer.sync_batchnorm", what, remedy, code="unsupported"))
     resolved = validate.refuse(config, size, folders=trust.folders, further=problems)
     if uncounted is not None:
         validate.validate(config, None, folders=trust.folders)

@@ -131,7 +131,12 @@ def plan(
             return planned
         what = f"{run_id} exists with another config:\n{configs.difference(stored, recipe)}"
         resume = f"python -m distdl resume {shown(run.path)}{_resume_arguments(planned, stored)}"
-        raise UserError.at("name", what, f"choose another name, or resume that run: {resume}")
+        raise UserError.at(
+            "name",
+            what,
+            f"choose another name, or resume that run: {resume}",
+            code="exists-already",
+        )
     if not member:  # a member is refused when its turn comes, so that the others train
         refuse_second(planned)
     return continue_run(planned, chosen=())

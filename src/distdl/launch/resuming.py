@@ -109,7 +109,13 @@ def apply(
         path = override.key_or_group
         value = override.value()
         if override not in setting:
-            problems.append(Problem(path, "a resume can set values, but not delete or sweep them"))
+            problems.append(
+                Problem(
+                    path,
+                    "a resume can set values, but not delete or sweep them",
+                    code="unsupported",
+                )
+            )
         elif path in groups:
             if path in ("launcher", "task"):
                 where[path] = chosen[path]
@@ -166,14 +172,18 @@ def missing_code_located(config: DictConfig, before: dict[str, Any]) -> Iterator
         )
         remedy = f"cd {root}, or if you trust that code: project.root={root}"
         others = [p for p in error.problems if p not in refused]
-        raise type(error)(Problem("project.root", what, remedy), *others) from None
+        raise type(error)(
+            Problem("project.root", what, remedy, code="incomplete"), *others
+        ) from None
 
 
 def _refused(path: str, changeable: Sequence[str], known: Sequence[str] = ()) -> Problem:
     if known and path not in known:
-        return Problem(path, "no such key", did_you_mean(path, [*known, *changeable]))
+        return Problem(
+            path, "no such key", did_you_mean(path, [*known, *changeable]), code="unknown-key"
+        )
     others = ["strategy", "tracking", "launcher", "task", "trainer.devices", "trainer.num_nodes"]
     remedy = f"start a new run; a resume may only change {', '.join([*changeable, *others])}"
     if path in configs.CHANGEABLE_TO_EVALUATE:
         remedy += f"; {path} only for task=validate, test or predict"
-    return Problem(path, "would make it another run", remedy)
+    return Problem(path, "would make it another run", remedy, code="mismatch")

@@ -166,7 +166,9 @@ def unset_names(planned: Plan) -> list[str]:
 def refuse_unset(planned: Sequence[Plan]) -> None:
     if missing := list(dict.fromkeys(name for each in planned for name in unset_names(each))):
         what = f"not set in this shell: {', '.join(missing)}"
-        raise UserError.at("launcher.forward_env", what, f"export {missing[0]}=...")
+        raise UserError.at(
+            "launcher.forward_env", what, f"export {missing[0]}=...", code="incomplete"
+        )
 
 
 def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
@@ -210,7 +212,9 @@ def must_be_written(key: str, folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{shown(folder)} cannot be written: {error.strerror}"
-        raise UserError.at(key, what, f"choose another: {key}=FOLDER") from error
+        raise UserError.at(
+            key, what, f"choose another: {key}=FOLDER", code="not-writable"
+        ) from error
 
 
 @contextmanager

@@ -47,7 +47,9 @@ def main(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> int:
     members = compose.sweep(overrides, config_dirs)
     swept = compose.sweep_keys(overrides)
     if "name" in swept:
-        raise UserError.at("name", "cannot be swept: a sweep names its members", "name=<sweep>")
+        raise UserError.at(
+            "name", "cannot be swept: a sweep names its members", "name=<sweep>", code="unsupported"
+        )
 
     def chosen_and_plan(member: Sequence[str]) -> Member:
         each = plan(member, swept, config_dirs)

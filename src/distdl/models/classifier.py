@@ -110,16 +110,31 @@ class ImageClassifier(Evaluated):
         """Problems of the arguments; paths are relative to the model node."""
         file = config.get("weights")
         if file and context and context["local"] and not Path(file).exists():
-            yield Problem("weights", f"no such file: {file}", "a .pth, .safetensors or .ckpt file")
+            yield Problem(
+                "weights",
+                f"no such file: {file}",
+                "a .pth, .safetensors or .ckpt file",
+                code="not-found",
+            )
         if config.get("norm", "batch") not in ("batch", "group"):
-            yield Problem("norm", f"is {config['norm']!r}", "model.norm=batch or model.norm=group")
+            yield Problem(
+                "norm",
+                f"is {config['norm']!r}",
+                "model.norm=batch or model.norm=group",
+                code="wrong-choice",
+            )
         for name in ("mixup", "cutmix"):
             alpha = config.get(name, 0)
             if alpha < 0:
-                yield Problem(name, f"is {alpha}, below 0", f"model.{name}=0 switches it off")
+                yield Problem(
+                    name,
+                    f"is {alpha}, below 0",
+                    f"model.{name}=0 switches it off",
+                    code="out-of-range",
+                )
         if not 0 <= (smoothing := config.get("label_smoothing", 0)) < 1:
             what = f"is {smoothing}, not from 0 to below 1"
-            yield Problem("label_smoothing", what, "model.label_smoothing=0.1")
+            yield Problem("label_smoothing", what, "model.label_smoothing=0.1", code="out-of-range")
 
     def configure_model(self) -> None:
         torch.set_float32_matmul_precision(self._matmul_precision)

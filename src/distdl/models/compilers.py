@@ -52,7 +52,7 @@ def refuse_without_compiler(device: str) -> None:
     if what:
         packages = "apt-get install g++ python3-dev"
         remedy = f"install it (Debian, Ubuntu: {packages}), or model.compile=false"
-        raise UserError.at("model.compile", what, remedy)
+        raise UserError.at("model.compile", what, remedy, code="not-installed")
 
 
 def _has_python_headers() -> bool:

@@ -53,7 +53,7 @@ def load_detector_weights(network: nn.Module, file: Path, categories: Categories
         UserError: There is no such file, or its weights belong to another network.
     """
     if not file.exists():
-        raise UserError.at("model.weights", f"no such file: {file}")
+        raise UserError.at("model.weights", f"no such file: {file}", code="not-found")
     weights = plain_weights(formats.read(file)["state_dict"])
     weights = {name: value for name, value in weights.items() if not name.endswith(COUNTED)}
     if fitting := _of_backbone(network, weights):
@@ -66,12 +66,14 @@ def load_detector_weights(network: nn.Module, file: Path, categories: Categories
         seen = network.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         what = f"{file} holds the weights of another network: {error}"
-        raise UserError.at("model.weights", what, REMEDY) from None
+        raise UserError.at("model.weights", what, REMEDY, code="mismatch") from None
     missing = [k for k in seen.missing_keys if not k.endswith(COUNTED) and k not in random]
     if missing or seen.unexpected_keys:
         shown = ", ".join([*missing[:2], *seen.unexpected_keys[:2]])
         what = f"{file} holds the weights of another network than {type(network).__name__}"
-        raise UserError.at("model.weights", f"{what} or its backbone: {shown}", REMEDY)
+        raise UserError.at(
+            "model.weights", f"{what} or its backbone: {shown}", REMEDY, code="mismatch"
+        )
     _refuse_eps(network, file)
     log.info("%s: weights of the detector", file)
     if random:
@@ -132,4 +134,6 @@ def _refuse_eps(network: nn.Module, file: Path) -> None:
     if digest[:8] in WITHOUT_EPS:
         what = f"{file} are torchvision's weights of {WITHOUT_EPS[digest[:8]]}, whose norms have no"
         remedy = "model.frozen_eps=0, as in torchvision"
-        raise UserError.at("model.frozen_eps", f"{what} eps; here it is {max(eps):g}", remedy)
+        raise UserError.at(
+            "model.frozen_eps", f"{what} eps; here it is {max(eps):g}", remedy, code="mismatch"
+        )

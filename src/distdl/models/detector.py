@@ -92,7 +92,9 @@ class Detector(Evaluated):
         classes = classes_of(network)
         if classes is not None and classes != num_classes + 1:
             what = f"is {num_classes}, and the network has {classes - 1} classes and the background"
-            raise UserError.at("model.num_classes", what, f"model.num_classes={classes - 1}")
+            raise UserError.at(
+                "model.num_classes", what, f"model.num_classes={classes - 1}", code="mismatch"
+            )
         if norm == "frozen" and weights is not None:
             freeze_norms(network, frozen_eps)
         if trainable_stages is not None or weights is not None:
@@ -111,18 +113,28 @@ class Detector(Evaluated):
         whole = cast("Mapping[str, Mapping[str, object]]", context["config"])
         file = config.get("weights")
         if file and context["local"] and not Path(str(file)).exists():
-            yield Problem("weights", f"no such file: {file}", "a .pth, .safetensors or .ckpt file")
+            yield Problem(
+                "weights",
+                f"no such file: {file}",
+                "a .pth, .safetensors or .ckpt file",
+                code="not-found",
+            )
         if context["local"] and find_spec("faster_coco_eval") is None:
             what = "needs the package faster-coco-eval, which is not installed"
-            yield Problem("", what, "pip install 'distdl[detection]'")
+            yield Problem("", what, "pip install 'distdl[detection]'", code="not-installed")
         strategy = str((whole.get("strategy") or {}).get("_target_"))
         if strategy.endswith("PipelineStrategy"):
             what = "a detector is no chain of layers, which strategy=pipeline could cut"
-            yield Problem("", what, "strategy=ddp or strategy=fsdp")
+            yield Problem("", what, "strategy=ddp or strategy=fsdp", code="unsupported")
         precision = str((whole.get("trainer") or {}).get("precision"))
         if precision in ("bf16-true", "16-true", "transformer-engine"):
             what = f"trainer.precision={precision} would round boxes to 8 bits"
-            yield Problem("", what, "trainer.precision=bf16-mixed, in which boxes are float32")
+            yield Problem(
+                "",
+                what,
+                "trainer.precision=bf16-mixed, in which boxes are float32",
+                code="unsupported",
+            )
         yield from _misfits(config, whole.get("data") or {})
 
     def setup(self, stage: str) -> None:
@@ -175,7 +187,7 @@ class Detector(Evaluated):
         needed = {name: target[name] for name in TRAINED_BY if name in target}
         for name in (name for name in self._needs if name not in needed):
             what = f"its targets have no {name}, which {type(self.network).__name__} learns"
-            raise UserError.at("data", what, "data with them, or another model")
+            raise UserError.at("data", what, "data with them, or another model", code="incomplete")
         return needed
 
 
@@ -190,10 +202,10 @@ def _misfits(config: Mapping[str, object], data: Mapping[str, object]) -> Iterat
     own = config.get("num_classes")
     if isinstance(named, int) and isinstance(own, int) and named != own:
         what = f"is {own}, and data.num_classes is {named}"
-        yield Problem("num_classes", what, f"model.num_classes={named}")
+        yield Problem("num_classes", what, f"model.num_classes={named}", code="mismatch")
     network = config.get("network")
     name = str(network.get("name")) if isinstance(network, Mapping) else ""
     for field, begin in NEEDS_BY_NAME.items():
         if name.startswith(begin) and data.get(field) is False:
             remedy = f"data.{field}=true, or another model"
-            yield Problem("network", f"{name} learns {field}", remedy)
+            yield Problem("network", f"{name} learns {field}", remedy, code="mismatch")

@@ -38,7 +38,7 @@ def load_weights(network: nn.Module, file: str | Path) -> None:
         UserError: There is no such file, or its weights belong to another network.
     """
     if not Path(file).exists():
-        raise UserError.at("model.weights", f"no such file: {file}")
+        raise UserError.at("model.weights", f"no such file: {file}", code="not-found")
     weights = plain_weights(formats.read(Path(file))["state_dict"])
     named = network.state_dict()
     other = [k for k in named if k in weights and named[k].shape != weights[k].shape]
@@ -47,7 +47,9 @@ def load_weights(network: nn.Module, file: str | Path) -> None:
     if missing or unknown or len({name.rpartition(".")[0] for name in other}) > 1:
         shown = first_few([*other, *missing, *unknown])
         what = f"{file} holds the weights of another network than {type(network).__name__}: {shown}"
-        raise UserError.at("model.weights", what, "choose the model that the weights belong to")
+        raise UserError.at(
+            "model.weights", what, "choose the model that the weights belong to", code="mismatch"
+        )
     if other:
         log.warning("not loaded from %s, because the shapes differ: %s", file, ", ".join(other))
     network.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)

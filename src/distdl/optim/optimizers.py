@@ -63,7 +63,7 @@ def scale_lr(lr: float, global_batch: int, rule: str, reference: int = 256) -> f
     if rule == "none":
         return lr
     remedy = "one of linear, sqrt, none"
-    raise UserError.at("optimizer.lr_scaling", f"no rule {rule!r}", remedy)
+    raise UserError.at("optimizer.lr_scaling", f"no rule {rule!r}", remedy, code="wrong-choice")
 
 
 def rate_of(config: Mapping[str, Any], global_batch: int) -> float:
@@ -150,7 +150,9 @@ def build_optimizer(
         module, arguments.get("weight_decay"), bool(config.get("decay_norm_and_bias", False))
     )
     if not groups:
-        raise UserError.at("model", "has no trainable parameter", "unfreeze some parameters")
+        raise UserError.at(
+            "model", "has no trainable parameter", "unfreeze some parameters", code="incomplete"
+        )
     if "lr" in config:
         arguments["lr"] = rate_of(config, global_batch)
         for group in groups:
@@ -265,7 +267,7 @@ def build_schedule(
     if endless & taken.keys() - config.keys() and target is not constant:
         what = "depends on the length of the training, which is unknown"
         remedy = "trainer.max_steps=<optimizer steps>, or schedule=constant"
-        raise UserError.at("schedule", what, remedy)
+        raise UserError.at("schedule", what, remedy, code="unreadable")
     arguments = {name: value for name, value in supplied.items() if name in taken}
     arguments |= {k: v for k, v in config.items() if k not in OUR_SCHEDULE_KEYS}
     ours = target.__module__.startswith("distdl.optim.")
@@ -277,7 +279,7 @@ def build_schedule(
 
 def _target(config: Mapping[str, Any], node: str, remedy: str) -> Callable[..., Any]:
     if not config.get("_target_"):
-        raise UserError.at(f"{node}._target_", "is missing", remedy)
+        raise UserError.at(f"{node}._target_", "is missing", remedy, code="missing-key")
     return get_object(config["_target_"])
 
 

@@ -154,7 +154,9 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
     launcher = env.get(LAUNCHER_VARIABLE) or "single"
     if launcher not in ROWS:
         remedy = f"one of: {', '.join(ROWS)}"
-        raise UserError.at(LAUNCHER_VARIABLE, f"{launcher!r} is not a launcher", remedy)
+        raise UserError.at(
+            LAUNCHER_VARIABLE, f"{launcher!r} is not a launcher", remedy, code="wrong-kind"
+        )
     if launcher == "external":
         rows = _claims(env)
         _agree(rows, env)
@@ -169,7 +171,7 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
     elif not rows:
         wanted = " or ".join(f"{r.rank} and {r.world_size}" for r in ROWS[launcher])
         what = f"launcher={launcher} started this process without setting {wanted}"
-        raise UserError.at(LAUNCHER_VARIABLE, what)
+        raise UserError.at(LAUNCHER_VARIABLE, what, code="incomplete")
     else:
         resolved = _read(launcher, rows[0], env, resources)
     if resources is not None and resolved.world_size != resources.world_size:
@@ -178,7 +180,7 @@ def resolve(env: Mapping[str, str] = os.environ, resources: Resources | None = N
             f"asks for {resources.num_nodes} x {resources.devices} = {resources.world_size}"
         )
         remedy = "start as many processes as trainer.num_nodes x trainer.devices"
-        raise UserError.at("trainer.devices", what, remedy)
+        raise UserError.at("trainer.devices", what, remedy, code="mismatch")
     return resolved
 
 
@@ -216,7 +218,11 @@ def _read(
             f"{local_world} processes per node do not fit a world of {world}",
         ),
     )
-    if wrong := [Problem(sources[name], what) for is_right, name, what in checks if not is_right]:
+    if wrong := [
+        Problem(sources[name], what, code="mismatch")
+        for is_right, name, what in checks
+        if not is_right
+    ]:
         raise UserError(*wrong)
 
     address, sources["main_address"] = _main_address(launcher, env)
@@ -224,7 +230,7 @@ def _read(
         if local_world < world:
             what = f"{row.name}: {world} processes on several nodes, but no address of rank 0"
             remedy = "export MASTER_ADDR=<host of rank 0> on every node"
-            raise UserError.at("MASTER_ADDR", what, remedy)
+            raise UserError.at("MASTER_ADDR", what, remedy, code="missing-key")
         address = loopback.address()
         sources["main_address"] = "one node"
     port, sources["main_port"] = _main_port(env)
@@ -245,7 +251,7 @@ def _agree(rows: list[Row], env: Mapping[str, str]) -> None:
             if env[one] != env[other]:
                 remedy = "unset the variables of the launcher that did not start this process"
                 what = f"{one}={env[one]} contradicts {other}={env[other]}"
-                raise UserError.at(one, what, remedy)
+                raise UserError.at(one, what, remedy, code="conflict")
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
@@ -253,9 +259,9 @@ def _number(env: Mapping[str, str], name: str) -> int:
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", env[name].strip())
     if match is None and "," in env[name]:
         what = f"{env[name]}: the nodes have different numbers of processes"
-        raise UserError.at(name, what, "start the same number on every node")
+        raise UserError.at(name, what, "start the same number on every node", code="mismatch")
     if match is None:
-        raise UserError.at(name, f"{env[name]!r} is not a number")
+        raise UserError.at(name, f"{env[name]!r} is not a number", code="wrong-type")
     return int(match[1])
 
 

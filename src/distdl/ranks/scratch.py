@@ -46,6 +46,7 @@ def problems(data: Mapping[str, Any] | None, ranks: int) -> Iterator[Problem]:
             what=f"{folder} has {length} characters, and the sockets of loader workers, which are "
             f"in it, allow {LONGEST}",
             remedy="export TMPDIR=/tmp; or data.num_workers=0",
+            code="out-of-range",
         )
     yield from _shared_memory(needed_bytes(data, ranks))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -53,7 +54,7 @@ def problems(data: Mapping[str, Any] | None, ranks: int) -> Iterator[Problem]:
     if files not in (resource.RLIM_INFINITY, -1) and files < needed:
         what = f"a process may open {files} files; a rank with its loader workers needs {needed}"
         remedy = f"ulimit -n {max(4096, needed)}; or fewer data.num_workers"
-        yield Problem("ulimit -n", what, remedy)
+        yield Problem("ulimit -n", what, remedy, code="not-enough")
 
 
 def folder_for_files() -> tuple[str, str]:
@@ -77,14 +78,16 @@ def needed_bytes(data: Mapping[str, Any] | None, ranks: int) -> int:
 
 def _unusable(folder: str, name: str) -> Iterator[Problem]:
     if not os.path.isdir(folder):
-        yield Problem(name, f"there is no folder {folder}", "export TMPDIR=/tmp")
+        yield Problem(name, f"there is no folder {folder}", "export TMPDIR=/tmp", code="not-found")
         return
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(1 << 16))
     except OSError as error:
         what = f"{folder} cannot be written: {error.strerror}"
-        yield Problem(name, what, "make room there, or name another: export TMPDIR=/tmp")
+        yield Problem(
+            name, what, "make room there, or name another: export TMPDIR=/tmp", code="not-writable"
+        )
 
 
 def _shared_memory(needed: int) -> Iterator[Problem]:
@@ -92,9 +95,11 @@ def _shared_memory(needed: int) -> Iterator[Problem]:
         return
     if not os.access(SHARED, os.W_OK):
         what = "cannot be written, and loader workers pass their batches through it"
-        yield Problem(str(SHARED), what, f"chmod 1777 {SHARED}; or data.num_workers=0")
+        yield Problem(
+            str(SHARED), what, f"chmod 1777 {SHARED}; or data.num_workers=0", code="not-writable"
+        )
     elif (size := shutil.disk_usage(SHARED).total) < needed:
         what = f"has {size / 2**20:.0f} MiB; the loaders' batches need {needed / 2**20:.0f}"
         gigabytes = math.ceil(needed / 2**30)
         remedy = f"docker run --shm-size={gigabytes}g; or fewer data.num_workers"
-        yield Problem(str(SHARED), what, remedy)
+        yield Problem(str(SHARED), what, remedy, code="not-enough")

@@ -63,7 +63,9 @@ class RunDirectory:
 
         run = cls(find_run(str(path)).resolve())
         if not run.exists:
-            raise UserError.at(str(path), "has no config.yaml, so it cannot be resumed")
+            raise UserError.at(
+                str(path), "has no config.yaml, so it cannot be resumed", code="incomplete"
+            )
         return run
 
     def create(self, recipe: str, provenance: dict[str, Any]) -> None:
@@ -151,7 +153,7 @@ class RunDirectory:
         who = f"pid {status.get('pid')} on {status.get('host')}"
         since = time.ctime(status.get("started") or 0)
         what = f"attempt {last.number} is running ({who}, started {since})"
-        raise UserError.at(str(self.path), what, remedy)
+        raise UserError.at(str(self.path), what, remedy, code="under-way")
 
     def begin_attempt(
         self, launch: dict[str, Any], check: Callable[[], None] = lambda: None

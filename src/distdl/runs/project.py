@@ -53,7 +53,9 @@ def lines_of(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
-        raise UserError.at(str(path), what, "it says what must not be sent") from error
+        raise UserError.at(
+            str(path), what, "it says what must not be sent", code="unreadable"
+        ) from error
 
 
 def is_run(folder: Path) -> bool:
@@ -187,7 +189,7 @@ class _Lister:
     def refuse_unreadable(self, folders: Iterable[tuple[str, str]]) -> None:
         remedy = f"name it in {IGNORE_FILE}"
         problems = [
-            Problem(name, f"cannot be read: {why}", remedy)
+            Problem(name, f"cannot be read: {why}", remedy, code="unreadable")
             for name, why in folders
             if not self.stays(f"{name}/")
         ]

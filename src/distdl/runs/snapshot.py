@@ -84,7 +84,7 @@ class Snapshot:
         """Raises a UserError if a file, just copied, was changed after it was searched."""
         if state_of(path) != self.searched[path]:
             what = "was changed while the job was being prepared"
-            raise UserError.at(name.partition("/")[2], what, "start the job again")
+            raise UserError.at(name.partition("/")[2], what, "start the job again", code="mismatch")
 
 
 def in_short(names: Sequence[str]) -> str:
@@ -137,7 +137,9 @@ def take(
             why = "" if name in project.chosen else secret_in(path, searched[path], known)
         except OSError as error:
             remedy = f"name it in {IGNORE_FILE}"
-            problems.append(Problem(shown, f"cannot be read: {error.strerror}", remedy))
+            problems.append(
+                Problem(shown, f"cannot be read: {error.strerror}", remedy, code="unreadable")
+            )
             continue
         if not why:
             files.append((path, target))
@@ -167,7 +169,11 @@ def missing_modules(root: Path, project: Listing, imported: Iterable[str]) -> li
     problems = [missing_problem(project, name) for name in names[:SHOWN]]
     more = len(names) - SHOWN
     if more > 0:
-        problems.append(Problem("", f"and {more} more modules are imported here and not sent"))
+        problems.append(
+            Problem(
+                "", f"and {more} more modules are imported here and not sent", code="incomplete"
+            )
+        )
     return problems
 
 
@@ -188,7 +194,7 @@ def missing_problem(project: Listing, name: str) -> Problem:
                 f"and remove the link; or write a line into {IGNORE_FILE}: !{link} sends all of it"
             )
     what = f"is imported here, and the job would be without it: {why}"
-    return Problem(printable(name), what, printable(remedy))
+    return Problem(printable(name), what, printable(remedy), code="incomplete")
 
 
 def state_of(path: Path) -> tuple[int, int]:
@@ -278,6 +284,7 @@ def secret_problem(name: str, why: str) -> Problem:
         f"{why}, and would leave this machine with the job",
         f"read it from the environment (launcher.forward_env=[{variable}]); or write a line into "
         f"{IGNORE_FILE}: {name} leaves the file out, !{name} sends it anyway",
+        code="private",
     )
 
 
@@ -320,4 +327,5 @@ def refuse_large(root: Path, files: Sequence[tuple[Path, str]], limit_mb: float)
         "project.root",
         f"{root} has more than the {limit_mb:g} MB of code that a job may send: {shown}",
         f"list files other than code in .gitignore or {IGNORE_FILE}, or set project.root",
+        code="not-enough",
     )

@@ -37,7 +37,9 @@ class S3Store(RemoteStore["BaseClient"]):
             import boto3  # noqa: F401
         except ImportError:
             remedy = "pip install 'distdl[s3]'"
-            raise UserError.at(self.uri, "needs the package boto3", remedy) from None
+            raise UserError.at(
+                self.uri, "needs the package boto3", remedy, code="not-installed"
+            ) from None
 
     def _connect(self) -> BaseClient:
         import boto3

@@ -82,6 +82,6 @@ class ClassFolders:
             known, path = self._class.setdefault(identity(inner), (name, inner))
             if known != name:
                 what = f"{path} and {inner} are the same folder: its images would have two labels"
-                raise UserError.at(self.where, what, "remove the link")
+                raise UserError.at(self.where, what, "remove the link", code="ambiguous")
             folders[:] = [folder for folder in folders if not folder.startswith(".")]
             yield inner, folders, names

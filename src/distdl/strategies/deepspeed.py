@@ -69,7 +69,9 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         autotune: bool = False,
     ) -> None:
         if importlib.util.find_spec("deepspeed") is None:
-            raise UserError.at("strategy", "DeepSpeed is not installed", INSTALL)
+            raise UserError.at(
+                "strategy", "DeepSpeed is not installed", INSTALL, code="not-installed"
+            )
         if not torch.cuda.is_available():  # DeepSpeed reads the variable at import
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         super().__init__(
@@ -98,19 +100,28 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         trainer = context["config"]["trainer"]
         local = context["local"]
         if local and importlib.util.find_spec("deepspeed") is None:
-            yield Problem("", "needs DeepSpeed, which is not installed", INSTALL)
+            yield Problem(
+                "", "needs DeepSpeed, which is not installed", INSTALL, code="not-installed"
+            )
         if node.get("offload_parameters") and node.get("stage", 2) != 3:
             what = "only stage 3 can keep weights in host memory"
-            yield Problem("offload_parameters", what, "strategy.stage=3")
+            yield Problem("offload_parameters", what, "strategy.stage=3", code="unsupported")
         if context["accelerator"] == "mps":
-            yield Problem("", "does not run on Apple's GPUs", "trainer.accelerator=cpu")
+            yield Problem(
+                "", "does not run on Apple's GPUs", "trainer.accelerator=cpu", code="unsupported"
+            )
         if trainer.get("gradient_clip_val") and trainer.get("gradient_clip_algorithm") == "value":
             what = "DeepSpeed clips by the norm, not by value"
-            yield Problem("", what, "trainer.gradient_clip_algorithm=norm")
+            yield Problem("", what, "trainer.gradient_clip_algorithm=norm", code="unsupported")
         if node.get("stage", 2) == 3:
             yield from sharing.refuse_averaging(context["config"])
         if trainer.get("sync_batchnorm"):
-            yield Problem("", "does not synchronise batch norm", "trainer.sync_batchnorm=false")
+            yield Problem(
+                "",
+                "does not synchronise batch norm",
+                "trainer.sync_batchnorm=false",
+                code="unsupported",
+            )
         if node.get("config") and local:
             try:
                 settings_of(find(str(node["config"])))

@@ -24,7 +24,7 @@ class AutocastPrecision(DeepSpeedPrecision):
         if self.optimizes_manually:  # else the Trainer's clipping is in DeepSpeed's settings
             what = "self.clip_gradients has no effect: DeepSpeed clips in its own step"
             remedy = 'strategy.config=FILE, with "gradient_clipping" in it; or strategy=ddp'
-            raise UserError.at("strategy", what, remedy)
+            raise UserError.at("strategy", what, remedy, code="conflict")
 
     def convert_input(self, data: object) -> object:
         return data if self.autocasts_on else super().convert_input(data)

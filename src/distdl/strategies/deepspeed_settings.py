@@ -32,7 +32,7 @@ def find(config: str) -> Path:
         if path.is_file():
             return path
     remedy = "write the path of a JSON file of DeepSpeed's settings"
-    raise UserError.at("config", f"no such file: {config}", remedy)
+    raise UserError.at("config", f"no such file: {config}", remedy, code="not-found")
 
 
 def settings_of(path: Path) -> dict[str, Any]:
@@ -45,12 +45,14 @@ def settings_of(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError.at("config", f"{path} is not JSON: {error}") from error
+        raise UserError.at("config", f"{path} is not JSON: {error}", code="damaged-file") from error
     if not isinstance(settings, dict):
-        raise UserError.at("config", f"{path} is not a JSON object")
+        raise UserError.at("config", f"{path} is not a JSON object", code="wrong-kind")
     settings = without_auto(settings)
     problems = [
-        Problem("config", f"{path} sets {key}", f"leave it out, and write {remedy}")
+        Problem(
+            "config", f"{path} sets {key}", f"leave it out, and write {remedy}", code="reserved"
+        )
         for key, remedy in SET_BY_THE_RUN.items()
         if key in settings
     ]

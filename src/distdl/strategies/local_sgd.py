@@ -67,16 +67,23 @@ class LocalSGDStrategy(DriftingStrategy):
             used = config.get("outer", "average") == "nesterov"
             if not used and config.get(name, default) != default:
                 remedy = f"strategy.outer=nesterov, or leave strategy.{name} out"
-                yield Problem(name, "has no effect with strategy.outer=average", remedy)
+                yield Problem(
+                    name, "has no effect with strategy.outer=average", remedy, code="conflict"
+                )
         if config.get("outer_momentum", 0.9) >= 1:
-            yield Problem("outer_momentum", "must be less than 1", "strategy.outer_momentum=0.9")
+            yield Problem(
+                "outer_momentum",
+                "must be less than 1",
+                "strategy.outer_momentum=0.9",
+                code="out-of-range",
+            )
         trainer = (context.get("config") or {}).get("trainer") or {}
         if trainer.get("sync_batchnorm"):
             what = "trainer.sync_batchnorm would send at every step what local_sgd saves"
-            yield Problem("", what, "trainer.sync_batchnorm=false")
+            yield Problem("", what, "trainer.sync_batchnorm=false", code="unsupported")
         if trainer.get("precision") in (16, "16", "16-mixed"):
             what = "each rank would scale its loss differently, and a checkpoint keeps one scale"
-            yield Problem("", what, "trainer.precision=bf16-mixed")
+            yield Problem("", what, "trainer.precision=bf16-mixed", code="mismatch")
 
     def configure_ddp(self) -> None:
         """Broadcasts the initial weights instead of using DistributedDataParallel."""

@@ -86,7 +86,7 @@ def refuse_averaging(config: Mapping[str, Any]) -> Iterator[Problem]:
         if str((callback or {}).get("_target_", "")).endswith("WeightAveraging"):
             what = f"callbacks.{name} averages full weights, and here a rank has only slices"
             remedy = f"strategy=deepspeed_zero2 or strategy=ddp, or leave it out: ~callbacks.{name}"
-            yield Problem("", what, remedy)
+            yield Problem("", what, remedy, code="unsupported")
 
 
 def on_host(value: object) -> object:

@@ -74,7 +74,12 @@ class Predict(Task[Built]):
         yield from super().check(node, context)
         output = str(node.get("output", "predictions"))
         if why := odd(output):
-            yield Problem("output", f"{output!r} {why}", "name a folder in the run's directory")
+            yield Problem(
+                "output",
+                f"{output!r} {why}",
+                "name a folder in the run's directory",
+                code="wrong-kind",
+            )
 
     def run(self, context: Built) -> Metrics:
         """Returns `predict/samples`; of images also `predict/damaged`; and what the domain says of
@@ -142,7 +147,9 @@ class Collector(Callback):
             or hasattr(self, "batches")
         ):
             what = "predict_dataloader: its samples cannot be counted"
-            raise UserError.at("data", what, "return one DataLoader over a map-style dataset")
+            raise UserError.at(
+                "data", what, "return one DataLoader over a map-style dataset", code="unreadable"
+            )
         self.batches = batches
         self.dataset = keyed.dataset
         self.named = isinstance(self.dataset, EncodedData)

@@ -90,11 +90,21 @@ class Rows:
         for name in (MANIFEST, PROGRESS):
             self.record |= load_json(self.folder / name, RECORD, OTHER)
         if not self.record["facts"] and any(self.folder.glob("[!.]*")):
-            raise UserError.at("task.output", f"{shown(self.folder)} holds other files", OTHER)
+            raise UserError.at(
+                "task.output",
+                f"{shown(self.folder)} holds other files",
+                OTHER,
+                code="exists-already",
+            )
         for path in (self.folder / str(name) for name in self.record["parts"]):
             if not path.is_file():
                 what = f"{shown(path)} is missing"
-                raise UserError.at("task.output", what, f"remove {shown(self.folder)}, or {OTHER}")
+                raise UserError.at(
+                    "task.output",
+                    what,
+                    f"remove {shown(self.folder)}, or {OTHER}",
+                    code="incomplete",
+                )
         remove_leftovers(self.folder)
         return self.record["counts"].get("samples", self.record["rows"])
 
@@ -107,7 +117,7 @@ class Rows:
         for name, before in self.record["facts"].items():
             if before != facts.get(name):
                 what = f"{shown(self.folder)} holds rows of {name} {before}, not {facts.get(name)}"
-                raise UserError.at("task.output", what, OTHER)
+                raise UserError.at("task.output", what, OTHER, code="mismatch")
 
     def add(self, columns: Columns, missing: Columns, **counts: int) -> None:
         """Stores one part.
@@ -159,4 +169,6 @@ class Rows:
             write_bytes(path, data)
         except OSError as error:
             what = f"cannot write {shown(path)}: {error.strerror or error}"
-            raise Unfinished.at("task.output", what, "the same command resumes") from error
+            raise Unfinished.at(
+                "task.output", what, "the same command resumes", code="not-writable"
+            ) from error

@@ -104,9 +104,19 @@ class MLflowLogger:
         """Problems of the arguments; paths are relative to the tracker's node."""
         experiment = config.get("experiment_name")
         if isinstance(experiment, bool | float | list | dict):
-            yield Problem("experiment_name", f"{experiment!r} is not a name", f"'{experiment!s}'")
+            yield Problem(
+                "experiment_name",
+                f"{experiment!r} is not a name",
+                f"'{experiment!s}'",
+                code="wrong-kind",
+            )
         elif experiment is not None and not 0 < len(str(experiment).strip()) <= 500:
-            yield Problem("experiment_name", "has no character, or more than 500", "a shorter name")
+            yield Problem(
+                "experiment_name",
+                "has no character, or more than 500",
+                "a shorter name",
+                code="incomplete",
+            )
         elif context and context["new"] and context["local"]:
             outputs = os.path.abspath(str(context["config"].get("output_dir")))
             uri = config.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
@@ -114,14 +124,20 @@ class MLflowLogger:
             own = context["config"].get("experiment_name")
             if refused := schema_of(uri):
                 path = f"MLflow at {redact(uri)}"
-                yield Problem("tracking_uri", f"{path} {refused.what}", refused.remedy)
+                yield Problem(
+                    "tracking_uri", f"{path} {refused.what}", refused.remedy, code="mismatch"
+                )
             elif refused := deleted_in(uri, str(experiment or own)):
-                yield Problem("experiment_name", f"MLflow {refused.what}", refused.remedy)
+                yield Problem(
+                    "experiment_name", f"MLflow {refused.what}", refused.remedy, code="conflict"
+                )
         name = config.get("register")
         if name is not None and not re.fullmatch(NAME, str(name)):
-            yield Problem("register", f"{name!r} has other characters", f"as in {NAME}")
+            yield Problem(
+                "register", f"{name!r} has other characters", f"as in {NAME}", code="wrong-kind"
+            )
         elif name is not None and context and (why_not := not_exportable(context["config"])):
-            yield Problem("register", why_not, "remove tracking.mlflow.register")
+            yield Problem("register", why_not, "remove tracking.mlflow.register", code="mismatch")
 
     def start(self, info: RunInfo) -> None:
         """Starts the sender. Never raises, and never waits for the server."""

@@ -64,6 +64,7 @@ def _started(key: str, start: Callable[[], Result]) -> Result:
             f"tracking.{key}",
             f"cannot start: {type(error).__name__}: {reason}",
             "log in, use its offline mode (docs/tracking.md), or choose tracking=mlflow",
+            code="failed",
         ) from error
 
 

@@ -25,4 +25,6 @@ def refuse_silent(path: Path) -> None:
     thread.join(ANSWER_S)
     if thread.is_alive():
         what = f"its store has not answered for {ANSWER_S:.0f} s (a network mount that hangs?)"
-        raise UserError.at(str(path), what, "try again when it answers: ls has to return")
+        raise UserError.at(
+            str(path), what, "try again when it answers: ls has to return", code="unreachable"
+        )

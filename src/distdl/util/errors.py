@@ -47,13 +47,18 @@ else in the one that is named behind it, with the reason.
 
 from __future__ import annotations
 
+import multiprocessing
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from distdl.util.exit_codes import EXIT_FAILURE, EXIT_REFUSED
 from distdl.util.refusal_codes import of_words
+
+# The last line of a UserError's traceback in a child process: the code of its first problem.
+_NOTE = re.compile(r"\n    \[([a-z-]+)\]$")
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Problem:
     path: str  # in the config, as the user writes it (`strategy.stages`); empty if there is none
     what: str  # one sentence without the path
     remedy: str = ""  # what to write instead, as the user would type it; empty if it is unknown
-    # Which kind of problem it is: one of `refusal_codes.CODES`; by default what `what` says.
+    # Which kind of problem it is. Every refusal of distdl names it; by default what `what` says.
     code: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -88,29 +93,35 @@ class UserError(Exception):
 
     exit_code = EXIT_REFUSED
     outcome = "nothing was started"
-    code = ""  # of all its problems; empty: each has its own
+    code: ClassVar[str] = ""  # of all its problems; empty: each has its own
     further = ""
 
     def __init__(self, *problems: Problem | str) -> None:
         name = type(self).__name__
+        code = ""
         text = problems[0] if problems else ""
         # If a loader's worker fails, torch raises its error again in the rank, with a text that
         # ends with the worker's traceback (`torch._utils.ExceptionWrapper`).
         if isinstance(text, str) and text.startswith(f"Caught {name} in "):
             self.add_note(text)
-            message = text.rpartition(f"\n{type(self).__module__}.{name}: ")[2]
-            problems = (message.rstrip("\n"),)
+            message = text.rpartition(f"\n{type(self).__module__}.{name}: ")[2].rstrip("\n")
+            if noted := _NOTE.search(message):
+                message = message[: noted.start()]
+                code = noted[1]
+            problems = (message,)
         self.problems: Sequence[Problem] = [
-            p if isinstance(p, Problem) else Problem("", p) for p in problems
+            p if isinstance(p, Problem) else Problem("", p, code=code) for p in problems
         ]
         if self.code:
             self.problems = [replace(p, code=self.code) for p in self.problems]
         super().__init__("\n".join(map(str, self.problems)))
+        if self.problems and multiprocessing.parent_process():  # a loader's worker, perhaps
+            self.add_note(f"    [{self.problems[0].code}]")
 
     @classmethod
-    def at(cls, path: str, what: str, remedy: str = "") -> Self:
+    def at(cls, path: str, what: str, remedy: str = "", *, code: str = "") -> Self:
         """An error with one problem."""
-        return cls(Problem(path, what, remedy))
+        return cls(Problem(path, what, remedy, code))
 
     def shown(self) -> str:
         """What the command line prints: how many problems, the outcome, and each with its code."""
@@ -140,7 +151,7 @@ class Damaged(UserError):
     code = "damaged-file"
 
     def __init__(self, path: Path, what: str, remedy: str) -> None:
-        super().__init__(Problem(str(path), f"is damaged: {what}", remedy))
+        super().__init__(Problem(str(path), f"is damaged: {what}", remedy, code="damaged-file"))
 
 
 class GitRefuses(UserError):
@@ -150,6 +161,7 @@ class GitRefuses(UserError):
 class Unfit(UserError):
     """The job's ranks, hosts or links are not as they must be."""
 
+    code = "unfit"
     outcome = "nothing was trained"
 
 
@@ -200,9 +212,18 @@ class StoreError(OSError):
         self.transient = transient
         self.remedy = remedy
 
+    @property
+    def code(self) -> str:
+        """Of the refusal that names it (`refusal_codes.CODES`)."""
+        if self.transient:
+            return "unreachable"
+        return "platform-refuses" if self.remedy else "unreadable"
+
 
 class Absent(StoreError):
     """There is no such file, but its container exists."""
+
+    code = "not-found"
 
 
 class Short(StoreError):
@@ -224,9 +245,10 @@ class SaveError(RuntimeError):
 class Refused(ValueError):
     """Raised when a validator of a typed setting rejects a value. `what` begins with the value."""
 
-    def __init__(self, what: str, remedy: str = "") -> None:
+    def __init__(self, what: str, remedy: str = "", *, code: str = "") -> None:
         super().__init__(what)
         self.remedy = remedy
+        self.code = code
 
 
 class NoSuchName(AttributeError):

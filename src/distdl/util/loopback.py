@@ -24,7 +24,9 @@ def listen() -> socket.socket:
             if error.errno not in ABSENT:
                 raise
     what = f"this machine has neither {' nor '.join(ADDRESSES)}, at which its processes meet"
-    raise UserError.at("", what, "bring its loopback interface up: ip link set lo up")
+    raise UserError.at(
+        "", what, "bring its loopback interface up: ip link set lo up", code="incomplete"
+    )
 
 
 def address() -> str:

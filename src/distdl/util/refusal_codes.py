@@ -1,8 +1,8 @@
 """The codes of problems: the kind of each in a word, which stays when its sentence is reworded.
 
 `Problem.code` holds one. It is shown at the end of the problem's line (`lrr: unknown key in the
-config [unknown-key]`), and docs/troubleshooting.md shows the table. Whoever makes a problem and
-knows its kind passes the code; any other problem gets the one that its own words say.
+config [unknown-key]`), and docs/troubleshooting.md shows the table. Whoever refuses something names
+the code. A problem without one, as code of users may make it, gets the one that its words say.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ CODES = {
     "wrong-kind": "it is something else than what belongs there: no run, job, address or number",
     "incomplete": "a part is missing in what was named: a folder, a file, a method, a setting",
     "private": "a secret, or what belongs to somebody else, would be used or sent",
+    "unfit": "a rank, a host or a link of the job is not as it must be",
     "failed": "code of yours, or another program, was tried and failed",
     "refused": "any other reason: the sentence says it",
 }

@@ -13,7 +13,9 @@ def tail(path: Path, alive: Callable[[], bool], interval: float = 0.2) -> Iterat
     """Lines of a growing file, without line ends, until it is no longer `alive`. The file need not
     exist yet, and is read every `interval` seconds. A link, which no run writes, is a UserError."""
     if path.is_symlink():  # a run's folder may come from somebody else
-        raise UserError.at(str(path), f"is a link to {path.readlink()}, and is not shown")
+        raise UserError.at(
+            str(path), f"is a link to {path.readlink()}, and is not shown", code="wrong-kind"
+        )
     position = 0
     rest = b""
     while True:

@@ -44,7 +44,6 @@ CODE_OF_KIND = {
     "missing": "missing-key",
     "extra_forbidden": "unknown-key",
     "literal_error": "wrong-choice",
-    "value_error": "",
 }
 
 
@@ -72,7 +71,9 @@ class Misfit:
 
     @property
     def code(self) -> str:
-        """Of `refusal_codes.CODES`; empty if the words of `reason` say it."""
+        """Of `refusal_codes.CODES`; that of `reason` if a validator of ours has raised it."""
+        if self.reason is not None:
+            return getattr(self.reason, "code", "wrong-type")
         if self.kind.startswith(("greater_", "less_")) or self.kind.endswith(("_long", "_short")):
             return "out-of-range"
         return CODE_OF_KIND.get(self.kind, "wrong-type")
@@ -144,16 +145,19 @@ def problems(
         first = same[0]
         reason = next((each.reason for each in same if each.reason is not None), None)
         if reason is not None:
-            yield Problem(path, str(reason), getattr(reason, "remedy", ""))
+            remedy = getattr(reason, "remedy", "")
+            yield Problem(path, str(reason), remedy, code=getattr(reason, "code", ""))
         elif first.kind == "missing":
-            yield Problem(path, "missing", f"write {path}=...", first.code)
+            yield Problem(path, "missing", f"write {path}=...", code=first.code)
         elif first.kind == "extra_forbidden":
-            yield Problem(path, "no such setting", did_you_mean_word(path, known), first.code)
+            remedy = did_you_mean_word(path, known)
+            yield Problem(path, "no such setting", remedy, code=first.code)
         else:
             remedy = did_you_mean_word(first.value, first.choices)
             if first.kind == "list_type":
                 remedy = _as_list(f"{section}{path}", first.value)
-            yield Problem(path, f"{first.value!r} is not {either(same)}", remedy, first.code)
+            what = f"{first.value!r} is not {either(same)}"
+            yield Problem(path, what, remedy, code=first.code)
 
 
 def _as_list(key: str, value: object) -> str:
@@ -212,5 +216,5 @@ def checked(kind: object, value: object, path: str = "") -> Any:  # noqa: ANN401
             where = ".".join(str(part) for part in parts if part not in ("", KEY))
             what = f"must be {misfit.expected}, not {misfit.value!r:.60}"
             near = did_you_mean_word(misfit.value, misfit.choices)
-            wrong.append(Problem(where, what, near, misfit.code))
+            wrong.append(Problem(where, what, near, code=misfit.code))
         raise UserError(*wrong) from None

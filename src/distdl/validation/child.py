@@ -126,7 +126,8 @@ class Binding:
             return
         data, model = (getattr(part, "__name__", "") for part in parts)
         what = f"{data} gives samples of {given}, and {model} learns {learnt}"
-        self.add(("data",), what, "choose data and model of one domain: data=NAME or model=NAME")
+        remedy = "choose data and model of one domain: data=NAME or model=NAME"
+        self.add(("data",), what, remedy, code="mismatch")
         self.skip += [("data",), ("model",)]
 
     def check_imported_modules(self) -> None:
@@ -152,7 +153,8 @@ class Binding:
             remedy = "or choose a project.root that contains it"
             if str(home) in searched and not any(home.is_relative_to(f) for f in installed):
                 what += ", and no node finds it: nodes have another PYTHONPATH"
-                self.add(("project", "root"), what, f"pip install it, here and there; {remedy}")
+                remedy = f"pip install it, here and there; {remedy}"
+                self.add(("project", "root"), what, remedy, code="incomplete")
             else:
                 self.notes.append(f"{what}: install it on the nodes, {remedy}")
 
@@ -187,8 +189,8 @@ class Binding:
             if built and all(UNKNOWN in problem.what for problem in self.problems[before:]):
                 self.hook(called, node, location)
 
-    def add(self, path: Path, what: str, remedy: str = "") -> None:
-        self.problems.append(Problem(path_text(path), what, remedy))
+    def add(self, path: Path, what: str, remedy: str = "", *, code: str) -> None:
+        self.problems.append(Problem(path_text(path), what, remedy, code=code))
 
     def locate(self, target: str, path: Path) -> object:
         """Imports what a dotted path names; None (and a problem or a note) if that fails."""
@@ -205,7 +207,8 @@ class Binding:
             modules = [m.name for m in pkgutil.iter_modules(getattr(error.owner, "__path__", ()))]
             public = [name for name in vars(error.owner) if not name.startswith("_")]
             near = closest(error.missing, [*modules, *public])
-            self.add(path, str(error), f"did you mean {error.reached}.{near}?" if near else "")
+            remedy = f"did you mean {error.reached}.{near}?" if near else ""
+            self.add(path, str(error), remedy, code="incomplete")
         except (Exception, SystemExit) as error:
             if shadowing(error, self.trust.folders):
                 raise  # all further imports would fail in the same way
@@ -216,7 +219,8 @@ class Binding:
             remedy = lightning_1.replaced(error) + origin(error)
             if isinstance(error, SystemExit):
                 remedy += ': put the code of a script under if __name__ == "__main__":'
-            self.add(path, f"{target} cannot be imported: {in_short(error)}", remedy)
+            what = f"{target} cannot be imported: {in_short(error)}"
+            self.add(path, what, remedy, code="failed")
         finally:
             sys.argv = typed
         return None
@@ -224,7 +228,7 @@ class Binding:
     def absent(self, package: str, path: Path) -> None:
         if self.local:
             what = f"needs the package {package}, which is not installed"
-            self.add(path, what, "install it into this environment")
+            self.add(path, what, "install it into this environment", code="not-installed")
         else:
             self.notes.append(
                 f"not checked: {path_text(path)}: package {package} is not installed here"
@@ -235,18 +239,21 @@ class Binding:
     ) -> TypeGuard[Callable[..., Any]]:
         """Whether the target can be called and is of the kind that its section accepts."""
         target = node["_target_"]
-        why = None
+        location = (*path, "_target_")
+        why: Problem | None = None
         missing = ", ".join(sorted(getattr(called, "__abstractmethods__", ())))
         if not callable(called):
-            why = (f"{target} is a {type(called).__name__}, not a class or function", "")
+            what = f"{target} is a {type(called).__name__}, not a class or function"
+            why = Problem(path_text(location), what, code="wrong-kind")
         elif missing:
-            why = (f"{target} is abstract: it does not define {missing}", "")
+            what = f"{target} is abstract: it does not define {missing}"
+            why = Problem(path_text(location), what, code="incomplete")
         else:
             why = kinds.problem_of_kind(called, node, path, self.trust)
         if path == ("task",) and why is None:
             why = own_tasks.problem(called, target)
         if why:
-            self.add((*path, "_target_"), *why)
+            self.problems.append(why)
         return why is None
 
     def bind(
@@ -273,27 +280,30 @@ class Binding:
                 offered=table.get("offered", ()),
             )
         ]
-        unknown = [name for name, what, _ in misfits if what == "unknown argument"]
+        unknown = [each.path for each in misfits if each.code == "unknown-key"]
         if path in (("model",), ("data",)) and len(unknown) > 3:
-            misfits = [each for each in misfits if each[0] not in unknown]
+            misfits = [each for each in misfits if each.path not in unknown]
             default = f"if the default adds them, write under defaults: - override /{text}: null"
-            self.add(path, f"{target} {UNKNOWN} {', '.join(unknown)}", default)
-        for name, what, remedy in misfits:
+            what = f"{target} {UNKNOWN} {', '.join(unknown)}"
+            self.add(path, what, default, code="unknown-key")
+        for misfit in misfits:
+            name = misfit.path
+            what = misfit.what
             location = (*path, name) if name else path
-            remedy = remedy.replace("{}", f"{text}.")
-            if what == "unknown argument":
+            remedy = misfit.remedy.replace("{}", f"{text}.")
+            if misfit.code == "unknown-key":
                 what = f"{target} {UNKNOWN} {name!r}"
                 if is_launcher(called):
                     remedy = adapted_launcher(called).instead.get(name, remedy)
                 if name == "class_path":
                     remedy = f"this key is LightningCLI's: write {text}._target_={node[name]}"
-            elif what == "missing argument":
+            elif misfit.code == "missing-key":
                 what = f"missing, {target} needs it"
                 remedy = f"write {path_text(location)}=..."
             elif "{}" in what:
                 shown = Resolved(values=self.config, expressions=self.expressions).show(location)
                 what = what.replace("{}", shown)
-            self.add(location, what, remedy)
+            self.add(location, what, remedy, code=misfit.code)
         called_on_meta = target.startswith(_BUILT_ON_META) and node.get("_partial_") is not True
         if called_on_meta and takes_anything(parameters):
             self.build(target, node, path)
@@ -305,9 +315,9 @@ class Binding:
         foreign = any(not each.startswith(("torch.", *_BUILT_ON_META)) for each in inner)
         refused = any(path == bad[: len(path)] for bad in self.skip)
         if path[0] == "model" and not foreign and not refused and (wrong := misfit(node)):
-            name, what, remedy = wrong
-            remedy = remedy.replace("{}", path_text(path))
-            self.add((*path, name) if name else path, f"{target}: {what}", remedy)
+            location = (*path, wrong.path) if wrong.path else path
+            remedy = wrong.remedy.replace("{}", path_text(path))
+            self.add(location, f"{target}: {wrong.what}", remedy, code=wrong.code)
 
     def hook(self, called: Callable[..., Any], node: dict[str, Any], path: Path) -> None:
         """Lets a target check its own node, in a static or class method `check(node[, context])`.
@@ -337,7 +347,8 @@ class Binding:
                     location = f"{start}.{problem.path}" if problem.path else start
                     self.problems.append(replace(problem, path=location))
         except Exception as error:  # a check may be the user's own code
-            self.add(path, f"its own check failed: {in_short(error)}", origin(error))
+            what = f"its own check failed: {in_short(error)}"
+            self.add(path, what, origin(error), code="failed")
 
 
 def is_absent(package: str) -> bool:
@@ -372,7 +383,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # imports of user code may raise anything
         if (shadow := shadowing(error, binding.trust.folders)) is None:
             raise
-        binding.problems = [Problem(*shadow)]
+        binding.problems = [Problem(*shadow, code="hidden-module")]
     problems = [[p.path, hide_shapes(p.what), p.remedy, p.code] for p in binding.problems]
     return {"problems": problems, "notes": binding.notes, "facts": binding.facts}
 

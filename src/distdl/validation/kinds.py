@@ -104,8 +104,8 @@ def kind_of(path: Path) -> Kind:
 
 def problem_of_kind(
     called: object, node: Mapping[str, Any], path: Path, trust: Trust
-) -> tuple[str, str] | None:
-    """Why a node's target is refused, and the remedy; None if it may be called.
+) -> Problem | None:
+    """Why a node's target is refused; None if it may be called.
 
     Args:
         called: The target, imported but not called.
@@ -115,6 +115,7 @@ def problem_of_kind(
     target = str(node["_target_"])
     if is_trusted(called, target, trust):
         return None
+    location = path_text((*path, "_target_"))
     kind = kind_of(path)
     real = name_of(called)
     if not kind.takes(called):
@@ -122,15 +123,18 @@ def problem_of_kind(
         shown = f"{target} is Python's own {real}, and" if is_pythons else f"{target} is"
         section = "a node in another one's arguments" if kind is PART else path[0]
         what = f"{shown} not {kind.words}, and {section} takes nothing else"
-        return what, f"such as {kind.example}" + ("" if is_pythons else f"; {advice(target)}")
+        remedy = f"such as {kind.example}" + ("" if is_pythons else f"; {advice(target)}")
+        return Problem(location, what, remedy, code="wrong-kind")
     loads = [key for key in TIMM_LOADS if node.get(key)]
     if ":" in str(node.get("model_name")):
         loads.append(f"model_name={node['model_name']}")
     if loads and (called is _known("timm.create_model") or _is_timm_entry(called)):
         what = f"{loads[0]} lets timm load a file that may run code"
-        return what, f"model.weights=FILE loads weights and nothing else; {advice(target)}"
+        remedy = f"model.weights=FILE loads weights and nothing else; {advice(target)}"
+        return Problem(location, what, remedy, code="not-trusted")
     if node.get("weights_only") not in (None, True):
-        return "weights_only=false runs code from the file", f"leave it out; {advice(target)}"
+        what = "weights_only=false runs code from the file"
+        return Problem(location, what, f"leave it out; {advice(target)}", code="not-trusted")
     return None
 
 
@@ -158,7 +162,7 @@ def refuse(values: Mapping[str, Any], trust: Trust) -> None:
             with suppress(Exception):  # its builder fails in the same way and reports the cause
                 called = locate(str(node["_target_"]))
         if called is not None and (why := problem_of_kind(called, node, path, trust)):
-            problems.append(Problem(path_text(location), *why))
+            problems.append(why)
     if problems:
         raise UserError(*problems)
 

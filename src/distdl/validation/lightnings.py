@@ -32,7 +32,8 @@ def component(binding: Binding, called: Callable[..., Any], path: Path) -> None:
     sharded = (binding.config.get("checkpoint") or {}).get("sharded")
     if path == ("strategy",) and sharded and not hasattr(called, "sharded_checkpoints"):
         what = f"{called.__name__} writes each checkpoint as one file"
-        binding.add(("checkpoint", "sharded"), what, "checkpoint.sharded=false, or strategy=fsdp")
+        remedy = "checkpoint.sharded=false, or strategy=fsdp"
+        binding.add(("checkpoint", "sharded"), what, remedy, code="unsupported")
     if not inspect.isclass(called):
         return
     section = str(path[0])
@@ -42,7 +43,7 @@ def component(binding: Binding, called: Callable[..., Any], path: Path) -> None:
         if section == "model":
             remedy += ", or pass it to distdl's: model._target_=distdl.models.ImageClassifier"
         what = f"{called.__name__} is not a {base.__name__}"
-        binding.add((section, "_target_"), what, remedy)
+        binding.add((section, "_target_"), what, remedy, code="wrong-kind")
     elif base is pl.LightningModule:
         default = pl.LightningModule.configure_optimizers
         method = getattr(called, "configure_optimizers", None)
@@ -51,7 +52,7 @@ def component(binding: Binding, called: Callable[..., Any], path: Path) -> None:
     for kind in (*bases.values(), pl.Callback):
         if issubclass(called, kind):
             for what, remedy in lightning_1.problems(called, kind, is_users):
-                binding.add((*path, "_target_"), what, remedy)
+                binding.add((*path, "_target_"), what, remedy, code="unsupported")
 
 
 def trainer(binding: Binding, node: dict[str, Any]) -> None:
@@ -112,7 +113,9 @@ def try_trainer(arguments: Mapping[str, Any]) -> Problem | str | None:
         text = str(error)
         names = [k for k, v in passed.items() if re.search(rf"\b{k}\b", text) or f"={v!r}" in text]
         reason = f"{type(error).__name__}: {next(iter(text.splitlines()), '')}"
-        return Problem(".".join(["trainer", *names[:1]]), f"Lightning refuses it: {reason}")
+        return Problem(
+            ".".join(["trainer", *names[:1]]), f"Lightning refuses it: {reason}", code="failed"
+        )
     finally:
         logging.disable(logging.NOTSET)
     return None

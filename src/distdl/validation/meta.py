@@ -6,9 +6,10 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
+from dataclasses import replace
 from typing import Any
 
-from distdl.util.errors import UserError
+from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import closest
 
 # Arguments that are left out, because they download weights.
@@ -18,12 +19,12 @@ _UNEXPECTED = re.compile(r"([\w.<>]+)\(\) got an unexpected keyword argument '(\
 WITH_BACKBONE = ("torchvision.models.detection", "torchvision.models.segmentation")
 
 
-def misfit(node: dict[str, Any]) -> tuple[str, str, str] | None:
+def misfit(node: dict[str, Any]) -> Problem | None:
     """Builds a node on `meta`.
 
     Returns:
-        None if it builds, or if it fails only because it is on `meta`; else the argument's name
-        ("" if unknown), what is wrong and the remedy, where `{}` stands for the node's path.
+        None if it builds, or if it fails only because it is on `meta`; else a problem whose path is
+        the argument's name ("" if unknown). In its remedy, `{}` stands for the node's path.
     """
     import torch
     from hydra.errors import InstantiationException
@@ -40,16 +41,17 @@ def misfit(node: dict[str, Any]) -> tuple[str, str, str] | None:
     return None
 
 
-def _explain(error: BaseException) -> tuple[str, str, str] | None:
+def _explain(error: BaseException) -> Problem | None:
     if isinstance(error, UserError):
         problem = error.problems[0]
-        return problem.path.rpartition(".")[2], problem.what, problem.remedy
+        return replace(problem, path=problem.path.rpartition(".")[2])
     text = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if unexpected := _UNEXPECTED.search(text):
         names = _parameters(error, unexpected[1])
         near = closest(unexpected[2], names)
         remedy = f"did you mean {{}}.{near}?" if near else ""
-        return unexpected[2], f"takes no argument {unexpected[2]!r}", remedy
+        what = f"takes no argument {unexpected[2]!r}"
+        return Problem(unexpected[2], what, remedy, code="unknown-key")
     if "meta" in text or isinstance(error, NotImplementedError):
         return None
     if model := re.match(r"Unknown model \(([^)]*)\)", text):
@@ -57,8 +59,8 @@ def _explain(error: BaseException) -> tuple[str, str, str] | None:
 
         near = closest(model[1], timm.list_models())
         remedy = f"did you mean {{}}.model_name={near}?" if near else ""
-        return "model_name", f"timm has no model {model[1]!r}", remedy
-    return "", f"cannot be built: {type(error).__name__}: {text}", ""
+        return Problem("model_name", f"timm has no model {model[1]!r}", remedy, code="incomplete")
+    return Problem("", f"cannot be built: {type(error).__name__}: {text}", code="failed")
 
 
 def _parameters(error: BaseException, name: str) -> list[str]:

@@ -83,6 +83,7 @@ def _of_manual_optimization(
             path="trainer.gradient_clip_val",
             what=f"{_MANUAL} the Trainer does not clip for it",
             remedy=f"trainer.gradient_clip_val=null, and before each step: {call}",
+            code="unsupported",
         )
     if accumulate != 1:
         step = f"step at each {ordinal(accumulate)} batch_idx"
@@ -90,9 +91,12 @@ def _of_manual_optimization(
             path="trainer.accumulate_grad_batches",
             what=_NOT_ACCUMULATED,
             remedy=f"trainer.accumulate_grad_batches=1, and {step}",
+            code="unsupported",
         )
     if strategy.endswith("PipelineStrategy"):
-        yield Problem("strategy", f"{_MANUAL} a pipeline steps them too", "strategy=ddp")
+        yield Problem(
+            "strategy", f"{_MANUAL} a pipeline steps them too", "strategy=ddp", code="unsupported"
+        )
 
 
 def _of_several_optimizers(manual: bool | None, strategy: str) -> Iterator[Problem]:
@@ -102,12 +106,14 @@ def _of_several_optimizers(manual: bool | None, strategy: str) -> Iterator[Probl
             what="configure_optimizers returns several optimizers, "
             "and Lightning steps one by itself",
             remedy=_BY_HAND,
+            code="unsupported",
         )
     elif strategy.endswith("DeepSpeedStrategy"):
         yield Problem(
             path="strategy",
             what="configure_optimizers returns several optimizers, and DeepSpeed takes one",
             remedy=_SEVERAL,
+            code="unsupported",
         )
 
 
@@ -121,16 +127,18 @@ def _of_callback(
             path=path,
             what="would change the batch size at each start, and with it the run's global batch",
             remedy="remove it, and write data.batch_size=...",
+            code="unsupported",
         )
     if issubclass(cls, lightnings.GradientAccumulationScheduler):
         if manual:
-            yield Problem(path, _NOT_ACCUMULATED, "remove it")
+            yield Problem(path, _NOT_ACCUMULATED, "remove it", code="unsupported")
         elif accumulate != 1:
             schedule = f"scheduling={{0: {accumulate}}}"
             yield Problem(
                 path=path,
                 what=f"cannot be combined with trainer.accumulate_grad_batches={accumulate}",
                 remedy=f"trainer.accumulate_grad_batches=1, and {schedule} in it",
+                code="unsupported",
             )
     lightnings_ddp = re.fullmatch(r"distdl\.strategies\.auto|lightning\..*\.DDPStrategy", strategy)
     if issubclass(cls, lightnings.BaseFinetuning) and ranks > 1 and lightnings_ddp:
@@ -138,9 +146,12 @@ def _of_callback(
             path=path,
             what="unfreezes layers that Lightning's DDP does not average: the ranks would diverge",
             remedy="strategy=ddp",
+            code="unsupported",
         )
     if issubclass(cls, lightnings.ModelPruning) and strategy.endswith(_SPLIT):
-        yield Problem(path, "prunes complete weights, not a rank's slices", "strategy=ddp")
+        yield Problem(
+            path, "prunes complete weights, not a rank's slices", "strategy=ddp", code="unsupported"
+        )
 
 
 def refuse(trainer: Trainer) -> None:
@@ -167,14 +178,21 @@ def explained(error: BaseException) -> Problem | None:
     logs = type(owner).__module__.startswith(("distdl.tracking.", "mlflow.", "lightning."))
     if logs and str(called).startswith("add_"):
         wrong = f"the model calls {called} of TensorBoard's writer, and self.logger has none"
-        return Problem("tracking", wrong, "tracking=[tensorboard,mlflow]: the first is self.logger")
+        return Problem(
+            "tracking",
+            wrong,
+            "tracking=[tensorboard,mlflow]: the first is self.logger",
+            code="incomplete",
+        )
     for text, (path, what, remedy) in _KNOWN.items():
         if text in str(error):
             frames = traceback.extract_tb(error.__traceback__)
             outside = [f for f in frames if "site-packages" not in f.filename]
             steps = [f"({f.filename}, line {f.lineno})" for f in outside if f.name[-5:] == "_step"]
             line = f" {steps[-1]}" if steps and what else ""
-            return Problem(path, f"{what or f'Lightning refuses it: {error}'}{line}", remedy)
+            return Problem(
+                path, f"{what or f'Lightning refuses it: {error}'}{line}", remedy, code="failed"
+            )
     return None
 
 

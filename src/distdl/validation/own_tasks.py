@@ -6,11 +6,12 @@ import inspect
 import sys
 
 from distdl.config import task_facts
+from distdl.util.errors import Problem
 
 
-def problem(called: object, target: str) -> tuple[str, str] | None:
-    """What is wrong with the class that `task._target_` names, and the remedy; None if nothing is,
-    or if it is a function.
+def problem(called: object, target: str) -> Problem | None:
+    """What is wrong with the class that `task._target_` names; None if nothing is, or if it is a
+    function.
 
     Args:
         called: The target, imported but not called.
@@ -21,7 +22,8 @@ def problem(called: object, target: str) -> tuple[str, str] | None:
     task = getattr(sys.modules.get(base[0]), base[2], object())
     if task not in called.__mro__:
         what = f"{target} is a class, but not a Task"
-        return what, "derive it from distdl.tasks.Task, or name a function"
+        remedy = "derive it from distdl.tasks.Task, or name a function"
+        return Problem("task._target_", what, remedy, code="wrong-kind")
     read = task_facts.of_target(target)
     for name in task_facts.NAMES:
         real, said = getattr(called, name), getattr(read, name)
@@ -31,5 +33,5 @@ def problem(called: object, target: str) -> tuple[str, str] | None:
                 f"imported, says {said!r}"
             )
             remedy = f"write {name} = {real!r} in the body of the class, and its module's name in "
-            return what, f"{remedy}task._target_"
+            return Problem("task._target_", what, f"{remedy}task._target_", code="mismatch")
     return None

@@ -111,7 +111,7 @@ def _visit(
 ) -> object:
     text = path_text(path)
     if OmegaConf.is_missing(parent, key):
-        resolved.problems.append(Problem(text, "missing", f"write {text}=..."))
+        resolved.problems.append(Problem(text, "missing", f"write {text}=...", code="missing-key"))
         return None
     if OmegaConf.is_interpolation(parent, key):
         written = str(parent._get_node(key)._value())  # type: ignore[union-attr]
@@ -143,27 +143,33 @@ def _explain(error: Exception, written: str, text: str, resolved: Resolved) -> t
     message = str(error)
     name = written
     remedy = ""
+    code = "unreadable"
     what = f"cannot be resolved: {written}"
     if match := re.search(r"Environment variable '(\w+)' not found", message):
         name = match[1]
         what = f"the environment variable {name} is not set"
+        code = "missing-key"
         remedy = f"export {name}=... or give a default: ${{oc.env:{name},default}}"
     elif isinstance(error, InterpolationKeyError):
         key = re.search(r"Interpolation key '([^']*)'", message)
         name = key[1] if key else written
         what = f"refers to {name}, which is not in the config"
+        code = "incomplete"
         others = (p for p in configs.flat_paths(resolved.written, leaves=False) if p != text)
         remedy = words.for_key(name) or did_you_mean(name, others)
     elif match := re.search(r"KeyError raised while resolving.*launcher\.inputs\.(\w+)", message):
         name = f"launcher.inputs.{match[1]}"
         what = f"reads the input {match[1]}, but {name}, its path, is not set"
         remedy = f"write +{name}=PATH"
+        code = "missing-key"
     elif isinstance(error, UnsupportedInterpolationType):
         name = message.split("\n")[0].rpartition(" ")[2]  # values that refer to it fail too
         what = f"uses an unknown resolver: {written}"
+        code = "unknown-key"
         if "${env:" in written:
             remedy = f"write {text}='{written.replace('${env:', '${oc.env:')}'"
     elif isinstance(error, RecursionError) or "ecursive" in message:
         name = "itself"  # one name for all keys of a cycle, so that it is one problem
         what = f"refers to itself: {written}"
-    return name, Problem(text, what, remedy)
+        code = "conflict"
+    return name, Problem(text, what, remedy, code=code)

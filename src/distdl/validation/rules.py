@@ -33,6 +33,7 @@ PACKAGES = {"WandbLogger": "wandb", "CometLogger": "comet_ml", "ClearMLLogger": 
 _NO_SECRETS = ("kms_key", "key_vault")
 
 
+_ANOTHER = "choose another folder"
 # Values of 0 with which a training does nothing, and what to write instead.
 _NOTHING = {
     "limit_train_batches": ("0 would train on no batches", "null for all batches"),
@@ -69,18 +70,27 @@ def trainer(resolved: Resolved) -> Iterator[Problem]:
         strategy = words.strategy_for(str(value))
         if key in words.TRAINER_OWNED:
             remedy = (key == "strategy" and strategy) or words.TRAINER_OWNED[key]
-            yield Problem(path, "is set by distdl itself", remedy)
+            yield Problem(path, "is set by distdl itself", remedy, code="reserved")
         elif key in lightning_1.TRAINER:
-            yield Problem(path, "Lightning 2's Trainer no longer has it", lightning_1.TRAINER[key])
+            yield Problem(
+                path,
+                "Lightning 2's Trainer no longer has it",
+                lightning_1.TRAINER[key],
+                code="unsupported",
+            )
         elif key == "accelerator" and strategy:
-            yield Problem(path, f"{value} is a strategy", f"{strategy}, and {path}=auto")
+            yield Problem(
+                path, f"{value} is a strategy", f"{strategy}, and {path}=auto", code="wrong-kind"
+            )
         elif takes and key not in takes:
             near = did_you_mean(path, [f"trainer.{name}" for name in takes])
             remedy = near or words.for_key(key) or did_you_mean(key, known_paths())
-            yield Problem(path, f"lightning's Trainer takes no argument {key!r}", remedy)
+            yield Problem(
+                path, f"lightning's Trainer takes no argument {key!r}", remedy, code="unknown-key"
+            )
         elif key in _NOTHING and value == 0 and trains:
             what, remedy = _NOTHING[key]
-            yield Problem(path, what, f"{path}={remedy}, or task=validate")
+            yield Problem(path, what, f"{path}={remedy}, or task=validate", code="out-of-range")
 
 
 def _trainer_takes() -> list[str]:
@@ -105,7 +115,9 @@ def class_paths(resolved: Resolved) -> Iterator[Problem]:
             remedy = f"{text}: {{_target_: {node['class_path']}{''.join(keys)}}}"
             if "_target_" in node and len(path) == 1:
                 remedy += f", and under defaults: - override /{text}: null"
-            yield Problem(text, "class_path and init_args are LightningCLI's keys", remedy)
+            yield Problem(
+                text, "class_path and init_args are LightningCLI's keys", remedy, code="unknown-key"
+            )
 
 
 def misspelt(resolved: Resolved) -> Iterator[Problem]:
@@ -118,36 +130,45 @@ def misspelt(resolved: Resolved) -> Iterator[Problem]:
         for position, key in enumerate(keys) if configs.is_own(target) else ():
             for near in get_close_matches(key, keys[:position], 1, cutoff=0.85):
                 what = f"{target} takes no argument {key!r}"
-                yield Problem(f"{text}.{key}", what, f"did you mean {text}.{near}?")
+                yield Problem(
+                    f"{text}.{key}", what, f"did you mean {text}.{near}?", code="unknown-key"
+                )
 
 
 def names(resolved: Resolved) -> Iterator[Problem]:
     """Checks texts that go into scripts and command lines: output_dir and names of variables."""
     output = resolved.values.get("output_dir")
     if isinstance(output, str):
-        reasons = [unwritable(output)]
+        yield from _unwritable(output)
         if odd := unprintable(str(Path(output).absolute())):
             what = f"the path of {output!r} contains {odd!r}, which no script can contain"
-            reasons.append(what)
-        yield from (Problem("output_dir", why, "choose another folder") for why in reasons if why)
+            yield Problem("output_dir", what, _ANOTHER, code="wrong-kind")
     for problem in variable_problems(resolved.section("launcher")):
         yield replace(problem, path=f"launcher.{problem.path}")
 
 
-def unwritable(output: str) -> str:
-    """Why a folder cannot be created at a path; "" if it can."""
+def _unwritable(output: str) -> Iterator[Problem]:
+    """Why a folder cannot be created at the path `output`."""
     folder = Path(output.strip())
     if not output.strip():
-        return "is empty (a variable that is not set?)"
+        what = "is empty (a variable that is not set?)"
+        yield Problem("output_dir", what, _ANOTHER, code="missing-key")
+        return
     if "://" in output:
-        return f"{output} is not a folder: mount it, and name the folder where it is mounted"
+        what = f"{output} is not a folder: mount it, and name the folder where it is mounted"
+        yield Problem("output_dir", what, _ANOTHER, code="wrong-kind")
+        return
     try:
         part = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     except OSError as error:
-        return f"cannot be created: {error.strerror}"
+        what = f"cannot be created: {error.strerror}"
+        yield Problem("output_dir", what, _ANOTHER, code="not-writable")
+        return
     if not part.is_dir():
-        return f"{part} is a file"
-    return "" if os.access(part, os.W_OK | os.X_OK) else f"you may not write to {part}"
+        yield Problem("output_dir", f"{part} is a file", _ANOTHER, code="wrong-kind")
+    elif not os.access(part, os.W_OK | os.X_OK):
+        what = f"you may not write to {part}"
+        yield Problem("output_dir", what, _ANOTHER, code="not-writable")
 
 
 def services(resolved: Resolved, local: bool) -> Iterator[Problem]:
@@ -158,7 +179,7 @@ def services(resolved: Resolved, local: bool) -> Iterator[Problem]:
         if package and importlib.util.find_spec(package) is None:
             what = f"needs the package {package}, which is not installed"
             remedy = f"pip install 'distdl[{package.partition('_')[0]}]', or tracking=mlflow"
-            yield Problem(f"tracking.{key}", what, remedy)
+            yield Problem(f"tracking.{key}", what, remedy, code="not-installed")
 
 
 def environment(resolved: Resolved, local: bool) -> Iterator[Problem]:
@@ -174,10 +195,15 @@ def environment(resolved: Resolved, local: bool) -> Iterator[Problem]:
         if path[0] != "launcher":
             if not has_default and name not in forwarded:
                 what = f"reads the environment variable {name}, which the job will not have"
-                yield Problem(path_text(path), what, forward)
+                yield Problem(path_text(path), what, forward, code="incomplete")
         elif secret and not (len(path) == 2 and key in _NO_SECRETS):
             what = f"the value of {name} would be readable in the request"
-            yield Problem(path_text(path), what, f"leave it out: {forward} sends it separately")
+            yield Problem(
+                path_text(path),
+                what,
+                f"leave it out: {forward} sends it separately",
+                code="private",
+            )
 
 
 def topology(resolved: Resolved, size: Resources | None, local: bool) -> Iterator[Problem]:
@@ -186,20 +212,30 @@ def topology(resolved: Resolved, size: Resources | None, local: bool) -> Iterato
     if isinstance(devices, list) and not local:
         what = "a list names devices of this machine, and the job runs elsewhere"
         remedy = f"write the number per node: trainer.devices={len(devices)}"
-        yield Problem("trainer.devices", what, remedy)
+        yield Problem("trainer.devices", what, remedy, code="unsupported")
     if isinstance(nodes, int) and nodes > 1 and _launcher(resolved).startswith(_LOCAL):
         remedy = "trainer.num_nodes=1, or another launcher (--help lists them)"
-        yield Problem("trainer.num_nodes", f"launcher=local is one machine, not {nodes}", remedy)
+        yield Problem(
+            "trainer.num_nodes",
+            f"launcher=local is one machine, not {nodes}",
+            remedy,
+            code="unsupported",
+        )
     if size is None:
         return
     strategy = str(resolved.section("strategy").get("_target_", "")).rpartition(".")[2]
     if size.world_size > 1 and strategy.lower().startswith("single"):
         ranks = f"{size.devices} devices x {size.num_nodes} nodes"
         yield Problem(
-            "strategy", f"{strategy} trains on one device, not on {ranks}", "strategy=ddp"
+            "strategy",
+            f"{strategy} trains on one device, not on {ranks}",
+            "strategy=ddp",
+            code="unsupported",
         )
     if size.accelerator == "mps" and size.devices > 1:
-        yield Problem("trainer.devices", "an Apple GPU is one device", "trainer.devices=1")
+        yield Problem(
+            "trainer.devices", "an Apple GPU is one device", "trainer.devices=1", code="unsupported"
+        )
     yield from _batches(resolved, size.world_size)
     yield from _epochs(resolved, size.world_size)
 
@@ -215,7 +251,7 @@ def classes(resolved: Resolved) -> Iterator[Problem]:
     for path, size in sizes.items() if configs.is_own(model.get("_target_")) else ():
         if type(size) is int and type(labels) is int and 0 < size < labels:
             what = f"is {size}, and the data have {labels} classes (data.num_classes)"
-            yield Problem(path, what, f"{path}={labels}, or leave it out")
+            yield Problem(path, what, f"{path}={labels}, or leave it out", code="mismatch")
 
 
 def _epochs(resolved: Resolved, world: int) -> Iterator[Problem]:
@@ -243,7 +279,7 @@ def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:
         remedy = f"data.global_batch_size={max(1, total // parts) * parts}"
         what += ", and not divisible"
     if total != batch * parts:
-        yield Problem("data.global_batch_size", what, remedy)
+        yield Problem("data.global_batch_size", what, remedy, code="mismatch")
 
 
 def secrets(resolved: Resolved) -> Iterator[Problem]:
@@ -271,4 +307,4 @@ def secrets(resolved: Resolved) -> Iterator[Problem]:
             remedy = f"export {name}=... and write launcher.forward_env=[{name}] instead"
         elif path[:2] == ("launcher", "inputs"):  # its value would appear in the request
             remedy = "use a datastore, which keeps it: azureml://datastores/NAME/paths/..."
-        yield Problem(text, reason, remedy)
+        yield Problem(text, reason, remedy, code="private")

@@ -20,6 +20,7 @@ from typing import Any, Literal, Union
 
 from annotated_types import Ge, Gt
 
+from distdl.util.errors import Problem
 from distdl.util.suggest import closest, respelt, written
 from distdl.validation import kinds
 
@@ -131,14 +132,14 @@ def bind(
     positional: int = 0,
     partial: bool = False,
     offered: Sequence[str] = (),
-) -> Iterator[tuple[str, str, str]]:
+) -> Iterator[Problem]:
     """Checks that arguments bind, of which `positional` are passed by position.
 
     Arguments may be missing if they come later (`partial`), or if the builder passes them to
     targets that take them (`offered`).
 
     Yields:
-        Name of the argument ("" for the node itself), what is wrong, the remedy. `{}` stands for
+        A problem whose path is the name of the argument ("" for the node itself). `{}` stands for
         the value in what is wrong, and for the path of the node in the remedy.
     """
     by_position = [
@@ -146,27 +147,31 @@ def bind(
     ]
     filled = by_position[:positional]
     if positional > len(by_position) and not takes_anything(called, Parameter.VAR_POSITIONAL):
-        yield "", f"takes {len(by_position)} positional arguments, {positional} are passed", ""
+        what = f"takes {len(by_position)} positional arguments, {positional} are passed"
+        yield Problem("", what, code="wrong-type")
     by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     names = [name for name, parameter in called.items() if parameter.kind in by_name]
     for name, value in arguments.items():
         if name in filled:
-            yield name, "is passed by distdl or by position already", "remove it"
+            what = "is passed by distdl or by position already"
+            yield Problem(name, what, "remove it", code="conflict")
         elif name in names and not _fits(value, called[name]):
             expected = _name_of(called[name].annotation)
             meant = respelt(value)
             fits = repr(meant) != repr(value) and _fits(meant, called[name])
             remedy = f"write {written(f'{{}}{name}', meant)}" if fits else ""
-            yield name, f"must be {expected}, not {{}}", remedy or near_dtype(value, expected)
+            remedy = remedy or near_dtype(value, expected)
+            yield Problem(name, f"must be {expected}, not {{}}", remedy, code="wrong-type")
         elif name not in names and not takes_anything(called):
             free = [n for n in names if n not in filled]
             near = closest(name, free)
             listed = f"it takes {', '.join(free)}" if 0 < len(free) <= 24 else ""
-            yield name, "unknown argument", f"did you mean {{}}{near}?" if near else listed
+            remedy = f"did you mean {{}}{near}?" if near else listed
+            yield Problem(name, "unknown argument", remedy, code="unknown-key")
     for name, p in called.items() if not partial else ():
         needed = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         if needed and name not in (*filled, *arguments, *offered):
-            yield name, "missing argument", ""
+            yield Problem(name, "missing argument", code="missing-key")
 
 
 def _fits(value: object, parameter: Parameter) -> bool:

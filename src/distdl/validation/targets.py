@@ -69,37 +69,41 @@ def lies_in(target: str, folders: Sequence[str]) -> bool:
     )
 
 
-def problem_of(target: object, trust: Trust, path: Path = ()) -> tuple[str, str] | None:
-    """Why the `_target_` of the node at `path` is refused and the remedy; None if it may be
-    imported."""
+def problem_of(target: object, trust: Trust, path: Path = ()) -> Problem | None:
+    """Why the `_target_` of the node at `path` is refused; None if it may be imported."""
+    location = path_text((*path, "_target_"))
     if not isinstance(target, str) or not _DOTTED.fullmatch(target):
         dotted = re.sub(r"(\.py)?[:/]+", ".", str(target)).strip(".")
         dotted = dotted if _DOTTED.fullmatch(dotted) else "package.module.Class"
-        return f"is not a dotted path of a class or function: {target!r}", f"write {dotted}"
+        what = f"is not a dotted path of a class or function: {target!r}"
+        return Problem(location, what, f"write {dotted}", code="wrong-kind")
     if trust.covers(target) or target in HARMLESS:
         return None
     package, *inner = target.split(".")
     if package not in ALLOWED:
         # Of a launcher, a run's own file may name one that is there, but not trusted.
         searched = path[:1] != ("launcher",) and package not in sys.stdlib_module_names
-        if searched and (missing := not_found(target, trust)):
+        if searched and (missing := not_found(location, target, trust)):
             return missing
         what = f"{target} is outside the allowed packages ({', '.join(ALLOWED)}, your project's)"
+        remedy = f"if you trust it: project.allow=[{package}]"
         if package in sys.stdlib_module_names:
-            return what, ""  # hardly ever intended, so never suggested
-        return what, f"if you trust it: project.allow=[{package}]"
+            remedy = ""  # hardly ever intended, so never suggested
+        return Problem(location, what, remedy, code="not-trusted")
     section = str(path[0]) if path else ""
     within = WITHIN.get(section)
     if any(part.startswith("_") for part in inner):
-        return f"{target} is private to {package}", advice(target)
+        what = f"{target} is private to {package}"
+        return Problem(location, what, advice(target), code="not-trusted")
     if within and not (len(path) == 1 and target.startswith(f"{within}.")):
-        return f"{target} is not a {section} of distdl", advice(target)
+        what = f"{target} is not a {section} of distdl"
+        return Problem(location, what, advice(target), code="wrong-kind")
     return None
 
 
-def not_found(target: str, trust: Trust) -> tuple[str, str] | None:
-    """Where a module was looked for that is neither in the user's folders nor installed, and the
-    remedy; None if it is there. Imports nothing."""
+def not_found(location: str, target: str, trust: Trust) -> Problem | None:
+    """Where a module was looked for that is neither in the user's folders nor installed; None if it
+    is there. `location` names it in the config. Imports nothing."""
     package, *inner = target.split(".")
     folders = [folder for folder in trust.folders if (FilePath(folder) / package).is_dir()]
     # Without a file of Python in it, a folder counts for `find_spec`, too.
@@ -107,18 +111,19 @@ def not_found(target: str, trust: Trust) -> tuple[str, str] | None:
         return None
     if folders:
         what = f"{folders[0]}/{package} has no module {inner[0]!r}, which {target} names"
-        return what, f"write {folders[0]}/{package}/{inner[0]}.py, or correct the name"
+        remedy = f"write {folders[0]}/{package}/{inner[0]}.py, or correct the name"
+        return Problem(location, what, remedy, code="incomplete")
     where = " and ".join(trust.folders) or "no folder"
     what = f"there is no module {package!r}, which {target} names, in {where}, nor is it installed"
     files = [file for folder in trust.folders for file in FilePath(folder).glob("*")]
     names = [file.stem for file in files if file.suffix == ".py" or any(file.glob("*.py"))]
-    if near := closest(package, names):
-        return what, f"did you mean {'.'.join((near, *inner))}?"
     remedy = (
         "start distdl in the folder that holds it, or name that by project.root=; "
         f"if only the nodes have it, and you trust it: project.allow=[{package}]"
     )
-    return what, remedy
+    if near := closest(package, names):
+        remedy = f"did you mean {'.'.join((near, *inner))}?"
+    return Problem(location, what, remedy, code="incomplete")
 
 
 def advice(target: str) -> str:
@@ -136,5 +141,6 @@ def target_problems(values: dict[str, Any], trust: Trust) -> list[tuple[Path, Pr
     what = "still holds an interpolation after it was resolved:"
     for path, text in walk({key: values.get(key) for key in BUILT}):
         if isinstance(text, str) and "${" in text:
-            refused.append((path, (f"{what} {text!r}", "")))
-    return [(path, Problem(path_text(path), *why)) for path, why in refused]
+            wrong = Problem(path_text(path), f"{what} {text!r}", code="unreadable")
+            refused.append((path, wrong))
+    return refused

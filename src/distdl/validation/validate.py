@@ -157,7 +157,10 @@ def check_bindings(
     check_in = _check_in_process if in_process else _check_in_child
     answer = check_in(json.dumps(request, default=str))
     notes = [resolved.hide_environment(note) for note in answer["notes"]]
-    return _tidy([Problem(*each) for each in answer["problems"]], resolved), notes, answer["facts"]
+    problems = [
+        Problem(path, what, remedy, code=code) for path, what, remedy, code in answer["problems"]
+    ]
+    return _tidy(problems, resolved), notes, answer["facts"]
 
 
 def validate(
@@ -220,4 +223,4 @@ def _check_in_child(request: str) -> dict[str, Any]:
         what = f"importing the config's targets ended Python (exit code {child.returncode})"
         lines = [line for line in redact(child.stderr).splitlines() if line.strip()]
         remedy = "\n    ".join(lines[-5:])
-    return {"problems": [["", what, remedy]], "notes": [], "facts": {}}
+    return {"problems": [["", what, remedy, "failed"]], "notes": [], "facts": {}}

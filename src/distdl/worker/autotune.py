@@ -81,7 +81,7 @@ def fastest(measured: list[Measured], path: str) -> Measured:
     trained = [each for each in measured if each.seconds is not None]
     if not trained:
         what = f"none of {len(measured)} settings can train; the last one: {measured[-1].why}"
-        raise UserError.at(path, what, "try a smaller data.batch_size")
+        raise UserError.at(path, what, "try a smaller data.batch_size", code="failed")
     return min(trained, key=lambda each: each.seconds or 0.0)
 
 

@@ -152,7 +152,9 @@ def data_share(strategy: object, environment: Environment) -> tuple[int, int]:
     together = tensor_parallel_size(data, tensor, world_size, nodes)
     if together < 1 or world_size % together:
         what = f"{together} does not divide the {world_size} ranks"
-        raise UserError.at("strategy.tensor_parallel_size", what, f"a divisor of {world_size}")
+        raise UserError.at(
+            "strategy.tensor_parallel_size", what, f"a divisor of {world_size}", code="indivisible"
+        )
     return rank // together, world_size // together
 
 

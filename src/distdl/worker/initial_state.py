@@ -85,7 +85,7 @@ class InitialState:
             if late := module_state.late_in(checkpoint, names):
                 what = f"{late} came into the model, or left it, after the training had started"
                 remedy = module_state.REMEDY
-            raise UserError.at(self.file, what, remedy) from None
+            raise UserError.at(self.file, what, remedy, code="mismatch") from None
         if self.trainer.state.fn != TrainerFn.FITTING:  # Lightning loads only the weights
             step, epoch = checkpoint.get("global_step"), checkpoint.get("epoch")
             self.trainer.fit_loop.stand_at(int(step or 0), int(epoch or 0))
@@ -157,7 +157,7 @@ class InitialState:
                     f"trainer.max_{unit}={done + limit}, or resume_from a file with its weights "
                     f"alone: python -m distdl convert {file} --to weights"
                 )
-                raise UserError.at(f"trainer.max_{unit}", what, remedy)
+                raise UserError.at(f"trainer.max_{unit}", what, remedy, code="mismatch")
 
     def _take_position(self) -> None:
         """The position in the data, of a checkpoint that does not list it."""

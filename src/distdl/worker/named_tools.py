@@ -62,4 +62,6 @@ def _tool(key: str, name: str) -> ModuleType:
         if not name.startswith(str(error.name)):  # a package that the tool needs
             raise
         what = f"needs {name}, which is not in this installation of distdl"
-        raise UserError.at(key, what, f"install distdl whole, or {key}=false") from error
+        raise UserError.at(
+            key, what, f"install distdl whole, or {key}=false", code="not-installed"
+        ) from error

@@ -37,7 +37,7 @@ def missing_methods(methods: Sequence[str], context: Mapping[str, Any]) -> Itera
             if section == "data" and part["_target_"].startswith("distdl."):
                 remedy = "data=imagenet"
             what = f"needs {name}, which {part['_target_']} does not define"
-            yield Problem("", what, remedy)
+            yield Problem("", what, remedy, code="incomplete")
 
 
 def has(target: object, name: str) -> bool:

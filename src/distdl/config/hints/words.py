@@ -30,11 +30,12 @@ _CHOICES = table(OTHER_TOOLS, "choices")
 _OPTIONS = table(OTHER_TOOLS, "options")
 _VERBS = table(OTHER_TOOLS, "verbs")
 TRAINER_OWNED = table(OTHER_TOOLS, "trainer_owned")
-# An experiment or debug file without `# @package _global_`: what is wrong, and the remedy.
-NOT_GLOBAL = (
-    "its keys would be nested below it, not beside model and data",
-    "make its first line: # @package _global_",
-)
+
+
+def not_global(path: str) -> Problem:
+    """The problem of an experiment or debug file without `# @package _global_`."""
+    what = "its keys would be nested below it, not beside model and data"
+    return Problem(path, what, "make its first line: # @package _global_", code="incomplete")
 
 
 def strategy_for(name: str) -> str:
@@ -254,14 +255,12 @@ class _Refused:
     """A word that is no override.
 
     Args:
-        word: It, as it was typed or as it was meant.
+        problem: With it as the path, as it was typed or as it was meant.
         count: The words that belong to it.
         takes_the_rest: Whether all words behind it belong to it, too.
     """
 
-    word: str
-    what: str
-    remedy: str
+    problem: Problem
     count: int
     takes_the_rest: bool = False
 
@@ -277,27 +276,30 @@ def _refused(left: Sequence[str], count: int, typed: str, commands: Sequence[str
     rest = left[count:]
     if count > 1:
         what = "the shell splits it into several words"
-        return _Refused(typed, what, f"write {shlex.quote(typed)}", count)
-    what = "is not an override"
+        remedy = f"write {shlex.quote(typed)}"
+        return _Refused(Problem(typed, what, remedy, code="wrong-kind"), count)
     if typed != word and ("=" in typed or typed.startswith("-")):
         is_option = typed.startswith("-")
-        return _Refused(word, what, f"write {shlex.quote(typed)}", count, is_option)
+        return _Refused(_no_override(word, f"write {shlex.quote(typed)}"), count, is_option)
     close = closest(word, commands)
     if rest and rest[0].replace(".", "", 1).isdigit():  # a value, and no command takes one
         close = ""
     verb = for_verb(word, list(rest)) or for_experiment(word, list(rest))
     if not (verb or close) and rest and "=" not in rest[0] and _KEY.fullmatch(word):
         remedy = f"write {shlex.quote(f'{word}={rest[0]}')}"
-        return _Refused(word, what, remedy, count + 1)
+        return _Refused(_no_override(word, remedy), count + 1)
     if not commands:
-        return _Refused(word, what, "write key=value, or group=option", count)
-    what = "is neither a command nor an override"
-    if verb:
-        return _Refused(word, what, verb, count, takes_the_rest=True)
-    if close:
-        return _Refused(word, what, f"did you mean: python -m distdl {close}", count, True)
+        return _Refused(_no_override(word, "write key=value, or group=option"), count)
     remedy = f"write key=value, or begin with a command: {', '.join(commands)}"
-    return _Refused(word, what, remedy, count)
+    if close:
+        remedy = f"did you mean: python -m distdl {close}"
+    what = "is neither a command nor an override"
+    problem = Problem(word, what, verb or remedy, code="unknown-key")
+    return _Refused(problem, count, takes_the_rest=bool(verb or close))
+
+
+def _no_override(word: str, remedy: str) -> Problem:
+    return Problem(word, "is not an override", remedy, code="wrong-kind")
 
 
 def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
@@ -313,7 +315,7 @@ def check(words: Sequence[str], commands: Iterable[str] = ()) -> None:
             left = left[count:]
             continue
         refused = _refused(left, count, meant(override), [*commands])
-        problems.append(Problem(refused.word, refused.what, refused.remedy))
+        problems.append(refused.problem)
         # The arguments of the command that was meant, or the value of the option.
         left = [] if refused.takes_the_rest else left[refused.count :]
     if problems:

@@ -77,11 +77,13 @@ def check_chain(module: LightningModule, blocks: Sequence[Block], inputs: torch.
         for part in itertools.chain.from_iterable(block.modules for block in blocks):
             chained = part(chained)
     if not isinstance(expected, torch.Tensor) or not isinstance(chained, torch.Tensor):
-        raise UserError.at("strategy", "the model's forward must return one tensor")
+        raise UserError.at(
+            "strategy", "the model's forward must return one tensor", code="incomplete"
+        )
     if expected.shape != chained.shape or not expected.allclose(chained, rtol=1e-3, atol=1e-5):
         what = "the blocks that pipeline_blocks() returns compute another result than forward"
         remedy = "return everything that forward applies, in the same order"
-        raise UserError.at("strategy", what, remedy)
+        raise UserError.at("strategy", what, remedy, code="mismatch")
 
 
 @contextmanager
@@ -166,6 +168,7 @@ def _one_round(
                 f"{len(x)} sample",
                 "model.norm=group, or larger micro-batches: fewer of them, or a larger "
                 "data.batch_size",
+                code="not-enough",
             ) from error
         del copied
     edges.append(Edge.through(x))

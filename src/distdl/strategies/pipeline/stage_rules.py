@@ -99,14 +99,14 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
     yield from unfit
     if str(trainer.get("precision")) in ("16", "16-mixed", "16-true"):
         what = "a pipeline does not train in fp16: the stages would scale their losses differently"
-        yield Problem("", what, "trainer.precision=bf16-mixed")
+        yield Problem("", what, "trainer.precision=bf16-mixed", code="unsupported")
     if node.get("schedule") == "zero_bubble" and not splits_backward():
         what = f"zero_bubble needs torch {ZERO_BUBBLE_SINCE} or later, and this is an older one"
-        yield Problem("schedule", what, "strategy.schedule=interleaved")
+        yield Problem("schedule", what, "strategy.schedule=interleaved", code="unsupported")
     if trainer.get("sync_batchnorm"):
         what = "batch norm cannot be synchronised: each stage sees one micro-batch at a time"
         remedy = "trainer.sync_batchnorm=false; model.norm=group does not depend on the batch"
-        yield Problem("", what, remedy)
+        yield Problem("", what, remedy, code="unsupported")
     if not unfit:
         stages = node.get("stages") or context["world_size"]
         yield from _batch(node, stages, (config.get("data") or {}).get("batch_size"))
@@ -121,17 +121,19 @@ def problems(node: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
         near = closest(cut, BALANCES)
         listed = "measured, parameters, or a list of blocks: strategy.balance=[network.layer3.0]"
         remedy = f"did you mean strategy.balance={near}?" if near else listed
-        yield Problem("balance", f"is {cut!r}", remedy)
+        yield Problem("balance", f"is {cut!r}", remedy, code="wrong-choice")
     stages = node.get("stages") or world_size
     if world_size < 2:
         what = "a pipeline needs at least two devices, and there is one"
-        yield Problem("", what, "trainer.devices=2")
+        yield Problem("", what, "trainer.devices=2", code="not-enough")
     elif stages < 2:
-        yield Problem("stages", "a pipeline needs at least two stages", "strategy=ddp")
+        yield Problem(
+            "stages", "a pipeline needs at least two stages", "strategy=ddp", code="not-enough"
+        )
     elif world_size % stages:
         fit = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
         what = f"{stages} stages do not divide the {world_size} devices"
-        yield Problem("stages", what, f"strategy.stages={' or '.join(fit)}")
+        yield Problem("stages", what, f"strategy.stages={' or '.join(fit)}", code="indivisible")
     else:
         yield from _micro_batches(node, stages)
 
@@ -142,13 +144,18 @@ def _micro_batches(node: Mapping[str, Any], stages: int) -> Iterator[Problem]:
     if count < stages:
         what = f"{count} are too few for {stages} stages: most of them would always wait"
         remedy = f"strategy.micro_batches={default_micro_batches(stages)}, at least {stages}"
-        yield Problem("micro_batches", what, remedy)
+        yield Problem("micro_batches", what, remedy, code="not-enough")
     elif not _equal_rounds(count, stages, schedule):
         what = f"{count} cannot form equal rounds of about {stages}, which {schedule=!s} needs"
-        yield Problem("micro_batches", what, f"strategy.micro_batches={count // stages * stages}")
+        yield Problem(
+            "micro_batches",
+            what,
+            f"strategy.micro_batches={count // stages * stages}",
+            code="indivisible",
+        )
     if schedule in SEVERAL_PIECES and (node.get("pieces_per_stage") or 2) < 2:
         what = f"{schedule=!s} needs at least two"
-        yield Problem("pieces_per_stage", what, "strategy.pieces_per_stage=2")
+        yield Problem("pieces_per_stage", what, "strategy.pieces_per_stage=2", code="not-enough")
 
 
 def _equal_rounds(count: int, stages: int, schedule: str) -> bool:
@@ -166,7 +173,7 @@ def _batch(node: Mapping[str, Any], stages: int, rows: object) -> Iterator[Probl
         more = f"strategy.micro_batches={near}, or " if near else ""
         what = f"data.batch_size={rows} does not divide into {count} micro-batches"
         remedy = f"{more}data.batch_size={max(2, round(rows / count)) * count}"
-        yield Problem("micro_batches", what, remedy)
+        yield Problem("micro_batches", what, remedy, code="indivisible")
 
 
 def _model(node: Mapping[str, Any], stages: int, model: object) -> Iterator[Problem]:
@@ -174,7 +181,9 @@ def _model(node: Mapping[str, Any], stages: int, model: object) -> Iterator[Prob
     if not isinstance(model, Mapping) or "_target_" not in model:
         return
     if model.get("compile"):
-        yield Problem("", "cannot compile the stages of a pipeline", "model.compile=false")
+        yield Problem(
+            "", "cannot compile the stages of a pipeline", "model.compile=false", code="unsupported"
+        )
     try:
         with torch.device("meta"):
             module = instantiate(_without_weights(model), _convert_="all")
@@ -204,11 +213,13 @@ def too_many(stages: int, per_stage: int, blocks: int) -> Iterator[Problem]:
     pieces = f" of {per_stage} pieces" if several else ""
     what = f"{stages} stages{pieces} are more than the {blocks} blocks of the model"
     if several and most > 1:
-        yield Problem("pieces_per_stage", what, f"at most strategy.pieces_per_stage={most}")
+        yield Problem(
+            "pieces_per_stage", what, f"at most strategy.pieces_per_stage={most}", code="not-enough"
+        )
     else:
         fewer = " strategy.pieces_per_stage=2" if per_stage > 2 else ""
         most = blocks // 2 if several else blocks
-        yield Problem("stages", what, f"at most strategy.stages={most}{fewer}")
+        yield Problem("stages", what, f"at most strategy.stages={most}{fewer}", code="not-enough")
 
 
 def _without_weights(node: object) -> object:

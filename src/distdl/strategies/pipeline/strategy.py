@@ -120,7 +120,9 @@ class PipelineStrategy(StagedStrategy):
         module = trainer.lightning_module
         if str(trainer.precision).startswith("16"):
             what = "a pipeline does not train in fp16"
-            raise UserError.at("trainer.precision", what, "trainer.precision=bf16-mixed")
+            raise UserError.at(
+                "trainer.precision", what, "trainer.precision=bf16-mixed", code="unsupported"
+            )
         blocks = splitting.blocks_in(module)
         self._plan = partition_plan.make(self, trainer, blocks)
         bounds = self._plan.bounds

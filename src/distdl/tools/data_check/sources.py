@@ -206,7 +206,8 @@ def find(uri: str) -> DataAtUri:
     try:
         return _shards(open_data_set(uri, patience=PATIENCE), remote)
     except StoreError as error:
-        raise UserError.at(uri.partition("?")[0], str(error), error.remedy) from error
+        where = uri.partition("?")[0]
+        raise UserError.at(where, str(error), error.remedy, code=error.code) from error
     except UserError as error:  # its path is a run's data.root, which does not apply here
         if any(problem.path != "data.root" for problem in error.problems):
             raise
@@ -220,7 +221,9 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
         content = store.read(split.index.name)
         if hashlib.sha256(content).hexdigest() != split.index.sha256:
             what = f"{split.index.name} is not the index that {MANIFEST} describes"
-            raise UserError.at(store.uri, what, "copy or upload the data set again")
+            raise UserError.at(
+                store.uri, what, "copy or upload the data set again", code="wrong-kind"
+            )
         rows = load_index(content, f"{store.uri}/{split.index.name}", data.manifest.row)
         refuse_misfit(rows, data, name)
         names = [shard.name for shard in split.shards]
@@ -228,7 +231,9 @@ def _shards(data: DataSet, remote: bool) -> DataAtUri:
             size = store.size(shard.name)
             if size != shard.bytes:
                 state = "is missing" if size is None else f"has {size} of {shard.bytes} bytes"
-                raise UserError.at(store.uri, f"{shard.name} {state}", "copy it again")
+                raise UserError.at(
+                    store.uri, f"{shard.name} {state}", "copy it again", code="incomplete"
+                )
         splits[name] = SplitImages(rows["label"], rows["bytes"], len(names), rows, names)
     classes = data.manifest.classes
     if remote:
@@ -266,7 +271,7 @@ def _folder(folder: Path) -> DataAtUri:
     if not (folder / WORK).is_dir() and coco_layout.looks_like(folder):
         return _coco(folder)
     if (folder / WORK).is_dir() or not (folder / "train").is_dir():
-        raise UserError.at(str(folder), what, remedy)
+        raise UserError.at(str(folder), what, remedy, code="incomplete")
     try:
         source = Folder(folder)
         samples = list(source.scan(lambda done, total: None))

@@ -63,13 +63,16 @@ def shortened(config: DictConfig, steps: int) -> DictConfig:
 def refuse(config: DictConfig, typed: Sequence[Override]) -> None:
     """Refuses what cannot be drilled, or run."""
     if not task_facts.of(config).trains:
-        raise UserError.at("task", "only a training can be drilled", "task=train")
+        raise UserError.at(
+            "task", "only a training can be drilled", "task=train", code="unsupported"
+        )
     _, _, launcher_class = launch.code_of(config)
     if not launch.runs_in_turn(launcher_class):
         what = "its hosts cannot be reached from here, to kill processes on them"
-        raise UserError.at("launcher", what, "launcher=local, or launcher=mpi")
+        raise UserError.at("launcher", what, "launcher=local, or launcher=mpi", code="unreachable")
     if config.dry_run or sys.platform != "linux":
-        raise UserError("a drill trains, on Linux: there is no dry run of it")
+        what = "a drill trains, on Linux: there is no dry run of it"
+        raise UserError.at("", what, code="incomplete")
     launch.of(config, typed)  # checks the settings that `shortened` replaces, too
 
 

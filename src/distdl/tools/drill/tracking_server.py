@@ -31,7 +31,9 @@ class TrackingServer:
         self.start()
         while not self.answers():
             if self.process.poll() is not None:
-                raise Unfinished.at("tracking_down", f"mlflow does not start: {folder}/server.log")
+                raise Unfinished.at(
+                    "tracking_down", f"mlflow does not start: {folder}/server.log", code="failed"
+                )
             time.sleep(0.2)
 
     def start(self) -> None:

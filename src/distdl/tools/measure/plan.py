@@ -48,7 +48,9 @@ def plan_strategy(
     folders = own_code.own_folders(root_of(config))
     notes, facts = validate.validate(config, size, folders=folders)
     if not config.get("optimizer") and not facts.get("model_configures_optimizers"):
-        raise UserError.at("optimizer", "the run has none", "choose one, e.g. optimizer=sgd")
+        raise UserError.at(
+            "optimizer", "the run has none", "choose one, e.g. optimizer=sgd", code="incomplete"
+        )
     config.pop("hydra", None)
     own_code.make_importable(folders)
     measured = measure(config, batches.global_batch_size(config, size) or devices)

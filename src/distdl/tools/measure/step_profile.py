@@ -154,7 +154,9 @@ def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
     try:
         measured = _extrapolated(batch, samples, size, config, global_batch)
     except Exception as error:  # the user's module and data run
-        raise UserError.at("model", f"a training step fails here: {_short(error)}") from error
+        raise UserError.at(
+            "model", f"a training step fails here: {_short(error)}", code="failed"
+        ) from error
     measured.notes.append(f"measured on the CPU with {samples} samples and scaled ({why})")
     return measured
 
@@ -176,7 +178,7 @@ def a_batch(config: DictConfig) -> tuple[int, Any]:
     except Exception as error:  # the user's data module runs
         what = f"no batch can be loaded here: {type(error).__name__}: {error}"
         remedy = "plan with random images of the same size: data=synthetic data.image_size=..."
-        raise UserError.at("data", what, remedy) from error
+        raise UserError.at("data", what, remedy, code="failed") from error
     return batch_size_of(batch) or 1, batch
 
 

@@ -70,7 +70,7 @@ class Benchmark(Task[Built]):
             value = node.get(name, least)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 what = f"must be an integer of at least {least}, not {value!r}"
-                yield Problem(name, what, f"task.{name}={least}")
+                yield Problem(name, what, f"task.{name}={least}", code="wrong-type")
 
     def run(self, context: Built) -> Metrics:
         """Returns the main numbers, as `benchmark/...`."""

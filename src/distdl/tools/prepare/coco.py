@@ -54,10 +54,12 @@ def open_source(options: argparse.Namespace) -> Coco:
     for name in ("max_side", "short_side", "quality"):
         if getattr(options, name) is not None:
             what = "would change the images, whose boxes and masks are in pixels"
-            raise UserError.at(f"--{name.replace('_', '-')}", what, "leave it out")
+            raise UserError.at(
+                f"--{name.replace('_', '-')}", what, "leave it out", code="unsupported"
+            )
     if options.format != "shards":
         what = "folders of classes hold no boxes"
-        raise UserError.at("--format", what, "--format shards")
+        raise UserError.at("--format", what, "--format shards", code="incomplete")
     labels = _listed(options.labels)
     files = {split: _listed(getattr(options, split)) for split in SPLITS}
     images = {split: _listed(getattr(options, f"{split}_images")) for split in SPLITS}
@@ -78,16 +80,18 @@ def _find(
 ) -> dict[str, SplitFiles]:
     if not source.is_dir():
         remedy = f"{unpacking.first(source)}it must hold {LAYOUT}"
-        raise UserError.at("--source", no_folder(source), remedy)
+        raise UserError(no_folder(source, remedy))
     splits = coco_layout.find(source, "--source", labels, annotations, images)
     for split, files in splits.items():
         if not files.images:
             what = f"{source} has no images of {split}: no folder, and no zip"
-            raise UserError.at("--source", what, f"--{split}-images PATH")
+            raise UserError.at("--source", what, f"--{split}-images PATH", code="incomplete")
     if "train" in splits or "val" in splits or "test" in splits:
         return splits
     what = f"{source} has no annotation file {' or '.join(f'{n}_train*.json' for n in labels)}"
-    raise UserError.at("--source", what, f"it must hold {LAYOUT}; or name yours: --train JSON")
+    raise UserError.at(
+        "--source", what, f"it must hold {LAYOUT}; or name yours: --train JSON", code="incomplete"
+    )
 
 
 class Coco:
@@ -180,7 +184,9 @@ class Coco:
         try:
             Categories.of(annotations.categories)
         except ValueError as error:
-            raise UserError.at("--source", f"the categories of {split}: {error}") from error
+            raise UserError.at(
+                "--source", f"the categories of {split}: {error}", code="damaged-file"
+            ) from error
         names = {c["id"]: c["name"] for c in annotations.categories}
         known = {c["id"]: c["name"] for c in self.categories}
         if not self.categories:
@@ -189,7 +195,9 @@ class Coco:
             differing = sorted(names.items() ^ known.items())[:SHOWN]
             shown = ", ".join(f"{identity} {name!r}" for identity, name in differing)
             what = f"the categories of {split} differ from those of the splits before: {shown}"
-            raise UserError.at("--source", what, "all splits need the same ids and names")
+            raise UserError.at(
+                "--source", what, "all splits need the same ids and names", code="mismatch"
+            )
 
     def _samples(
         self,
@@ -254,7 +262,9 @@ class Coco:
             text = self._files.read(name, int(start), int(length))
         except OSError as error:
             what = f"{self._records} is gone, or was changed: {error.strerror or error}"
-            raise Unfinished.at("--to", what, "another --to, or remove this one") from error
+            raise Unfinished.at(
+                "--to", what, "another --to, or remove this one", code="incomplete"
+            ) from error
         if text.startswith(WRONG):
             raise ValueError(text.removeprefix(WRONG).decode())
         return self.record.decode(text)
@@ -314,14 +324,21 @@ class CheckedSplit:
                 f"{_some(self.missing)}"
             )
             remedy = f"--{self.split}-images PATH, if they are elsewhere; "
-            problems.append(Problem("--source", what, remedy + "to leave them out: --skip-damaged"))
+            problems.append(
+                Problem(
+                    "--source",
+                    what,
+                    remedy + "to leave them out: --skip-damaged",
+                    code="incomplete",
+                )
+            )
         if count := len(self.wrong):
             what = (
                 f"the annotations of {count:,} {plural('image', count)} of {self.split} cannot be "
                 f"used: {_some(self.wrong)}"
             )
             remedy = "correct the annotation file; to leave these images out: --skip-damaged"
-            problems.append(Problem("--source", what, remedy))
+            problems.append(Problem("--source", what, remedy, code="damaged-file"))
         if problems:
             raise UserError(*problems)
 

@@ -47,20 +47,21 @@ class Folder:
             what = f"{folder} has no {' and no '.join(f'{split}/' for split in missing)}"
             remedy = "it must hold train/<class>/ and val/<class>/"
             if not folder.is_dir():
-                what = no_folder(folder)
-                remedy = unpacking.first(folder) + remedy
-            raise UserError.at("--source", what, remedy)
+                raise UserError(no_folder(folder, unpacking.first(folder) + remedy))
+            raise UserError.at("--source", what, remedy, code="incomplete")
         self.classes = class_names(folder / "train")
         val = class_names(folder / "val")
         if not val and (kaggle := kaggle_below(folder)):
             what = f"{folder} is ImageNet as Kaggle has it: val/ has no class folders"
             source = f"--source {shlex.quote(str(kaggle))}"
-            raise UserError.at("--source", what, f"prepare imagenet {source}")
+            raise UserError.at("--source", what, f"prepare imagenet {source}", code="incomplete")
         if self.classes != val:
             raise UserError(different_classes("--source", self.classes, val))
         if not self.classes:
             remedy = "it must hold train/<class>/ and val/<class>/"
-            raise UserError.at("--source", f"{folder / 'train'} has no class folder", remedy)
+            raise UserError.at(
+                "--source", f"{folder / 'train'} has no class folder", remedy, code="incomplete"
+            )
 
     @cached_property
     def _images(self) -> list[Sample]:
@@ -76,7 +77,7 @@ class Folder:
                     for file in self.left_out.images(inner, sorted(files))
                 ]
                 if not paths:
-                    raise UserError.at("--source", *no_image(top, self.left_out))
+                    raise UserError.at("--source", *no_image(top, self.left_out), code="incomplete")
                 for path in paths:
                     size, mtime = _size_and_mtime(path)
                     where = path.relative_to(self.folder).as_posix()

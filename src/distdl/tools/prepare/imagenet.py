@@ -135,12 +135,16 @@ class ImageNet:
             except tarfile.TarError as error:
                 known = f" (its MD5 is {TARS[split][1]})" if path.name == TARS[split][0] else ""
                 remedy = f"download it again{known}"
-                raise UserError.at("--source", f"{path} is damaged: {error}", remedy) from None
+                raise UserError.at(
+                    "--source", f"{path} is damaged: {error}", remedy, code="damaged-file"
+                ) from None
 
     def _check(self, counts: Counter[str]) -> None:
         for split, noun in (("train", "training"), ("val", "validation")):
             if not counts[split]:
-                raise UserError.at("--source", f"{self.folder} has no {noun} images of ImageNet")
+                raise UserError.at(
+                    "--source", f"{self.folder} has no {noun} images of ImageNet", code="incomplete"
+                )
         if dict(counts) != COUNTS and not self.subset:
             nouns = {"classes": "classes", "train": "training images", "val": "validation images"}
             what = "; ".join(
@@ -149,7 +153,7 @@ class ImageNet:
                 if counts[name] != wanted
             )
             remedy = "download the tars again, or accept these counts: --subset"
-            raise UserError.at("--source", f"{self.folder} has {what}", remedy)
+            raise UserError.at("--source", f"{self.folder} has {what}", remedy, code="mismatch")
 
 
 def val_class(name: str) -> str:
@@ -181,10 +185,14 @@ def _part(folder: Path, split: str) -> Path:
         refuse_compressed(path)
     if kaggle := kaggle_below(folder):
         what = f"{folder} holds ImageNet in {kaggle.relative_to(folder)}/, as Kaggle has it"
-        raise UserError.at("--source", what, f"--source {shlex.quote(str(kaggle))}")
-    what = f"{folder} holds neither {tar.name} nor {split}/"
+        raise UserError.at(
+            "--source", what, f"--source {shlex.quote(str(kaggle))}", code="wrong-kind"
+        )
     remedy = f"the tars are available, for research, at {DOWNLOADS}"
-    raise UserError.at("--source", what if folder.is_dir() else no_folder(folder), remedy)
+    if not folder.is_dir():
+        raise UserError(no_folder(folder, remedy))
+    what = f"{folder} holds neither {tar.name} nor {split}/"
+    raise UserError.at("--source", what, remedy, code="incomplete")
 
 
 def refuse_compressed(path: Path, head: bytes = b"", inside: str = "") -> None:
@@ -201,7 +209,9 @@ def refuse_compressed(path: Path, head: bytes = b"", inside: str = "") -> None:
     else:
         what = f"{path} is compressed"
         remedy = unpacking.command(path, head)
-    raise UserError.at("--source", f"{what}: images are read at their place in a tar", remedy)
+    raise UserError.at(
+        "--source", f"{what}: images are read at their place in a tar", remedy, code="unsupported"
+    )
 
 
 @dataclass(frozen=True)
@@ -258,7 +268,7 @@ def _wnid(name: str) -> str:
     wnid = Path(name).parent.name
     if not WNID.fullmatch(wnid):
         what = f"{name} is not in the tar or folder of a class (n01440764.tar or n01440764/)"
-        raise UserError.at("--source", what, "for other images: prepare folder")
+        raise UserError.at("--source", what, "for other images: prepare folder", code="incomplete")
     return wnid
 
 

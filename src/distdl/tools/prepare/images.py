@@ -78,9 +78,16 @@ class Treatment:
         sides = {"--max-side": self.max_side, "--short-side": self.short_side}
         for option, side in (sides | {"--max-pixels": self.max_pixels}).items():
             if side is not None and side < 1:
-                raise UserError.at(option, f"{side} is not a number of pixels", f"{option} 256")
+                raise UserError.at(
+                    option, f"{side} is not a number of pixels", f"{option} 256", code="wrong-type"
+                )
         if self.quality is not None and not 1 <= self.quality <= 100:
-            raise UserError.at("--quality", f"{self.quality} is not from 1 to 100", "--quality 90")
+            raise UserError.at(
+                "--quality",
+                f"{self.quality} is not from 1 to 100",
+                "--quality 90",
+                code="out-of-range",
+            )
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after scaling, never larger and never 0."""

@@ -98,7 +98,9 @@ class ParquetImages:
                 for row, (label, file_name) in enumerate(zip(labels, names, strict=True)):
                     position = f"{path}: row {row} of row group {group}"
                     if label is None:
-                        raise UserError.at("--source", f"{position} has no {self._label}")
+                        raise UserError.at(
+                            "--source", f"{position} has no {self._label}", code="incomplete"
+                        )
                     number = numbers[label] if isinstance(label, str) else int(label)
                     if number < 0:
                         raise records.no_class(position, number)
@@ -142,12 +144,14 @@ class ParquetImages:
                 import pyarrow.parquet as pq
             except ImportError as error:
                 what = "Parquet is read by pyarrow, which is not installed"
-                raise UserError.at("--source", what, "pip install 'distdl[data]'") from error
+                raise UserError.at(
+                    "--source", what, "pip install 'distdl[data]'", code="not-installed"
+                ) from error
             try:
                 file = pq.ParquetFile(self._folder / name, page_checksum_verification=True)
             except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
                 what = f"{self._folder / name} is not a Parquet file: {error}"
-                raise UserError.at("--source", what) from error
+                raise UserError.at("--source", what, code="wrong-kind") from error
             self._file = name, file
         return self._file[1]
 
@@ -159,7 +163,7 @@ class ParquetImages:
             labels = table.column(self._label).to_pylist()
         except (KeyError, ValueError, OSError) as error:
             what = f"{self._folder / name} cannot be read, or has no column {self._label}: {error}"
-            raise UserError.at("--source", what) from error
+            raise UserError.at("--source", what, code="unreadable") from error
         names: list[Any] = [""] * len(labels)
         if self._name and self._name.partition(".")[0] in table.column_names:
             names = table.column(self._name.partition(".")[0]).to_pylist()
@@ -242,10 +246,12 @@ def _chosen(
     if wanted is not None:
         if wanted not in fits:
             why = f"{wanted} holds no {data}" if wanted in schema.names else f"no column {wanted}"
-            raise UserError.at(option, f"{why}; the columns are {columns}")
+            raise UserError.at(option, f"{why}; the columns are {columns}", code="not-found")
         return wanted
     named = [name for name in usual if name in fits]
     if named or len(fits) == 1:
         return (named or fits)[0]
     candidates = "no column holds" if not fits else f"{len(fits)} columns may hold"
-    raise UserError.at(option, f"{candidates} {data}: {columns}", f"{option} NAME")
+    raise UserError.at(
+        option, f"{candidates} {data}: {columns}", f"{option} NAME", code="ambiguous"
+    )

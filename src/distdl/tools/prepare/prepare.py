@@ -101,23 +101,25 @@ def check(options: argparse.Namespace, treatment: Treatment) -> None:
     """Raises UserError for everything that the options alone show to be wrong."""
     if "://" in options.to:
         what = f"{options.to} is not a folder"
-        raise UserError.at("--to", what, f"--to DIR --upload {shlex.quote(options.to)}")
+        raise UserError.at(
+            "--to", what, f"--to DIR --upload {shlex.quote(options.to)}", code="wrong-kind"
+        )
     options.to = Path(options.to).expanduser()
     for name, least in (("workers", 1), ("seed", 0), ("shard_mb", 0.001)):
         if getattr(options, name) < least:
             what = f"{getattr(options, name)} is less than {least}"
-            raise UserError.at(f"--{name.replace('_', '-')}", what)
+            raise UserError.at(f"--{name.replace('_', '-')}", what, code="out-of-range")
     treatment.check()
     if options.upload:
         from distdl.stores import open_store
 
         if options.format != "shards":
             what = "many small files are slow to read from a store"
-            raise UserError.at("--upload", what, "--format shards")
+            raise UserError.at("--upload", what, "--format shards", code="conflict")
         open_store(options.upload)  # refuses a wrong address now, not after hours
     if options.to.resolve().is_relative_to(options.source.resolve()):
         what = f"{options.to} is inside the source, {options.source}"
-        raise UserError.at("--to", what, "name a folder outside of it: --to DIR")
+        raise UserError.at("--to", what, "name a folder outside of it: --to DIR", code="conflict")
 
 
 def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment) -> None:
@@ -185,7 +187,9 @@ def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> Non
     needed = sum(plans.in_tar(sample.bytes) for part in missing for _, sample in part.samples)
     if needed > free and not treatment.lossy:
         what = f"the disk of {out} has {size(free)}, and {size(needed)} are needed"
-        raise UserError.at("--to", what, "free some space, or choose another disk: --to DIR")
+        raise UserError.at(
+            "--to", what, "free some space, or choose another disk: --to DIR", code="not-enough"
+        )
 
 
 def print_result(result: Result, out: Path, images: int, seconds: float) -> None:

@@ -18,7 +18,7 @@ from distdl.datasets.image_files import EXTENSIONS, is_image
 from distdl.datasets.left_out import NO_IMAGE, LeftOut
 from distdl.domains.record import Annotation, SampleRecord
 from distdl.stores.walking import walk_once
-from distdl.util.errors import Unfinished
+from distdl.util.errors import Problem, Unfinished
 
 # By the word after `prepare`: the module, and a line for --help.
 KINDS = {
@@ -116,9 +116,11 @@ def record_of(source: Source) -> SampleRecord | None:
     return getattr(source, "record", None)
 
 
-def no_folder(path: Path) -> str:
-    """Why a path is not a folder, for a message."""
-    return f"{path} is a file, not a folder" if path.exists() else f"no such folder: {path}"
+def no_folder(path: Path, remedy: str) -> Problem:
+    """The problem of a --source that is not a folder."""
+    if path.exists():
+        return Problem("--source", f"{path} is a file, not a folder", remedy, code="wrong-kind")
+    return Problem("--source", f"no such folder: {path}", remedy, code="not-found")
 
 
 def refuse_changed(
@@ -139,7 +141,7 @@ def refuse_changed(
         "restore the file with its old time (cp -p) and repeat the command; or, to prepare the "
         "changed files, use the same command with another --to"
     )
-    raise Unfinished.at("--source", what, remedy)
+    raise Unfinished.at("--source", what, remedy, code="mismatch")
 
 
 def files_below(

@@ -144,7 +144,9 @@ def _records(files: Files, name: str) -> Iterator[tuple[int, int, Span, tuple[in
 
 def _bad(path: Path, start: int, what: str, remedy: str = "") -> UserError:
     remedy = remedy or "copy the file again from its source"
-    return UserError.at("--source", f"{path}, record at byte {start}: {what}", remedy)
+    return UserError.at(
+        "--source", f"{path}, record at byte {start}: {what}", remedy, code="damaged-file"
+    )
 
 
 def _example(data: Buffer, span: Span) -> tuple[Span, tuple[int, str, str]]:
@@ -226,6 +228,8 @@ def masked_crc(data: bytes) -> int:
         import google_crc32c
     except ImportError as error:
         what = "TFRecords are checked by google-crc32c, which is not installed"
-        raise UserError.at("--source", what, "pip install 'distdl[data]'") from error
+        raise UserError.at(
+            "--source", what, "pip install 'distdl[data]'", code="not-installed"
+        ) from error
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -46,7 +46,9 @@ def upload(out: Path, url: str, progress: Progress) -> None:
             size = store.size(file.name)
             if size != file.bytes:
                 what = f"{file.name} has {size} bytes at {store.uri}, and {file.bytes} here"
-                raise Unfinished.at("--upload", what, "remove it there and upload again")
+                raise Unfinished.at(
+                    "--upload", what, "remove it there and upload again", code="mismatch"
+                )
         if store.size(MANIFEST) is None:
             store.upload(out / MANIFEST, MANIFEST)
     except StoreError as error:
@@ -62,7 +64,9 @@ def check_target(url: str, out: Path | None) -> None:
     try:
         store = open_store(url, patience=PATIENCE)
         if not is_remote(url) and Path(store.uri).is_file():
-            raise UserError.at("--upload", f"{store.uri} is a file, not a folder")
+            raise UserError.at(
+                "--upload", f"{store.uri} is a file, not a folder", code="wrong-kind"
+            )
         if out is None:
             _refuse(store, list(store.names()))
         else:
@@ -83,12 +87,13 @@ def _refuse(store: Store, others: list[str]) -> None:
         what = f"{store.uri} holds something else: {first_few(others)}"
         if MANIFEST in others:
             what = f"{store.uri} holds a prepared data set already"
-        raise UserError.at("--upload", what, "choose an empty folder")
+        raise UserError.at("--upload", what, "choose an empty folder", code="exists-already")
 
 
 def _failed(error: StoreError, again: str) -> Problem:
     """A store's error as a Problem, with the remedy `again` if the error is transient."""
-    return Problem("--upload", str(error), error.remedy or again * error.transient)
+    remedy = error.remedy or again * error.transient
+    return Problem("--upload", str(error), remedy, code=error.code)
 
 
 def read_manifest(out: Path) -> Manifest:
@@ -96,7 +101,7 @@ def read_manifest(out: Path) -> Manifest:
     path = out / MANIFEST
     if not path.is_file():
         what = f"{out} is not a prepared data set: it has no {MANIFEST}"
-        raise UserError.at("--upload", what, "prepare it first")
+        raise UserError.at("--upload", what, "prepare it first", code="wrong-kind")
     return Manifest.from_json(path.read_bytes(), str(path))
 
 
@@ -107,7 +112,7 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
     _refuse(store, sorted(set(stored) - known.keys() - {MANIFEST}))
     if MANIFEST in stored and store.read(MANIFEST) != (out / MANIFEST).read_bytes():
         what = f"{store.uri} holds another prepared data set"
-        raise UserError.at("--upload", what, "choose an empty folder")
+        raise UserError.at("--upload", what, "choose an empty folder", code="exists-already")
     for name in filter(known.get, stored):
         # An index holds the sha256 of each sample: if the indexes are equal, so are the shards.
         same = store.size(name) == known[name].bytes
@@ -115,7 +120,9 @@ def _missing(store: Store, out: Path, files: list[File]) -> set[File]:
             same = hashlib.sha256(store.read(name)).hexdigest() == known[name].sha256
         if not same:
             what = f"{store.uri} holds another {name}, perhaps from an unfinished upload"
-            raise UserError.at("--upload", what, "choose an empty folder, or empty this one")
+            raise UserError.at(
+                "--upload", what, "choose an empty folder, or empty this one", code="exists-already"
+            )
     return {file for name, file in known.items() if name not in stored}
 
 
@@ -142,7 +149,9 @@ class _Sending:
         path = self.out / file.name
         if not path.exists() or difference(path, file):
             what = f"{path} is {'damaged' if path.exists() else 'missing'}"
-            raise Unfinished.at("--upload", what, "prepare the data set again, elsewhere")
+            raise Unfinished.at(
+                "--upload", what, "prepare the data set again, elsewhere", code="damaged-file"
+            )
         if not self._stop.is_set():
             self.store.upload(path, file.name, self._passed)
 

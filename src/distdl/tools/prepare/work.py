@@ -72,7 +72,9 @@ class Preparation:
     def _check(self) -> None:
         out = self.out
         if out.exists() and not out.is_dir():
-            raise UserError.at("--to", f"{out} is not a folder", "name another: --to DIR")
+            raise UserError.at(
+                "--to", f"{out} is not a folder", "name another: --to DIR", code="wrong-kind"
+            )
         for name in (MANIFEST, FOLDER_MANIFEST):
             if (out / name).exists():
                 made = json.loads((out / name).read_bytes()).get("made", {})
@@ -85,7 +87,9 @@ class Preparation:
             others = [path.name for path in out.iterdir() if path.name != WORK]
             if others:
                 what = f"{out} is not empty: {first_few(sorted(others))}"
-                raise UserError.at("--to", what, "name a new folder: --to DIR")
+                raise UserError.at(
+                    "--to", what, "name a new folder: --to DIR", code="exists-already"
+                )
 
     def _compare(self, before: dict[str, Any], how: str) -> None:
         different = list(differences(before, json.loads(json.dumps(self.settings))))
@@ -94,7 +98,9 @@ class Preparation:
             if all(one.startswith("source.") for one in different):
                 remedy = "prepare the changed source into a new folder (--to DIR), or first rm -r "
                 remedy += shlex.quote(str(self.out))
-            raise UserError.at("--to", f"{self.out} {how}: {'; '.join(different)}", remedy)
+            raise UserError.at(
+                "--to", f"{self.out} {how}: {'; '.join(different)}", remedy, code="mismatch"
+            )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -112,10 +118,12 @@ class Preparation:
                 yield
         except Timeout:
             what = f"another command is preparing {self.out} at this moment"
-            raise UserError.at("--to", what, "wait for it") from None
+            raise UserError.at("--to", what, "wait for it", code="under-way") from None
         except OSError as error:
             remedy = "fix that, and the same command resumes where it stopped"
-            problem = Problem("--to", f"cannot write {self.out}: {error}", remedy)
+            problem = Problem(
+                "--to", f"cannot write {self.out}: {error}", remedy, code="not-writable"
+            )
             raise (Unfinished if self.begun else UserError)(problem) from error
 
     def missing(self, plan: ShardPlan, skip_damaged: bool) -> list[Part]:
@@ -142,7 +150,7 @@ class Preparation:
         except BrokenProcessPool as error:
             what = "a worker process was killed, perhaps for lack of memory"
             remedy = "the same command resumes where it stopped; with fewer processes: --workers N"
-            raise Unfinished.at("--workers", what, remedy) from error
+            raise Unfinished.at("--workers", what, remedy, code="not-enough") from error
 
     def finish(self, plan: ShardPlan, skip_damaged: bool) -> Result:
         """Writes the index and the manifest, once all parts are complete; returns their sum.
@@ -247,7 +255,12 @@ def _too_damaged(damaged: list[tuple[str, str]]) -> Problem:
         "If the same files can be read again: the same command\n    "
         "If you put other images in their place: the same command with another --to"
     )
-    return Problem("--source", f"{len(damaged)} {noun} damaged: " + "\n    ".join(shown), remedy)
+    return Problem(
+        "--source",
+        f"{len(damaged)} {noun} damaged: " + "\n    ".join(shown),
+        remedy,
+        code="damaged-file",
+    )
 
 
 def _by_kind(repaired: list[tuple[str, str]]) -> dict[str, Any]:

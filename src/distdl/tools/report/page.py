@@ -34,7 +34,9 @@ def write(name: str, to: str | None) -> tuple[Path, list[str]]:
         output = output / "report.html"
     if output.exists() and MARK not in output.read_text(errors="replace")[:1000]:
         what = "exists and is not a report, so it is not replaced"
-        raise UserError.at(str(output), what, "choose another name: --output FILE")
+        raise UserError.at(
+            str(output), what, "choose another name: --output FILE", code="exists-already"
+        )
     contents = data.load(run)
     write_text(output, render(contents))
     return output, contents.damage

@@ -95,7 +95,9 @@ class Member:
         path = shown(self.run.path)
         if state is not None and not configs.same_recipe(self.config, self.run.recipe()):
             remedy = "choose another name=, or leave it out"
-            raise UserError.at("name", f"{path} was measured with another config", remedy)
+            raise UserError.at(
+                "name", f"{path} was measured with another config", remedy, code="mismatch"
+            )
         if self.is_damaged():
             print(f"{self.name}: {shown(self.file)} could not be read")
         if state in (JobState.PENDING, JobState.RUNNING):
@@ -211,7 +213,7 @@ def _composed(
     batch = (first.get("data") or {}).get("batch_size")
     if batch is None and any(mode == STRONG for *_, mode in wanted):
         what = "strong scaling divides data.batch_size, which this data does not have"
-        return [], [Problem("--mode", what, "--mode weak")]
+        return [], [Problem("--mode", what, "--mode weak", code="incomplete")]
     folder = first.name or f"scale-{configs.hash_of(chr(10).join(sorted(overrides)), 6)}"
     above = Path(first.output_dir).resolve() / str(first.experiment_name) / str(folder)
     members: dict[str, Member] = {}
@@ -255,11 +257,15 @@ def _refuse(overrides: Sequence[str]) -> None:
     }
     with compose.hydra_session():
         keys = [o.key_or_group for o in compose.parse_overrides(overrides)]
-    problems = [Problem(k, "is set by `scale`", remedies[k]) for k in keys if k in remedies]
+    problems = [
+        Problem(k, "is set by `scale`", remedies[k], code="reserved") for k in keys if k in remedies
+    ]
     remedy = '--strategy "ddp strategy.comm_hook=bf16"'
     settings = ("strategy.",)
     problems += [
-        Problem(k, "belongs to a strategy", remedy) for k in keys if k.startswith(settings)
+        Problem(k, "belongs to a strategy", remedy, code="conflict")
+        for k in keys
+        if k.startswith(settings)
     ]
     if problems:
         raise UserError(*problems)
@@ -278,7 +284,7 @@ def _batch(node: Mapping[str, Any], world: int, mode: str, batch: int) -> str:
     if total % shares:
         what = f"a global batch of {total} does not divide by {shares} (strong scaling)"
         remedy = f"data.batch_size={-(-total // shares) * shares}, or --mode weak"
-        raise UserError.at("data.batch_size", what, remedy)
+        raise UserError.at("data.batch_size", what, remedy, code="indivisible")
     return f"data.batch_size={total // shares}"
 
 

@@ -177,10 +177,10 @@ def _group(setting: Setting, count: int) -> Group:
     full = count // per_node * per_node
     if count != full:
         what = f"{count} devices do not fill nodes of {per_node}"
-        raise UserError.at("num_devices", what, f"{full} or {full + per_node}")
+        raise UserError.at("num_devices", what, f"{full} or {full + per_node}", code="indivisible")
     if count % stages:
         what = f"{count} devices do not divide into pipelines of {stages} stages"
-        raise UserError.at("num_devices", what)
+        raise UserError.at("num_devices", what, code="indivisible")
     # Consecutive ranks are the stages of one pipeline (strategies/pipeline/stage_rules.py).
     together = per_node // stages if per_node % stages == 0 else 1
     return Group(count // stages, together, sharing=per_node // together)

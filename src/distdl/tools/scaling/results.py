@@ -86,13 +86,17 @@ def rented_of(vm: str | None, spot: bool, launcher: Mapping[str, Any]) -> Rented
     if not name:
         if spot:
             remedy = "name a VM size too: --vm Standard_ND40rs_v2"
-            raise UserError.at("--spot", "needs a VM size, and the launcher has none", remedy)
+            raise UserError.at(
+                "--spot", "needs a VM size, and the launcher has none", remedy, code="incomplete"
+            )
         return None
     size = vm_sizes.find(name)
     if size is None and not vm:
         return None  # training works, but the price is unknown
     if size is None:
-        raise UserError.at("--vm", f"no VM size {name!r} is known", vm_sizes.suggest(name))
+        raise UserError.at(
+            "--vm", f"no VM size {name!r} is known", vm_sizes.suggest(name), code="wrong-choice"
+        )
     spot = spot or (not vm and launcher.get("tier") in vm_sizes.SPOT)
     cost = size.spot_price_per_hour if spot else size.price_per_hour
     return Rented(size.name, size.gpus, cost, size.infiniband_gbps * 1e9 / 8)

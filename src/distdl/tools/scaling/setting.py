@@ -82,10 +82,17 @@ class Setting(Checked):
             if self.pieces_per_stage > 1 and self.schedule not in SEVERAL_PIECES:
                 what = f"{self.pieces_per_stage} pieces need a schedule that interleaves them"
                 remedy = " or ".join(f"schedule='{name}'" for name in SEVERAL_PIECES)
-                yield Problem("pieces_per_stage", f"{what}, not {self.schedule}", remedy)
+                yield Problem(
+                    "pieces_per_stage", f"{what}, not {self.schedule}", remedy, code="conflict"
+                )
             return
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in OF_A_PIPELINE and value != field.default:
                 what = f"{value} belongs to a pipeline, and {self.strategy} has none"
-                yield Problem(field.name, what, f"strategy='pipeline', or omit {field.name}")
+                yield Problem(
+                    field.name,
+                    what,
+                    f"strategy='pipeline', or omit {field.name}",
+                    code="incomplete",
+                )
