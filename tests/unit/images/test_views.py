@@ -202,7 +202,7 @@ def test_erasing_fills_a_rectangle_with_what_becomes_zero_or_noise():
 
 
 REFUSED = [
-    ({"decoder": "opencv"}, "decoder: is 'opencv'", "one of auto, simplejpeg"),
+    ({"decoder": "opencv"}, "decoder: is 'opencv'", "one of auto, native, simplejpeg"),
     ({"resize": {"from": 160, "until_epoch": 3}}, "resize: lacks to", ""),
     ({"resize": {**RESIZE, "untilepoch": 3}}, "resize.untilepoch:", "until_epoch"),
     ({"resize": {**RESIZE, "from": 170}}, "resize.from:", "data.resize.from=160"),

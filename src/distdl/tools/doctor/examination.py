@@ -99,6 +99,7 @@ def _measured(config: DictConfig, context: RankContext, expect: float | None) ->
     leads = leaders[facts["host"]] == environment.rank
     of_host = node.host(context.attempt.path, data, environment.rank) if leads else {}
     every = process_group.gather(of_host)
+    of_hosts = {host: every[rank] for host, rank in leaders.items()}
     needed = _shm_needed(data, environment)
     gigabits = context.launch.get("network_gbps") if several else None  # of a VM, between hosts
     gigabytes = expect or (gigabits and gigabits / 8)
@@ -107,7 +108,8 @@ def _measured(config: DictConfig, context: RankContext, expect: float | None) ->
         *findings.transports(dict(zip(names, ways, strict=True)), len(leaders)),
         *findings.devices(speeds, slow_devices),
         *findings.gpus(ranks),
-        *findings.hosts({host: every[rank] for host, rank in leaders.items()}, needed),
+        *findings.hosts(of_hosts, needed),
+        *findings.decoders(of_hosts),
         *findings.clocks({ranks[rank]["host"]: each for rank, each in offsets.items()}),
         *findings.processes(ranks, any(way.get("adapters") for way in ways)),
     ]

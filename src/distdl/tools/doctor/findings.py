@@ -103,6 +103,19 @@ def hosts(facts: Mapping[str, Facts], shm_needed: int) -> Iterator[Finding]:
                 yield Finding(check, name, FAIL, None, rate, "the training would fail, too")
 
 
+def decoders(facts: Mapping[str, Facts]) -> Iterator[Finding]:
+    """What decodes images on each host, if the data are images."""
+    has = {name: each["decoder"] for name, each in facts.items() if "decoder" in each}
+    for name, decoder in has.items():
+        if decoder == "none":
+            yield Finding("decoder", name, FAIL, None, "none works", "data.decoder=auto")
+        elif decoder != "native" and "native" in has.values():
+            remedy = "install distdl-native there, too (docs/data/native.md)"
+            yield Finding("decoder", name, WARN, None, f"{decoder}, elsewhere native", remedy)
+        else:
+            yield Finding("decoder", name, PASS, None, decoder)
+
+
 def clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
     """The clocks against that of rank 0's host; what the round trip leaves open is no offset."""
     if not offsets:

@@ -19,6 +19,7 @@ import torch
 
 from distdl.distributed import process_group, rank_table
 from distdl.health import machine
+from distdl.images import decoding
 from distdl.ranks.environment import Environment
 from distdl.stores import Store, StoreError, is_remote, open_store
 from distdl.stores.remote import PART, RemoteStore, in_parallel
@@ -58,6 +59,8 @@ def host(run: Path, data: Mapping[str, Any] | None, rank: int) -> dict[str, Any]
     """The facts of a host, found out by one of its ranks: `run` is the run's folder, `data` the
     config's section."""
     facts: dict[str, Any] = {**machine.disk(run)}
+    if "decoder" in (data or {}):
+        facts["decoder"] = decoding.used(str((data or {})["decoder"]))
     root = str((data or {}).get("root") or "")
     reads: dict[str, Callable[[], float]] = {
         "write": lambda: write_rate(run / f".doctor-{rank}.part")

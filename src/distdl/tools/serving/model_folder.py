@@ -26,6 +26,8 @@ COPIED = (
     "datasets/image_files.py",
     "images/decoding.py",
     "images/crop.py",
+    "images/draws.py",
+    "images/native.py",
     "tools/serving/json_rules.py",
     "tools/serving/exported_program.py",
     "tools/serving/safe_loading.py",

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from distdl.datasets.image_headers import MOST_PIXELS, Header, examine
-from distdl.images.crop import central_crop
-from distdl.images.decoding import decoder
+from distdl.images.crop import Crop, central_crop
+from distdl.images.decoding import CropDecoder
 from distdl.tools.serving.safe_loading import DESCRIPTION, checked_archive, read, refuse_onnx
 
 # Pixels, uint8 [B, 3, S, S], to probabilities, float32 [B, number of classes].
@@ -49,7 +49,7 @@ class Scorer:
         except Exception as error:  # torch and onnxruntime raise many
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"{folder} cannot be read; export it again: {what}") from error
-        self._decode = decoder("auto", self.max_pixels)
+        self._decode = CropDecoder("auto", self.max_pixels)
 
     def examine(self, data: bytes) -> Header:
         """Format and size of an encoded image. Raises DamagedImage and TooLarge."""
@@ -62,9 +62,11 @@ class Scorer:
             DamagedImage: It is not a complete image of a format that is read.
             TooLarge: It has more than `max_pixels`, or would be too much work.
         """
-        image = self._decode(data)
-        height, width = image.shape[-2:]
-        return central_crop(height, width, self.short_side, self.image_size).apply(image)
+
+        def choose(height: int, width: int) -> Crop:
+            return central_crop(height, width, self.short_side, self.image_size)
+
+        return self._decode(data, choose)
 
     @torch.inference_mode()
     def probabilities(self, pixels: Sequence[torch.Tensor]) -> np.ndarray:
