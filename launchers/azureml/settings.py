@@ -143,9 +143,10 @@ class AzureSettings(LauncherSettings):
     docker_args: str | None = None
     """More arguments of `docker run` for the job's container."""
 
+    # Settings are frozen: whoever takes them as LauncherSettings puts no plain mapping into it.
     inputs: Annotated[
         dict[Annotated[str, INPUT_NAME], AzureInput], BeforeValidator(with_paths)
-    ] = {}
+    ] = {}  # type: ignore[assignment]
     """Data sets and models: NAME: URI, or NAME: {path, mode, type}.
 
     The recipe uses them as '${input:NAME}'."""

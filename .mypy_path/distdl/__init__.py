@@ -1,0 +1,1 @@
+../../src/distdl/__init__.py
