@@ -415,6 +415,19 @@ def test_a_run_that_is_gone_is_named(outputs, caplog):
     assert again.run.info.status == "FINISHED"
 
 
+def test_an_experiment_that_is_deleted_before_a_resume_is_named_once(outputs, caplog):
+    tracked = Tracked(outputs, "emptied/r")
+    tracked.connected()
+    tracked.finish()
+    mlflow = MlflowClient(database(outputs))
+    mlflow.delete_experiment(mlflow.get_experiment_by_name("emptied").experiment_id)
+    again = Tracked(outputs, "emptied/r", 2)
+    until(lambda: "was deleted" in caplog.text)
+    again.finish()
+    assert caplog.text.count("deleted") == 1
+    assert "gets another" not in caplog.text
+
+
 # What an MLflow of another version leaves, and what the line says.
 SCHEMAS = {
     "older": ("UPDATE alembic_version SET version_num = '{before}'", "an older MLflow", "upgrade"),

@@ -10,7 +10,9 @@ from typing import Any
 
 from distdl.cli.arguments import Parser
 from distdl.util.errors import Problem, UserError
+from distdl.util.suggest import closest
 
+SPECIAL = ("sas", "prices")
 USAGE = """\
 usage: python -m distdl provision azureml [key=value ...]
        python -m distdl provision azureml sas account=NAME container=NAME [days=1]
@@ -33,12 +35,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-h", "--help", action="store_true")
     options = parser.parse_args(argv)
     platform, *words = options.words or [""]
-    special = words[0] if words[:1] in (["sas"], ["prices"]) else ""
+    special = words[0] if words and words[0] in SPECIAL else ""
     if platform and platform != "azureml" and not options.help:
         remedy = "python -m distdl provision azureml --help"
         raise UserError.at(
             platform, "is not a platform that distdl can provision", remedy, code="wrong-kind"
         )
+    near = "" if special or not words or "=" in words[0] else closest(words[0], SPECIAL)
+    if near:
+        remedy = f"did you mean: python -m distdl provision azureml {near}"
+        what = "is neither a word of provision azureml nor key=value"
+        raise UserError.at(words[0], what, remedy, code="unknown-key")
     from distdl.launchers.azureml import prices
     from distdl.launchers.azureml.provision import sas, settings
 

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 IGNORE_FILE = ".amlignore"
 SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 OUTSIDE = "is a link that leads out of the project"
+NO_FILE = "is no regular file"
+TO_NOTHING = "is a link to nothing"
+AROUND = "is a link to a folder that it is in"
+# No line of .amlignore sends these.
+NEVER_SENT = (NO_FILE, TO_NOTHING, AROUND)
 
 
 @dataclass
@@ -138,7 +143,7 @@ class _Lister:
         """Whether it can be sent. git also lists deleted files."""
         path = self.root / name
         if path.exists() and not path.is_file():
-            self.leave_out([(name, "is no regular file")])
+            self.leave_out([(name, NO_FILE)])
         return path.is_file()
 
     def inside(self, folder: Path, prefix: str) -> Iterator[str]:
@@ -207,7 +212,7 @@ class _Lister:
         try:
             target = (self.root / link).resolve(strict=True)
         except (OSError, RuntimeError):  # RuntimeError: a link to itself
-            self.leave_out([(name, "is a link to nothing")])
+            self.leave_out([(name, TO_NOTHING)])
             return
         if not target.is_relative_to(self.root):
             yield from self.from_outside(link, name, target)
@@ -215,7 +220,7 @@ class _Lister:
         at = target.relative_to(self.root).as_posix()
         below = f"{at}/"
         if target in around or (self.root / link).parent.is_relative_to(target):
-            self.leave_out([(name, "is a link to a folder that it is in")])
+            self.leave_out([(name, AROUND)])
             return
         names = [
             name + each[len(at) :] for each in self.files if each == at or each.startswith(below)

@@ -21,7 +21,14 @@ from typing import BinaryIO
 
 import distdl
 from distdl.config import own_code
-from distdl.runs.project import IGNORE_FILE, OUTSIDE, SKIPPED_FOLDERS, Listing, listing
+from distdl.runs.project import (
+    IGNORE_FILE,
+    NEVER_SENT,
+    OUTSIDE,
+    SKIPPED_FOLDERS,
+    Listing,
+    listing,
+)
 from distdl.util import archives, secret_free, secret_search
 from distdl.util.errors import Problem, UserError
 from distdl.util.redact import secret_values
@@ -75,7 +82,8 @@ class Snapshot:
             lines.append(f"and {more} more")
         if self.ignored:
             lines.append(f"ignored by git, or hidden: {in_short(self.ignored)}")
-        names = [*(name for name, _ in self.left_out), *self.ignored]
+        names = [name for name, why in self.left_out if why not in NEVER_SENT]
+        names += self.ignored
         for name in [name for name in names if not name.endswith("/")][:1]:
             lines.append(f"(to send one anyway, name it in {IGNORE_FILE}: !{name})")
         return lines
@@ -150,7 +158,10 @@ def take(
     problems += missing_modules(root, project, imported)
     if problems:
         raise UserError(*problems)
-    ignored = tuple(n for n in project.ignored if not is_clutter(n))
+    # os.path.exists is False of a link to nothing.
+    ignored = tuple(
+        name for name in project.ignored if not is_clutter(name) and os.path.exists(root / name)
+    )
     return Snapshot(tuple(files), tuple(left_out), ignored, size_of(files), searched)
 
 

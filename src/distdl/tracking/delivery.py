@@ -77,10 +77,11 @@ class Delivery:
                 self.outbox.load()
             state = self.outbox.state
             run_id = state.run_id if state.run_id and self._is_active(state.run_id) else None
-            if state.run_id and not run_id and not self.node_rank:
+            is_gone = state.run_id and not run_id and not self.node_rank
+            run_id = run_id or self._search() or (None if self.node_rank else self._create())
+            if is_gone:  # and another one could be made: its experiment is not gone, too
                 text = "MLflow at %s has no active run %s (was it deleted?); the run gets another"
                 log.warning(text, redact(self.uri), state.run_id)
-            run_id = run_id or self._search() or (None if self.node_rank else self._create())
         if run_id and self.node_rank == 0:
             with self.outbox.lock:
                 state.job_run = state.job_run and state.run_id == run_id

@@ -265,6 +265,18 @@ def test_a_link_is_followed_inside_the_project_and_named_otherwise(with_git, pro
     assert "real" in dict(take(project).left_out)
 
 
+def test_what_no_line_can_send_is_not_offered(project):
+    (project / "big.bin").unlink()  # it is ignored, and so would be offered
+    (project / "nothing").symlink_to("nowhere")
+    lines = take(project).lines_left_out()
+    assert lines == ["nothing: is a link to nothing"]
+    written(project, **{".gitignore": "ignored*\n"})
+    (project / "ignored").symlink_to("nowhere")
+    assert take(project).lines_left_out() == lines
+    written(project, **{"ignored.txt": ""})
+    assert take(project).lines_left_out()[-1].endswith("name it in .amlignore: !ignored.txt)")
+
+
 def test_a_module_that_is_imported_here_and_not_sent_is_refused(repository, tmp_path):
     """Without it the job would fail on the nodes, or find another module of that name."""
     helpers = written(tmp_path / "outside", **{"h.py": ""})

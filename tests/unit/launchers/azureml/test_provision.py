@@ -265,3 +265,11 @@ def test_the_verb_needs_neither_azure_nor_torch(command, monkeypatch):
     refused = command("provision", "azureml", "resource_group=ml", "workspace=vis").err
     assert "distdl[azure]" in refused
     assert "Traceback" not in refused
+
+
+@pytest.mark.parametrize(("word", "near"), [("price", "prices"), ("sass", "sas")])
+def test_a_misspelt_word_is_told_the_nearest(command, word, near):
+    refused = command("provision", "azureml", word)
+    assert refused.code == 2
+    assert f"{word}: is neither a word of provision azureml nor key=value" in refused.err
+    assert f"did you mean: python -m distdl provision azureml {near}\n" in refused.err
