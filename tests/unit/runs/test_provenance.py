@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import subprocess
+from functools import partial
 from pathlib import Path
 
 from distdl.config import own_code
 from distdl.runs import provenance
 
 
-def test_provenance_has_the_state_of_git(tmp_path, monkeypatch):
-    def git(*arguments: str) -> None:
-        who = ("-c", "user.name=me", "-c", "user.email=me@example.org")
-        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+def git_in(folder: Path, *arguments: str, code: int = 0) -> str:
+    who = ("-c", "user.name=me", "-c", "user.email=me@example.org")
+    done = subprocess.run(["git", *who, *arguments], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout
 
+
+def test_provenance_has_the_state_of_git(tmp_path, monkeypatch):
+    git = partial(git_in, tmp_path)
     (tmp_path / "experiments").mkdir()
     monkeypatch.chdir(tmp_path / "experiments")
     assert provenance.git_state(tmp_path) == {}
@@ -42,3 +47,27 @@ def test_provenance_has_the_state_of_git(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")  # without git
     (error,) = provenance.git_state(tmp_path).values()
     assert "git is not installed" in error
+
+
+def test_a_renamed_and_a_conflicted_file_have_gits_short_form(tmp_path):
+    git = partial(git_in, tmp_path)
+    git("init", "-b", "trunk")
+    (tmp_path / "old name.py").write_text("a\nb\nc\n")
+    (tmp_path / "both.py").write_text("1\n")
+    git("add", ".")
+    git("commit", "-m", "first")
+    for branch, line in (("other", "2\n"), ("trunk", "3\n")):
+        git("checkout", "-B", branch)
+        (tmp_path / "both.py").write_text(line)
+        git("commit", "-am", branch)
+        git("checkout", "--detach", "HEAD~")
+    git("checkout", "--detach", "trunk")
+    git("merge", "other", code=1)
+    git("mv", "old name.py", "new name.py")
+    (tmp_path / "both of us.py").write_text("")
+    state = provenance.git_state(tmp_path)
+    assert state["changed"] == ["R  old name.py -> new name.py", "UU both.py", "?? both of us.py"]
+    assert state["branch"] == "HEAD"
+    # `git status` quotes these names, and sorts otherwise.
+    short = git("status", "--porcelain").replace('"', "").splitlines()
+    assert sorted(short) == sorted(state["changed"])
