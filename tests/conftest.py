@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -80,6 +82,25 @@ FIRST = ("strategies", "multiprocess", "adoption", "cli", "packaging")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refresh-golden", action="store_true", help="write tests/golden/*.yaml")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Temporary files of the session, also of processes that it starts, are in one folder, which is
+    removed at its end: a rank or a loader worker that is killed leaves its own."""
+    if hasattr(config, "workerinput"):  # of pytest-xdist: it has the folder of its session
+        return
+    # pytest keeps `tmp_path` of the last sessions, for whoever looks for a cause.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="t-")  # short: a socket's path has 107 bytes
+    os.chmod(folder, 0o1777)  # as /tmp has it: some tests run processes of another user
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    # Registered first, so after what the tests register, and after the ends of their processes.
+    atexit.register(_remove, folder, os.getpid())
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_golden(config: pytest.Config, file: Path, text: str) -> None:
