@@ -16,6 +16,40 @@ SERVERS := g++ libjpeg62-turbo-dev openmpi-bin mpich openssh-server munge slurm-
 # What rests on Lightning's loops.
 ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_checkpointer.py callbacks/test_lean.py loops/test_validation.py worker/test_initial_state.py)
 
+# What `make matrix` runs, with the cases that CI leaves out.
+MATRIX := $(addprefix tests/, \
+	adoption \
+	cli/test_own_launcher.py \
+	cluster/test_azureml.py \
+	cluster/test_azurite.py \
+	cluster/test_lost_host.py \
+	cluster/test_mpi.py \
+	cluster/test_sagemaker.py \
+	cluster/test_slurm.py \
+	gpu_rehearsal \
+	multiprocess/test_benchmark_ranks.py \
+	multiprocess/test_campaign.py \
+	multiprocess/test_detection.py \
+	multiprocess/test_drill_ranks.py \
+	multiprocess/test_examination.py \
+	multiprocess/test_hangs.py \
+	multiprocess/test_maskrcnn.py \
+	multiprocess/test_own_data.py \
+	multiprocess/test_retries.py \
+	multiprocess/test_self_healing.py \
+	multiprocess/test_signals.py \
+	multiprocess/test_stopping.py \
+	packaging/test_added_parts.py \
+	serving/test_foreign_exports.py \
+	serving/test_hostile.py \
+	strategies/test_equality.py \
+	strategies/test_sharded.py \
+	unit/cli/test_scale.py \
+	unit/images/test_native.py \
+	unit/util/test_helpers.py \
+	unit/worker/test_compiling.py \
+)
+
 .PHONY: train test setup wheel servers server-packages lint matrix lightnings bench clean
 
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
@@ -74,7 +108,7 @@ lint: setup  ## ruff and mypy
 	$(BIN)/mypy
 
 matrix: setup lightnings  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
-	DISTDL_MATRIX=1 $(BIN)/python -m pytest tests/strategies/test_equality.py tests/multiprocess/test_benchmark_ranks.py tests/multiprocess/test_stopping.py tests/multiprocess/test_signals.py tests/multiprocess/test_campaign.py tests/multiprocess/test_own_data.py tests/multiprocess/test_detection.py tests/multiprocess/test_maskrcnn.py tests/multiprocess/test_hangs.py tests/multiprocess/test_retries.py tests/multiprocess/test_self_healing.py tests/multiprocess/test_drill_ranks.py tests/multiprocess/test_examination.py tests/cluster/test_lost_host.py tests/cluster/test_slurm.py tests/cluster/test_sagemaker.py tests/cluster/test_mpi.py tests/cluster/test_azureml.py tests/cluster/test_azurite.py tests/strategies/test_sharded.py tests/unit/util/test_helpers.py tests/cli/test_own_launcher.py tests/unit/cli/test_scale.py tests/unit/worker/test_compiling.py tests/adoption tests/gpu_rehearsal tests/serving/test_foreign_exports.py tests/serving/test_hostile.py tests/unit/images/test_native.py
+	DISTDL_MATRIX=1 $(BIN)/python -m pytest $(MATRIX)
 
 lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is allowed and the newest there is
 	for version in "==2.6.1" ">=2.6.1"; do \

@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from distdl.data.encoded import MOST_IN_A_ROW
 from tests import aws
-from tests.conftest import DISTDL, UNCHECKED, distdl, status
+from tests.conftest import DISTDL, NETWORK, UNCHECKED, distdl, status
 from tests.unit.sample_data import write_photographs
 
 moto, s3 = aws.moto, aws.s3  # fixtures
@@ -21,7 +21,7 @@ CLASSES = ("ant", "bee", "cat")
 TRAIN = 3
 VAL = 7
 DATA = ("data=imagenet", "data.root=images", "data.num_classes=3", "data.image_size=32")
-SMALL = ("model=resnet18", "data.batch_size=4", "data.num_workers=0", "trainer.accelerator=cpu")
+SMALL = (*NETWORK, "data.batch_size=4", "data.num_workers=0", "trainer.accelerator=cpu")
 BARE = ("tracking=none", "trainer.max_epochs=1", "schedule.warmup_epochs=0", "name=r")
 RUN = Path("outputs/default/r")
 

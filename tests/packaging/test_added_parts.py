@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, python, status
+from tests.conftest import ROOT, matrix_only, python, status
 from tests.unit.test_docs import FENCE
 from tests.written import write
 
@@ -64,7 +64,7 @@ print("codes", codes, tasks.__file__)
 """
 
 
-@pytest.mark.parametrize("home", ["project", "distdl"])
+@pytest.mark.parametrize("home", ["project", pytest.param("distdl", marks=matrix_only)])
 def test_parts_added_as_contributing_says_work(tmp_path, home):
     work, copy = tmp_path / "work", tmp_path / "copy"
     work.mkdir()

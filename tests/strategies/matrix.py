@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torchvision
 
-from tests.conftest import TINY
+from tests.conftest import RESNET18
 from tests.strategies import ranks, small
 from tests.strategies.ranks import Case
 
@@ -22,8 +22,13 @@ HALF = STEPS // 2
 SAME_TO = 4e-6 if MATRIX else 2e-5
 
 WIDE = "model.network._target_=tests.strategies.small.Wide"
+LEFT_OUT = ("data.batch_size", "trainer.max_epochs", "callbacks")
 COMMON = (
-    *(o for o in TINY if not o.startswith(("data.batch_size", "trainer.max_epochs", "callbacks"))),
+    *(
+        o
+        for o in RESNET18
+        if not o.startswith(("data.batch_size", "trainer.max_epochs", "callbacks"))
+    ),
     "callbacks=[]",
     "trainer.max_epochs=1",
     f"trainer.max_steps={STEPS}",

@@ -13,7 +13,7 @@ from distdl.tools.measure.recommendation import advise
 from distdl.tools.measure.step_profile import MeasuredBlock, MeasuredStep, measure
 from distdl.util.errors import UserError
 from distdl.worker.build import make
-from tests.conftest import TINY
+from tests.conftest import RESNET18
 
 # 7.5 billion parameters in 16 bit with Adam's 12 bytes each: figure 1 of the ZeRO paper, in GB.
 ZERO = {"weights": 15, "gradients": 15, "optimizer": 90, "activations": 30, "transient": 2}
@@ -133,7 +133,7 @@ def test_advice(measured, on, expected, reason):
 
 
 def tiny(*overrides):
-    config = compose.compose([*TINY, *overrides])
+    config = compose.compose([*RESNET18, *overrides])
     config.pop("hydra")
     return config
 
@@ -217,7 +217,7 @@ SHOWN = (
 def test_the_verb(command, without_stage_2, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "150")
     slow = ("--tflops", "0.001")  # or eight images are nothing, and the link a reason
-    result = command("plan", *TINY, "--devices", "4", "--device-memory", "1", *slow)
+    result = command("plan", *RESNET18, "--devices", "4", "--device-memory", "1", *slow)
     assert result.code == 0, result.err
     for text in (*SHOWN, *(f"\n{name}" for name in NAMES)):
         assert text in result.out
@@ -229,7 +229,7 @@ def test_the_verb(command, without_stage_2, monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
     refused = {"--devices=0": "--devices: must be more than 0", "lrr=1": "did you mean"}
     for word, message in refused.items():
-        result = command("plan", *TINY, word)
+        result = command("plan", *RESNET18, word)
         assert result.code == 2
         assert message in result.err
 
