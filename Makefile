@@ -96,6 +96,16 @@ server-packages:
 	$(BIN)/uv pip install --quiet --python $@/bin/python azureml-inference-server-http==1.5.1 azure-monitor-opentelemetry
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/tests.pth
 
+# Frameworks whose programs distdl starts (docs/programs.md), each in an environment of its own.
+programs: .servers/tensorflow .servers/jax .servers/mpi  ## what the programs of other frameworks need, for make matrix
+
+.servers/tensorflow: PACKAGE := tensorflow-cpu==2.21.0
+.servers/jax: PACKAGE := jax==0.10.2
+.servers/mpi: PACKAGE := mpi4py==4.1.2
+.servers/tensorflow .servers/jax .servers/mpi: $(READY)
+	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
+	$(BIN)/uv pip install --quiet --python $@/bin/python $(PACKAGE)
+
 # What benchmarks/straggler.py compares distdl with. Its last line lets it find distdl and torch.
 .servers/traceml: $(READY)
 	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
@@ -107,7 +117,7 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-matrix: setup lightnings  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
+matrix: setup lightnings programs  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
 	DISTDL_MATRIX=1 $(BIN)/python -m pytest $(MATRIX)
 
 lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is allowed and the newest there is

@@ -164,7 +164,13 @@ def environment(**more: str) -> dict[str, str]:
         "PL_GLOBAL_SEED",
     )
     kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200", **more}
+    ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200"}
+    return {**kept, **ours, "XDG_STATE_HOME": state_home(), **more}
+
+
+def state_home() -> str:
+    """Where a command remembers the programs that it has started."""
+    return os.path.join(tempfile.gettempdir(), "state")
 
 
 def _start(
@@ -239,6 +245,7 @@ def command(tmp_path, monkeypatch, capsys) -> Callable[..., Said]:
     monkeypatch.setattr(subprocess.Popen, "_execute_child", start_distdl)
     for name in os.environ.keys() - environment().keys():
         monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", state_home())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # the user's own code is put before it
 

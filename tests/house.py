@@ -40,6 +40,7 @@ CORE = [
     "incident",
     "health",
     "validation",
+    "program",
     *WORKERS_HALF,
     "launchers",
     "launch",

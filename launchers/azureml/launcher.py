@@ -46,6 +46,10 @@ class AzureMLLauncher(AzureSettings, LauncherBase[AzureMLRequest]):
         return (vm.gpus, "gpu") if vm.gpus else (1, "cpu")
 
     @staticmethod
+    def without_mpi(node: Mapping[str, Any]) -> str:
+        return "" if node.get("distribution") == "mpi" else "launcher.distribution=mpi"
+
+    @staticmethod
     def network_gbps(node: Mapping[str, Any]) -> int | None:
         """Gbit/s of one node's InfiniBand; None: it has none, or the VM size is unknown."""
         vm = vm_of(node)

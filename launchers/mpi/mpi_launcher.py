@@ -215,6 +215,10 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
                 "trainer.num_nodes": count,
             }
 
+    @staticmethod
+    def without_mpi(node: Mapping[str, Any]) -> str:
+        return "launcher.agent=false" if node.get("agent") else ""
+
     def request(self, spec: JobSpec) -> MpiRequest:
         spec.refuse(r"\s:", "mpirun splits it there")
         flavour = flavours.detect(self.mpirun) if self.flavour == "auto" else self.flavour

@@ -64,6 +64,10 @@ class SageMakerLauncher(SageMakerSettings, LauncherBase[SageMakerRequest]):
             if entry.get("sharded"):
                 yield f"launcher.inputs.{name}: each host has only its part; {SHARDED}"
 
+    @staticmethod
+    def without_mpi(node: Mapping[str, Any]) -> str:
+        return "launcher=mpi, or launcher=azureml launcher.distribution=mpi"
+
     def request(self, spec: JobSpec) -> SageMakerRequest:
         request = SageMakerRequest(spec, self)
         if problems := limits.problems(request.body(), self):

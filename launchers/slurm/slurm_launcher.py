@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,10 @@ class SlurmLauncher(SlurmSettings, LauncherBase[SlurmRequest]):
         "max_attempts": "Slurm restarts its jobs itself: launcher.requeue=true; "
         "after a failure: distdl jobs resubmit RUN"
     }
+
+    @staticmethod
+    def without_mpi(node: Mapping[str, Any]) -> str:
+        return ""  # srun starts MPI's ranks, with --mpi of the cluster or of launcher.srun_args
 
     def without(self, hosts: Sequence[str], resources: Resources) -> Iterator[dict[str, Any]]:
         """Settings that keep a job off some nodes, on as many others as there are; none if the user

@@ -13,7 +13,7 @@ from distdl.launch import sweeps
 from distdl.runs import provenance
 from distdl.util.errors import UserError
 from distdl.validation import validate
-from distdl.worker import summary
+from distdl.worker import described
 from tests.tracking.conftest import Tracked
 
 
@@ -88,7 +88,7 @@ def test_swept_values_come_first_and_the_environment_is_not_sent(monkeypatch):
     planned = sweeps.plan(member.split(), varied, ())
     typed = [*planned.overrides, "a.token=abc"]
     record = provenance.collect(["distdl"], Path("/"), typed, planned.swept)
-    params = summary.parameters(planned.config, record)
+    params = described.parameters(planned.config, record)
     assert [*params][:6] == [*varied, "model", "tracking", "model.norm"]
     expected = {
         "optimizer.lr": "0.01",
@@ -102,11 +102,11 @@ def test_swept_values_come_first_and_the_environment_is_not_sent(monkeypatch):
     assert params.items() >= expected.items()
     assert "/secret/folder" not in str(params)
     assert not {"checkpoint.resume_from", "launcher._target_"} & params.keys()
-    assert summary.member_name(planned.swept) == "lr=0.01 seed=2 momentum=null"
-    assert summary.member_name(["a.lr=1", "b.lr=2"]) == "a.lr=1 b.lr=2"
+    assert described.member_name(planned.swept) == "lr=0.01 seed=2 momentum=null"
+    assert described.member_name(["a.lr=1", "b.lr=2"]) == "a.lr=1 b.lr=2"
 
 
 def test_parameters_are_counted_where_their_shape_is_known():
     module = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(4), nn.Linear(2, 5, bias=False))
     module[2].weight.requires_grad = False
-    assert summary.parameters_of(module) == {"total": 18, "trainable": 8}
+    assert described.parameters_of(module) == {"total": 18, "trainable": 8}

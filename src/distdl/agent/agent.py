@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from distdl.ranks import stopping
+from distdl.ranks.environment import PROGRAM_PORT
 from distdl.runs import failures
 from distdl.runs.directory import Attempt
+from distdl.util import loopback as loopback_ports
 from distdl.util.exit_codes import EXIT_CANCELLED, EXIT_FAILURE, EXIT_PREEMPTED, as_shell
 from distdl.util.names import kept_apart
 from distdl.util.orphans import PARENT
@@ -74,6 +76,8 @@ def run(
         "monitor_interval": 0.1,
         "shutdown_timeout": grace_seconds,
     }
+    if PROGRAM_PORT not in os.environ:
+        os.environ[PROGRAM_PORT] = str(program_port(nodes, main))
     if nodes > 1:
         options["rdzv_backend"] = "static"
         options["rdzv_configs"] = {"rank": node_rank, "timeout": 900}
@@ -85,6 +89,7 @@ def run(
         return -stopping.signal_number(interrupt)
     finally:
         os.environ.pop(PARENT, None)
+        os.environ.pop(PROGRAM_PORT, None)
         stopping.set_handlers(handlers)
 
 
@@ -136,6 +141,15 @@ def record_kills(attempt: Attempt, failed: Mapping[int, Any]) -> int:
     if first and first["rank"] in failed:
         return int(failed[first["rank"]].exitcode)
     return int(min(failed.values(), key=lambda each: each.timestamp).exitcode)
+
+
+def program_port(nodes: int, main: str) -> int:
+    """A port for a program on rank 0's host: a free one, or beside that of the ranks' store, which
+    every node knows."""
+    if nodes > 1:
+        return int(main.rpartition(":")[2]) + 1
+    with loopback_ports.listen() as probe:
+        return int(probe.getsockname()[1])
 
 
 def loopback() -> str | None:

@@ -25,8 +25,9 @@ from distdl.util.screen import escaped
 if TYPE_CHECKING:
     from distdl.config.compose import Composed
 
-# Verbs besides a training run: module and one line for --help.
+# Verbs besides a training: module and one line for --help.
 COMMANDS = {
+    "run": ("distdl.cli.run", "start a program of your own: distdl run [key=value] -- COMMAND"),
     "resume": ("distdl.cli.resume", "resume a run"),
     "jobs": ("distdl.cli.jobs", "list, follow, cancel or resubmit runs, wherever they are"),
     "prepare": ("distdl.cli.prepare", "write an image data set as shards, from tars or folders"),
@@ -44,7 +45,7 @@ COMMANDS = {
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),
 }
 # Verbs that start runs: a signal that asks them to end is recorded in the run.
-STARTING = ("resume", "scale", "export", "doctor", "drill")
+STARTING = ("run", "resume", "scale", "export", "doctor", "drill")
 # Flags that Hydra itself handles.
 HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 
@@ -81,14 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], further: Sequence[str] = (), *, program: bool = False) -> int:
+    """A run of what the overrides compose. `further` overrides come last, and are no words of a
+    user's. `program`: it must be a program."""
     from distdl.ranks import environment
 
     # Before the options are parsed, because they may be those of a misspelt command.
     first = [*itertools.takewhile(lambda word: not word.startswith("-"), arguments)]
     words.check(first, COMMANDS)
     options = parse(arguments)
-    if options.help or not arguments:
+    if options.help or not (arguments or program):
         from distdl.cli import help as texts
 
         chosen = any(word.startswith("launcher=") for word in options.overrides)
@@ -102,6 +105,7 @@ def run(arguments: list[str]) -> int:
         return 0
     if len(first) < len(options.overrides):  # some stand behind an option
         words.check(options.overrides, COMMANDS)
+    options.overrides += further
     if options.cfg:
         return show_config(options)
     started_by = environment.detect()
@@ -112,7 +116,7 @@ def run(arguments: list[str]) -> int:
         from distdl.launch import external
 
         return external.train(options.overrides, options.config_dir)
-    from distdl.config import compose
+    from distdl.config import compose, programs
 
     overrides = compose.parse_checked(options.overrides)
     if options.multirun:
@@ -124,7 +128,10 @@ def run(arguments: list[str]) -> int:
         raise UserError.at(
             ", ".join(keys), "several values, and no sweep", remedy, code="ambiguous"
         )
-    return launch(compose.composed(overrides, options.config_dir))
+    composed = compose.composed(overrides, options.config_dir)
+    if program:
+        programs.refuse_none(composed.config)
+    return launch(composed)
 
 
 def launch(composed: Composed) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distdl.cli.arguments import Parser
-from distdl.config import compose
+from distdl.config import compose, programs
 from distdl.launch import dry_run, external, jobs, left_out, resuming
 from distdl.launch import start as launch
 from distdl.ranks import environment
@@ -22,7 +22,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "overrides", nargs="*", default=[], help="e.g. trainer.max_epochs=20 trainer.devices=2"
     )
-    options = parser.parse_args(argv)
+    words, command = programs.split(argv)
+    options = parser.parse_args(words)
+    options.overrides += command
     if options.run is None or ("=" in options.run and not Path(options.run).exists()):
         newest = next(iter(jobs.runs_below(Path(compose.compose([]).output_dir))), None)
         remedy = "python -m distdl jobs list shows all runs"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import user_conf
+from distdl.config import programs, user_conf
 from distdl.config.hints import words
 from distdl.config.recipe import LAYERS, is_own
 from distdl.util.errors import Problem, UserError
@@ -93,6 +93,9 @@ def composed(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> 
             flat = group_options("experiment")
             if config.hydra.runtime.choices.get("debug"):
                 _remove_debug_keys(config, prepared)
+            if programs.is_program(config):
+                OmegaConf.set_struct(config, False)
+                _reduce_to_program(config, overrides, prepared)
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise UserError(_file_problem(first_lines(error))) from error
         except (RecursionError, UnicodeDecodeError):
@@ -109,6 +112,8 @@ def composed(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> 
     if named in flat and chosen != [named]:  # experiment=a_b exists beside experiment=a/b
         named = kept_apart(",".join(chosen), named)
     empty = {"experiment_name": named, "tracking": {}, "callbacks": {}}
+    if programs.is_program(config):
+        del empty["callbacks"]
     for key, value in empty.items():
         # Interpolations are not resolved here: validation reports a broken one with the others.
         if not OmegaConf.is_interpolation(config, key) and config.get(key) is None:
@@ -116,6 +121,22 @@ def composed(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> 
     if not OmegaConf.is_interpolation(config, "trainer"):
         _normalise_trainer(config.get("trainer"))
     return Composed(config, tuple(typed))
+
+
+def _reduce_to_program(
+    config: DictConfig, overrides: Sequence[Override], prepared: Sequence[str]
+) -> None:
+    """Leaves in a config only what concerns its program. Raises a UserError if the user sets more,
+    or gives a parameter that no file declares."""
+    from hydra import compose as hydra_compose
+
+    given = [str(o.input_line) for o in overrides if o.key_or_group.startswith(programs.PARAMS)]
+    if given:
+        declaring = [each for each in prepared if not each.startswith(f"++{programs.PARAMS}")]
+        files_alone = hydra_compose(PRIMARY, overrides=declaring)
+        if problems := [*programs.undeclared(files_alone, given)]:
+            raise UserError(*problems)
+    programs.reduce(config, hydra_compose(PRIMARY), [o.key_or_group for o in overrides])
 
 
 def _chosen(prepared: Sequence[str], group: str) -> list[str]:
@@ -277,7 +298,7 @@ def parse_checked(overrides: Sequence[str]) -> list[Override]:
 def _parsed(text: str) -> Override:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    return OverridesParser.create().parse_override(quoted(text))
+    return OverridesParser.create().parse_override(quoted(programs.full(text)))
 
 
 def quoted(text: str) -> str:

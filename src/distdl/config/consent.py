@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import credentials, doors, trust
+from distdl.config import agreed, credentials, doors, programs, trust
 from distdl.config.own_words import OwnWords, Speaker
 from distdl.util.errors import Problem, UserError
 from distdl.util.redact import redact
@@ -33,8 +33,21 @@ def refuse(config: DictConfig, typed: Sequence[Override]) -> None:
     assert isinstance(plain, dict)
     said = [(*opened, words.speaker(*opened[:2])) for opened in doors.opened(plain)]
     asked = {each[0]: _problem(*each) for each in said if not _agreed(each[2], each[3])}
+    if any(programs.is_about(key) for key in asked) and agreed.knows(_named(plain)):
+        asked = {key: each for key, each in asked.items() if not programs.is_about(key)}
     if wrong := [*asked.values(), *credentials.refuse(config, words)]:
         raise UserError(*wrong)
+
+
+def remember(config: DictConfig) -> None:
+    """Called when a program is started that the user has agreed to: a resume may start it again."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    if programs.is_program(config) and isinstance(plain, dict):
+        agreed.remember(_named(plain))
+
+
+def _named(plain: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(key): value for key, value in plain.items()}
 
 
 def repeated(typed: Sequence[Override]) -> list[str]:

@@ -25,12 +25,14 @@ class Door:
         what: What its value is, for messages.
         conf: Whether `./conf` may say it, besides the command line and trust.yaml.
         each: Whether each element of a list, or each value of a mapping, is said by itself.
+        keys: Of a mapping whose values are said by themselves: which of its keys matter.
         harmless: Whether a value executes nothing, so that any file may say it.
     """
 
     what: str
     conf: bool = False
     each: Literal["", "element", "key"] = ""
+    keys: Callable[[str], bool] = lambda key: True
     harmless: Callable[[Any], bool] = lambda value: not value
 
 
@@ -149,8 +151,14 @@ DOORS: Mapping[str, Door] = {
     "launcher._args_": Door("arguments without names, which no table knows", conf=True),
     # Everywhere: variables of every rank.
     "launcher.env": Door(
-        "a variable that makes programs load or execute something", conf=True, each="key"
+        "a variable that makes programs load or execute something",
+        conf=True,
+        each="key",
+        keys=loads,
     ),
+    "program.command": Door("a program", conf=True),
+    "program.checkpoints": Door("a place that gets the checkpoints", conf=True),
+    "program.params": Door("an argument of a program", conf=True, each="key"),
     "launcher.python": Door("a program"),
     # mpi
     "launcher.mpirun": Door("a program", harmless=_default("mpirun")),
@@ -226,7 +234,7 @@ def opened(config: Mapping[Any, Any]) -> Iterator[tuple[str, Any, Door]]:
         if door.each == "element" and isinstance(value, list):
             yield from ((key, element, door) for element in value)
         elif door.each == "key" and isinstance(value, dict):
-            yield from ((f"{key}.{k}", v, door) for k, v in value.items() if loads(str(k)))
+            yield from ((f"{key}.{k}", v, door) for k, v in value.items() if door.keys(str(k)))
         elif not door.harmless(value):
             yield key, value, door
 

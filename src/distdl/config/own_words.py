@@ -17,18 +17,24 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from distdl.config import trust, user_conf
+from distdl.config.programs import MISSING_WORD, words_of
 from distdl.config.recipe import values_at
+from distdl.util.errors import UserError
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-# Interpolations that no config file decides.
-_OWN_INTERPOLATION = re.compile(r"\$\{(oc\.env:|hydra:runtime\.cwd|now:)[^${}]*\}")
+# Interpolations that no config file decides: a parameter of a program is said by itself.
+_OWN_INTERPOLATION = re.compile(
+    r"\$\{((oc\.env:|hydra:runtime\.cwd|now:)[^${}]*|program\.params\.\w+)\}"
+)
+_NOT_INTERPOLATED = re.compile(r"(?<!\\)(\\\\)*\\\$\{")  # `\${`, which stays as it is
 
 
 class Speaker(enum.Enum):
@@ -77,9 +83,14 @@ def _is_interpolated(value: object) -> bool:
         return any(_is_interpolated(item) for pair in value.items() for item in pair)
     if isinstance(value, list):
         return any(map(_is_interpolated, value))
-    return isinstance(value, str) and "${" in _OWN_INTERPOLATION.sub("", value)
+    if not isinstance(value, str) or value == MISSING_WORD:
+        return False
+    return "${" in _OWN_INTERPOLATION.sub("", _NOT_INTERPOLATED.sub("", value))
 
 
 def _gives(given: object, value: object) -> bool:
+    if isinstance(given, str) and isinstance(value, list):  # a command, as it was written
+        with suppress(UserError):
+            given = words_of(given)
     same = type(given) is type(value) and given == value
     return same or (isinstance(given, list) and any(_gives(each, value) for each in given))

@@ -35,6 +35,8 @@ WHERE = (
     "checkpoint.trust_pickle",
     "trainer.devices",
     "trainer.num_nodes",
+    "program.checkpoints",
+    "program.sync",
 )
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
 # Keys of the recipe that an attempt may change, besides those of WHERE.

@@ -14,14 +14,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
 from distdl.config.hints import words
+from distdl.config.programs import is_program
 from distdl.config.recipe import LAYERS, plain
 from distdl.util import typed
 from distdl.util.errors import Problem
 from distdl.util.ranges import AboveZero, Count, NotNegative, Positive
-from distdl.util.suggest import did_you_mean, respelt, written
+from distdl.util.suggest import did_you_mean, plain_text, respelt, written
 from distdl.util.typed import Misfit, Path
 
 Known = Callable[[], Iterable[str]]
@@ -228,17 +229,93 @@ class Config(_Fixed):
     callbacks: dict[str, Component | None] | None = None
 
 
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+_WORDS = _must(
+    lambda words: bool(words) and all(type(w) is str and "\0" not in w for w in words) and words[0],
+    "a command: its words",
+)
+_PARAMS = _must(
+    lambda values: all(_is_plain(value) for value in values.values()), "names with plain values"
+)
+
+
+def _as_words(command: object) -> object:
+    """A number in a command is a word: `--lr ${program.params.lr}`."""
+    if not isinstance(command, list):
+        return command
+    return [plain_text(word) if _is_plain(word) else word for word in command]
+
+
+class Program(_Fixed):
+    """A program that is started instead of a training (docs/programs.md).
+
+    Args:
+        command: Its words, as they are executed, by no shell.
+        per: Whether each rank starts it, or the first of each node.
+        framework: Whose variables it gets besides torch's.
+        parameter_servers: How many of TensorFlow's tasks are parameter servers, the last ones.
+        evaluator: Whether TensorFlow's last task is an evaluator.
+        params: Values for `${program.params.NAME}` in the command.
+        checkpoints: A folder or a store (URL) that outlives the job; None: the run's folder.
+        sync: Seconds between two uploads of finished files to a place that is no folder.
+    """
+
+    command: Annotated[list[Any], BeforeValidator(_as_words), _WORDS]
+    per: Literal["rank", "node"] = "rank"
+    framework: Literal["tensorflow", "mpi", "jax"] | None = None
+    parameter_servers: Count = 0
+    evaluator: bool = False
+    params: Annotated[dict[str, Any], _PARAMS] = {}
+    checkpoints: Text | None = None
+    sync: AboveZero = 300
+
+    @classmethod
+    def of(cls, node: Mapping[str, Any]) -> Program:
+        """The section of a config that is validated, or was before it was frozen.
+
+        Raises:
+            pydantic.ValidationError: A value does not fit (a ValueError).
+        """
+        return cls.model_validate(plain(node))
+
+
+class ProgramSize(Size, extra="forbid"):
+    """The size of a program's run."""
+
+
+class ProgramConfig(_Fixed):
+    """The complete config of a program."""
+
+    name: Name | None
+    experiment_name: Name | None
+    tags: list[str]
+    output_dir: str
+    dry_run: bool
+    follow: bool
+    project: Project
+    preflight: bool = False
+    watchdog: WatchdogSettings = WatchdogSettings()
+    trainer: ProgramSize
+    launcher: Component | None = None
+    tracking: dict[str, Component | None] | None = None
+    program: Program
+
+
 COMPONENTS = ("model", "data", "optimizer", "schedule", "strategy", "launcher", "task")
 COLLECTIONS = ("tracking", "callbacks")
 
 
 def known_paths() -> Iterator[str]:
     """Every path that the schema itself names, such as `trainer.max_epochs`."""
-    for key, field in Config.model_fields.items():
+    fields = {**ProgramConfig.model_fields, **Config.model_fields}
+    for key, field in fields.items():
         yield key
         for kind in (field.annotation, *get_args(field.annotation)):
-            fields = getattr(kind, "model_fields", {}).items()
-            yield from (f"{key}.{name}" for name, inner in fields if inner.alias is None)
+            inner = getattr(kind, "model_fields", {}).items()
+            yield from (f"{key}.{name}" for name, each in inner if each.alias is None)
 
 
 def path_text(path: Path) -> str:
@@ -286,6 +363,12 @@ def check(
 
 def _misfits(values: Mapping[str, Any]) -> Iterator[Misfit]:
     """What does not fit the schema."""
+    if is_program(values):
+        try:
+            ProgramConfig.model_validate(values)
+        except ValidationError as refused:
+            yield from typed.misfits(refused, values)
+        return
     # `optimizer=none` composes to an empty mapping, which means null.
     empty = {key: None for key in COMPONENTS if key != "task" and values.get(key) == {}}
     try:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from distdl.config.programs import is_program
 from distdl.moved_names import current
 
 # The base class of all tasks, whose own values hold for plain functions, too.
@@ -34,12 +35,16 @@ class TaskFacts:
     calls: tuple[str, ...]
 
 
+PROGRAM = TaskFacts(trains=True, evaluates=False, examines=False, needs_build=False, calls=())
 _NAME = ast.Name | ast.Attribute
 NAMES = tuple(each.name for each in fields(TaskFacts))
 
 
 def of(config: Mapping[Any, Any]) -> TaskFacts:
-    """The facts of a config's task; those of a plain function if it names none."""
+    """The facts of a config's task; those of a plain function if it names none. A program is
+    what a training is to distdl: it is done once it succeeds, and a resume continues it."""
+    if is_program(config):
+        return PROGRAM
     node = config.get("task")
     return of_target(node.get("_target_") if isinstance(node, Mapping) else None)
 

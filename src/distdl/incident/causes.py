@@ -47,6 +47,7 @@ MESSAGES = (
     ("not a number", r"\bnans?\b|non-?finite|not finite", "trainer.detect_anomaly=true"),
     ("CUDA error", r"CUDA error:|device-side assert|CU\w+_STATUS", "CUDA_LAUNCH_BLOCKING=1"),
     ("NCCL transport", "nccl", "NCCL_DEBUG=INFO names the link"),
+    ("exit", r"^Ended: the program ended", "the last lines of its log say more"),
     ("exit", r"^(Ended|SystemExit): ", "raise an exception instead of ending the process"),
     ("mismatched collective", MISMATCH, CALLS),
 )

@@ -128,7 +128,8 @@ def read(attempt: Attempt) -> Incident | None:
     if cause is None:
         return None
     first = cause.rank
-    if first.error.get("exit_code") == EXIT_REFUSED or first.error.get("type") == "BdbQuit":
+    refused = first.error.get("exit_code") == EXIT_REFUSED and not first.error.get("program")
+    if refused or first.error.get("type") == "BdbQuit":
         return None
     log = attempt.logs / f"rank_{first.sight.rank}.log"
     return Incident(

@@ -188,6 +188,18 @@ class LauncherBase(Generic[R]):
         return None
 
     @staticmethod
+    def without_mpi(node: Mapping[str, Any]) -> str:
+        """What to write instead, if no mpirun starts the ranks, so that a program cannot join them
+        by MPI; "" if one does."""
+        return "launcher=mpi"
+
+    @staticmethod
+    def loses_store(node: Mapping[str, Any]) -> str:
+        """Why files that a rank writes into the run's folder are gone after its job; "" if they
+        last, as on a shared file system."""
+        return ""
+
+    @staticmethod
     def notes(node: Mapping[str, Any]) -> Iterator[str]:
         """Yields notes for the user, on what could not be checked."""
         yield from ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -10,14 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distdl.config import batches
+from distdl.config import batches, programs
 from distdl.job import LauncherBase
-from distdl.launch import start
+from distdl.launch import program_checks, start
 from distdl.launch.planning import Plan
 from distdl.runs.bundle import Bundle
 from distdl.runs.directory import RunDirectory, shown
 from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
+from distdl.util.redact import redact
 from distdl.util.screen import escaped
 
 
@@ -30,11 +32,14 @@ def render(planned: Plan) -> str:
     request = launcher.request(*start.specs_of([planned], [attempt]))
     files = write_files(planned, launcher, code)
     size = planned.resources
-    batch = batches.describe(planned.config, planned.resources)
+    batch = ""
+    if not programs.is_program(planned.config):
+        batch = batches.describe(planned.config, planned.resources)
     lines = [
         f"run        {shown(planned.run.path)}" + (" (resumes)" if attempt.number > 1 else ""),
         f"resources  {size.num_nodes} x {size.devices} {size.accelerator}",
         *([f"batch      {batch}"] if batch else []),
+        *program_lines(planned),
         *([f"code       {code.describe()}"] if code else []),
         *(f"left out   {line}" for line in (code.lines_left_out() if code else ())),
         *(f"note       {note}" for note in planned.notes),
@@ -45,6 +50,15 @@ def render(planned: Plan) -> str:
         request.render(),
     ]
     return escaped("\n".join(lines))
+
+
+def program_lines(planned: Plan) -> Iterator[str]:
+    """What a program's ranks start, and where."""
+    program = program_checks.section_of(planned.config)
+    if program is not None:
+        yield f"program    {redact(shlex.join(program.command))}"
+        extra = f", framework {program.framework}" if program.framework else ""
+        yield f"started    once per {program.per}, in {planned.launch.folder}{extra}"
 
 
 def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:

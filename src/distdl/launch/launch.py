@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from distdl.config import programs, resources
 from distdl.config import recipe as configs
-from distdl.config import resources
 from distdl.config.own_code import make_importable, own_folders
 from distdl.config.schema import Size
 from distdl.job import LauncherBase, Resources, adapted_launcher, is_launcher
-from distdl.launch import checkpoint_checks, jobs
+from distdl.launch import checkpoint_checks, jobs, program_checks
 from distdl.runs import provenance
 from distdl.runs.directory import RunDirectory
 from distdl.util.errors import Problem, UserError
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 LOCAL = "distdl.launchers.local.LocalLauncher"
-# Groups that every task needs.
+# Groups that every training needs, and that every program needs.
 REQUIRED = ("model", "strategy", "launcher")
+REQUIRED_BY_PROGRAM = ("launcher",)
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Launch:
         launcher_class: The launcher's class, as its author wrote it; None if it cannot be imported,
             which the second stage of validation reports.
         size: The number of ranks and their devices.
+        folder: In which a program is started, relative to the root.
         resolved: The config with its interpolations resolved, as the first stage has checked it;
             None if the config has changed since.
     """
@@ -61,6 +63,7 @@ class Launch:
     trust: Trust
     launcher_class: type | None
     size: Resources
+    folder: str = "."
     resolved: Resolved | None = None
 
     @property
@@ -132,9 +135,10 @@ def of(config: DictConfig, typed: Sequence[Override], run: RunDirectory | None =
         UserError: with all problems that need only the config and the run's checkpoints.
     """
     root, trust, kind = code_of(config)
-    size, resolved = checked_size(config, trust, adapted(kind), run, typed)
+    folder = program_checks.folder_of(root, run) if run is not None else "."
+    size, resolved = checked_size(config, trust, adapted(kind), run, typed, root / folder)
     where = configs.where_of(config)
-    return Launch(config, where, tuple(typed), root, trust, kind, size, resolved)
+    return Launch(config, where, tuple(typed), root, trust, kind, size, folder, resolved)
 
 
 def code_of(config: DictConfig) -> tuple[Path, Trust, type | None]:
@@ -152,9 +156,11 @@ def checked_size(
     launcher: type[LauncherBase[Any]] | None,
     run: RunDirectory | None = None,
     typed: Sequence[Override] = (),
+    folder: Path | None = None,
 ) -> tuple[Resources, Resolved]:
     """Determines the size of the run, and runs the first stage of validation, which needs only the
-    config and the checkpoints in the run's directory. Returns the resolved config, too."""
+    config, the checkpoints in the run's directory, and what a program starts in `folder`. Returns
+    the resolved config, too."""
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
     problems = [
@@ -164,7 +170,7 @@ def checked_size(
             f"write {group}=<option>; --help lists the options",
             code="missing-key",
         )
-        for group in REQUIRED
+        for group in (REQUIRED_BY_PROGRAM if programs.is_program(config) else REQUIRED)
         if not written.get(group)
     ]
     size, uncounted, known = None, None, None
@@ -181,7 +187,12 @@ def checked_size(
             problems += error.problems
     except (OmegaConfBaseException, TypeError, ValueError):
         pass  # a broken value, which the first stage reports
-    if run is not None:
+    program = program_checks.section_of(config)
+    if program is not None and folder is not None:
+        node = written.get("launcher") or {}
+        local = is_local(config)
+        problems += program_checks.problems(program, folder, node, launcher, size, local)
+    elif run is not None:
         # The first stage reports broken values.
         with suppress(OmegaConfBaseException, TypeError, KeyError, AttributeError):
             problems += checkpoint_checks.for_task(config, run, typed)

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distdl.config import batches, compose, consent, task_facts
+from distdl.config import batches, compose, consent, programs, task_facts
 from distdl.config import recipe as configs
 from distdl.job import JobState, Resources
 from distdl.launch import launch as launches
-from distdl.launch import one_attempt
+from distdl.launch import one_attempt, program_checks
 from distdl.launch.launch import Launch
 from distdl.runs import checkpoints
 from distdl.runs.directory import PREDICTING, Attempt, RunDirectory, shown
@@ -90,10 +90,10 @@ class Plan:
     @property
     def finished(self) -> bool:
         """Whether this same training has succeeded already: starting it again would do nothing."""
-        task = self.config.task.get("_target_")
+        task = (self.config.get("task") or {}).get("_target_")
         return task_facts.of(self.config).trains and any(
             attempt.state() is JobState.SUCCEEDED
-            and launch["where"]["task"]["_target_"] == task
+            and (launch["where"].get("task") or {}).get("_target_") == task
             and (launch.get("changes") or {}) == self.changes
             for attempt in (self.run.attempts() if self.run.exists else ())
             for launch in [attempt.launch()]
@@ -171,6 +171,8 @@ def never_trained(run: RunDirectory) -> bool:
     states = [attempt.state() for attempt in run.attempts()]
     failed = bool(states) and all(s in (JobState.FAILED, JobState.CANCELLED) for s in states)
     kept = (*run.checkpoints.glob(f"*{checkpoints.SUFFIX}"), *run.path.glob(f"**/{PREDICTING}"))
+    if programs.is_program(run.recipe()):  # its files have any name
+        kept = tuple(run.checkpoints.glob("*"))
     return failed and not kept
 
 
@@ -214,7 +216,12 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     config = planned.config
     size = planned.resources
     builds = task_facts.of(config).needs_build
-    if not builds and configs.is_own(config.task.get("_target_")):
+    program = program_checks.section_of(config)
+    if program is not None:
+        folder = planned.launch.root / planned.launch.folder
+        planned.notes += program_checks.hints(program, folder)
+        planned.notes += program_checks.unused_params(config)
+    elif not builds and configs.is_own(config.task.get("_target_")):
         return  # nothing of somebody else's is imported
     if planned.finished and not config.dry_run:
         return
@@ -224,13 +231,15 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     # With chosen GPUs another process trains: they must be set before anything queries the devices;
     # and so does a rank that may be started again.
     other_process = size.device_ids or config.launcher.get("max_attempts")
-    trains_here = starts_here and size.world_size == 1 and not other_process
-    with imported_in_background(AGENT) if starts_here and not trains_here else nullcontext():
+    trains_here = starts_here and size.world_size == 1 and not other_process and program is None
+    own_launcher = configs.is_own(config.launcher.get("_target_"))
+    agent = starts_here and not trains_here and size.world_size > 1
+    with imported_in_background(AGENT) if agent else nullcontext():
         problems, notes, facts = validate.check_bindings(
             launch.resolved,
             size,
             launch.trust.folders,
-            in_process=trains_here,
+            in_process=trains_here or (program is not None and own_launcher),
             new=not planned.run.exists,
             builds=builds,
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import compose, consent
+from distdl.config import compose, consent, programs
 from distdl.config import recipe as configs
 from distdl.config.own_code import make_importable, own_folders
 from distdl.launch import external, jobs, planning
@@ -66,7 +66,7 @@ def plan(
 def where_by_default(run: RunDirectory, before: dict[str, Any]) -> DictConfig:
     """The default `where` of the next attempt, from launch.yaml of the last one. Settings that only
     a command line may make are reset."""
-    fresh = {
+    fresh: dict[str, Any] = {
         # The run may have been moved since launch.yaml was written.
         "output_dir": str(run.path.parents[before["run_id"].count("/")]),
         "dry_run": False,
@@ -74,6 +74,8 @@ def where_by_default(run: RunDirectory, before: dict[str, Any]) -> DictConfig:
         "project": {"root": None, "allow": list(jobs.allowed_here())},
         "checkpoint": {"trust_pickle": False},  # the run's own files cannot consent to it
     }
+    if programs.is_program(run.recipe()):
+        del fresh["checkpoint"]
     newer_keys = {"project": {"max_snapshot_mb": 300}}  # which an older run lacks
     # Hosts that the last attempt left out are used again if they answer (`left_out.fit`).
     whole = (before.get("left_out") or {}).get("where") or before["where"]
@@ -127,6 +129,8 @@ def apply(
                 problems.append(_refused(path, changeable))
         elif any(path == w or path.startswith(w + ".") for w in configs.WHERE):
             OmegaConf.update(where, path, value, force_add=True)
+        elif programs.is_about(path) and OmegaConf.select(recipe, path) == value:
+            continue  # only said again, in consent
         elif path in changeable or path.startswith(("strategy.", "tracking.")):
             changes[path] = value
         else:

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from distdl.config import batches
+from distdl.config import batches, consent, programs
 from distdl.config import recipe as configs
 from distdl.config.own_code import python_path
 from distdl.incident import incident
@@ -201,6 +201,7 @@ def begin_attempt(planned: Plan, command: Sequence[str]) -> Attempt:
             print(note, file=sys.stderr, flush=True)
         planned.run.create(recipe, record)
     record = launch_record(planned)
+    consent.remember(planned.config)
     return planned.run.begin_attempt(record, lambda: refuse_second(planned))
 
 
@@ -319,6 +320,7 @@ def launch_record(planned: Plan) -> dict[str, Any]:
         "python_path": python_path(launch.root, launch.trust.folders),
         "where": where,
         "resources": {**asdict(size), "device_ids": list(size.device_ids or ()) or None},
+        **({"folder": launch.folder} if programs.is_program(planned.config) else {}),
         "changes": planned.changes,
         "global_batch_size": batches.global_batch_size(planned.config, size),
         "notes": planned.notes,

@@ -18,7 +18,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distdl.config import compose, user_conf
+from distdl.config import compose, programs, user_conf
 from distdl.config import recipe as configs
 from distdl.job import JobState
 from distdl.launch import dry_run, job_status, jobs, planning, start
@@ -234,7 +234,7 @@ def _monitored(planned: Plan) -> float:
     """A member's best value of `checkpoint.monitor`, which is that of its best.ckpt; without one,
     the value at its end; NaN if it has neither."""
     last = planned.last_attempt
-    monitor = planned.config.checkpoint.monitor
+    monitor = (planned.config.get("checkpoint") or {}).get("monitor")  # a program has none
     if not last or not monitor:
         return math.nan
     best = checkpoints.manifest_at(planned.run.checkpoints / "best.ckpt").get("metrics")
@@ -267,7 +267,8 @@ def _print_next(results: Sequence[Ended]) -> None:
         print(f"failed  python -m distdl jobs status {shlex.quote(shown(failed[0].run.path))}")
         print(f"again   {_again()}")
     best = _best(results)
-    if best is None and len(succeeded) > 1:
+    of_programs = any(programs.is_program(each.config) for each in succeeded)
+    if best is None and len(succeeded) > 1 and not of_programs:
         monitor = succeeded[0].config.checkpoint.monitor
         lacks = f"no two runs have a {monitor} at their end" if monitor else "no metric is chosen"
         print(f"best    unknown, as {lacks}: checkpoint.monitor=NAME checkpoint.mode=min|max")

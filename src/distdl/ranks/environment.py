@@ -23,6 +23,9 @@ from distdl.util.errors import Problem, UserError
 log = logging.getLogger(__name__)
 
 LAUNCHER_VARIABLE = "DISTDL_LAUNCHER"
+# A port of rank 0's host that is free for a program; without it MASTER_PORT is. An agent sets it,
+# whose own store is at MASTER_PORT.
+PROGRAM_PORT = "DISTDL_PROGRAM_PORT"
 DEFAULT_PORT = 29500
 
 

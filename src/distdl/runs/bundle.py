@@ -56,11 +56,16 @@ class Bundle:
     def recipe(self) -> DictConfig:
         return RunDirectory(self.path).recipe()
 
-    def python_path(self, launch: dict[str, Any]) -> list[str]:
-        """Where the user's modules are: in the bundle, or in their original folders."""
+    def project(self, launch: dict[str, Any]) -> Path:
+        """The root of the user's project: its copy in the bundle, or the original."""
         root = self.code / "project"
         if not root.is_dir():
             root = Path((launch["where"].get("project") or {}).get("root") or ".")
+        return root.absolute()
+
+    def python_path(self, launch: dict[str, Any]) -> list[str]:
+        """Where the user's modules are: in the bundle, or in their original folders."""
+        root = self.project(launch)
         return [str((root / folder).absolute()) for folder in launch.get("python_path", ["."])]
 
     def create_store(self, run: RunDirectory, number: int) -> Attempt:

@@ -178,10 +178,16 @@ def facts(error: dict[str, Any]) -> dict[str, Any]:
     return {key: error[key] for key in ("rank", "host", "signal", "exit_code") if key in error}
 
 
+def is_refusal(error: dict[str, Any]) -> bool:
+    """Whether a rank refused the input. A program may end with the same exit code for a reason of
+    its own."""
+    refused = error.get("exit_code") == EXIT_REFUSED and not error.get("program")
+    return refused and error.get("type") != "SystemExit"
+
+
 def describe(error: dict[str, Any]) -> str:
     """A recorded failure in one line, with the exception's type, except for refusals and kills."""
-    refused = error.get("exit_code") == EXIT_REFUSED and error["type"] != "SystemExit"
-    if refused or error["type"] in (KILLED, ENDED):
+    if is_refusal(error) or error["type"] in (KILLED, ENDED):
         return str(error["message"])
     if error["type"] == "BdbQuit":
         return "ended in the debugger"

@@ -23,6 +23,7 @@ else in the one that is named behind it, with the reason.
   + Unwritten: an image that cannot be encoded again
   + Unsearched: a part of an archive
   + Stopped: ends an attempt on all ranks (distdl/ranks/stopping.py: holds a state of jobs)
+  + ProgramFailed: a program, which is recorded (distdl/program/running.py: holds an exit code)
   + NotSmall: a value that is not copied (distdl/loops/small_state.py: caught there)
   + UploadStopped: another file failed (distdl/tools/prepare/upload.py: caught there)
   + _Closed: nobody waits for a download (distdl/datasets/prefetch.py: caught there)
@@ -34,6 +35,9 @@ else in the one that is named behind it, with the reason.
   + NoRoom: the cache of shards is full
 * RuntimeError
   + SaveError: a checkpoint was not saved
+  + NotKept: checkpoints of a program (distdl/program/folder.py: of one job)
+  + NotMet: ranks of a program did not come (distdl/program/meeting.py: of one job)
+  + NotStarted: the system refuses a program (distdl/program/process.py: holds an exit code)
 * ValueError
   + Refused: a value of a typed setting
   + DamagedImage: no complete image (distdl/datasets/image_headers.py: exports hold copies)

@@ -14,6 +14,7 @@ from distdl.config.own_code import last_user_line
 from distdl.health.watchdog import Watchdog
 from distdl.incident import incident
 from distdl.job import JobState
+from distdl.program.running import ProgramFailed
 from distdl.runs import failures
 from distdl.runs.directory import Attempt
 from distdl.util.errors import UserError
@@ -54,7 +55,9 @@ def record_failure(
     attempt: Attempt, rank: int, error: BaseException, watchdog: Watchdog | None = None
 ) -> int:
     """Records this rank's first failure and logs it at once, since the process may be killed before
-    it ends. Returns the exit code."""
+    it ends. Returns the exit code. That of a program is recorded already."""
+    if isinstance(error, ProgramFailed):
+        return error.code
     code = JobState.FAILED.exit_code
     if isinstance(error, UserError):
         code = error.exit_code

@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from distdl.config import programs
 from distdl.config import recipe as configs
 from distdl.config.own_code import make_importable
 from distdl.health.watchdog import Watchdog
@@ -35,6 +36,7 @@ from distdl.util.redact import redact
 from distdl.validation import kinds
 from distdl.validation.resolve import resolve
 from distdl.validation.targets import Trust
+from distdl.worker import own_program
 from distdl.worker.failing import fail, record_failure
 from distdl.worker.rank_context import RankContext
 from distdl.worker.rank_logging import adopt_lightnings_loggers, start_logging
@@ -78,13 +80,18 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             if rank == 0:
                 attempt.begin()
             failures.reserve(attempt.errors, rank)
+            config = effective_config(bundle, launch)
+            program = programs.is_program(config)
             settings = launch["where"].get("watchdog") or {}
-            if settings.get("enabled", True):
+            if settings.get("enabled", True) and not program:
                 new = Watchdog(attempt, environment, settings.get("timeout"))
                 new.start()
                 watchdog = new
             context = RankContext(attempt, launch, resources, environment, stop, watchdog)
-            facts["metrics"] = perform(bundle, context)
+            if program:
+                own_program.perform(config, bundle, context)
+            else:
+                facts["metrics"] = perform(config, bundle, context)
             state = JobState.SUCCEEDED
         except Stopped as request:
             state = request.state
@@ -116,9 +123,8 @@ def import_torch() -> None:
         from distdl.worker import allocator, named_tools, performing, registration  # noqa: F401
 
 
-def perform(bundle: Bundle, context: RankContext) -> dict[str, float]:
+def perform(config: DictConfig, bundle: Bundle, context: RankContext) -> dict[str, float]:
     """Joins the process group, builds the run and performs the task. Returns the task's metrics."""
-    config = effective_config(bundle, context.launch)
     scratch.refuse(config.get("data"), context.environment.local_world_size)
     import_torch()  # do the slow imports before ranks wait for each other
     from distdl.distributed import process_group, rank_table

@@ -21,7 +21,7 @@ from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory
 from distdl.tracking import Tracking
 from distdl.validation.kinds import locate
-from distdl.worker import autotune, compiling, named_tools, summary
+from distdl.worker import autotune, compiling, described, named_tools, summary
 from distdl.worker.build import Built, build, make
 from distdl.worker.failing import lightnings_refusals, record_failure, refusal
 from distdl.worker.rank_context import RankContext
@@ -98,7 +98,7 @@ def tune(config: DictConfig, context: RankContext) -> DictConfig:
 def track(config: DictConfig, context: RankContext) -> Tracking:
     """Starts the journal, and what else the config tracks the run by."""
     environment = context.environment
-    info = summary.run_info(config, context) if environment.rank == 0 else None
+    info = described.run_info(config, context) if environment.rank == 0 else None
     shared = process_group.broadcast(info)
     assert shared is not None
     return tracking.start_tracking(

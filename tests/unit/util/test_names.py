@@ -11,7 +11,7 @@ from distdl.launchers.slurm import script
 from distdl.tracking.clearml import curve_of
 from distdl.tracking.client import metric_name
 from distdl.util.names import kept_apart
-from distdl.worker.summary import member_name
+from distdl.worker.described import member_name
 from tests.unit.launchers.test_azureml import spec
 
 ODD = (

@@ -1,0 +1,118 @@
+"""The process of a program: what it leaves behind, and what its end says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from distdl.job import JobState
+from distdl.program import ending
+from distdl.program.output import Output
+from distdl.program.process import NotStarted, Process
+from distdl.ranks.stopping import StopRequest
+from tests.waiting import until
+
+# As a rank does: starts a shell that starts another process, and waits.
+RANK = """
+import os, sys
+from pathlib import Path
+from distdl.program.process import Process
+process = Process(["sh", "-c", "setsid sleep 300 & sleep 300"], os.environ, Path("."), 1)
+print("started", flush=True)
+process._popen.wait()
+"""
+
+
+def ran(tmp_path, *words, stop=None, grace=5.0):
+    output = Output(tmp_path / "log")
+    process = Process(words, os.environ, tmp_path, output.writing)
+    output.started()
+    code, _ = process.wait(stop or StopRequest(), grace)
+    output.close()
+    return code, [*output.tail()], process
+
+
+def asked(name="SIGTERM"):
+    stop = StopRequest()
+    stop.state = JobState.PREEMPTED
+    stop.signal = name
+    return stop
+
+
+def test_nothing_is_left(tmp_path):
+    code, _, process = ran(tmp_path, "sh", "-c", "setsid sleep 300 & sleep 301 & exit 4")
+    assert code == 4
+    assert not process.lives()
+    assert not [p for p in psutil.Process().children(recursive=True) if p.name() == "sleep"]
+
+
+def test_a_shell_and_its_command_are_asked(tmp_path):
+    """A shell hands on no signal, and the program that it waits for saves."""
+    saves = "trap 'echo saved; exit 75' TERM\ntouch ready\nwhile :; do sleep 0.1; done\n"
+    (tmp_path / "inner.sh").write_text(saves)
+    (tmp_path / "outer.sh").write_text("bash inner.sh\nexit $?\n")
+    stop = StopRequest()
+
+    def ask():
+        until(lambda: (tmp_path / "ready").exists(), 20)
+        stop.signal = "SIGTERM"
+        stop.state = JobState.PREEMPTED
+
+    threading.Thread(target=ask).start()
+    code, lines, _ = ran(tmp_path, "bash", "outer.sh", stop=stop, grace=10.0)
+    assert code in (75, -signal.SIGTERM)  # bash itself ends at once, or with its command's code
+    assert "saved" in lines
+
+
+def test_who_does_not_listen_is_killed(tmp_path):
+    begin = time.monotonic()
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    code, _, _ = ran(tmp_path, sys.executable, "-c", deaf, stop=asked(), grace=0.5)
+    assert code < 0
+    assert time.monotonic() - begin < 30
+
+
+def test_a_killed_rank_leaves_nothing(tmp_path):
+    rank = subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, cwd=tmp_path)
+    assert rank.stdout is not None
+    rank.stdout.readline()
+    below = psutil.Process(rank.pid).children(recursive=True)
+    assert [p.name() for p in below].count("sleep") == 2
+    rank.kill()
+    rank.wait()
+    until(lambda: not any(p.is_running() and p.status() != "zombie" for p in below), 20)
+
+
+def test_what_the_system_refuses(tmp_path):
+    (tmp_path / "text").write_text("no program")
+    (tmp_path / "text").chmod(0o755)
+    for name, why in (("./none", "does not exist"), ("./text", "no program"), ("none", "exist")):
+        with pytest.raises(NotStarted, match=why):
+            ran(tmp_path, name)
+
+
+def test_secrets_do_not_reach_the_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "s3cr3t-s3cr3t-s3cr3t")
+    _, lines, _ = ran(tmp_path, "sh", "-c", 'echo "key $MY_API_KEY"')
+    assert lines == ["key ***MY_API_KEY***"]
+    assert "s3cr3t" not in (tmp_path / "log").read_text()
+
+
+def test_the_exception_of_a_program():
+    lines = [
+        "step 3",
+        "[rank1]: Traceback (most recent call last):",
+        '[rank1]:   File "x.py", line 1, in <module>',
+        "[rank1]:     f()",
+        "[rank1]: torch.OutOfMemoryError: CUDA out of memory",
+        "bye",
+    ]
+    assert ending.exception_of(lines)[:2] == ("OutOfMemoryError", "CUDA out of memory")
+    assert ending.exception_of(["step 3", "Segmentation fault"]) == ("", "", "")
