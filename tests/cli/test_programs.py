@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sqlite3
 
 import psutil
@@ -254,3 +255,15 @@ def test_each_framework_adds_up_over_two_ranks(framework, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert "sum 3" in (tmp_path / ATTEMPT / f"logs/rank_{rank}.log").read_text()
+
+
+def test_only_the_users_own_conf_names_a_program(command, tmp_path):
+    write(tmp_path, {"conf/experiment/mine.yaml": SHOWN, "theirs/experiment/their.yaml": SHOWN})
+    common = ("run", *ALONE, "dry_run=true")
+    said = command(*common, "+experiment=mine", "params.steps=7")
+    assert said.code == 0, said
+    assert "sh -c 'echo steps $0 attempt $DISTDL_ATTEMPT' 7" in said.out
+    shutil.rmtree(tmp_path / "conf")
+    said = command(*common, "--config-dir", "theirs", "+experiment=their", "params.steps=7")
+    assert said.code == 2, said
+    assert "program.command" in said.err

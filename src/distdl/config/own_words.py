@@ -67,7 +67,8 @@ class OwnWords:
             (Speaker.TRUST, trust.read()),
         )
         for speaker, said in places:
-            if any(_gives(given, value) for each in said for given in values_at(each, path)):
+            every = [given for each in said for given in values_at(each, path)]
+            if any(_gives(given, value) or _is_split(given, value) for given in every):
                 return speaker
         return Speaker.ELSEWHERE
 
@@ -89,8 +90,14 @@ def _is_interpolated(value: object) -> bool:
 
 
 def _gives(given: object, value: object) -> bool:
-    if isinstance(given, str) and isinstance(value, list):  # a command, as it was written
-        with suppress(UserError):
-            given = words_of(given)
     same = type(given) is type(value) and given == value
     return same or (isinstance(given, list) and any(_gives(each, value) for each in given))
+
+
+def _is_split(given: object, value: object) -> bool:
+    """Whether a value is the words of a command that was given as a text."""
+    if not (isinstance(given, str) and isinstance(value, list)):
+        return False
+    with suppress(UserError):
+        return words_of(given) == value
+    return False
