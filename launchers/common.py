@@ -6,10 +6,12 @@ and its own package, but no other launcher.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import inspect
 import os
 import re
+import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -225,6 +227,25 @@ def slug(text: str) -> str:
 def digest(text: str, length: int) -> str:
     """Hexadecimal digits that distinguish different texts with the same slug."""
     return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+def pack(folder: Path, archive: Path, is_sent: Callable[[str], bool] = lambda name: True) -> None:
+    """Packs the files of a folder whose names, relative to it, `is_sent` accepts. The same files
+    always give the same bytes."""
+    with (
+        archive.open("wb") as raw,
+        gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            if not is_sent(path.relative_to(folder).as_posix()):
+                continue
+            entry = tar.gettarinfo(path, str(path.relative_to(folder)))
+            entry.mtime = entry.uid = entry.gid = 0
+            entry.uname = entry.gname = ""
+            entry.mode = 0o755 if entry.mode & 0o100 else 0o644
+            with path.open("rb") as file:
+                tar.addfile(entry, file)
 
 
 # ---- a run's files in another store -------------------------------------------------------------

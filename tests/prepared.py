@@ -133,7 +133,7 @@ class Unreliable(RemoteStore):
     def _is_transient(self, error):
         return isinstance(error, ConnectionError)
 
-    _put = _list = None  # nobody writes or lists here
+    _put = _list = _delete = None  # nobody writes or lists here
 
 
 def open_cache(tmp_path, *faults, limit=None, root="cache"):

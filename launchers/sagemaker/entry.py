@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from distdl.launchers.common import attempt_at
-from distdl.launchers.sagemaker.heartbeat import VANISHED, Heartbeat, HostEnd
+from distdl.launchers.heartbeat import VANISHED, Heartbeat, HostEnd
 from distdl.launchers.sagemaker.instances import instances
 from distdl.launchers.sagemaker.sagemaker_request import REGION, SECRETS
 from distdl.util.errors import UserError

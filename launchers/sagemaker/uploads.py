@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import tarfile
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distdl.launchers.common import forwarded, manifests_last
+from distdl.launchers.common import forwarded, manifests_last, pack
 from distdl.launchers.sagemaker.aws import Aws, aws_errors, code_of
 from distdl.launchers.sagemaker.sagemaker_request import SageMakerRequest
 from distdl.util.errors import UserError
@@ -18,22 +16,6 @@ if TYPE_CHECKING:
 
 # Folders to upload of a run that began elsewhere (with launcher=local), so that it can resume.
 HISTORY = ("checkpoints", "logs", "tracking")
-
-
-def pack(folder: Path, archive: Path) -> None:
-    """Packs a folder. The same files always give the same bytes."""
-    with (
-        archive.open("wb") as raw,
-        gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as zipped,
-        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar,
-    ):
-        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-            entry = tar.gettarinfo(path, str(path.relative_to(folder)))
-            entry.mtime = entry.uid = entry.gid = 0
-            entry.uname = entry.gname = ""
-            entry.mode = 0o755 if entry.mode & 0o100 else 0o644
-            with path.open("rb") as file:
-                tar.addfile(entry, file)
 
 
 def send(folder: Path, s3: BaseClient, bucket: str, key: str) -> None:

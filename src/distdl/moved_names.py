@@ -57,6 +57,7 @@ MOVED = {
     "distdl.health.evidence": "distdl.incident.evidence",
     "distdl.health.incident": "distdl.incident.incident",
     "distdl.health.sights": "distdl.incident.sights",
+    "distdl.launchers.sagemaker.heartbeat": "distdl.launchers.heartbeat",
     "distdl.tasks.needs": "distdl.worker.needs",
     "distdl.planner.strategies": "distdl.tools.measure.plan",
     "distdl.worker.agent": "distdl.agent.agent",

@@ -106,6 +106,18 @@ def test_files_are_stored_once_and_read_back(store, tmp_path, monkeypatch):
     assert store.read("nothing") == b""
 
 
+def test_a_file_that_changes_is_replaced_and_removed(store, tmp_path):
+    file = tmp_path / "status.json"
+    for content in (b"one", b"two, longer", b""):
+        file.write_bytes(content)
+        store.replace(file, "run/status.json")
+        assert store.read("run/status.json") == content
+    assert [*store.names()] == ["run/status.json"]
+    for _ in range(2):  # one that is gone is no error
+        store.remove("run/status.json")
+    assert [*store.names()] == []
+
+
 @pytest.mark.parametrize("size", [1000, 9 << 20])  # as one object, and in parts
 def test_an_upload_replaces_nothing_and_leaves_nothing_unfinished(store, tmp_path, size):
     for number in "12":

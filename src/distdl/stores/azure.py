@@ -6,6 +6,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,13 @@ class BlobStore(RemoteStore["ContainerClient"]):
     def _range(self, key: str, start: int, count: int) -> bytes:
         return self.client.download_blob(key, offset=start, length=count).readall()
 
-    def _put(self, path: Path, name: str, progress: Progress | None) -> None:
+    def _delete(self, key: str) -> None:
+        from azure.core.exceptions import ResourceNotFoundError
+
+        with suppress(ResourceNotFoundError):
+            self.client.get_blob_client(key).delete_blob()
+
+    def _put(self, path: Path, name: str, progress: Progress | None, replace: bool = False) -> None:
         from azure.core import MatchConditions
         from azure.storage.blob import BlobBlock
 
@@ -152,7 +159,8 @@ class BlobStore(RemoteStore["ContainerClient"]):
         blocks = self._send_parts(path, name, length, stage, progress)
 
         mark = {_MARK: upload}
-        missing = MatchConditions.IfMissing
+        # None: whatever is there is replaced.
+        missing = None if replace else MatchConditions.IfMissing
 
         def commit() -> None:
             blob.commit_block_list(blocks, metadata=mark, match_condition=missing)

@@ -70,6 +70,19 @@ class FileStore:
         except FileExistsError:
             raise StoreError(f"{target} exists already") from None
 
+    def replace(self, path: Path, name: str) -> None:
+        try:
+            with atomic_file(self.folder / name) as file:
+                FileStore(path.parent).download(path.name, Path(file.name))
+        except OSError as error:
+            raise StoreError(f"{self.folder / name}: {error.strerror}") from error
+
+    def remove(self, name: str) -> None:
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self.folder / name}: {error.strerror}") from error
+
     def names(self, prefix: str = "") -> Iterator[str]:
         paths = []
         try:

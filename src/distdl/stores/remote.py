@@ -89,7 +89,13 @@ class RemoteStore(ABC, Generic[C]):
     def _range(self, key: str, start: int, count: int) -> bytes: ...
 
     @abstractmethod
-    def _put(self, path: Path, name: str, progress: Progress | None) -> None: ...
+    def _put(
+        self, path: Path, name: str, progress: Progress | None, replace: bool = False
+    ) -> None: ...
+
+    @abstractmethod
+    def _delete(self, key: str) -> None:
+        """Deletes a file, if it is there."""
 
     @abstractmethod
     def _list(self, start: str) -> Iterator[str]: ...
@@ -137,6 +143,12 @@ class RemoteStore(ABC, Generic[C]):
         if self.size(name) is not None:
             raise StoreError(f"{self.uri}/{name} exists already")
         self._put(path, name, progress)
+
+    def replace(self, path: Path, name: str) -> None:
+        self._put(path, name, None, replace=True)
+
+    def remove(self, name: str) -> None:
+        self.retried(name, lambda: self._delete(self._key(name)))
 
     def _send_parts(
         self,

@@ -70,16 +70,26 @@ class S3Store(RemoteStore["BaseClient"]):
         bytes_ = f"bytes={start}-{start + count - 1}"
         return self.client.get_object(Bucket=self._bucket, Key=key, Range=bytes_)["Body"].read()
 
-    def _put(self, path: Path, name: str, progress: Progress | None) -> None:
+    def _delete(self, key: str) -> None:
+        self.client.delete_object(Bucket=self._bucket, Key=key)
+
+    def _put(self, path: Path, name: str, progress: Progress | None, replace: bool = False) -> None:
         """Uploads at once or in parts, which are invisible until the object is complete."""
         size = path.stat().st_size
         mark = {MARK: uuid.uuid4().hex}
+
+        def store(request: Callable[..., object]) -> None:
+            if replace:
+                request()
+            else:
+                self._store_new(request, name, mark)
+
         new = {"Bucket": self._bucket, "Key": self._key(name)}
         if size <= PART:
             put = functools.partial(
                 self.client.put_object, **new, Body=path.read_bytes(), Metadata=mark
             )
-            self.retried(name, lambda: self._store_new(put, name, mark), progress)
+            self.retried(name, lambda: store(put), progress)
             if progress is not None:
                 progress(size)
             return
@@ -96,7 +106,7 @@ class S3Store(RemoteStore["BaseClient"]):
             complete = functools.partial(
                 self.client.complete_multipart_upload, **new, MultipartUpload=parts
             )
-            self.retried(name, lambda: self._store_new(complete, name, mark), progress)
+            self.retried(name, lambda: store(complete), progress)
         except BaseException:
             with suppress(Exception):  # raise the original error
                 self.client.abort_multipart_upload(**new)

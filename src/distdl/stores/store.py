@@ -51,6 +51,14 @@ class Store(Protocol):
         """
         ...
 
+    def replace(self, path: Path, name: str) -> None:
+        """The same, but replaces an existing one: for files that grow or change."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Removes a file; one that is not there is no error."""
+        ...
+
     def names(self, prefix: str = "") -> Iterator[str]:
         """Sorted names of all files that start with `prefix`, also in subfolders."""
         ...

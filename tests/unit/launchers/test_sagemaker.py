@@ -16,9 +16,9 @@ import yaml
 
 from distdl.job import JobSpec, JobState, Resources
 from distdl.launch import asking
+from distdl.launchers.heartbeat import Heartbeat, HostEnd
 from distdl.launchers.sagemaker import SageMakerLauncher, entry, limits, sagemaker_job, uploads
 from distdl.launchers.sagemaker.entry import Hosts
-from distdl.launchers.sagemaker.heartbeat import Heartbeat, HostEnd
 from distdl.launchers.sagemaker.instances import instances
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import LONGEST_VALUE, SageMakerRequest
