@@ -14,6 +14,7 @@ from distdl.validation.kinds import locate
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "azureml": "docs/launchers/azureml.md",
+    "kubernetes": "docs/launchers/kubernetes.md",
     "local": "docs/launchers.md",
     "mpi": "docs/launchers/mpi.md",
     "sagemaker": "docs/launchers/sagemaker.md",

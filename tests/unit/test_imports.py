@@ -35,6 +35,7 @@ FOR_LAUNCHERS = (
     "distdl.launchers.common",
     "distdl.launchers.queried_job",
     "distdl.launchers.deploying",
+    "distdl.launchers.heartbeat",
 )
 # This machine's launcher runs the worker, or torch's agent, in its own process.
 MORE_FOR_LAUNCHERS = {
@@ -53,7 +54,8 @@ OF_NO_MODULE = {
 PUBLIC = """
 distdl.callbacks: EMAWeightAveraging Progress RecordSamples count_traffic.CountTraffic trace.Trace
 distdl.data: StoredImages StoredObjects SyntheticImages SyntheticJpegs
-distdl.launchers: azureml.launcher.AzureMLLauncher local.LocalLauncher mpi.MpiLauncher
+distdl.launchers: azureml.launcher.AzureMLLauncher kubernetes.KubernetesLauncher
+distdl.launchers: local.LocalLauncher mpi.MpiLauncher
 distdl.launchers: sagemaker.SageMakerLauncher slurm.SlurmLauncher
 distdl.models: Detector ImageClassifier torchvision_detector
 distdl.optim: constant warmup_cosine warmup_step

@@ -178,6 +178,17 @@ DOORS: Mapping[str, Door] = {
     "launcher.conda_file": Door("packages that are installed"),
     "launcher.docker_args": Door(_OPTIONS),
     "launcher.services": Door("who may log in to the job"),
+    # kubernetes
+    "launcher.code": Door("a folder of code that is imported"),
+    "launcher.volumes": Door("folders that replace those of an image"),
+    "launcher.secrets": Door(
+        "a variable that makes programs load or execute something", conf=True, each="key"
+    ),
+    "launcher.runtime": Door(
+        "a template whose containers run", harmless=_default("torch-distributed")
+    ),
+    "launcher.pod_security": Door("more rights of the pods", harmless=_default("restricted")),
+    "launcher.ipc_lock": Door("more rights of the pods"),
 }
 
 # Keys that look like a program, a library or a path to one, and execute nothing.
@@ -198,7 +209,9 @@ HARMLESS: Mapping[str, str] = {
     "launcher.identity": "one of a list of names",
     "launcher.mount.*": "sizes and times of Azure's mounts",
     "launcher.network_isolation": "true or false",
+    "launcher.priority_class": "a name of the cluster's",
     "launcher.profile": "a section of the user's own ~/.aws/config",
+    "launcher.service_account": "a name of the cluster's",
     "launcher.subscription": "a name of Azure's",
     "model.compile": "a mode of torch.compile",
     "model.network": "a node, whose _target_ is checked",

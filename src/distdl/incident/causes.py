@@ -42,6 +42,8 @@ MESSAGES = (
     ("data worker killed", r"DataLoader worker \(pid", f"{LESS}; dmesg on that host"),
     ("out of memory (killed)", r"^Killed: .*(SIGKILL|gone).*; ", f"{LESS}; or more memory"),
     ("out of memory (host)", r"MemoryError|n't allocate memory|cannot allocate memory", LESS),
+    ("image pull", r"image pull: ", "correct launcher.image, or get the right to pull it"),
+    ("out of memory (killed)", r"\(OOMKilled\)", f"{LESS}; or more launcher.memory"),
     ("lost host", r"^HostLost: ", "resume without that host"),
     ("killed", r"^Killed: ", "dmesg on that host; the platform's log"),
     ("not a number", r"\bnans?\b|non-?finite|not finite", "trainer.detect_anomaly=true"),

@@ -57,7 +57,7 @@ class JobBase:
     """
 
     why: str = ""
-    """The reason, if the last `state` was UNKNOWN."""
+    """The reason, if the last `state` was UNKNOWN; or what the job waits for, if it was PENDING."""
 
     reached: bool = True
     """Whether the platform answered to the last `state`."""

@@ -21,7 +21,7 @@ class Report:
 
     Args:
         state: UNKNOWN if the platform has forgotten the job, or cannot be asked.
-        why: The reason of UNKNOWN.
+        why: The reason of UNKNOWN, or what a PENDING job waits for.
         reached: Whether the platform answered.
         error: What the job's class raised instead of an answer.
     """
@@ -113,7 +113,7 @@ def _report(job: JobBase) -> Report:
         state = job.state()
     except Exception as error:  # a launcher of one's own: the job's row shows it
         return _failed(error)
-    why = str(job.why) if state is JobState.UNKNOWN else ""
+    why = str(job.why) if state in (JobState.UNKNOWN, JobState.PENDING) else ""
     return Report(state, why, job.reached)
 
 

@@ -28,10 +28,10 @@ def lines(job: JobBase, attempt: Attempt | None, state: JobState, why: str = "")
 
     Args:
         attempt: None if the user named the job by its handle alone.
-        why: Why its platform does not say more.
+        why: Why its platform does not say more, or why the job waits.
     """
-    unknown = state is JobState.UNKNOWN or isinstance(job, jobs.Unqueried)
-    why = plain(why) if unknown else ""
+    unsure = state in (JobState.UNKNOWN, JobState.PENDING) or isinstance(job, jobs.Unqueried)
+    why = plain(why) if unsure else ""
     if attempt is None:
         yield f"{state}  {job.handle}" + (f"  ({why})" if why else "")
         return
@@ -107,7 +107,8 @@ class ListedRun:
             started = time_of(facts, "started")
             date = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
             last = metrics_text(facts) if facts else MISSING
-            if known is JobState.UNKNOWN and attempt.number in self.reports:
+            unsure = known in (JobState.UNKNOWN, JobState.PENDING)
+            if unsure and attempt.number in self.reports:
                 last = in_short(self.reports[attempt.number].why) or last
             cells = (where_of(attempt), date, last)
         except Damaged as damaged:

@@ -71,6 +71,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "slurm": (SLURM,),
     "azureml": (OPENMPI, MPICH, AZUREML),
     "sagemaker": (TORCHRUN, OPENMPI),
+    "kubernetes": (TORCHRUN,),
     "external": (TORCHRUN, OPENMPI, MPICH, SLURM),
 }
 
