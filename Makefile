@@ -22,6 +22,8 @@ MATRIX := $(addprefix tests/, \
 	cli/test_own_launcher.py \
 	cluster/test_azureml.py \
 	cluster/test_azurite.py \
+	cluster/test_kubernetes.py \
+	cluster/test_kube_real.py \
 	cluster/test_lost_host.py \
 	cluster/test_mpi.py \
 	cluster/test_sagemaker.py \
@@ -50,7 +52,7 @@ MATRIX := $(addprefix tests/, \
 	unit/worker/test_compiling.py \
 )
 
-.PHONY: train test setup wheel servers server-packages lint matrix lightnings bench clean
+.PHONY: train test setup wheel servers server-packages servers-kube lint matrix lightnings bench clean
 
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
@@ -87,6 +89,11 @@ server-packages:
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SERVERS)
 	command -v npm >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y -qq npm
 	command -v azurite-blob >/dev/null || npm install --silent --global azurite
+
+servers-kube: .servers/kube/bin/kube-scheduler  ## a control plane of Kubernetes 1.20 (Debian, as root; about 8 CPU minutes)
+
+.servers/kube/bin/kube-scheduler:
+	tests/cluster/kube_build.sh .servers/kube
 
 # Microsoft's inference server, in an environment of its own: it needs older versions of what distdl
 # uses, also of a package that hides a part of it (azure.monitor). The last line lets it find torch
