@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from distdl.util import secret_commands
+from distdl.util.random_text import is_random
 from distdl.util.secret_names import looks_secret
-from distdl.util.secret_shapes import KEY_BLOCK, STARS, hide_shapes, is_random
+from distdl.util.secret_shapes import KEY_BLOCK, STARS, hide_shapes
 
 # Secret values; patterns that need no name are in `distdl.util.secret_shapes`.
 _CURL_USER = re.compile(r"(\s(?:-u|--user)[ =])(\S+?):\S+")

@@ -11,7 +11,8 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 
-from distdl.util.secret_shapes import STARS, is_mixed
+from distdl.util.random_text import is_mixed
+from distdl.util.secret_shapes import STARS
 from distdl.util.secret_values import is_password, is_token
 
 Found = tuple[int, str, str]  # where it is in the text, its kind, and the value

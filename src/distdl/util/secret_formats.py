@@ -15,8 +15,8 @@ import tempfile
 from base64 import b64decode
 from collections.abc import Iterator
 
+from distdl.util.random_text import is_mixed
 from distdl.util.secret_names import is_key_name, is_password_name, looks_secret
-from distdl.util.secret_shapes import is_mixed
 from distdl.util.secret_values import is_password, is_placeholder, is_reference, is_token
 
 Found = tuple[int, str]  # where it is in the text, and its kind

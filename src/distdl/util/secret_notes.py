@@ -7,8 +7,8 @@ import itertools
 import re
 from collections.abc import Iterator
 
+from distdl.util.random_text import is_random
 from distdl.util.secret_names import is_password_name
-from distdl.util.secret_shapes import is_random
 from distdl.util.secret_values import is_strong
 
 Found = tuple[int, str, str]  # where it is in the text, its kind, and the value

@@ -15,8 +15,9 @@ import string
 from collections.abc import Iterator
 
 from distdl.util import secret_carriers, secret_commands, secret_formats, secret_notes
+from distdl.util.random_text import is_mixed, is_random
 from distdl.util.secret_names import is_key_name, is_password_name, looks_secret
-from distdl.util.secret_shapes import find, is_mixed, is_random, single_bytes
+from distdl.util.secret_shapes import find, single_bytes
 from distdl.util.secret_values import is_passphrase, is_password, is_strong, is_token
 
 BY_NAME, PASSWORD = "a secret by its name", "a password"

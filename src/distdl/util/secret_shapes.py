@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from urllib.parse import unquote
+
+from distdl.util.random_text import is_example, is_mixed, is_plain_password, is_random
 
 _CHECKSUM = re.compile(rb"sha(?:1|256|384|512)[=:-][\w+/=-]+")
 STARS = "***"
@@ -25,22 +26,6 @@ _IN_TOKENS = bytes(byte if byte in _TOKEN_BYTES else 32 for byte in range(256))
 
 Sure = Callable[[re.Match[str]], bool]
 
-_IDENTIFIER_PART = re.compile(r"[A-Za-z]{0,24}|\d{1,8}|\d{0,3}[A-Za-z]{1,12}\d{0,3}[a-z]?")
-_JOINED_WORDS = re.compile(r"(?:[A-Z][a-z]{1,14}){2,6}\d{0,3}")  # MyTestDatabase1
-_EXAMPLE = re.compile(
-    r"example|sample|dummy|fake|canary|placeholder|changeme|redacted|your|xxxx"
-    r"|eyJzb21lIjoicGF5bG9hZCJ9|IkpvaG4gRG9l"  # the usual JSON web tokens of tutorials
-    r"|\*\*\*|\.\.\.|12345|01234|23456|abcdef|0000000|deadbeef|[<>{}$]|%[sr(]",
-    re.IGNORECASE,
-)
-# The same words with digits for letters, as `c4nary`.
-_DISGUISED = re.compile(r"example|sample|dummy|canary|placeholder|changeme", re.IGNORECASE)
-_LETTERS_FOR_DIGITS = str.maketrans("013457@$", "oieastas")
-_PLAIN_PASSWORDS = re.compile(
-    r"pass(w(or)?d|phrase)?|pwd?|p|secret|token|key|api_?key|user(name)?|admin|root|guest|test(ing)?"
-    r"|postgres|mysql|minio(admin)?|redis|rabbitmq|tiger|drowssap|\d{1,4}|.{1,3}",
-    re.IGNORECASE,
-)
 _NOBODYS_HOST = re.compile(
     r"(?:[\w-]+\.)*(?:example(?:\.\w+)?|localhost|127\.0\.0\.1|test|invalid|host(?:name)?|server|db)"
     r"(?![\w.-])",
@@ -49,29 +34,6 @@ _NOBODYS_HOST = re.compile(
 _KEY = re.compile(r"PRIVATE KEY( BLOCK)?-----.{0,300}?(?P<key>[A-Za-z0-9+/=]{40,})", re.DOTALL)
 # Services whose tokens are their name and hexadecimal digits, as identifiers of others are.
 HEX_PREFIXES = ("shpat", "shpca", "shppa", "shpss", "dop_v1", "doo_v1", "dor_v1", "key", "dapi")
-# Not a secret: the key of Azurite's default account, the same everywhere.
-_AZURITE = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2"
-
-
-def is_random(token: str) -> bool:
-    """Whether a token looks random: neither words nor a number."""
-    if not (re.search(r"[A-Za-z]", token) and re.search(r"\d", token)):
-        return False
-    if _JOINED_WORDS.fullmatch(token):
-        return False
-    return not all(_IDENTIFIER_PART.fullmatch(part) for part in re.split(r"[+/=_.-]+", token))
-
-
-def is_example(token: str) -> bool:
-    """Whether a token is only an example or a placeholder."""
-    few = len(set(token)) < min(8, len(token) / 2)
-    disguised = _DISGUISED.search(token.translate(_LETTERS_FOR_DIGITS)) is not None
-    return few or disguised or _AZURITE in token or _EXAMPLE.search(token) is not None
-
-
-def is_plain_password(word: str) -> bool:
-    """Whether it is what everybody writes there: the name of a program or of the field."""
-    return _PLAIN_PASSWORDS.fullmatch(word) is not None
 
 
 def _token(match: re.Match[str]) -> bool:
@@ -107,13 +69,6 @@ def _body_of_token(match: re.Match[str]) -> bool:
     if re.fullmatch(r"[0-9a-f]{32}|[0-9a-f]{64}", body):
         return name in HEX_PREFIXES
     return len(body) >= 20 and is_mixed(body)
-
-
-def is_mixed(text: str) -> bool:
-    """Whether it has digits and letters of both cases in turn, as random text and no name has."""
-    kinds = [1 + c.isupper() if c.isalpha() else 0 for c in text]
-    changes = sum(a != b for a, b in itertools.pairwise(kinds))
-    return {*kinds} == {0, 1, 2} and changes >= 0.42 * len(text) and not is_example(text)
 
 
 def _password(match: re.Match[str]) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
+from distdl.util.random_text import is_example, is_plain_password, is_random
 from distdl.util.secret_names import is_word_for_password
-from distdl.util.secret_shapes import is_example, is_plain_password, is_random
 
 _DOTTED = r"(?:[A-Za-z_]\w*(?:\.|::|->))+[A-Za-z_]\w*"  # config.password, askpass::askpass
 _REFERENCE = re.compile(
