@@ -59,6 +59,7 @@ CHANGEABLE_TO_EVALUATE = (
     "data.root",
     "data.decoder",
     "data.num_workers",
+    "data.worker_kind",
     "data.cache_dir",
     "data.max_pixels",
     "data.predict_split",

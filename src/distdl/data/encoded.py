@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from torch.utils.data import Dataset
+import torch
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from distdl.data.sampling import Groups
+from distdl.data.sampling import Groups, SampleKey
 from distdl.datasets.image_headers import DamagedImage
 from distdl.domains.classification.domain import Classification
 from distdl.domains.domain import Domain, View
 from distdl.domains.record import Annotation
+from distdl.images.views import View as ImageView
 from distdl.util.errors import UserError
+from distdl.util.seeds import stable_seed
 
 log = logging.getLogger(__name__)
 
 # After this many damaged images in a row, the images are probably not the cause.
 MOST_IN_A_ROW = 20
 OnDamaged = Literal["skip", "error"]
+
+
+class Assembled(list[Any]):
+    """A batch that is finished, in place of a list of samples, for `EncodedData.collate`."""
+
+    def __init__(self, batch: dict[str, Any]) -> None:
+        super().__init__()
+        self.batch = batch
 
 
 class EncodedData(Dataset[dict[str, Any]]):
@@ -97,16 +110,19 @@ class EncodedData(Dataset[dict[str, Any]]):
         Raises:
             UserError: Too many damaged images in a row.
         """
+        return self._at(index, epoch, self.view)
+
+    def _at(self, index: int, epoch: int, view: View) -> dict[str, Any]:
         damaged: list[str] = []
         for shown in range(index, index + min(MOST_IN_A_ROW, len(self))):
             shown %= len(self)
             try:
-                seen = self._seen(shown, epoch)
+                seen = self._seen(shown, epoch, view)
             except DamagedImage as error:
                 damaged.append(f"{self.name(shown)}: {error}" if self.replaces else str(error))
                 if self.replaces:
                     continue
-                seen = self.domain.blank(self.view, self._intact_annotation(shown), epoch)
+                seen = self.domain.blank(view, self._intact_annotation(shown), epoch)
             # Report only the first: the other damaged images report themselves.
             first = next(iter(damaged), "")
             weight = np.float32(not damaged)
@@ -114,13 +130,13 @@ class EncodedData(Dataset[dict[str, Any]]):
         what = f"{len(damaged)} images in a row cannot be decoded, from {damaged[0]}"
         raise UserError.at("data.root", what, "to count them: python -m distdl data check")
 
-    def _seen(self, index: int, epoch: int) -> dict[str, Any]:
+    def _seen(self, index: int, epoch: int, view: View) -> dict[str, Any]:
         try:
-            return self._sample(index, epoch)
+            return self._sample(index, epoch, view)
         except DamagedImage:
             if not self.repair(index):
                 raise
-            return self._sample(index, epoch)
+            return self._sample(index, epoch, view)
 
     def _intact_annotation(self, index: int) -> Annotation:
         """None if it is damaged."""
@@ -129,12 +145,97 @@ class EncodedData(Dataset[dict[str, Any]]):
         except DamagedImage:
             return None
 
-    def _sample(self, index: int, epoch: int) -> dict[str, Any]:
-        return self.domain.sample(self.view, self.read(index), self.annotation(index), epoch)
+    def _sample(self, index: int, epoch: int, view: View) -> dict[str, Any]:
+        return self.domain.sample(view, self.read(index), self.annotation(index), epoch)
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """A batch of samples, on the host: the domain's."""
+        if isinstance(samples, Assembled):
+            return samples.batch
         return self.domain.collate(samples)
+
+    @property
+    def draws_apart(self) -> bool:
+        """Whether `assembled` can make batches: the view draws nothing from the process's
+        generators, the domain's samples and batches are the defaults, and nothing is overridden."""
+        view = self.view
+        if not isinstance(view, ImageView) or not view.draws_apart or view.on_gpu:
+            return False
+        kind = type(self)
+        own = (kind.at_epoch, kind.collate, kind.__getitem__)
+        domain = type(self.domain)
+        default = (domain.sample, domain.collate)
+        return own == _OWN and default == (Domain.sample, Domain.collate)
+
+    def known_whole(self, index: int) -> bool:
+        """Whether the bytes that `read` returns were decoded to their end before."""
+        return False
+
+    def found_whole(self, index: int) -> None:
+        """Called when they have been."""
+
+    def for_thread(self, threads: int) -> EncodedData:
+        """The same data for one of so many threads, which must not share open files."""
+        return copy.copy(self)
+
+    def assembled(self, keys: Sequence[SampleKey], seed: int, pin: bool = False) -> Assembled:
+        """What `collate` makes of the samples of these keys, but each image is decoded at its place
+        in the batch, and draws from a generator of its own, by seed, epoch and index.
+
+        Args:
+            pin: The images lie in memory from which a GPU copies by itself.
+        """
+        view = self.view
+        assert isinstance(view, ImageView)  # draws_apart
+        epoch = keys[0].epoch
+        side = view.side(epoch)
+        images = _room((len(keys), side, side, 3), pin)
+        views = [view.of_sample(stable_seed(seed, key.epoch, key.index)) for key in keys]
+        files: list[bytes] = []
+        annotations: list[Annotation] = []
+        for key in keys:
+            try:
+                data, annotation = self.read(key.index), self.annotation(key.index)
+            except DamagedImage:  # `_at` says so
+                data, annotation = b"", None
+            files.append(data)
+            annotations.append(annotation)
+        known = [self.known_whole(key.index) for key in keys]
+        choose = [each.choose(epoch) for each in views]
+        done = view.decode.squares(files, choose, known, images)
+        samples = []
+        for row, key in enumerate(keys):
+            if done[row]:
+                if not known[row]:
+                    self.found_whole(key.index)
+                place = images[row].permute(2, 0, 1)
+                changed = views[row].changed(place)
+                fields = self.domain.fields(annotations[row])
+                sample = {**fields, "weight": np.float32(1), "damaged": ""}
+            else:
+                again = view.of_sample(stable_seed(seed, key.epoch, key.index))
+                sample = self._at(key.index, epoch, again)
+                place = images[row].permute(2, 0, 1)
+                changed = sample.pop("image")
+            if changed is not place:
+                place.copy_(changed)
+            weight = np.float32(key.weight * sample["weight"])
+            samples.append({**sample, "weight": weight, "index": key.index})
+        batch = default_collate(samples)
+        return Assembled({**batch, "image": images.permute(0, 3, 1, 2)})
+
+
+_OWN = (EncodedData.at_epoch, EncodedData.collate, EncodedData.__getitem__)
+
+
+def _room(shape: tuple[int, ...], pin: bool) -> torch.Tensor:
+    """Memory for a batch's images, uint8; in a loader's process such as its rank sees as well, so
+    that it is not copied."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=pin)
+    # As torch's default_collate makes it.
+    storage = torch.UntypedStorage._new_shared(math.prod(shape), device="cpu")
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
 class EncodedImages(EncodedData):

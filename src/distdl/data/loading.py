@@ -33,6 +33,7 @@ from distdl.data.drawing import (
     seed_all,
     shards_itself,
 )
+from distdl.data.encoded import EncodedData
 from distdl.data.own_generators import OwnGenerators
 from distdl.data.rebuilding import Striding, of_torch, rebuilt
 from distdl.data.sampling import (
@@ -64,6 +65,9 @@ class KeyedDataset(Dataset[Any]):
     `is_deterministic = True`; a plain TensorDataset needs no mark. A subclass does not inherit the
     mark, as it may draw.
 
+    Images that draw apart (`EncodedData.draws_apart`) need no seeds: a batch of them is assembled
+    at once, in any thread.
+
     Other attributes are looked up on the wrapped dataset. A plain integer key gives
     `dataset[index]`. A method `at_epoch(index, epoch)` of the dataset is called instead, if it
     exists, so that a sample may depend on the epoch (`data.resize`).
@@ -90,6 +94,12 @@ class KeyedDataset(Dataset[Any]):
         self.seed = seed
         self.with_weight = with_weight
         self.own_generators = OwnGenerators(dataset=dataset, collate_fn=collate_fn)
+        self.assembles = (
+            isinstance(dataset, EncodedData)
+            and dataset.draws_apart
+            and with_weight
+            and collate_fn == dataset.collate
+        )
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -106,6 +116,8 @@ class KeyedDataset(Dataset[Any]):
         # DataLoader's fetcher calls this per batch, so the states are saved once per batch.
         if not keys or not isinstance(keys[0], SampleKey):
             return [self.dataset[key] for key in keys]
+        if self.assembles:
+            return self.dataset.assembled(keys, self.seed)
         in_worker = get_worker_info() is not None
         draws = not is_marked(self.dataset)
         # In a worker nothing else needs the old states.

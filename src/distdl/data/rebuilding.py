@@ -48,7 +48,7 @@ def rebuilt(
     Raises:
         NotRebuilt: The subclass's arguments are unknown, or it does not use the new sampler.
     """
-    if not of_torch(loader):
+    if not (of_torch(loader) or type(loader).__module__ == "distdl.data.threads"):
         return _of_subclass(loader, dataset, batches)
     # Not torchdata's `snapshot_every_n_steps`: with 1, a state has no batches to be skipped again.
     settings: dict[str, Any] = {name: getattr(loader, name) for name in SETTINGS}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +32,9 @@ class ShardSamples(EncodedData):
         self.classes = shards.classes
         self.key = shards.key
         self.folder = shards.folder
+        # Which samples were decoded to their end: shared with a loader's workers, as the bytes are
+        # always those that were prepared.
+        self._whole = multiprocessing.RawArray(ctypes.c_uint8, len(shards))
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -54,6 +60,17 @@ class ShardSamples(EncodedData):
 
     def repair(self, index: int) -> bool:
         return self.shards.repair(index)
+
+    def known_whole(self, index: int) -> bool:
+        return bool(self._whole[index])
+
+    def found_whole(self, index: int) -> None:
+        self._whole[index] = 1
+
+    def for_thread(self, threads: int) -> ShardSamples:
+        samples = copy.copy(self)
+        samples.shards = self.shards.for_thread(threads)
+        return samples
 
     # The methods of `distdl.data.sampling.Ordered`.
     def order(self, seed: int, epoch: int) -> np.ndarray | None:

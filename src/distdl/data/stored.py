@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from distdl.data.encoded import OnDamaged
 from distdl.data.folder import FolderImages, check_folder
+from distdl.data.images import WorkerKind
 from distdl.data.listed import ListedImages
 from distdl.data.stored_data import StoredData
 from distdl.datasets.image_headers import MOST_PIXELS
@@ -64,6 +65,9 @@ class StoredImages(StoredData):
             less than the data set, shards are evicted and every epoch is shuffled in windows.
         shuffle_window: Shards per window, for epochs that are shuffled in windows. Reduced if
             three windows would not fit `cache_gb`.
+        worker_kind: As for `ImageData`.
+        draws: As for `distdl.images.views.TrainView`. `conf/data` has "counter"; a run keeps what
+            it was started with.
 
     Raises:
         UserError: In setup, if there is no data, the classes differ, or the cache has no room.
@@ -93,6 +97,8 @@ class StoredImages(StoredData):
         cache_gb: AboveZero | None = None,
         shuffle_window: Positive = 32,
         max_pixels: Positive = MOST_PIXELS,
+        worker_kind: WorkerKind = "auto",
+        draws: Literal["counter", "global"] = "global",
     ) -> None:
         views = {
             "image_size": image_size,
@@ -106,6 +112,7 @@ class StoredImages(StoredData):
             "val_crop_size": val_crop_size,
             "val_resize_size": val_resize_size,
             "max_pixels": max_pixels,
+            "draws": draws,
         }
         super().__init__(
             root,
@@ -118,6 +125,7 @@ class StoredImages(StoredData):
             cache_dir=cache_dir,
             cache_gb=cache_gb,
             shuffle_window=shuffle_window,
+            worker_kind=worker_kind,
         )
         self.num_classes = num_classes
         self.image_size = image_size

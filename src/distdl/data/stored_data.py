@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from distdl.config import epochs, task_facts
 from distdl.data.encoded import EncodedData, OnDamaged
-from distdl.data.images import ImageData
+from distdl.data.images import ImageData, WorkerKind
 from distdl.data.listed import ListedImages
 from distdl.data.shards import ShardSamples, TrainOrder
 from distdl.datasets.cache import REMEDY, Cache
@@ -61,6 +61,7 @@ class StoredData(ImageData):
             less than the data set, shards are evicted and every epoch is shuffled in windows.
         shuffle_window: Shards per window, for epochs that are shuffled in windows. Reduced if
             three windows would not fit `cache_gb`.
+        worker_kind: As for `ImageData`.
 
     Raises:
         UserError: In setup, if there is no data, it does not fit, or the cache has no room.
@@ -83,8 +84,9 @@ class StoredData(ImageData):
         cache_dir: str | None = None,
         cache_gb: float | None = None,
         shuffle_window: int = 32,
+        worker_kind: WorkerKind = "auto",
     ) -> None:
-        super().__init__(batch_size, num_workers, mean, std, on_damaged)
+        super().__init__(batch_size, num_workers, mean, std, on_damaged, worker_kind)
         self.root = _expanded(root)
         self.node = node
         self.cache_dir = cache_dir

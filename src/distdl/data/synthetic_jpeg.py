@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import DataLoader
 
 from distdl.data.encoded import EncodedImages
-from distdl.data.images import ImageData
+from distdl.data.images import ImageData, WorkerKind
 from distdl.domains.classification.domain import Classification
 from distdl.domains.domain import View
 from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD
@@ -37,7 +37,7 @@ class SyntheticJpegs(ImageData):
         pool_size: Number of different images; all are held in memory.
         seed: The images of the pool depend on it.
         scale, ratio, num_workers, mean, std, decoder, augment, resize, val_crop_size,
-            val_resize_size: As for `distdl.data.StoredImages`.
+            val_resize_size, worker_kind, draws: As for `distdl.data.StoredImages`.
     """
 
     domain = Classification()
@@ -64,8 +64,10 @@ class SyntheticJpegs(ImageData):
         resize: Mapping[str, Any] | None = None,
         val_crop_size: int | None = None,
         val_resize_size: int | None = None,
+        worker_kind: WorkerKind = "auto",
+        draws: Literal["counter", "global"] = "global",
     ) -> None:
-        super().__init__(batch_size, num_workers, mean, std)
+        super().__init__(batch_size, num_workers, mean, std, worker_kind=worker_kind)
         self.num_classes = num_classes
         views = {
             "image_size": image_size,
@@ -78,6 +80,7 @@ class SyntheticJpegs(ImageData):
             "resize": resize,
             "val_crop_size": val_crop_size,
             "val_resize_size": val_resize_size,
+            "draws": draws,
         }
         train_view, val_view = self.domain.views(views)
         self._train, self._val = (train_samples, train_view), (val_samples, val_view)
@@ -114,6 +117,9 @@ class _Generated(EncodedImages):
 
     def label(self, index: int) -> int:
         return index % len(self.pool) % self.num_classes
+
+    def known_whole(self, index: int) -> bool:
+        return True
 
     def name(self, index: int) -> str:
         return f"generated image {index % len(self.pool)}"

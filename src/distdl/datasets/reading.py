@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import multiprocessing
@@ -163,6 +164,7 @@ class Shards:
         self._intact = {p: multiprocessing.RawArray(ctypes.c_uint32, count) for p in parts}
         self._lost: UserError | None = None
         self._open: OrderedDict[int, int] = OrderedDict()
+        self._most_open = MOST_OPEN
         refuse_misfit(self.rows, data, split)
 
     def __len__(self) -> int:
@@ -170,6 +172,20 @@ class Shards:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}
+
+    def for_thread(self, threads: int) -> Shards:
+        """The same samples for one of so many threads, with files and a connection of its own. What
+        was found intact is known to all."""
+        shards = copy.copy(self)
+        shards._most_open = max(16, MOST_OPEN // threads)
+        if self.cache is not None:
+            shards.cache = copy.copy(self.cache)
+            shards.cache.store = copy.copy(self.cache.store)
+        return shards
+
+    def __del__(self) -> None:
+        for handle in getattr(self, "_open", {}).values():
+            os.close(handle)
 
     def file(self, index: int) -> File:
         return self.split.shards[self.rows["shard"][index]]
@@ -271,7 +287,7 @@ class Shards:
             for number, handle in list(self._open.items()):
                 if os.fstat(handle).st_nlink == 0:
                     os.close(self._open.pop(number))
-        while len(self._open) >= MOST_OPEN:
+        while len(self._open) >= self._most_open:
             os.close(self._open.popitem(last=False)[1])
 
 

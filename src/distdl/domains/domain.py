@@ -73,8 +73,11 @@ class Domain:
         Raises:
             DamagedImage: The sample is replaced by another one, and reported.
         """
-        fields = annotation if isinstance(annotation, Mapping) else {self.field: annotation}
-        return {**view(data, epoch), **fields}
+        return {**view(data, epoch), **self.fields(annotation)}
+
+    def fields(self, annotation: Annotation) -> dict[str, Any]:
+        """Those of an annotation in a sample, as `sample` has them by default."""
+        return {**annotation} if isinstance(annotation, Mapping) else {self.field: annotation}
 
     def blank(self, view: View, annotation: Annotation, epoch: int) -> dict[str, Any]:
         """The fields that stand for a damaged sample in a prediction, where its row says what is
