@@ -409,6 +409,8 @@ class Checkpointer(LeanCallback, Decides):
             "reason": reason,
             "world_size": trainer.world_size,
             "global_batch_size": self.global_batch_size,
+            "monitor": self.best.monitor,
+            "mode": self.best.mode,
         }
         if split := getattr(trainer.strategy, "split_at", None):  # of a pipeline
             facts["split"] = split

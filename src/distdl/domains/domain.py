@@ -34,7 +34,8 @@ class Domain:
     # As in manifests and messages, such as "classification".
     name = ""
     # The metric that decides which checkpoint is the best, if a run names no `checkpoint.monitor`,
-    # and "max" or "min"; the report begins with it. Asked by `callbacks.best`, `tools.report`.
+    # and "max" or "min". A module may name an instance of its domain that has another one, as its
+    # network decides what is measured. Asked by `callbacks.best`; the report begins with it.
     main_metric: str | None = None
     mode = "max"
     # Part 1: its record in a shard. Asked by `tools.prepare`, and by what reads prepared sets.

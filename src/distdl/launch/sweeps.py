@@ -25,6 +25,7 @@ from distdl.launch import dry_run, job_status, jobs, planning, start
 from distdl.launch.planning import Plan
 from distdl.ranks import stopping
 from distdl.runs import checkpoints
+from distdl.runs.checkpoints import Judged
 from distdl.runs.directory import shown
 from distdl.util import table
 from distdl.util.errors import Problem, Unchecked, UserError
@@ -230,11 +231,18 @@ def _print_table(results: Sequence[Ended]) -> None:
     table.show(("overrides", "state", "metrics", "run"), rows)
 
 
+def _judged(planned: Plan) -> Judged:
+    """The metric by which a member's best.ckpt is chosen."""
+    chosen = planned.config.get("checkpoint") or {}  # a program has none
+    monitor = chosen.get("monitor")
+    return checkpoints.judged_by(planned.run.checkpoints, monitor, chosen.get("mode", "max"))
+
+
 def _monitored(planned: Plan) -> float:
-    """A member's best value of `checkpoint.monitor`, which is that of its best.ckpt; without one,
-    the value at its end; NaN if it has neither."""
+    """A member's best value of that metric, which is that of its best.ckpt; without one, the value
+    at its end; NaN if it has neither."""
     last = planned.last_attempt
-    monitor = (planned.config.get("checkpoint") or {}).get("monitor")  # a program has none
+    monitor = _judged(planned).monitor
     if not last or not monitor:
         return math.nan
     best = checkpoints.manifest_at(planned.run.checkpoints / "best.ckpt").get("metrics")
@@ -246,16 +254,18 @@ def _monitored(planned: Plan) -> float:
 
 
 def _best(results: Sequence[Ended]) -> int | None:
-    """The index of the best of the members that succeeded; None if there are no two to compare."""
+    """The index of the best of the members that succeeded; None if there are no two to compare, or
+    they have different metrics."""
     values = {}
     for number, (_, each, state) in enumerate(results):
         if state is JobState.SUCCEEDED:
             value = _monitored(each)
             if not math.isnan(value):
                 values[number] = value
-    if len(values) < 2:
+    judged = {_judged(results[number][1]) for number in values}
+    if len(values) < 2 or len(judged) > 1:
         return None
-    choose = max if results[0][1].config.checkpoint.mode == "max" else min
+    choose = max if judged.pop().mode == "max" else min
     return choose(values, key=values.__getitem__)
 
 
@@ -269,13 +279,17 @@ def _print_next(results: Sequence[Ended]) -> None:
     best = _best(results)
     of_programs = any(programs.is_program(each.config) for each in succeeded)
     if best is None and len(succeeded) > 1 and not of_programs:
-        monitor = succeeded[0].config.checkpoint.monitor
-        lacks = f"no two runs have a {monitor} at their end" if monitor else "no metric is chosen"
+        metrics = sorted({str(_judged(each).monitor) for each in succeeded})
+        lacks = f"no two runs have a {metrics[0]} at their end"
+        if len(metrics) > 1:
+            lacks = f"the runs are judged by different metrics ({', '.join(metrics)})"
+        elif _judged(succeeded[0]).monitor is None:
+            lacks = "no metric is chosen"
         print(f"best    unknown, as {lacks}: checkpoint.monitor=NAME checkpoint.mode=min|max")
     chosen = succeeded[:1]
     if best is not None:
         text, each, _ = results[best]
-        print(f"best    {text}: {each.config.checkpoint.monitor} {_monitored(each):.4g}")
+        print(f"best    {text}: {_judged(each).monitor} {_monitored(each):.4g}")
         chosen = [each]
     for each in chosen:
         folder = shlex.quote(shown(each.run.path))

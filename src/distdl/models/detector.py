@@ -106,6 +106,7 @@ class Detector(Evaluated):
         self.norm, self.keypoint_sigmas = norm, keypoint_sigmas
         self._matmul_precision = matmul_precision
         self._needs = needs_of(network)
+        self.domain = Detection(None, keypoint_sigmas, self._needs)
 
     @staticmethod
     def check(config: Mapping[str, object], context: Mapping[str, object]) -> Iterable[Problem]:
@@ -139,9 +140,9 @@ class Detector(Evaluated):
 
     def setup(self, stage: str) -> None:
         """Loads `weights`, unless a checkpoint follows, and takes the categories of the data."""
-        domain = Detection(self.categories, self.keypoint_sigmas)
-        self.metric = domain.metric()
-        self.drawing = domain.drawing(self.metric)
+        self.domain = Detection(self.categories, self.keypoint_sigmas, self._needs)
+        self.metric = self.domain.metric()
+        self.drawing = self.domain.drawing(self.metric)
         if self.weights is not None and self.trainer.ckpt_path is None:
             load_detector_weights(self.network, Path(self.weights), self.categories)
         elif self.norm == "frozen" and self.weights is None and stage == "fit":

@@ -16,7 +16,7 @@ import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from distdl.runs.directory import read_json, sync, write_json
 from distdl.util.errors import UserError
@@ -136,6 +136,29 @@ def manifest_at(path: Path) -> dict[str, Any]:
         return {}
     metrics = manifest.get("metrics")
     return {**manifest, "metrics": numbers(metrics)} if isinstance(metrics, dict) else manifest
+
+
+class Judged(NamedTuple):
+    """The metric by which a run's best.ckpt is chosen, and "max" or "min"."""
+
+    monitor: str | None
+    mode: str
+
+
+def judged_by(folder: Path, monitor: str | None, mode: str) -> Judged:
+    """What the manifest of the best.ckpt in `folder` says. If the user chose no metric, it is the
+    main one of the module's domain, which a config does not know.
+
+    Args:
+        monitor, mode: Of the run's config, for a run without a best.ckpt, and for one of an older
+            distdl.
+    """
+    manifest = manifest_at(folder / "best.ckpt")
+    named = manifest.get("monitor")
+    direction = manifest.get("mode")
+    if isinstance(named, str) and direction in ("max", "min"):
+        return Judged(named, direction)
+    return Judged(monitor, mode)
 
 
 def age(path: Path) -> tuple[float, float, bool]:

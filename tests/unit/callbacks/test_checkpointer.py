@@ -143,7 +143,9 @@ def test_what_is_best_between_accumulated_batches_is_no_start_of_a_resume(tmp_pa
         run(tmp_path / "killed", after_batch(kill))
     store = CheckpointStore(tmp_path / "killed/checkpoints")
     best_file = store.folder / "best.ckpt"
-    assert manifest_at(best_file)["metrics"] == {"val/acc1": pytest.approx(0.3)}
+    manifest = manifest_at(best_file)
+    assert manifest["metrics"] == {"val/acc1": pytest.approx(0.3)}
+    assert (manifest["monitor"], manifest["mode"]) == ("val/acc1", "max")
     assert damage_of(best_file) is None
     assert best(tmp_path / "killed") is None
     kept = shutil.copy(best_file, tmp_path / "kept.ckpt")

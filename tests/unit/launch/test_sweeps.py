@@ -1,5 +1,6 @@
 """The end of a sweep: its table, and what to type next."""
 
+import json
 from types import SimpleNamespace
 
 from omegaconf import OmegaConf
@@ -16,6 +17,18 @@ def member(tmp_path, name, monitor="val/acc1", mode="max", state=JobState.SUCCEE
     last = SimpleNamespace(status=lambda: status)
     planned = SimpleNamespace(config=OmegaConf.create(config), run=run, last_attempt=last)
     return f"seed={name}", planned, state
+
+
+def judged(tmp_path, name, monitor, **metrics):
+    """A member whose user chose no metric, with a best.ckpt of the main one of its domain."""
+    made = member(tmp_path, name, **metrics)
+    folder = made[1].run.checkpoints
+    folder.mkdir(parents=True)
+    best = {f"val/{key}": value + 0.125 for key, value in metrics.items()}
+    facts = {"files": {"best.ckpt": {"size": 0, "sha256": ""}}, "monitor": monitor, "mode": "max"}
+    manifest = json.dumps({**facts, "metrics": best})
+    (folder / "best.ckpt.manifest.json").write_text(manifest)
+    return made
 
 
 def test_the_end_of_a_sweep_marks_the_best_and_says_what_to_type(tmp_path, monkeypatch, capsys):
@@ -41,3 +54,10 @@ def test_the_end_of_a_sweep_marks_the_best_and_says_what_to_type(tmp_path, monke
     assert "again   python -m distdl -m seed=1,2,3" in printed
     none = [member(tmp_path, str(n), "val/f1") for n in (1, 2)]
     assert "best    unknown, as no two runs have a val/f1" in end(*none)
+    detectors = [judged(tmp_path, f"d{n}", "val/box_ap", box_ap=n / 8) for n in (1, 3, 2)]
+    printed = end(*detectors)
+    assert "best    seed=d3: val/box_ap 0.5\n" in printed
+    assert printed.count(", best") == 1
+    printed = end(*detectors, judged(tmp_path, "m", "val/mask_ap", mask_ap=0.75))
+    assert "the runs are judged by different metrics (val/box_ap, val/mask_ap)" in printed
+    assert ", best" not in printed

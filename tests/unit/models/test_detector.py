@@ -11,9 +11,11 @@ from torchvision.models import resnet50
 from torchvision.models.detection import maskrcnn_resnet50_fpn
 from torchvision.ops import FrozenBatchNorm2d
 
+from distdl.callbacks.best import Best
 from distdl.config import compose
 from distdl.config import recipe as configs
 from distdl.domains.detection.categories import Categories
+from distdl.domains.domain import domain_of
 from distdl.models import Detector, torchvision_detector
 from distdl.models.detection_network import stages_of
 from distdl.models.detection_weights import load_detector_weights
@@ -96,6 +98,20 @@ def test_trains_with_each_loss_logged_and_validates_with_cocos_numbers(tmp_path)
     assert 0 <= trainer.callback_metrics["val/mask_ap"] <= 1
     assert trainer.callback_metrics["val/box_ap_large"] == -1  # there is no such object
     assert all(torch.isfinite(value).all() for value in module.state_dict().values())
+
+
+MAIN = {
+    "maskrcnn_resnet50_fpn": "val/mask_ap",
+    "fasterrcnn_resnet50_fpn": "val/box_ap",
+    "keypointrcnn_resnet50_fpn": "val/keypoint_ap",
+}
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_what_the_network_finds_decides_the_best_checkpoint(name):
+    best = Best("val/acc1", "min")  # nobody has chosen
+    best.judge(domain_of(Detector(small(name), 5)))
+    assert (best.monitor, best.mode) == (MAIN[name], "max")
 
 
 def test_no_answer_depends_on_its_neighbours():

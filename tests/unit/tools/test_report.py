@@ -110,6 +110,16 @@ SHOWN = (
 TITLES = ("Loss", "Accuracy", "Throughput", "Learning rate", "my", "odd", "Processor, memory, disk")
 
 
+def test_the_summary_begins_with_the_metric_that_chose_the_best_checkpoint(run):
+    write(run, [(2, 59, {"val/zeta": 0.25, "val/alpha": 0.5})], "metrics-node2")
+    (run / "checkpoints").mkdir()
+    facts = {"files": {"best.ckpt": {"size": 0, "sha256": ""}}, "monitor": "val/zeta"}
+    manifest = run / "checkpoints/best.ckpt.manifest.json"
+    manifest.write_text(json.dumps({**facts, "mode": "max"}))
+    text = Page(reported(run)).text
+    assert text.index("val/zeta") < text.index("43.21 %") < text.index("val/alpha")
+
+
 def test_the_page_describes_the_run_and_needs_nothing_but_itself(run):
     source = reported(run)
     page = Page(source)

@@ -22,6 +22,9 @@ from distdl.domains.record import Annotation
 from distdl.images.views import check_decoder
 from distdl.util.errors import Problem
 
+# The first of what a network finds decides.
+MAIN = {"masks": "val/mask_ap", "keypoints": "val/keypoint_ap", "boxes": "val/box_ap"}
+
 
 class Detection(Domain):
     """Images of any size, each with any number of objects. In a batch "image" is a list of uint8
@@ -30,18 +33,22 @@ class Detection(Domain):
     Args:
         categories: Of the data; None: unknown, in a module or before the data are read.
         keypoint_sigmas: As of `CocoMetric`.
+        found: What the network finds beside boxes: "masks", "keypoints" or neither. The main metric
+            is that of masks, or else of keypoints, or else of boxes.
     """
 
     name = "detection"
-    main_metric = "val/mask_ap"
-    mode = "max"
+    main_metric = MAIN["boxes"]
     record = DetectionRecord()
 
     def __init__(
         self,
         categories: Categories | None = None,
         keypoint_sigmas: Sequence[float] | None = None,
+        found: Sequence[str] = (),
     ) -> None:
+        kinds = {*found, "boxes"}
+        self.main_metric = next(metric for kind, metric in MAIN.items() if kind in kinds)
         self.categories = categories
         self.keypoint_sigmas = None if keypoint_sigmas is None else tuple(keypoint_sigmas)
 

@@ -16,6 +16,7 @@ import yaml
 
 from distdl.config import task_facts
 from distdl.config.recipe import unit_of
+from distdl.runs.checkpoints import judged_by
 from distdl.runs.directory import RunDirectory
 from distdl.runs.records import journals, read
 from distdl.util.errors import Damaged
@@ -173,15 +174,18 @@ def summary(run: ReportedRun) -> list[tuple[str, str]]:
 def _validation(run: ReportedRun) -> list[tuple[str, str]]:
     """The values of the validation: that by which best.ckpt is chosen, others, losses."""
     checkpoint = mapping(_parsed(run.config, yaml.safe_load).get("checkpoint"))
-    main = str(checkpoint.get("monitor"))
+    folder = RunDirectory(run.path).checkpoints
+    chosen = str(checkpoint.get("monitor"))
+    main, mode = judged_by(folder, chosen, str(checkpoint.get("mode")))
     names = sorted(n for n in run.series if n.startswith("val/") and n != "val/samples")
     losses = [name for name in names if "loss" in name]
     others = [name for name in names if name not in losses]
-    ordered = [*dict.fromkeys(n for n in (main, *others, *losses, "train/loss") if n in run.series)]
+    known = dict.fromkeys((str(main), *others, *losses, "train/loss"))
+    ordered = [name for name in known if name in run.series]
     rows = []
     for name in ordered[:MOST_VALUES]:
         values = [value for value in run.values(name) if value == value]
-        better = _better(name, str(checkpoint.get("mode")) if name == main else "")
+        better = _better(name, mode if name == main else "")
         if values:
             best = f" (best {_shown(name, better(values))})" if better else ""
             rows.append((name, f"{_shown(name, values[-1])}{best}"))

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl.config.schema import Checkpoint
 from distdl.domains.classification.domain import Classification
+from distdl.runs.checkpoints import Judged, judged_by
 from distdl.runs.directory import RunDirectory, shown
 from distdl.tools.serving.model_folder import read
 from distdl.tracking.outbox import Outbox, redact
@@ -53,7 +54,7 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
         client.log_artifacts(run_id, str(folder), folder.name)  # again, as it may be incomplete
         print(f"model   runs:/{run_id}/{folder.name}")
         if name := OmegaConf.select(config, "tracking.mlflow.register"):
-            _register(client, str(name), run_id, folder, Checkpoint.of(config.checkpoint))
+            _register(client, str(name), run_id, folder, _judged(config, run))
     except (MlflowException, OSError) as error:
         again = f"the model is in {shown(folder)}; the same command sends it"
         if refused := refusal(error, uri):
@@ -68,8 +69,13 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
         raise Unfinished.at("tracking.mlflow", what, remedy) from error
 
 
-def _register(client: MlflowClient, name: str, run_id: str, folder: Path, best: Checkpoint) -> None:
-    """Adds a version, if this checkpoint has none; `best` is the run's section `checkpoint`."""
+def _judged(config: DictConfig, run: RunDirectory) -> Judged:
+    chosen = Checkpoint.of(config.checkpoint)
+    return judged_by(run.checkpoints, chosen.monitor, chosen.mode)
+
+
+def _register(client: MlflowClient, name: str, run_id: str, folder: Path, best: Judged) -> None:
+    """Adds a version, if this checkpoint has none; `best` is what the run's best.ckpt is."""
     trained = read(folder / "artifacts/model")
     metric = best.monitor or Classification.main_metric
     tags = {SHA256: trained["sha256"], DATA: trained["data_key"]}
