@@ -23,6 +23,9 @@ from distdl.util.errors import Problem, UserError
 from distdl.util.wording import first_few
 
 LAYOUT = "annotations/instances_train2017.json, train2017/, and the same of val2017"
+# In the node that a check looks at: whether the run predicts, and so needs `predict_split` alone.
+PREDICTS = "predicts"
+NOTHING = "has no annotation of an object, so there is nothing to learn"
 PREPARE = "python -m distdl prepare coco --source {} --to OUT reads it, too"
 
 
@@ -58,7 +61,7 @@ def check(root: Path, node: Mapping[str, Any]) -> tuple[list[Problem], dict[str,
     try:
         with readable("root"):
             splits = find(root, node)
-            missing = [split for split in ("train", "val") if split not in splits]
+            missing = [split for split in required(node) if split not in splits]
             if missing:
                 what = f"{root} has no annotation file of {' and '.join(missing)}"
                 return [Problem("root", what, f"it must hold {LAYOUT}")], opened
@@ -66,15 +69,25 @@ def check(root: Path, node: Mapping[str, Any]) -> tuple[list[Problem], dict[str,
                 opened[split] = CocoFolder(split, files, None)
     except UserError as error:
         return [Problem("root", each.what, each.remedy) for each in error.problems], opened
-    train = opened["train"]
-    problems = [*check_training(train, node)]
+    first = next(iter(opened.values()))  # of training, if it is there
+    problems = [*check_training(first, node)]
+    if not node.get(PREDICTS) and not first.annotations.count_all:
+        remedy = "name a file with objects: data.annotations={train: [FILE]}"
+        problems.append(Problem("root", f"{first.source} {NOTHING}", remedy, code="not-enough"))
     for samples in opened.values():
-        problems += check_categories(train, samples)
+        problems += check_categories(first, samples)
+        problems += check_boxes(samples)
     return problems, opened
 
 
+def required(node: Mapping[str, Any]) -> tuple[str, ...]:
+    """The splits that must be there."""
+    return (str(node.get("predict_split", "val")),) if node.get(PREDICTS) else ("train", "val")
+
+
 def check_training(samples: CocoFolder, node: Mapping[str, Any]) -> Iterable[Problem]:
-    """How the training split differs from the data node; paths are relative to it."""
+    """How the training split, or what stands for it, differs from the data node; paths are relative
+    to that."""
     count = len(samples.classes)
     if node.get("num_classes") not in (None, count):
         what = f"is {node['num_classes']}, but {samples.source} has {count} categories"
@@ -87,8 +100,11 @@ def check_training(samples: CocoFolder, node: Mapping[str, Any]) -> Iterable[Pro
 
 
 def needed_fields(node: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The keys of a data node that ask for a field of each object, with that field."""
-    wanted = []
+    """The keys of a data node that ask for a field of each object, with that field. A prediction
+    asks for none."""
+    wanted: list[tuple[str, str]] = []
+    if node.get(PREDICTS):
+        return wanted
     if node.get("masks", True):
         wanted.append(("masks", "segmentation"))
     if node.get("keypoints", False):
@@ -104,6 +120,16 @@ def check_categories(train: CocoFolder, other: CocoFolder) -> Iterable[Problem]:
         shown = first_few([f"{identity} {name!r}" for identity, name in differing])
         what = f"the categories of {train.source} and {other.source} differ: {shown}"
         yield Problem("root", what, "both need the same ids and names")
+
+
+def check_boxes(samples: CocoFolder) -> Iterable[Problem]:
+    """Whether boxes lie in their images: no network could find others, and each would lower AP."""
+    outside = samples.annotations.outside
+    if outside:
+        have = "annotations have boxes" if len(outside) > 1 else "annotation has a box"
+        where = "outside of the image, or with a negative side"
+        what = f"{samples.source}: {len(outside):,} {have} {where}: {first_few(outside)}"
+        yield Problem("root", what, "correct or remove them", code="out-of-range")
 
 
 class CocoFolder(EncodedData):
@@ -185,7 +211,11 @@ class CocoFolder(EncodedData):
         first = None
         with_objects = [i for i in range(len(self)) if self.annotations.count(i)][:LOOKED_AT]
         for index in with_objects:
-            for each in self.annotation(index).objects or ():
+            try:
+                objects = self.annotation(index).objects or ()
+            except DamagedImage:  # which is named, and replaced, where it is trained on
+                continue
+            for each in objects:
                 if each.get(field):
                     return None
                 first = each["id"] if first is None else first

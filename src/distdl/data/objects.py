@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from distdl.config import task_facts
 from distdl.data import coco_folder
-from distdl.data.coco_folder import CocoFolder
+from distdl.data.coco_folder import PREDICTS, CocoFolder
 from distdl.data.encoded import EncodedData, OnDamaged
 from distdl.data.sampling import Groups
 from distdl.data.shards import ShardSamples
@@ -33,6 +33,7 @@ FEDERATED = (
 )
 UNLABELLED = "has no annotations"
 VALIDATES = "validates"  # in the node that a check looks at: whether the run evaluates "val"
+WITH_OBJECTS = "python -m distdl prepare coco --train JSON ..., with objects"
 NO_VALIDATION = "trainer.limit_val_batches=0 trains without a validation"
 
 
@@ -129,14 +130,16 @@ class StoredObjects(StoredData):
     def check(
         cls, config: Mapping[str, Any], context: Mapping[str, Any] | None = None
     ) -> Iterable[Problem | str]:
-        run = (context or {}).get("config") or {}
-        limit = (run.get("trainer") or {}).get("limit_val_batches", 1.0)
-        predicts = "predict_dataloader" in task_facts.of(run).calls
-        yield from super().check({**config, VALIDATES: limit != 0 and not predicts}, context)
         split = config.get("predict_split", "val")
         if split not in ("train", "val", "test"):
             what = f"is {split!r}, not train, val or test"
             yield Problem("predict_split", what, "data.predict_split=test")
+            return
+        run = (context or {}).get("config") or {}
+        limit = (run.get("trainer") or {}).get("limit_val_batches", 1.0)
+        predicts = "predict_dataloader" in task_facts.of(run).calls
+        asked = {VALIDATES: limit != 0 and not predicts, PREDICTS: predicts}
+        yield from super().check({**config, **asked}, context)
 
     @classmethod
     def check_folder(cls, root: Path, node: Mapping[str, Any]) -> Iterable[Problem]:
@@ -159,9 +162,13 @@ class StoredObjects(StoredData):
         yield from found
         if found:
             return
-        why = unfit(data.manifest.federated, data.manifest.splits["val"].labelled)
-        if why and node.get(VALIDATES):
-            yield Problem("root", f"val of {data.store.uri} {why}", NO_VALIDATION)
+        if node.get(VALIDATES):
+            why = unfit(data.manifest.federated, data.manifest.splits["val"].labelled)
+            if why:
+                yield Problem("root", f"val of {data.store.uri} {why}", NO_VALIDATION)
+        if not node.get(PREDICTS) and not data.manifest.splits["train"].labelled:
+            what = f"train of {data.store.uri} {coco_folder.NOTHING}"
+            yield Problem("root", what, WITH_OBJECTS, code="not-enough")
         count = len(data.manifest.categories)
         if node.get("num_classes") not in (None, count):
             what = f"is {node['num_classes']}, but {data.store.uri} has {count} categories"
@@ -171,6 +178,14 @@ class StoredObjects(StoredData):
                 what = f"{data.store.uri} has no {key}: its objects have no {field}"
                 yield Problem(key, what, f"data.{key}=false, with a model that needs none")
 
+    @classmethod
+    def required(cls, node: Mapping[str, Any]) -> Sequence[str]:
+        return coco_folder.required(node)
+
+    def setup(self, stage: str | None = None) -> None:
+        self.node = {**self.node, PREDICTS: stage == "predict"}
+        super().setup(stage)
+
     def open_folder(self, root: Path, left_out: LeftOut) -> dict[str, EncodedData]:
         files = coco_folder.find(root, self.node)
         opened: dict[str, EncodedData] = {}
@@ -179,8 +194,9 @@ class StoredObjects(StoredData):
             samples = CocoFolder(split, files[split], view)
             opened[split] = samples
             self._unfit[split] = unfit(samples.annotations.federated, samples.annotations.labelled)
-            if split == "train":
+            if len(opened) == 1:  # of training, if it is there
                 self._name(samples.annotations.categories)
+            if split == "train":
                 samples.groups = self._groups(samples.sizes)
         return opened
 
@@ -189,9 +205,14 @@ class StoredObjects(StoredData):
         for split in self.splits:
             labelled = data.manifest.splits[split].labelled
             self._unfit[split] = unfit(data.manifest.federated, labelled)
-        train = self.splits["train"]
+        train = self.splits.get("train")
+        if train is None:
+            return
         assert isinstance(train, ShardSamples)
         rows = train.shards.rows
+        if not self.node.get(PREDICTS) and not rows["label"].any():  # objects that are learned
+            what = f"train of {self.root} {coco_folder.NOTHING}"
+            raise UserError.at("data.root", what, WITH_OBJECTS, code="not-enough")
         sizes = np.stack([rows["width"], rows["height"]], 1).astype(np.int64)
         train.groups = self._groups(sizes, train)
 
@@ -200,7 +221,8 @@ class StoredObjects(StoredData):
         if self.predict_split not in splits:
             what = f"is {self.predict_split}, and {self.root} has only: {', '.join(splits)}"
             raise UserError.at("data.predict_split", what)
-        return [*dict.fromkeys(("train", "val", self.predict_split))]
+        trained = [split for split in ("train", "val") if split in splits]
+        return [*dict.fromkeys((*trained, self.predict_split))]
 
     def _name(self, categories: Iterable[Mapping[str, object]]) -> None:
         try:

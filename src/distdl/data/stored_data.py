@@ -122,6 +122,11 @@ class StoredData(ImageData):
         """The images below `root`, to predict: neither prepared nor divided into splits."""
         raise NotImplementedError
 
+    @classmethod
+    def required(cls, node: Mapping[str, Any]) -> Sequence[str]:
+        """The splits that a prepared data set must have."""
+        return ("train", "val")
+
     def wanted(self, splits: Mapping[str, object]) -> list[str]:
         """Those of a data set's splits that are opened; training and validation are among them."""
         return ["train", "val"]
@@ -138,9 +143,9 @@ class StoredData(ImageData):
             what = f"{uri} was prepared for {data.manifest.domain}, not for {cls.domain.name}"
             yield Problem("root", what, "choose data and model of that domain, or another root")
             return
-        for split in {"train", "val"} - splits.keys():
+        for split in sorted({*cls.required(node)} - splits.keys()):
             yield Problem("root", f"{uri} has no {split!r}", f"it has {[*splits]}")
-        for name in [name for name, split in splits.items() if not split.samples]:
+        for name in [name for name in cls.required(node) if not splits[name].samples]:
             remedy = "python -m distdl prepare ... makes both splits (docs/data/prepare.md)"
             yield Problem("root", f"{uri} has no sample in {name!r}", remedy)
 
@@ -178,7 +183,7 @@ class StoredData(ImageData):
                 yield data.note
             found = [*cls.misfits(data, config)]
             yield from found
-            if not found:
+            if not found and "train" in data.manifest.splits:
                 yield from _of_epoch(context, data.manifest.splits["train"].samples)
         except UserError as error:
             yield from (replace(p, path="root") for p in error.problems)
@@ -217,6 +222,9 @@ class StoredData(ImageData):
         limit = None if self.cache_gb is None else int(self.cache_gb * GB)
         fits = in_place or limit is None or data.bytes <= limit
         cache = None if in_place else self._cache(data, cache_root, limit)
+        held = {name: split for name, split in data.manifest.splits.items() if split.samples}
+        if not {"train", "val"} <= held.keys():
+            return self._open_predicted(data, self.wanted(held), cache, fits)
         window: int = self.shuffle_window
         epochs: int | None = 0 if in_place else 1
         if limit is not None and not fits:
@@ -226,9 +234,7 @@ class StoredData(ImageData):
         samples = tuple(shard.samples for shard in train.shards)
         needs = Needs(Windows(samples, window, epochs), train, val)
         evictable = None if fits else needs.farthest_first
-        shards = {
-            name: Shards(data, name, cache, evictable) for name in self.wanted(data.manifest.splits)
-        }
+        shards = {name: Shards(data, name, cache, evictable) for name in self.wanted(held)}
         prefetch = None
         if cache is not None and (self.trainer is None or self.trainer.local_rank == 0):
             if is_remote(self.root) and not data.note:
@@ -242,6 +248,18 @@ class StoredData(ImageData):
         self.splits["train"] = ShardSamples(domain, self.train_view, train_shards, order)
         for name in [name for name in shards if name != "train"]:
             self.splits[name] = ShardSamples(domain, self.val_view, shards[name])
+        self.opened_shards(data)
+
+    def _open_predicted(
+        self, data: DataSet, wanted: Sequence[str], cache: Cache | None, fits: bool
+    ) -> None:
+        """Of a set that cannot be trained on: each shard is fetched when it is read."""
+        if not fits:
+            what = f"is less than the {data.bytes / GB:.3g} GB of a set without training samples"
+            raise UserError.at("data.cache_gb", what, "data.cache_gb=null", code="not-enough")
+        for name in wanted:
+            shards = Shards(data, name, cache, None)
+            self.splits[name] = ShardSamples(self.domain, self.val_view, shards)
         self.opened_shards(data)
 
     def _cache(self, data: DataSet, root: Path, limit: int | None) -> Cache:

@@ -12,10 +12,11 @@ bytes of an annotation: its text is read again when it is needed.
 from __future__ import annotations
 
 import json
+import math
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -32,6 +33,7 @@ FEDERATED = ("neg_category_ids", "not_exhaustive_category_ids")  # keys of LVIS'
 # What other files of COCO have in place of boxes.
 OTHERS = {"caption": "captions", "segments_info": "panoptic segments", "score": "results"}
 LARGEST = 2**63 - 1
+NO_BOX = (math.nan,) * 4
 
 Progress = Callable[[int, int], None]
 
@@ -44,6 +46,7 @@ class AnnotationPart:
     annotations: np.ndarray[Any, Any]  # int64 [M, 5]: id, image's id, category's id, offset, length
     files: list[str]  # of the images
     sizes: np.ndarray[Any, Any]  # int64 [N, 2]: width and height
+    boxes: np.ndarray[Any, Any]  # float64 [M, 4]: x, y, width, height; NaN: it has no such box
     categories: list[dict[str, Any]] = field(default_factory=list)
     labelled: bool = False
     federated: bool = False
@@ -93,6 +96,8 @@ class Annotations:
         self.sources = list(sources)
         self.where = where
         sizes = [os.fstat(source.file.fileno()).st_size for source in sources]
+        # Annotations whose box lies outside their image, or has a negative side, in words.
+        self.outside: list[str] = []
         parts = []
         for number, source in enumerate(sources):
             before = sum(sizes[:number])
@@ -128,6 +133,11 @@ class Annotations:
     def count(self, index: int) -> int:
         """How many annotations an image has; those in several files count for each."""
         return int(self._annotations.starts[index + 1] - self._annotations.starts[index])
+
+    @property
+    def count_all(self) -> int:
+        """How many annotations all images have."""
+        return len(self._annotations.rows)
 
     @property
     def places(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -188,6 +198,7 @@ class Annotations:
             unknown = table[~np.isin(table[:, 2], [*known])]
             self._refuse(source, unknown, 2, "category")
             annotations.append(_located(order[place], number, table[:, [0, 3, 4]]))
+            self.outside += _outside(part, self.sizes[order[place]])
         self._images = _Table.of(images, len(self.ids))
         self._annotations = _Table.of(annotations, len(self.ids))
         self._refuse_two_images(annotations)
@@ -272,6 +283,18 @@ def _located(
     return np.column_stack([image, rows[:, 0], file, rows[:, 1:]])
 
 
+def _outside(part: AnnotationPart, sizes: np.ndarray[Any, Any]) -> Iterator[str]:
+    """The annotations whose box no training could learn, and no network find. `sizes` are those of
+    their images, int64 [M, 2]."""
+    low = part.boxes[:, :2]
+    sides = part.boxes[:, 2:]
+    beyond = ((low >= sizes) | (low + sides <= 0)).any(1) & (sides != 0).all(1)
+    for row in np.flatnonzero(beyond | (sides < 0).any(1)):
+        identity, image = part.annotations[row, :2].tolist()
+        x, y, width, height = part.boxes[row].tolist()
+        yield f"{identity} (image {image}: x {x:g}, y {y:g}, {width:g} x {height:g})"
+
+
 def unite(mappings: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One mapping with the keys of all; raises ValueError if they contradict each other."""
     united = dict(mappings[0])
@@ -301,6 +324,7 @@ def _read(source: AnnotationSource, progress: Callable[[int], None]) -> Annotati
     annotations = array("q")
     files: list[str] = []
     sizes = array("q")
+    boxes = array("d")
     categories: list[dict[str, Any]] = []
     keys = set[str]()
     federated = False
@@ -321,6 +345,7 @@ def _read(source: AnnotationSource, progress: Callable[[int], None]) -> Annotati
             _refuse_other(annotation)
             row = [_whole(annotation, "annotation", k) for k in ("id", "image_id", "category_id")]
             annotations.extend((*row, entry.offset, entry.length))
+            boxes.extend(_box_of(annotation))
         elif entry.key == "categories":
             category = _fields(source, entry)
             category["id"] = _whole(category, "category", "id")
@@ -337,6 +362,7 @@ def _read(source: AnnotationSource, progress: Callable[[int], None]) -> Annotati
         np.frombuffer(annotations, np.int64).reshape(-1, 5),
         files,
         np.frombuffer(sizes, np.int64).reshape(-1, 2),
+        np.frombuffer(boxes, np.float64).reshape(-1, 4),
         categories,
         "annotations" in keys,
         federated,
@@ -347,6 +373,15 @@ def _read(source: AnnotationSource, progress: Callable[[int], None]) -> Annotati
     if not len(part.images):
         raise ValueError("lists no image")
     return part
+
+
+def _box_of(annotation: dict[str, Any]) -> Sequence[float]:
+    """Its box; NaN if that is none: whoever reads the record refuses it."""
+    box = annotation.get("bbox")
+    if isinstance(box, list) and len(box) == 4:
+        with suppress(TypeError, OverflowError):
+            return array("d", box)
+    return NO_BOX
 
 
 def _fields(source: AnnotationSource, entry: JsonEntry) -> dict[str, Any]:

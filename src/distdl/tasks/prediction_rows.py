@@ -111,7 +111,7 @@ class Rows:
     def describe(self, data: str) -> None:
         """Stores what the rows are of; raises UserError if the stored rows are of another."""
         facts = {**self.facts, "data": data}
-        if not self.record["rows"]:
+        if not self.record["parts"]:  # one of images without detections has no rows
             self.record["facts"] = facts
             self._write_record()
         for name, before in self.record["facts"].items():

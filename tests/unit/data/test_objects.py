@@ -155,6 +155,18 @@ def test_test_images_are_predicted_and_not_evaluated(coco, tmp_path):
     assert refusal(opened, coco, predict_split="tes").path == "data.predict_split"
     (problem,) = StoredObjects.check({"root": str(coco), "num_classes": 5, "predict_split": "tes"})
     assert problem.path == "predict_split"
+    for split in ("train", "val"):  # a set that can only be predicted
+        (coco / f"annotations/instances_{split}2017.json").unlink()
+    prepare("coco", coco, tmp_path / "alone", *ONE, "--skip-damaged", "--labels", "instances")
+    predicts = {"local": True, "config": {"task": {"_target_": "distdl.tasks.predict"}}}
+    for root, count in ((coco, 11), (tmp_path / "alone", 10)):
+        node = {"root": str(root), "num_classes": 5, "predict_split": "test"}
+        assert [*StoredObjects.check(node, predicts)] == []
+        assert {each.path for each in StoredObjects.check(node)} == {"root"}, "it cannot be trained"
+        data = StoredObjects(str(root), 4, predict_split="test", **PLAIN)
+        data.setup("predict")
+        assert sum(len(batch["target"]) for batch in data.predict_dataloader()) == count
+        assert data.categories.ids == (1, 3, 18, 44, 90)
 
 
 def test_damage_is_replaced_and_named(coco, tmp_path, drawn):
@@ -227,6 +239,25 @@ def test_wrong_inputs_get_one_message_before_the_start(coco, shards, tmp_path):
         node = {"root": str(root), "num_classes": 5, "masks": False}
         assert [*StoredObjects.check(node, context)] == []
     write_as(coco, lambda value: value["images"][0].pop("neg_category_ids"), VAL)
+    fourth = json.loads((coco / TRAIN).read_text())["annotations"][3]
+    named = f"negative side: {fourth['id']} (image {fourth['image_id']}: x"
+    for box in ([500, 5, 20, 20], [5, -40, 20, 20], [50, 5, -20, 20]):
+        write_as(coco, lambda v, box=box: v["annotations"][3].update(bbox=box))
+        told("root", f"{named} {box[0]}, y {box[1]}", masks=False)
+    for box in ([-5, -5, 20, 20], [5, 5, 0, 20], "none"):  # cut, left out, and a damaged image
+        write_as(coco, lambda v, box=box: v["annotations"][3].update(bbox=box))
+        assert problems(masks=False) == []
+    (tmp_path / "empty").mkdir()
+    told("root", "no annotation file", root=tmp_path / "empty", masks=False)
+    before = (coco / TRAIN).read_text()
+    write_as(coco, lambda v: v["annotations"].clear())
+    told("root", "nothing to learn", masks=False)
+    prepare("coco", coco, tmp_path / "unlearnable", *ONE)
+    problem = refusal(opened, tmp_path / "unlearnable", masks=False)
+    assert "nothing to learn" in problem.what
+    write_as(coco, lambda v: v.pop("annotations"))
+    told("root", "nothing to learn", masks=False)
+    (coco / TRAIN).write_text(before)
     write_as(coco, lambda v: v["images"][0].update(file_name="lost.jpg"))
     told("root", "1 of 40 images of", masks=False)
     write_as(coco, lambda v: v["annotations"][0].update(image_id=5))

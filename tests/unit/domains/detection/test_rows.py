@@ -13,6 +13,7 @@ from distdl.domains.detection.detections import Detections, decoded, encoded
 from distdl.domains.detection.rows import DetectionRows, PredictedObjects
 from distdl.domains.rows import Predicted
 from distdl.tasks.prediction_rows import Rows
+from tests.prepared import refusal
 
 CATEGORIES = Categories((1, 18), ("disc", "dog, small"))
 
@@ -24,6 +25,9 @@ def found(*labels):
         masks[row, 0, : row + 2, 1:5] = 0.9
     corners = torch.tensor([[1.1, 0.2, 5.3, 2.7]] * count).reshape(-1, 4)
     return Detections(corners, torch.tensor(labels), torch.rand(count), encoded(masks))
+
+
+ONE = np.array([0])
 
 
 @pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])
@@ -73,6 +77,18 @@ def test_nothing_found_and_images_without_ids(tmp_path):
     stored.open()
     stored.add(table.columns, table.missing, **table.counts)
     assert rows.finish(stored.folder, stored.read) == []
+
+
+def test_a_part_without_rows_is_still_of_its_checkpoint(tmp_path):
+    rows = DetectionRows(named=False)
+    table = rows.table(rows.of_batch(PredictedObjects([found()], CATEGORIES), 1), Predicted(ONE))
+    stored = Rows(tmp_path / "rows", "parquet", checkpoint="one")
+    stored.open()
+    stored.describe("2 samples")
+    stored.add(table.columns, table.missing, **table.counts)
+    other = Rows(tmp_path / "rows", "parquet", checkpoint="another")
+    assert other.open() == 1
+    assert "rows of checkpoint one, not another" in refusal(other.describe, "2 samples").what
 
 
 def test_keypoints_have_a_list_in_each_row():
