@@ -44,6 +44,7 @@ MATRIX := $(addprefix tests/, \
 	packaging/test_added_parts.py \
 	serving/test_foreign_exports.py \
 	serving/test_hostile.py \
+	strategies/test_detectors.py \
 	strategies/test_equality.py \
 	strategies/test_sharded.py \
 	unit/cli/test_scale.py \

@@ -1,5 +1,6 @@
 """A detector is killed with -9 in the middle of its second epoch, and resumes with the same images,
-at the same number of ranks with the same weights (`make matrix`)."""
+at the same number of ranks with the same weights (`make matrix`); an evaluation that takes longer
+than the watchdog's limit."""
 
 import shutil
 
@@ -7,11 +8,9 @@ import pytest
 import torch
 
 from distdl.runs.checkpoints import CheckpointStore
-from tests.conftest import UNCHECKED, Background, distdl, matrix_only, samples
+from tests.conftest import UNCHECKED, Background, distdl, matrix_only, samples, status
 from tests.drawn_coco import draw
 from tests.miniature import prepare
-
-pytestmark = matrix_only
 
 IMAGES, GLOBAL, STEPS, EPOCHS = 26, 4, 6, 2  # two images of an epoch fill no batch
 TINY = (
@@ -70,6 +69,7 @@ def images(rows):
     return {step: sorted(ids) for (_, step), ids in sorted(rows.items())}
 
 
+@matrix_only
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_each_image_once_and_the_same_batches(ranks, whole, killed_run, tmp_path):
     run = shutil.copytree(killed_run, tmp_path / "outputs/default/r")
@@ -92,3 +92,70 @@ def test_each_image_once_and_the_same_batches(ranks, whole, killed_run, tmp_path
         one, other = (each["state_dict"] for each in weights)
         assert one.keys() == other.keys()
         assert all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+LIMIT_S, EVALUATION_S = 3, 9
+SLOW = f'''"""A network of one weight, and COCO's evaluation on a very large set."""
+
+import time
+
+import torch
+from faster_coco_eval import COCOeval_faster
+
+evaluate = COCOeval_faster.evaluate
+
+
+def slow(self):
+    time.sleep({EVALUATION_S})
+    evaluate(self)
+
+
+COCOeval_faster.evaluate = slow
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, images, targets=None):
+        if targets is not None:
+            return {{"loss": self.weight**2}}
+        found = {{
+            "boxes": torch.tensor([[1.0, 1.0, 9.0, 9.0]]),
+            "labels": torch.tensor([1]),
+            "scores": torch.tensor([0.5]),
+        }}
+        return [found for _ in images]
+'''
+
+
+def test_nobody_is_called_hung_while_the_first_rank_evaluates(tmp_path):
+    draw(tmp_path / "coco", train=8, val=4)
+    (tmp_path / "mine.py").write_text(SLOW)
+    (tmp_path / "conf/model").mkdir(parents=True)
+    (tmp_path / "conf/model/mine.yaml").write_text(
+        "_target_: distdl.models.Detector\nnetwork: {_target_: mine.Net}\nnum_classes: 5\n"
+    )
+    done = distdl(
+        "model=mine",
+        "data=coco",
+        "data.root=coco",
+        "data.num_classes=5",
+        "data.num_workers=0",
+        "schedule.warmup_epochs=0",
+        "trainer.accelerator=cpu",
+        "trainer.devices=2",
+        "trainer.max_epochs=1",
+        f"watchdog.timeout={LIMIT_S}",
+        "tracking=none",
+        "name=r",
+        cwd=tmp_path,
+        module=UNCHECKED,
+    )
+    run = tmp_path / "outputs/default/r"
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (run / "attempts/001/incident.json").exists()
+    record = status(run)
+    assert record["metrics"]["val/samples"] == 4
+    assert record["ended"] - record["started"] > EVALUATION_S

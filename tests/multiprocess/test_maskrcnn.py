@@ -12,6 +12,7 @@ import torch
 from distdl.runs.checkpoints import CheckpointStore
 from tests import drawn_coco
 from tests.conftest import UNCHECKED, distdl, losses, matrix_only, samples
+from tests.strategies import small_detector
 
 # Four batches an epoch; a checkpoint every fifth step, and a kill after the sixth.
 IMAGES, BATCH, KILLED_AT = 8, 2, 6
@@ -19,7 +20,7 @@ SMALL = (
     "+experiment=maskrcnn_coco",
     "debug=cpu",
     "data.num_classes=5",
-    "model.network.backbone=resnet18",
+    "model.network._target_=small_detector.Small",
     "data.image_size=null",
     "+model.network.box_score_thresh=0.0",
     "+model.network.box_detections_per_img=10",
@@ -53,6 +54,7 @@ class Killer(Callback):
 def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     (folder / "mine.py").write_text(KILLER)
+    shutil.copy(small_detector.__file__, folder)
     drawn_coco.draw(folder / "coco", train=IMAGES, val=3, seed=1)
     return folder
 

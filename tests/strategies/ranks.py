@@ -132,7 +132,7 @@ def trained(case):
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs
             losses = process_group.gather(float(loss))
             seen.losses.append(sum(losses) / len(losses))
-            mine["device"] = batch["image"].device.type
+            mine["device"] = batch["image"][0].device.type  # of a tensor or of a list
             last = trainer.global_rank == trainer.world_size - 1
             if last and case.stop_after == trainer.global_step > 0:
                 stop.state = JobState.PREEMPTED
