@@ -56,9 +56,10 @@ class DrawnScene(NamedTuple):
     found: list[DrawnObject]
 
 
+BEST = "Best images"
 # By what images are chosen, the first ones first.
 CHOSEN: Mapping[str, Callable[[DrawnScene], tuple[float, ...]]] = {
-    "Best images": lambda scene: (-scene.f1, -scene.objects, scene.sample),
+    BEST: lambda scene: (-scene.f1, -scene.objects, scene.sample),
     "Worst images": lambda scene: (scene.f1, -scene.objects, scene.sample),
     "Most crowded images": lambda scene: (-scene.objects, scene.sample),
 }
@@ -109,6 +110,8 @@ class Scenes(Drawing[Mapping[str, object], Sequence[Detections]]):
             images = [*self._drawn(title, scenes, image_of)] if image_of else []
             if images:
                 note = f"Left: the truth. Right: detections with a score of {SURE} and more."
+                if title == BEST and not any(scene.f1 for scene in scenes):
+                    note += " None of them is right in any image."
                 sections.append(DrawnSection(title, note, images=images))
         latest = self.metric.latest
         if latest is not None and latest.curves:
@@ -142,7 +145,9 @@ class Scenes(Drawing[Mapping[str, object], Sequence[Detections]]):
             except DamagedImage:
                 continue
             found = len(scene.found)
-            caption = f"{name}: {scene.objects} true, {found} found, F1 {scene.f1:.2f}"
+            caption = (
+                f"{name}: {scene.objects} true, {found} found, F1\N{NO-BREAK SPACE}{scene.f1:.2f}"
+            )
             drawing = side_by_side(image, scene, self.metric.categories.names)
             yield DrawnImage(f"{kind}-{number}", drawing, caption)
 
@@ -237,7 +242,10 @@ def painted(
         pen.rectangle((left, top, max(left, right), max(top, bottom)), outline=colour, width=2)
         name = names[each.label - 1] if 0 < each.label <= len(names) else str(each.label)
         text = name[:20] if each.score is None else f"{name[:20]} {each.score:.2f}"
-        pen.text((left + 3, top + 1), text, colour, font, stroke_width=1, stroke_fill="black")
+        corner = (left + 4, top + 3)
+        x1, y1, x2, y2 = pen.textbbox(corner, text, font)
+        pen.rectangle((x1 - 2, y1 - 2, x2 + 2, y2 + 2), fill=colour)
+        pen.text(corner, text, "black", font)
     return drawing
 
 

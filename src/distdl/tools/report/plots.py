@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POINTS = 600  # per line; more are averaged in buckets, with a band from minimum to maximum
+MOST_LINES = 8  # of a chart of metrics whose names begin alike
 # matplotlib draws in these colours, and the page replaces them with its own.
 TEXT, GRID = "#123456", "#654321"
 STYLE: Any = {
@@ -89,7 +90,9 @@ def charts(series: dict[str, MetricSeries], unit: str) -> list[Chart]:
     take("Learning rate", r"lr$|lr[-/]")
     take("Device memory", r"perf/memory_gib$", unit="GiB")
     for prefix in dict.fromkeys(name.split("/")[0] for name in left):
-        take(prefix, rf"{re.escape(prefix)}(/|$)")
+        alike = [name for name in left if name.split("/")[0] == prefix]
+        for title, members in split(prefix, alike):
+            result.append(Chart(title, {name: series[name] for name in members}))
     left = system
     for title, part, of in (
         ("Processor, memory, disk", "(cpu|memory|disk)_percent", "%"),
@@ -102,6 +105,26 @@ def charts(series: dict[str, MetricSeries], unit: str) -> list[Chart]:
     ):
         take(title, rf"system/(node\d+/)?{part}$", unit=of, by_time=True)
     return result
+
+
+def split(title: str, names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Charts of metrics whose names begin with `title`: of many ones, a chart for each next word
+    that several of them share (`val/box_ap50`, `val/box_ap75`: `val/box_ap`), and one of the rest.
+    """
+    if len(names) <= MOST_LINES:
+        yield title, [*names]
+        return
+    following = re.compile(re.escape(title) + r"[^A-Za-z0-9]*([A-Za-z]+|[0-9]+)")
+    words: dict[str, list[str]] = {}
+    for name in names:
+        match = following.match(name)
+        words.setdefault(match[0] if match else "", []).append(name)
+    several = {word: members for word, members in words.items() if word and len(members) > 1}
+    rest = [name for name in names if not any(name in each for each in several.values())]
+    if rest or not several:
+        yield title, rest or [*names]
+    for word, members in several.items():
+        yield from split(word, members)
 
 
 @contextmanager

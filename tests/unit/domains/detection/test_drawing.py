@@ -117,7 +117,10 @@ def test_images_and_the_metrics_tables_and_curves_are_shown(monkeypatch):
     ]
     metric.latest = Evaluation({"box_ap": 0.5}, of_categories, {"box": [1.0, 0.5]})
     best, _, _, curves, table = scenes.sections(photograph, ["car", "dog"])
-    assert best.images[0].caption == "5.png: 1 true, 1 found, F1 1.00", "an unsure one counts not"
+    assert best.images[0].caption == "5.png: 1 true, 1 found, F1\N{NO-BREAK SPACE}1.00", (
+        "an unsure one counts not"
+    )
+    assert "None of them" not in best.note
     # Twice the larger image: on the left the true object, filled; on the right its box alone.
     pixels = best.images[0].image
     assert pixels.size == (2 * 256 + 4, 256)
@@ -127,3 +130,11 @@ def test_images_and_the_metrics_tables_and_curves_are_shown(monkeypatch):
     assert pixels.getpixel((260 + 33, 100)) != (9, 9, 9), "the left side of the box"
     assert curves.curves == {"box": [(0.0, 1.0), (0.01, 0.5)]}
     assert table.rows == [["car", "3", "-"], ["dog", "18", "0.500"]]
+    scenes.start(CPU)
+    wrong = detections(boxes((50, 50, 60, 60)), [2])
+    scenes.add({"image": [image], "target": [target], "index": torch.tensor([5])}, [wrong])
+    scenes.gather(lambda tensor: tensor)
+    best, worst, *_ = scenes.sections(photograph, ["car", "dog"])
+    assert best.note.endswith("None of them is right in any image.")
+    assert best.images[0].caption.endswith("0.00")
+    assert "None of them" not in worst.note

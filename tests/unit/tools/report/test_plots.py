@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from distdl.tools.report.plots import Chart, draw
+from distdl.tools.report.data import MetricSeries
+from distdl.tools.report.plots import Chart, charts, draw
 
 
 @pytest.mark.filterwarnings("error")
@@ -19,3 +20,20 @@ def test_a_report_draws_any_number_or_says_so(values):
         svg, [(label, _)] = draw(Chart("Loss", {"train/loss": series}, **more), 0.0)
         assert "<svg" in svg
         assert label.startswith(f"train/loss ({hidden} of {len(values)} values")
+
+
+def test_many_metrics_of_a_prefix_are_shared_out_by_their_next_words():
+    numbers = ("ap", "ap50", "ap75", "ap_small", "ar1", "ar10", "ar_small")
+    names = [f"val/{kind}_{number}" for kind in ("box", "mask") for number in numbers]
+    series = {name: MetricSeries([1], [1.0], [0.5]) for name in [*names, "val/f1", "own/a"]}
+    made = {chart.title: [*chart.lines] for chart in charts(series, "img/s")}
+    assert made["val/box"] == names[:7]
+    assert made["val/mask"] == names[7:]
+    assert made["val"] == ["val/f1"]
+    assert made["own"] == ["own/a"]
+    more = {f"val/box_ap_{number}": MetricSeries() for number in range(9)}
+    titles = [chart.title for chart in charts(series | more, "img/s")]
+    assert {"val/box_ap", "val/box_ar"} <= {*titles}
+    assert sorted(name for chart in charts(series | more, "") for name in chart.lines) == sorted(
+        series | more
+    )
