@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -10,7 +11,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torchvision.models import resnet18
 
+from tests import drawn_coco
 from tests.adoption.project import command, metrics_of
 from tests.conftest import ROOT, losses, python
 from tests.unit.test_docs import FENCE, arguments
@@ -84,6 +88,55 @@ def test_a_project_with_parts_of_its_own(tmp_path):
     assert metrics_of(tmp_path / "outputs/ours/first").keys() >= {"val_loss"}
     manifest = tmp_path / "outputs/parts/parts/checkpoints/best.ckpt.manifest.json"
     assert 0 <= json.loads(manifest.read_text())["metrics"]["val_within"] <= 1
+
+
+def test_detection_from_the_zips_to_predictions(tmp_path):
+    """The page's commands, with its placeholders filled in, on a drawn set, zipped as COCO is. The
+    trainings from a classifier's weights run in `make matrix`."""
+    drawn = drawn_coco.draw(tmp_path / "drawn", train=6, val=4)
+    (tmp_path / "zips").mkdir()
+    of_zips = {"annotations_trainval2017": "annotations"}
+    of_zips |= {f"{split}2017": f"{split}2017" for split in drawn_coco.SPLITS}
+    for name, folder in of_zips.items():
+        shutil.make_archive(str(tmp_path / "zips" / name), "zip", drawn, folder)
+    torch.save(resnet18().state_dict(), tmp_path / "resnet18.pth")
+    filled = {
+        "DIR-with-zips": "zips",
+        "OUT": "prepared",
+        "data.root=/path/to/coco": "data.root=prepared",
+        "model.weights=/path/to/resnet50.pth": "model.weights=resnet18.pth",
+        "RUN": "outputs/maskrcnn_coco/page",
+    }
+    small = (
+        "data.num_classes=5",
+        "data.batch_size=2",
+        "data.num_workers=0",
+        "model.network.backbone=resnet18",
+        "++model.network.min_size=48",
+        "++model.network.max_size=64",
+        "trainer.max_epochs=1",
+        "trainer.accelerator=cpu",
+        "trainer.devices=1",
+        "tracking=none",
+    )
+    lines = [line for language, _, body in fences("detection.md") for line in body.splitlines()]
+    typed = [arguments(shlex.split(line, comments=True)) for line in lines if " distdl " in line]
+    verbs = []
+    for words in typed:
+        filled_in = [filled.get(word, word) for word in words or ()]
+        trains = filled_in[0].startswith("+")
+        if trains and "debug=cpu" not in filled_in and "DISTDL_MATRIX" not in os.environ:
+            continue
+        name = "name=page" if "debug=cpu" in filled_in else f"name=run{len(verbs)}"
+        command(*filled_in, *((*small, name) if trains else ()), cwd=tmp_path)
+        verbs.append(filled_in[0])
+    assert {"prepare", "data", "resume", "report"} <= {*verbs}
+    run = tmp_path / filled["RUN"]
+    manifest = json.loads((run / "checkpoints/best.ckpt.manifest.json").read_text())
+    assert manifest["monitor"] == "val/mask_ap"
+    assert json.loads((run / "predictions/_manifest.json").read_text())["counts"]["samples"] == 4
+    page = (run / "report.html").read_text()
+    assert page.index("Best images") < page.index("AP by category")
 
 
 def test_the_example_of_another_domain(tmp_path):
