@@ -34,6 +34,7 @@ CPU = (
     "serving",
     "straggler",
     "goodput",
+    "detection",
 )
 ALL = (*CPU, "loader", "gpu")
 PAGE = Path(__file__).with_name("RESULTS.md")

@@ -1,11 +1,14 @@
 """`make bench`: its tables and goals, a part that fails, and its parts with tiny counts."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 
-from benchmarks import goodput, gpu, run, runs, table
+from benchmarks import detection, goodput, gpu, run, runs, table
 from benchmarks.table import Goal, Result
+from distdl.config import compose
+from distdl.validation.validate import problems_of
 from distdl.worker import main
 
 GOALS = [
@@ -116,3 +119,19 @@ def test_what_a_worker_prints_at_the_end(tmp_path, capsys):
         assert ("resume" in out) == resumes
         log = (made.path / "attempts/001/logs/rank_0.log").read_text()
         assert ("FIT Profiler Report" in log) == ("trainer.profiler=simple" in overrides)
+
+
+def test_detectors_are_compared_by_the_means_of_their_seeds():
+    def trained(cpu, box, mask):
+        return detection.Trained(cpu, {"box_ap50": box, "mask_ap50": mask})
+
+    size = detection.Size(seeds=2)
+    ours = [trained(1100.0, 0.5, 0.25), trained(1100.0, 0.25, 0.25)]
+    theirs = [trained(1000.0, 0.25, 0.5), trained(1200.0, 0.25, 0.25)]
+    made = detection.result({detection.LOOP: theirs, detection.OURS: ours}, size)
+    assert [goal.measured for goal in made.goals] == pytest.approx([1.5, 2 / 3, 1.0])
+    assert "distdl, box_ap50: 0.500, 0.250 (sd 0.177)" in made.markdown()
+    # What is trained is a shipped recipe, and the loop's options are the network's.
+    config = compose.compose(detection.overrides(Path("coco"), size, seed=3))
+    assert config.model.network.items() >= detection.NETWORK.items()
+    assert problems_of(config, local=False) == []
