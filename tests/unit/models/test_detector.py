@@ -337,6 +337,9 @@ def test_debug_cuts_what_a_model_has_and_adds_nothing():
     assert configs.recipe_of(
         compose.compose(["model=retinanet", "debug=cpu"])
     ).model.network.keys() >= {"topk_candidates"}
+    # Batch norm of all ranks needs GPUs.
+    second = compose.compose(["+experiment=maskrcnn_v2_coco", "debug=cpu"])
+    assert not second.trainer.sync_batchnorm
     classifier = compose.compose(["debug=cpu"])
     assert "min_size" not in classifier.model.network
     assert classifier.data.image_size == 64
