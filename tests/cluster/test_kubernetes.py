@@ -505,3 +505,17 @@ def test_status_and_incident_name_an_image_that_is_not_there(training_kube, proj
     report = (project.run / "attempts/001/incident.md").read_text()
     assert "image pull" in report
     assert "correct launcher.image" in report
+
+
+@matrix_only
+def test_a_program_of_ones_own_runs_in_two_pods(training_kube, project):
+    """`distdl run`: through the same worker, so that the launcher needs nothing for it."""
+    settings = [word for word in TRAINING if word.startswith(("launcher", "trainer.num", "name"))]
+    settings += ["trainer.devices=1", "trainer.accelerator=cpu", "launcher.store=s3://runs/program"]
+    command = 'echo "hello from $RANK of $WORLD_SIZE at $MASTER_ADDR"'
+    port = f"launcher.port={free_port() + 1}"
+    project("run", *settings, port, "follow=false", "--", "sh", "-c", command)
+    assert "SUCCEEDED" in project("jobs", "wait", str(project.run))
+    said = project("jobs", "logs", str(project.run))
+    for rank in (0, 1):
+        assert f"hello from {rank} of 2 at default-x-001-" in said

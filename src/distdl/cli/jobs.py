@@ -26,7 +26,7 @@ VERBS = {
     "cancel": "end a run, with time for a checkpoint",
     "ended": "say that a run has ended, if its platform cannot, so that it can be resumed",
     "resubmit": "resume a run on the same platform",
-    "fetch": "copy what a job on Azure or AWS has written so far",
+    "fetch": "copy what a job on Azure, AWS or Kubernetes has written so far",
 }
 
 
