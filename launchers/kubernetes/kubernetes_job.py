@@ -81,7 +81,8 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
 
     @property
     def platform(self) -> str:
-        return f"Kubernetes, context {self.cluster.context}, namespace {self.name.namespace}"
+        context = f"context {self.cluster.context}" if self.cluster.context else "current context"
+        return f"Kubernetes, {context}, namespace {self.name.namespace}"
 
     @property
     def path(self) -> str:
