@@ -13,7 +13,7 @@ from distdl.launch import sweeps
 from distdl.runs import provenance
 from distdl.util.errors import UserError
 from distdl.validation import validate
-from distdl.worker import described
+from distdl.worker import described, summary
 from tests.tracking.conftest import Tracked
 
 
@@ -109,4 +109,4 @@ def test_swept_values_come_first_and_the_environment_is_not_sent(monkeypatch):
 def test_parameters_are_counted_where_their_shape_is_known():
     module = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(4), nn.Linear(2, 5, bias=False))
     module[2].weight.requires_grad = False
-    assert described.parameters_of(module) == {"total": 18, "trainable": 8}
+    assert summary.parameters_of(module) == {"total": 18, "trainable": 8}

@@ -7,6 +7,7 @@ run by this Python. Without `--`, the command is that of a file: +experiment=NAM
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Sequence
 
@@ -21,13 +22,26 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & {*words}:
         print(f"{__doc__}\nusage: {programs.USAGE}")
         return 0
-    loose = next((w for w in words if "=" not in w and not w.startswith(("-", "~"))), None)
-    if loose is not None and not command:
-        what = f"{loose!r} is no override, and there is no -- before a command"
-        raise UserError.at(
-            "run", what, f"did you mean: {_with_dashes(words, loose)}", code="wrong-kind"
-        )
+    if not command:
+        _refuse_loose(words)
     return command_line.run(words, command, program=True)
+
+
+def _refuse_loose(words: Sequence[str]) -> None:
+    """Refuses a command without `--` before it: a word that is neither an override nor an option,
+    nor the value of one."""
+    first = [*itertools.takewhile(lambda word: not word.startswith("-"), words)]
+    loose = next(filter(_is_loose, first), None)
+    if loose is None:
+        loose = next(filter(_is_loose, command_line.parse([*words]).overrides), None)
+    if loose is not None:
+        what = f"{loose!r} is no override, and there is no -- before a command"
+        remedy = f"did you mean: {_with_dashes(words, loose)}"
+        raise UserError.at("run", what, remedy, code="wrong-kind")
+
+
+def _is_loose(word: str) -> bool:
+    return "=" not in word and not word.startswith("~")
 
 
 def _with_dashes(words: Sequence[str], first: str) -> str:

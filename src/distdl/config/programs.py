@@ -175,6 +175,13 @@ def refuse_none(config: Mapping[Any, Any]) -> None:
         raise UserError.at("run", what, USAGE, code="missing-key")
 
 
+def refuse(config: Mapping[Any, Any], verb: str) -> None:
+    """Refuses a program where only a training of distdl's can be looked into."""
+    if is_program(config):
+        what = f"distdl {verb} looks into a training of distdl's, and a program is not known inside"
+        raise UserError.at(SECTION, what, code="unsupported")
+
+
 def undeclared(config: DictConfig, typed: Sequence[str]) -> Iterator[Problem]:
     """The parameters that only the command line gives, without declaring them by a `+`.
 

@@ -102,11 +102,13 @@ def own_address(place: Environment) -> str:
         return str(probe.getsockname()[0])
 
 
-def free_port(place: Environment) -> int:
-    """A port that nothing on this host uses."""
-    with socket.socket(socket.AF_INET6 if ":" in place.main_address else socket.AF_INET) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def reserve_port(place: Environment) -> socket.socket:
+    """A socket that holds a free port of this host. Closed once all ranks have told theirs, so that
+    no two of a host have the same."""
+    family = socket.AF_INET6 if ":" in place.main_address else socket.AF_INET
+    held = socket.socket(family)
+    held.bind(("", 0))
+    return held
 
 
 def with_port(host: str, port: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -153,14 +154,16 @@ def _meet(program: Program, place: Environment, rank: ProgramRank) -> meeting.Me
     told: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
     told["birth"] = start_time(os.getpid())
     told["rank"] = rank.environment.rank
-    if program.framework in ("tensorflow", "jax"):
-        host = meeting.own_address(place)
-        told["address"] = meeting.with_port(host, meeting.free_port(place))
     if place.rank == 0:
         told["tracked"] = dict(rank.tracked)
     count = place.world_size
     keep = any(variables.serves(program, each, count) for each in range(count))
-    return meeting.meet(place, told, rank.job, rank.stop, keep=keep)
+    with contextlib.ExitStack() as stack:
+        if program.framework in ("tensorflow", "jax"):
+            held = stack.enter_context(meeting.reserve_port(place))
+            host = meeting.own_address(place)
+            told["address"] = meeting.with_port(host, held.getsockname()[1])
+        return meeting.meet(place, told, rank.job, rank.stop, keep=keep)
 
 
 def _record_ranks(rank: ProgramRank, told: Sequence[Mapping[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import compose, consent, task_facts
+from distdl.config import compose, consent, programs, task_facts
 from distdl.incident import incident
 from distdl.launch import launch, planning
 from distdl.runs.directory import shown
@@ -62,6 +62,7 @@ def shortened(config: DictConfig, steps: int) -> DictConfig:
 
 def refuse(config: DictConfig, typed: Sequence[Override]) -> None:
     """Refuses what cannot be drilled, or run."""
+    programs.refuse(config, "drill")
     if not task_facts.of(config).trains:
         raise UserError.at(
             "task", "only a training can be drilled", "task=train", code="unsupported"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distdl.config import batches, compose, consent, own_code, resources
+from distdl.config import batches, compose, consent, own_code, programs, resources
 from distdl.job import Resources
 from distdl.launch.launch import root_of
 from distdl.tools.measure.estimate import Estimate, Machine, estimates
@@ -42,6 +42,7 @@ def plan_strategy(
     """
     composed = compose.composed(compose.parse_overrides(overrides))
     config = composed.config
+    programs.refuse(config, "plan")
     consent.refuse(config, composed.typed)
     devices, note = how_many(config.trainer, devices)
     size = Resources(1, devices, "gpu")

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from distdl.config import compose, resources
+from distdl.config import compose, programs, resources
 from distdl.config import recipe as configs
 from distdl.job import JobState
 from distdl.launch import dry_run, jobs, planning, start, sweeps
@@ -210,6 +210,7 @@ def _composed(
 ) -> tuple[list[Member], list[Problem]]:
     """A member for each run, and each problem once."""
     first = compose.compose(list(overrides))
+    programs.refuse(first, "scale")
     batch = (first.get("data") or {}).get("batch_size")
     if batch is None and any(mode == STRONG for *_, mode in wanted):
         what = "strong scaling divides data.batch_size, which this data does not have"
