@@ -42,6 +42,7 @@ MATRIX := $(addprefix tests/, \
 	multiprocess/test_signals.py \
 	multiprocess/test_stopping.py \
 	packaging/test_added_parts.py \
+	serving/test_detector.py \
 	serving/test_foreign_exports.py \
 	serving/test_hostile.py \
 	strategies/test_detectors.py \

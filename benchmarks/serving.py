@@ -86,6 +86,7 @@ def write_models(folder: Path) -> None:
     import torch
     from torchvision.models import resnet18
 
+    from distdl.domains.classification.exports import of_classifier
     from distdl.images.views import EvalView
     from distdl.tools.serving import formats, model_folder
 
@@ -108,7 +109,7 @@ def write_models(folder: Path) -> None:
     assert EvalView(SIZE).short_side == SHORT
     model = folder / "model"
     model_folder.write_package(model)
-    formats.write_pt2(Normalised().eval(), model / "model.pt2", SIZE)
+    formats.write_pt2(of_classifier(Normalised().eval(), SIZE), model / "model.pt2")
     description = {"kind": "pt2", "image_size": SIZE, "short_side": SHORT}
     description["classes"] = [f"class {i}" for i in range(CLASSES)]
     description["source"] = {"run": "random weights", "metrics": {}}

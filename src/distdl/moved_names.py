@@ -46,6 +46,7 @@ MOVED = {
     "distdl.validation.lightning_1": "distdl.config.hints.lightning_1",
     "distdl.cli.data_arguments": "distdl.cli.arguments",
     "distdl.tools.scaling.fields": "distdl.util.typed",
+    "distdl.tools.serving.json_rules": "distdl.util.json_rules",
     "distdl.datasets.writers": "distdl.tools.prepare.writers",
     "distdl.data.augment": "distdl.images.augment",
     "distdl.data.crop": "distdl.images.crop",

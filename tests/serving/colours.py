@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from distdl.domains.classification.exports import of_classifier
 from distdl.tools.serving import formats, model_folder
 from tests.conftest import ROOT, environment
 from tests.serving.conftest import WITHOUT_DISTDL
@@ -31,7 +32,7 @@ class Colours(torch.nn.Module):
 def write_model(folder: Path) -> Path:
     """As `distdl export --to pt2` does."""
     model_folder.write_package(folder)
-    formats.write_pt2(Colours(), folder / "model.pt2", 32)
+    formats.write_pt2(of_classifier(Colours(), 32), folder / "model.pt2")
     description = {"kind": "pt2", "classes": COLOURS, "image_size": 32, "short_side": 36}
     model_folder.describe(folder, description)
     return folder
@@ -144,8 +145,8 @@ def main(model, folder, *settings):
         def __init__(self, folder):
             wait("loading")
             super().__init__(folder)
-            self.score_open = self.probabilities
-            self.probabilities = self.score_gated
+            self.score_open = self.found
+            self.found = self.score_gated
 
         def pixels(self, data):
             wait("hung")
@@ -161,11 +162,10 @@ def main(model, folder, *settings):
         while os.path.exists(f"{folder}/{name}"):
             time.sleep(0.002)
 
-    scorer.Scorer = GatedScorer
     port = free_port()
     print(f"port {port}", flush=True)
     options = Settings.model_validate(values_of([f"serve.port={port}", *settings]))
-    counts = server.run(model, options, lambda url, scorer: None)
+    counts = server.run(lambda: GatedScorer(model), options, lambda url, scorer: None)
     print(f"ended {counts['requests']}", flush=True)
 
 

@@ -12,6 +12,7 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from distdl.cli.export import HERE
+from distdl.domains.classification.exports import of_classifier
 from distdl.launch import resuming
 from distdl.runs.checkpoints import sha256
 from distdl.runs.directory import RunDirectory
@@ -142,10 +143,11 @@ WRONG = (
     UNCHECKED[0],
     "from distdl.tools.serving import formats\n"
     "write = formats.write_safetensors\n"
-    "def wrong(model, *more):\n"
-    "    model.module.network.fc.bias.data += 0.1 * __import__('torch').arange(3)\n"
-    "    return write(model, *more)\n"
-    "formats.WRITERS['weights'] = wrong\n" + UNCHECKED[1],
+    "def wrong(network, *more):\n"
+    "    network.fc.bias.data += 0.1 * __import__('torch').arange(3)\n"
+    "    write(network, *more)\n"
+    "    network.fc.bias.data -= 0.1 * __import__('torch').arange(3)\n"
+    "formats.write_safetensors = wrong\n" + UNCHECKED[1],
 )
 
 
@@ -172,12 +174,12 @@ def test_settings_that_a_callback_changed_are_exported_or_missed(project, kind, 
     torch.save(saved, changed)
     words = [*HERE, "task.checkpoint=none", "tracking=none", f"data.root={project / 'images'}"]
     exported = Export(resuming.plan(run, words).config, run, changed)
-    assert exported.model.module.network.bn1.eps == 1e3
+    assert exported.module.network.bn1.eps == 1e3
     if kind == "pt2":
         exported.write(kind, tmp_path / kind)
         images = [path.read_bytes() for path in validation_images(project)]
         pixels = torch.stack([exported.view.pixels(image, 0) for image in images])
-        expected = exported.model(pixels).max(dim=1).values.tolist()
+        expected = exported.leaves.model(pixels).max(dim=1).values.tolist()
         answers = [answer["probability"] for answer in Scorer(tmp_path / kind).score(images)]
         assert answers == pytest.approx(expected, abs=1e-5)
     else:
@@ -188,7 +190,7 @@ def test_settings_that_a_callback_changed_are_exported_or_missed(project, kind, 
 def test_a_package_that_onnx_lacks_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(UserError, match=r"onnxruntime[^\n]*\n *pip install 'distdl\[onnx\]'"):
-        formats.write("onnx", torch.nn.Flatten(), tmp_path / "model.onnx", 32)
+        formats.write_graph("onnx", of_classifier(torch.nn.Flatten(), 32), tmp_path / "model.onnx")
 
 
 @pytest.mark.parametrize(

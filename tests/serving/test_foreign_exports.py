@@ -18,11 +18,12 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from distdl.domains.classification.exports import of_classifier
 from distdl.runs.checkpoints import sha256
 from distdl.tools.serving import formats, model_folder
 from distdl.tools.serving.exported_program import expression
-from distdl.tools.serving.json_rules import Unsafe
 from distdl.tools.serving.scorer import Scorer
+from distdl.util.json_rules import Unsafe
 from tests.conftest import distdl
 from tests.serving.colours import photo
 
@@ -62,7 +63,7 @@ def exported(tmp_path_factory):
     """A folder as `distdl export --to pt2` writes it."""
     folder = tmp_path_factory.mktemp("exported")
     model_folder.write_package(folder)
-    formats.write_pt2(Small().eval(), folder / "model.pt2", SIDE)
+    formats.write_pt2(of_classifier(Small().eval(), SIDE), folder / "model.pt2")
     described = {"kind": "pt2", "classes": CLASSES, "image_size": SIDE, "short_side": 36}
     model_folder.describe(folder, described)
     return folder
@@ -379,7 +380,7 @@ CHANGES = {
     "no classes": (lambda its: its.describe(classes=[]), "0 classes"),
     "classes of another type": (lambda its: its.describe(classes={"a": 1}), "is not a list"),
     "a huge image": (lambda its: its.describe(image_size=10**9, short_side=10**9), "image_size"),
-    "another image": (lambda its: its.describe(image_size=16), "16 x 16 pixels"),
+    "another image": (lambda its: its.describe(image_size=16), "? x 3 x 16 x 16"),
     "a size as text": (lambda its: its.describe(short_side="36"), "short_side"),
     "a list": (lambda its: (its.folder / "model.json").write_text("[1]"), "is not a mapping"),
     "no JSON": (lambda its: (its.folder / "model.json").write_text("{" * 99), "is not JSON"),
@@ -407,7 +408,7 @@ CHANGES = {
     ),
     "fewer classes of a graph": (
         lambda its: (graph_of(its), its.describe(classes=["a"])),
-        "unlike model.json",
+        "and model.json says ? x 1 and 1 classes",
     ),
 }
 # What is not read, or not ours to run, is harmless.
@@ -497,6 +498,6 @@ def test_weights_are_what_was_written(exported):
     pixels = torch.randint(0, 256, (5, 3, SIDE, SIDE), dtype=torch.uint8)
     direct = torch.export.load(io.BytesIO((exported / "model.pt2").read_bytes())).module()
     with torch.inference_mode():
-        assert np.array_equal(scorer.probabilities([*pixels]), direct(pixels).numpy())
+        assert np.array_equal(scorer.found([*pixels]), direct(pixels).numpy())
     assert any("weight_0" in name for name in data)
     assert any("tensor_0" in name for name in data)

@@ -46,6 +46,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--batch", action="store_true", help="many files at once, as a job")
     parser.add_argument("--input", help="SageMaker, --batch: s3://BUCKET/FOLDER with images")
     parser.add_argument("--output", help="SageMaker, --batch: s3://BUCKET/FOLDER for the answers")
+    parser.add_argument(
+        "--trust", action="store_true", help="run the code in the folder, whoever wrote it"
+    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--rollback",
@@ -74,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
             "--instances", f"{options.instances} is less than 1", code="out-of-range"
         )
     words = vars(options).pop("words")
+    trust = vars(options).pop("trust")
     if not (words or options.change):
         raise UserError.at(
             "RUN", "missing: the folder of a run, or of an exported model", code="missing-key"
@@ -91,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
             folder = serve.model(source)
             request = Path(temporary, "request.json")
             text = deploying.render(platform, folder)
-            expected = example(folder, request)
+            expected = example(folder, request, trust=trust)
             if not dry_run:
                 text = deploying.deploy(platform, folder, request, expected)
     print(escaped(text))
@@ -124,19 +128,21 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.P
     return kind(launcher, options), bool(config.dry_run)
 
 
-def example(folder: Path, request: Path) -> dict[str, Any]:
-    """Writes the body of a test request, with a drawn image, and returns this machine's answer."""
+def example(folder: Path, request: Path, *, trust: bool = False) -> dict[str, Any]:
+    """Writes the body of a test request, with a drawn image, and returns of this machine's answer
+    what that of any other must agree with. `trust`: as of `distdl serve`."""
     from PIL import Image, ImageOps
 
-    from distdl.tools.serving.scorer import Scorer
+    from distdl.cli import serve
 
     image = ImageOps.colorize(Image.linear_gradient("L"), "darkgreen", "orange")
     file = io.BytesIO()
     image.save(file, "JPEG")
     try:
-        (answer,) = Scorer(folder).score([file.getvalue()], top_k=1)
+        scorer = serve.loader(folder, trust=trust)()
+        (answer,) = scorer.score([file.getvalue()], top_k=1)
     except ValueError as error:
         raise UserError.at(str(folder), str(error), code="unreadable") from None
     encoded = base64.b64encode(file.getvalue()).decode()
     request.write_text(json.dumps({"images": [encoded], "top_k": 1}), encoding="utf-8")
-    return answer["top"][0]
+    return scorer.kind.gist(answer)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from distdl.cli.arguments import Parser
-from distdl.config.recipe import exportable_instead, not_exportable
+from distdl.config.recipe import export_formats, exportable_instead, not_exportable
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory, shown
 from distdl.util.errors import UserError
 from distdl.util.suggest import written
 
-FORMATS = ("pt2", "onnx", "mlflow", "weights")
+FORMATS = ("pt2", "onnx", "package", "mlflow", "weights")
+SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 # On this machine's CPU.
 HERE = (
     "task=predict",
@@ -23,9 +25,10 @@ HERE = (
     "trainer.num_nodes=1",
     "trainer.accelerator=cpu",
     "trainer.precision=32-true",
-    "model.compile=false",
     "data.decoder=auto",
 )
+# What of this a model has.
+OF_MODEL = {"compile": "model.compile=false"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +41,15 @@ def main(argv: Sequence[str]) -> int:
         "overrides", nargs="*", default=[], help="e.g. data.root=/where/the/validation/images/are"
     )
     parser.add_argument(
-        "--to", required=True, choices=FORMATS, help="pt2: torch.export; weights: safetensors"
+        "--to",
+        required=True,
+        choices=FORMATS,
+        help="pt2: torch.export; package: weights and the network's code; weights: safetensors",
+    )
+    parser.add_argument(
+        "--size",
+        metavar="HEIGHTxWIDTH",
+        help="of a detector's --to onnx, in pixels: the images that it takes",
     )
     parser.add_argument(
         "--register", metavar="NAME", help="with --to mlflow: its name in MLflow's registry"
@@ -51,7 +62,10 @@ def main(argv: Sequence[str]) -> int:
     if refusal := not_exportable(run.recipe()):
         instead = exportable_instead(run.recipe(), shlex.quote(shown(run.path)))
         raise UserError.at(options.source, refusal, instead, code="mismatch")
-    words = [*HERE, written("task.checkpoint", checkpoint)]
+    why_not = export_formats(run.recipe()).refused.get(options.to)
+    if why_not is not None:
+        raise UserError.at("--to", f"{options.to}: {why_not}", code="unsupported")
+    words = [*here(run), written("task.checkpoint", checkpoint)]
     if options.to != "mlflow":  # nothing is sent to the run's server, which may be somebody else's
         words.append("tracking=none")
     if options.register:
@@ -69,9 +83,31 @@ def main(argv: Sequence[str]) -> int:
             )
         words.append(written("tracking.mlflow.register", f"'{options.register}'"))
 
+    size = size_of(options.size, options.to)
+
     from distdl.launch import resuming
     from distdl.tools.serving.export import export
 
     config = resuming.plan(run, [*words, *options.overrides]).config
-    export(config, run, checkpoint, options.to)
+    export(config, run, checkpoint, options.to, size)
     return 0
+
+
+def here(run: RunDirectory) -> list[str]:
+    """The overrides that evaluate a run on this machine's CPU."""
+    model = run.recipe().get("model") or {}
+    return [*HERE, *(word for key, word in OF_MODEL.items() if key in model)]
+
+
+def size_of(text: str | None, format: str) -> tuple[int, int] | None:
+    """Height and width of `--size`."""
+    if text is None:
+        return None
+    found = SIZE.fullmatch(text)
+    if found is None:
+        what = f"{text} is not a size"
+        raise UserError.at("--size", what, "--size 800x1333: height x width", code="wrong-type")
+    if format != "onnx":
+        what = f"{format} takes images as the validation does"
+        raise UserError.at("--size", what, "omit it", code="unsupported")
+    return int(found[1]), int(found[2])

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -64,8 +65,43 @@ CHANGEABLE_TO_EVALUATE = (
     "data.max_pixels",
     "data.predict_split",
 )
-# What `distdl export` takes.
-EXPORTABLE = {"model": "distdl.models.ImageClassifier", "data": "distdl.data.StoredImages"}
+
+
+@dataclass(frozen=True)
+class Exportable:
+    """Runs that `distdl export` takes, by their model.
+
+    Args:
+        data: The `_target_` of their data.
+        option: The words that choose such data.
+        formats: The first one is that of `serve` and `deploy`.
+        refused: Other formats, and why models of this kind have none of them.
+    """
+
+    data: str
+    option: str
+    formats: tuple[str, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+# By the `_target_` of the model. What each format holds is its domain's (`Domain.exports`).
+EXPORTABLE = {
+    "distdl.models.ImageClassifier": Exportable(
+        "distdl.data.StoredImages",
+        "data=imagenet data.root=FOLDER",
+        ("pt2", "onnx", "mlflow", "weights"),
+        {"package": "a classifier is a graph that needs no code: --to pt2"},
+    ),
+    "distdl.models.Detector": Exportable(
+        "distdl.data.StoredObjects",
+        "data=coco data.root=FOLDER",
+        ("package", "onnx", "mlflow", "weights"),
+        {
+            "pt2": "torch.export cannot write a detector, whose number of boxes depends on the "
+            "image (pytorch/vision#9306): --to package, or for one size --to onnx"
+        },
+    ),
+}
 
 
 def evaluates(config: DictConfig) -> bool:
@@ -149,22 +185,30 @@ def merge(
 
 def not_exportable(config: Mapping[Any, Any]) -> str | None:
     """Why `distdl export` refuses a run with this config; None: it does not."""
-    for section, target in EXPORTABLE.items():
-        actual = (config.get(section) or {}).get("_target_")
-        if actual != target:
-            return f"the {section} is {actual}, and only {target} can be exported"
+    model = (config.get("model") or {}).get("_target_")
+    known = EXPORTABLE.get(str(model))
+    if known is None:
+        return f"the model is {model}, and only {' and '.join(EXPORTABLE)} can be exported"
+    data = (config.get("data") or {}).get("_target_")
+    if data != known.data:
+        return f"the data is {data}, and only models on {known.data} can be exported"
     return None
+
+
+def export_formats(config: Mapping[Any, Any]) -> Exportable:
+    """The formats of a run that `not_exportable` does not refuse."""
+    return EXPORTABLE[config["model"]["_target_"]]
 
 
 def exportable_instead(config: Mapping[Any, Any], run: str) -> str:
     """What to type instead of an export that `not_exportable` refuses. `run` is its folder, as it
     is written in a shell."""
-    lacking = {s for s, t in EXPORTABLE.items() if (config.get(s) or {}).get("_target_") != t}
     weights = f"its weights alone: python -m distdl convert {run} --to weights"
-    if lacking == {"data"}:
-        train = "python -m distdl data=imagenet data.root=FOLDER"
-        return f"train on images, as {train} does, and export that run; or {weights}"
-    return weights
+    known = EXPORTABLE.get(str((config.get("model") or {}).get("_target_")))
+    if known is None:
+        return weights
+    train = f"python -m distdl {known.option}"
+    return f"train on images, as {train} does, and export that run; or {weights}"
 
 
 def plain(node: Mapping[Any, Any] | None) -> dict[str, Any]:

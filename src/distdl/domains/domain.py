@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,11 @@ from distdl.domains.record import Annotation, SampleRecord
 from distdl.domains.rows import PredictedRows
 from distdl.images.views import check_views, views_of
 from distdl.util.errors import Problem
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+    from distdl.domains.exports import Exports
 
 # Bytes, epoch and what else its domain's `sample` passes, to the fields of a sample.
 View = Callable[..., dict[str, Any]]
@@ -135,6 +140,24 @@ class Domain:
             classes: Names by label, as the data set has them; empty if it has none.
         """
         return {}
+
+    def exports(
+        self,
+        module: LightningModule,
+        datamodule: LightningDataModule,
+        view: View,
+        names: Sequence[object],
+    ) -> Exports[Any] | None:
+        """How models of the domain leave a run, and what they answer over HTTP (`domains.exports`,
+        `domains.answers`). Called by `distdl export`, which `serve` and `deploy` start. None: they
+        stay in their runs, where `task=predict` asks them.
+
+        Args:
+            module: With the weights of a checkpoint, on the CPU.
+            view: That of evaluation, of the images that are predicted.
+            names: As `names` gives them.
+        """
+        return None
 
     # Part 6: what people look at.
 

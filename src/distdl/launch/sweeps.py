@@ -295,7 +295,8 @@ def _print_next(results: Sequence[Ended]) -> None:
         folder = shlex.quote(shown(each.run.path))
         print(f"next    python -m distdl report {folder}")
         if any(each.run.checkpoints.glob("*.ckpt")) and not configs.not_exportable(each.config):
-            print(f"        python -m distdl export {folder} --to pt2")
+            format = configs.export_formats(each.config).formats[0]
+            print(f"        python -m distdl export {folder} --to {format}")
     print(end="", flush=True)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from distdl.domains.detection.network_parts import part_of
 from distdl.util.errors import UserError
 from distdl.util.ranges import Positive
 from distdl.util.suggest import did_you_mean
@@ -113,33 +114,10 @@ def _with_backbone(
     return made(body, num_classes=num_classes + 1, **options)
 
 
-def part_of(network: nn.Module, path: str) -> nn.Module | None:
-    """The layer at a dotted path; None: there is none."""
-    module: object = network
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module if isinstance(module, nn.Module) else None
-
-
 def body_of(network: nn.Module) -> nn.Module | None:
     """The part that comes from a classifier, as torchvision's detectors have it; None: there is no
     such part."""
     return part_of(network, "backbone.body")
-
-
-def classes_of(network: nn.Module) -> int | None:
-    """How many classes a detector of torchvision's form tells apart, with the background; None: it
-    is of another form."""
-    scores = part_of(network, "roi_heads.box_predictor.cls_score")
-    dense = part_of(network, "head.classification_head")
-    for value in (
-        getattr(scores, "out_features", None),
-        getattr(dense, "num_classes", None),
-        getattr(dense, "num_columns", None),  # SSD
-    ):
-        if isinstance(value, int):
-            return value
-    return None
 
 
 def keypoints_of(network: nn.Module) -> int | None:
@@ -170,6 +148,12 @@ def freeze_norms(network: nn.Module, eps: float) -> None:
     for name, module in [*body.named_modules()]:
         if isinstance(module, nn.BatchNorm2d):
             body.set_submodule(name, FrozenBatchNorm2d(module.num_features, eps))
+
+
+def frozen(network: nn.Module, eps: float) -> nn.Module:
+    """The network after `freeze_norms`."""
+    freeze_norms(network, eps)
+    return network
 
 
 def train_last_stages(network: nn.Module, count: int) -> None:

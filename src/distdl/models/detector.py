@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from distdl.domains.detection.categories import Categories
+from distdl.domains.detection.detection_answers import as_float
 from distdl.domains.detection.detections import Detections
 from distdl.domains.detection.domain import Detection
 from distdl.domains.detection.metric import refuse_unknown_sigmas
+from distdl.domains.detection.network_parts import classes_of, no_scales_kept
 from distdl.domains.detection.rows import PredictedObjects
 from distdl.models.detection_network import (
-    classes_of,
     freeze_norms,
     keep_float32,
     keypoints_of,
@@ -113,7 +114,9 @@ class Detector(Evaluated):
         """Problems of the arguments; paths are relative to the model node."""
         whole = cast("Mapping[str, Mapping[str, object]]", context["config"])
         file = config.get("weights")
-        if file and context["local"] and not Path(str(file)).exists():
+        # Of a run that exists, a checkpoint has all weights, or `setup` refuses.
+        reads = context["local"] and context.get("new", True)
+        if file and reads and not Path(str(file)).exists():
             yield Problem(
                 "weights",
                 f"no such file: {file}",
@@ -161,7 +164,12 @@ class Detector(Evaluated):
 
     def forward(self, images: Sequence[torch.Tensor]) -> list[Detections]:
         """Detections in each image [3, H, W], as if it were the only one."""
-        return [Detections.of(self.network([each])[0]) for each in map(as_float, images)]
+        return [Detections.of(self._found(each)) for each in map(as_float, images)]
+
+    def _found(self, image: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        with no_scales_kept(self.network):
+            found: Mapping[str, torch.Tensor] = self.network([image])[0]
+        return found
 
     def training_step(self, batch: Mapping[str, Sequence[object]], batch_idx: int) -> torch.Tensor:
         images = cast("Sequence[torch.Tensor]", batch["image"])
@@ -190,11 +198,6 @@ class Detector(Evaluated):
             what = f"its targets have no {name}, which {type(self.network).__name__} learns"
             raise UserError.at("data", what, "data with them, or another model", code="incomplete")
         return needed
-
-
-def as_float(image: torch.Tensor) -> torch.Tensor:
-    """An image of uint8 as float32 from 0 to 1."""
-    return image if image.is_floating_point() else image.float() / 255
 
 
 def _misfits(config: Mapping[str, object], data: Mapping[str, object]) -> Iterator[Problem]:

@@ -42,7 +42,8 @@ else in the one that is named behind it, with the reason.
   + Refused: a value of a typed setting
   + DamagedImage: no complete image (distdl/datasets/image_headers.py: exports hold copies)
     + TooLarge: too much to decode (distdl/datasets/image_headers.py: exports hold copies)
-  + Unsafe: a harmful model file (distdl/tools/serving/json_rules.py: exports hold copies)
+  + Unsafe: a harmful model file (distdl/util/json_rules.py: exports hold copies)
+  + RunsCode: a model folder with code (distdl/tools/serving/packaged.py: exports hold copies)
 * AttributeError
   + NoSuchName: a dotted path that names nothing
 * KeyboardInterrupt

@@ -101,5 +101,6 @@ def print_end(
     if task_facts.of(built.config).trains and any(built.run.checkpoints.glob("*.ckpt")):
         print(f"        python -m distdl resume {path} {longer(built.config)}")
         if not configs.not_exportable(built.config):
-            print(f"        python -m distdl export {path} --to pt2")
+            format = configs.export_formats(built.config).formats[0]
+            print(f"        python -m distdl export {path} --to {format}")
             print(f"        python -m distdl serve {path}", flush=True)

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
+from lightning.pytorch import LightningDataModule, LightningModule
 
 from distdl.domains.classification.drawing import Mistakes
+from distdl.domains.classification.exports import ClassExports
 from distdl.domains.classification.metric import Accuracy
 from distdl.domains.classification.record import ClassRecord
 from distdl.domains.classification.rows import ClassRows
-from distdl.domains.domain import Domain
+from distdl.domains.domain import Domain, View
 from distdl.domains.metric import Metric
 from distdl.domains.record import Annotation
 
@@ -39,3 +41,12 @@ class Classification(Domain):
 
     def rows(self, *, named: bool, top_k: int) -> ClassRows:
         return ClassRows(named, top_k)
+
+    def exports(
+        self,
+        module: LightningModule,
+        datamodule: LightningDataModule,
+        view: View,
+        names: Sequence[object],
+    ) -> ClassExports:
+        return ClassExports(module, datamodule, view, names)

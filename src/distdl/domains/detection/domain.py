@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningDataModule, LightningModule
 
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.domains.detection.augment import DetectionAugment
 from distdl.domains.detection.categories import Categories
 from distdl.domains.detection.drawing import Scenes
+from distdl.domains.detection.exports import DetectionExports
 from distdl.domains.detection.metric import CocoMetric
 from distdl.domains.detection.record import DetectionRecord, ImageObjects
 from distdl.domains.detection.rows import DetectionRows
@@ -117,3 +119,12 @@ class Detection(Domain):
         if len(found) < len(annotations):
             return {}
         return {"image_id": np.array([int(each.image["id"]) for each in found], np.int64)}
+
+    def exports(
+        self,
+        module: LightningModule,
+        datamodule: LightningDataModule,
+        view: View,
+        names: Sequence[object],
+    ) -> DetectionExports:
+        return DetectionExports(module, datamodule, view, names)

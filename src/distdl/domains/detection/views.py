@@ -54,6 +54,7 @@ class DetectionView:
         self.keypoints = keypoints
         self.augment = augment
         self.longest = longest
+        self.max_pixels = max_pixels
         self.decode = make_decoder(decoder, max_pixels)
 
     def __call__(

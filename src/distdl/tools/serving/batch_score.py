@@ -21,7 +21,7 @@ def init() -> None:
     sys.path.insert(0, str(folder))
     from distdl.tools.serving.scorer import Scorer
 
-    scorer = Scorer(folder)
+    scorer = Scorer(folder, trust=True)
 
 
 def run(mini_batch: Sequence[str]) -> list[str]:
@@ -31,6 +31,6 @@ def run(mini_batch: Sequence[str]) -> list[str]:
 
 def _answer(path: Path) -> dict[str, Any]:
     try:
-        return dict(scorer.score([path.read_bytes()], top_k=1)[0])
+        return dict(scorer.score([path.read_bytes()], scorer.kind.in_rows)[0])
     except (ValueError, OSError) as error:
         return {"error": str(error)}

@@ -40,11 +40,12 @@ class Batcher:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.most = settings.max_batch  # images that the model scores at once
         self.scorer: Any = None  # a `Scorer`, when it is loaded and warm
         self.sizes: Counter[int] = Counter()  # of the batches
         self.queued = 0  # images without an answer
         self._expected = 0  # images under way when the last batch ended, itself included
-        # The pixels of images that wait for the model, by the future probabilities.
+        # The pixels of images that wait for the model, by the future results.
         self._waiting: dict[asyncio.Future[Any], Any] = {}
         self._changed = asyncio.Condition()
         one = partial(_set_threads, 1)
@@ -92,7 +93,9 @@ class Batcher:
                 raise result
         return results
 
-    async def _answer(self, number: int, data: bytes, work: int, top_k: int) -> dict[str, Any]:
+    async def _answer(
+        self, number: int, data: bytes, work: int, top_k: int | None
+    ) -> dict[str, Any]:
         threads = self._decoding_large if work > LARGE else self._decoding
         loop = asyncio.get_running_loop()
         pixels = await loop.run_in_executor(threads, decoded, self.scorer, number, data)
@@ -101,20 +104,21 @@ class Batcher:
             async with self._changed:
                 self._waiting[future] = pixels
                 self._changed.notify()
-            row = await future
+            found = await future
         finally:
             self._waiting.pop(future, None)
-        if row is None:
+        if found is None:
             raise HTTPException(500, "the model failed: the server's log says why")
-        return self.scorer.named(row, top_k)
+        return self.scorer.answer(found, top_k)
 
-    async def run(self, folder: str, on_ready: Callable[[Scorer], None]) -> None:
-        """Loads the model of a folder, calls `on_ready(scorer)`, and scores until cancelled."""
+    async def run(self, load: Callable[[], Scorer], on_ready: Callable[[Scorer], None]) -> None:
+        """Loads a model, calls `on_ready(scorer)`, and scores until cancelled."""
         loop = asyncio.get_running_loop()
-        load = partial(_load, folder, self.settings.max_batch)
-        self.scorer = await loop.run_in_executor(self._scoring, load)
+        warm = partial(_warm, load, self.settings.max_batch)
+        self.scorer = await loop.run_in_executor(self._scoring, warm)
+        self.most = _most(self.scorer, self.settings.max_batch)
         on_ready(self.scorer)
-        score = self.scorer.probabilities
+        score = self.scorer.found
         while True:
             if not (batch := await self._next()):  # all have given up
                 continue
@@ -135,24 +139,24 @@ class Batcher:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.max_delay_ms / 1000):
                     await self._changed.wait_for(self._enough)
-        futures = list(self._waiting)[: self.settings.max_batch]
+        futures = list(self._waiting)[: self.most]
         return {future: self._waiting.pop(future) for future in futures}
 
     def _enough(self) -> bool:
         expected = max(self._expected, self.queued)
-        return len(self._waiting) >= min(self.settings.max_batch, expected)
+        return len(self._waiting) >= min(self.most, expected)
 
 
-def _load(folder: str, max_batch: int) -> Scorer:
-    import torch
-
-    from distdl.tools.serving.scorer import Scorer
-
-    scorer = Scorer(folder)
-    image = torch.zeros(3, scorer.image_size, scorer.image_size, dtype=torch.uint8)
-    for count in (1, max_batch):
-        scorer.probabilities([image] * count)
+def _warm(load: Callable[[], Scorer], max_batch: int) -> Scorer:
+    scorer = load()
+    for count in sorted({1, _most(scorer, max_batch)}):
+        scorer.found([scorer.kind.example()] * count)
     return scorer
+
+
+def _most(scorer: Scorer, max_batch: int) -> int:
+    """One, if the domain's networks get one image at a time: then none waits for the others."""
+    return max_batch if scorer.kind.together else 1
 
 
 def _set_threads(count: int = 0) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from lightning.pytorch import LightningDataModule, LightningModule
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from distdl.callbacks.checkpointer import KEY
 from distdl.callbacks.module_state import apply, changed, for_inference
 from distdl.checkpoint.formats import read
-from distdl.data import StoredImages
+from distdl.config.recipe import export_formats, plain
+from distdl.data.encoded import EncodedData
+from distdl.domains.answers import Answers
+from distdl.domains.domain import domain_of
+from distdl.domains.exports import Exports
 from distdl.models.weights import load_weights
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory, shown
@@ -31,138 +35,174 @@ from distdl.worker.build import make
 IMAGES = 64  # at most so many of the validation split are compared
 
 
-def export(config: DictConfig, run: RunDirectory, checkpoint: Path, format: str) -> None:
+def export(
+    config: DictConfig,
+    run: RunDirectory,
+    checkpoint: Path,
+    format: str,
+    size: Sequence[int] | None = None,
+) -> None:
     """Writes a folder with the model (docs/export.md), unless there is one. If it answers otherwise
     than the network, it is removed. An MLflow model is published, if MLflow tracks the run.
 
     Args:
-        config: The run's, of `ImageClassifier` and `StoredImages`.
+        config: The run's, of a model and data in `distdl.config.recipe.EXPORTABLE`.
         checkpoint: In any form that `distdl.checkpoint.formats` reads.
-        format: "pt2", "onnx", "mlflow" or "weights".
+        format: One of those that the model has.
+        size: Height and width of the images that it takes, for a format that takes one size alone.
 
     Raises:
         UserError: A package is missing, torch cannot write the network, or the folder is damaged.
         Disagrees: See above.
         Unfinished: The disk is full, or the MLflow server failed.
     """
-    target = model_folder.export_of(run.path, checkpoint, format)
+    target = model_folder.export_of(run.path, checkpoint, format, size)
     if not target.exists():
-        Export(config, run, checkpoint).write(format, target)
+        Export(config, run, checkpoint, size).write(format, target)
     model = target / "artifacts/model" if format == "mlflow" else target
     description = model_folder.read(model)
     print(f"export  {shown(target)}")
-    print(f"agrees  with the network {description['verification']['summary']}")
+    verified = description["verification"]
+    print(f"agrees  with the network {verified['summary']}")
+    for name, (before, after) in (verified.get("costs") or {}).items():
+        where = f"on {verified['images']} images of the validation"
+        print(f"costs   {name} {before:.4f} in the run, {after:.4f} in this format, {where}")
     if format == "mlflow" and Outbox(run.path).exists:
         registry.publish(config, run, target)
     if format != "weights":
-        print(f"next    python -m distdl serve {shown(target)}", flush=True)
+        trust = " --trust" if description.get("runs_code") else ""
+        print(f"next    python -m distdl serve {shown(target)}{trust}", flush=True)
 
 
-class Probabilities(nn.Module):
-    """uint8 [B, 3, S, S] to probabilities float32 [B, C], by weights from a file, normalised as in
-    the run."""
-
-    def __init__(self, model: DictConfig, weights: Path, data: StoredImages) -> None:
-        super().__init__()
-        self.module = make(model)
-        load_weights(self.module.network, weights)
-        self.module.float().eval().requires_grad_(False)
-        self._normalize = data.normalize
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.module(self._normalize(images)).float().softmax(dim=1)
+def random_network(config: DictConfig) -> nn.Module:
+    """The network of a run's config as its module has it, with any weights."""
+    network: nn.Module = make(config.model).network
+    return network
 
 
 class Export:
     """What is exported: the network with a checkpoint's weights, on the CPU in float32, with the
     preprocessing of the validation."""
 
-    def __init__(self, config: DictConfig, run: RunDirectory, checkpoint: Path) -> None:
+    def __init__(
+        self,
+        config: DictConfig,
+        run: RunDirectory,
+        checkpoint: Path,
+        size: Sequence[int] | None = None,
+    ) -> None:
         self.config = config
         self.run = run
         self.checkpoint = checkpoint
-        self.data: StoredImages = make(config.data)
+        self.size = size
+        self.data: LightningDataModule = make(config.data)
         self.data.setup("predict")
-        self.images: Any = self.data.predict_dataloader().dataset
-        self.view = self.images.view
-        self.model = Probabilities(config.model, checkpoint, self.data)
+        images: Any = self.data.predict_dataloader()
+        self.images: EncodedData = images.dataset
+        self.view: Any = self.images.view
         saved = read(checkpoint, mmap=True)
+        self.module = self._module(checkpoint)
         self.settings = for_inference(saved)  # which callbacks changed, such as the eps of a norm
-        apply(self.model.module, self.settings)
-        names = (saved.get(KEY) or {}).get("classes") or self.data.classes
-        self.classes = [str(name) for name in names]
+        apply(self.module, self.settings)
+        self._trained_names = (saved.get(KEY) or {}).get("classes")
+        self.leaves = self._exports(self.module)
+
+    def _module(self, weights: Path) -> LightningModule:
+        module: Any = make(self.config.model)
+        load_weights(module.network, weights)
+        module.float().eval().requires_grad_(False)
+        return module
+
+    def _exports(self, module: LightningModule) -> Exports[Any]:
+        domain = domain_of(self.data, module)
+        names = self._trained_names or domain.names(self.data) or ()
+        leaves = domain.exports(module, self.data, self.view, names)
+        if leaves is None:
+            what = f"models of the domain {domain.name} stay in their runs"
+            remedy = "task=predict stores what they say"
+            raise UserError.at("model", what, remedy, code="unsupported")
+        return leaves
 
     def write(self, format: str, target: Path) -> None:
         """Writes and verifies the folder `target`."""
-        samples = self._samples()
+        indices = self._intact()
         part = target.with_name(f".{target.name}.part")
         try:
             shutil.rmtree(part, ignore_errors=True)  # left by a killed export
             folder = part / "model"
-            kind = "pt2" if format == "mlflow" else format
-            self._write_model(kind, folder, samples)
+            kind = export_formats(self.config).formats[0] if format == "mlflow" else format
+            self._write_model(kind, folder, indices)
             if format == "mlflow":
+                samples = [self.images.read(index) for index in indices]
                 folder = formats.write_mlflow(folder, part / "mlflow", samples)
             folder.rename(target)
         except OSError as error:
             what = f"cannot write into {shown(target.parent)}: {error.strerror or error}"
             raise Unfinished.at("export", what, "the same command starts again") from error
         finally:
+            self.data.teardown("predict")
             shutil.rmtree(part, ignore_errors=True)
 
-    def _samples(self) -> list[bytes]:
-        """Image files that can be decoded, spread over the validation split."""
-        samples = []
-        for index in range(0, len(self.images), math.ceil(len(self.images) / IMAGES)):
-            with contextlib.suppress(ValueError):  # a damaged image
-                data = self.images.read(index)
-                self.view.pixels(data, 0)
-                samples.append(data)
-        self.data.teardown()
-        if not samples:
+    def _intact(self) -> list[int]:
+        """Images that can be decoded, spread over those that are predicted."""
+        step = math.ceil(len(self.images) / IMAGES)
+        indices = [i for i in range(0, len(self.images), step) if not self.images[i]["damaged"]]
+        if not indices:
             raise UserError.at("data", "the validation split has no intact image to compare on")
-        return samples
+        return indices
 
-    def _write_model(self, kind: str, folder: Path, samples: list[bytes]) -> None:
-        """Writes a model folder, and what it answers for `samples` compared with the network."""
+    def _write_model(self, kind: str, folder: Path, indices: Sequence[int]) -> None:
+        """Writes a model folder, and what it answers for images compared with the network."""
         folder.mkdir(parents=True)
         (folder / "recipe.yaml").write_text(redact(OmegaConf.to_yaml(self.run.recipe())))
-        pixels = torch.stack([self.view.pixels(data, 0) for data in samples])
-        expected = self.model(pixels).numpy()
-        file = folder / formats.FILES[kind]
-        description = self._description(kind)
-        formats.write(kind, self.model, file, self.view.image_size)
-        if kind == "weights":
-            scored = Probabilities(self.config.model, file, self.data)(pixels).numpy()
-        else:
-            model_folder.write_package(folder, ["onnxruntime"] if kind == "onnx" else [])
-            model_folder.describe(folder, description)
-            scorer = Scorer(folder)
-            scored = scorer.probabilities([*map(scorer.pixels, samples)])
+        samples = [self.images.read(index) for index in indices]
+        answers = self.leaves.answers(kind, self.size)
+        # First: an exporter may leave its own tensors in what the network keeps.
+        expected = self.leaves.expected(answers, samples)
+        description = dict(self._description(kind, answers))
+        node = plain(self.config.model)
+        description |= formats.write(kind, self.leaves, answers, samples, folder, node)
+        model_folder.describe(folder, description)
+        scored = self._scored(kind, answers, samples, folder)
         try:
-            description["verification"] = formats.compare(scored, expected, kind)
+            verified = self.leaves.compare(scored, expected, kind, answers)
         except Disagrees as error:
-            if kind != "weights" or not self.settings:
+            if kind in formats.GRAPHS or not self.settings:
                 raise
             what = f"weights lack settings that a callback changed: {changed(self.settings)}"
-            raise Disagrees.at("export", what, "--to pt2, which has them") from error
+            other = next(each for each in formats.GRAPHS if each in self.leaves.tolerance)
+            raise Disagrees.at("export", what, f"--to {other}, which has them") from error
+        if costs := self.leaves.costs(answers, map(self.images.__getitem__, indices), scored):
+            verified["costs"] = costs
+        description["verification"] = verified
         model_folder.describe(folder, description)
         model_folder.write_card(folder, description, kind)
 
-    def _description(self, kind: str) -> dict[str, Any]:
+    def _scored(
+        self, kind: str, answers: Answers[Any, Any], samples: Sequence[bytes], folder: Path
+    ) -> Any:  # noqa: ANN401 - of the domain
+        """What the written model finds in the images."""
+        if kind == "weights":
+            again = self._exports(self._module(folder / formats.FILES[kind]))
+            return again.expected(answers, samples)
+        if kind == "package":
+            return self.leaves.said(answers, formats.answered_alone(folder, samples))
+        return self.leaves.scored(Scorer(folder), samples)
+
+    def _description(self, kind: str, answers: Answers[Any, Any]) -> Mapping[str, Any]:
         """What the model is, and where it comes from."""
         provenance = self.run.provenance()
         manifest = checkpoints.manifest_at(self.checkpoint)
         return {
             "kind": kind,
-            "classes": self.classes,
-            "image_size": self.view.image_size,
-            "short_side": self.view.short_side,
-            "max_pixels": self.view.max_pixels,
+            "domain": answers.domain,
+            **answers.description(),
+            "max_pixels": answers.max_pixels,
             "run": f"{self.config.experiment_name}/{self.run.path.name}",
             "checkpoint": manifest.get("alias_of") or self.checkpoint.name,
             "sha256": checkpoints.identity(self.checkpoint),
             "metrics": manifest.get("metrics") or {},
+            "main_metric": domain_of(self.data, self.module).main_metric,
             "model": self.config.model.network.get("_target_"),
             "data": redact(self.config.data.root.partition("?")[0]),  # without a signature
             "data_key": self.images.key,

@@ -8,7 +8,7 @@ import keyword
 import re
 from typing import Any
 
-from distdl.tools.serving.json_rules import (
+from distdl.util.json_rules import (
     Unsafe,
     dropped,
     flag,

@@ -1,34 +1,41 @@
-"""Writes a network (uint8 [B, 3, S, S] to probabilities [B, C]) in the formats of an export."""
+"""Writes the models of a domain (`distdl.domains.exports`) in the formats of an export."""
 
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
+import subprocess
+import sys
+import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from distdl.checkpoint.convert import write_weights
-from distdl.tools.serving import model_folder
+from distdl.domains.answers import Answers
+from distdl.domains.exports import Exports, Graph
+from distdl.tools.serving import model_folder, network_code
+from distdl.tools.serving.packaged import CODE, WEIGHTS
 from distdl.tools.serving.scorer import Scorer
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import Disagrees, UserError
+from distdl.util.redact import redact
 
 LARGEST_BATCH = 1024
-# The largest difference of a probability that is accepted. ONNX runs other kernels than torch.
-TOLERANCE = {"pt2": 1e-5, "onnx": 1e-3, "weights": 1e-5}
+OPSET = 17  # of a traced graph
+TRACED = "pip install 'distdl[onnx]'"
 
 
-def write_pt2(network: nn.Module, file: Path, image_size: int) -> None:
+def write_pt2(graph: Graph, file: Path) -> None:
     """An archive of `torch.export` (https://docs.pytorch.org/docs/stable/export.html)
     without pickles: its weights are raw bytes, and it has no example inputs and no guards."""
-    program = _exported(network, image_size)
+    program = _exported(graph)
     program.example_inputs = None
     program._guards_code = []  # torch would execute them; `Scorer` scores no other shapes
     with warnings.catch_warnings():
@@ -40,86 +47,187 @@ def write_pt2(network: nn.Module, file: Path, image_size: int) -> None:
     write_bytes(file, archive.getvalue())
 
 
-def write_onnx(network: nn.Module, file: Path, image_size: int) -> None:
-    """By torch's exporter (https://docs.pytorch.org/docs/stable/onnx.html)."""
+def write_onnx(graph: Graph, file: Path) -> None:
+    """By torch's exporter (https://docs.pytorch.org/docs/stable/onnx.html), or, of a graph that is
+    traced, by its older one."""
     import onnxruntime  # noqa: F401  # which answers; torch imports the others
 
-    program = _exported(network, image_size)
-    torch.onnx.export(program, (), file, dynamo=True, external_data=False, verbose=False)
+    if graph.batched:
+        program = _exported(graph)
+        torch.onnx.export(program, (), file, dynamo=True, external_data=False, verbose=False)
+        return
+    with warnings.catch_warnings():
+        # Each number that is taken for a constant, which it is at one size, and the exporter's age.
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            graph.network,
+            (graph.example,),
+            str(file),
+            dynamo=False,
+            opset_version=OPSET,
+            input_names=["image"],
+            output_names=[*graph.outputs],
+        )
 
 
-def write_safetensors(network: nn.Module, file: Path, image_size: int) -> None:
+WRITERS = {"pt2": write_pt2, "onnx": write_onnx}
+GRAPHS = tuple(WRITERS)
+FILES = {"pt2": "model.pt2", "onnx": "model.onnx", "weights": WEIGHTS, "package": WEIGHTS}
+
+
+def write(
+    kind: str,
+    leaves: Exports[Any],
+    answers: Answers[Any, Any],
+    samples: Sequence[bytes],
+    folder: Path,
+    node: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Writes a model and what answers by it into a folder.
+
+    Args:
+        samples: Encoded images of the validation.
+        node: The config's section `model`, in plain Python.
+
+    Returns:
+        What `model.json` says of it beside the rest.
+    """
+    file = folder / FILES[kind]
+    network = leaves.module.network
+    assert isinstance(network, nn.Module)
+    if kind in GRAPHS:
+        write_graph(kind, leaves.graph(answers, samples), file)
+        runtime = ["onnxruntime"] if kind == "onnx" else []
+        model_folder.write_package(folder, [*runtime, *leaves.packages])
+        return {}
+    write_safetensors(network, file)
+    if kind == "weights":
+        return {}
+    said = leaves.network_node(node)
+    packed = network_code.packed_node(said, leaves.code)
+    code = network_code.code_of(said, leaves.code)
+    for name, source in code.files.items():
+        (folder / CODE / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / CODE / name).write_bytes(source.read_bytes())
+    packages = sorted({"safetensors", *leaves.packages, *code.packages} - {*model_folder.NEEDED})
+    model_folder.write_package(folder, packages, leaves.code)
+    return {"runs_code": True, "network": packed}
+
+
+def write_safetensors(network: nn.Module, file: Path) -> None:
     """With the network's own names (torchvision's or timm's)."""
-    write_weights(network.get_submodule("module.network").state_dict(), file)
+    write_weights(network.state_dict(), file)
 
 
-WRITERS = {"pt2": write_pt2, "onnx": write_onnx, "weights": write_safetensors}
-FILES = {"pt2": "model.pt2", "onnx": "model.onnx", "weights": "model.safetensors"}
-
-
-def write(kind: str, network: nn.Module, file: Path, image_size: int) -> None:
-    """Writes a file of this kind."""
+def write_graph(kind: str, graph: Graph, file: Path) -> None:
+    """Writes a file of this kind. Raises UserError if torch cannot, or a package is missing."""
     try:
-        WRITERS[kind](network, file, image_size)
+        WRITERS[kind](graph, file)
     except OSError:
         raise
     except Exception as error:  # torch raises many
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         what = f"torch cannot write this network as {kind}: {reason}"
         missing = isinstance(error, ImportError)
-        remedy = "pip install 'distdl[onnx]'" if missing else "another format: --to weights"
+        remedy = TRACED if missing else "another format: --to weights"
         raise UserError.at("model.network", what, remedy) from error
 
 
-def _exported(network: nn.Module, image_size: int) -> torch.export.ExportedProgram:
-    # Two images: torch takes a batch of one for a constant.
-    example = torch.zeros(2, 3, image_size, image_size, dtype=torch.uint8)
+def _exported(graph: Graph) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
-    return torch.export.export(network, (example,), dynamic_shapes=({0: batch},), strict=False)
+    shapes = ({0: batch},)
+    return torch.export.export(graph.network, (graph.example,), dynamic_shapes=shapes, strict=False)
 
 
-def compare(scored: np.ndarray, expected: np.ndarray, kind: str) -> dict[str, Any]:
-    """Compares probabilities [B, C] of an export with those of the network; raises Disagrees.
+# Refuses every import of distdl, as where it is not installed.
+ALONE = """
+import json, pathlib, sys
 
-    Where the network's two best classes are closer than the tolerance, either is right.
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "distdl":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+folder, images, target = sys.argv[1:]
+sys.path.insert(0, folder)
+from distdl_scoring.scorer import Scorer
+
+scorer = Scorer(folder, trust=True)
+paths = sorted(pathlib.Path(images).iterdir())
+answers = [scorer.score([path.read_bytes()])[0] for path in paths]
+pathlib.Path(target).write_text(json.dumps(answers))
+"""
+
+
+def answered_alone(folder: Path, samples: Sequence[bytes]) -> list[dict[str, Any]]:
+    """What a package answers in a Python of its own, with the folder's code and without distdl.
+
+    Raises:
+        Disagrees: It does not run there.
     """
-    difference = float(np.abs(scored - expected).max())
-    tolerance = TOLERANCE[kind]
-    chosen = np.take_along_axis(expected, scored.argmax(axis=1)[:, None], axis=1)[:, 0]
-    agrees = expected.max(axis=1) - chosen <= tolerance
-    summary = (
-        f"on {agrees.sum()} of {len(agrees)} images; probabilities differ by "
-        f"{difference:.1e} at most"
-    )
-    if not (difference <= tolerance and agrees.all()):  # also if it is not a number
-        what = f"agrees with the network only {summary} ({tolerance:g} is accepted)"
-        raise Disagrees.at("export", what, "report it, with the versions of torch and onnxruntime")
-    top1 = float(agrees.mean())
-    return {"images": len(agrees), "difference": difference, "top1": top1, "summary": summary}
+    with tempfile.TemporaryDirectory() as scratch:
+        images = Path(scratch, "images")
+        images.mkdir()
+        for number, data in enumerate(samples):
+            (images / f"{number:06}").write_bytes(data)
+        target = Path(scratch, "answers.json")
+        words = [str(folder.resolve()), str(images), str(target)]
+        # -P: not what lies in the current folder, such as the project that the code comes from.
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", ALONE, *words],
+            cwd=scratch,
+            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0:
+            answers: list[dict[str, Any]] = json.loads(target.read_text(encoding="utf-8"))
+            return answers
+    last = redact(done.stderr.strip().rpartition("\n")[2])
+    what = f"the package does not run by itself, with the code that it holds: {last:.500}"
+    raise Disagrees.at("model.network", what, network_code.REMEDY)
 
 
 def write_mlflow(model: Path, folder: Path, images: Sequence[bytes]) -> Path:
-    """An MLflow model whose artifact is a pt2 model folder, and which answers as that does; code,
-    not pickles (https://mlflow.org/docs/latest/ml/model/models-from-code/)."""
+    """An MLflow model whose artifact is a model folder, and which answers as that does; code, not
+    pickles (https://mlflow.org/docs/latest/ml/model/models-from-code/)."""
     import mlflow
     import pandas
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     frame = pandas.DataFrame({"image": images})
-    expected = pandas.DataFrame(Scorer(model).score(images))
+    expected = pandas.DataFrame(Scorer(model, trust=True).score(images))
+    lines = (model / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    own = model_folder.requirements(["mlflow", "pandas"]).splitlines()
+    with warnings.catch_warnings():
+        # That missing whole numbers would be floats: none is ever missing.
+        warnings.filterwarnings("ignore", message="Hint: Inferred schema contains integer")
+        signature = mlflow.models.infer_signature(frame, expected)
     mlflow.pyfunc.save_model(
         str(folder),
         python_model=str(Path(__file__).with_name("mlflow_model.py")),
         artifacts={"model": str(model)},
         code_paths=[str(model / model_folder.PACKAGE)],
-        signature=mlflow.models.infer_signature(frame, expected),
+        signature=signature,
         input_example=frame[:1],
-        pip_requirements=model_folder.requirements(["mlflow", "pandas"]).split(),
+        pip_requirements=[*dict.fromkeys([*own, *lines])],
     )
     model_folder.write_card(folder, model_folder.read(model), "mlflow")
     answers = mlflow.pyfunc.load_model(str(folder)).predict(frame)
-    near = np.allclose(answers["probability"], expected["probability"], rtol=0, atol=1e-5)
-    if not (near and answers["class"].equals(expected["class"])):
-        raise Disagrees.at("export", "the MLflow model answers otherwise than its pt2 model")
+    if not near(answers.to_dict("records"), expected.to_dict("records")):
+        raise Disagrees.at("export", "the MLflow model answers otherwise than its model folder")
     return folder
+
+
+def near(one: object, other: object) -> bool:
+    """Whether two answers are equal, but for the rounding of numbers."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(near(one[key], other[key]) for key in one)
+    if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, str):
+        return len(one) == len(other) and all(map(near, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= 1e-5 * max(1.0, abs(other))
+    return bool(one == other)

@@ -15,7 +15,7 @@ class ImageModel(PythonModel):
     def load_context(self, context: PythonModelContext) -> None:
         from distdl_scoring.scorer import Scorer
 
-        self.scorer = Scorer(context.artifacts["model"])
+        self.scorer = Scorer(context.artifacts["model"], trust=True)
 
     def predict(
         self,

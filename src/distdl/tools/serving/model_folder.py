@@ -13,6 +13,7 @@ from typing import Any
 
 import distdl
 from distdl.config.recipe import hash_of
+from distdl.domains.served import UNNAMED
 from distdl.runs import checkpoints, files
 from distdl.runs.directory import shown
 from distdl.util.errors import UserError
@@ -28,8 +29,16 @@ COPIED = (
     "images/crop.py",
     "images/draws.py",
     "images/native.py",
-    "tools/serving/json_rules.py",
+    "util/json_rules.py",
+    "domains/answers.py",
+    "domains/classification/class_answers.py",
+    "domains/detection/categories.py",
+    "domains/detection/detections.py",
+    "domains/detection/network_parts.py",
+    "domains/detection/detection_answers.py",
+    "domains/served.py",
     "tools/serving/exported_program.py",
+    "tools/serving/packaged.py",
     "tools/serving/safe_loading.py",
     "tools/serving/scorer.py",
     "tools/serving/requests.py",
@@ -47,18 +56,20 @@ USE = {
     "pt2": _SCORER,
     "onnx": _SCORER,
     "mlflow": '`mlflow.pyfunc.load_model(".").predict(pandas.DataFrame({"image": [jpeg_bytes]}))`',
+    "package": '`distdl_scoring.scorer.Scorer(".", trust=True).score([jpeg_bytes])`, or '
+    "`python -m distdl serve . --trust`: the folder's code runs",
     "weights": '`safetensors.torch.load_file("model.safetensors")`: the network\'s own names',
 }
 
 
-def write_package(folder: Path, packages: Sequence[str] = ()) -> None:
-    """Writes what answers without distdl: `COPIED` as a package and `SCRIPTS`, which import each
-    other, and the requirements, `packages` among them."""
+def write_package(folder: Path, packages: Sequence[str] = (), more: Sequence[str] = ()) -> None:
+    """Writes what answers without distdl: `COPIED`, and `more` files of distdl, as a package, and
+    `SCRIPTS`, which import each other, and the requirements, `packages` among them."""
     for name in (PACKAGE, "azureml"):
         (folder / name).mkdir(parents=True)
     about = f'"""Scores images; copied from distdl {distdl.__version__}."""\n'
     (folder / PACKAGE / "__init__.py").write_text(about)
-    for name in (*COPIED, *SCRIPTS):
+    for name in (*COPIED, *more, *SCRIPTS):
         source = Path(distdl.__file__).parent / name
         code = re.sub(r"from distdl(?:\.\w+)+\.(\w+) ", rf"from {PACKAGE}.\1 ", source.read_text())
         target = folder / ("azureml" if name in SCRIPTS else PACKAGE)
@@ -88,7 +99,7 @@ def _checksums(folder: Path) -> dict[str, str]:
 def read(folder: Path) -> dict[str, Any]:
     """The description of a model folder. Raises UserError if files of the folder are missing or are
     not what was written."""
-    shape: files.Shape = {"kind": str, "classes": list, "files": dict}
+    shape: files.Shape = {"kind": str, "files": dict}
     remedy = f"remove the folder, and export again: rm -r {shlex.quote(shown(folder))}"
     description = files.load_json(folder / DESCRIPTION, shape, remedy)
     written = description.get("files") or {DESCRIPTION: ""}  # without the list it is damaged
@@ -99,13 +110,17 @@ def read(folder: Path) -> dict[str, Any]:
 
 def write_card(folder: Path, description: Mapping[str, Any], kind: str) -> None:
     """Writes the model card, `README.md`. No text of the run is markup: it is quoted as JSON."""
-    facts = {key: value for key, value in description.items() if key not in ("classes", "files")}
-    quoted = json.dumps({**facts, "classes": description["classes"][:10]}, indent=2)
-    files.write_text(
-        folder / "README.md", f"# Image classifier\n\n{USE[kind]}\n\n```json\n{quoted}\n```\n"
-    )
+    facts = {key: value for key, value in description.items() if key != "files"}
+    for key in ("classes", "categories"):
+        if key in facts:
+            facts[key] = facts[key][:10]
+    quoted = json.dumps(facts, indent=2)
+    title = f"A model for {description.get('domain', UNNAMED)}"
+    files.write_text(folder / "README.md", f"# {title}\n\n{USE[kind]}\n\n```json\n{quoted}\n```\n")
 
 
-def export_of(run: Path, checkpoint: Path, format: str) -> Path:
-    """The folder of an export, which is named by the checkpoint's identity."""
-    return run / "exports" / f"{format}-{hash_of(checkpoints.identity(checkpoint))}"
+def export_of(run: Path, checkpoint: Path, format: str, size: Sequence[int] | None = None) -> Path:
+    """The folder of an export, which is named by the checkpoint's identity, and by the height and
+    width that were asked for."""
+    name = f"{format}-{hash_of(checkpoints.identity(checkpoint))}"
+    return run / "exports" / (f"{name}-{size[0]}x{size[1]}" if size else name)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.config.schema import Checkpoint
-from distdl.domains.classification.domain import Classification
 from distdl.runs.checkpoints import Judged, judged_by
 from distdl.runs.directory import RunDirectory, shown
 from distdl.tools.serving.model_folder import read
@@ -77,7 +76,8 @@ def _judged(config: DictConfig, run: RunDirectory) -> Judged:
 def _register(client: MlflowClient, name: str, run_id: str, folder: Path, best: Judged) -> None:
     """Adds a version, if this checkpoint has none; `best` is what the run's best.ckpt is."""
     trained = read(folder / "artifacts/model")
-    metric = best.monitor or Classification.main_metric
+    # Older exports, all of classifiers, do not say it.
+    metric = best.monitor or trained.get("main_metric") or "val/acc1"
     tags = {SHA256: trained["sha256"], DATA: trained["data_key"]}
     if metric in trained["metrics"]:
         tags |= {METRIC: metric, VALUE: repr(float(trained["metrics"][metric]))}

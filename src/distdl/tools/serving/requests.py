@@ -10,8 +10,6 @@ from pydantic.aliases import AliasChoices, AliasPath
 from starlette.exceptions import HTTPException
 
 if TYPE_CHECKING:
-    import torch
-
     from distdl.tools.serving.scorer import Scorer
 
 Result = TypeVar("Result")
@@ -43,16 +41,17 @@ class ImagesAsJson(BaseModel, extra="forbid"):
             AliasPath("dataframe_split", "data"),
         ),
     )
-    top_k: int = Field(
-        5, ge=1, validation_alias=AliasChoices("top_k", AliasPath("params", "top_k"))
+    top_k: int | None = Field(
+        None, ge=1, validation_alias=AliasChoices("top_k", AliasPath("params", "top_k"))
     )
 
 
-def parse(body: bytes, content_type: str | None) -> tuple[list[bytes], int]:
+def parse(body: bytes, content_type: str | None) -> tuple[list[bytes], int | None]:
     """Reads a body: the bytes of one image, or `ImagesAsJson`.
 
     Returns:
-        Encoded images, and how many classes the answer for each should have.
+        Encoded images, and how many classes or objects the answer for each should have at most;
+        None: nothing is said.
 
     Raises:
         HTTPException: 400, 413 or 415.
@@ -63,7 +62,7 @@ def parse(body: bytes, content_type: str | None) -> tuple[list[bytes], int]:
     if not body:
         raise HTTPException(400, f"the body is empty: send an image, or JSON: {JSON_FORM}")
     if kind.startswith("image/") or kind in ("application/octet-stream", "application/x-image"):
-        return [body], 5
+        return [body], None
     if kind != "application/json":
         what = f"the content type is {kind:.60}"
         raise HTTPException(415, f"{what}: use image/jpeg or application/json")
@@ -82,7 +81,7 @@ def parse(body: bytes, content_type: str | None) -> tuple[list[bytes], int]:
 
 def opened(
     scorer: Scorer, body: bytes, content_type: str | None
-) -> tuple[list[bytes], list[int], int]:
+) -> tuple[list[bytes], list[int], int | None]:
     """As `parse`, and in between how much work each image is to decode, by its header: in pixels.
 
     Raises:
@@ -93,8 +92,8 @@ def opened(
     return images, works, top_k
 
 
-def decoded(scorer: Scorer, number: int, data: bytes) -> torch.Tensor:
-    """The pixels of an image of a request, by a `Scorer`.
+def decoded(scorer: Scorer, number: int, data: bytes) -> object:
+    """An image of a request as `Scorer.pixels` gives it.
 
     Raises:
         HTTPException: 400 or 413.

@@ -12,7 +12,10 @@ sees the folder:
   (`exported_program`). torch gets a new archive that holds only what was checked, because its
   reader and Python's may take the same bytes for different members.
 - A graph (`model.onnx`) has ONNX's own operators alone, and all weights inside the file.
-- The model takes and gives what `model.json` says: images of its size, a number for each class.
+- The model takes and gives what `model.json` says, such as images of its size, and a number for
+  each class.
+- Weights (`model.safetensors`) come with the network's code. It runs only if whoever starts distdl
+  says so (`scorer`): nothing in the folder can.
 
 It does not bound how long a model takes to answer.
 """
@@ -25,16 +28,18 @@ import json
 import re
 import stat
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from distdl.domains.answers import Answers, Shape
+from distdl.domains.served import ANSWERS, UNNAMED
 from distdl.tools.serving.exported_program import PAYLOADS, PROGRAM
-from distdl.tools.serving.json_rules import Unsafe, listed, mapping, text, whole
+from distdl.util.json_rules import Unsafe, mapping, one_of, text, whole
 
 DESCRIPTION = "model.json"
-MODELS = ("model.pt2", "model.onnx")
-MOST_CLASSES, LARGEST_SIDE = 1_000_000, 8192
+# The model of a folder. The last one holds weights alone, and the network's code lies beside it.
+MODELS = ("model.pt2", "model.onnx", "model.safetensors")
 MOST_PIXELS = 2**31 - 1  # of an image, whatever the run allowed
 MOST_JSON = 256 * 2**20  # bytes
 _BYTES_OF = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 2, 7: 4, 8: 8, 12: 1, 13: 2}  # by torch's dtype
@@ -55,22 +60,17 @@ def read(folder: Path) -> tuple[dict[str, Any], str, bytes]:
     description = _json(file.read_bytes(), DESCRIPTION)
     if not isinstance(description, dict):
         raise Unsafe(f"{DESCRIPTION} is not a mapping")
-    rules = {
-        "classes": listed(_class_name),
-        "image_size": whole(1, LARGEST_SIDE),
-        "short_side": whole(1, LARGEST_SIDE),
-        "files": mapping(_file_name, text(r"[0-9a-f]{64}", "a sha256")),
-    }
-    if "max_pixels" in description:  # older exports have none
-        rules["max_pixels"] = whole(1, MOST_PIXELS)
-    for key, rule in rules.items():
-        if key not in description:
+    named = one_of(*ANSWERS)(description.get("domain", UNNAMED), f"{DESCRIPTION}: domain")
+    domain = ANSWERS[named]
+    required = {**domain.rules, "files": mapping(_file_name, text(r"[0-9a-f]{64}", "a sha256"))}
+    # Older exports have no limit of pixels.
+    optional = {**domain.options, "max_pixels": whole(1, MOST_PIXELS)}
+    for key, rule in {**required, **optional}.items():
+        if key in description:
+            description[key] = rule(description[key], f"{DESCRIPTION}: {key}")
+        elif key in required:
             raise Unsafe(f"{DESCRIPTION}: {key} is missing")
-        description[key] = rule(description[key], f"{DESCRIPTION}: {key}")
-    if not 1 <= len(description["classes"]) <= MOST_CLASSES:
-        raise Unsafe(f"{DESCRIPTION}: {len(description['classes'])} classes")
-    if description["short_side"] < description["image_size"]:
-        raise Unsafe(f"{DESCRIPTION}: short_side is smaller than image_size")
+    description["domain"] = named
     models = [name for name in MODELS if name in description["files"]]
     if len(models) != 1:
         raise Unsafe(f"{DESCRIPTION}: files names {len(models)} models, and must name one")
@@ -83,10 +83,12 @@ def read(folder: Path) -> tuple[dict[str, Any], str, bytes]:
     return description, models[0], data
 
 
-def _class_name(value: object, where: str) -> str:
-    if type(value) not in (str, int):
-        raise Unsafe(f"{where}: {ascii(value)[:80]} is not a name")
-    return str(value)
+def answers_of(description: Mapping[str, Any]) -> Answers[Any, Any]:
+    """What answers by a description that `read` has checked. Raises Unsafe."""
+    try:
+        return ANSWERS[description["domain"]](description)
+    except ValueError as error:
+        raise Unsafe(f"{DESCRIPTION}: {error}") from None
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -136,7 +138,7 @@ _SMALL = {
 _RAW = re.compile(r"data/(weights/weight|constants/tensor)_\d{1,9}")
 
 
-def checked_archive(data: bytes, description: Mapping[str, Any]) -> io.BytesIO:
+def checked_archive(data: bytes, answers: Answers[Any, Any]) -> io.BytesIO:
     """A new archive with the model of `data`, for torch.export.load. Raises Unsafe."""
     members = _members(data)
     programs = _json(members[_PROGRAM], _PROGRAM)
@@ -153,7 +155,7 @@ def checked_archive(data: bytes, description: Mapping[str, Any]) -> io.BytesIO:
         members[name] = json.dumps(payloads).encode()
     if extra := {name for name in members if _RAW.fullmatch(name)} - named:
         raise Unsafe(f"{min(extra)} belongs to no weight")
-    _refuse_other_shape(program["graph_module"], description)
+    _refuse_other_shape(program["graph_module"], answers)
     members[_PROGRAM] = json.dumps(program).encode()
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as written:
@@ -208,26 +210,50 @@ def _refuse_size(meta: Mapping[str, Any], held: int, where: str) -> None:
         raise Unsafe(f"{where}: it is larger than its file")
 
 
-def _refuse_other_shape(module: Mapping[str, Any], description: Mapping[str, Any]) -> None:
-    """Refuses a model that does not take images and give a number for each class."""
+def _refuse_other_shape(module: Mapping[str, Any], answers: Answers[Any, Any]) -> None:
+    """Refuses a model that does not take images and give what the description says."""
     values = module["graph"]["tensor_values"]
     users = [
         spec["user_input"] for spec in module["signature"]["input_specs"] if "user_input" in spec
     ]
-    gives = [spec["user_output"] for spec in module["signature"]["output_specs"]]
-    if len(users) != 1 or len(gives) != 1:
+    outputs = [spec["user_output"] for spec in module["signature"]["output_specs"]]
+    if len(users) != 1 or len(outputs) != 1:
         raise Unsafe("model.pt2 must take one tensor and give one")
-    side = description["image_size"]
-    count = len(description["classes"])
-    for said, ends in ((users[0], [3, side, side]), (gives[0], [count])):
-        meta = values.get(said["arg"]["as_tensor"]["name"]) or {"sizes": [], "dtype": 0}
-        sizes = [size.get("as_int") for size in meta["sizes"]]
-        if len(sizes) != len(ends) + 1 or sizes[1:] != ends:
-            sizes_text = " x ".join("?" if size is None else str(size) for size in sizes)
-            what = f"{side} x {side} pixels and {count} classes"
-            raise Unsafe(f"model.pt2 has a tensor of {sizes_text}, and {DESCRIPTION} says {what}")
-    if values[users[0]["arg"]["as_tensor"]["name"]]["dtype"] != _UINT8:
+    taken, given = (
+        values.get(said["arg"]["as_tensor"]["name"]) or {"sizes": [], "dtype": 0}
+        for said in (users[0], outputs[0])
+    )
+    sizes = [[size.get("as_int") for size in meta["sizes"]] for meta in (taken, given)]
+    refuse_shapes("model.pt2", sizes[:1], sizes[1:], answers)
+    if taken["dtype"] != _UINT8:
         raise Unsafe("model.pt2 does not take bytes of pixels")
+
+
+def refuse_shapes(
+    name: str,
+    taken: Sequence[Sequence[object]],
+    given: Sequence[Sequence[object]],
+    answers: Answers[Any, Any],
+) -> None:
+    """Refuses a model whose shapes are not those that the description says. A length that is no
+    number is one that the model leaves open."""
+    expected = answers.takes()
+    if expected is None:
+        raise Unsafe(f"{name} has no size in {DESCRIPTION}")
+    for found, said in ((taken, [expected]), (given, answers.gives())):
+        if len(found) != len(said) or not all(map(_fits, found, said)):
+            shapes = "; ".join(map(_shape_text, found))
+            what = f"{'; '.join(map(_shape_text, said))} and {len(answers.names)} classes"
+            raise Unsafe(f"{name} has a tensor of {shapes}, and {DESCRIPTION} says {what}")
+
+
+def _fits(found: Sequence[object], said: Shape) -> bool:
+    pairs = zip(found, said, strict=False)
+    return len(found) == len(said) and all(wanted in (None, one) for one, wanted in pairs)
+
+
+def _shape_text(shape: Sequence[object]) -> str:
+    return " x ".join(str(size) if type(size) is int else "?" for size in shape) or "one number"
 
 
 # ---- model.onnx ------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def init() -> None:
     sys.path.insert(0, str(folder))
     from distdl.tools.serving.scorer import Scorer
 
-    scorer = Scorer(folder)
+    scorer = Scorer(folder, trust=True)
 
 
 @rawhttp

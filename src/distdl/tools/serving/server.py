@@ -43,13 +43,15 @@ class Service:
     """The endpoints, and what they count.
 
     Args:
-        folder: Of the model, which is loaded while `/health` answers already.
+        load: Loads the model, while `/health` answers already.
         settings: Of the server.
         on_ready: Called with the `Scorer` when it is loaded and warm.
     """
 
-    def __init__(self, folder: str, settings: Settings, on_ready: Callable[[Scorer], None]) -> None:
-        self.folder = folder
+    def __init__(
+        self, load: Callable[[], Scorer], settings: Settings, on_ready: Callable[[Scorer], None]
+    ) -> None:
+        self.load = load
         self.settings = settings
         self.on_ready = on_ready
         self.batcher = Batcher(settings)
@@ -58,7 +60,7 @@ class Service:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        self.scoring = asyncio.create_task(self.batcher.run(self.folder, self.on_ready))
+        self.scoring = asyncio.create_task(self.batcher.run(self.load, self.on_ready))
         # If the model cannot be loaded, the server ends.
         self.scoring.add_done_callback(_end_unless_cancelled)
         yield
@@ -91,7 +93,7 @@ class Service:
         }
 
     async def score(self, request: Request) -> Response:
-        """The classes of the images in the body."""
+        """The answers for the images in the body."""
         started = time.perf_counter()
         limit = self.settings.timeout_s
         body = bytearray()
@@ -157,11 +159,13 @@ class Server(uvicorn.Server):
         self.over = True  # uvicorn now raises the signals again that have ended it
 
 
-def run(folder: str, settings: Settings, on_ready: Callable[[str, Scorer], None]) -> dict[str, Any]:
+def run(
+    load: Callable[[], Scorer], settings: Settings, on_ready: Callable[[str, Scorer], None]
+) -> dict[str, Any]:
     """Serves until SIGTERM or SIGINT, and returns what `/health` does.
 
     Args:
-        folder, settings: Of `Service`.
+        load, settings: Of `Service`.
         on_ready: Called with the URL and the scorer when the model is loaded and warm.
 
     Raises:
@@ -177,7 +181,7 @@ def run(folder: str, settings: Settings, on_ready: Callable[[str, Scorer], None]
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{listener.getsockname()[1]}"
-    service = Service(folder, settings, lambda scorer: on_ready(url, scorer))
+    service = Service(load, settings, lambda scorer: on_ready(url, scorer))
     app = FastAPI(
         routes=[
             *(Route(path, service.score, methods=["POST"]) for path in ("/score", "/invocations")),
@@ -216,9 +220,16 @@ def main() -> None:
     parser.add_argument("model", help="the folder")
     parser.add_argument("settings", nargs="*", help="serve.key=value")
     options = parser.parse_args()
+
+    def load() -> Scorer:
+        from distdl.tools.serving.scorer import Scorer
+
+        # Whoever starts this file runs code of the folder already.
+        return Scorer(options.model, trust=True)
+
     try:
         settings = Settings.model_validate(values_of(options.settings))
-        run(options.model, settings, lambda url, scorer: print(f"ready: {url}", flush=True))
+        run(load, settings, lambda url, scorer: print(f"ready: {url}", flush=True))
     except ValueError as error:
         parser.error(str(error))
 
