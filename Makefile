@@ -54,7 +54,7 @@ MATRIX := $(addprefix tests/, \
 	unit/worker/test_compiling.py \
 )
 
-.PHONY: train test setup wheel servers server-packages servers-kube lint matrix lightnings bench clean
+.PHONY: train test setup wheel servers programs server-packages servers-kube lint matrix lightnings bench clean
 
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
