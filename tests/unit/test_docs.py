@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distdl.cli import main as command_line
-from distdl.config import compose
+from distdl.config import compose, grammar
 from distdl.config.hints.words import check
 from distdl.validation.validate import problems_of
 from tests.conftest import ROOT
@@ -98,8 +98,8 @@ def test_commands_compose(command, tmp_path, monkeypatch):
         return
     options = command_line.parse(words)
     check(options.overrides)
-    overrides = compose.parse_overrides(options.overrides)
-    swept = bool(compose.sweep_keys(overrides))
+    overrides = grammar.parse_overrides(options.overrides)
+    swept = bool(grammar.sweep_keys(overrides))
     assert swept == options.multirun, f"-m and several values belong together: {words}"
     jobs = compose.sweep(overrides) if swept else [options.overrides]
     for job in jobs[:: max(1, len(jobs) - 1)]:  # the first and the last

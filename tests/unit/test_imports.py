@@ -130,7 +130,8 @@ def test_launchers_stand_alone():
 
 
 def test_the_workers_half_never_composes():
-    composing = {"distdl.config.compose", "hydra.main", "hydra.compose", "hydra.initialize"}
+    composing = {"distdl.config.compose", "distdl.config.groups"}
+    composing |= {"hydra.main", "hydra.compose", "hydra.initialize"}
     heavy = [name for name in INNER if package(name) in house.WORKERS_HALF]
     assert [name for name in heavy if composing & set(imports(TREES[FILES[name]]))] == []
 

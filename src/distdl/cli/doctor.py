@@ -36,13 +36,13 @@ def main(argv: Sequence[str]) -> int:
     if options.expect is not None:
         overrides.append(f"task.expect={options.expect}")
 
-    from distdl.config import compose
+    from distdl.config import compose, grammar
     from distdl.launch import dry_run, external, planning, start
     from distdl.runs.directory import read_json
 
     if environment.detect():
         return int(external.train(overrides) != 0)
-    composed = compose.composed(compose.parse_overrides(overrides))
+    composed = compose.composed(grammar.parse_overrides(overrides))
     planned = planning.plan(composed.config, typed=composed.typed)
     if planned.config.dry_run:
         print(dry_run.render(planned))

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
-from distdl.config import compose, user_conf
+from distdl.config import compose, groups, user_conf
 from distdl.util.screen import escaped
 
 HEAD = """\
@@ -48,7 +48,7 @@ def text(commands: Mapping[str, tuple[str, str]]) -> str:
     lines = [HEAD, "commands:"]
     lines += [f"  {name:<12} {about}" for name, (_, about) in commands.items()]
     lines += ["", "groups and their options (* by default):"]
-    defaults = compose.defaults()
+    defaults = groups.defaults()
     for group, options in sorted(_groups().items()):
         lines.append(f"  {group}")
         for option, about in sorted(options.items()):

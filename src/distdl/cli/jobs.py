@@ -106,10 +106,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def allowed(overrides: Sequence[str]) -> list[str]:
     """The names in `project.allow=[...]` on the command line; other settings are refused."""
-    from distdl.config import compose
+    from distdl.config import grammar
 
     names: list[str] = []
-    for override in compose.parse_overrides(overrides):
+    for override in grammar.parse_overrides(overrides):
         value = override.value()
         if override.key_or_group != "project.allow" or not isinstance(value, list):
             remedy = "project.allow=[PACKAGE]; `resume` and `jobs resubmit` change settings"

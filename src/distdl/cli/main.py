@@ -116,14 +116,14 @@ def run(arguments: list[str], further: Sequence[str] = (), *, program: bool = Fa
         from distdl.launch import external
 
         return external.train(options.overrides, options.config_dir)
-    from distdl.config import compose, programs
+    from distdl.config import compose, grammar, programs
 
-    overrides = compose.parse_checked(options.overrides)
+    overrides = grammar.parse_checked(options.overrides)
     if options.multirun:
         from distdl.launch import sweeps
 
         return sweeps.main(overrides, options.config_dir)
-    if keys := compose.sweep_keys(overrides):
+    if keys := grammar.sweep_keys(overrides):
         remedy = "add -m to run each of them; a list is written [a,b]"
         raise UserError.at(
             ", ".join(keys), "several values, and no sweep", remedy, code="ambiguous"
@@ -183,11 +183,11 @@ def show_config(options: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from distdl.config import compose
+    from distdl.config import compose, grammar
 
     jobs = [options.overrides]
     if options.multirun:
-        jobs = compose.sweep(compose.parse_checked(options.overrides), options.config_dir)
+        jobs = compose.sweep(grammar.parse_checked(options.overrides), options.config_dir)
     for overrides in jobs:
         shown = config = compose.compose(overrides, options.config_dir)
         if len(jobs) > 1:
@@ -217,7 +217,7 @@ def hydra_itself(arguments: list[str]) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from distdl.config import compose, user_conf
+    from distdl.config import grammar, user_conf
 
     user_conf.register()
     sys.argv = ["distdl", *arguments]
@@ -225,5 +225,5 @@ def hydra_itself(arguments: list[str]) -> int:
     try:
         answer(lambda config: None)()
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError.at("", compose.first_lines(error), code="unreadable") from error
+        raise UserError.at("", grammar.first_lines(error), code="unreadable") from error
     return 0

@@ -62,11 +62,11 @@ def main(argv: Sequence[str]) -> int:
 
 def values(words: Sequence[str]) -> dict[str, Any]:
     """Parses key=value in Hydra's grammar, as everywhere else; each word must set one value."""
-    from distdl.config import compose
+    from distdl.config import grammar
 
     settings: dict[str, Any] = {}
     problems = []
-    for override in compose.parse_overrides(list(words)):
+    for override in grammar.parse_overrides(list(words)):
         key = override.key_or_group
         if override.is_delete() or override.is_add() or override.is_sweep_override():
             problems.append(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import compose
+from distdl.config import grammar
 from distdl.config import recipe as configs
 from distdl.launch import jobs
 from distdl.runs import checkpoints
@@ -48,7 +48,7 @@ def _with_checkpoint(config: DictConfig, typed: Sequence[Override]) -> str:
         return f"the newest run that has one: {command}; or task.checkpoint=FILE of another"
     # What is typed for a resume does not make up its config.
     composed_of = typed if "hydra" in config else ()
-    texts = [each.lstrip("+") for each in compose.texts_of(composed_of)]
+    texts = [each.lstrip("+") for each in grammar.texts_of(composed_of)]
     others = redact_command([each for each in texts if not each.startswith("task")])
     train = shlex.join(["python", "-m", "distdl", *others])
     return f"train first: {train}; then: python -m distdl resume RUN task={task}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from omegaconf import DictConfig, ListConfig
 
-from distdl.config import compose, user_conf
+from distdl.config import compose, grammar, user_conf
 from distdl.launch import dry_run, planning, start
 from distdl.launch.planning import Plan
 from distdl.ranks import environment as environments
@@ -33,7 +33,7 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
     def planner(ranks: environments.Environment) -> Plan:
         user_conf.print_shadowed()
-        parsed = compose.parse_overrides(overrides)
+        parsed = grammar.parse_overrides(overrides)
         composed = compose.composed(parsed, config_dirs)
         config = composed.config
         # The number of started ranks overrides a preset's size (debug=cpu: one device).

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distdl.config import batches, compose, consent, programs, task_facts
+from distdl.config import batches, compose, consent, grammar, programs, task_facts
 from distdl.config import recipe as configs
 from distdl.job import JobState, Resources
 from distdl.launch import launch as launches
@@ -79,7 +79,7 @@ class Plan:
     @property
     def overrides(self) -> list[str]:
         """`key=value` of a new run."""
-        texts = compose.texts_of(self.launch.typed)
+        texts = grammar.texts_of(self.launch.typed)
         return [text.lstrip("+") for text in texts if not text.startswith("~")]
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import compose, consent, programs
+from distdl.config import compose, consent, grammar, groups, programs
 from distdl.config import recipe as configs
 from distdl.config.own_code import make_importable, own_folders
 from distdl.launch import external, jobs, planning
@@ -35,7 +35,7 @@ def plan(
     before = last.launch() if last else new_launch_record(run, recipe)
     where = where_by_default(run, before)
     earlier: dict[str, Any] = dict(before.get("changes") or {})
-    parsed = compose.parse_overrides(overrides)
+    parsed = grammar.parse_overrides(overrides)
     changes = apply(parsed, recipe, where, earlier)
     typed_paths = [override.key_or_group for override in parsed]
     if started is not None:
@@ -97,13 +97,13 @@ def apply(
     known = configs.flat_paths(recipe)
     changeable: tuple[str, ...] = configs.CHANGEABLE
     setting = [each for each in parsed if not each.is_delete() and not each.is_sweep_override()]
-    with compose.hydra_session():
-        options = [each for each in setting if compose.is_group(each.key_or_group)]
-    groups = {each.key_or_group for each in options}
+    with groups.hydra_session():
+        options = [each for each in setting if groups.is_group(each.key_or_group)]
+    chosen_groups = {each.key_or_group for each in options}
     if options:
         roots = [each for each in setting if each.key_or_group == "project.root"]
         chosen = compose.composed([*options, *roots]).config
-        if "task" in groups:
+        if "task" in chosen_groups:
             make_importable(own_folders(launches.root_of(chosen)))  # it may be the user's own
             if configs.evaluates(chosen):
                 changeable += configs.CHANGEABLE_TO_EVALUATE
@@ -118,7 +118,7 @@ def apply(
                     code="unsupported",
                 )
             )
-        elif path in groups:
+        elif path in chosen_groups:
             if path in ("launcher", "task"):
                 where[path] = chosen[path]
             # Checkpoints work under every strategy, and tracking does not change the training.

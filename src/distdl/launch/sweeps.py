@@ -18,7 +18,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distdl.config import compose, programs, user_conf
+from distdl.config import compose, grammar, programs, user_conf
 from distdl.config import recipe as configs
 from distdl.job import JobState
 from distdl.launch import dry_run, job_status, jobs, planning, start
@@ -46,7 +46,7 @@ def main(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> int:
     once if the platform has a queue."""
     user_conf.print_shadowed()
     members = compose.sweep(overrides, config_dirs)
-    swept = compose.sweep_keys(overrides)
+    swept = grammar.sweep_keys(overrides)
     if "name" in swept:
         raise UserError.at(
             "name", "cannot be swept: a sweep names its members", "name=<sweep>", code="unsupported"
@@ -100,7 +100,7 @@ def map_all(
 
 def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]) -> Plan:
     """One member: the run `<sweep>/<hash of its overrides>`."""
-    composed = compose.composed(compose.parse_checked(member), config_dirs)
+    composed = compose.composed(grammar.parse_checked(member), config_dirs)
     config = composed.config
     relevant = sorted(o for o in member if _key(o) in swept or not _is_where(_key(o)))
     common = [o for o in relevant if _key(o) not in swept]

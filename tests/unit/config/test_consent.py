@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import pytest
 import yaml
 
-from distdl.config import compose, consent, doors, recipe, schema, trust
+from distdl.config import compose, consent, doors, grammar, recipe, schema, trust
 from distdl.config.own_words import OwnWords, Speaker
 from distdl.util.errors import UserError
 from tests.conftest import ROOT
@@ -188,7 +188,7 @@ PLAIN = (
 
 def test_what_a_resume_repeats():
     typed = ["++launcher.mpirun=x", "model=resnet18", "project.allow=[a]", "seed=2"]
-    assert consent.repeated(compose.parse_overrides(typed)) == [
+    assert consent.repeated(grammar.parse_overrides(typed)) == [
         "++launcher.mpirun=x",
         "project.allow=[a]",
     ]
@@ -254,7 +254,7 @@ def test_who_said_it(folders):
     (folders / "mine/conf/launcher/ours.yaml").write_text("ssh: ssh -v\n")
     (folders / "mine/conf/experiment/x.yaml").write_text("project: {allow: [b]}\n")
     typed = ["project.allow=[a]", "++tracking.mlflow.uri=http://x", "launcher=mpi"]
-    words = OwnWords(compose.parse_overrides(typed))
+    words = OwnWords(grammar.parse_overrides(typed))
     said = {name: words.speaker("project.allow", name) for name in "abcd"}
     expected = (Speaker.COMMAND_LINE, Speaker.CONF, Speaker.TRUST, Speaker.ELSEWHERE)
     assert tuple(said.values()) == expected

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distdl.config import compose
+from distdl.config import grammar
 from tests.conftest import TINY, Said
 
 # What is derived from a config: at most once for each of them.
@@ -82,7 +82,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Calls:
                     monkeypatch.setattr(module, attribute, counting(original, f"{home}.{name}"))
     parse = counting(OverridesParser.parse_override, "parse")
     monkeypatch.setattr(OverridesParser, "parse_override", lambda *args: parse(*args))
-    compose._parsed.cache_clear()
+    grammar.parsed.cache_clear()
     return calls
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import compose, consent, programs, task_facts
+from distdl.config import compose, consent, grammar, programs, task_facts
 from distdl.incident import incident
 from distdl.launch import launch, planning
 from distdl.runs.directory import shown
@@ -85,7 +85,7 @@ def drill(config: DictConfig, options: Namespace) -> int:
             optimizer), and `tolerance` (the largest difference of weights that counts as none).
     """
     # Of a run: after its folder.
-    typed = compose.typed(config) or compose.parse_overrides(options.run[1:])
+    typed = compose.typed(config) or grammar.parse_overrides(options.run[1:])
     consent.refuse(config, typed)
     refuse(config, typed)
     short = shortened(config, options.steps)

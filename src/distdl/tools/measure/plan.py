@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distdl.config import batches, compose, consent, own_code, programs, resources
+from distdl.config import batches, compose, consent, grammar, own_code, programs, resources
 from distdl.job import Resources
 from distdl.launch.launch import root_of
 from distdl.tools.measure.estimate import Estimate, Machine, estimates
@@ -40,7 +40,7 @@ def plan_strategy(
     Raises:
         UserError: The config or the training step has an error.
     """
-    composed = compose.composed(compose.parse_overrides(overrides))
+    composed = compose.composed(grammar.parse_overrides(overrides))
     config = composed.config
     programs.refuse(config, "plan")
     consent.refuse(config, composed.typed)

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from distdl.config import compose, programs, resources
+from distdl.config import compose, grammar, groups, programs, resources
 from distdl.config import recipe as configs
 from distdl.job import JobState
 from distdl.launch import dry_run, jobs, planning, start, sweeps
@@ -256,8 +256,8 @@ def _refuse(overrides: Sequence[str]) -> None:
         "trainer.devices": "--devices 1,2,4",
         "trainer.num_nodes": "--nodes 2,4",
     }
-    with compose.hydra_session():
-        keys = [o.key_or_group for o in compose.parse_overrides(overrides)]
+    with groups.hydra_session():
+        keys = [o.key_or_group for o in grammar.parse_overrides(overrides)]
     problems = [
         Problem(k, "is set by `scale`", remedies[k], code="reserved") for k in keys if k in remedies
     ]
