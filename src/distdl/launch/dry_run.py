@@ -13,7 +13,7 @@ from typing import Any
 
 from distdl.config import batches, programs
 from distdl.job import LauncherBase
-from distdl.launch import program_checks, start
+from distdl.launch import program_checks, submitting
 from distdl.launch.planning import Plan
 from distdl.runs.bundle import Bundle
 from distdl.runs.directory import RunDirectory, shown
@@ -26,10 +26,11 @@ from distdl.util.screen import escaped
 def render(planned: Plan) -> str:
     """One run as text, without control characters. Starts nothing, and writes only the files of
     `launcher.files`."""
-    attempt = start.next_attempt(planned)
-    code = start.snapshot_of(planned)
+    attempt = submitting.next_attempt(planned)
+    unset = submitting.unset_names(planned)
+    code = submitting.snapshot_of(planned)
     launcher = _launcher(planned)
-    request = launcher.request(*start.specs_of([planned], [attempt]))
+    request = launcher.request(*submitting.specs_of([planned], [attempt]))
     files = write_files(planned, launcher, code)
     size = planned.resources
     batch = ""
@@ -43,7 +44,7 @@ def render(planned: Plan) -> str:
         *([f"code       {code.describe()}"] if code else []),
         *(f"left out   {line}" for line in (code.lines_left_out() if code else ())),
         *(f"note       {note}" for note in planned.notes),
-        *(f"note       ${n} is not set: submitting needs it" for n in start.unset_names(planned)),
+        *(f"note       ${name} is not set: submitting needs it" for name in unset),
         *settings(launcher),
         *(f"file       {shown(file)}" for file in files),
         "",
@@ -64,10 +65,10 @@ def program_lines(planned: Plan) -> Iterator[str]:
 def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
     """All members of a sweep, as one request if the launcher supports that. The names are what each
     member varies, such as "seed=1 optimizer.lr=0.1"."""
-    if start.same_launcher(planned):
+    if submitting.same_launcher(planned):
         launcher = _launcher(planned[0])
-        attempts = [start.next_attempt(each) for each in planned]
-        request = launcher.request_sweep(start.specs_of(planned, attempts))
+        attempts = [submitting.next_attempt(each) for each in planned]
+        request = launcher.request_sweep(submitting.specs_of(planned, attempts))
         if request is not None:
             numbered = (f"# {i}: {n}" for i, n in enumerate(names))
             return escaped("\n".join([*numbered, request.render()]))
@@ -101,17 +102,17 @@ def write_files(planned: Plan, launcher: LauncherBase[Any], code: Snapshot | Non
         raise UserError.at(
             "launcher.files", what, "remove it, or name another folder", code="exists-already"
         )
-    (spec,) = start.specs_of([planned], [start.next_attempt(planned)])
+    (spec,) = submitting.specs_of([planned], [submitting.next_attempt(planned)])
     request: Any = launcher.request(replace(spec, bundle="bundle"))
     with ExitStack() as stack:
-        stack.enter_context(start.must_be_written("launcher.files", target.parent))
+        stack.enter_context(submitting.must_be_written("launcher.files", target.parent))
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = stack.enter_context(
             tempfile.TemporaryDirectory(dir=target.parent, prefix=".", ignore_cleanup_errors=True)
         )
         run = RunDirectory(Path(temporary, "run"))
         folder = Path(temporary, "files")
-        attempt = start.begin_attempt(replace(planned, run=run), sys.argv)
+        attempt = submitting.begin_attempt(replace(planned, run=run), sys.argv)
         Bundle.write(run, attempt, code)
         folder.mkdir()
         (attempt.path / "bundle").rename(folder / "bundle")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from omegaconf import DictConfig, ListConfig
 
 from distdl.config import compose, grammar, user_conf
-from distdl.launch import dry_run, planning, start
+from distdl.launch import dry_run, planning, start, submitting
 from distdl.launch.planning import Plan
 from distdl.ranks import environment as environments
 from distdl.ranks import scratch
@@ -96,8 +96,8 @@ def _create(planned: Plan) -> str:
         print(start.how_to_train_longer(planned))
         return NOTHING_TO_DO
     scratch.refuse(planned.config.get("data"), planned.resources.devices)
-    start.move_failed_run(planned)
-    attempt = start.create_attempt(planned, sys.argv, None)
+    submitting.move_failed_run(planned)
+    attempt = submitting.create_attempt(planned, sys.argv, None)
     return f"{attempt.number} {planned.run.path}"
 
 

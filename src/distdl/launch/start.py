@@ -1,35 +1,21 @@
-"""Turns a plan into a run, an attempt and a job."""
+"""Starts a plan: submits it, waits for its job, and says what to type next."""
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from omegaconf import OmegaConf
-
-from distdl.config import batches, consent, programs
 from distdl.config import recipe as configs
-from distdl.config.own_code import python_path
 from distdl.incident import incident
-from distdl.job import JobBase, JobSpec, JobState, LauncherBase, Request, adapted_job
-from distdl.launch import following, jobs, left_out
-from distdl.launch.planning import Plan, never_trained, refuse_second
+from distdl.job import JobBase, JobState
+from distdl.launch import following, left_out, submitting
+from distdl.launch.planning import Plan, never_trained
 from distdl.launch.retrying import Retries
-from distdl.ranks import scratch, stopping
-from distdl.runs import provenance, snapshot
-from distdl.runs.bundle import Bundle
 from distdl.runs.directory import Attempt, shown
 from distdl.runs.failures import describe
-from distdl.runs.snapshot import Snapshot
-from distdl.util.errors import UserError
 from distdl.util.exit_codes import EXIT_REFUSED
-from distdl.util.redact import redact, redact_command
+from distdl.util.redact import redact_command
 from distdl.util.screen import escaped
 
 
@@ -38,14 +24,14 @@ def start(planned: Plan, command: Sequence[str]) -> int:
     if planned.finished:
         print(how_to_train_longer(planned))
         return 0
-    move_failed_run(planned)
+    submitting.move_failed_run(planned)
     retries = Retries(planned.run, int(planned.config.launcher.get("max_attempts") or 0))
     slow = set[str]()
     retry = False
     while True:
         fitted = left_out.fit(planned, slow, retry=retry)
-        with interruption_recorded(fitted):
-            attempt, job = submit(fitted, command)
+        with submitting.interruption_recorded(fitted):
+            attempt, job = submitting.submit(fitted, command)
             with left_out.watched(planned, fitted, slow, job) as back:
                 state = wait_or_follow(job, attempt, fitted)
         if state is None or state is JobState.UNKNOWN:  # left running, or platform unreachable
@@ -84,172 +70,6 @@ def print_next_command(
     print(f"{state.lower()}. To resume:\n  {again}")
 
 
-def move_failed_run(planned: Plan) -> None:
-    """Renames an old run of this name that failed before its first checkpoint."""
-    if planned.old_run is not None:
-        refuse_second(planned)
-        planned.run.path.rename(planned.old_run)
-        planned.old_run = None
-
-
-def submit(planned: Plan, command: Sequence[str]) -> tuple[Attempt, JobBase]:
-    """Writes the run and one attempt, and submits it.
-
-    Nothing is written before the launcher has made the request and checked its platform.
-    """
-    submitted = _submit([planned], command, sweep=False)
-    assert submitted is not None
-    return submitted[0]
-
-
-def submit_sweep(planned: Sequence[Plan], command: Sequence[str]) -> None:
-    """Submits the members of a sweep, as one request if the launcher supports that."""
-    with interruption_recorded(*planned):
-        submitted = None
-        if same_launcher(planned):
-            submitted = _submit(planned, command, sweep=True)
-        for attempt, job in submitted or (submit(each, command) for each in planned):
-            print(f"submitted  {job.handle}  {shown(attempt.path.parents[1])}", flush=True)
-
-
-def _submit(
-    planned: Sequence[Plan], command: Sequence[str], *, sweep: bool
-) -> list[tuple[Attempt, JobBase]] | None:
-    """Each attempt and its job. None, with nothing written, if the launcher makes no one request
-    for a sweep."""
-    launcher = planned[0].launch.build_launcher()
-    refuse_unset(planned)
-    if planned[0].launch.foreground:  # elsewhere each rank looks
-        scratch.refuse(planned[0].config.get("data"), planned[0].resources.devices)
-    expected = [next_attempt(each) for each in planned]
-    request = request_for(launcher, specs_of(planned, expected), sweep)
-    if request is None:
-        return None
-    code = snapshot_of(*planned)
-    launcher.reach(request)
-    attempts = [create_attempt(each, command, code) for each in planned]
-    for line in code.lines_left_out() if code else ():
-        print(escaped(f"left out   {line}"), file=sys.stderr, flush=True)
-    if attempts != expected:  # another start took the expected number in between, and has ended
-        request = request_for(launcher, specs_of(planned, attempts), sweep)
-    with ExitStack() as stack:
-        for attempt in attempts:
-            stack.enter_context(refusal_recorded(attempt))
-        submitted = launcher.submit(request)
-    each = submitted if isinstance(submitted, list) else [submitted]
-    pairs = list(zip(attempts, map(adapted_job, each), strict=True))
-    for attempt, job in pairs if code is not None else ():
-        jobs.record(attempt, job)
-    return pairs
-
-
-def request_for(launcher: LauncherBase[Any], specs: list[JobSpec], sweep: bool) -> Request | None:
-    """The request for one attempt, or that for a sweep, if the launcher makes one."""
-    if sweep:
-        return launcher.request_sweep(specs)
-    (spec,) = specs
-    return launcher.request(spec)
-
-
-def same_launcher(planned: Sequence[Plan]) -> bool:
-    """Whether all members have the same launcher settings."""
-    return all(each.config.launcher == planned[0].config.launcher for each in planned)
-
-
-def unset_names(planned: Plan) -> list[str]:
-    """Variables of `launcher.forward_env` that are not set in this shell."""
-    if planned.launch.foreground:  # the ranks have this shell's variables
-        return []
-    return [name for name in planned.launch.forwarded_names if name not in os.environ]
-
-
-def refuse_unset(planned: Sequence[Plan]) -> None:
-    if missing := list(dict.fromkeys(name for each in planned for name in unset_names(each))):
-        what = f"not set in this shell: {', '.join(missing)}"
-        raise UserError.at(
-            "launcher.forward_env", what, f"export {missing[0]}=...", code="incomplete"
-        )
-
-
-def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None) -> Attempt:
-    """Creates the run, if it is new, and its next attempt. Raises a UserError if they cannot be
-    written."""
-    new = not planned.run.exists
-    with must_be_written("output_dir", planned.run.path):
-        try:
-            attempt = begin_attempt(planned, command)
-        except OSError:
-            if new:
-                with suppress(OSError):
-                    planned.run.undo_create()
-            raise
-        if code is not None:
-            with refusal_recorded(attempt):
-                Bundle.write(planned.run, attempt, code)
-    return attempt
-
-
-def begin_attempt(planned: Plan, command: Sequence[str]) -> Attempt:
-    """Writes the run, if it is new, and its next attempt, without a bundle."""
-    refuse_second(planned)
-    if not planned.run.exists:
-        recipe = configs.to_yaml(planned.recipe)
-        root = planned.launch.root
-        record = provenance.collect(command, root, planned.overrides, planned.swept)
-        if unknown := record["git"].get("error"):
-            note = escaped(f"note       no commit is recorded: {unknown}")
-            print(note, file=sys.stderr, flush=True)
-        planned.run.create(recipe, record)
-    record = launch_record(planned)
-    consent.remember(planned.config)
-    return planned.run.begin_attempt(record, lambda: refuse_second(planned))
-
-
-@contextmanager
-def must_be_written(key: str, folder: Path) -> Iterator[None]:
-    """Refuses the folder of a setting when the system does, as with a full disk or quota, which
-    earlier checks cannot see."""
-    try:
-        yield
-    except OSError as error:
-        what = f"{shown(folder)} cannot be written: {error.strerror}"
-        raise UserError.at(
-            key, what, f"choose another: {key}=FOLDER", code="not-writable"
-        ) from error
-
-
-@contextmanager
-def interruption_recorded(*planned: Plan) -> Iterator[None]:
-    """Ends the attempts of this process if a signal comes early, so that none remains pending."""
-    try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        state = stopping.state_after_exit(-stopping.signal_number(interrupt))
-        for each in planned:
-            last = each.run.last_attempt()
-            if last is not None and last.is_starting_here():
-                last.end(state, error=f"{str(interrupt) or 'interrupted'} before training began")
-        raise
-
-
-@contextmanager
-def refusal_recorded(attempt: Attempt) -> Iterator[None]:
-    """Records the end of an attempt that could not be submitted."""
-    try:
-        yield
-    except BaseException as error:
-        state = JobState.FAILED
-        if isinstance(error, KeyboardInterrupt):
-            state = stopping.state_after_exit(-stopping.signal_number(error))
-        attempt.end(state, error=f"not submitted: {redact(str(error))}")
-        run = shown(attempt.path.parents[1])
-        print(
-            f"{run} is kept. Once the problem is fixed:\n  python -m distdl resume {run}",
-            file=sys.stderr,
-        )
-        raise
-
-
 def wait_or_follow(job: JobBase, attempt: Attempt, planned: Plan) -> JobState | None:
     """Waits for a job or follows it. None if it continues without this process."""
     if planned.launch.foreground:
@@ -266,67 +86,10 @@ def wait_or_follow(job: JobBase, attempt: Attempt, planned: Plan) -> JobState | 
     return following.follow(job, attempt)
 
 
-def snapshot_of(*planned: Plan) -> Snapshot | None:
-    """The snapshot of the code for one job, or for the members of a sweep; None if it runs in this
-    process."""
-    first = planned[0]
-    if first.launch.foreground:
-        return None
-    return snapshot.take(
-        first.launch.root,
-        exclude=[Path(first.config.output_dir).resolve(), first.run.path],
-        limit_mb=first.config.project.max_snapshot_mb,
-        secret_names=first.launch.forwarded_names,
-        imported=sorted({file for each in planned for file in each.imported}),
-    )
-
-
-def next_attempt(planned: Plan) -> Attempt:
-    """The next attempt, before it is created."""
-    if planned.old_run is None:
-        return planned.run.next_attempt()
-    return Attempt(planned.run.path / "attempts" / "001")
-
-
 def how_to_train_longer(planned: Plan) -> str:
     path = shown(planned.run.path)
     command = f"python -m distdl resume {path} {configs.longer(planned.config)}"
     return f"{path} has finished: nothing to do. To train longer:\n  {command}"
-
-
-def specs_of(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> list[JobSpec]:
-    """Each attempt as the launcher receives it."""
-    return [
-        JobSpec(
-            name=each.run_id,
-            bundle=str(each.run.path if each.launch.foreground else attempt.path / "bundle"),
-            store=str(each.run.path),
-            attempt=attempt.number,
-            resources=each.resources,
-            forward_env=each.launch.forwarded_names,
-        )
-        for each, attempt in zip(planned, attempts, strict=True)
-    ]
-
-
-def launch_record(planned: Plan) -> dict[str, Any]:
-    """The attempt's launch.yaml."""
-    launch, size = planned.launch, planned.resources
-    where = OmegaConf.to_container(launch.where, resolve=False)
-    assert isinstance(where, dict)
-    where.setdefault("project", {})["root"] = str(launch.root)
-    return {
-        "run_id": planned.run_id,
-        "python_path": python_path(launch.root, launch.trust.folders),
-        "where": where,
-        "resources": {**asdict(size), "device_ids": list(size.device_ids or ()) or None},
-        **({"folder": launch.folder} if programs.is_program(planned.config) else {}),
-        "changes": planned.changes,
-        "global_batch_size": batches.global_batch_size(planned.config, size),
-        "notes": planned.notes,
-        **({"left_out": planned.left_out} if planned.left_out else {}),
-        "network_gbps": launch.launcher and launch.launcher.network_gbps(where["launcher"]),
-    }
 
 
 def report_failure(attempt: Attempt) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from distdl.config import compose, grammar, programs, user_conf
 from distdl.config import recipe as configs
 from distdl.job import JobState
-from distdl.launch import dry_run, job_status, jobs, planning, start
+from distdl.launch import dry_run, job_status, jobs, planning, start, submitting
 from distdl.launch.planning import Plan
 from distdl.ranks import stopping
 from distdl.runs import checkpoints
@@ -168,7 +168,7 @@ def _submit_all(planned: Sequence[Member]) -> int:
         else:
             due.append(each)
     if due:
-        start.submit_sweep(due, sys.argv)
+        submitting.submit_sweep(due, sys.argv)
     states = _states_of(planned)
     results = [(*member, state) for member, state in zip(planned, states, strict=True)]
     _print_table(results)

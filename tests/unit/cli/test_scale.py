@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from pytest import approx
 
 from distdl.job import JobState
-from distdl.launch import jobs, start
+from distdl.launch import jobs, submitting
 from distdl.tools.measure import PHASES
 from distdl.tools.scaling import Link, advice, members, plot, printing, results
 from distdl.tools.scaling.results import Rented
@@ -97,7 +97,7 @@ def started(without_stage_2, monkeypatch):
 
     def run_one(plan):
         started.append(plan.run.path.name)
-        attempt = start.create_attempt(plan, ["x"], None)
+        attempt = submitting.create_attempt(plan, ["x"], None)
         state = JobState.FAILED
         if started.fails not in started[-1]:
             world = plan.resources.world_size

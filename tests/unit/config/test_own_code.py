@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distdl.config import compose, own_code
-from distdl.launch import launch, planning, start
+from distdl.launch import launch, planning, submitting
 from distdl.runs.directory import RunDirectory
 from distdl.validation import validate
 from distdl.validation.targets import lies_in
@@ -77,7 +77,7 @@ def sent(target, overrides, elsewhere):
     tiny = [*TINY, "launcher=slurm", f"model._target_={target}", *overrides]
     config = compose.compose([*tiny, f"output_dir={elsewhere}/runs", "trainer.devices=1"])
     plan = planning.plan(config)
-    attempt = start.create_attempt(plan, ["distdl"], start.snapshot_of(plan))
+    attempt = submitting.create_attempt(plan, ["distdl"], submitting.snapshot_of(plan))
     bundle = Path(shutil.copytree(attempt.path / "bundle", elsewhere / "bundle"))
     shutil.rmtree(elsewhere.parent / "project")
     code = bundle / "code"

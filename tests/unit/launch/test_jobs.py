@@ -14,7 +14,7 @@ import pytest
 from distdl.config import compose
 from distdl.config import recipe as configs
 from distdl.job import JobBase, JobState
-from distdl.launch import following, jobs, planning, start
+from distdl.launch import following, jobs, planning, submitting
 from distdl.launch.launch import Launch
 from distdl.runs.attempt import Attempt
 from distdl.runs.directory import RunDirectory
@@ -176,11 +176,11 @@ def test_the_advice_for_a_damaged_launch_works(without_stage_2, command):
 def test_another_start_takes_the_number_of_this_attempt(without_stage_2, monkeypatch):
     mine = planning.plan(compose.compose([*TINY, "name=d"]))
     launcher = Mock()
-    launcher.reach = lambda _: start.create_attempt(mine, ["x"], None).end(JobState.FAILED)
+    launcher.reach = lambda _: submitting.create_attempt(mine, ["x"], None).end(JobState.FAILED)
     monkeypatch.setattr(jobs, "instantiate", lambda node, known: launcher)
     monkeypatch.setattr(Launch, "foreground", False)
-    monkeypatch.setattr(start, "snapshot_of", lambda planned: None)
-    attempt, _ = start.submit(mine, ["distdl"])
+    monkeypatch.setattr(submitting, "snapshot_of", lambda planned: None)
+    attempt, _ = submitting.submit(mine, ["distdl"])
     requested = [call.args[0].attempt for call in launcher.request.call_args_list]
     assert requested == [1, 2]
     assert attempt.number == 2

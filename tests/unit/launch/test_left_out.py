@@ -10,7 +10,7 @@ import pytest
 
 from distdl.config import batches, compose
 from distdl.config import recipe as configs
-from distdl.launch import left_out, planning, resuming, start
+from distdl.launch import left_out, planning, resuming, submitting
 from distdl.launch.planning import Plan
 from distdl.runs.directory import Attempt
 from tests.conftest import TINY
@@ -44,7 +44,7 @@ def attempted(plan: Plan, lost: str = "", **status: Any) -> Attempt:
     """An attempt of a plan that failed."""
     if not plan.run.exists:
         plan.run.create(configs.to_yaml(plan.recipe), {})
-    attempt = plan.run.begin_attempt(start.launch_record(plan))
+    attempt = plan.run.begin_attempt(submitting.launch_record(plan))
     if lost:
         message = f"{lost} does not answer any more"
         attempt.record_error(1, "HostLost", message, "", host=lost)

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from distdl.config import compose, grammar, groups, programs, resources
 from distdl.config import recipe as configs
 from distdl.job import JobState
-from distdl.launch import dry_run, jobs, planning, start, sweeps
+from distdl.launch import dry_run, jobs, planning, submitting, sweeps
 from distdl.runs.directory import RunDirectory, read_json, shown
 from distdl.tools.measure import FILE
 from distdl.util.errors import Problem, UserError
@@ -144,7 +144,7 @@ def measure(members: Sequence[Member]) -> int:
             kept = member.file.replace(member.file.with_name(f"{FILE}.damaged"))
             print(f"the damaged file is kept as {shown(kept)}", flush=True)
         if not plan.launch.in_turn:
-            _, job = start.submit(plan, sys.argv)
+            _, job = submitting.submit(plan, sys.argv)
             member.lacking = "under way"
             print(f"submitted  {job.handle}")
             continue
