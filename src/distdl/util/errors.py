@@ -22,6 +22,7 @@ else in the one that is named behind it, with the reason.
   + NotRebuilt: a loader whose batches cannot be replaced
   + Unwritten: an image that cannot be encoded again
   + Unsearched: a part of an archive
+  + CannotStart: no start of a pod could succeed (launchers/kubernetes/entry.py: caught there)
   + Stopped: ends an attempt on all ranks (distdl/ranks/stopping.py: holds a state of jobs)
   + ProgramFailed: a program, which is recorded (distdl/program/running.py: holds an exit code)
   + NotSmall: a value that is not copied (distdl/loops/small_state.py: caught there)
