@@ -14,15 +14,17 @@ CONF = Path(__file__).with_name("conf")
 def create_run(folder: Path, *overrides: str) -> RunDirectory:
     """Creates a run with its first attempt below `folder`; no worker has begun it yet."""
     from distdl.config import compose
-    from distdl.launch import launch, start
+    from distdl.config import recipe as configs
+    from distdl.launch import launch, submitting
+    from distdl.launch.planning import Plan
 
     config = compose.compose([f"output_dir={folder}", *overrides], [str(CONF)])
-    recipe = start.configs.recipe_of(config)
+    recipe = configs.recipe_of(config)
     run = RunDirectory(folder / f"run{len(list(folder.iterdir()))}")
-    run.create(start.configs.to_yaml(recipe), {})
+    run.create(configs.to_yaml(recipe), {})
     launched = launch.of(config, compose.typed(config))
-    plan = start.Plan(launched, recipe, run, f"bench/{run.path.name}")
-    run.begin_attempt(start.launch_record(plan))
+    plan = Plan(launched, recipe, run, f"bench/{run.path.name}")
+    run.begin_attempt(submitting.launch_record(plan))
     return run
 
 

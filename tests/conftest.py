@@ -237,6 +237,20 @@ def rank_0_again() -> Iterator[None]:
         lightning.rank_zero_only.rank = 0
 
 
+@pytest.fixture(scope="module", autouse=True)
+def projects_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Code of a project that a test wrote, and that distdl imported in this process, is not there
+    for the next file, whose project may have modules of the same names."""
+    yield
+    projects = str(tmp_path_factory.getbasetemp())
+    for name, module in [*sys.modules.items()]:
+        known = vars(module)
+        places = [known.get("__file__"), *(known.get("__path__") or ())]
+        if any(str(place).startswith(projects) for place in places):
+            del sys.modules[name]
+    sys.path[:] = [place for place in sys.path if not place.startswith(projects)]
+
+
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys) -> Callable[..., Said]:
     """The command line in this process, in an empty folder: quick, where no worker is started."""

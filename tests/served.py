@@ -31,6 +31,12 @@ def run_folder(folder: Path) -> Path:
     """A run with a checkpoint and its export."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints/last.ckpt").write_bytes(b"a checkpoint")
-    (folder / "config.yaml").write_text("{}\n")
+    recipe = {
+        "model": {"_target_": "distdl.models.ImageClassifier"},
+        "data": {"_target_": "distdl.data.StoredImages"},
+        "trainer": {},
+        "callbacks": None,
+    }
+    (folder / "config.yaml").write_text(json.dumps(recipe))
     model_folder(export_of(folder, folder / "checkpoints/last.ckpt", "pt2"))
     return folder

@@ -22,7 +22,7 @@ from tests.cluster import witness
 from tests.cluster.arm import NAMES, Azure, new_job, resource
 from tests.cluster.azurite import CONTAINER, needs_azurite
 from tests.cluster.nodes import EVICTED
-from tests.conftest import ROOT, TINY, losses, status
+from tests.conftest import ROOT, TINY, losses, matrix_only, status
 from tests.miniature import everything
 from tests.served import model_folder, run_folder
 from tests.written import write
@@ -214,6 +214,7 @@ def test_a_job_in_the_queue(azure, project, trained, distdl):
     assert names == ["epoch_002.ckpt", "epoch_002.ckpt.manifest.json"]
 
 
+@matrix_only
 def test_a_kubernetes_cluster_a_conda_file_a_model_and_what_is_registered(azure, project, distdl):
     """As the SDK sends them. A cluster of another kind is refused before anything is created."""
     write(project, {"environment.yml": "dependencies: [python=3.11, pip, {pip: [torch]}]\n"})
@@ -255,6 +256,7 @@ def test_a_kubernetes_cluster_a_conda_file_a_model_and_what_is_registered(azure,
     assert "'--output=best=${{outputs.best}}'" in job["command"]
 
 
+@matrix_only
 def test_a_sweep_is_one_job(azure, project, distdl, tmp_path, monkeypatch):
     sweep = ("launcher.sweep=azureml", "trainer.devices=1", "seed=3,4", "name=s", "follow=false")
     handles = re.findall(r"submitted  (azureml://\S+)", distdl("-m", *SMALL, *sweep).out)

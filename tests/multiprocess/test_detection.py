@@ -130,6 +130,7 @@ class Net(torch.nn.Module):
 '''
 
 
+@matrix_only
 def test_nobody_is_called_hung_while_the_first_rank_evaluates(tmp_path):
     draw(tmp_path / "coco", train=8, val=4)
     (tmp_path / "mine.py").write_text(SLOW)

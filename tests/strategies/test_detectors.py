@@ -6,8 +6,9 @@ import math
 import pytest
 
 from tests import drawn_coco
+from tests.conftest import matrix_only
 from tests.strategies import matrix
-from tests.strategies.matrix import MATRIX, step
+from tests.strategies.matrix import step
 from tests.strategies.ranks import Case, shared
 
 # The files of this folder share the ranks.
@@ -32,14 +33,13 @@ SMALL = (
     f"checkpoint.every_n_steps={HALF}",
     "tracking=none",
 )
-STRATEGIES = {"ddp": ()}
-if MATRIX:
-    STRATEGIES |= {
-        "fsdp": ("strategy.min_parameters=500",),
-        "deepspeed_zero2": (),
-        "deepspeed_zero3": (),
-        "local_sgd": ("strategy.sync_every=2",),
-    }
+STRATEGIES = {
+    "ddp": (),
+    "fsdp": ("strategy.min_parameters=500",),
+    "deepspeed_zero2": (),
+    "deepspeed_zero3": (),
+    "local_sgd": ("strategy.sync_every=2",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,8 @@ def train(folder, *words, **options):
     return shared(2).train(Case([*SMALL, *words], folder, **options), timeout=300)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"] if MATRIX else ["bf16-mixed"])
+@matrix_only
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_trains_validates_and_resumes(name, precision, root, tmp_path):
     words = (root, f"strategy={name}", *STRATEGIES[name], f"trainer.precision={precision}")

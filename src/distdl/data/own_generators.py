@@ -301,7 +301,7 @@ def _is_users(module: str | None) -> bool:
 
 def _module_of(kind: type) -> str:
     """Where a class is from; for a layer to which FSDP2 has given another one, its own."""
-    modules = (base.__module__ for base in kind.__mro__)
+    modules = (base.__module__ or "" for base in kind.__mro__)  # None: made at run time
     return next(name for name in modules if not name.startswith("torch.distributed."))
 
 

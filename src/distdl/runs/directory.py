@@ -54,7 +54,7 @@ class RunDirectory:
 
     @property
     def exists(self) -> bool:
-        return (self.path / CONFIG).is_file()
+        return os.path.isfile(self.path / CONFIG)  # False for a name that is too long
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:

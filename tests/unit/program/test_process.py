@@ -34,7 +34,7 @@ def ran(tmp_path, *words, stop=None, grace=5.0):
     output = Output(tmp_path / "log")
     process = Process(words, os.environ, tmp_path, output.writing)
     output.started()
-    code, _ = process.wait(stop or StopRequest(), grace)
+    code, _ = process.wait(StopRequest() if stop is None else stop, grace)
     output.close()
     return code, [*output.tail()], process
 
@@ -83,8 +83,12 @@ def test_a_killed_rank_leaves_nothing(tmp_path):
     rank = subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, cwd=tmp_path)
     assert rank.stdout is not None
     rank.stdout.readline()
-    below = psutil.Process(rank.pid).children(recursive=True)
-    assert [p.name() for p in below].count("sleep") == 2
+
+    def started():
+        children = psutil.Process(rank.pid).children(recursive=True)
+        return children if [p.name() for p in children].count("sleep") == 2 else None
+
+    below = until(started, 20)
     rank.kill()
     rank.wait()
     until(lambda: not any(p.is_running() and p.status() != "zombie" for p in below), 20)

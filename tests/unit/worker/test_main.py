@@ -34,7 +34,6 @@ def test_who_fails_does_not_wait_for_the_others(monkeypatch, error, world, left)
     calls = []
     kept = []
     config = OmegaConf.create({"task": {"_target_": "distdl.tasks.train"}})
-    monkeypatch.setattr(main, "effective_config", lambda *_: config)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(1))
@@ -45,6 +44,6 @@ def test_who_fails_does_not_wait_for_the_others(monkeypatch, error, world, left)
     attempt = SimpleNamespace(number=1, path=Path("r/attempts/1"), **record)
     size = Resources(accelerator="cpu")
     with pytest.raises(type(error)):
-        main.perform(bundle, RankContext(attempt, {}, size, rank(0, world), StopRequest()))
+        main.perform(config, bundle, RankContext(attempt, {}, size, rank(0, world), StopRequest()))
     assert len(calls) == left
     assert kept == [1]
