@@ -26,7 +26,7 @@ CONTAINER = "distdl"  # and in a TrainJob the one that its runtime calls so:
 NODE = "node"
 # Folders in the pod.
 SENT = "/distdl/sent"  # the parts of the archive, from ConfigMaps
-WORK = "/distdl/work"  # an empty disk
+WORK = "/distdl/node"  # an empty disk
 CLAIM = "/distdl/store"  # the store, if it is a volume
 ARCHIVE = "code.tar.gz"
 # A ConfigMap holds 1 MiB: https://kubernetes.io/docs/concepts/configuration/configmap/

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import re
 import shutil
@@ -135,7 +134,6 @@ def test_a_run_says_nothing_for_its_user(command, tmp_path, monkeypatch):
     said = command("resume", RUN, "dry_run=true", "--", "sh", "-c", "exit 3")
     assert said.code == 0, said
     monkeypatch.undo()
-    os.chdir(tmp_path)
     assert distdl("resume", RUN, cwd=tmp_path).returncode == 3
 
 

@@ -189,7 +189,7 @@ def test_names_that_are_no_line_are_refused(text):
         ({"volumes": {"d": {"claim": "c", "path": "/data", "readonly": 1}}}, "volumes.d.readonly",
          "not a setting here | did you mean"),
         ({"volumes": {"d": {"claim": "c"}}}, "volumes.d.path", "is not a folder in the pod"),
-        ({"volumes": {"d": {"claim": "c", "path": "/distdl/work"}}}, "volumes.d.path", "is taken"),
+        ({"volumes": {"d": {"claim": "c", "path": "/distdl/node"}}}, "volumes.d.path", "is taken"),
         ({"volumes": {"d": {"claim": "c", "path": "/dev/shm"}}}, "volumes.d.path", "is taken"),
         ({"secrets": {"A-B": {"secret": "s", "key": "k"}}}, "secrets.A-B", "is not a valid"),
         ({"secrets": {"A": {"secret": "s"}}}, "secrets.A.key", "None is not a key of a Secret"),
