@@ -4,6 +4,7 @@ docs/architecture.md, and tests/unit/test_imports.py compares the two."""
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,8 +75,22 @@ def name_of(path):
     return ".".join(["distdl", *below.with_suffix("").parts]).removesuffix(".__init__")
 
 
+def package(name):
+    """The package of a module, of which each tool is one: `util`, `tools.doctor`."""
+    parts = name.split(".")[1:]
+    if parts[:1] == ["tools"]:
+        return ".".join(parts[:2])
+    return parts[0] if parts else ""
+
+
 FILES = {name_of(p): p for f in (SOURCE, ROOT / "launchers") for p in sorted(f.rglob("*.py"))}
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES.values()}
+INNER = [name for name in FILES if package(name) not in ("", *TOP)]
+
+
+@cache
+def trees():
+    """The syntax tree of each file. Read when it is asked for: most tests need no tree."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES.values()}
 
 
 def imports(tree, lazy=True):
@@ -95,37 +110,31 @@ def imports(tree, lazy=True):
 
 def files_imported(name):
     """Our own files that a file imports, without the packages that these lie in."""
-    named = {n for n in imports(TREES[FILES[name]]) if n in FILES}
+    named = {n for n in imports(trees()[FILES[name]]) if n in FILES}
     return {n for n in named if not any(m.startswith(f"{n}.") for m in named)} - {name}
 
 
-def package(name):
-    """The package of a module, of which each tool is one: `util`, `tools.doctor`."""
-    parts = name.split(".")[1:]
-    if parts[:1] == ["tools"]:
-        return ".".join(parts[:2])
-    return parts[0] if parts else ""
-
-
-# Without TOP: whoever may, imports those.
-IMPORTED = {n: {o for o in files_imported(n) if package(o) not in TOP} for n in FILES}
-INNER = [name for name in FILES if package(name) not in ("", *TOP)]
+@cache
+def imported():
+    """What each file imports, without TOP: whoever may, imports those."""
+    return {n: {o for o in files_imported(n) if package(o) not in TOP} for n in FILES}
 
 
 def arrows():
     """Pairs of packages, of which the first imports from the second."""
-    pairs = {(package(name), package(other)) for name in INNER for other in IMPORTED[name]}
+    pairs = {(package(name), package(other)) for name in INNER for other in imported()[name]}
     return sorted((one, other) for one, other in pairs if other and one != other)
 
 
 def core_to_tools():
     """Imports of a tool by a file of the core; the command line may import tools."""
-    return [(a, b) for a in INNER if package(a) in CORE for b in IMPORTED[a] if package(b) in TOOLS]
+    core = [name for name in INNER if package(name) in CORE]
+    return [(a, b) for a in core for b in imported()[a] if package(b) in TOOLS]
 
 
 def sentence(layer):
     """The first line of a package's docstring."""
-    text = ast.get_docstring(TREES[FILES[f"distdl.{layer}"]]) or ""
+    text = ast.get_docstring(trees()[FILES[f"distdl.{layer}"]]) or ""
     return text.splitlines()[0].rstrip(".:")
 
 

@@ -16,14 +16,14 @@ from tests import house
 from tests.house import (
     CORE,
     FILES,
-    IMPORTED,
     INNER,
     LAYERS,
     ROOT,
-    TREES,
     WITH_TORCH,
+    imported,
     imports,
     package,
+    trees,
 )
 
 LONGEST_CHAIN = {"core": 12, "all": 15}
@@ -67,7 +67,7 @@ distdl.tracking: clearml.ClearMLLogger mlflow.MLflowLogger
 
 
 def test_imports_point_downwards():
-    pairs = [(name, other) for name in INNER for other in IMPORTED[name] if package(other)]
+    pairs = [(name, other) for name in INNER for other in imported()[name] if package(other)]
     order = LAYERS.index
     assert [(a, b) for a, b in pairs if order(package(b)) > order(package(a))] == []
 
@@ -85,7 +85,7 @@ def test_every_package_has_a_layer_and_one_sentence():
     assert {package(name) for name in INNER} == set(LAYERS)
     assert len(LAYERS) == len(set(LAYERS))
     packages = [path for path in FILES.values() if path.name == "__init__.py"]
-    assert [path for path in packages if not ast.get_docstring(TREES[path])] == []
+    assert [path for path in packages if not ast.get_docstring(trees()[path])] == []
 
 
 def test_every_package_is_in_the_wheel():
@@ -97,14 +97,14 @@ def test_every_package_is_in_the_wheel():
 def test_the_longest_chain_of_packages():
     lengths = {}
     for layer in LAYERS:  # lowest first
-        below = {package(n) for name in INNER if package(name) == layer for n in IMPORTED[name]}
+        below = {package(n) for name in INNER if package(name) == layer for n in imported()[name]}
         lengths[layer] = 1 + max((lengths[other] for other in below - {"", layer}), default=0)
     assert max(lengths[layer] for layer in CORE) <= LONGEST_CHAIN["core"], lengths
     assert max(lengths.values()) <= LONGEST_CHAIN["all"], lengths
 
 
 def test_no_file_imports_itself_by_way_of_others():
-    graphlib.TopologicalSorter(IMPORTED).prepare()  # raises a CycleError
+    graphlib.TopologicalSorter(imported()).prepare()  # raises a CycleError
 
 
 def test_light_packages_load_nothing_heavy():
@@ -121,10 +121,10 @@ def test_launchers_stand_alone():
     for name in (n for n in FILES if package(n) == "launchers"):
         own = ".".join(name.split(".")[:3])  # `distdl.launchers.azureml` for all of its folder
         allowed = (*FOR_LAUNCHERS, own, *MORE_FOR_LAUNCHERS.get(own, ()))
-        for other in IMPORTED[name] - {"distdl", "distdl.launchers"}:
+        for other in imported()[name] - {"distdl", "distdl.launchers"}:
             if not any(f"{other}.".startswith(f"{each}.") for each in allowed):
                 wrong.append(f"{name} imports {other}")
-        at_the_top = imports(TREES[FILES[name]], lazy=False)
+        at_the_top = imports(trees()[FILES[name]], lazy=False)
         wrong += [f"{name}: {other}" for other in at_the_top if other.split(".")[0] not in plain]
     assert wrong == []
 
@@ -133,7 +133,7 @@ def test_the_workers_half_never_composes():
     composing = {"distdl.config.compose", "distdl.config.groups"}
     composing |= {"hydra.main", "hydra.compose", "hydra.initialize"}
     heavy = [name for name in INNER if package(name) in house.WORKERS_HALF]
-    assert [name for name in heavy if composing & set(imports(TREES[FILES[name]]))] == []
+    assert [name for name in heavy if composing & set(imports(trees()[FILES[name]]))] == []
 
 
 def test_contributing_draws_the_tree_as_it_is():
@@ -162,6 +162,6 @@ def test_a_test_file_is_named_after_the_module_or_package_that_it_proves():
 
 
 def test_a_class_name_occurs_once():
-    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
     names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     assert [name for name, times in names.items() if times > 1] == []

@@ -7,7 +7,7 @@ import builtins
 import re
 
 from distdl.util import errors
-from tests.house import FILES, ROOT, SOURCE, TREES
+from tests.house import FILES, ROOT, SOURCE, trees
 
 LINE = re.compile(r" *[*+] (?P<name>\w+)(?:: .*?)?(?: \((?P<place>\S+\.py): .+\))?")
 HERE = "distdl/util/errors.py"
@@ -31,7 +31,7 @@ def written():
     classes = {}
     for path in FILES.values():
         place = path.relative_to(SOURCE.parent if path.is_relative_to(SOURCE) else ROOT).as_posix()
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(trees()[path]):
             if isinstance(node, ast.ClassDef) and node.bases:
                 classes[node.name] = (ast.unparse(node.bases[0]).split(".")[-1], place)
 

@@ -15,7 +15,7 @@ import distdl.launchers.slurm.commands  # noqa: F401 - it has two classes of its
 from distdl.util import refusal_codes, typed
 from distdl.util.errors import Absent, Damaged, NotSignedIn, Problem, Short, StoreError, UserError
 from distdl.util.refusal_codes import CODES
-from tests.house import ROOT, TREES
+from tests.house import ROOT, trees
 
 
 def test_the_documents_show_the_table():
@@ -60,7 +60,7 @@ BY_WORDS = ("launchers/", *(f"src/distdl/{name}/" for name in ("data", "domains"
 def test_every_refusal_names_its_code():
     assert {name for name, code in CLASSES.items() if code} >= {"Damaged", "NoRight", "NotSignedIn"}
     calls = 0
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         where = path.relative_to(ROOT).as_posix()
         if where.startswith(BY_WORDS) or where == "src/distdl/util/errors.py":
             continue
@@ -99,7 +99,7 @@ def codes(value: ast.expr) -> Iterator[str]:
 
 def test_every_code_in_the_code_is_one_of_the_table():
     known = {*CLASSES.values(), *typed.CODE_OF_KIND.values(), refusal_codes.OTHER} - {""}
-    for tree in TREES.values():
+    for tree in trees().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0] in CLASSES:
                 named = [k.value for k in node.keywords if k.arg == "code"]

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from distdl.util import typed
 from distdl.util.errors import UserError
-from tests.house import FILES, IMPORTED
+from tests.house import FILES, imported
 
 
 class Lights(BaseModel):
@@ -61,4 +61,4 @@ def test_only_one_file_reads_the_words_of_pydantic():
     reading = {name for name, text in source.items() if any(word in text for word in words)}
     # The schema asks for a kind; a model folder's server answers over HTTP, without distdl.
     assert reading == {"distdl.util.typed", "distdl.config.schema", "distdl.tools.serving.requests"}
-    assert "distdl.util.typed" in IMPORTED["distdl.config.schema"]
+    assert "distdl.util.typed" in imported()["distdl.config.schema"]
