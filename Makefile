@@ -34,6 +34,7 @@ MATRIX := $(addprefix tests/, \
 	multiprocess/test_detection.py \
 	multiprocess/test_drill_ranks.py \
 	multiprocess/test_examination.py \
+	multiprocess/test_external.py \
 	multiprocess/test_hangs.py \
 	multiprocess/test_maskrcnn.py \
 	multiprocess/test_own_data.py \

@@ -6,7 +6,16 @@ import pytest
 from omegaconf import OmegaConf
 
 from distdl.tools.report import data
-from tests.conftest import TINY, UNCHECKED, distdl, free_port, losses, samples, status
+from tests.conftest import (
+    TINY,
+    UNCHECKED,
+    distdl,
+    free_port,
+    losses,
+    matrix_only,
+    samples,
+    status,
+)
 
 SHORT = (*TINY, "data.train_samples=32", "data.val_samples=7", "trainer.max_epochs=1", "name=x")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "distdl")
@@ -49,11 +58,17 @@ def test_two_ranks_make_one_run(tmp_path):
     assert 0 not in series["epoch"].steps
     assert set(series["epoch"].values) == {0.0}
 
+
+@matrix_only
+def test_a_finished_run_is_left_alone_and_trains_longer(tmp_path):
+    typed = (*SHORT, "data.batch_size=4")
+    succeeds(tmp_path, *typed)
+    (run,) = (tmp_path / "outputs/default").iterdir()
     assert "has finished: nothing to do" in succeeds(tmp_path, *typed)
     succeeds(tmp_path, "resume", str(run), "trainer.max_epochs=2")
     assert sorted(losses(run)) == list(range(1, 9))
     assert len(samples(run)[3]) == 4
-    launch = OmegaConf.load(run / "attempts/003/launch.yaml")
+    launch = OmegaConf.load(run / "attempts/002/launch.yaml")
     assert launch.changes == {"trainer.max_epochs": 2}
 
 

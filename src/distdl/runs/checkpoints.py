@@ -90,7 +90,8 @@ class CheckpointStore:
         for path in self.all()[keep:]:
             remove(path)
             manifest_of(path).unlink(missing_ok=True)
-        for left in (*self.folder.glob(".*.ckpt.tmp"), *self.folder.glob(f".*{SUFFIX}.tmp")):
+        # A manifest is itself written under a temporary name first: `.x.manifest.json.tmp.*.part`.
+        for left in (*self.folder.glob(".*.ckpt.tmp"), *self.folder.glob(f".*{SUFFIX}.tmp*")):
             remove(left)
 
     def all(self) -> list[Path]:

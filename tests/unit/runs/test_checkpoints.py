@@ -11,6 +11,7 @@ import torch
 
 from distdl.runs import checkpoints
 from distdl.runs.checkpoints import CheckpointStore, damage_of, find, manifest_at, manifest_of
+from distdl.util.atomic_files import ENDING
 from tests.prepared import flip, refusal
 
 
@@ -42,6 +43,9 @@ def test_the_manifest_describes_the_file_and_the_newest_has_most_steps(store):
     assert [p.name for p in store.all()] == ["step_200.ckpt", "step_30.ckpt", "step_4.ckpt"]
     store.temporary("step_7.ckpt").write_bytes(b"half")  # what a kill left
     store.temporary("step_8.ckpt").mkdir()
+    manifest = store.temporary("step_8.ckpt.manifest.json")
+    manifest.write_bytes(b"{")
+    manifest.with_name(f".{manifest.name}.0123456789ab{ENDING}").write_bytes(b"{")
     (store.folder / "step_9.ckpt.tmp").write_bytes(b"a user's")
     store.prune(1)
     kept = {path.name, manifest_of(path).name, "step_9.ckpt.tmp"}

@@ -138,7 +138,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=matrix_only), "forkserver"])
+OTHERS = [pytest.param(start, marks=matrix_only) for start in ("spawn", "forkserver")]
+
+
+@pytest.mark.parametrize("start", ["fork", *OTHERS])
 def test_a_loader_outlives_the_signals(start, tmp_path):
     (tmp_path / "rank.py").write_text(LOADER)
     # On one core torch warns of two workers.
