@@ -46,7 +46,8 @@ ROOM = 1 << 16  # bytes: of the command line and of the environment that `ps` sh
 CLONE_PARENT = 0x8000  # linux/sched.h
 CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)  # its number as a system call
 SET_PARENT_DEATH_SIGNAL = 1  # linux/prctl.h
-FLAGS = ("-P", "-B")  # of Python; a spawned process gets those of the one that starts it
+# Of Python. A spawned process gets those of the one that starts it, and torchrun's ranks get `-u`.
+FLAGS = ("-P", "-B", "-u")
 # Read when Python or a library starts: with other values a fork would not be the same.
 AT_START = ("PYTHON", "LD_", "OMP_", "MKL_")
 PATH = "PYTHONPATH"  # but these folders are added, unless something in them would be imported first
@@ -119,7 +120,9 @@ def shadows(folder: str) -> bool:
     """Whether a folder has a module of the name of another one, or what Python imports first."""
     files = [*Path(folder).iterdir()] if Path(folder).is_dir() else []
     names = {path.stem for path in files if path.is_dir() or path.suffix in (".py", ".so")}
-    elsewhere = [path for path in sys.path if path not in (folder, "", str(ROOT))]
+    # The server has none of the folders of tests, which pytest adds.
+    ours = (ROOT, *(ROOT / "tests").iterdir())
+    elsewhere = [path for path in sys.path if path not in (folder, "", *map(str, ours))]
     return any(
         name in ("sitecustomize", *sys.stdlib_module_names) or PathFinder.find_spec(name, elsewhere)
         for name in names - {"distdl"}
@@ -262,7 +265,8 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["env"])
         show(request)
-        open_streams()
+        flags = itertools.takewhile(FLAGS.__contains__, request["command"][1:])
+        open_streams("-u" in flags or "PYTHONUNBUFFERED" in os.environ)
         subprocess.Popen._execute_child = start_distdl  # type: ignore[attr-defined]
         multiprocessing.util.spawnv_passfds = spawn_distdl
         code = exit_code(request["command"][1:])
@@ -310,10 +314,10 @@ def show(request: Mapping[str, Any]) -> None:
         ctypes.memmove(start, text, len(text))
 
 
-def open_streams() -> None:
+def open_streams(unbuffered: bool) -> None:
     """stdin, stdout and stderr for what is open there now."""
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
-        at_once = number == 2 or os.isatty(number) or "PYTHONUNBUFFERED" in os.environ
+        at_once = number == 2 or os.isatty(number) or unbuffered
         errors = "backslashreplace" if number == 2 else None
         stream = open(number, mode, 1 if at_once else -1, errors=errors, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
