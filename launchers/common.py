@@ -39,7 +39,7 @@ def _seconds(value: object) -> int:
     try:
         return walltime.seconds(value)
     except ValueError as error:
-        raise Refused(str(error), walltime.FORMS) from None
+        raise Refused(str(error), walltime.FORMS, code="wrong-kind") from None
 
 
 def with_paths(inputs: object) -> object:
@@ -65,7 +65,7 @@ def matching(pattern: str, what: str, remedy: str = "") -> BeforeValidator:
     def validate(value: object) -> object:
         is_line = isinstance(value, str) and value.isprintable()
         if not (is_line and re.fullmatch(pattern, str(value))):
-            raise Refused(f"{value!r} is not {what}", remedy)
+            raise Refused(f"{value!r} is not {what}", remedy, code="wrong-kind")
         return value
 
     return BeforeValidator(validate)
@@ -192,7 +192,9 @@ def unknown_keys(
     for name, entry in inputs.items():
         for key in sorted(set(entry) - set(known)):
             hint = did_you_mean_word(key, known) or f"an input has {' and '.join(known)}"
-            yield Problem(f"inputs.{name}.{key}", "not a setting of an input", hint)
+            yield Problem(
+                f"inputs.{name}.{key}", "not a setting of an input", hint, code="unknown-key"
+            )
 
 
 # ---- parts of a request -------------------------------------------------------------------------

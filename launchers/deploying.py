@@ -114,7 +114,7 @@ def deployments(platform: Platform) -> dict[str, bool]:
     for name in existing:
         if not is_ours(name, platform.options.name):
             what = f"the endpoint has {name}, which distdl did not create"
-            raise UserError.at("--name", what, "choose another name")
+            raise UserError.at("--name", what, "choose another name", code="exists-already")
     return existing
 
 
@@ -128,7 +128,7 @@ def check(answer: str, expected: Mapping[str, Any]) -> None:
         if agrees(json.loads(answer)["predictions"][0], expected):
             return
     what = f"the answer was {answer[:300]}, and on this machine it is {expected}"
-    raise NotDeployed.at("the test request", what)
+    raise NotDeployed.at("the test request", what, code="mismatch")
 
 
 def agrees(answer: object, expected: object) -> bool:
@@ -150,7 +150,9 @@ def roll_back(platform: Platform) -> str:
     others = [name for name, answers in deployments(platform).items() if not answers]
     if len(others) != 1:
         what = f"{platform.options.name} has {len(others) or 'no'} other models"
-        raise UserError.at("--rollback", what, "deploy the model that should answer")
+        raise UserError.at(
+            "--rollback", what, "deploy the model that should answer", code="not-found"
+        )
     platform.move(others[0])
     return f"{others[0]} answers"
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from distdl.job import JobSpec, LauncherBase
+from distdl.util.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -29,4 +30,5 @@ class ExternalLauncher(LauncherBase[ExternalRequest]):
         raise RuntimeError("the ranks of an external job were started before distdl was")
 
     def attach(self, handle: str) -> NoReturn:
-        raise ValueError(f"{handle}: an external job is managed by the tool that started it")
+        what = "an external job is managed by the tool that started it"
+        raise UserError.at(handle, what, code="unsupported")

@@ -70,7 +70,7 @@ class LocalLauncher(LauncherSettings, LauncherBase[LocalRequest]):
         """The job of an attempt (`local:///.../attempts/001`), to query or cancel it."""
         folder = Path(handle.removeprefix("local://"))
         if not (folder / "launch.yaml").exists():
-            raise UserError.at(handle, "this folder is not an attempt of a run")
+            raise UserError.at(handle, "this folder is not an attempt of a run", code="wrong-kind")
         return LocalJob(folder, None)
 
 

@@ -75,7 +75,12 @@ class Workspace:
 
     def __post_init__(self) -> None:
         problems = [
-            Problem(f"launcher.{key}", f"{name!r} is not an Azure name", "letters, digits, _.()-")
+            Problem(
+                f"launcher.{key}",
+                f"{name!r} is not an Azure name",
+                "letters, digits, _.()-",
+                code="wrong-kind",
+            )
             for key, name in zip(NAMED_BY, astuple(self), strict=True)
             if not re.fullmatch(PART, name)
         ]
@@ -100,7 +105,7 @@ class Workspace:
                     f"write launcher.{key}=..., export {variable}=..., or put the workspace's "
                     "config.json from Azure's portal into this folder"
                 )
-                problems.append(Problem(f"launcher.{key}", what, remedy))
+                problems.append(Problem(f"launcher.{key}", what, remedy, code="missing-key"))
         if problems:
             raise UserError(*problems)
         return cls(*map(str, names))
@@ -141,7 +146,9 @@ def parse(handle: str) -> tuple[Workspace, str, str | None]:
     """Splits a handle into workspace, job and sweep member."""
     if (match := HANDLE.fullmatch(handle)) is None:
         remedy = "azureml://subscriptions/.../resourceGroups/.../workspaces/.../jobs/NAME"
-        raise UserError.at(handle, "is not a handle of a job on Azure ML", remedy)
+        raise UserError.at(
+            handle, "is not a handle of a job on Azure ML", remedy, code="wrong-kind"
+        )
     subscription, group, name, job, member = match.groups()
     return Workspace(subscription, group, name), job, member
 
@@ -247,7 +254,9 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
         yield
     except ImportError as error:
         what = f"Azure's packages are not installed ({error.name})"
-        raise UserError.at("launcher", what, "pip install 'distdl[azure]'") from error
+        raise UserError.at(
+            "launcher", what, "pip install 'distdl[azure]'", code="not-installed"
+        ) from error
     except core.ClientAuthenticationError as error:
         remedy = (
             "az login, or export AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, "
@@ -258,13 +267,18 @@ def azure_errors(path: str = "launcher", remedies: Mapping[str, str] = {}) -> It
     except core.HttpResponseError as error:
         what = f"Azure refuses ({error.status_code}): {brief(error.message)}"
         kind = REFUSALS.get(error.status_code, UserError)
-        raise kind.at(path, what, remedies.get(code_of(error), "")) from error
+        remedy = remedies.get(code_of(error), "")
+        raise kind.at(path, what, remedy, code="platform-refuses") from error
     except core.AzureError as error:
-        raise UserError.at(path, f"Azure does not answer: {brief(error)}") from error
+        raise UserError.at(
+            path, f"Azure does not answer: {brief(error)}", code="unreachable"
+        ) from error
     # The SDK's own exceptions have no common base class, and importing them takes seconds.
     except Exception as error:
         if type(error).__module__.startswith(("azure.", "marshmallow")):
-            raise UserError.at(path, f"Azure's SDK refuses: {brief(error)}") from error
+            raise UserError.at(
+                path, f"Azure's SDK refuses: {brief(error)}", code="platform-refuses"
+            ) from error
         raise
 
 

@@ -89,7 +89,9 @@ class AzureMLLauncher(AzureSettings, LauncherBase[AzureMLRequest]):
     def reach(self, request: AzureMLRequest) -> None:
         if self.files:
             what = "is only for a dry run, but this command would send the job"
-            raise UserError.at("launcher.files", what, "add dry_run=true, or leave it out")
+            raise UserError.at(
+                "launcher.files", what, "add dry_run=true, or leave it out", code="unsupported"
+            )
         self.connection().check_access()
 
     def submit(self, request: AzureMLRequest) -> AzureMLJob | list[AzureMLJob]:

@@ -111,7 +111,9 @@ def workspace_location(credential: TokenCredential | None = None) -> str:
         workspace = Workspace.find(None, None, None)
     except UserError as error:
         what = "missing, and no workspace is named that would have one"
-        raise UserError.at("location", what, "write location=westeurope") from error
+        raise UserError.at(
+            "location", what, "write location=westeurope", code="missing-key"
+        ) from error
     connection = Connection(workspace, None)
     if credential is not None:
         connection.__dict__["credential"] = credential
@@ -134,7 +136,9 @@ def fetch(server: str, location: str, sizes: Iterable[VmSize]) -> Prices:
             (spot if "Spot" in found else dedicated)[name] = float(price)
     if not dedicated:
         what = f"{server} lists no price for a region {location}"
-        raise UserError.at("location", what, "az account list-locations --query [].name")
+        raise UserError.at(
+            "location", what, "az account list-locations --query [].name", code="wrong-choice"
+        )
     return Prices(location, time.strftime("%Y-%m-%d", time.gmtime()), dedicated, spot)
 
 
@@ -172,16 +176,22 @@ def items(server: str, location: str, names: Iterable[str]) -> Iterator[Mapping[
             found = page["Items"]
             after = page.get("NextPageLink")
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise UserError.at("prices", f"{server} answers something else than prices") from None
+            raise UserError.at(
+                "prices", f"{server} answers something else than prices", code="damaged-file"
+            ) from None
         yield from (item for item in found if isinstance(item, dict))
         if not after:
             return
         if urlsplit(str(after))[:2] != urlsplit(server)[:2]:
-            raise UserError.at("prices", f"{server} sends us to another server, {after}")
+            raise UserError.at(
+                "prices", f"{server} sends us to another server, {after}", code="private"
+            )
         if time.monotonic() - started > TOTAL_S:
-            raise UserError.at("prices", f"{server} takes longer than {TOTAL_S:.0f} s")
+            raise UserError.at(
+                "prices", f"{server} takes longer than {TOTAL_S:.0f} s", code="unreachable"
+            )
         request = HttpRequest("GET", str(after))
-    raise UserError.at("prices", f"{server} lists more than {PAGES} pages")
+    raise UserError.at("prices", f"{server} lists more than {PAGES} pages", code="failed")
 
 
 # ---- kept on this machine -----------------------------------------------------------------------

@@ -54,13 +54,13 @@ class Cluster:
                 by_name = {each["name"]: each for each in contexts}
                 if chosen not in by_name:
                     what = f"the kubeconfig has no context {plain(chosen)!r}"
-                    raise UserError.at("launcher.context", what, CHECK)
+                    raise UserError.at("launcher.context", what, CHECK, code="not-found")
                 config.load_kube_config(file, chosen, client_configuration=settings)
                 namespace = str(by_name[chosen]["context"].get("namespace") or "default")
             except config.ConfigException as error:
                 if self.context is not None or IN_CLUSTER not in os.environ:
                     what = f"no kubeconfig: {first_line(error)}"
-                    raise UserError.at("launcher.context", what, CHECK) from None
+                    raise UserError.at("launcher.context", what, CHECK, code="unreadable") from None
                 config.load_incluster_config(client_configuration=settings)
                 chosen, namespace = "in-cluster", own_namespace()
             return client.ApiClient(settings), chosen, namespace
@@ -194,14 +194,15 @@ def api_errors(path: str = "") -> Iterator[None]:
         from urllib3.exceptions import HTTPError
     except ImportError:
         what = "the package kubernetes is not installed"
-        raise UserError.at("launcher", what, INSTALL) from None
+        raise UserError.at("launcher", what, INSTALL, code="not-installed") from None
     try:
         yield
     except ApiException as error:
         raise refusal(error.status or 0, error.body, path, str(error.reason or "")) from None
     except HTTPError as error:
         what = f"the API server does not answer: {first_line(getattr(error, 'reason', error))}"
-        raise UserError.at("launcher.context", what, "kubectl cluster-info; a VPN?") from None
+        remedy = "kubectl cluster-info; a VPN?"
+        raise UserError.at("launcher.context", what, remedy, code="unreachable") from None
 
 
 def refusal(status: int, body: object, path: str, reason: str) -> UserError:
@@ -212,26 +213,30 @@ def refusal(status: int, body: object, path: str, reason: str) -> UserError:
         return NotSignedIn(Problem("launcher.context", what, "sign in again: kubectl auth whoami"))
     if status == 403 and "exceeded quota" in said:
         remedy = "kubectl describe quota; ask for less, or wait until something else has ended"
-        return UserError(Problem("launcher.namespace", f"the quota is used up: {said}", remedy))
+        what = f"the quota is used up: {said}"
+        return UserError.at("launcher.namespace", what, remedy, code="not-enough")
     if status == 403 and "violates PodSecurity" in said:
         remedy = "launcher.pod_security as the namespace allows it"
-        return UserError(Problem("launcher.pod_security", said, remedy))
+        return UserError.at("launcher.pod_security", said, remedy, code="platform-refuses")
     if status == 403 and (
         ("namespace" in said and "not found" in said) or "being terminated" in said
     ):
-        return UserError(Problem("launcher.namespace", said, "kubectl get namespaces"))
+        return UserError.at("launcher.namespace", said, "kubectl get namespaces", code="not-found")
     if status == 403:
         remedy = "docs/launchers/kubernetes.md has the role that you need"
         return NoRight(Problem("launcher.namespace", f"you have no right to: {said}", remedy))
     if status == 404 and said.startswith("namespaces "):
-        return UserError(Problem("launcher.namespace", said, "kubectl get namespaces"))
+        return UserError.at("launcher.namespace", said, "kubectl get namespaces", code="not-found")
     # Of a kind that it does not have the server says so in plain text.
     if status == 404 and "/trainjobs" in path and not said.startswith("trainjobs"):
         what = "the cluster has no TrainJob (Kubeflow Trainer 2.2 or later)"
-        return UserError(Problem("launcher.kind", what, "launcher.kind=job, or install it"))
+        remedy = "launcher.kind=job, or install it"
+        return UserError.at("launcher.kind", what, remedy, code="not-installed")
     if status == 404:
         return Forgotten(Problem("launcher", said or f"{path} is not there"))
-    return UserError(Problem("launcher", f"the API server refuses it ({status}): {said}"))
+    what = f"the API server refuses it ({status}): {said}"
+    code = "exists-already" if status == 409 else "platform-refuses"
+    return UserError.at("launcher", what, code=code)
 
 
 def message_of(body: object) -> str:

@@ -206,7 +206,7 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
         if store is None:
             what = "its store is a volume of the cluster, which this machine does not see"
             remedy = "kubectl cp from a pod that mounts the claim"
-            raise UserError.at(self.handle, what, remedy)
+            raise UserError.at(self.handle, what, remedy, code="unreadable")
         try:
             names = [name for name in store.names() if not name.startswith("bundles/")]
             with ThreadPoolExecutor(8) as pool:
@@ -219,7 +219,7 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
             files = {n: RemoteFile(s, now if s < SMALL else 0.0) for n, s in found.items()}
             fetch_files(to, files, store.download)
         except StoreError as error:
-            raise UserError.at(self.handle, str(error), error.remedy) from error
+            raise UserError.at(self.handle, str(error), error.remedy, code=error.code) from error
 
     # ---- the end --------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
             if state is JobState.UNKNOWN and not self.reached:
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > self.patience:
-                    raise UserError.at(self.handle, self.why)
+                    raise UserError.at(self.handle, self.why, code="unreachable")
             elif state is JobState.UNKNOWN:
                 return  # forgotten: `wait` says it
             else:
@@ -355,11 +355,13 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
         store = self.store()
         if store is None:
             what = "its pods are gone, and with them their logs; its store is not seen from here"
-            raise UserError.at(self.handle, what, "the ranks' logs are in the volume, in logs/")
+            remedy = "the ranks' logs are in the volume, in logs/"
+            raise UserError.at(self.handle, what, remedy, code="unreadable")
         try:
             names = [n for n in store.names(f"{self.folder}/logs/rank_") if n.endswith(".log")]
             if not names:
-                raise UserError.at(self.handle, "its pods are gone, and the store has no log of it")
+                what = "its pods are gone, and the store has no log of it"
+                raise UserError.at(self.handle, what, code="not-found")
             for name in sorted(
                 names, key=lambda name: int("0" + "".join(filter(str.isdigit, name)))
             ):
@@ -368,7 +370,7 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
                 for line in store.read(name).decode(errors="replace").splitlines():
                     yield label + line
         except StoreError as error:
-            raise UserError.at(self.handle, str(error), error.remedy) from error
+            raise UserError.at(self.handle, str(error), error.remedy, code=error.code) from error
 
 
 def state_is_waiting(pod: Object) -> bool:

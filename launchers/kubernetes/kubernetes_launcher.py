@@ -58,7 +58,7 @@ class KubernetesLauncher(KubernetesSettings, LauncherBase[KubernetesRequest]):
         if request.claim and spec.attempt > 1 and newest_checkpoint(Path(spec.store)):
             what = "this run has checkpoints here, which cannot be copied into a volume"
             remedy = "launcher.store=s3://... or azure://..., or start a new run"
-            raise UserError.at("launcher.store", what, remedy)
+            raise UserError.at("launcher.store", what, remedy, code="unsupported")
         return request
 
     def reach(self, request: KubernetesRequest) -> None:
@@ -66,7 +66,8 @@ class KubernetesLauncher(KubernetesSettings, LauncherBase[KubernetesRequest]):
         submission."""
         if self.files:
             what = "is only for a dry run, but this command would send the job"
-            raise UserError.at("launcher.files", what, "add dry_run=true, or leave it out")
+            remedy = "add dry_run=true, or leave it out"
+            raise UserError.at("launcher.files", what, remedy, code="unsupported")
         cluster = self.cluster(self.context)
         server = cluster.server
         namespace = self.namespace or cluster.namespace
@@ -85,7 +86,7 @@ class KubernetesLauncher(KubernetesSettings, LauncherBase[KubernetesRequest]):
         match = HANDLE.fullmatch(handle)
         if match is None or match[3] not in KINDS:
             form = "kubernetes://<context>/<namespace>/job/<name>"
-            raise UserError.at(handle, "is not a job on Kubernetes", form)
+            raise UserError.at(handle, "is not a job on Kubernetes", form, code="wrong-kind")
         context, namespace, kind, name, run, attempt = match.groups()
         known = None if context == "in-cluster" else unquote(context)
         named = Name(kind, unquote(namespace), name, unquote(run or ""), int(attempt or 0))

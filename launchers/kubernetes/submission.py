@@ -117,7 +117,7 @@ def packed(request: KubernetesRequest, whole: bool) -> bytes:
         if size > PART * MOST_PARTS:
             what = f"the code has {size / 1e6:.1f} MB packed; {PART * MOST_PARTS / 1e6:.1f} MB fit"
             remedy = "launcher.store=s3://... or azure://..., or launcher.code=FOLDER in the image"
-            raise UserError.at("launcher.store", what, remedy)
+            raise UserError.at("launcher.store", what, remedy, code="out-of-range")
         return archive.read_bytes()
 
 
@@ -136,7 +136,7 @@ def upload(request: KubernetesRequest) -> None:
             send_code(request, store)
         send_history(request, store)
     except StoreError as error:
-        raise UserError.at("launcher.store", str(error), error.remedy) from error
+        raise UserError.at("launcher.store", str(error), error.remedy, code=error.code) from error
 
 
 def refuse_another_run(request: KubernetesRequest, store: Store) -> None:
@@ -145,7 +145,8 @@ def refuse_another_run(request: KubernetesRequest, store: Store) -> None:
     config = Path(request.spec.bundle) / "config.yaml"
     if store.size("config.yaml") is not None and store.read("config.yaml") != config.read_bytes():
         what = f"{request.key} has a run of the same name with another config"
-        raise UserError.at("launcher.store", what, "choose another name or launcher.store")
+        remedy = "choose another name or launcher.store"
+        raise UserError.at("launcher.store", what, remedy, code="mismatch")
 
 
 def send_code(request: KubernetesRequest, store: Store) -> None:

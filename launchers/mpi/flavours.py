@@ -44,7 +44,9 @@ def reserved(extra: Sequence[str]) -> Iterator[Problem]:
         name = re.sub("^--?", "", word).partition("=")[0]
         if word.startswith("-") and name in RESERVED:
             what = f"{word} is reserved for the launcher"
-            yield Problem("extra_args", what, f"leave it out, and set {RESERVED[name]}")
+            yield Problem(
+                "extra_args", what, f"leave it out, and set {RESERVED[name]}", code="reserved"
+            )
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ def environment(flavour: str) -> dict[str, str]:
 def find_mpirun(mpirun: str) -> str:
     if path := shutil.which(mpirun):
         return path
-    raise UserError.at("launcher.mpirun", f"there is no {mpirun} here", INSTALL)
+    raise UserError.at(
+        "launcher.mpirun", f"there is no {mpirun} here", INSTALL, code="not-installed"
+    )
 
 
 def detect(mpirun: str) -> str:
@@ -153,7 +157,9 @@ def detect(mpirun: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError.at("launcher.mpirun", f"{mpirun} --version: {error}") from None
+        raise UserError.at(
+            "launcher.mpirun", f"{mpirun} --version: {error}", code="failed"
+        ) from None
     printed = done.stdout + done.stderr
     if "Intel(R) MPI" in printed:
         return "intel"
@@ -166,7 +172,7 @@ def detect(mpirun: str) -> str:
     first = next(iter(printed.strip().splitlines()), f"nothing (exit code {done.returncode})")
     what = f"{mpirun} --version prints {first!r}, which is none of {', '.join(FLAVOURS)}"
     remedy = "use one of these, or name the one that it resembles: launcher.flavour=mpich"
-    raise UserError.at("launcher.mpirun", what, remedy)
+    raise UserError.at("launcher.mpirun", what, remedy, code="failed")
 
 
 def program(mpirun: str, flavour: str) -> str:

@@ -82,7 +82,7 @@ def parse_hosts(entries: Sequence[str], slots: int) -> tuple[Host, ...]:
         try:
             hosts += _parse(str(entry).strip(), slots)
         except ValueError as error:
-            raise UserError.at("launcher.hosts", str(error), FORMS) from None
+            raise UserError.at("launcher.hosts", str(error), FORMS, code="wrong-kind") from None
     return _merged(hosts, "launcher.hosts")
 
 
@@ -92,9 +92,13 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except OSError as error:
         remedy = "write one line per host, node1 slots=4; or set launcher.hosts=[node1:4,node2:4]"
-        raise UserError.at("launcher.hostfile", f"{path}: {error.strerror}", remedy) from None
+        raise UserError.at(
+            "launcher.hostfile", f"{path}: {error.strerror}", remedy, code="unreadable"
+        ) from None
     except UnicodeDecodeError:
-        raise UserError.at("launcher.hostfile", f"{path} is not text in UTF-8", LINES) from None
+        raise UserError.at(
+            "launcher.hostfile", f"{path} is not text in UTF-8", LINES, code="damaged-file"
+        ) from None
     hosts: list[Host] = []
     problems: list[Problem] = []
     for number, line in enumerate(lines, 1):
@@ -102,9 +106,9 @@ def read_hostfile(path: str, slots: int) -> tuple[Host, ...]:
             hosts += _parse_line(line.partition("#")[0].strip(), slots)
         except ValueError as error:
             what = f"{path}, line {number}: {error}"
-            problems.append(Problem("launcher.hostfile", what, LINES))
+            problems.append(Problem("launcher.hostfile", what, LINES, code="wrong-kind"))
     if not hosts and not problems:
-        problems = [Problem("launcher.hostfile", f"{path} names no host", LINES)]
+        problems = [Problem("launcher.hostfile", f"{path} names no host", LINES, code="wrong-kind")]
     if problems:
         raise UserError(*problems)
     return _merged(hosts, "launcher.hostfile")
@@ -182,7 +186,7 @@ def _merged(hosts: Iterable[Host], key: str) -> tuple[Host, ...]:
         before = merged.get(host.name, replace(host, slots=0))
         if before.user != host.user:
             what = f"{before.destination} and {host.destination} are one host with two users"
-            raise UserError.at(key, what, "name one of them")
+            raise UserError.at(key, what, "name one of them", code="ambiguous")
         merged[host.name] = replace(host, slots=before.slots + host.slots)
     return tuple(merged.values())
 

@@ -53,7 +53,9 @@ def _other_user(host: Host) -> Problem | None:
     if host.user == me:
         return None
     what = f"{host.destination} is this machine, where mpirun starts the ranks as {me}"
-    return Problem("launcher.hosts", what, f"write {host.name}, or submit as {host.user}")
+    return Problem(
+        "launcher.hosts", what, f"write {host.name}, or submit as {host.user}", code="mismatch"
+    )
 
 
 def ssh_script(ssh: str, hosts: Sequence[Host], lost: Path) -> str:
@@ -85,7 +87,11 @@ class Setup:
         here = [host for host in hosts if host.user and host not in others]
         problems += [problem for host in here if (problem := _other_user(host))]
         if len(others) < len(hosts) and shutil.which(self.python) is None:
-            problems.append(Problem("launcher.python", f"this machine has no {self.python}"))
+            problems.append(
+                Problem(
+                    "launcher.python", f"this machine has no {self.python}", code="not-installed"
+                )
+            )
         if problems:
             raise UserError(*problems)
 
@@ -107,15 +113,23 @@ class Setup:
         try:
             done = self.run(host, query, timeout=REPLY_SECONDS)
         except subprocess.TimeoutExpired:
-            return Problem("launcher.hosts", f"{host} does not answer within {REPLY_SECONDS:.0f} s")
+            return Problem(
+                "launcher.hosts",
+                f"{host} does not answer within {REPLY_SECONDS:.0f} s",
+                code="unreachable",
+            )
         if done.returncode:
             why = done.stderr.strip() or f"exit code {done.returncode}"
             remedy = f"this must work without a password: {self.ssh} {host} true"
-            return Problem("launcher.hosts", f"{host} cannot be reached: {why}", remedy)
+            return Problem(
+                "launcher.hosts", f"{host} cannot be reached: {why}", remedy, code="unreachable"
+            )
         lacks = done.stdout.splitlines()
         if "no python" in lacks:
             remedy = "install the same environment there, or write launcher.python=<its path>"
-            return Problem("launcher.python", f"{host} has no {self.python}", remedy)
+            return Problem(
+                "launcher.python", f"{host} has no {self.python}", remedy, code="not-installed"
+            )
         if "no address" in lacks:
             what = f"{host} finds no address of {self.main}, where rank 0 is (MASTER_ADDR)"
             return Problem(
@@ -123,6 +137,7 @@ class Setup:
                 what=what,
                 remedy="name that host by its address, or by a name that DNS or /etc/hosts knows; "
                 "ssh alone knows the names of ~/.ssh/config",
+                code="unreachable",
             )
         if "no code" not in lacks:
             return None
@@ -130,7 +145,7 @@ class Setup:
             return self.copy_bundle(host)
         what = f"{host} does not see {self.bundle}: this folder is not on a shared file system"
         remedy = "choose another output_dir, or write launcher.copy_bundle=true"
-        return Problem("launcher.copy_bundle", what, remedy)
+        return Problem("launcher.copy_bundle", what, remedy, code="unreadable")
 
     def copy_bundle(self, host: str) -> Problem | None:
         """Copies the bundle to the same path on a host, completely or not at all."""
@@ -143,7 +158,7 @@ class Setup:
         if not done.returncode and not tar.returncode:
             return None
         what = f"the bundle could not be copied to {host}: {done.stderr.strip()}"
-        return Problem("launcher.copy_bundle", what)
+        return Problem("launcher.copy_bundle", what, code="failed")
 
     def run(self, host: str, script: str, **options: object) -> subprocess.CompletedProcess[str]:
         """Runs a line of sh on a host, whatever the login shell is there."""

@@ -31,15 +31,19 @@ class MpiJob(JobBase):
         """The job of a handle `mpi://<host>/<attempt folder>`."""
         match = re.fullmatch(r"mpi://([^/]*)(/.+)", handle)
         if match is None:
-            raise UserError.at(handle, "is not an mpi job", "mpi://<host>/<attempt folder>")
+            raise UserError.at(
+                handle, "is not an mpi job", "mpi://<host>/<attempt folder>", code="wrong-kind"
+            )
         job = cls(Path(match[2]))
         host = job.record().get("host")
         if host is None:
             what = f"{job.folder} has no {RECORD} on this machine, so no job was started there"
             remedy = f"if the job is on {match[1]}, run this command there" if match[1] else ""
-            raise UserError.at(handle, what, remedy)
+            raise UserError.at(handle, what, remedy, code="not-found")
         if host != match[1]:
-            raise UserError.at(handle, f"the job of that folder is on {host}", job.handle)
+            raise UserError.at(
+                handle, f"the job of that folder is on {host}", job.handle, code="mismatch"
+            )
         return job
 
     @property
@@ -99,7 +103,7 @@ class MpiJob(JobBase):
             return
         if record["host"] != socket.gethostname():
             what = f"mpirun runs on {record['host']}, not on {socket.gethostname()}"
-            raise UserError.at(self.handle, what, "cancel the job there")
+            raise UserError.at(self.handle, what, "cancel the job there", code="unsupported")
         if self._is_supervised(record):
             os.kill(record["pid"], number)
 

@@ -12,14 +12,13 @@ from distdl.util.errors import NoRight, NotSignedIn, UserError
 if TYPE_CHECKING:
     from botocore.client import BaseClient
 
-_SIGN_IN = ("launcher", "aws configure, aws sso login, AWS_PROFILE=NAME or launcher.profile=NAME")
-# Errors of botocore -> the setting that the error is about, and the remedy.
+SIGN_IN = "aws configure, aws sso login, AWS_PROFILE=NAME or launcher.profile=NAME"
+NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
+# Errors of botocore -> the setting that the error is about, the remedy, and the refusal's code.
 ABOUT = {
-    **dict.fromkeys(("NoCredentialsError", "PartialCredentialsError"), _SIGN_IN),
-    "TokenRetrievalError": _SIGN_IN,
-    "ProfileNotFound": ("launcher.profile", "aws configure list-profiles"),
-    "NoRegionError": ("launcher.region", "launcher.region=eu-west-1"),
-    "EndpointConnectionError": ("launcher.region", "is the region right?"),
+    "ProfileNotFound": ("launcher.profile", "aws configure list-profiles", "not-found"),
+    "NoRegionError": ("launcher.region", "launcher.region=eu-west-1", "missing-key"),
+    "EndpointConnectionError": ("launcher.region", "is the region right?", "unreachable"),
 }
 # AWS's codes, which do not all come with a status of 401 or 403.
 REFUSALS = {
@@ -80,10 +79,12 @@ def aws_errors() -> Iterator[None]:
     try:
         import boto3  # noqa: F401
         from boto3.exceptions import Boto3Error
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
     except ImportError:
         remedy = "pip install 'distdl[sagemaker]'"
-        raise UserError.at("launcher", "boto3 is not installed", remedy) from None
+        raise UserError.at(
+            "launcher", "boto3 is not installed", remedy, code="not-installed"
+        ) from None
     try:
         yield
     except ClientError as error:
@@ -91,9 +92,12 @@ def aws_errors() -> Iterator[None]:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         other = {401: NotSignedIn, 403: NoRight}.get(status, UserError)
         kind = REFUSALS.get(code_of(error), other)
-        raise kind.at("launcher", f"AWS refuses {error.operation_name}. {what}") from None
+        refused = f"AWS refuses {error.operation_name}. {what}"
+        raise kind.at("launcher", refused, code="platform-refuses") from None
     except (BotoCoreError, Boto3Error) as error:
-        path, remedy = about = ABOUT.get(type(error).__name__, ("launcher", ""))
-        prefix = "no AWS credentials" if about is _SIGN_IN else "AWS"
-        kind = NotSignedIn if about is _SIGN_IN else UserError
-        raise kind.at(path, f"{prefix}: {error}", remedy) from None
+        name = type(error).__name__
+        if name in NO_CREDENTIALS:
+            raise NotSignedIn.at("launcher", f"no AWS credentials: {error}", SIGN_IN) from None
+        unknown = "unreachable" if isinstance(error, HTTPClientError) else "failed"
+        path, remedy, code = ABOUT.get(name, ("launcher", "", unknown))
+        raise UserError.at(path, f"AWS: {error}", remedy, code=code) from None

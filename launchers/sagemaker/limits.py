@@ -80,7 +80,7 @@ def problems(body: Mapping[str, Any], settings: SageMakerSettings) -> list[Probl
         if isinstance(each.value, Sized) and isinstance(setting, (list, dict)):
             own = len(each.value) - len(setting)
             what += f" (distdl adds {own} of its own)" if own > 0 else ""
-        found.setdefault(path, Problem(path, what, each.remedy))
+        found.setdefault(path, Problem(path, what, each.remedy, code=each.code))
     return list(found.values())
 
 
@@ -114,6 +114,7 @@ class Violation:
     value: Any
     what: str
     remedy: str = ""
+    code: str = "out-of-range"
 
 
 def violations(
@@ -161,12 +162,12 @@ def size_problem(shape: Shape, value: object) -> str:
 
 def text_violations(shape: Shape, text: str, where: tuple[str | int, ...]) -> Iterator[Violation]:
     if shape.enum and text not in shape.enum:
-        yield Violation(
-            where, text, f"SageMaker does not know {text!r}", did_you_mean_word(text, shape.enum)
-        )
+        near = did_you_mean_word(text, shape.enum)
+        yield Violation(where, text, f"SageMaker does not know {text!r}", near, "wrong-choice")
     pattern = shape.metadata.get("pattern")
     if pattern and not in_python(pattern).fullmatch(text):
-        yield Violation(where, text, f"SageMaker refuses {text!r}", f"it has to match {pattern}")
+        remedy = f"it has to match {pattern}"
+        yield Violation(where, text, f"SageMaker refuses {text!r}", remedy, "platform-refuses")
 
 
 def in_python(pattern: str) -> re.Pattern[str]:

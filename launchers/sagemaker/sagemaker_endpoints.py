@@ -58,15 +58,20 @@ class HostedEndpoint(Platform[SageMakerLauncher]):
         launcher = self.launcher
         options = self.options
         absent = [key for key in ("role", "bucket") if not getattr(launcher, key)]
-        refuse(Problem(key, "missing", REQUIRED[key]) for key in absent)
+        refuse(Problem(key, "missing", REQUIRED[key], code="missing-key") for key in absent)
         if not options.image:
             remedy = "--image ADDRESS; launchers/sagemaker/endpoint/Dockerfile builds one"
-            raise UserError.at("--image", "missing", remedy)
+            raise UserError.at("--image", "missing", remedy, code="missing-key")
         service = Session().get_service_model("sagemaker")
         known = service.shape_for(self.types).enum
         if options.instance_type not in known:
             remedy = did_you_mean_word(options.instance_type, known)
-            raise UserError.at("--instance-type", f"there is no {options.instance_type}", remedy)
+            raise UserError.at(
+                "--instance-type",
+                f"there is no {options.instance_type}",
+                remedy,
+                code="wrong-choice",
+            )
         container = {
             "Image": options.image,
             "ModelDataUrl": f"s3://{launcher.bucket}/{self.key(name)}",
@@ -143,7 +148,9 @@ class HostedEndpoint(Platform[SageMakerLauncher]):
         now = self.client.describe_endpoint(EndpointName=endpoint)
         if now["EndpointStatus"] != "InService" or now["EndpointConfigName"] != config:
             logs = f"aws logs tail /aws/sagemaker/Endpoints/{endpoint}"
-            raise NotDeployed.at(endpoint, now.get("FailureReason", now["EndpointStatus"]), logs)
+            raise NotDeployed.at(
+                endpoint, now.get("FailureReason", now["EndpointStatus"]), logs, code="failed"
+            )
 
     def move(self, name: str) -> None:
         exists = any(self.deployments().values())
@@ -168,7 +175,7 @@ def refuse_forbidden(violations: Iterable[limits.Violation]) -> None:
     for each in violations:
         fields = [step for step in each.where if step in WRITTEN_AS]
         at = WRITTEN_AS[fields[-1]] if fields else "--name"
-        raise UserError.at(at, each.what, each.remedy)
+        raise UserError.at(at, each.what, each.remedy, code=each.code)
 
 
 class Transform(HostedEndpoint):
@@ -184,7 +191,9 @@ class Transform(HostedEndpoint):
     def use(self, name: str) -> dict[str, dict[str, Any]]:
         options = self.options
         if not all(str(address).startswith("s3://") for address in (options.input, options.output)):
-            raise UserError.at("--input, --output", "must be in S3", "s3://BUCKET/FOLDER")
+            raise UserError.at(
+                "--input, --output", "must be in S3", "s3://BUCKET/FOLDER", code="wrong-type"
+            )
         source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": options.input}}
         job = {
             "TransformJobName": name,
@@ -206,7 +215,7 @@ class Transform(HostedEndpoint):
         """The job has started."""
 
     def delete(self, names: Iterable[str]) -> None:
-        raise UserError.at("--delete", "a transform job ends by itself")
+        raise UserError.at("--delete", "a transform job ends by itself", code="unsupported")
 
 
 KINDS = (HostedEndpoint, Transform)

@@ -182,7 +182,7 @@ class SageMakerJob(QueriedJob[Mapping[str, Any]]):
         from distdl.launchers.sagemaker.uploads import objects
 
         if not (uri := (self.describe().get("CheckpointConfig") or {}).get("S3Uri")):
-            raise UserError.at(self.handle, "has no store")
+            raise UserError.at(self.handle, "has no store", code="incomplete")
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         start = f"{prefix.rstrip('/')}/"
         with aws_errors():

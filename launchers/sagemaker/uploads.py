@@ -57,7 +57,9 @@ def refuse_another_run(request: SageMakerRequest, aws: Aws) -> None:
         raise
     if stored != config.read_bytes():
         what = f"{request.uri(request.key)} has a run of the same name with another config"
-        raise UserError.at("launcher.prefix", what, "choose another name or launcher.prefix")
+        raise UserError.at(
+            "launcher.prefix", what, "choose another name or launcher.prefix", code="mismatch"
+        )
 
 
 def upload_history(request: SageMakerRequest, aws: Aws) -> None:

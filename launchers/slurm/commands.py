@@ -131,7 +131,7 @@ def login_node_required() -> Iterator[None]:
         yield
     except Unreachable as error:
         remedy = "start it on a login node of a Slurm cluster"
-        raise UserError.at("launcher", str(error), remedy) from None
+        raise UserError.at("launcher", str(error), remedy, code=error.code) from None
 
 
 def submit(path: Path, forwarded: Iterable[str], settings: SlurmSettings) -> str:
@@ -155,7 +155,9 @@ def refusal(said: str) -> UserError:
         (about for words, about in REFUSALS.items() if words in reason), ("launcher", "")
     )
     shown = " / ".join(re.sub(r"^(error|fatal): ", "", line) for line in lines if line.strip())
-    return UserError.at(key, f"sbatch refuses it: {shown or 'without a reason'}", remedy)
+    return UserError.at(
+        key, f"sbatch refuses it: {shown or 'without a reason'}", remedy, code="platform-refuses"
+    )
 
 
 def query(number: str) -> Status:
@@ -226,7 +228,7 @@ def cancel(number: str) -> None:
     """Sends SIGTERM to all ranks, and SIGKILL after the cluster's KillWait (30 s by default)."""
     done = run("scancel", number)
     if done.returncode != 0:
-        raise UserError.at(f"slurm://{number}", done.stderr.strip())
+        raise UserError.at(f"slurm://{number}", done.stderr.strip(), code="platform-refuses")
 
 
 def run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -49,7 +49,9 @@ class Table:
         for word in rest:
             if not re.match(r"-[^-]|--.", word):
                 what = f"{word!r} is not an option"
-                raise Refused(what, 'a value with blanks is quoted: --comment="my job"')
+                raise Refused(
+                    what, 'a value with blanks is quoted: --comment="my job"', code="unknown-key"
+                )
             if word.startswith("--"):
                 name, equals, _ = word.partition("=")
                 found = self.possible(name)
@@ -58,7 +60,9 @@ class Table:
                 found, needs_next = self.bundle(word[1:])
             yield from found
             if needs_next and next(rest, None) is None:
-                raise Refused(f"{word} needs a value", f"--{found[-1].name}=...")
+                raise Refused(
+                    f"{word} needs a value", f"--{found[-1].name}=...", code="missing-key"
+                )
 
     def possible(self, name: str) -> list[Option]:
         """What a long name or its abbreviation means: one option, or none. If only options of
@@ -70,7 +74,7 @@ class Table:
         if known := distinct(self.always, name):
             if len(known) > 1:
                 these = " or ".join(f"--{option.name}" for option in known)
-                raise Refused(f"{name} is ambiguous", f"write {these}")
+                raise Refused(f"{name} is ambiguous", f"write {these}", code="ambiguous")
             return known
         return distinct(self.sometimes, name)
 
@@ -113,9 +117,15 @@ def words(line: str) -> list[str]:
         position = match.end()
     rest = line[position:]
     if rest.startswith("#"):
-        raise Refused(f"{line}: for sbatch {rest!r} is a comment", "put the value in quotes")
+        raise Refused(
+            f"{line}: for sbatch {rest!r} is a comment",
+            "put the value in quotes",
+            code="wrong-kind",
+        )
     if rest.strip() and not rest.lstrip().startswith("#"):
-        raise Refused(f"{line}: {rest.strip()!r} has no end", "close the quotation mark")
+        raise Refused(
+            f"{line}: {rest.strip()!r} has no end", "close the quotation mark", code="incomplete"
+        )
     return found
 
 

@@ -104,4 +104,9 @@ class SlurmLauncher(SlurmSettings, LauncherBase[SlurmRequest]):
         match = re.fullmatch(r"slurm://(\d+(?:_\d+)?)", handle)
         if match:
             return SlurmJob(match[1], self.poll_seconds)
-        raise UserError.at(handle, "is not a Slurm job", "write it as slurm://123 or slurm://123_0")
+        raise UserError.at(
+            handle,
+            "is not a Slurm job",
+            "write it as slurm://123 or slurm://123_0",
+            code="wrong-kind",
+        )

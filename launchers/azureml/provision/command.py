@@ -48,7 +48,7 @@ def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None)
     if todo and not settings.confirm:
         if not sys.stdin.isatty():
             what = "there is no terminal to ask for confirmation"
-            raise UserError.at("confirm", what, "write confirm=true")
+            raise UserError.at("confirm", what, "write confirm=true", code="missing-key")
         if input("Continue? Type yes: ").strip().lower() != "yes":
             print("Nothing was changed.")
             return 1
@@ -82,7 +82,7 @@ def only_subscription(arm: Arm) -> str:
     names = ", ".join(f"{s['subscriptionId']} ({s.get('displayName', '')})" for s in visible)
     what = f"you can see {len(visible) or 'no'} subscription{'s' if visible else ''}"
     remedy = f"write subscription=ID, of: {names}" if visible else "az login"
-    raise UserError.at("subscription", what, remedy)
+    raise UserError.at("subscription", what, remedy, code="ambiguous" if visible else "not-found")
 
 
 def query_existing(
@@ -94,7 +94,7 @@ def query_existing(
     subscription = arm.get(ids.subscription, "2022-12-01")
     if subscription is None:
         what = f"there is no subscription {settings.subscription}, or you may not see it"
-        raise UserError.at("subscription", what, "az account list; az login")
+        raise UserError.at("subscription", what, "az account list; az login", code="not-found")
     known: dict[str, Any] = {ids.subscription: subscription}
     group, *_ = wanted = resources(settings)
     exists = arm.get(group.id, group.api) is not None
@@ -143,7 +143,9 @@ def refuse_fixed(steps: Sequence[ResourceStep]) -> None:
         rename = ""
         if resource.named_by:
             rename = f"give it another name ({resource.named_by}=NAME), or "
-        problems.append(Problem(str(resource), what, f"{rename}set the existing value"))
+        problems.append(
+            Problem(str(resource), what, f"{rename}set the existing value", code="unsupported")
+        )
     if problems:
         raise UserError(*problems)
 
@@ -161,7 +163,7 @@ def apply(todo: Sequence[ResourceStep], known: dict[str, Any], arm: Arm) -> bool
         replaced(body, unknown.append)
         try:
             if unknown:
-                raise UserError(f"Azure did not report {unknown[0]}")
+                raise UserError.at("", f"Azure did not report {unknown[0]}", code="failed")
             known[resource.id] = arm.send(method, resource.id, resource.api, body)
         except UserError as error:
             # Somebody granted the role by hand, so it has another GUID.

@@ -36,7 +36,7 @@ def _address_range(text: str) -> str:
     try:
         ipaddress.IPv4Network(text)
     except ValueError as error:
-        raise Refused(str(error), "write a range such as 10.66.0.0/16") from None
+        raise Refused(str(error), "write a range such as 10.66.0.0/16", code="wrong-kind") from None
     return text
 
 
@@ -44,7 +44,7 @@ def _not_retired(name: str) -> str:
     size = vm_sizes.find(name)
     if size is not None and size.retired:
         what = f"Azure retired {size.name} on {size.retired}"
-        raise Refused(what, "docs/azure_vm_sizes.md lists the current sizes")
+        raise Refused(what, "docs/azure_vm_sizes.md lists the current sizes", code="unsupported")
     return name
 
 
@@ -83,7 +83,7 @@ class Network(Section):
     def _outside_rdma_network(cls, text: str) -> str:
         if ipaddress.ip_network(text).overlaps(RDMA_NETWORK):
             what = f"{text} overlaps {RDMA_NETWORK}, which InfiniBand uses on Azure"
-            raise Refused(what, "write a range such as 10.66.0.0/16")
+            raise Refused(what, "write a range such as 10.66.0.0/16", code="conflict")
         return text
 
     @checks("compute_subnet", "endpoint_subnet")
@@ -93,10 +93,10 @@ class Network(Section):
         earlier = info.data
         space = earlier.get("address_space")
         if space and not subnet.subnet_of(ipaddress.IPv4Network(space)):
-            raise Refused(f"{text} is not inside {space}")
+            raise Refused(f"{text} is not inside {space}", code="mismatch")
         other = earlier.get("compute_subnet")
         if other and subnet.overlaps(ipaddress.ip_network(other)):
-            raise Refused(f"{text} overlaps {other}")
+            raise Refused(f"{text} overlaps {other}", code="conflict")
         return text
 
 
@@ -133,7 +133,9 @@ class Compute(Section):
         least = info.data.get("min_nodes", 0)
         if least > most:
             what = f"{most} is less than min_nodes ({least})"
-            raise Refused(what, "write compute.min_nodes=0 compute.max_nodes=4")
+            raise Refused(
+                what, "write compute.min_nodes=0 compute.max_nodes=4", code="out-of-range"
+            )
         return most
 
 
@@ -163,7 +165,10 @@ class ProvisionSettings(Section):
     @classmethod
     def _encrypted(cls, address: str) -> str:
         if not address.startswith("https://"):
-            raise Refused(f"{address} is not an https address, but a token would be sent to it")
+            raise Refused(
+                f"{address} is not an https address, but a token would be sent to it",
+                code="wrong-kind",
+            )
         return address
 
     def unique_name(self, name: str | None, suffix: str, limit: int) -> str:
@@ -199,14 +204,16 @@ def read(overrides: Mapping[str, Any]) -> ProvisionSettings:
     wrong = []
     for key, value in overrides.items():
         if inside := [name for name in known if name.startswith(f"{key}.")]:
-            wrong.append(Problem(key, "is a section", f"write one of {', '.join(inside)}"))
+            wrong.append(
+                Problem(key, "is a section", f"write one of {', '.join(inside)}", code="wrong-kind")
+            )
         elif key not in known:
-            wrong.append(Problem(key, "no such key", did_you_mean(key, known)))
+            wrong.append(Problem(key, "no such key", did_you_mean(key, known), code="unknown-key"))
         else:
             section, _, last = key.rpartition(".")
             (values[section] if section else values)[last] = value
     absent = [key for key in ("resource_group", "workspace") if values[key] is None]
-    wrong += [Problem(key, "missing", f"write {key}=NAME") for key in absent]
+    wrong += [Problem(key, "missing", f"write {key}=NAME", code="missing-key") for key in absent]
     wrong += _contradictions(values)
     try:
         settings = ProvisionSettings.model_validate(values)
@@ -224,9 +231,13 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Problem]:
     sku, cluster = values["registry"]["sku"], values["build_compute"]["name"]
     if sku in ("Basic", "Standard"):
         what = f"private endpoints need a Premium registry, not {sku}"
-        yield Problem("registry.sku", what, "write registry.sku=Premium or private=false")
+        yield Problem(
+            "registry.sku", what, "write registry.sku=Premium or private=false", code="conflict"
+        )
     if cluster == values["compute"]["name"]:
-        yield Problem("build_compute.name", f"{cluster} is the name of the other cluster")
+        yield Problem(
+            "build_compute.name", f"{cluster} is the name of the other cluster", code="conflict"
+        )
 
 
 def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def find(root: Path, node: Mapping[str, Any]) -> dict[str, SplitFiles]:
             if file.member:
                 what = f"{file.path} holds the annotations, which are read at many places"
                 remedy = f"unzip it there, or {PREPARE.format(root)}"
-                raise UserError.at("data.root", what, remedy)
+                raise UserError.at("data.root", what, remedy, code="unsupported")
     return splits
 
 
@@ -56,19 +57,20 @@ def check(root: Path, node: Mapping[str, Any]) -> tuple[list[Problem], dict[str,
     they could be opened."""
     opened: dict[str, CocoFolder] = {}
     if not root.is_dir():
-        state = "is a file" if root.exists() else "does not exist"
-        return [Problem("root", f"{root} {state}", "data.root=/path/to/coco")], opened
+        what = f"{root} is a file" if root.exists() else f"{root} does not exist"
+        code = "wrong-kind" if root.exists() else "not-found"
+        return [Problem("root", what, "data.root=/path/to/coco", code=code)], opened
     try:
         with readable("root"):
             splits = find(root, node)
             missing = [split for split in required(node) if split not in splits]
             if missing:
                 what = f"{root} has no annotation file of {' and '.join(missing)}"
-                return [Problem("root", what, f"it must hold {LAYOUT}")], opened
+                return [Problem("root", what, f"it must hold {LAYOUT}", code="incomplete")], opened
             for split, files in splits.items():
                 opened[split] = CocoFolder(split, files, None)
     except UserError as error:
-        return [Problem("root", each.what, each.remedy) for each in error.problems], opened
+        return [replace(each, path="root") for each in error.problems], opened
     first = next(iter(opened.values()))  # of training, if it is there
     problems = [*check_training(first, node)]
     if not node.get(PREDICTS) and not first.annotations.count_all:
@@ -91,12 +93,14 @@ def check_training(samples: CocoFolder, node: Mapping[str, Any]) -> Iterable[Pro
     count = len(samples.classes)
     if node.get("num_classes") not in (None, count):
         what = f"is {node['num_classes']}, but {samples.source} has {count} categories"
-        yield Problem("num_classes", what, f"data.num_classes={count}")
+        yield Problem("num_classes", what, f"data.num_classes={count}", code="mismatch")
     for key, field in needed_fields(node):
         lacking = samples.lacking(field)
         if lacking is not None:
             what = f"{samples.source}: annotation {lacking} has no {field}"
-            yield Problem(key, what, f"data.{key}=false, with a model that needs none")
+            yield Problem(
+                key, what, f"data.{key}=false, with a model that needs none", code="incomplete"
+            )
 
 
 def needed_fields(node: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -119,7 +123,7 @@ def check_categories(train: CocoFolder, other: CocoFolder) -> Iterable[Problem]:
         differing = sorted(named[0].items() ^ named[1].items())
         shown = first_few([f"{identity} {name!r}" for identity, name in differing])
         what = f"the categories of {train.source} and {other.source} differ: {shown}"
-        yield Problem("root", what, "both need the same ids and names")
+        yield Problem("root", what, "both need the same ids and names", code="mismatch")
 
 
 def check_boxes(samples: CocoFolder) -> Iterable[Problem]:
@@ -171,7 +175,9 @@ class CocoFolder(EncodedData):
                 f"{len(missing):,} of {len(names):,} images of {self.source} are not in {where}: "
                 f"{first_few(missing)}"
             )
-            raise UserError.at("data.root", what, f"data.images={{{self.split}: [PATH]}}")
+            raise UserError.at(
+                "data.root", what, f"data.images={{{self.split}: [PATH]}}", code="incomplete"
+            )
 
     def _key(self) -> str:
         listing = hashlib.sha256(str(self.annotations.categories).encode())

@@ -30,31 +30,37 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
     """
     if root.is_file():
         remedy = f"{unpacking.first(root)}name the folder that holds train/ and val/"
-        problems = [(f"{root} is a file", remedy)]
+        problems = [Problem("root", f"{root} is a file", remedy, code="wrong-kind")]
     elif not root.is_dir():
-        problems = [(f"no such folder: {root}", "data.root=/path/to/images")]
+        what = f"no such folder: {root}"
+        problems = [Problem("root", what, "data.root=/path/to/images", code="not-found")]
     elif (root / WORK).is_dir():
         what = f"{root}: its preparation was interrupted, or is under way"
-        problems = [(what, "the same `prepare` command resumes it")]
+        remedy = "the same `prepare` command resumes it"
+        problems = [Problem("root", what, remedy, code="under-way")]
     elif kaggle := kaggle_below(root):
         what = f"{root} is ImageNet as Kaggle has it: val/ has no class folders"
         source = f"prepare imagenet --source {shlex.quote(str(kaggle))}"
-        problems = [(what, f"python -m distdl {source} --to OUT, then data.root=OUT")]
+        remedy = f"python -m distdl {source} --to OUT, then data.root=OUT"
+        problems = [Problem("root", what, remedy, code="incomplete")]
     else:
         remedy = "it must hold train/<class>/ and val/<class>/"
         missing = [split for split in ("train", "val") if not (root / split).is_dir()]
-        problems = [(f"{root} has no {split}/", remedy) for split in missing]
-    yield from (Problem("root", *problem) for problem in problems)
+        problems = [
+            Problem("root", f"{root} has no {split}/", remedy, code="incomplete")
+            for split in missing
+        ]
+    yield from problems
     if problems:
         return
     train, val = class_names(root / "train"), class_names(root / "val")
     if train != val:
         yield different_classes("root", train, val)
     elif not train:
-        yield Problem("root", f"{root / 'train'} has no class folder", remedy)
+        yield Problem("root", f"{root / 'train'} has no class folder", remedy, code="incomplete")
     if num_classes is not None and num_classes != len(train):
         what = f"is {num_classes}, but {root / 'train'} has {len(train)} class folders"
-        yield Problem("num_classes", what, f"data.num_classes={len(train)}")
+        yield Problem("num_classes", what, f"data.num_classes={len(train)}", code="mismatch")
 
 
 class FolderImages(EncodedImages):
@@ -97,7 +103,9 @@ class FolderImages(EncodedImages):
                 images = left_out.images(inner, sorted(files))
                 paths += [prefix + os.fsencode(file) for file in images]
             if len(paths) == before:
-                raise UserError.at("data.root", *no_image(folder / name, left_out))
+                raise UserError.at(
+                    "data.root", *no_image(folder / name, left_out), code="incomplete"
+                )
             counts.append(len(paths) - before)
         self._paths = np.array(paths, dtype=np.bytes_)
         self._labels = np.repeat(np.arange(len(counts), dtype=np.int64), counts)

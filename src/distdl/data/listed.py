@@ -43,7 +43,9 @@ class ListedImages(EncodedImages):
             what = f"{self.store.uri} holds no image"
             if others:
                 what += f" (left out: {others})"
-            raise UserError.at("data.root", what, f"{', '.join(FORMATS)} are read")
+            raise UserError.at(
+                "data.root", what, f"{', '.join(FORMATS)} are read", code="incomplete"
+            )
         # In one array, of which workers make no copies: see `FolderImages`.
         self._names = np.array([os.fsencode(name) for name in listed])
         self.key = hashlib.sha256(os.fsencode(self.store.uri) + self._names.tobytes()).hexdigest()

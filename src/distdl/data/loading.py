@@ -153,10 +153,11 @@ class KeyedDataset(Dataset[Any]):
         if not self.with_weight:
             return sample
         if not isinstance(sample, dict):
-            raise UserError(
+            what = (
                 "exact_evaluation = True needs samples that are dicts, to carry weight and index; "
                 f"{type(self.dataset).__name__} gave {type(sample).__name__}"
             )
+            raise UserError.at("", what, code="wrong-type")
         # A NumPy scalar, since default_collate turns Python floats into float64. A sample may have
         # a weight of 0 itself (a damaged image that was replaced by another one).
         weight = np.float32(key.weight * sample.get("weight", 1.0))
@@ -402,7 +403,7 @@ class _Share:
             f"let each rank take every {ordinal(self.world_size)} sample; or leave all "
             "loaders alone"
         )
-        raise UserError.at("data", what, f"{remedy}: {LEAVE}")
+        raise UserError.at("data", what, f"{remedy}: {LEAVE}", code="unreadable")
 
     def _refuse_unsharded(self, loader: DataLoader[Any], why: str) -> DataLoader[Any]:
         name = type(loader).__name__
@@ -413,7 +414,7 @@ class _Share:
             f"{name} cannot be given one rank's share: {why}"
         )
         remedy = f"change the loader; or shard it yourself, and leave all loaders alone: {LEAVE}"
-        raise UserError.at("data", what, remedy)
+        raise UserError.at("data", what, remedy, code="unsupported")
 
     def _unchanged(self, loader: Loader, why: str | None = None) -> Loader:
         """Counts a loader that is not sharded, and returns it unchanged, with its warnings."""

@@ -133,7 +133,7 @@ class StoredObjects(StoredData):
         split = config.get("predict_split", "val")
         if split not in ("train", "val", "test"):
             what = f"is {split!r}, not train, val or test"
-            yield Problem("predict_split", what, "data.predict_split=test")
+            yield Problem("predict_split", what, "data.predict_split=test", code="wrong-choice")
             return
         run = (context or {}).get("config") or {}
         limit = (run.get("trainer") or {}).get("limit_val_batches", 1.0)
@@ -150,7 +150,7 @@ class StoredObjects(StoredData):
             return
         why = unfit(val.annotations.federated, val.annotations.labelled)
         if why:
-            yield Problem("root", f"{val.source} {why}", NO_VALIDATION)
+            yield Problem("root", f"{val.source} {why}", NO_VALIDATION, code="incomplete")
 
     @classmethod
     def count_folder(cls, root: Path, node: Mapping[str, Any]) -> int:
@@ -165,18 +165,21 @@ class StoredObjects(StoredData):
         if node.get(VALIDATES):
             why = unfit(data.manifest.federated, data.manifest.splits["val"].labelled)
             if why:
-                yield Problem("root", f"val of {data.store.uri} {why}", NO_VALIDATION)
+                what = f"val of {data.store.uri} {why}"
+                yield Problem("root", what, NO_VALIDATION, code="incomplete")
         if not node.get(PREDICTS) and not data.manifest.splits["train"].labelled:
             what = f"train of {data.store.uri} {coco_folder.NOTHING}"
             yield Problem("root", what, WITH_OBJECTS, code="not-enough")
         count = len(data.manifest.categories)
         if node.get("num_classes") not in (None, count):
             what = f"is {node['num_classes']}, but {data.store.uri} has {count} categories"
-            yield Problem("num_classes", what, f"data.num_classes={count}")
+            yield Problem("num_classes", what, f"data.num_classes={count}", code="mismatch")
         for key, field in coco_folder.needed_fields(node):
             if field not in data.manifest.holds:
                 what = f"{data.store.uri} has no {key}: its objects have no {field}"
-                yield Problem(key, what, f"data.{key}=false, with a model that needs none")
+                yield Problem(
+                    key, what, f"data.{key}=false, with a model that needs none", code="incomplete"
+                )
 
     @classmethod
     def required(cls, node: Mapping[str, Any]) -> Sequence[str]:
@@ -220,7 +223,7 @@ class StoredObjects(StoredData):
         """The splits that are opened."""
         if self.predict_split not in splits:
             what = f"is {self.predict_split}, and {self.root} has only: {', '.join(splits)}"
-            raise UserError.at("data.predict_split", what)
+            raise UserError.at("data.predict_split", what, code="mismatch")
         trained = [split for split in ("train", "val") if split in splits]
         return [*dict.fromkeys((*trained, self.predict_split))]
 
@@ -228,7 +231,7 @@ class StoredObjects(StoredData):
         try:
             self.categories = Categories.of(categories)
         except ValueError as error:
-            raise UserError.at("data.root", f"{self.root}: {error}") from error
+            raise UserError.at("data.root", f"{self.root}: {error}", code="unreadable") from error
         self.domain = Detection(self.categories)
         for view in (self.train_view, self.val_view):
             assert isinstance(view, DetectionView)
@@ -252,7 +255,7 @@ class StoredObjects(StoredData):
     def val_dataloader(self) -> DataLoader[Any]:
         if self._unfit.get("val"):
             what = f"the split val of {self.root} {self._unfit['val']}"
-            raise UserError.at("data.root", what, NO_VALIDATION)
+            raise UserError.at("data.root", what, NO_VALIDATION, code="incomplete")
         return super().val_dataloader()
 
     def predict_dataloader(self) -> DataLoader[Any]:

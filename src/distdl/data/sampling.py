@@ -141,14 +141,14 @@ class TrainBatches(Sampler[list[SampleKey]]):
             return
         if batched:
             what = f"{num_samples} training batches are fewer than the {world_size} ranks"
-            raise UserError.at("data", what, "fewer devices, or smaller batches")
+            raise UserError.at("data", what, "fewer devices, or smaller batches", code="not-enough")
         what = (
             f"{num_samples} training samples are fewer than one global batch of "
             f"{batch_size} x {world_size} = {self.global_batch}"
         )
         smaller = num_samples // world_size
         remedy = f"data.batch_size={smaller}" if smaller else "fewer devices, or more samples"
-        raise UserError.at("data.batch_size", what, remedy)
+        raise UserError.at("data.batch_size", what, remedy, code="not-enough")
 
     def __len__(self) -> int:
         """Batches of a full epoch, even if the next `iter()` starts in the middle of one."""

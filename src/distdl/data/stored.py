@@ -146,7 +146,7 @@ class StoredImages(StoredData):
         if data.manifest.domain == cls.domain.name and node.get("num_classes") not in (None, count):
             classes = plural("class", count)
             what = f"is {node['num_classes']}, but {data.store.uri} has {count} {classes}"
-            yield Problem("num_classes", what, f"data.num_classes={count}")
+            yield Problem("num_classes", what, f"data.num_classes={count}", code="mismatch")
 
     def open_folder(self, root: Path, left_out: LeftOut) -> dict[str, FolderImages]:
         folders = ClassFolders(root, "data.root")

@@ -102,7 +102,7 @@ class StoredData(ImageData):
     def check_folder(cls, root: Path, node: Mapping[str, Any]) -> Iterable[Problem]:
         """Problems of a folder that is not prepared; paths are relative to the data node."""
         remedy = "python -m distdl prepare ... makes a prepared data set"
-        yield Problem("root", f"{root} has no {MANIFEST}", remedy)
+        yield Problem("root", f"{root} has no {MANIFEST}", remedy, code="incomplete")
 
     @classmethod
     def count_folder(cls, root: Path, node: Mapping[str, Any]) -> int:
@@ -141,13 +141,19 @@ class StoredData(ImageData):
         uri = data.store.uri
         if data.manifest.domain != cls.domain.name:
             what = f"{uri} was prepared for {data.manifest.domain}, not for {cls.domain.name}"
-            yield Problem("root", what, "choose data and model of that domain, or another root")
+            yield Problem(
+                "root",
+                what,
+                "choose data and model of that domain, or another root",
+                code="mismatch",
+            )
             return
         for split in sorted({*cls.required(node)} - splits.keys()):
-            yield Problem("root", f"{uri} has no {split!r}", f"it has {[*splits]}")
+            what = f"{uri} has no {split!r}"
+            yield Problem("root", what, f"it has {[*splits]}", code="incomplete")
         for name in [name for name in cls.required(node) if not splits[name].samples]:
             remedy = "python -m distdl prepare ... makes both splits (docs/data/prepare.md)"
-            yield Problem("root", f"{uri} has no sample in {name!r}", remedy)
+            yield Problem("root", f"{uri} has no sample in {name!r}", remedy, code="incomplete")
 
     @classmethod
     def check(
@@ -268,7 +274,7 @@ class StoredData(ImageData):
         room = cache.room()
         if room < wanted:
             what = f"{root} has room for {room / GB:.3g} GB; the data needs {wanted / GB:.3g} GB"
-            raise UserError.at("data.cache_dir", what, REMEDY)
+            raise UserError.at("data.cache_dir", what, REMEDY, code="not-enough")
         if self.trainer is None or self.trainer.global_rank == 0:
             if data.note:
                 log.warning(data.note)
@@ -342,7 +348,9 @@ def refuse_different_data(key: str) -> None:
                 f"the ranks see different data sets: {first} is rank 0's, on {host}, "
                 f"and {other} is rank {rank}'s, on {its_host}"
             )
-            raise UserError.at("data.root", what, "copy one of them to every node, or start again")
+            raise UserError.at(
+                "data.root", what, "copy one of them to every node, or start again", code="mismatch"
+            )
 
 
 def _refuse(problems: Iterable[Problem]) -> None:
@@ -364,7 +372,7 @@ def _of_epoch(context: Mapping[str, Any] | None, samples: int) -> Iterable[Probl
     for problem in epochs.problems(config, samples, world_size) if config else ():
         section, _, key = problem.path.partition(".")
         what = problem.what if section == "data" else f"{problem.path} {problem.what}"
-        yield Problem(key if section == "data" else "", what, problem.remedy)
+        yield Problem(key if section == "data" else "", what, problem.remedy, code=problem.code)
 
 
 def _most_shards(manifest: Manifest, limit: int) -> int:
@@ -374,5 +382,7 @@ def _most_shards(manifest: Manifest, limit: int) -> int:
     most = (limit - indices) // (3 * largest)
     if most < 1:
         least = f"data.cache_gb={math.ceil((3 * largest + indices) / GB * 1000) / 1000:g} or more"
-        raise UserError.at("data.cache_gb", "is too small for three shards", least)
+        raise UserError.at(
+            "data.cache_gb", "is too small for three shards", least, code="not-enough"
+        )
     return most

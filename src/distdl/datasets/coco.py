@@ -59,7 +59,7 @@ class AnnotationSource:
     name: str
     file: BinaryIO
 
-    def at(self, offset: int, length: int) -> bytes:
+    def read(self, offset: int, length: int) -> bytes:
         return os.pread(self.file.fileno(), int(length), int(offset))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -149,7 +149,7 @@ class Annotations:
 
     def _text(self, row: np.ndarray[Any, Any]) -> bytes:
         """The text of an entry, which a row (id, file, offset, length) names."""
-        return self.sources[int(row[1])].at(row[2], row[3])
+        return self.sources[int(row[1])].read(row[2], row[3])
 
     def _united(self, texts: list[bytes]) -> bytes:
         if len(set(texts)) == 1:
@@ -386,7 +386,7 @@ def _box_of(annotation: dict[str, Any]) -> Sequence[float]:
 
 def _fields(source: AnnotationSource, entry: JsonEntry) -> dict[str, Any]:
     """An entry whose texts are needed."""
-    text = source.at(entry.offset, entry.length)
+    text = source.read(entry.offset, entry.length)
     return _mapping(entry.value if text.isascii() else json_entries.parsed(text))
 
 

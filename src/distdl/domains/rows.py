@@ -105,7 +105,7 @@ def on_host(outputs: object, size: int, reserved: Sequence[str] = ()) -> dict[st
         if name in reserved or names.count(name) > 1:
             whose = "a column of distdl" if name in reserved else "another key"
             what = f"predict_step returned {name!r}, which is also the name of {whose}"
-            raise UserError.at("model", what, "return it under another name")
+            raise UserError.at("model", what, "return it under another name", code="conflict")
         if why := unfit(value, size):
             refuse_output(
                 f"predict_step returned {why}" + (f" as {name!r}" if outputs is tensors else "")
@@ -138,4 +138,4 @@ def refuse_output(what: str) -> NoReturn:
         "return a tensor of numbers, or a dict of such tensors, whose first dimension is the "
         "batch: complex numbers by torch.view_as_real, rows of other lengths padded"
     )
-    raise UserError.at("model", what, remedy)
+    raise UserError.at("model", what, remedy, code="wrong-type")

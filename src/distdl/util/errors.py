@@ -61,7 +61,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from distdl.util.exit_codes import EXIT_FAILURE, EXIT_REFUSED
-from distdl.util.refusal_codes import of_words
+from distdl.util.refusal_codes import OTHER
 
 # The last line of a UserError's traceback in a child process: the code of its first problem.
 _NOTE = re.compile(r"\n    \[([a-z-]+)\]$")
@@ -74,12 +74,8 @@ class Problem:
     path: str  # in the config, as the user writes it (`strategy.stages`); empty if there is none
     what: str  # one sentence without the path
     remedy: str = ""  # what to write instead, as the user would type it; empty if it is unknown
-    # Which kind of problem it is. Every refusal of distdl names it; by default what `what` says.
-    code: str = field(default="", compare=False)
-
-    def __post_init__(self) -> None:
-        if not self.code:
-            object.__setattr__(self, "code", of_words(self.what))
+    # Which kind of problem it is: one of `refusal_codes.CODES`. Every refusal of distdl names it.
+    code: str = field(default=OTHER, compare=False)
 
     def __str__(self) -> str:
         return self._text("")
@@ -104,7 +100,7 @@ class UserError(Exception):
 
     def __init__(self, *problems: Problem | str) -> None:
         name = type(self).__name__
-        code = ""
+        code = OTHER
         text = problems[0] if problems else ""
         # If a loader's worker fails, torch raises its error again in the rank, with a text that
         # ends with the worker's traceback (`torch._utils.ExceptionWrapper`).
@@ -125,7 +121,7 @@ class UserError(Exception):
             self.add_note(f"    [{self.problems[0].code}]")
 
     @classmethod
-    def at(cls, path: str, what: str, remedy: str = "", *, code: str = "") -> Self:
+    def at(cls, path: str, what: str, remedy: str = "", *, code: str = OTHER) -> Self:
         """An error with one problem."""
         return cls(Problem(path, what, remedy, code))
 
@@ -251,7 +247,7 @@ class SaveError(RuntimeError):
 class Refused(ValueError):
     """Raised when a validator of a typed setting rejects a value. `what` begins with the value."""
 
-    def __init__(self, what: str, remedy: str = "", *, code: str = "") -> None:
+    def __init__(self, what: str, remedy: str = "", *, code: str = OTHER) -> None:
         super().__init__(what)
         self.remedy = remedy
         self.code = code

@@ -73,7 +73,8 @@ class Misfit:
     def code(self) -> str:
         """Of `refusal_codes.CODES`; that of `reason` if a validator of ours has raised it."""
         if self.reason is not None:
-            return getattr(self.reason, "code", "wrong-type")
+            # A validator of the whole, which has no path, compares several values.
+            return getattr(self.reason, "code", "wrong-type" if self.path else "conflict")
         if self.kind.startswith(("greater_", "less_")) or self.kind.endswith(("_long", "_short")):
             return "out-of-range"
         return CODE_OF_KIND.get(self.kind, "wrong-type")
@@ -143,10 +144,10 @@ def problems(
         found.setdefault(path, []).append(misfit)
     for path, same in found.items():
         first = same[0]
-        reason = next((each.reason for each in same if each.reason is not None), None)
-        if reason is not None:
-            remedy = getattr(reason, "remedy", "")
-            yield Problem(path, str(reason), remedy, code=getattr(reason, "code", ""))
+        ours = next((each for each in same if each.reason is not None), None)
+        if ours is not None:
+            remedy = getattr(ours.reason, "remedy", "")
+            yield Problem(path, str(ours.reason), remedy, code=ours.code)
         elif first.kind == "missing":
             yield Problem(path, "missing", f"write {path}=...", code=first.code)
         elif first.kind == "extra_forbidden":

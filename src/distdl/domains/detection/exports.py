@@ -209,7 +209,7 @@ class DetectionExports(Exports[list[SeenObjects]]):
             what += f"; {total.alone} detections are on one side alone" if total.alone else ""
             what += f"; {total.masks} masks differ" if total.masks else ""
             accepted = f"{PIXELS:g} px and {tolerance:g} are accepted"
-            raise Disagrees.at("export", f"{what} ({accepted})", REPORT)
+            raise Disagrees.at("export", f"{what} ({accepted})", REPORT, code="mismatch")
         return {
             "images": len(expected),
             "detections": total.matched,

@@ -132,5 +132,7 @@ def _library() -> Any:  # noqa: ANN401  (a module)
         from faster_coco_eval.core import mask
     except ImportError as error:
         what = f"masks of polygons need the package faster-coco-eval ({error})"
-        raise UserError.at("data.masks", what, "pip install 'distdl[detection]'") from error
+        raise UserError.at(
+            "data.masks", what, "pip install 'distdl[detection]'", code="not-installed"
+        ) from error
     return mask

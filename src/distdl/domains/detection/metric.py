@@ -203,7 +203,9 @@ class CocoMetric(Metric[Mapping[str, object], Sequence[Detections]]):
                 before = images.setdefault(record["image"]["id"], record)
                 if before is not record and before["truth"] != record["truth"]:
                     what = f"two images of the validation data have the id {record['image']['id']}"
-                    raise UserError(Problem("data", what, "give each image an id of its own"))
+                    raise UserError(
+                        Problem("data", what, "give each image an id of its own", code="ambiguous")
+                    )
         numbers: dict[str, float] = {"samples": float(len(images))}
         categories: list[dict[str, int | str | float]] = [
             {"id": identity, "name": name}
@@ -236,7 +238,12 @@ class CocoMetric(Metric[Mapping[str, object], Sequence[Detections]]):
                     where = f"image {record['image']['id']}, annotation {each.get('id', '?')}"
                     what = f"{where}: it has no {named}, with which detections are compared"
                     raise UserError(
-                        Problem("data", what, "a detector without masks, or other data")
+                        Problem(
+                            "data",
+                            what,
+                            "a detector without masks, or other data",
+                            code="incomplete",
+                        )
                     )
 
 
@@ -246,7 +253,7 @@ def refuse_unknown_sigmas(points: int, sigmas: Sequence[float] | None) -> None:
     if points != known:
         what = f"the network has {points} keypoints, and {known} sigmas are known for OKS"
         remedy = f"give one for each: model.keypoint_sigmas=[{', '.join(['0.05'] * min(points, 3))}"
-        raise UserError.at("model.keypoint_sigmas", what, f"{remedy}, ...]")
+        raise UserError.at("model.keypoint_sigmas", what, f"{remedy}, ...]", code="mismatch")
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,9 @@ class Export:
             folder.rename(target)
         except OSError as error:
             what = f"cannot write into {shown(target.parent)}: {error.strerror or error}"
-            raise Unfinished.at("export", what, "the same command starts again") from error
+            raise Unfinished.at(
+                "export", what, "the same command starts again", code="not-writable"
+            ) from error
         finally:
             self.data.teardown("predict")
             shutil.rmtree(part, ignore_errors=True)
@@ -148,7 +150,8 @@ class Export:
         step = math.ceil(len(self.images) / IMAGES)
         indices = [i for i in range(0, len(self.images), step) if not self.images[i]["damaged"]]
         if not indices:
-            raise UserError.at("data", "the validation split has no intact image to compare on")
+            what = "the validation split has no intact image to compare on"
+            raise UserError.at("data", what, code="incomplete")
         return indices
 
     def _write_model(self, kind: str, folder: Path, indices: Sequence[int]) -> None:
@@ -171,7 +174,8 @@ class Export:
                 raise
             what = f"weights lack settings that a callback changed: {changed(self.settings)}"
             other = next(each for each in formats.GRAPHS if each in self.leaves.tolerance)
-            raise Disagrees.at("export", what, f"--to {other}, which has them") from error
+            remedy = f"--to {other}, which has them"
+            raise Disagrees.at("export", what, remedy, code="incomplete") from error
         if costs := self.leaves.costs(answers, map(self.images.__getitem__, indices), scored):
             verified["costs"] = costs
         description["verification"] = verified

@@ -130,7 +130,7 @@ def write_graph(kind: str, graph: Graph, file: Path) -> None:
         what = f"torch cannot write this network as {kind}: {reason}"
         missing = isinstance(error, ImportError)
         remedy = TRACED if missing else "another format: --to weights"
-        raise UserError.at("model.network", what, remedy) from error
+        raise UserError.at("model.network", what, remedy, code="not-writable") from error
 
 
 def _exported(graph: Graph) -> torch.export.ExportedProgram:
@@ -187,7 +187,7 @@ def answered_alone(folder: Path, samples: Sequence[bytes]) -> list[dict[str, Any
             return answers
     last = redact(done.stderr.strip().rpartition("\n")[2])
     what = f"the package does not run by itself, with the code that it holds: {last:.500}"
-    raise Disagrees.at("model.network", what, network_code.REMEDY)
+    raise Disagrees.at("model.network", what, network_code.REMEDY, code="failed")
 
 
 def write_mlflow(model: Path, folder: Path, images: Sequence[bytes]) -> Path:
@@ -218,7 +218,8 @@ def write_mlflow(model: Path, folder: Path, images: Sequence[bytes]) -> Path:
     model_folder.write_card(folder, model_folder.read(model), "mlflow")
     answers = mlflow.pyfunc.load_model(str(folder)).predict(frame)
     if not near(answers.to_dict("records"), expected.to_dict("records")):
-        raise Disagrees.at("export", "the MLflow model answers otherwise than its model folder")
+        what = "the MLflow model answers otherwise than its model folder"
+        raise Disagrees.at("export", what, code="mismatch")
     return folder
 
 

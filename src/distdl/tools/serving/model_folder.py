@@ -104,7 +104,12 @@ def read(folder: Path) -> dict[str, Any]:
     description = files.load_json(folder / DESCRIPTION, shape, remedy)
     written = description.get("files") or {DESCRIPTION: ""}  # without the list it is damaged
     if wrong := dict(written.items() - _checksums(folder).items()):
-        raise UserError.at(shown(folder), f"{', '.join(sorted(wrong))} missing or damaged", remedy)
+        raise UserError.at(
+            shown(folder),
+            f"{', '.join(sorted(wrong))} missing or damaged",
+            remedy,
+            code="damaged-file",
+        )
     return description
 
 
