@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from distdl.callbacks.lean import LeanCallback
 from distdl.data.encoded import EncodedData
-from distdl.data.loading import KeyedDataset
+from distdl.data.keyed import KeyedDataset
 from distdl.datasets.image_headers import DamagedImage
 from distdl.domains.domain import domain_of
 from distdl.domains.drawing import Drawing, DrawnImage, DrawnSection

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from distdl.data.encoded import EncodedData
-from distdl.data.loading import KeyedDataset
+from distdl.data.keyed import KeyedDataset
 from distdl.data.sampling import SampleKey
 
 AHEAD = 2  # batches for each thread, as torch's prefetch_factor

@@ -41,7 +41,7 @@ class Draws(Protocol):
 
 
 class GlobalDraws:
-    """Python's and torch's default generators, as `distdl.data.loading.KeyedDataset` seeds them."""
+    """Python's and torch's default generators, as `distdl.data.keyed.KeyedDataset` seeds them."""
 
     def random(self) -> float:
         return random.random()

@@ -125,7 +125,7 @@ def views_of(node: Mapping[str, Any]) -> tuple[TrainView, EvalView]:
 class View(ABC):
     """Turns bytes into the fields of a sample: {"image": uint8 [3, S, S]}, channels_last.
 
-    Random choices are drawn from `draws`: the generators that `distdl.data.loading.KeyedDataset`
+    Random choices are drawn from `draws`: the generators that `distdl.data.keyed.KeyedDataset`
     seeds, or those of one sample (`of_sample`).
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distdl.data.encoded import EncodedData
-from distdl.data.loading import KeyedDataset
+from distdl.data.keyed import KeyedDataset
 from distdl.data.sampling import EvalBatches
 from distdl.distributed import process_group
 from distdl.distributed.agreement import Agreement

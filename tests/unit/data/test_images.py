@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from distdl.callbacks import Progress, StepMetrics
 from distdl.config.recipe import CHANGEABLE
 from distdl.data.images import ImageData
-from distdl.data.loading import KeyedDataset
+from distdl.data.keyed import KeyedDataset
 from distdl.data.sampling import SampleKey
 from tests.prepared import quiet_trainer, refusal
 from tests.unit.sample_data import BROKEN, GREY, PLAIN, Listed, classifier, share

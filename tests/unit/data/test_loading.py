@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from distdl.data.drawing import Drawn, seed_all
-from distdl.data.loading import KeyedDataset
+from distdl.data.keyed import KeyedDataset
 from distdl.data.sampling import EvalBatches, SampleKey, TrainBatches, TrainPosition
 from distdl.util.errors import Problem, Unfinished, UserError
 from tests.unit.sample_data import Augmented, Loaders, draw_all, share

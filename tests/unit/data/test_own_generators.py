@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from distdl.data.drawing import seed_all
-from distdl.data.loading import is_marked
+from distdl.data.keyed import is_marked
 from distdl.data.own_generators import OwnGenerators
 from distdl.data.sampling import TrainPosition
 from tests.multiprocess import drawing

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from distdl.data import StoredImages, TrainPosition
 from distdl.data.images import ImageData
-from distdl.data.loading import KeyedDataset, distribute
+from distdl.data.keyed import KeyedDataset
+from distdl.data.loading import distribute
 from distdl.data.sampling import SampleKey
 from distdl.data.threads import ThreadLoader
 from distdl.datasets.reading import Shards

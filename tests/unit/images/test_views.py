@@ -13,7 +13,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 from distdl.data.drawing import seed_all
 from distdl.data.images import ImageData
-from distdl.data.loading import KeyedDataset
+from distdl.data.keyed import KeyedDataset
 from distdl.data.sampling import SampleKey
 from distdl.datasets.image_headers import DamagedImage
 from distdl.images import views
