@@ -22,7 +22,8 @@ from typing import Any, TypeGuard
 
 from distdl.config.hints import lightning_1
 from distdl.config.own_code import editable, is_installed, make_importable
-from distdl.config.schema import COLLECTIONS, COMPONENTS, Path, path_text
+from distdl.config.paths import path_text
+from distdl.config.schema import COLLECTIONS, COMPONENTS
 from distdl.job import adapted_launcher, is_launcher
 from distdl.util import lightning_names
 from distdl.util.errors import Problem
@@ -30,6 +31,7 @@ from distdl.util.imports import no_exit
 from distdl.util.redact import hide_shapes
 from distdl.util.shadowing import shadowing
 from distdl.util.suggest import closest
+from distdl.util.typed import Path
 from distdl.validation import kinds, own_tasks
 from distdl.validation.resolve import Resolved
 from distdl.validation.targets import BUILT, Trust, nodes, target_problems

@@ -21,9 +21,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from distdl.config.schema import COLLECTIONS, COMPONENTS, Path, path_text
+from distdl.config.paths import path_text
+from distdl.config.schema import COLLECTIONS, COMPONENTS
 from distdl.job import is_launcher
 from distdl.util.errors import NoSuchName, Problem, UserError
+from distdl.util.typed import Path
 from distdl.validation.targets import ALLOWED, BUILT, Trust, advice, nodes, target_problems, under
 
 # Modules whose layers and networks are allowed: other modules of torch run code from files.

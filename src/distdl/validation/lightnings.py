@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from distdl.config import task_facts
 from distdl.config.hints import lightning_1
 from distdl.config.hints.words import TRAINER_OWNED
-from distdl.config.schema import Path, path_text
+from distdl.config.paths import path_text
 from distdl.util.errors import Problem
+from distdl.util.typed import Path
 from distdl.validation import misfits
 from distdl.validation.targets import lies_in
 

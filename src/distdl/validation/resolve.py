@@ -25,11 +25,12 @@ from omegaconf.errors import (
 
 from distdl.config import recipe as configs  # (it registers ${input:NAME})
 from distdl.config.hints import words
-from distdl.config.schema import Path, path_text
+from distdl.config.paths import path_text
 from distdl.util.errors import Problem
 from distdl.util.redact import redact
 from distdl.util.secret_names import looks_secret
 from distdl.util.suggest import did_you_mean, plain_text
+from distdl.util.typed import Path
 
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*[\"']?([A-Za-z_]\w*)[\"']?\s*(,?)")
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from distdl.config import epochs, task_facts
 from distdl.config import recipe as configs
 from distdl.config.hints import lightning_1, words
+from distdl.config.paths import path_text, walk
 from distdl.config.resources import replicas, share_kind
-from distdl.config.schema import COLLECTIONS, COMPONENTS, known_paths, path_text, walk
+from distdl.config.schema import COLLECTIONS, COMPONENTS, known_paths
 from distdl.job import Resources, unprintable, variable_problems
 from distdl.util.errors import Problem
 from distdl.util.redact import holds_secret, redact

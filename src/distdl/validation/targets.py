@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from distdl.config.schema import COLLECTIONS, COMPONENTS, Path, path_text, walk
+from distdl.config.paths import path_text, walk
+from distdl.config.schema import COLLECTIONS, COMPONENTS
 from distdl.util.errors import Problem
 from distdl.util.suggest import closest
+from distdl.util.typed import Path
 
 ALLOWED = ("distdl", "torch", "torchvision", "lightning", "pytorch_lightning", "timm")
 # Single names outside those packages that many configs need and that can do no harm.

@@ -20,16 +20,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from distdl.config.own_code import own_folders
+from distdl.config.paths import lies_below, path_text, walk
 from distdl.config.recipe import LAYERS
-from distdl.config.schema import (
-    COLLECTIONS,
-    COMPONENTS,
-    check,
-    known_paths,
-    lies_below,
-    path_text,
-    walk,
-)
+from distdl.config.schema import COLLECTIONS, COMPONENTS, known_paths
+from distdl.config.section_checks import check
 from distdl.job import Resources
 from distdl.util.errors import Problem, Unchecked, UserError
 from distdl.util.imports import logged_later, uncollected

@@ -30,7 +30,7 @@ COUNTED = [
     *DERIVED,
     ("distdl.config.compose", "composed"),
     ("distdl.config.hints.words", "check"),
-    ("distdl.config.schema", "walk"),
+    ("distdl.config.paths", "walk"),
     ("distdl.runs.git", "_run"),
 ]
 Calls = dict[str, list[tuple[Any, ...]]]
@@ -104,7 +104,7 @@ def test_values_are_derived_once(
     asked = Counter(args[1] for args in calls["distdl.runs.git._run"])
     assert asked.total() <= 2, asked
     # It calls itself with a path, too: these are the walks through all values of a config.
-    walks = [args for args in calls["distdl.config.schema.walk"] if len(args) == 1]
+    walks = [args for args in calls["distdl.config.paths.walk"] if len(args) == 1]
     assert len(walks) <= 5 * configs
     overrides = sorted(word for word in words if "=" in word)
     checked = calls["distdl.config.hints.words.check"]

@@ -59,6 +59,7 @@ def test_only_one_file_reads_the_words_of_pydantic():
     words = ("Input should be", "extra_forbidden", "include_url")
     source = {name: FILES[name].read_text(encoding="utf-8") for name in FILES}
     reading = {name for name, text in source.items() if any(word in text for word in words)}
-    # The schema asks for a kind; a model folder's server answers over HTTP, without distdl.
-    assert reading == {"distdl.util.typed", "distdl.config.schema", "distdl.tools.serving.requests"}
-    assert "distdl.util.typed" in imported()["distdl.config.schema"]
+    # One asks for a kind; a model folder's server answers over HTTP, without distdl.
+    apart = {"distdl.config.section_checks", "distdl.tools.serving.requests"}
+    assert reading == {"distdl.util.typed", *apart}
+    assert "distdl.util.typed" in imported()["distdl.config.section_checks"]
