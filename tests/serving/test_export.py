@@ -1,5 +1,6 @@
 """Exports: each answers as the network did in validation, without distdl and without pickles."""
 
+import importlib
 import json
 import pickletools
 import shutil
@@ -187,10 +188,25 @@ def test_settings_that_a_callback_changed_are_exported_or_missed(project, kind, 
             exported.write(kind, tmp_path / kind)
 
 
-def test_a_package_that_onnx_lacks_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(UserError, match=r"onnxruntime[^\n]*\n *pip install 'distdl\[onnx\]'"):
-        formats.write_graph("onnx", of_classifier(torch.nn.Flatten(), 32), tmp_path / "model.onnx")
+@pytest.mark.parametrize(
+    ("package", "install"),
+    [
+        ("onnxruntime", r"pip install 'distdl\[onnx\]'"),
+        ("onnxscript", r"pip install 'distdl\[onnx\]'"),
+        ("faster_coco_eval", r"pip install 'distdl\[detection\]'"),
+        ("colorsys", "pip install colorsys$"),
+    ],
+)
+def test_a_package_that_an_export_lacks_is_named(tmp_path, monkeypatch, package, install):
+    class Imports(torch.nn.Module):
+        def forward(self, images):
+            importlib.import_module(package)
+            return images.flatten(1)
+
+    monkeypatch.setitem(sys.modules, package, None)
+    what = rf"--to: onnx needs {package}, which is not installed\n *{install}"
+    with pytest.raises(UserError, match=what):
+        formats.write_graph("onnx", of_classifier(Imports(), 32), tmp_path / "model.onnx")
 
 
 @pytest.mark.parametrize(

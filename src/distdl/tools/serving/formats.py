@@ -25,11 +25,11 @@ from distdl.tools.serving.packaged import CODE, WEIGHTS
 from distdl.tools.serving.scorer import Scorer
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import Disagrees, UserError
+from distdl.util.extras import install, missing_module
 from distdl.util.redact import redact
 
 LARGEST_BATCH = 1024
 OPSET = 17  # of a traced graph
-TRACED = "pip install 'distdl[onnx]'"
 
 
 def write_pt2(graph: Graph, file: Path) -> None:
@@ -126,10 +126,12 @@ def write_graph(kind: str, graph: Graph, file: Path) -> None:
     except OSError:
         raise
     except Exception as error:  # torch raises many
+        if module := missing_module(error):
+            what = f"{kind} needs {module}, which is not installed"
+            raise UserError.at("--to", what, install(module), code="not-installed") from error
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         what = f"torch cannot write this network as {kind}: {reason}"
-        missing = isinstance(error, ImportError)
-        remedy = TRACED if missing else "another format: --to weights"
+        remedy = "another format: --to weights"
         raise UserError.at("model.network", what, remedy, code="not-writable") from error
 
 
