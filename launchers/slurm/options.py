@@ -3,11 +3,19 @@ abbreviations (`--arr=0-3`), other names (`--tasks-per-node`) and bundled letter
 
 from __future__ import annotations
 
+import functools
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distdl.util.errors import Refused
+from distdl.util.suggest import closest
+
+# How similar an unknown option is to a known one of which it is a misspelling: `--partion` and
+# `--partition` score 0.9, and `--image`, of a plugin, and `--time` 0.77.
+MISSPELT = 0.83
+HELP_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -33,14 +41,15 @@ def options(text: str) -> dict[str, Option]:
 
 @dataclass(frozen=True)
 class Table:
-    """The options of a program."""
+    """The options of a program: sbatch or srun."""
 
+    program: str
     always: Mapping[str, Option]  # of every version of Slurm in use
     sometimes: Mapping[str, Option]  # that only newer versions or plugins know
 
     def read(self, words: Sequence[str]) -> Iterator[Option]:
         """The options that words set, or may set (see `possible`). An unknown option is left to the
-        program, which may know it from a plugin.
+        program, which may know it from a plugin, unless it is a known one that is misspelt.
 
         Raises:
             Refused: The program would refuse the words, too.
@@ -67,7 +76,11 @@ class Table:
     def possible(self, name: str) -> list[Option]:
         """What a long name or its abbreviation means: one option, or none. If only options of
         newer versions or of plugins begin with an abbreviation, all of them: which ones the cluster
-        knows is not known here."""
+        knows is not known here.
+
+        Raises:
+            Refused: It is ambiguous, or misspelt.
+        """
         for names in (self.always, self.sometimes):
             if name in names:
                 return [names[name]]
@@ -76,7 +89,21 @@ class Table:
                 these = " or ".join(f"--{option.name}" for option in known)
                 raise Refused(f"{name} is ambiguous", f"write {these}", code="ambiguous")
             return known
-        return distinct(self.sometimes, name)
+        found = distinct(self.sometimes, name)
+        if not found:
+            self.refuse_misspelt(name)
+        return found
+
+    def unknown(self, words: Sequence[str]) -> list[str]:
+        """The long options that only a plugin or a newer version may have."""
+        names = (word.partition("=")[0] for word in words if word.startswith("--"))
+        return [name for name in names if not self.possible(name)]
+
+    def refuse_misspelt(self, name: str) -> None:
+        near = closest(name, [*self.always, *self.sometimes], least=MISSPELT)
+        if near and not any(each.startswith(name) for each in shown_by(self.program)):
+            what = f"{name} is not an option of {self.program}"
+            raise Refused(what, f"did you mean {near}?", code="unknown-key")
 
     def bundle(self, letters: str) -> tuple[list[Option], bool]:
         """The options of `-vN2`, without the dash, and whether the next word is the last one's
@@ -90,6 +117,24 @@ class Table:
             if option.value:
                 return found, option.value == "=" and position == len(letters)
         return found, False
+
+
+@functools.cache
+def shown_by(program: str) -> frozenset[str]:
+    """The long options that a program has on this machine, those of its plugins too; none if it is
+    not installed, or has no cluster."""
+    try:
+        done = subprocess.run(
+            [program, "--help"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=HELP_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return frozenset()
+    return frozenset(re.findall(r"--[A-Za-z][\w-]*", done.stdout))
 
 
 def distinct(names: Mapping[str, Option], start: str) -> list[Option]:
@@ -165,8 +210,8 @@ _SOMETIMES = """
 --container-save=, --container-mount-home, --no-container-mount-home, --container-remap-root,
 --no-container-remap-root, --container-entrypoint, --no-container-entrypoint,
 --container-entrypoint-log, --container-writable, --container-readonly"""
-SBATCH = Table(options(f"{_BOTH},{_SBATCH}"), options(_SOMETIMES))
-SRUN = Table(options(f"{_BOTH},{_SRUN}"), options(_SOMETIMES))
+SBATCH = Table("sbatch", options(f"{_BOTH},{_SBATCH}"), options(_SOMETIMES))
+SRUN = Table("srun", options(f"{_BOTH},{_SRUN}"), options(_SOMETIMES))
 
 # Variables by which sbatch and srun take an option (SBATCH_TIMELIMIT, SLURM_NTASKS), without their
 # beginning. Only those of options that the launcher writes.

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from distdl.job import JobSpec, LauncherBase, Resources
 from distdl.launchers.common import refuse
 from distdl.launchers.slurm import commands, script
-from distdl.launchers.slurm.options import SBATCH, words
+from distdl.launchers.slurm.options import SBATCH, SRUN, words
 from distdl.launchers.slurm.slurm_job import SlurmJob
 from distdl.launchers.slurm.slurm_settings import SlurmSettings
 from distdl.util.errors import UserError
@@ -47,6 +47,18 @@ class SlurmLauncher(SlurmSettings, LauncherBase[SlurmRequest]):
     @staticmethod
     def without_mpi(node: Mapping[str, Any]) -> str:
         return ""  # srun starts MPI's ranks, with --mpi of the cluster or of launcher.srun_args
+
+    @staticmethod
+    def notes(node: Mapping[str, Any]) -> Iterator[str]:
+        if "${" in str([node.get("sbatch"), node.get("srun_args")]):
+            return  # what an interpolation gives is checked, but not noted
+        of_sbatch = [word for line in node.get("sbatch") or () for word in words(line)]
+        of_srun = node.get("srun_args") or ()
+        rest = "from a plugin, as it is no option of Slurm 22.05 to 26.05"
+        for name in SBATCH.unknown(of_sbatch):
+            yield f"launcher.sbatch: sbatch must know {name} {rest}"
+        for name in SRUN.unknown(of_srun):
+            yield f"launcher.srun_args: srun must know {name} {rest}"
 
     def without(self, hosts: Sequence[str], resources: Resources) -> Iterator[dict[str, Any]]:
         """Settings that keep a job off some nodes, on as many others as there are; none if the user

@@ -27,11 +27,11 @@ def _ratio(left: str, right: str) -> float:
     return max(spelt, 1 - _NUMBERS * apart)
 
 
-def closest(word: str, choices: Iterable[str]) -> str:
-    """The choice that is most similar to `word`, or "" if none is close."""
+def closest(word: str, choices: Iterable[str], least: float = _CLOSE) -> str:
+    """The choice that is most similar to `word`, or "" if none is close: `least`, from 0 to 1."""
     scored = [(_ratio(word, choice), choice) for choice in choices if choice != word]
     score, choice = max(scored, key=lambda pair: pair[0], default=(0.0, ""))
-    return choice if score >= _CLOSE else ""
+    return choice if score >= least else ""
 
 
 def did_you_mean_word(word: object, known: Iterable[str]) -> str:

@@ -1,12 +1,13 @@
 """launcher=slurm without a cluster: scripts, refusals, what a job inherits. The scripts run for
 real, on a cluster of two nodes, in tests/cluster/test_slurm.py."""
 
+import re
 import subprocess
 
 import pytest
 
 from distdl.job import JobSpec, JobState, Resources
-from distdl.launchers.slurm import SlurmLauncher, commands
+from distdl.launchers.slurm import SlurmLauncher, commands, options
 from distdl.launchers.slurm.slurm_job import SlurmJob
 from distdl.util.errors import UserError
 from tests import slurm_spellings
@@ -139,6 +140,37 @@ def test_options_of_sbatch_in_any_spelling():
     kept = ["-lu", "--cpu-bind=cores", "--mpi=pmix", "-wn1", "--lab", "--exclusive", "--hint=x"]
     assert list(SlurmLauncher.check({"srun_args": kept}, {})) == []
     assert list(SlurmLauncher.check({"env": {"SLURM_MPI_TYPE": "pmix", "NTASKS": 1}}, {})) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sbatch": ["--mail-tpye=END"]}, "sbatch: --mail-tpye is not an option of sbatch"),
+        ({"sbatch": ["--exlusive"]}, "sbatch: --exlusive is not an option of sbatch"),
+        ({"sbatch": ["--nodlist", "n1"]}, "sbatch: --nodlist is not an option of sbatch"),
+        ({"srun_args": ["--lable"]}, "srun_args: --lable is not an option of srun"),
+    ],
+)
+def test_a_misspelt_option(settings, said, monkeypatch):
+    (problem,) = SlurmLauncher.check(settings, {})
+    assert f"{problem.path}: {problem.what}" == said
+    assert re.fullmatch(r"did you mean --(mail-type|exclusive|nodelist|label)\?", problem.remedy)
+    assert problem.code == "unknown-key"
+    # A cluster's own sbatch knows better.
+    shown = frozenset({"--mail-tpye", "--exlusives", "--nodlist", "--lable"})
+    monkeypatch.setattr(options, "shown_by", lambda program: shown)
+    assert [*SlurmLauncher.check(settings, {})] == []
+
+
+def test_an_option_that_only_a_plugin_can_have_is_noted():
+    node = {"sbatch": ["--image=a.sif", "-N2 --excl"], "srun_args": ["--gpu_cmode=shared"]}
+    rest = "from a plugin, as it is no option of Slurm 22.05 to 26.05"
+    assert [*SlurmLauncher.notes(node)] == [
+        f"launcher.sbatch: sbatch must know --image {rest}",
+        f"launcher.srun_args: srun must know --gpu_cmode {rest}",
+    ]
+    assert [*SlurmLauncher.notes({"sbatch": None, "srun_args": ["--label"]})] == []
+    assert [*SlurmLauncher.notes({"sbatch": ["${oc.env:OPTION}"]})] == []
 
 
 SAID = {
