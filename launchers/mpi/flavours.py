@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from distdl.launchers.mpi.host_names import Host
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import UserError
 
 FLAVOURS = ("openmpi4", "openmpi5", "mpich", "intel")
 INSTALL = (
@@ -26,27 +25,6 @@ OPENMPI4_KEEPALIVE = {
 }
 # Open MPI's own connections between hosts are IPv4 alone, if it is not told so.
 IPV6 = ("oob_tcp_disable_ipv6_family", "0")
-
-# Arguments that would start other ranks than a `Start`, or in another order -> what sets them. Open
-# MPI takes the last of two; Hydra refuses a second one.
-_SIZE = "trainer.devices and trainer.num_nodes"
-_HOSTS = "launcher.hosts or launcher.hostfile"
-RESERVED = {
-    **dict.fromkeys(("n", "np", "c", "N", "npernode", "ppn", "perhost", "npersocket"), _SIZE),
-    **dict.fromkeys(("H", "host", "hosts", "hostfile", "machinefile", "machine", "f"), _HOSTS),
-    **dict.fromkeys(("map-by", "rankfile", "rf", "rank-by"), _HOSTS),
-}
-
-
-def reserved(extra: Sequence[str]) -> Iterator[Problem]:
-    """Problems of the user's further arguments of mpirun."""
-    for word in extra:
-        name = re.sub("^--?", "", word).partition("=")[0]
-        if word.startswith("-") and name in RESERVED:
-            what = f"{word} is reserved for the launcher"
-            yield Problem(
-                "extra_args", what, f"leave it out, and set {RESERVED[name]}", code="reserved"
-            )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from distdl.job import JobSpec, JobState, LauncherBase, Resources, variables
 from distdl.launchers.common import Count, LauncherSettings, ListOf, Values, forwarded, relative
-from distdl.launchers.mpi import flavours, supervisor
+from distdl.launchers.mpi import extra_args, flavours, supervisor
 from distdl.launchers.mpi import hosts as machines
 from distdl.launchers.mpi.flavours import FLAVOURS, Start
 from distdl.launchers.mpi.host_names import LOCALHOST, Host, is_local, parse_hosts, read_hostfile
@@ -144,7 +144,7 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
     def misfits(self, context: Mapping[str, Any]) -> Iterator[Problem]:
         """Hosts that do not fit the run's size, and programs or interfaces this machine lacks."""
         nodes, devices = context["num_nodes"], context["devices"]
-        yield from flavours.reserved(self.extra_args)
+        yield from extra_args.problems(self.extra_args)
         if self.flavour == "auto":
             try:
                 flavours.find_mpirun(self.mpirun)

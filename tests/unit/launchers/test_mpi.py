@@ -14,7 +14,7 @@ import pytest
 
 from distdl.job import JobBase, JobSpec, JobState, Resources
 from distdl.launch import jobs
-from distdl.launchers.mpi import MpiLauncher, host_names, mpi_launcher, rank, supervisor
+from distdl.launchers.mpi import MpiLauncher, extra_args, host_names, mpi_launcher, rank, supervisor
 from distdl.launchers.mpi.flavours import FLAVOURS
 from distdl.launchers.mpi.host_names import Host
 from distdl.runs.directory import Attempt
@@ -166,6 +166,16 @@ REFUSED = [
     ({"hosts": ["a"], "ssh": "nossh -v"}, (1, 1), ["ssh: this machine has no nossh"]),
     ({"extra_args": ["-np", "1"]}, (1, 2), ["extra_args: -np is reserved for the launcher"]),
     ({"extra_args": ["--hostfile=f"]}, (1, 2), ["extra_args: --hostfile=f is reserved"]),
+    # Open MPI 5 takes abbreviations.
+    ({"extra_args": ["--hostf", "f"]}, (1, 2), ["extra_args: --hostf is reserved"]),
+    ({"extra_args": ["--map", "node"]}, (1, 2), ["extra_args: --map is reserved"]),
+    ({"extra_args": ["--npern=2"]}, (1, 2), ["extra_args: --npern=2 is reserved"]),
+    (
+        {"extra_args": ["--mpa-by", "x"]},
+        (1, 2),
+        ["extra_args: --mpa-by is not an option"],
+    ),
+    ({"extra_args": ["--tag", "-x", "A", "--app-of-a-patch", "--displ=map"]}, (1, 2), []),
     ({"extra_args": ["--mca", "n", "1", "-v"]}, (1, 2), []),
     ({"hosts": ["a"], "ssh": "'"}, (1, 1), ['ssh: "\'": No closing quotation']),
 ]
@@ -180,6 +190,15 @@ def test_refused_settings(node, size, expected, tmp_path, monkeypatch):
     problems = MpiLauncher.check({"flavour": "mpich", **node}, context)
     for text, start in zip((f"{p.path}: {p.what}" for p in problems), expected, strict=True):
         assert text.startswith(start)
+
+
+def test_a_misspelt_argument_of_mpirun():
+    words = ["-report-bindigs", "--oversubscribed=1"]
+    problems = extra_args.problems(words)
+    assert [(p.remedy, p.code) for p in problems] == [
+        ("did you mean -report-bindings?", "unknown-key"),
+        ("did you mean --oversubscribe?", "unknown-key"),
+    ]
 
 
 # Called as ssh is: one that fails, and one that runs its command on this machine.
