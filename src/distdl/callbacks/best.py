@@ -18,8 +18,9 @@ from distdl.util.suggest import closest
 
 log = logging.getLogger(__name__)
 
-# As in conf/distdl.yaml. The user did not choose this metric: a module of another domain is judged
-# by its own main metric, and one that does not log it trains without a best.ckpt, with a warning.
+# As in conf/distdl.yaml. Unless it was typed, the user did not choose this metric: a module of
+# another domain is judged by its own main metric, and one that does not log it trains without a
+# best.ckpt, with a warning.
 UNCHOSEN = Classification.main_metric
 
 
@@ -29,12 +30,13 @@ class Best:
     Args:
         monitor: The metric's name; None for no best checkpoint.
         mode: "min" or "max". NaN is never the best.
+        typed: Whether the user has typed the metric's name.
     """
 
-    def __init__(self, monitor: str | None, mode: str) -> None:
+    def __init__(self, monitor: str | None, mode: str, *, typed: bool = False) -> None:
         self.monitor = monitor
         self.mode = mode
-        self.chosen = monitor != UNCHOSEN
+        self.chosen = typed or monitor != UNCHOSEN
         self.score: float | None = None
         self.validated = False  # whether a validation other than a sanity check has ended
         self._logged = self._warned = False

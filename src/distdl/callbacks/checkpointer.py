@@ -71,6 +71,7 @@ class Checkpointer(LeanCallback, Decides):
         seed: Reseeds the generators if a run resumes at another world size.
         modules: Adds the state of layers to checkpoints.
         settings: The config's section `checkpoint`.
+        monitor_typed: Whether the user has typed `checkpoint.monitor`, so that it is no default.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Checkpointer(LeanCallback, Decides):
         seed: int = 0,
         modules: ModuleState | None = None,
         settings: Checkpoint,
+        monitor_typed: bool = False,
     ) -> None:
         self.stop = stop
         self.position = position
@@ -97,7 +99,7 @@ class Checkpointer(LeanCallback, Decides):
         self.seed = seed
         minutes = settings.every_minutes
         self.every_seconds = minutes * 60 if minutes else math.inf
-        self.best = Best(settings.monitor, settings.mode)
+        self.best = Best(settings.monitor, settings.mode, typed=monitor_typed)
         self.rates: list[list[float]] | None = None  # as the optimizers of this run were built
         self.classes: list[Any] | None = None  # of the checkpoint that was loaded: `Domain.names`
         self._saved_step = -1

@@ -115,6 +115,14 @@ class RunDirectory:
         )
         return files.load_json(path, PROVENANCE_SHAPE, remedy)
 
+    def typed_keys(self, attempt: Attempt) -> set[str]:
+        """The keys of the recipe that were set on the command line: at the run's start, or at a
+        resume up to this attempt that changed them."""
+        provenance = self.provenance()
+        words = (*(provenance.get("overrides") or ()), *(provenance.get("swept") or ()))
+        changes = attempt.launch().get("changes") or {}
+        return {str(word).partition("=")[0] for word in words} | changes.keys()
+
     def attempts(self) -> list[Attempt]:
         folders = (a for a in self._folders() if not a.path.is_symlink())  # a link is another run's
         return [a for a in folders if (a.path / LAUNCH).exists()]

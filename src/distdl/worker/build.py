@@ -124,6 +124,7 @@ def build(
         seed=config.seed,
         modules=modules,
         settings=schema.Checkpoint.of(config.checkpoint),
+        monitor_typed="checkpoint.monitor" in run.typed_keys(attempt),
     )
     for callback in callbacks:
         if isinstance(callback, RecordSamples):

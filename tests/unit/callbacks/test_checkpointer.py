@@ -76,7 +76,7 @@ class Scripted(checkpointing.OneWeight):
 
 def fit(folder: Path, values: list[float], *callbacks, name="val/acc1", epochs=0, **more: Any):
     """Four batches an epoch; each validation logs the next value under `name`."""
-    chosen = {key: more.pop(key) for key in ("monitor", "mode") if key in more}
+    chosen = {key: more.pop(key) for key in ("monitor", "mode", "monitor_typed") if key in more}
     ours = checkpointing.checkpointer(folder / "checkpoints", **{"monitor": "val/acc1", **chosen})
     options = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "default_root_dir": folder}
     options["enable_checkpointing"] = any(isinstance(c, ModelCheckpoint) for c in callbacks)
@@ -286,6 +286,8 @@ def test_a_metric_that_is_never_logged_ends_the_training(tmp_path, more, saved):
 def test_the_default_metric_only_warns(tmp_path, caplog):
     fit(tmp_path / "default", [0.1, 0.2], name="val/loss")
     assert caplog.text.count("checkpoint.monitor: val/acc1 is not logged") == 1
+    with pytest.raises(UserError, match="val/acc1 is not logged"):
+        fit(tmp_path / "typed", [0.1, 0.2], name="val/loss", monitor_typed=True)
     caplog.clear()
     wrong = {"monitor": "val/accuracy", "epochs": 1}
     fit(tmp_path / "sanity", [], num_sanity_val_steps=1, check_val_every_n_epoch=5, **wrong)

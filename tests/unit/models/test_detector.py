@@ -112,6 +112,9 @@ def test_what_the_network_finds_decides_the_best_checkpoint(name):
     best = Best("val/acc1", "min")  # nobody has chosen
     best.judge(domain_of(Detector(small(name), 5)))
     assert (best.monitor, best.mode) == (MAIN[name], "max")
+    typed = Best("val/acc1", "min", typed=True)
+    typed.judge(domain_of(Detector(small(name), 5)))
+    assert (typed.monitor, typed.mode) == ("val/acc1", "min")
 
 
 def test_no_answer_depends_on_its_neighbours():
