@@ -104,6 +104,7 @@ REFUSED = {
     "servers": (["run", "program.parameter_servers=1", "--", "./echo.sh"], "framework=tensorflow"),
     "a model": (["run", "model.lr=1", "--", "./echo.sh"], "a program has none"),
     "a trainer": (["run", "trainer.max_epochs=1", "--", "./echo.sh"], "Lightning's Trainer"),
+    "a misspelt size": (["run", "trainer.device=2", "--", "./echo.sh"], "trainer.devices?"),
     "a parameter": (["run", "params.lr=1", "--", "./echo.sh"], "+params.lr="),
     "another tracker": (["run", "tracking=csv", "--", "./echo.sh"], "tracking=mlflow"),
 }

@@ -151,7 +151,14 @@ def _foreign(config: DictConfig, default: DictConfig, typed: Sequence[str]) -> I
     trainer, usual = plain.get("trainer"), before.get("trainer")
     both = isinstance(trainer, dict) and isinstance(usual, dict)
     for key, value in (trainer if both else {}).items():
-        if key not in TRAINER and value != usual.get(key):
+        if key in TRAINER or value == usual.get(key):
+            continue
+        if near := closest(key, TRAINER):
+            what = "unknown key in trainer"
+            yield Problem(
+                f"trainer.{key}", what, f"did you mean trainer.{near}?", code="unknown-key"
+            )
+        else:
             what = "is an argument of Lightning's Trainer, which a program does not have"
             yield Problem(
                 f"trainer.{key}", what, f"a program has {', '.join(TRAINER)}", code="conflict"
