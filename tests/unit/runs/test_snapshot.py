@@ -18,10 +18,12 @@ import pytest
 from distdl.runs import provenance, snapshot
 from distdl.runs.bundle import Bundle
 from distdl.runs.directory import RunDirectory
+from distdl.runs.project import listing
 from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
 from distdl.util.redact import hide_shapes
 from distdl.util.secret_shapes import find
+from tests.conftest import ROOT
 
 
 def written(root: Path, **files: str | bytes) -> Path:
@@ -263,6 +265,14 @@ def test_a_link_is_followed_inside_the_project_and_named_otherwise(with_git, pro
     (project / "real").symlink_to("../outside")
     assert not [n for n in sent(project) if n.startswith("real/")]
     assert "real" in dict(take(project).left_out)
+
+
+def test_a_clone_of_distdl_sends_no_file_twice():
+    """Its links for mypy stay, which would send launchers/ again."""
+    names = listing(ROOT, []).names
+    files = {(ROOT / name).resolve() for name in names}
+    assert "launchers/local.py" in names
+    assert len(files) == len(names)
 
 
 def test_what_no_line_can_send_is_not_offered(project):
