@@ -25,7 +25,7 @@ from distdl.stores import StoreError, open_store
 from distdl.stores import remote as remote_module
 from tests.cluster.arm_store import TENANT
 from tests.cluster.azurite import ACCOUNT, CONTAINER, Azurite, connection, needs_azurite
-from tests.conftest import distdl, last_step, matrix_only, samples
+from tests.conftest import NETWORK, distdl, last_step, matrix_only, samples
 from tests.drawn_coco import draw
 from tests.miniature import CLASSES, imagenet
 from tests.prepared import refusal
@@ -238,8 +238,7 @@ def test_from_tars_to_two_ranks(azurite, account, tmp_path, background, monkeypa
     run = tmp_path / "outputs/default/run"
     before = len(azurite.log.read_text())
     training = background(
-        "model=resnet18",
-        "model.norm=group",
+        *NETWORK,
         "data=imagenet",
         f"data.root={account}",
         f"data.num_classes={len(CLASSES)}",
