@@ -16,7 +16,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,13 @@ class RunDirectory:
         )
         return files.load_json(path, PROVENANCE_SHAPE, remedy)
 
-    def typed_keys(self, attempt: Attempt) -> set[str]:
+    def typed_keys(self, launch: Mapping[str, Any]) -> set[str]:
         """The keys of the recipe that were set on the command line: at the run's start, or at a
-        resume up to this attempt that changed them."""
+        resume up to the attempt of this launch.yaml that changed them."""
         provenance = self.provenance()
         words = (*(provenance.get("overrides") or ()), *(provenance.get("swept") or ()))
-        changes = attempt.launch().get("changes") or {}
-        return {str(word).partition("=")[0] for word in words} | changes.keys()
+        changes = launch.get("changes") or {}
+        return {str(word).partition("=")[0].lstrip("+") for word in words} | changes.keys()
 
     def attempts(self) -> list[Attempt]:
         folders = (a for a in self._folders() if not a.path.is_symlink())  # a link is another run's

@@ -81,9 +81,16 @@ def build(
     stop: StopRequest,
     loggers: list[Any],
     checkpoint: str | None = None,
+    *,
+    monitor_typed: bool = False,
 ) -> Built:
-    """Builds the run on this rank. `config` is the recipe merged with where the attempt runs;
-    `checkpoint`, to resume from, is the same on all ranks."""
+    """Builds the run on this rank.
+
+    Args:
+        config: The recipe merged with where the attempt runs.
+        checkpoint: To resume from, the same on all ranks.
+        monitor_typed: Whether the user has typed `checkpoint.monitor`.
+    """
     _, _, accumulate = batches.factors(config, resources)
     global_batch = batches.global_batch_size(config, resources)
     position = TrainPosition()
@@ -124,7 +131,7 @@ def build(
         seed=config.seed,
         modules=modules,
         settings=schema.Checkpoint.of(config.checkpoint),
-        monitor_typed="checkpoint.monitor" in run.typed_keys(attempt),
+        monitor_typed=monitor_typed,
     )
     for callback in callbacks:
         if isinstance(callback, RecordSamples):

@@ -142,6 +142,7 @@ def build_run(
         context.stop,
         tracker.loggers,
         checkpoint,
+        monitor_typed="checkpoint.monitor" in context.run.typed_keys(context.launch),
     )
     tracker.settle()
     context.stop.check()

@@ -45,11 +45,11 @@ def test_config_comes_last_and_an_attempt_appears_complete(tmp_path, monkeypatch
 
 def test_what_was_typed(tmp_path):
     run = RunDirectory(tmp_path / "r")
-    run.create("seed: 1\n", {"overrides": ["checkpoint.monitor=a=b", "seed=1"], "swept": ["lr=1"]})
-    first = run.begin_attempt(LAUNCH)
-    second = run.begin_attempt({**LAUNCH, "changes": {"checkpoint.mode": "min"}})
-    assert run.typed_keys(first) == {"checkpoint.monitor", "seed", "lr"}
-    assert run.typed_keys(second) == {"checkpoint.monitor", "seed", "lr", "checkpoint.mode"}
+    words = ["++checkpoint.monitor=a=b", "seed=1"]
+    run.create("seed: 1\n", {"overrides": words, "swept": ["lr=1"]})
+    assert run.typed_keys(LAUNCH) == {"checkpoint.monitor", "seed", "lr"}
+    changed = {**LAUNCH, "changes": {"checkpoint.mode": "min"}}
+    assert run.typed_keys(changed) == {"checkpoint.monitor", "seed", "lr", "checkpoint.mode"}
 
 
 def test_any_folder_keeps_its_number(run):
