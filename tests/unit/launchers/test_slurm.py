@@ -147,7 +147,7 @@ def test_options_of_sbatch_in_any_spelling():
     [
         ({"sbatch": ["--mail-tpye=END"]}, "sbatch: --mail-tpye is not an option of sbatch"),
         ({"sbatch": ["--exlusive"]}, "sbatch: --exlusive is not an option of sbatch"),
-        ({"sbatch": ["--nodlist", "n1"]}, "sbatch: --nodlist is not an option of sbatch"),
+        ({"sbatch": ["--nodlist=n1"]}, "sbatch: --nodlist is not an option of sbatch"),
         ({"srun_args": ["--lable"]}, "srun_args: --lable is not an option of srun"),
     ],
 )
@@ -163,7 +163,7 @@ def test_a_misspelt_option(settings, said, monkeypatch):
 
 
 def test_an_option_that_only_a_plugin_can_have_is_noted():
-    node = {"sbatch": ["--image=a.sif", "-N2 --excl"], "srun_args": ["--gpu_cmode=shared"]}
+    node = {"sbatch": ["--image=a.sif", "--hold --exclus"], "srun_args": ["--gpu_cmode=shared"]}
     rest = "from a plugin, as it is no option of Slurm 22.05 to 26.05"
     assert [*SlurmLauncher.notes(node)] == [
         f"launcher.sbatch: sbatch must know --image {rest}",
