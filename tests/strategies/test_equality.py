@@ -73,6 +73,14 @@ def test_hard_settings_and_16_bits_with_batch_norm_as_under_ddp(name, runs):
     assert difference(*files) == 0
 
 
+@pytest.mark.parametrize("name", TOPOLOGIES if MATRIX else ["fsdp x2"])
+def test_what_is_recomputed_changes_no_bit(name, runs):
+    batch_norm = TOPOLOGIES[name].plus("model.norm=batch")
+    kept = runs.train(f"kept {name}", batch_norm)
+    again = runs.train(f"recomputed {name}", batch_norm.plus("model.recompute=blocks"))
+    assert difference(step(kept), step(again)) == 0
+
+
 def test_averages_as_ddp_does_and_resumes_there(runs):
     ema = {n: TOPOLOGIES[n].plus("callbacks=[ema]", "callbacks.ema.decay=0.9") for n in TOPOLOGIES}
     ddp = runs.train("ema ddp", ema["ddp x2"])

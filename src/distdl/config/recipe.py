@@ -42,6 +42,7 @@ WHERE = (
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (
+    "model.recompute",  # changes no value, and a run that does not fit needs it
     "data.batch_size",
     "data.on_damaged",
     "trainer.accumulate_grad_batches",

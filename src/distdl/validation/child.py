@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import pkgutil
+import pydoc
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -33,12 +34,15 @@ from distdl.util.shadowing import shadowing
 from distdl.util.suggest import closest
 from distdl.util.typed import Path
 from distdl.validation import kinds, own_tasks
+from distdl.validation.meta import MODEL_KEYS
 from distdl.validation.resolve import Resolved
 from distdl.validation.targets import BUILT, Trust, nodes, target_problems
 
 _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 OURS = ("distdl/validation/child.py", "distdl/util/imports.py")
 HOOK = "check"  # the method by which a target checks its own node
+# Classes with such a method for a node whatever its target is, in packages above this one.
+OF_NODES = {("model",): "distdl.models.recompute.Check"}
 UNKNOWN = "takes no argument"
 # Functions that pass **kwargs to a model: only building the model shows which are valid.
 _BUILT_ON_META = (
@@ -57,6 +61,7 @@ SUPPLIED: dict[str, dict[str, tuple[str, ...]]] = {
         "consumed": ("lr_scaling", "lr_reference_batch", "decay_norm_and_bias"),
         "null_is_absent": ("fused",),
     },
+    "model": {"consumed": MODEL_KEYS},
     "schedule": {
         "supplied": ("optimizer",),
         "consumed": ("interval",),
@@ -190,6 +195,9 @@ class Binding:
             # A hook may rely on values that are known to be wrong; only unknown keys do no harm.
             if built and all(UNKNOWN in problem.what for problem in self.problems[before:]):
                 self.hook(called, node, location)
+                if location in OF_NODES:
+                    ours: Any = pydoc.locate(OF_NODES[location])
+                    self.hook(ours, node, location)
 
     def add(self, path: Path, what: str, remedy: str = "", *, code: str) -> None:
         self.problems.append(Problem(path_text(path), what, remedy, code=code))
@@ -295,6 +303,9 @@ class Binding:
             remedy = misfit.remedy.replace("{}", f"{text}.")
             if misfit.code == "unknown-key":
                 what = f"{target} {UNKNOWN} {name!r}"
+                near = closest(name, MODEL_KEYS) if text == "model" else ""
+                if near:
+                    remedy = f"did you mean {text}.{near}?"
                 if is_launcher(called):
                     remedy = adapted_launcher(called).instead.get(name, remedy)
                 if name == "class_path":

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,24 @@ from distdl.util.suggest import closest
 
 # Arguments that are left out, because they download weights.
 WEIGHTS = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "pretrained_cfg")
+# Keys of `model` that the builder takes, whatever the model is (`worker.build.make_module`).
+MODEL_KEYS = ("recompute",)
 _UNEXPECTED = re.compile(r"([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'")
 
 WITH_BACKBONE = ("torchvision.models.detection", "torchvision.models.segmentation")
+
+
+def without_weights(node: Mapping[str, Any]) -> dict[str, Any]:
+    """A node without what downloads or reads weights, and without keys of the model that are
+    distdl's own, such as `recompute`."""
+    bare = {
+        key: without_weights(value) if isinstance(value, Mapping) else value
+        for key, value in node.items()
+        if key not in (*WEIGHTS, *MODEL_KEYS)
+    }
+    if str(node.get("_target_", "")).startswith(WITH_BACKBONE):
+        bare["weights"] = bare["weights_backbone"] = None  # the default downloads a backbone
+    return bare
 
 
 def misfit(node: dict[str, Any]) -> Problem | None:
@@ -30,12 +46,9 @@ def misfit(node: dict[str, Any]) -> Problem | None:
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
-    bare = {key: value for key, value in node.items() if key not in WEIGHTS}
-    if node["_target_"].startswith(WITH_BACKBONE):
-        bare["weights"] = bare["weights_backbone"] = None  # the default downloads a backbone
     try:
         with torch.device("meta"):
-            instantiate(bare)
+            instantiate(without_weights(node))
     except Exception as error:  # any class's __init__ runs
         return _explain((isinstance(error, InstantiationException) and error.__cause__) or error)
     return None

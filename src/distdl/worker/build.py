@@ -32,6 +32,7 @@ from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
 from distdl.job import Resources
 from distdl.loops.trainer import Trainer
+from distdl.models import recompute
 from distdl.models.weights import read_published_without_code
 from distdl.optim import optimizers
 from distdl.optim.schedules import length_of
@@ -42,6 +43,7 @@ from distdl.runs.directory import Attempt, RunDirectory
 from distdl.strategies import PipelineStrategy
 from distdl.strategies.sharing import to_default_layout
 from distdl.util.errors import UserError
+from distdl.validation.meta import MODEL_KEYS
 from distdl.validation.signatures import with_dtypes
 
 log = logging.getLogger(__name__)
@@ -96,7 +98,7 @@ def build(
     position = TrainPosition()
     # Every rank gets the same weights, whether or not the strategy broadcasts them.
     seed_everything(config.seed, workers=True, verbose=False)
-    module: LightningModule = make(config.model)
+    module = make_module(config.model)
     modules = ModuleState(module)
     datamodule = make(config.get("data")) if config.get("data") else None
     own_optimizer = configures_optimizers(module)
@@ -180,6 +182,20 @@ def make(node: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - whatever the 
         return instantiate(node, _convert_=(node or {}).get("_convert_", "all"))
     except InstantiationException as error:
         raise error.__cause__ or error from None
+
+
+def make_module(node: Mapping[str, Any]) -> LightningModule:
+    """The model, of which some blocks recompute their activations (`model.recompute`).
+
+    Raises:
+        UserError: It has no such blocks.
+    """
+    values = plain(node) if isinstance(node, DictConfig) else node
+    own = {key: value for key, value in values.items() if key not in MODEL_KEYS}
+    typed: Any = with_dtypes(own)
+    module: LightningModule = make(typed)
+    recompute.apply(module, values.get(recompute.KEY))
+    return module
 
 
 def configures_optimizers(module: LightningModule) -> bool:

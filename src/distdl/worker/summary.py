@@ -14,10 +14,12 @@ from distdl.config import batches, task_facts
 from distdl.config import recipe as configs
 from distdl.config.recipe import longer, plain, unit_of
 from distdl.job import Resources
+from distdl.models import recompute
 from distdl.optim import optimizers
 from distdl.ranks.environment import Environment
 from distdl.runs.directory import Attempt, shown
 from distdl.tracking import RunInfo
+from distdl.util.wording import first_few
 from distdl.worker.build import Built
 
 
@@ -50,6 +52,8 @@ def print_batch(
     total, trainable = counts["total"], counts["trainable"]
     all_of = "all" if total == trainable else f"{trainable:,}"
     print(f"model   {total:,} parameters, {all_of} trainable")
+    if blocks := recompute.blocks_in(built.module):
+        print(f"memory  {len(blocks)} blocks recompute: {first_few(blocks)}")
     config = built.config
     position = built.checkpointer.position
     declared, shares, _ = batches.factors(config, size)

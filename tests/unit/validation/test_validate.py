@@ -104,6 +104,9 @@ NAMES = {
     "inner": inner,
     "plain": lambda **more: node("mine.Plain", **{"width": 3, **more}),
     "resnet": lambda **more: inner("torchvision.models.resnet18", **more),
+    "ours": lambda **more: node(
+        "distdl.models.ImageClassifier", network=node("torchvision.models.resnet18"), **more
+    ),
     "timm": lambda name, **more: inner("timm.create_model", model_name=name, **more),
     "DEMOS": "lightning.pytorch.demos.boring_classes",
     "LOGGERS": "lightning.pytorch.loggers",
@@ -155,7 +158,13 @@ trainer.precision = "transformer-engine" | needs the package transformer_engine
 trainer.max_time = "12:00:00" | trainer.max_time: Lightning refuses it: MisconfigurationException
 trainer.limit_train_batches = 1.5 | trainer.limit_train_batches: Lightning refuses it
 trainer.strategy = "ddp_spawn" | trainer.strategy: is set by distdl itself | strategy=ddp
+# Keys of the model that are distdl's own, whatever the model is.
+model = node("mine.Model", recompute="al") | model.recompute: is 'al' | none, blocks
+model = node("mine.Model", recompute="blocks") | model.recompute: Model has no blocks
+model = ours(recompte="blocks") | 'recompte' | did you mean model.recompute?
+model = ours(recompute=["network.layr1.*"]) | no layer of ImageClassifier has the name
 # What binds.
+model = ours(recompute=["network.layer1.*"])
 optimizer = node("torch.optim.Rprop", lr=0.1, fused=None)
 model = resnet(_partial_=True, progress=False)
 model = timm("resnet10t", pretrained=True)

@@ -6,14 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from distdl.config import batches, compose, consent, grammar, own_code, programs, resources
 from distdl.job import Resources
 from distdl.launch.launch import root_of
 from distdl.tools.measure.estimate import Estimate, Machine, estimates
-from distdl.tools.measure.recommendation import StrategyAdvice, advise
+from distdl.tools.measure.recommendation import StrategyAdvice, advise, gib
 from distdl.tools.measure.step_profile import MeasuredStep, measure
 from distdl.util.errors import UserError
 from distdl.validation import validate
+
+RECOMPUTE = "model.recompute=blocks"
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,25 @@ class StrategyPlan:
     rows: list[Estimate]
     advice: StrategyAdvice
     notes: list[str]
+    recomputing: Recomputing | None = None
+
+
+@dataclass(frozen=True)
+class Recomputing:
+    """What `model.recompute=blocks` would do for a batch that does not fit.
+
+    Args:
+        strategy: ddp, or single for one device.
+        before, after: Bytes on the fullest device.
+        fits: Whether the whole batch then fits.
+        work: By how much the operations of a step grow: 0.33 are a third more.
+    """
+
+    strategy: str
+    before: float
+    after: float
+    fits: bool
+    work: float
 
 
 def plan_strategy(
@@ -54,13 +77,56 @@ def plan_strategy(
         )
     config.pop("hydra", None)
     own_code.make_importable(folders)
-    measured = measure(config, batches.global_batch_size(config, size) or devices)
+    global_batch = batches.global_batch_size(config, size) or devices
+    measured = measure(config, global_batch)
     machine = Machine(devices, memory, link, flops)
     rows = estimates(measured, machine)
     advice = advise(measured, rows, machine)
     if note:
         notes = [note, *notes]
-    return StrategyPlan(measured, machine, rows, advice, [*notes, *measured.notes])
+    recomputing = None
+    if not rows_of(rows)[_simplest(machine)].fits(machine) and not _recomputes(config):
+        recomputing = recomputed(config, global_batch, measured, rows, machine)
+    if recomputing and recomputing.fits and not advice.overrides:
+        reason = f"nothing else fits; {recomputing.strategy} then takes {gib(recomputing.after)}"
+        advice = StrategyAdvice(
+            (f"strategy={recomputing.strategy}", RECOMPUTE), f"{reason} of {gib(memory)} GiB"
+        )
+    every = [*notes, *measured.notes]
+    return StrategyPlan(measured, machine, rows, advice, every, recomputing)
+
+
+def _simplest(machine: Machine) -> str:
+    return "ddp" if machine.devices > 1 else "single"
+
+
+def rows_of(rows: Sequence[Estimate]) -> dict[str, Estimate]:
+    return {row.name: row for row in rows}
+
+
+def _recomputes(config: DictConfig) -> bool:
+    return config.model.get("recompute") not in (None, "none")
+
+
+def recomputed(
+    config: DictConfig,
+    global_batch: int,
+    measured: MeasuredStep,
+    rows: Sequence[Estimate],
+    machine: Machine,
+) -> Recomputing | None:
+    """The step with `model.recompute=blocks`; None for a model without blocks."""
+    other = config.copy()
+    OmegaConf.update(other, "model.recompute", "blocks", force_add=True)
+    try:
+        again = measure(other, global_batch)
+    except UserError:
+        return None
+    name = _simplest(machine)
+    before = rows_of(rows)[name]
+    after = rows_of(estimates(again, machine))[name]
+    work = again.flops / measured.flops - 1 if measured.flops else 0.0
+    return Recomputing(name, before.total, after.total, after.fits(machine), work)
 
 
 def how_many(trainer: Mapping[str, Any], requested: int | None) -> tuple[int, str]:

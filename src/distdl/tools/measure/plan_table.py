@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
     """Prints the table."""
     from distdl.distributed.traffic import in_words
+    from distdl.tools.measure.plan import RECOMPUTE
 
     measured = plan.measured
     machine = plan.machine
@@ -59,6 +60,13 @@ def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
     print(f"        {plan.advice.reason}.")
     if chosen:
         print(f"        {command(options.overrides, chosen)}")
+    if (other := plan.recomputing) and RECOMPUTE not in chosen:
+        fits = "which fits" if other.fits else "which does not fit either"
+        print(f"or      {RECOMPUTE}")
+        print(
+            f"        {other.strategy} then takes {digits(other.after / scale)} {unit} instead of "
+            f"{digits(other.before / scale)}, {fits}, for {other.work:.0%} more operations."
+        )
 
 
 def command(typed: Sequence[str], chosen: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -
     """The recommendation, by the `estimates` for the same machine."""
     by_name = {row.name: row for row in rows}
     single = by_name["single"]
-    memory = f"of {_gib(machine.memory)} GiB"
+    memory = f"of {gib(machine.memory)} GiB"
     if machine.devices == 1:
         return _alone(measured, single, by_name["deepspeed_offload"], machine)
     ddp = by_name["ddp"]
@@ -55,35 +55,35 @@ def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -
         return slow
     if ddp.fits(machine):
         reason = (
-            f"all of it takes {_gib(ddp.total)} {memory}, and gradients are sent during the "
+            f"all of it takes {gib(ddp.total)} {memory}, and gradients are sent during the "
             "backward: no strategy is faster or simpler. If the batch may grow, try a larger "
             "data.batch_size before more devices"
         )
         return StrategyAdvice(("strategy=ddp",), reason)
     if smaller := _accumulated(measured, ddp, machine):
         reason = (
-            f"weights, gradients and optimizer take {_gib(ddp.fixed)} {memory}, the rest is "
+            f"weights, gradients and optimizer take {gib(ddp.fixed)} {memory}, the rest is "
             "activations, of which ZeRO and FSDP save nothing: accumulate smaller batches"
         )
         return StrategyAdvice(("strategy=ddp", *smaller), reason)
     for name, why in INSTEAD_OF_DDP.items():
         row = by_name[name]
-        reason = f"DDP would take {_gib(ddp.total)} {memory}; {why}"
+        reason = f"DDP would take {gib(ddp.total)} {memory}; {why}"
         if row.fits(machine):
-            return StrategyAdvice((f"strategy={name}",), f"{reason} ({_gib(row.total)} GiB)")
+            return StrategyAdvice((f"strategy={name}",), f"{reason} ({gib(row.total)} GiB)")
         if name != "pipeline" and (smaller := _accumulated(measured, row, machine)):
             return StrategyAdvice((f"strategy={name}", *smaller), reason)
     reason = (
-        f"no strategy fits {_gib(machine.memory)} GiB: fsdp, which partitions most, takes "
-        f"{_gib(by_name['fsdp'].total)}. Use more or larger devices, a smaller batch, or "
+        f"no strategy fits {gib(machine.memory)} GiB: fsdp, which partitions most, takes "
+        f"{gib(by_name['fsdp'].total)}. Use more or larger devices, a smaller batch, or "
     )
-    return StrategyAdvice((), f"{reason}activation checkpointing in the model")
+    return StrategyAdvice((), f"{reason}model.recompute=blocks, if it is off")
 
 
 def _alone(
     measured: MeasuredStep, single: Estimate, offload: Estimate, machine: Machine
 ) -> StrategyAdvice:
-    needed = f"takes {_gib(single.total)} of {_gib(machine.memory)} GiB"
+    needed = f"takes {gib(single.total)} of {gib(machine.memory)} GiB"
     if single.fits(machine):
         return StrategyAdvice(("strategy=single",), f"all of it {needed}")
     reason = f"the whole batch {needed}: accumulate smaller batches"
@@ -92,7 +92,7 @@ def _alone(
     if smaller := _accumulated(measured, offload, machine):
         reason += ", and keep the optimizer in host memory"
         return StrategyAdvice(("strategy=deepspeed_offload", *smaller), reason)
-    reason = f"the model takes {_gib(single.fixed)} GiB before the first sample: use several "
+    reason = f"the model takes {gib(single.fixed)} GiB before the first sample: use several "
     return StrategyAdvice((), f"{reason}devices and strategy=fsdp")
 
 
@@ -147,5 +147,5 @@ def _accumulated(measured: MeasuredStep, row: Estimate, machine: Machine) -> tup
     return None
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
     return f"{size / GIB:.3g}"

@@ -28,13 +28,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from distdl.config.recipe import plain
 from distdl.optim import optimizers as optim
 from distdl.util.errors import UserError
 from distdl.validation.meta import WEIGHTS
-from distdl.worker.build import configures_optimizers, make
+from distdl.worker.build import configures_optimizers, make, make_module
 
 SAMPLES = 4  # that are loaded; fake tensors have the size of the full batch
 AUTOCAST = ("16-mixed", "bf16-mixed", "16", "bf16", "transformer-engine-float16")
@@ -83,10 +83,13 @@ class MeasuredStep:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the live tensors that were created while this mode was active, real or fake."""
+    """Bytes of the live tensors that were created while this mode was active, real or fake; and the
+    floating-point operations meanwhile, by torch's formulas. torch's FlopCounterMode would keep
+    tensors alive that a second forward makes in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.flops = 0.0
         self.now = self.gradients = self.most_beside_gradients = 0
         self._known: set[int] = set()
 
@@ -99,6 +102,9 @@ class LiveBytes(TorchDispatchMode):
     ) -> object:
         output = func(*args, **(kwargs or {}))
         self.add(output)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=output)
         return output
 
     def add(self, tree: object) -> None:
@@ -172,7 +178,7 @@ def a_batch(config: DictConfig) -> tuple[int, Any]:
             source = make(node | {key: few[key] for key in few.keys() & node.keys()})
             source.setup("fit")
         else:
-            source = make(config.model)
+            source = make_module(config.model)
         batch = source.on_before_batch_transfer(next(iter(source.train_dataloader())), 0)
         batch = source.on_after_batch_transfer(batch, 0)
     except Exception as error:  # the user's data module runs
@@ -195,9 +201,9 @@ def _without_memory(node: DictConfig) -> LightningModule:
     bare.pop("compile", None)
     try:
         with torch.device("meta"):
-            return make(bare)
+            return make_module(bare)
     except Exception:  # timm, for example, reads values while building
-        return make(bare)
+        return make_module(bare)
 
 
 def _as_fake(module: LightningModule) -> LightningModule:
@@ -234,7 +240,7 @@ def _extrapolated(
         return tensor[:few].clone() if tensor.dim() and len(tensor) == samples else tensor
 
     less, more = (
-        _step(_in_precision(make(config.model), config), part, count, config, global_batch)
+        _step(_in_precision(make_module(config.model), config), part, count, config, global_batch)
         for part, count in ((tree_map_only(Tensor, first, batch), few), (batch, samples))
     )
     steps = (size - samples) / (samples - few) if samples > few else 0.0
@@ -259,15 +265,13 @@ def _step(
     bytes_of = _total(tensors), _total(module.buffers()), _total(trained)
     measured = MeasuredStep(size, *bytes_of)
     live = LiveBytes()
-    counter = FlopCounterMode(display=False)
     before = _total(_tensors(batch))
     live.ignore(tensors)
     with ExitStack() as stack:
-        stack.enter_context(_blocks_watched(module, measured, before, live, counter))
+        stack.enter_context(_blocks_watched(module, measured, before, live))
         for parameter in trained:
             hook = parameter.register_post_accumulate_grad_hook(live.count_gradient)
             stack.callback(hook.remove)
-        stack.enter_context(counter)
         stack.enter_context(live)
         live.add(batch)
         with torch.autocast("cpu", torch.bfloat16) if precision in AUTOCAST else nullcontext():
@@ -278,7 +282,7 @@ def _step(
         measured.activations = live.now
         loss.backward()
         measured.transient = max(0, live.most_beside_gradients - measured.activations)
-    measured.flops = float(counter.get_total_flops())
+    measured.flops = live.flops
     measured.optimizer = _optimizer_state(module, config, global_batch, measured)
     measured.unit = _largest_unit(module, measured)
     return measured
@@ -290,7 +294,6 @@ def _blocks_watched(
     measured: MeasuredStep,
     before: int,
     live: LiveBytes,
-    counter: FlopCounterMode,
 ) -> Iterator[None]:
     """Fills `measured.blocks` while the forward runs. `before`: bytes at its start."""
     from distdl.strategies.pipeline.splitting import blocks_in
@@ -306,11 +309,10 @@ def _blocks_watched(
     def watch(block: MeasuredBlock) -> Callable[..., None]:
         def after(_: nn.Module, __: object, output: object) -> None:
             memory = live.now
-            flops = float(counter.get_total_flops())
             block.activations = max(0, memory - seen[-1][0])
-            block.flops = flops - seen[-1][1]
+            block.flops = live.flops - seen[-1][1]
             block.output = _total(_tensors(output))
-            seen.append((memory, flops))
+            seen.append((memory, live.flops))
 
         return after
 

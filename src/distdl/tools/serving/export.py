@@ -30,7 +30,7 @@ from distdl.tools.serving.scorer import Scorer
 from distdl.tracking.outbox import Outbox
 from distdl.util.errors import Disagrees, Unfinished, UserError
 from distdl.util.redact import redact
-from distdl.worker.build import make
+from distdl.worker.build import make, make_module
 
 IMAGES = 64  # at most so many of the validation split are compared
 
@@ -76,7 +76,8 @@ def export(
 
 def random_network(config: DictConfig) -> nn.Module:
     """The network of a run's config as its module has it, with any weights."""
-    network: nn.Module = make(config.model).network
+    module: Any = make_module(config.model)
+    network: nn.Module = module.network
     return network
 
 
@@ -108,7 +109,7 @@ class Export:
         self.leaves = self._exports(self.module)
 
     def _module(self, weights: Path) -> LightningModule:
-        module: Any = make(self.config.model)
+        module: Any = make_module(self.config.model)
         load_weights(module.network, weights)
         module.float().eval().requires_grad_(False)
         return module

@@ -1,5 +1,7 @@
 """The verb `plan`: formulas against numbers by hand, the measured step against a real one."""
 
+import re
+
 import pytest
 import torch
 from pytest import approx
@@ -232,6 +234,25 @@ def test_the_verb(command, without_stage_2, monkeypatch, tmp_path):
         result = command("plan", *RESNET18, word)
         assert result.code == 2
         assert message in result.err
+
+
+def test_recomputing_is_counted_and_proposed(command, without_stage_2):
+    """For a batch that does not fit, with what it costs."""
+    large = ("data.batch_size=512", "data.train_samples=512")
+    typed = ("plan", *RESNET18, *large, "--devices=1", "--device-memory=0.3")
+    before = command(*typed)
+    assert before.code == 0, before.err
+    proposed = before.out[before.out.index("or      model.recompute=blocks") :]
+    found = re.search(
+        r"single then takes (\S+) \S+ instead of (\S+), .*, for (\d+)% more", proposed
+    )
+    after, plain, work = map(float, found.groups())
+    assert after < 0.8 * plain
+    assert 15 < work < 35  # a forward is a third of a step, and its start and end are no blocks
+    again = command(*typed, "model.recompute=blocks")
+    (single,) = [line.split() for line in again.out.splitlines() if line.startswith("single ")]
+    assert float(single[6]) == approx(after, rel=0.01)
+    assert "or      model" not in again.out
 
 
 def test_how_many_devices(monkeypatch):
