@@ -14,8 +14,9 @@ from types import ModuleType
 from distdl.cli.arguments import Parser, not_empty
 from distdl.config.resources import cpu_cores
 from distdl.datasets.image_headers import MOST_PIXELS
+from distdl.tools.prepare import interrupts
 from distdl.tools.prepare.images import DEFAULT_QUALITY
-from distdl.tools.prepare.prepare import ended_by_sigterm, run
+from distdl.tools.prepare.prepare import run
 from distdl.tools.prepare.source import KINDS
 from distdl.tools.prepare.writers import FORMATS
 from distdl.util.errors import UserError
@@ -26,7 +27,7 @@ COMMAND = "python -m distdl prepare"
 
 def main(argv: Sequence[str]) -> int:
     """Prepares one data set."""
-    with ended_by_sigterm():
+    with interrupts.raised():
         module, rest = kind_of(list(argv))
         run(parse(module, rest), module)
     return 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,19 +24,6 @@ from distdl.util.errors import UserError
 from distdl.util.progress_bar import Bar, duration, size
 from distdl.util.screen import escaped
 from distdl.util.wording import first_few
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Makes SIGTERM (kill, docker stop, the end of a batch job) end the command as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run(options: argparse.Namespace, module: ModuleType) -> None:

@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 
 from distdl import __version__
 from distdl.datasets.format import CLASSIFICATION, MANIFEST, SPLITS, Manifest, write_index
+from distdl.tools.prepare import interrupts
 from distdl.tools.prepare import shard_plan as plans
 from distdl.tools.prepare.shard_plan import Part, ShardPlan
 from distdl.tools.prepare.writers import WORK, Result, Writer, result_file, rows_of
@@ -282,7 +283,7 @@ def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advan
         check()
 
     # Entered before the pool exists, since an interrupted pool would leak a semaphore.
-    with _held_back() as check:
+    with interrupts.held_back() as check:
         counts = context.Array("q", 2)
         with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
             try:
@@ -313,29 +314,6 @@ def _keep_busy(
         for future in done:
             future.result()
         report()
-
-
-@contextmanager
-def _held_back() -> Iterator[Callable[[], None]]:
-    """Yields a function that raises KeyboardInterrupt if Ctrl-C or SIGTERM has arrived.
-
-    If KeyboardInterrupt were raised anywhere, it could become an error about a lock (CPython 3.11),
-    or leak a semaphore while the pool is created. A second signal, which `uv run` and others send
-    at once, has no effect.
-    """
-    received: list[int] = []
-
-    def check() -> None:
-        if received:
-            raise KeyboardInterrupt
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda *_: received.append(1)) for number in numbers]
-    try:
-        yield check
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -174,3 +174,18 @@ def test_ctrl_c_and_sigterm_end_it_with_a_sentence(send, number, sign, many, tmp
     assert process.returncode in (130, -signal.SIGINT), text
     assert text.endswith("interrupted: the same command resumes where it stopped\n"), text
     until(lambda: is_gone(process.pid))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_a_library_swallows_ends_it_as_well(number, tars, tmp_path, monkeypatch):
+    save = ShardPlan.save
+
+    def save_interrupted(plan, path):
+        save(plan, path)
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(ShardPlan, "save", save_interrupted)
+    with pytest.raises(KeyboardInterrupt, match="the same command resumes where it stopped"):
+        prepare("imagenet", tars, tmp_path / "out", *SUBSET, "--workers", "2")
+    assert not (tmp_path / "out/dataset.json").exists()
