@@ -13,7 +13,8 @@ import numpy as np
 
 from distdl.data.encoded import EncodedData
 from distdl.datasets import coco_layout
-from distdl.datasets.coco import Annotations, AnnotationSource
+from distdl.datasets.annotation_files import AnnotationSource
+from distdl.datasets.coco import Annotations
 from distdl.datasets.coco_layout import Images, SplitFiles
 from distdl.datasets.image_headers import DamagedImage
 from distdl.domains.detection.domain import Detection

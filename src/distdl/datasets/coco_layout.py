@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from distdl.datasets import zips
-from distdl.datasets.coco import AnnotationSource
+from distdl.datasets.annotation_files import AnnotationSource
 from distdl.datasets.format import SPLITS
 from distdl.datasets.zips import ZipMember
 from distdl.stores.files import read_file
