@@ -92,7 +92,7 @@ def rescale(
         now,
         old,
         new,
-        optimizer.get("lr_scaling", "none"),
+        optim.RateScaling.of(optimizer).rule,
     )
 
 

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from distdl.config.recipe import is_own
 from distdl.config.resources import replicas, share_kind
+from distdl.config.schema import TrainerArguments
 from distdl.job import Resources
 from distdl.util.errors import UserError
 
@@ -45,7 +46,7 @@ def recorded(statuses: Iterable[Mapping[str, Any]]) -> Loaders | None:
 def factors(config: DictConfig, size: Resources) -> tuple[int | None, int, int]:
     """(`data.batch_size`, number of shares of the data, accumulation)."""
     shares = replicas(config.get("strategy"), size.world_size, size.num_nodes)
-    accumulate = int(config.trainer.get("accumulate_grad_batches") or 1)
+    accumulate = TrainerArguments.of(config.trainer).accumulate_grad_batches
     return (config.get("data") or {}).get("batch_size"), shares, accumulate
 
 

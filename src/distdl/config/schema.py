@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
+from omegaconf import DictConfig
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from distdl.config.recipe import plain
@@ -119,15 +120,14 @@ class Size(_Open):
     num_nodes: Positive = 1
 
     @classmethod
-    def of(cls, trainer: Mapping[str, Any]) -> Size:
-        """The size in a resolved `trainer` node. Its other values are not looked at.
+    def of(cls, trainer: Mapping[str, Any]) -> Self:
+        """The arguments of this class in a `trainer` node. Its other values are not looked at.
 
         Raises:
             pydantic.ValidationError: A value does not fit (a ValueError).
         """
-        return cls.model_validate(
-            {key: trainer[key] for key in Size.model_fields if key in trainer}
-        )
+        values = plain(trainer) if isinstance(trainer, DictConfig) else trainer
+        return cls.model_validate({key: values[key] for key in cls.model_fields if key in values})
 
 
 class TrainerArguments(Size):
@@ -163,6 +163,11 @@ class TrainerArguments(Size):
     use_distributed_sampler: bool = True
     enable_autolog_hparams: bool = True
 
+    @property
+    def precision_name(self) -> str:
+        """Lightning's word for it, `32-true` by default; a config of before may have 16."""
+        return str(self.precision or "32-true")
+
 
 class Component(_Open):
     """A mapping that names a class or function (`_target_`) and its arguments."""
@@ -185,7 +190,7 @@ class Data(Component):
 
 class Optimizer(Component):
     lr: AboveZero = 1.0
-    lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    lr_scaling: Literal["linear", "sqrt", "none"] = "none"
     lr_reference_batch: Positive = 256
     decay_norm_and_bias: bool = False
 

@@ -6,6 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,15 +67,26 @@ def scale_lr(lr: float, global_batch: int, rule: str, reference: int = 256) -> f
     raise UserError.at("optimizer.lr_scaling", f"no rule {rule!r}", remedy, code="wrong-choice")
 
 
+@dataclass(frozen=True)
+class RateScaling:
+    """How the rate of an optimizer node follows the global batch: see `scale_lr`."""
+
+    rule: str = "none"
+    reference: int = 256
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> RateScaling:
+        rule = config.get("lr_scaling", cls.rule)
+        reference = config.get("lr_reference_batch", cls.reference)
+        return cls(str(rule), int(reference))
+
+    def rate(self, lr: float, global_batch: int) -> float:
+        return scale_lr(lr, global_batch, self.rule, self.reference)
+
+
 def rate_of(config: Mapping[str, Any], global_batch: int) -> float:
     """The scaled learning rate of an optimizer node, which must have an `lr`."""
-    return scale_lr(*_lr_terms(config, global_batch))
-
-
-def _lr_terms(config: Mapping[str, Any], global_batch: int) -> tuple[float, int, str, int]:
-    rule = config.get("lr_scaling", "none")
-    reference = config.get("lr_reference_batch", 256)
-    return float(config["lr"]), global_batch, str(rule), int(reference)
+    return RateScaling.of(config).rate(float(config["lr"]), global_batch)
 
 
 def describe_lr(config: Mapping[str, Any], global_batch: int) -> str:
@@ -82,14 +94,14 @@ def describe_lr(config: Mapping[str, Any], global_batch: int) -> str:
     config = _plain(config)
     if "lr" not in config:
         return "lr is the optimizer's default"
-    lr, _, rule, reference = _lr_terms(config, global_batch)
-    if rule == "none":
+    lr = float(config["lr"])
+    scaling = RateScaling.of(config)
+    if scaling.rule == "none":
         return f"lr {lr:g} (not scaled by the global batch of {global_batch})"
-    ratio = f"{global_batch}/{reference}"
-    factor = f"sqrt({ratio})" if rule == "sqrt" else ratio
-    return (
-        f"lr {lr:g} per {reference} images x {factor} ({rule}) = {rate_of(config, global_batch):g}"
-    )
+    ratio = f"{global_batch}/{scaling.reference}"
+    factor = f"sqrt({ratio})" if scaling.rule == "sqrt" else ratio
+    rate = scaling.rate(lr, global_batch)
+    return f"lr {lr:g} per {scaling.reference} images x {factor} ({scaling.rule}) = {rate:g}"
 
 
 def parameter_groups(

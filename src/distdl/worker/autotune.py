@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl.callbacks import Checkpointer, StepMetrics
 from distdl.config import recipe as configs
 from distdl.config import task_facts
+from distdl.config.schema import TrainerArguments
 from distdl.distributed import process_group
 from distdl.job import Resources
 from distdl.loops.fit import fit_loop_of
@@ -108,7 +109,8 @@ def freeze(
 
 def candidates(config: DictConfig) -> Iterator[Candidate]:
     """All divisions of a rank's share of the global batch, for each ZeRO stage."""
-    batch = int(config.data.batch_size) * int(config.trainer.get("accumulate_grad_batches") or 1)
+    accumulate = TrainerArguments.of(config.trainer).accumulate_grad_batches
+    batch = int(config.data.batch_size) * accumulate
     sizes = [batch // 2**n for n in range(HALVINGS + 1) if batch % 2**n == 0]
     config_file = config.strategy.get("config")  # its ZeRO stage is kept
     for stage in (None,) if config_file else STAGES:

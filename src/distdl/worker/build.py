@@ -214,7 +214,7 @@ def attach_optimizer(
 
     def configure_optimizers(self: LightningModule) -> OptimizerLRScheduler:
         self.trainer.fit_loop.setup_data()  # rate and schedule depend on the loaders
-        reference = optimizer_node.get("lr_reference_batch", 256)
+        reference = optimizers.RateScaling.of(optimizer_node).reference
         per_step = (position.samples or 0) * self.trainer.accumulate_grad_batches
         optimizer = optimizers.build_optimizer(
             self,
@@ -242,8 +242,9 @@ def may_fuse(config: DictConfig) -> bool:
     """Whether an optimizer may use its fused kernel by default. With 16-mixed, a fused step
     unscales gradients itself, after they were clipped; Lightning refuses this combination.
     DeepSpeed's optimizers have their own keys to choose a kernel."""
-    half = str(config.trainer.get("precision")) in ("16", "16-mixed")
-    clips = bool(config.trainer.get("gradient_clip_val"))
+    trainer = schema.TrainerArguments.of(config.trainer)
+    half = trainer.precision_name in ("16", "16-mixed")
+    clips = bool(trainer.gradient_clip_val)
     strategy = str((config.get("strategy") or {}).get("_target_"))
     return not (half and clips) and not strategy.endswith("DeepSpeedStrategy")
 

@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig
 
 from distdl.config import task_facts
+from distdl.config.schema import TrainerArguments
 from distdl.models.compilers import keep_results, refuse_without_compiler
 from distdl.worker import autotune
 from distdl.worker.rank_context import RankContext
@@ -58,7 +59,7 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
 def modes(config: DictConfig, accelerator: str) -> list[str | bool]:
     """The modes to measure. On a CPU all modes are alike. CUDA graphs are left out if batches are
     accumulated: a replay would overwrite the gradients of the batch before."""
-    accumulates = int(config.trainer.get("accumulate_grad_batches") or 1) > 1
+    accumulates = TrainerArguments.of(config.trainer).accumulate_grad_batches > 1
     distinct = MODES[:1] if accelerator == "cpu" else MODES
     return [False, *(m for m in distinct if not (accumulates and m in CUDA_GRAPHS))]
 

@@ -18,6 +18,7 @@ from distdl.callbacks.metrics import memory_gib
 from distdl.callbacks.progress import remedy
 from distdl.config import batches
 from distdl.config.recipe import plain
+from distdl.config.schema import TrainerArguments
 from distdl.tools.measure import COMMUNICATION, DATA, OTHER, PHASES, verdict
 from distdl.tools.measure.model import Counted
 from distdl.tools.measure.timing import HELD, REAL, Timing
@@ -110,7 +111,7 @@ def assemble(
             "nodes": resources.num_nodes,
             "devices_per_node": resources.devices,
             "world_size": resources.world_size,
-            "precision": str(config.trainer.get("precision") or "32-true"),
+            "precision": TrainerArguments.of(config.trainer).precision_name,
             "data": context.data,
             **asdict(sizes),
             "global_batch": sizes.global_batch,

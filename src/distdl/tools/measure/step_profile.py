@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from distdl.config.recipe import plain
+from distdl.config.schema import TrainerArguments
 from distdl.optim import optimizers as optim
 from distdl.util.errors import UserError
 from distdl.validation.meta import WEIGHTS
@@ -225,7 +226,8 @@ def _as_fake(module: LightningModule) -> LightningModule:
 
 def _in_precision(module: LightningModule, config: DictConfig) -> LightningModule:
     """float16 is as large as bfloat16, which CPUs support better."""
-    return module.to(torch.bfloat16) if config.trainer.get("precision") in HALF else module
+    precision = TrainerArguments.of(config.trainer).precision_name
+    return module.to(torch.bfloat16) if precision in HALF else module
 
 
 def _extrapolated(
@@ -256,7 +258,7 @@ def _step(
     module: LightningModule, batch: object, size: int, config: DictConfig, global_batch: int
 ) -> MeasuredStep:
     """Forward, backward and optimizer step of a module, real or fake."""
-    precision = str(config.trainer.get("precision") or "32-true")
+    precision = TrainerArguments.of(config.trainer).precision_name
     if precision in HALF:
         batch = tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, batch)
     module.train()

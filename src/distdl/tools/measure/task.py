@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from distdl.callbacks import Checkpointer, Progress, StepMetrics
+from distdl.config.schema import TrainerArguments
 from distdl.distributed import process_group
 from distdl.runs.directory import write_json
 from distdl.tools.measure import FILE, limits, model, result, screen
@@ -77,9 +78,9 @@ class Benchmark(Task[Built]):
         trainer = context.trainer
         timing = timed_fit(context, self._plan(trainer))
         device = trainer.strategy.root_device
-        precision = context.config.trainer.get("precision")
+        precision = TrainerArguments.of(context.config.trainer).precision_name
         measured = result.of_rank(timing, device)
-        measured["limits"] = vars(limits.measure(device, str(precision or "32-true")))
+        measured["limits"] = vars(limits.measure(device, precision))
         link = limits.measure_link(device, trainer.num_nodes)
         ranks = process_group.gather(measured)
         report: dict[str, Any] = {}
