@@ -240,7 +240,7 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
         deleted one is not."""
         note = {"annotations": {ENDED: why}}
         if (job.get("spec") or {}).get("suspend"):
-            # It has no time yet. It starts without pods, and not through a queue.
+            # Its time does not run yet. So it starts: without pods, and past its queue.
             metadata = {**note, "labels": {QUEUE: None}}
             self.cluster.patch(self.path, {"metadata": metadata, "spec": {"parallelism": 0}})
             spec = {"suspend": False, "activeDeadlineSeconds": 1}

@@ -124,10 +124,7 @@ class SageMakerJob(QueriedJob[Mapping[str, Any]]):
             if ended and follow:
                 time.sleep(self.poll_seconds)  # the last lines are not in CloudWatch yet
             try:
-                for stream in self._streams():
-                    host = stream.rpartition("/")[2].rpartition("-")[0]
-                    label = "" if host == "algo-1" else f"[{host}] "
-                    yield from (label + line for line in self._new_lines(stream, tokens))
+                yield from self._new_of_all_hosts(tokens)
                 outage_began = math.inf
             except UserError as error:
                 # The job continues anyway, so a short network outage must not end the command.
@@ -138,11 +135,17 @@ class SageMakerJob(QueriedJob[Mapping[str, Any]]):
                 if outage_began == math.inf:
                     outage_began = now
                     yield self._outage(error)
-                ended = False
+                ended = False  # what could not be read is read again
             if not ended:
                 time.sleep(self.poll_seconds)
         if follow and (failure := self.failure()):
             yield f"SageMaker: {failure}"
+
+    def _new_of_all_hosts(self, tokens: dict[str, str]) -> Iterator[str]:
+        for stream in self._streams():
+            host = stream.rpartition("/")[2].rpartition("-")[0]
+            label = "" if host == "algo-1" else f"[{host}] "
+            yield from (label + line for line in self._new_lines(stream, tokens))
 
     def _streams(self) -> list[str]:
         with aws_errors():

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # Of these, distdl's own files of `debug` set only the keys that are there.
 DEBUGGED = ("data", "model", "optimizer")
+# Short for Lightning's own words.
+PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
 
 @dataclass(frozen=True)
@@ -173,15 +175,15 @@ def _normalise_trainer(trainer: object) -> None:
     """Converts texts that Lightning reads as numbers ("2", "0,1"), and short precisions ("16")."""
     if not isinstance(trainer, DictConfig):
         return
-    devices, precision = (
-        None if OmegaConf.is_interpolation(trainer, key) else trainer.get(key)
-        for key in ("devices", "precision")
-    )
+    devices = None if OmegaConf.is_interpolation(trainer, "devices") else trainer.get("devices")
     if isinstance(devices, str) and re.fullmatch(r"\s*(-1|\d+|(\d+\s*,\s*)+\d*)\s*", devices):
         numbers = [int(part) for part in devices.split(",") if part.strip()]
         trainer.devices = numbers if "," in devices else numbers[0]
-    if str(precision) in ("16", "bf16", "32", "64"):
-        trainer.precision = f"{precision}-{'mixed' if '16' in str(precision) else 'true'}"
+    if OmegaConf.is_interpolation(trainer, "precision"):
+        return
+    precision = str(trainer.get("precision"))
+    if precision in PRECISIONS:
+        trainer.precision = PRECISIONS[precision]
 
 
 def prepare_overrides(overrides: Sequence[Override]) -> list[Override]:

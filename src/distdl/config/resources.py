@@ -149,6 +149,7 @@ def _chosen(
 def _elsewhere(
     accelerator: str, devices: object, num_nodes: int, known: tuple[int, str] | None
 ) -> Resources:
+    """The size of a job on other machines, which cannot be asked; see `resolve`."""
     if known and devices in ("auto", -1, None):
         devices = known[0] if accelerator != "cpu" else 1
     if known and accelerator == "auto":

@@ -83,15 +83,17 @@ class SyntheticImages(ImageData):
         return pool.index_select(0, index % self.pool_size).permute(0, 3, 1, 2)
 
     def _pool(self) -> torch.Tensor:
+        """Images of which each is the pattern of its class, with noise: uint8 [N, H, W, 3]. Image i
+        is of class i % classes."""
         # Drawn on the CPU, so that all kinds of devices get the same images.
         generator = torch.Generator().manual_seed(self.seed)
         classes = min(self.num_classes, self.pool_size)
-        pattern = torch.rand(classes, 3, 4, 4, generator=generator)
-        pattern = F.interpolate(pattern, size=(self.image_size, self.image_size))
-        pattern = (pattern * 127).to(torch.uint8).permute(0, 2, 3, 1)
+        coarse = torch.rand(classes, 3, 4, 4, generator=generator)
+        large = F.interpolate(coarse, size=(self.image_size, self.image_size))
+        patterns = (large * 127).to(torch.uint8).permute(0, 2, 3, 1)
         shape = (self.pool_size, self.image_size, self.image_size, 3)
         noise = torch.randint(0, 128, shape, generator=generator, dtype=torch.uint8)
-        return noise + pattern[torch.arange(self.pool_size) % classes]
+        return noise + patterns[torch.arange(self.pool_size) % classes]
 
 
 class _Labels(Dataset[dict[str, int]]):

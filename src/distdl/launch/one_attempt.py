@@ -76,8 +76,8 @@ def declare_ended(attempt: Attempt, job: JobBase) -> JobState:
 
 
 def _known(attempt: Attempt, job: JobBase) -> tuple[JobState, str]:
-    """The state of an attempt that has a job. If that may be under way, but nobody can say:
-    UNKNOWN, and why."""
+    """The state of an attempt that has a job, and "". If its platform does not say whether the job
+    is under way: UNKNOWN, and why it does not say."""
     if jobs.is_settled(attempt):
         return attempt.state(), ""
     report = asking.ask(job)

@@ -195,6 +195,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
             self.precision_plugin.optimizes_manually = manual
 
     def _format_config(self) -> None:
+        """Lightning writes it; here, mixed precision is by autocast, unless a dtype is chosen."""
         assert isinstance(self.config, dict)
         chosen = self.config.keys() & {"bf16", "fp16", "torch_autocast"}
         super()._format_config()

@@ -139,7 +139,7 @@ class Journal(Logger):
             except OSError as error:
                 self.warn_once("disk", f"{self.path} cannot be written ({error}): trying again")
                 if len(self._unwritten) > UNWRITTEN_LIMIT:
-                    self._unwritten = b"\n"
+                    self._unwritten = b"\n"  # which ends a line that was written in part
                     self.warn_once("lost", f"{self.path} is not writable: metrics are lost")
 
     def close(self) -> None:

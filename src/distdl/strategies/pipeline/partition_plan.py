@@ -34,13 +34,14 @@ class PipelinePlan:
 
 
 def make(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) -> PipelinePlan:
-    """Runs a sample through the blocks on rank 0. Collective.
+    """The plan for all ranks. Rank 0 measures the blocks with a sample. Collective.
 
     Raises:
         UserError: More pieces than blocks, or the blocks do not compute the model's forward.
     """
-    counts = strategy.position.stages, strategy.pieces_per_stage, len(blocks)
-    if problems := list(stage_rules.too_many(*counts)):
+    stages = strategy.position.stages
+    problems = [*stage_rules.too_many(stages, strategy.pieces_per_stage, len(blocks))]
+    if problems:
         raise UserError(*map(stage_rules.at_strategy, problems))
     plan = None
     if trainer.global_rank == 0:

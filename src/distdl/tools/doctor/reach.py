@@ -39,7 +39,7 @@ def rendezvous(environment: Environment, attempt: int) -> dist.Store:
         address = node.local_address(environment)
     except OSError as error:
         what = f"{who} cannot reach the host of rank 0, {main}: {error.strerror}"
-        raise UserError.at("MASTER_ADDR", what, NAMES, code="failed") from error
+        raise UserError.at("MASTER_ADDR", what, NAMES, code="unreachable") from error
     if environment.rank:
         _await_rank_0(environment, who, main)
     try:
@@ -55,7 +55,7 @@ def rendezvous(environment: Environment, attempt: int) -> dist.Store:
 
 
 def _await_rank_0(environment: Environment, who: str, main: str) -> None:
-    """Until rank 0 listens."""
+    """Waits until rank 0 listens. Raises a UserError if that takes too long."""
     started = time.monotonic()
     target = (environment.main_address, environment.main_port)
     while True:
@@ -63,11 +63,14 @@ def _await_rank_0(environment: Environment, who: str, main: str) -> None:
             socket.create_connection(target, PORT_S).close()
             return
         except OSError as error:
-            refused = error.errno == errno.ECONNREFUSED
-            if time.monotonic() - started > (LISTEN_S if refused else ANSWER_S):
-                reason = "nobody listens there" if refused else "no answer"
-                what = f"{who} cannot reach rank 0 at {main}: {reason}"
-                raise UserError.at("MASTER_PORT", what, OPEN, code="failed") from error
+            failure = error
+        # A host that refuses is there, and its rank 0 may only be slower to start.
+        refused = failure.errno == errno.ECONNREFUSED
+        limit = LISTEN_S if refused else ANSWER_S
+        if time.monotonic() - started > limit:
+            reason = "nobody listens there" if refused else "no answer"
+            what = f"{who} cannot reach rank 0 at {main}: {reason}"
+            raise UserError.at("MASTER_PORT", what, OPEN, code="unreachable") from failure
         time.sleep(0.2)
 
 
