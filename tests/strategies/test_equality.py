@@ -73,6 +73,16 @@ def test_hard_settings_and_16_bits_with_batch_norm_as_under_ddp(name, runs):
     assert difference(*files) == 0
 
 
+# Norms of layers, and a norm of all gradients.
+LAMB = ("optimizer=lamb", "optimizer.lr=0.1", "+trainer.gradient_clip_val=1.0")
+
+
+@pytest.mark.parametrize("name", ["fsdp x2", "pipeline x2"] if MATRIX else ["pipeline x2"])
+def test_an_optimizer_that_knows_layers_trains_as_under_ddp(name, runs):
+    files = [step(runs.train(f"lamb {n}", TOPOLOGIES[n].plus(*LAMB))) for n in ("ddp x2", name)]
+    assert difference(*files) < SAME_TO
+
+
 # The small network has no blocks of several layers but its first.
 RECOMPUTED = "blocks" if MATRIX else "[network.stem,network.wide]"
 

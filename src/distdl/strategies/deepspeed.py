@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distdl.checkpoint import deepspeed_folder, portable, sharded_folder
 from distdl.distributed import process_group
+from distdl.optim import layerwise
 from distdl.runs.checkpoints import remove
 from distdl.strategies import deepspeed_state, sharing
 from distdl.strategies.deepspeed_precision import AutocastPrecision
@@ -113,6 +114,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         if trainer.get("gradient_clip_val") and trainer.get("gradient_clip_algorithm") == "value":
             what = "DeepSpeed clips by the norm, not by value"
             yield Problem("", what, "trainer.gradient_clip_algorithm=norm", code="unsupported")
+        name, _ = layerwise.of_config(context["config"])
+        yield from layerwise.refuse_parts(name, "ZeRO")
         if node.get("stage", 2) == 3:
             yield from sharing.refuse_averaging(context["config"])
         if trainer.get("sync_batchnorm"):
@@ -216,6 +219,9 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         optimizer: Optimizer | None,
         lr_scheduler: LRScheduler | ReduceLROnPlateau | None = None,
     ) -> tuple[DeepSpeedEngine, Optimizer]:
+        if optimizer is not None:
+            name, _ = layerwise.of_optimizer(optimizer)
+            layerwise.refuse_own(layerwise.refuse_parts(name, "ZeRO"))
         # Read the names first: afterwards the optimizer has flat partitions.
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._names = portable.names_of(optimizer, model) if optimizer else [trained]

@@ -13,6 +13,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch.distributed.device_mesh import init_device_mesh
 
+from distdl.optim import layerwise
 from distdl.strategies.pipeline import balance, splitting
 from distdl.strategies.pipeline.balance import SEVERAL_PIECES
 from distdl.util.errors import Problem, UserError
@@ -107,6 +108,7 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
         what = "batch norm cannot be synchronised: each stage sees one micro-batch at a time"
         remedy = "trainer.sync_batchnorm=false; model.norm=group does not depend on the batch"
         yield Problem("", what, remedy, code="unsupported")
+    yield from layerwise.refuse_some_layers(*layerwise.of_config(config))
     if not unfit:
         stages = node.get("stages") or context["world_size"]
         yield from _batch(node, stages, (config.get("data") or {}).get("batch_size"))

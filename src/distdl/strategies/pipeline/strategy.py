@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from distdl.checkpoint.portable import names_of
+from distdl.optim import layerwise
 from distdl.strategies.pipeline import partition_plan, splitting, stage_rules
 from distdl.strategies.pipeline.engine import Engine, Piece
 from distdl.strategies.pipeline.exchange import StagedStrategy
@@ -168,6 +169,10 @@ class PipelineStrategy(StagedStrategy):
         )
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                layerwise.refuse_own(
+                    layerwise.refuse_some_layers(*layerwise.of_optimizer(optimizer))
+                )
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_by_global_norm  # type: ignore[method-assign]
         module.forward = self._forward  # type: ignore[method-assign]
