@@ -15,6 +15,8 @@ from urllib.parse import parse_qsl
 
 import pytest
 from azure.core.credentials import AccessToken
+from azure.core.exceptions import ServiceResponseError
+from azure.storage.blob import BlobClient
 
 from distdl.data import StoredImages
 from distdl.datasets import reading
@@ -97,6 +99,42 @@ def test_files_are_stored_and_read_back(azurite, account, tmp_path, monkeypatch)
     store.download("a/b.tar", back)
     assert back.read_bytes() == data
     assert len(reads) > 33
+
+
+def test_a_file_that_changes_is_replaced_and_removed(account, tmp_path, monkeypatch):
+    """As status and logs of a run on Kubernetes are; also in several blocks, and once the answer to
+    a commit is lost."""
+    monkeypatch.setattr(remote_module, "PART", 1 << 18)
+    store = open_store(account, patience=30)
+    file = tmp_path / "status.json"
+    contents = (b"one", os.urandom(700_000), os.urandom(300_000), b"two", b"")
+    for content in contents:
+        file.write_bytes(content)
+        store.replace(file, "run/status.json")
+        assert store.read("run/status.json") == content
+        assert store.size("run/status.json") == len(content)
+    commit = BlobClient.commit_block_list
+    lost = []
+
+    def lose(client, *arguments, **more):
+        answer = commit(client, *arguments, **more)
+        if not lost:
+            lost.append(answer)
+            raise ServiceResponseError("the answer is lost")
+        return answer
+
+    monkeypatch.setattr(BlobClient, "commit_block_list", lose)
+    file.write_bytes(contents[1])
+    store.replace(file, "run/status.json")
+    assert lost
+    assert store.read("run/status.json") == contents[1]
+    store.upload(file, "run/other.json")
+    with pytest.raises(StoreError, match="exists already"):
+        store.upload(file, "run/status.json")
+    for _ in range(2):  # one that is gone is no error
+        store.remove("run/status.json")
+    assert [*store.names()] == ["run/other.json"]
+    assert store.size("run/status.json") is None
 
 
 class Identity:
