@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 def component(binding: Binding, called: Callable[..., Any], path: Path) -> None:
     """Checks a component: the base class of model and data, whether the strategy can shard
     checkpoints if the config asks for it, and hooks and arguments of Lightning 1."""
+    if path[0] == "launcher":  # no part of Lightning's, whose import takes seconds
+        return
     import lightning.pytorch as pl
 
     bases = {"model": pl.LightningModule, "data": pl.LightningDataModule}
