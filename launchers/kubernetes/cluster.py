@@ -127,10 +127,13 @@ class Cluster:
             response = self._call(method, path, body, query, kind, timeout=TIMEOUT)
             return bytes(response.data)
 
-    def stream(self, path: str, **query: str) -> Iterator[bytes]:
-        """The bytes of an answer as they come, for as long as the server sends any."""
+    def stream(self, path: str, follow: bool, **query: str) -> Iterator[bytes]:
+        """The bytes of an answer as they come; with `follow`, for as long as the server sends any,
+        also after a long silence."""
+        more = {**query, "follow": "true"} if follow else query
+        timeout = (TIMEOUT[0], None if follow else TIMEOUT[1])
         with api_errors(path):
-            response = self._call("GET", path, None, query, "", timeout=(TIMEOUT[0], None))
+            response = self._call("GET", path, None, more, "", timeout=timeout)
             yield from response.response.stream(1 << 14)
 
     def _call(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import tempfile
 import threading
 import time
@@ -19,15 +20,8 @@ from distdl.job import JobState
 from distdl.launchers.common import RemoteFile, attempt_at, fetch_files
 from distdl.launchers.kubernetes import states
 from distdl.launchers.kubernetes.cluster import Cluster
-from distdl.launchers.kubernetes.manifests import (
-    CONTAINER,
-    ENDED,
-    INSTANCE,
-    LABELS,
-    NODE,
-    PVC,
-    QUEUE,
-)
+from distdl.launchers.kubernetes.kubernetes_settings import PVC
+from distdl.launchers.kubernetes.names import CONTAINER, ENDED, INSTANCE, LABELS, NODE, QUEUE
 from distdl.launchers.kubernetes.states import CANCELLED, JobObjects, Object
 from distdl.launchers.kubernetes.submission import path_of
 from distdl.launchers.queried_job import QueriedJob
@@ -38,6 +32,7 @@ KINDS = {"job": "Job", "trainjob": "TrainJob"}
 OURS = ",".join(f"{key}={value}" for key, value in LABELS.items())
 MARK = "cancelled"  # a file of the attempt in the store, for a job that the cluster forgets
 SMALL = 1 << 24  # bytes: a file up to this size may have changed without having grown
+LABEL = re.compile(r"\[(\d{1,5})\] ")  # of lines of pods other than the first
 LOGS_S = 1.0  # seconds after the end in which the last lines come
 
 
@@ -286,6 +281,10 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
         if not seen and self.store() is not None and not states.live(pods):
             yield from self._stored_logs()
 
+    def node_of(self, line: str) -> tuple[int, str]:
+        label = LABEL.match(line)
+        return (int(label[1]), line[label.end() :]) if label else (0, line)
+
     def _follow(self) -> Iterator[str]:
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         readers: dict[str, threading.Thread] = {}
@@ -338,10 +337,9 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
         label = f"[{index}] " if index else ""
         place = f"/api/v1/namespaces/{quote(self.name.namespace, safe='')}/pods/"
         place += f"{quote(str(pod['metadata']['name']), safe='')}/log"
-        query = {"container": container, **({"follow": "true"} if follow else {})}
         rest = b""
         try:
-            for piece in self.cluster.stream(place, **query):
+            for piece in self.cluster.stream(place, follow, container=container):
                 *complete, rest = (rest + piece).split(b"\n")
                 yield from (label + line.decode(errors="replace") for line in complete)
         except Lasting:

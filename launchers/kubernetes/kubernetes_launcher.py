@@ -16,7 +16,7 @@ from distdl.launchers.common import newest_checkpoint
 from distdl.launchers.kubernetes import submission
 from distdl.launchers.kubernetes.cluster import Cluster
 from distdl.launchers.kubernetes.kubernetes_job import KINDS, KubernetesJob, Name
-from distdl.launchers.kubernetes.kubernetes_settings import KubernetesSettings
+from distdl.launchers.kubernetes.kubernetes_settings import PVC, KubernetesSettings
 from distdl.launchers.kubernetes.manifests import KubernetesRequest
 from distdl.util.errors import UserError
 from distdl.util.tail import plain
@@ -52,6 +52,10 @@ class KubernetesLauncher(KubernetesSettings, LauncherBase[KubernetesRequest]):
         security = node.get("pod_security")
         if security in ("baseline", "privileged"):
             yield f"the pods obey only the level {security} of the Pod Security Standards"
+
+    @staticmethod
+    def splits_store(node: Mapping[str, Any]) -> str:
+        return "" if PVC.fullmatch(str(node.get("store"))) else "launcher.store=pvc://..."
 
     def request(self, spec: JobSpec) -> KubernetesRequest:
         request = KubernetesRequest(spec, self, self.namespace or "")

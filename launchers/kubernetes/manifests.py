@@ -9,278 +9,36 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from distdl.job import JobSpec, variables
-from distdl.launchers.common import digest, slug
-from distdl.launchers.kubernetes.kubernetes_settings import PVC, KubernetesSettings
+from distdl.launchers.kubernetes.names import (
+    ATTEMPT,
+    CONTAINER,
+    INSTANCE,
+    NODE,
+    QUEUE,
+    RUN,
+    STORE,
+    JobNames,
+)
+from distdl.launchers.kubernetes.pods import Manifest, PodTemplate
 from distdl.util.exit_codes import EXIT_PREEMPTED, EXIT_REFUSED
 from distdl.util.tail import plain
 
-Manifest = dict[str, Any]
-
-CONTAINER = "distdl"  # and in a TrainJob the one that its runtime calls so:
-NODE = "node"
-# Folders in the pod.
-SENT = "/distdl/sent"  # the parts of the archive, from ConfigMaps
-WORK = "/distdl/node"  # an empty disk
-CLAIM = "/distdl/store"  # the store, if it is a volume
-ARCHIVE = "code.tar.gz"
 # A ConfigMap holds 1 MiB: https://kubernetes.io/docs/concepts/configuration/configmap/
 PART = 900_000
-MOST_PARTS = 8
-# The longest part of a pod's name and host name that comes behind the job's.
-LONGEST_NAME = 63 - len("-node-0-99999")
-LABELS = {"app.kubernetes.io/name": "distdl", "app.kubernetes.io/managed-by": "distdl"}
-INSTANCE = "app.kubernetes.io/instance"  # a label: the job's name
-RUN, ATTEMPT, STORE = "distdl/run", "distdl/attempt", "distdl/store"  # annotations
-ENDED = "distdl/ended"  # an annotation: why distdl has ended the job (`cancelled`, or a reason)
-QUEUE = "kueue.x-k8s.io/queue-name"
 TRAINER = "trainer.kubeflow.org"
 PATCHES = f"{TRAINER}/v1alpha1"
-# The image has a shell and Python; `exec` makes the entry point the container's first process.
-UNPACK = (
-    f"cat {SENT}/* > {WORK}/{ARCHIVE} && "
-    f"python -m tarfile --filter data -e {WORK}/{ARCHIVE} {WORK}/bundle && "
-)
-ENTRY = 'PYTHONPATH="$1/code" exec python -m distdl.launchers.kubernetes.entry "$@"'
-# Without these, libraries look for the home of a user whom the image does not know.
-HOME = {"HOME": f"{WORK}/home", "USER": "distdl", "LOGNAME": "distdl"}
 
 
 @dataclass(frozen=True)
-class KubernetesRequest:
-    """One job and what it needs. `namespace` is empty if the context decides."""
-
-    spec: JobSpec
-    settings: KubernetesSettings
-    namespace: str = ""
-    names_taken: int = 0  # how many earlier jobs of this name are still kept
-
-    @property
-    def name(self) -> str:
-        """The run, the attempt, and a hash that tells apart runs of the same name in other stores.
-        Small letters, digits and hyphens, and the first a letter, as a Service needs it."""
-        full = f"{self.settings.store}/{self.spec.name}"
-        suffix = f"-{self.spec.attempt:03d}-{digest(full, 6)}"
-        suffix += f"-{self.names_taken}" if self.names_taken else ""
-        start = slug(self.spec.name).lower()
-        start = start if re.match("[a-z]", start) else f"run-{start}".rstrip("-")
-        return start[: LONGEST_NAME - len(suffix)].rstrip("-") + suffix
-
-    @property
-    def is_trainjob(self) -> bool:
-        return self.settings.kind == "trainjob"
-
-    @property
-    def claim(self) -> re.Match[str] | None:
-        """The claim and the folder, if the store is a volume."""
-        return PVC.fullmatch(str(self.settings.store))
-
-    @property
-    def key(self) -> str:
-        """The folder of this run in the store."""
-        return f"{str(self.settings.store).rstrip('/')}/{self.spec.name}"
-
-    @property
-    def first_pod(self) -> str:
-        """The host name by which the pods reach the first one."""
-        node = f"-{NODE}-0" if self.is_trainjob else ""
-        return f"{self.name}{node}-0.{self.name}"
-
-    @property
-    def secret(self) -> str:
-        """The name of the Secret with the forwarded variables."""
-        return f"{self.name}-env"
+class KubernetesRequest(JobNames):
+    """One job and what it needs."""
 
     def metadata(self, name: str, **more: object) -> Manifest:
-        labels = {**self.settings.labels, **LABELS, INSTANCE: self.name}
         namespace = {"namespace": self.namespace} if self.namespace else {}
-        return {"name": name, **namespace, "labels": labels, **more}
-
-    # ---- the pod --------------------------------------------------------------------------------
-
-    def command(self) -> list[str]:
-        """The code is what was sent, or what the image has in the folder `launcher.code`."""
-        link = f'ln -s "$0" {WORK}/bundle/code && ' if self.settings.code else ""
-        return ["sh", "-c", f"mkdir -p {WORK}/home && {UNPACK}{link}{ENTRY}"]
-
-    def arguments(self) -> list[str]:
-        settings = self.settings
-        size = self.spec.resources
-        claim = self.claim
-        store = f"{CLAIM}{(claim[2] or '').rstrip('/')}/{self.spec.name}" if claim else self.key
-        options = {
-            "store": store,
-            "nodes": size.num_nodes,
-            "devices": size.devices,
-            "attempt": self.spec.attempt,
-            "first": self.first_pod,
-            "port": settings.port,
-            "grace": settings.grace_seconds,
-            "wait": settings.wait,
-            "sync": settings.sync,
-            "job": self.name,
-        }
-        named = [f"--{name}={value}" for name, value in options.items()]
-        return [settings.code or CONTAINER, f"{WORK}/bundle", *named]
-
-    def environment(self) -> list[Manifest]:
-        """The container's variables. Everybody who may read the job sees them."""
-        settings = self.settings
-        # Also of an input that is the address of a store: the recipe then names it by ${input:...}.
-        inputs = {f"DISTDL_INPUT_{n.upper()}": str(e["path"]) for n, e in settings.inputs.items()}
-        plain_values = {
-            **HOME,
-            **variables(settings.env, self.spec.env),
-            **inputs,
-            "DISTDL_LAUNCHER": "kubernetes",
-        }
-        references = {
-            **{name: (each["secret"], each["key"]) for name, each in settings.secrets.items()},
-            **{name: (self.secret, name) for name in self.spec.forward_env},
-        }
-        return [
-            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            *({"name": name, "value": literal(text)} for name, text in plain_values.items()),
-            *(
-                {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
-                for name, (secret, key) in references.items()
-            ),
-        ]
-
-    def resources(self) -> Manifest:
-        settings = self.settings
-        size = self.spec.resources
-        requests = dict(settings.resources)
-        if settings.cpus:
-            requests["cpu"] = settings.cpus
-        if settings.memory:
-            requests["memory"] = settings.memory
-        # Extended resources (devices) are not overcommitted: request and limit are the same.
-        limits = {name: amount for name, amount in requests.items() if name != "cpu"}
-        if size.accelerator == "gpu":
-            limits[settings.gpu] = str(size.devices)
-        if settings.rdma:
-            limits[settings.rdma] = "1"
-        return {"requests": {**requests, **limits}, "limits": limits} if requests or limits else {}
-
-    def volumes(self) -> list[Manifest]:
-        settings = self.settings
-        # The first part has to be there; how many others there are, is known when it is packed.
-        parts = [
-            {"configMap": {"name": self.part_name(n), **({"optional": True} if n else {})}}
-            for n in range(MOST_PARTS)
-        ]
-        claims = {name: str(each["claim"]) for name, each in self._claims().items()}
-        shm = {"medium": "Memory", "sizeLimit": settings.shm}
-        return [
-            {"name": "distdl-sent", "projected": {"sources": parts}},
-            {"name": "distdl-work", "emptyDir": {}},
-            *([{"name": "distdl-shm", "emptyDir": shm}] if settings.shm else []),
-            *(
-                {"name": name, "persistentVolumeClaim": {"claimName": claim}}
-                for name, claim in claims.items()
-            ),
-        ]
-
-    def mounts(self) -> list[Manifest]:
-        return [
-            {"name": "distdl-sent", "mountPath": SENT, "readOnly": True},
-            {"name": "distdl-work", "mountPath": WORK},
-            *([{"name": "distdl-shm", "mountPath": "/dev/shm"}] if self.settings.shm else []),
-            *(
-                {
-                    "name": name,
-                    "mountPath": str(each["path"]),
-                    **({"readOnly": True} if each.get("read_only", True) else {}),
-                }
-                for name, each in self._claims().items()
-            ),
-        ]
-
-    def _claims(self) -> Mapping[str, Mapping[str, Any]]:
-        """The volumes of the settings, and that of the store."""
-        if claim := self.claim:
-            own = {"claim": claim[1], "path": CLAIM, "read_only": False}
-            return {"distdl-store": own, **self.settings.volumes}
-        return self.settings.volumes
-
-    def pod_security(self) -> Manifest:
-        """https://kubernetes.io/docs/concepts/security/pod-security-standards/"""
-        user = self.settings.run_as
-        fields: Manifest = {}
-        if self.settings.pod_security == "restricted":
-            fields["runAsNonRoot"] = True
-        if user:
-            fields |= {"runAsUser": user, "runAsGroup": user, "fsGroup": user}
-            fields["fsGroupChangePolicy"] = "OnRootMismatch"
-        return {**fields, "seccompProfile": {"type": "RuntimeDefault"}}
-
-    def container_security(self) -> Manifest:
-        settings = self.settings
-        capabilities: Manifest = {}
-        if settings.pod_security == "restricted":
-            capabilities["drop"] = ["ALL"]
-        if settings.ipc_lock:
-            capabilities["add"] = ["IPC_LOCK"]
-        return {
-            "allowPrivilegeEscalation": False,
-            **({"capabilities": capabilities} if capabilities else {}),
-        }
-
-    def pod(self) -> Manifest:
-        """The template of the pods, the same for every node."""
-        settings = self.settings
-        container = {
-            "name": CONTAINER,
-            "image": settings.image,
-            "command": [*map(literal, self.command())],
-            "args": [*map(literal, self.arguments())],
-            "env": self.environment(),
-            "resources": self.resources(),
-            "volumeMounts": self.mounts(),
-            "securityContext": self.container_security(),
-            "terminationMessagePolicy": "FallbackToLogsOnError",
-        }
-        if settings.pull_policy:
-            container["imagePullPolicy"] = settings.pull_policy
-        labels = {**settings.labels, **LABELS, INSTANCE: self.name}
-        annotations = {**settings.annotations, RUN: self.spec.name}
-        return {
-            "metadata": {"labels": labels, "annotations": annotations},
-            "spec": {
-                "restartPolicy": "Never",
-                "subdomain": self.name,
-                "terminationGracePeriodSeconds": settings.grace_seconds,
-                "enableServiceLinks": False,
-                "securityContext": self.pod_security(),
-                "containers": [container],
-                "volumes": self.volumes(),
-                **self.placement(),
-                **(
-                    {"priorityClassName": settings.priority_class}
-                    if settings.priority_class
-                    else {}
-                ),
-                **({} if settings.service_account else {"automountServiceAccountToken": False}),
-            },
-        }
-
-    def placement(self) -> Manifest:
-        """Where the pods may run, and as whom: what a TrainJob can be given, too."""
-        settings = self.settings
-        pull = [{"name": name} for name in settings.pull_secrets]
-        fields = {
-            "nodeSelector": settings.node_selector,
-            "tolerations": settings.tolerations,
-            "serviceAccountName": settings.service_account,
-            "imagePullSecrets": pull,
-        }
-        return {key: value for key, value in fields.items() if value}
+        return {"name": name, **namespace, "labels": self.labels, **more}
 
     # ---- the objects ----------------------------------------------------------------------------
 
@@ -328,7 +86,7 @@ class KubernetesRequest:
                 "activeDeadlineSeconds": settings.walltime,
                 "ttlSecondsAfterFinished": settings.ttl,
                 **({"suspend": True} if settings.queue else {}),
-                "template": self.pod(),
+                "template": PodTemplate(self).pod(),
             },
         }
 
@@ -351,12 +109,13 @@ class KubernetesRequest:
         """The TrainJob: its runtime has the template, whose container `node` gets our command. The
         runtime decides on retries, image pulls and priority."""
         settings = self.settings
-        pod = self.pod()
+        template = PodTemplate(self)
+        pod = template.pod()
         (container,) = pod["spec"]["containers"]
         patch = {
             "metadata": {"labels": pod["metadata"]["labels"]},
             "spec": {
-                **self.placement(),
+                **template.placement(),
                 "terminationGracePeriodSeconds": settings.grace_seconds,
                 "securityContext": pod["spec"]["securityContext"],
                 "containers": [
@@ -400,9 +159,6 @@ class KubernetesRequest:
     def main(self) -> Manifest:
         """The object that is the job; the others end with it."""
         return self.trainjob() if self.is_trainjob else self.job()
-
-    def part_name(self, number: int) -> str:
-        return f"{self.name}-code-{number}"
 
     def parts(self, archive: bytes) -> list[Manifest]:
         """The archive as ConfigMaps."""
@@ -463,19 +219,8 @@ class KubernetesRequest:
         if self.settings.queue:
             yield f"queue      suspended until Kueue's queue {self.settings.queue} admits it"
 
-    @property
-    def bundle_uri(self) -> str:
-        """Where the user's code is in a store on Blob or S3."""
-        return f"{self.key}/bundles/{self.name}.tar.gz"
-
     def again(self, names_taken: int) -> KubernetesRequest:
         return replace(self, names_taken=names_taken)
-
-
-def literal(text: str) -> str:
-    """Text for a command, an argument or a variable, in which the kubelet would replace `$(NAME)`:
-    it makes one $ of two."""
-    return text.replace("$", "$$") if "$(" in text or "$$" in text else text
 
 
 def one_line(text: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distdl.job import JobState
-from distdl.launchers.kubernetes.manifests import CONTAINER, ENDED, NODE, QUEUE
+from distdl.launchers.kubernetes.names import CONTAINER, ENDED, NODE, QUEUE
 from distdl.util.exit_codes import EXIT_PREEMPTED
 from distdl.util.tail import plain
 
@@ -29,6 +29,8 @@ NO_SUCH_IMAGE = re.compile(
     r"|invalid reference|couldn't parse|no such host|not present with pull policy",
     re.IGNORECASE,
 )
+# What a node says of an image that would run as root, where pods may not.
+AS_ROOT = re.compile(r"runAsNonRoot")
 COMPLETED = "batch.kubernetes.io/job-completion-index"
 LONGEST = 500  # characters of a reason
 
@@ -144,7 +146,8 @@ def cannot_start(found: JobObjects) -> JobVerdict | None:
             stuck = bool(NO_SUCH_IMAGE.search(said)) or reason in ("InvalidImageName", IMAGE[3])
             return JobVerdict(JobState.PENDING, text, stuck=stuck, index=index_of(pod))
         if reason in CONFIG:
-            return JobVerdict(JobState.PENDING, text)
+            stuck = bool(AS_ROOT.search(text))
+            return JobVerdict(JobState.PENDING, text, stuck=stuck, index=index_of(pod))
     return None
 
 

@@ -10,17 +10,14 @@ from urllib.parse import quote
 
 from distdl.launchers.common import forwarded, manifests_last, pack
 from distdl.launchers.kubernetes.cluster import TRAINER, Cluster
-from distdl.launchers.kubernetes.manifests import (
-    MOST_PARTS,
-    PART,
-    KubernetesRequest,
-    Manifest,
-)
+from distdl.launchers.kubernetes.manifests import PART, KubernetesRequest
+from distdl.launchers.kubernetes.pods import MOST_PARTS, Manifest
 from distdl.stores import Store, open_store
 from distdl.util.errors import Forgotten, StoreError, UserError
 
 # Folders of a run that began elsewhere (with launcher=local), so that it can resume.
 HISTORY = ("checkpoints", "logs", "tracking")
+PATIENCE = 30.0  # seconds of retries while the store does not answer; short, as a user waits
 PATHS = {
     "Job": "/apis/batch/v1/namespaces/{}/jobs",
     "Service": "/api/v1/namespaces/{}/services",
@@ -130,7 +127,7 @@ def upload(request: KubernetesRequest) -> None:
     if request.claim:
         return
     try:
-        store = open_store(request.key)
+        store = open_store(request.key, patience=PATIENCE)
         refuse_another_run(request, store)
         if not request.settings.code:
             send_code(request, store)

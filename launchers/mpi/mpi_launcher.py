@@ -229,6 +229,11 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
             }
 
     @staticmethod
+    def splits_store(node: Mapping[str, Any]) -> str:
+        shared = "launcher.copy_bundle=false, with output_dir in a folder that all hosts share"
+        return shared if node.get("copy_bundle") else ""
+
+    @staticmethod
     def without_mpi(node: Mapping[str, Any]) -> str:
         return "launcher.agent=false" if node.get("agent") else ""
 

@@ -16,6 +16,7 @@ from distdl.launchers.sagemaker.aws import Aws, aws_errors, code_of
 from distdl.util.errors import Forgotten, Lasting, Problem, UserError
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+LABEL = re.compile(r"\[algo-(\d{1,5})\] ")  # of lines of hosts other than the first
 
 # STATES maps TrainingJobStatus. SECONDARY_STATES maps SecondaryStatus, for jobs whose status is too
 # coarse. A word in neither table means UNKNOWN.
@@ -112,6 +113,10 @@ class SageMakerJob(QueriedJob[Mapping[str, Any]]):
     def failure(self) -> str:
         """SageMaker's failure reason; empty if the job did not fail."""
         return str(self.describe().get("FailureReason", ""))
+
+    def node_of(self, line: str) -> tuple[int, str]:
+        label = LABEL.match(line)
+        return (int(label[1]) - 1, line[label.end() :]) if label else (0, line)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """Lines of all hosts; lines of hosts other than the first start with the host's name."""

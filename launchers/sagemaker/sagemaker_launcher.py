@@ -65,6 +65,11 @@ class SageMakerLauncher(SageMakerSettings, LauncherBase[SageMakerRequest]):
                 yield f"launcher.inputs.{name}: each host has only its part; {SHARDED}"
 
     @staticmethod
+    def splits_store(node: Mapping[str, Any]) -> str:
+        """Each host has /opt/ml/checkpoints of its own, which SageMaker copies to one place."""
+        return "trainer.num_nodes=1"
+
+    @staticmethod
     def without_mpi(node: Mapping[str, Any]) -> str:
         return "launcher=mpi, or launcher=azureml launcher.distribution=mpi"
 

@@ -15,14 +15,18 @@ address of its own; names of pods lead to these addresses.
 import base64
 import contextlib
 import copy
+import fcntl
 import http.server
 import itertools
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -35,6 +39,7 @@ import yaml
 from tests import kubernetes_objects
 
 TOKEN = "token-of-somebody"
+BARE = "bare:1"  # an image without Python
 PATH = re.compile(
     r"/(api/v1|apis/batch/v1|apis/trainer\.kubeflow\.org/v1alpha1)/namespaces/([^/]+)/"
     r"(jobs|pods|services|configmaps|secrets|events|trainjobs)(?:/([^/]+))?(?:/(log|eviction))?"
@@ -59,6 +64,20 @@ def why_not() -> str:
     return "" if done.returncode == 0 else "namespaces need root"
 
 
+@contextlib.contextmanager
+def folder_of_pods():
+    """/distdl, on which each pod mounts volumes of its own. The last user on this machine removes
+    it: the kernel would also take away what the pods of another one have mounted there."""
+    folder = Path("/distdl")
+    with Path(tempfile.gettempdir(), "distdl-pods.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        folder.mkdir(exist_ok=True)
+        yield
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder.rmdir()
+
+
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -77,7 +96,7 @@ class Kube:
         self.lock = threading.RLock()
         self.objects = {}  # (resource, namespace, name) -> object
         self.namespaces = {"default", "train"}
-        self.images = {"distdl:1"}
+        self.images = {"distdl:1", BARE}
         self.forbidden = set()  # (verb, resource)
         self.pods_quota = 100
         self.light = light
@@ -87,8 +106,8 @@ class Kube:
 
     def __enter__(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.made = not Path("/distdl").exists()
-        Path("/distdl").mkdir(exist_ok=True)
+        self.mounted = contextlib.ExitStack()
+        self.mounted.enter_context(folder_of_pods())
         handler = type("Handler", (Handler,), {"kube": self})
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
@@ -103,9 +122,7 @@ class Kube:
         self.server.shutdown()
         for node in self.nodes.values():
             node.kill_all()
-        if self.made:
-            with contextlib.suppress(OSError):
-                Path("/distdl").rmdir()
+        self.mounted.close()
 
     def write_kubeconfig(self, name, token):
         config = {
@@ -520,7 +537,9 @@ class Run:
             host = pod["spec"].get("hostname", f"{service}-0")
             self.kube.names[f"{host}.{service}"] = self.address
         lines = [f"{address} {name}" for name, address in self.kube.names.items()]
-        self.kube.hosts_file.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        self.kube.hosts_file.write_text(
+            "\n".join([f"127.0.0.1 localhost {socket.gethostname()}", *lines, ""])
+        )
 
     def volume(self, volume):
         """A folder with what is in the volume."""
@@ -536,6 +555,8 @@ class Run:
 
     def environment(self, pod, container):
         env = {"PATH": f"{self.tools()}:{Path(sys.executable).parent}:/usr/bin:/bin"}
+        if container["image"] == BARE:
+            env["PATH"] = f"{self.bare()}"
         env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         env |= {"DISTDL_TERMINATION_LOG": str(self.folder / "termination-log")}
         env |= {k: v for k, v in os.environ.items() if k.startswith("AWS_")}
@@ -568,6 +589,14 @@ class Run:
             )
             (folder / "python").write_text(script.replace('"$START"', f'"{start}"'))
             (folder / "python").chmod(0o755)
+        return folder
+
+    def bare(self):
+        """A folder for $PATH that has what the start in the container needs, but no Python."""
+        folder = self.folder / "bare"
+        folder.mkdir()
+        for name in ("sh", "mkdir", "cat", "mount", "env"):
+            (folder / name).symlink_to(shutil.which(name))
         return folder
 
     def first(self):

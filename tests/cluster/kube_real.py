@@ -15,11 +15,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import yaml
 
-from tests.cluster.kube import Run, now
+from tests.cluster.kube import Run, folder_of_pods, now
 from tests.conftest import ROOT, free_port
 from tests.waiting import until
 
@@ -45,8 +44,8 @@ class RealKube:
         self.objects = Objects(self)
 
     def __enter__(self):
-        self.made = not Path("/distdl").exists()
-        Path("/distdl").mkdir(exist_ok=True)
+        self.mounted = contextlib.ExitStack()
+        self.mounted.enter_context(folder_of_pods())
         etcd, peer = free_port(), free_port()
         self.port = free_port()
         folder = self.folder
@@ -96,9 +95,7 @@ class RealKube:
         for process in reversed([*self.processes.values()]):
             process.kill()
             process.wait()
-        if self.made:
-            with contextlib.suppress(OSError):
-                Path("/distdl").rmdir()
+        self.mounted.close()
 
     def start(self, name, options, program=None):
         with (self.folder / f"{name}.log").open("wb") as log:

@@ -16,6 +16,7 @@ from distdl.job import JobSpec, JobState, Resources
 from distdl.launchers.kubernetes import KubernetesLauncher
 from distdl.launchers.kubernetes.kubernetes_job import KubernetesJob
 from distdl.launchers.kubernetes.manifests import TRAINER
+from distdl.launchers.kubernetes.pods import PodTemplate
 from distdl.launchers.kubernetes.submission import packed, path_of
 from distdl.util.errors import NoRight, NotSignedIn, UserError
 from tests.cluster import kube, kube_real
@@ -87,7 +88,7 @@ class Sender:
             cluster.create(path_of(each["kind"], "train"), each)
         names = []
         for index in (0, 1):
-            template = request.pod()
+            template = PodTemplate(request).pod()
             pod = template["spec"]
             pod["hostname"] = f"{request.name}-{index}"
             pod["containers"][0]["env"].append({"name": INDEX, "value": str(index)})

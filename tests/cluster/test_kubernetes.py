@@ -4,22 +4,24 @@ Most of these pods run a small script instead of the agent: what is proved is th
 entry point, and how job and pods come back. Real training is in the tests of `make matrix`.
 """
 
+import contextlib
 import json
 import re
 import shutil
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
 from distdl.job import JobSpec, JobState, Resources
-from distdl.launchers.kubernetes import KubernetesLauncher
+from distdl.launchers.kubernetes import KubernetesLauncher, submission
 from distdl.launchers.kubernetes.kubernetes_job import KubernetesJob
-from distdl.launchers.kubernetes.manifests import ENDED
+from distdl.launchers.kubernetes.names import ENDED
 from distdl.util.errors import Forgotten, NoRight, NotSignedIn, UserError
 from tests.aws import REGION, moto
 from tests.cluster import witness
-from tests.cluster.kube import Kube, index_of, why_not
+from tests.cluster.kube import BARE, Kube, index_of, why_not
 from tests.cluster.witness import seen
 from tests.conftest import TINY, UNCHECKED, distdl, free_port, last_step, matrix_only
 from tests.waiting import until
@@ -334,6 +336,16 @@ def test_an_error_in_the_middle_is_undone(kube, submit, monkeypatch):
     assert [kube.all(e) for e in ("jobs", "services", "configmaps", "secrets")] == [[]] * 4
 
 
+def test_a_store_that_does_not_answer_is_named_soon(kube, submit, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(submission, "PATIENCE", 0.5)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"launcher\.store: s3://runs/"):
+        submit(volume=False)
+    assert time.monotonic() - began < 20
+    assert [kube.all(e) for e in ("jobs", "services", "configmaps", "secrets")] == [[]] * 4
+
+
 def test_a_name_that_is_taken_is_not_taken_twice(kube, submit):
     one = submit(queue="q")
     two = submit(queue="q")
@@ -505,6 +517,31 @@ def test_status_and_incident_name_an_image_that_is_not_there(training_kube, proj
     report = (project.run / "attempts/001/incident.md").read_text()
     assert "image pull" in report
     assert "correct launcher.image" in report
+
+
+@matrix_only
+@pytest.mark.parametrize("case", ["no Python", "port"])
+def test_status_and_incident_name_what_only_a_node_can_know(training_kube, project, case):
+    kube = training_kube
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if case == "port":
+            taken = stack.enter_context(socket.create_server(("", 0))).getsockname()[1]
+            # The last of the same key counts.
+            project.start("s3://runs/port", f"launcher.port={taken + 1}")
+            what = f"port {taken} (launcher.port - 1) cannot be used"
+            cause, remedy = "port in use", "another launcher.port"
+        else:
+            project.start("s3://runs/bare", f"launcher.image={BARE}")
+            what = "python: not found"
+            cause, remedy = "no Python", "an image with Python 3.11.4 or later"
+        status = ("jobs", "status", str(project.run))
+        said = until(lambda: (s := project(*status)) and "FAILED" in s and s, 60, state_of(kube))
+    assert time.monotonic() - began < 60
+    assert what in said
+    report = (project.run / "attempts/001/incident.md").read_text()
+    for each in (what, cause, remedy):
+        assert each in report
 
 
 @matrix_only

@@ -43,6 +43,13 @@ MESSAGES = (
     ("out of memory (killed)", r"^Killed: .*(SIGKILL|gone).*; ", f"{LESS}; or more memory"),
     ("out of memory (host)", r"MemoryError|n't allocate memory|cannot allocate memory", LESS),
     ("image pull", r"image pull: ", "correct launcher.image, or get the right to pull it"),
+    (
+        "no Python",
+        r"^PodFailed: .*\bpython\d*: (command )?not found",
+        "an image with Python 3.11.4 or later as python: launcher.image",
+    ),
+    ("an image of root's", r"runAsNonRoot", "launcher.run_as=1000, or USER in the image"),
+    ("port in use", r"^PodFailed: .*port \d+ .*cannot be used", "another launcher.port"),
     ("out of memory (killed)", r"\(OOMKilled\)", f"{LESS}; or more launcher.memory"),
     ("lost host", r"^HostLost: ", "resume without that host"),
     ("killed", r"^Killed: ", "dmesg on that host; the platform's log"),

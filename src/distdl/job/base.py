@@ -102,6 +102,10 @@ class JobBase:
         """The lines so far; with `follow`, all lines until the job has ended."""
         raise NotImplementedError
 
+    def node_of(self, line: str) -> tuple[int, str]:
+        """The node that a line of `logs` is from, and the line without the label that says so."""
+        return 0, line
+
     def cancel(self) -> None:
         """Asks the job to end, with time for a checkpoint; may be called again."""
         raise NotImplementedError
@@ -197,6 +201,13 @@ class LauncherBase(Generic[R]):
     def loses_store(node: Mapping[str, Any]) -> str:
         """Why files that a rank writes into the run's folder are gone after its job; "" if they
         last, as on a shared file system."""
+        return ""
+
+    @staticmethod
+    def splits_store(node: Mapping[str, Any]) -> str:
+        """What to write instead, if each node writes the run's files to a disk of its own and they
+        meet only in a copy, so that no checkpoint may have parts of several nodes; "" if the nodes
+        share one folder."""
         return ""
 
     @staticmethod

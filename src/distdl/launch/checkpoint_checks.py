@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import grammar
 from distdl.config import recipe as configs
+from distdl.job import LauncherBase, Resources
 from distdl.launch import jobs
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory, shown
@@ -72,6 +73,21 @@ def for_start(config: DictConfig, run: RunDirectory) -> Sequence[Problem]:
         "with launcher.inputs.start=..."
     )
     return [Problem("checkpoint.resume_from", what, remedy, code="unsupported")]
+
+
+def for_parts(
+    config: DictConfig, launcher: type[LauncherBase[Any]] | None, size: Resources | None
+) -> Iterator[Problem]:
+    """Refuses a checkpoint of which each rank writes a part, where the nodes share no folder: its
+    manifest could be stored before the parts of other nodes are."""
+    if launcher is None or size is None or size.num_nodes == 1 or not config.checkpoint.sharded:
+        return
+    node = OmegaConf.to_container(config.launcher, resolve=False)
+    assert isinstance(node, dict)
+    if shared := launcher.splits_store({str(key): value for key, value in node.items()}):
+        what = f"the {size.num_nodes} nodes share no folder, in which its parts could be together"
+        remedy = f"checkpoint.sharded=false, or {shared}"
+        yield Problem("checkpoint.sharded", what, remedy, code="unsupported")
 
 
 def problems_of(named: str, key: str, folder: Path | None = None) -> Sequence[Problem]:

@@ -198,6 +198,9 @@ def checked_size(
             problems += checkpoint_checks.for_task(config, run, typed)
         with suppress(OmegaConfBaseException, TypeError, KeyError, AttributeError):
             problems += checkpoint_checks.for_start(config, run)
+    if program is None:
+        with suppress(OmegaConfBaseException, TypeError, KeyError, AttributeError):
+            problems += checkpoint_checks.for_parts(config, launcher, size)
     if size is not None and size.accelerator == "cpu" and trainer.get("sync_batchnorm"):
         remedy = "write trainer.sync_batchnorm=false; model.norm=group needs no synchronising"
         what = "synchronised batch norm needs a GPU"

@@ -5,11 +5,10 @@ What pods really do, and a stand-in of the API server: tests/cluster/test_kubern
 
 import copy
 import json
-import random
+import os
 import re
 import signal
 import socket
-import string
 import subprocess
 import sys
 
@@ -18,9 +17,11 @@ import pytest
 import yaml
 
 from distdl.job import JobSpec, JobState, Resources
-from distdl.launchers.kubernetes import KubernetesLauncher, entry, states
+from distdl.launchers.kubernetes import KubernetesLauncher, entry, first_process, pod_ranks, states
 from distdl.launchers.kubernetes.cluster import refusal
-from distdl.launchers.kubernetes.manifests import ENDED, KubernetesRequest, to_yaml
+from distdl.launchers.kubernetes.manifests import KubernetesRequest, to_yaml
+from distdl.launchers.kubernetes.names import ENDED
+from distdl.launchers.kubernetes.pods import PodTemplate
 from distdl.launchers.kubernetes.states import JobObjects as Found
 from distdl.launchers.kubernetes.states import verdict
 from distdl.util.errors import Forgotten, NoRight, NotSignedIn, UserError
@@ -126,24 +127,24 @@ KINDS = r"""
 """.replace("\n", "")
 
 
-def hostile(number):
-    """A kind of hostile text: what YAML, shells, the kubelet and terminals give a meaning to."""
-    kinds = [*re.split("~", KINDS), "\u00e4", "\u4e2d", "\U0001f600", "\u00a0"]
-    generator = random.Random(number)
-    first = kinds[number % len(kinds)]
-    rest = "".join(generator.choice(string.printable[:94] + " é") for _ in range(number % 40))
-    return f"{first}{rest}" if number % 3 else f"{rest}{first}"
+CONTROL = ("\n", "\x1b[31m", "\u2028", "\t")
+TEXTS = [
+    place.replace("@@", kind)
+    for kind in (*re.split("~", KINDS), "\u00e4", "\u4e2d", "\U0001f600", "\u00a0", *CONTROL)
+    for place in ("@@", "@@x", "a @@ b", "x@@")
+]
 
 
 def test_200_kinds_of_hostile_texts_change_no_structure():
-    """Of a run's name, of values of variables and annotations, of a context and of folders."""
+    """Of a run's name, of values of variables and annotations, of a context and of folders: what
+    YAML, shells, the kubelet and terminals give a meaning to, alone and at each end of a word."""
     tame = request(NODE | {"env": {"A": "x"}, "annotations": {"a/b": "x"}, "context": "x"})
     expected = [kubernetes_objects.shape(each) for each in tame.documents()]
-    texts = {hostile(number) for number in range(220)}
-    assert len(texts) >= 200
-    for text in texts:
+    assert len({*TEXTS}) >= 200
+    for text in TEXTS:
         node = NODE | {"env": {"A": text}, "annotations": {"a/b": text}, "context": text}
-        made = request(node, name=f"e/{text}")
+        name = text if text.isprintable() else "x"  # other names are refused
+        made = request(node, name=f"e/{name}")
         documents = [*yaml.load_all(made.render(), yaml.CSafeLoader)]
         assert [kubernetes_objects.shape(each) for each in documents] == expected
         assert documents == made.documents()
@@ -152,9 +153,75 @@ def test_200_kinds_of_hostile_texts_change_no_structure():
         assert expanded(value) == text
         assert pod["metadata"]["annotations"]["a/b"] == text
         arguments = [*map(expanded, pod["spec"]["containers"][0]["args"])]
-        assert f"--store=s3://my-bucket/runs/e/{text}" in arguments
+        assert f"--store=s3://my-bucket/runs/e/{name}" in arguments
     for each in documents:
         kubernetes_objects.check(each)
+
+
+# Every setting that is a text, or has one in it; `@@` is the text.
+SETTINGS = yaml.safe_load("""
+[{namespace: "@@"}, {image: "@@"}, {store: "@@"}, {store: "s3://b/@@"}, {store: "pvc://c/@@"},
+ {code: "@@"}, {code: "/@@"}, {runtime: "@@"}, {pull_policy: "@@"}, {pull_secrets: ["@@"]},
+ {service_account: "@@"}, {queue: "@@"}, {priority_class: "@@"}, {node_selector: {a: "@@"}},
+ {node_selector: {"@@": a}}, {gpu: "@@"}, {cpus: "@@"}, {memory: "@@"}, {rdma: "@@"}, {shm: "@@"},
+ {resources: {"@@": 1}}, {resources: {a: "@@"}}, {labels: {a: "@@"}}, {labels: {"@@": a}},
+ {annotations: {"@@": a}}, {pod_security: "@@"}, {walltime: "@@"}, {env: {"@@": a}},
+ {tolerations: [{key: "@@", operator: Exists}]}, {tolerations: [{key: a, value: "@@"}]},
+ {tolerations: [{key: a, effect: "@@"}]}, {volumes: {"@@": {claim: a, path: /a}}},
+ {volumes: {a: {claim: "@@", path: /a}}}, {volumes: {a: {claim: a, path: "/@@"}}},
+ {secrets: {"@@": {secret: a, key: a}}}, {secrets: {A: {secret: "@@", key: a}}},
+ {secrets: {A: {secret: a, key: "@@"}}}, {inputs: {a: "/@@"}}, {inputs: {a: "s3://@@"}}]
+""")
+
+
+def put(setting, text):
+    if isinstance(setting, dict):
+        return {put(key, text): put(value, text) for key, value in setting.items()}
+    if isinstance(setting, list):
+        return [put(each, text) for each in setting]
+    return setting.replace("@@", text) if isinstance(setting, str) else setting
+
+
+def test_hostile_texts_are_refused_by_each_setting_or_are_what_they_were(monkeypatch):
+    # Remedies, which are read from the source each time.
+    monkeypatch.setattr(KubernetesLauncher, "about_settings", classmethod(lambda cls: {}))
+    taken = 0
+    for number, text in enumerate(TEXTS):
+        # Each text meets a tenth of the settings, and each setting a tenth of the texts.
+        for setting in SETTINGS[number % 10 :: 10]:
+            node = put(setting, text)
+            if refusals(**node):
+                continue
+            taken += 1
+            made = request(NODE | node)
+            documents = [*yaml.load_all(made.render(), yaml.CSafeLoader)]
+            assert documents == made.documents()
+            assert len(documents) == 2
+    assert taken > 20
+
+
+def test_the_shell_of_a_container_takes_every_text_for_one_word(tmp_path):
+    """The very command, with a python that writes down what it gets, and folders of this test."""
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\n[ "$2" = tarfile ] || printf "%s\\0" "$@" > "$OUT"\n')
+    stub.chmod(0o755)
+    folder = tmp_path / "folders"
+    write(folder / "sent", {"part-0": "x"})
+    (folder / "node").mkdir()
+    for code in (None, "/opt/$(touch x) '\" `touch x` &;|"):
+        shell = PodTemplate(request(NODE | {"code": code})).command()
+        script = shell[2].replace("/distdl", str(folder))
+        (folder / "node/bundle").mkdir(exist_ok=True)
+        words = [str(folder / "node/bundle"), *TEXTS]
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": str(tmp_path / "got")}
+        done = subprocess.run(
+            [*shell[:2], script, code or "distdl", *words], cwd=folder, env=env, capture_output=True
+        )
+        assert done.returncode == 0, done.stderr
+        got = (tmp_path / "got").read_text().split("\0")
+        assert got == ["-m", "distdl.launchers.kubernetes.entry", *words, ""]
+        assert sorted(each.name for each in folder.iterdir()) == ["node", "sent"]
+    assert os.readlink(folder / "node/bundle/code") == code
 
 
 def expanded(text):
@@ -319,9 +386,14 @@ def test_what_the_objects_of_a_job_mean(found, state, why):
         ("ImagePullBackOff", 'Back-off pulling image "x"', False),
         ("ErrImagePull", "dial tcp: i/o timeout", False),
         ("CreateContainerConfigError", 'secret "x" not found', False),
+        (
+            "CreateContainerConfigError",
+            "container has runAsNonRoot and image will run as root",
+            True,
+        ),
     ],
 )
-def test_only_an_image_that_will_not_come_is_given_up(reason, message, stuck):
+def test_only_a_pod_that_cannot_start_later_is_given_up(reason, message, stuck):
     assert verdict(Found(job(), [waiting(reason, message)])).stuck is stuck
 
 
@@ -385,7 +457,7 @@ def test_yaml_says_what_was_meant():
 @pytest.fixture
 def pod_of_two(tmp_path):
     """The first pod of two."""
-    handlers = {number: signal.getsignal(number) for number in entry.SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in first_process.SIGNALS}
     bundle = tmp_path / "bundle"
     (bundle / "code/project").mkdir(parents=True)
     (bundle / "config.yaml").write_text("seed: 0\n")
@@ -394,8 +466,8 @@ def pod_of_two(tmp_path):
     store = str(tmp_path / "store")
 
     def make(**changes):
-        pod = entry.Pod(0, "127.0.0.1", bundle, store, **{**fields, **changes})
-        return entry.PodRanks(pod, entry.Stop())
+        pod = pod_ranks.Pod(0, "127.0.0.1", bundle, store, **{**fields, **changes})
+        return pod_ranks.PodRanks(pod, first_process.Stop())
 
     yield make
     for number, handler in handlers.items():
@@ -421,21 +493,14 @@ def test_a_pod_that_comes_after_the_end_has_nothing_to_do(pod_of_two, tmp_path):
     assert pod_of_two().run().code == 0
 
 
-def test_shards_need_a_volume(pod_of_two, tmp_path):
-    (tmp_path / "bundle/config.yaml").write_text("checkpoint: {sharded: true}\n")
-    ranks = pod_of_two()
-    ranks.refuse_shards()  # a folder that all pods see
-    ranks.mirror = object()
-    with pytest.raises(entry.CannotStart, match=r"checkpoint\.sharded=true needs a store"):
-        ranks.refuse_shards()
-
-
 @pytest.mark.parametrize("index", ["", "x", "2"])
 def test_a_pod_without_a_valid_index_is_refused(index, monkeypatch, tmp_path, pod_of_two):
     pod_of_two()
     monkeypatch.setenv(entry.INDEX, index)
     monkeypatch.setenv(entry.MESSAGE, str(tmp_path / "message"))
-    arguments = [word for word in request().arguments()[1:] if not word.startswith("--store")]
+    arguments = [
+        word for word in PodTemplate(request()).arguments()[1:] if not word.startswith("--store")
+    ]
     assert entry.main([*arguments, f"--store={tmp_path}/store"]) == 2
     assert entry.INDEX in (tmp_path / "message").read_text()
 
@@ -444,7 +509,7 @@ def test_orphans_are_reaped():
     """In a process of its own, which may wait for all."""
     code = """
 import os, subprocess, time
-from distdl.launchers.kubernetes.entry import reap
+from distdl.launchers.kubernetes.first_process import reap
 agent = subprocess.Popen(["sleep", "60"])
 others = [os.spawnlp(os.P_NOWAIT, "true", "true") for _ in range(3)]
 time.sleep(0.5)
