@@ -28,6 +28,7 @@ MATRIX := $(addprefix tests/, \
 	cluster/test_mpi.py \
 	cluster/test_sagemaker.py \
 	cluster/test_slurm.py \
+	cluster/test_torchx.py \
 	gpu_rehearsal \
 	multiprocess/test_benchmark_ranks.py \
 	multiprocess/test_campaign.py \
@@ -107,7 +108,7 @@ servers-kube: .servers/kube/bin/kube-scheduler  ## a control plane of Kubernetes
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/tests.pth
 
 # Frameworks whose programs distdl starts (docs/programs.md), each in an environment of its own.
-programs: .servers/tensorflow .servers/jax .servers/mpi  ## what the programs of other frameworks need, for make matrix
+programs: .servers/tensorflow .servers/jax .servers/mpi .servers/torchx  ## what the programs of other frameworks need, for make matrix
 
 .servers/tensorflow: PACKAGE := tensorflow-cpu==2.21.0
 .servers/jax: PACKAGE := jax==0.10.2
@@ -115,6 +116,12 @@ programs: .servers/tensorflow .servers/jax .servers/mpi  ## what the programs of
 .servers/tensorflow .servers/jax .servers/mpi: $(READY)
 	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
 	$(BIN)/uv pip install --quiet --python $@/bin/python $(PACKAGE)
+
+# Its last line lets torchx find distdl, whose schedulers it then offers, and torch.
+.servers/torchx: $(READY)
+	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
+	$(BIN)/uv pip install --quiet --python $@/bin/python torchx-nightly==2026.10.26
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/distdl.pth
 
 # What benchmarks/straggler.py compares distdl with. Its last line lets it find distdl and torch.
 .servers/traceml: $(READY)

@@ -57,6 +57,7 @@ TOOLS = [
     "tools.report",
     "tools.scaling",
     "tools.drill",
+    "tools.torchx",
 ]
 LAYERS = [*CORE, *TOOLS, "cli"]
 WITH_TORCH = [

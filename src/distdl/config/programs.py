@@ -65,10 +65,14 @@ def full(text: str) -> str:
 
 def command_override(words: Sequence[str]) -> str:
     """The override that gives a program the words of its command, each exactly as it is typed."""
+    return f"{SECTION}.command=[{','.join(map(quoted, words))}]"
+
+
+def quoted(word: str) -> str:
+    """A word as the value of an override, from which exactly this word is read."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
-    quoted = [QuotedString(literal(word), Quote.single).with_quotes() for word in words]
-    return f"{SECTION}.command=[{','.join(quoted)}]"
+    return QuotedString(literal(word), Quote.single).with_quotes()
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
