@@ -15,7 +15,7 @@ from distdl.cli.arguments import Parser, not_empty
 from distdl.config.resources import cpu_cores
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.tools.prepare import interrupts
-from distdl.tools.prepare.images import DEFAULT_QUALITY
+from distdl.tools.prepare.images import DEFAULT_QUALITY, SUBSAMPLINGS
 from distdl.tools.prepare.prepare import run
 from distdl.tools.prepare.source import KINDS
 from distdl.tools.prepare.writers import FORMATS
@@ -62,6 +62,7 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     layout = "shards (the default), or folder: OUT/train/<class>/*.jpg"
     quality = f"re-encode all JPEGs (by default only scaled images, at {DEFAULT_QUALITY}); lossy"
+    colours = "of the colours of what is encoded again (420, as PIL does)"
     limit = f"an image with more pixels counts as damaged ({MOST_PIXELS:,})"
     cores = cpu_cores()
     parser.add_argument(
@@ -85,6 +86,14 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
         "--short-side", type=int, metavar="N", help="scale the shorter side down to N pixels; lossy"
     )
     parser.add_argument("--quality", type=int, metavar="Q", help=quality)
+    parser.add_argument("--subsampling", choices=SUBSAMPLINGS, help=colours)
+    parser.add_argument(
+        "--raw-fraction",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="a share of the images, from 0 to 1, as pixels: no decoding, ten times the bytes",
+    )
     parser.add_argument("--max-pixels", type=int, default=MOST_PIXELS, metavar="N", help=limit)
     parser.add_argument(
         "--skip-damaged", action="store_true", help="leave out images that cannot be decoded"
@@ -100,6 +109,9 @@ def parse(module: ModuleType, argv: list[str]) -> argparse.Namespace:
         type=not_empty,
         metavar="URL",
         help="also upload: azure://container/path, s3://...",
+    )
+    parser.add_argument(
+        "--append", action="store_true", help="add the images to the data set that OUT is"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
     module.add_options(parser)

@@ -245,12 +245,14 @@ def write_index(
     shards: Sequence[Shard],
     rows: np.ndarray[Any, Any],
     labelled: bool = True,
+    name: str = "",
 ) -> Split:
-    """Writes a split's index, and returns the split's entry for the manifest."""
+    """Writes a split's index, and returns the split's entry for the manifest. `name` is the file's;
+    "": as the split's first index is called."""
     memory = io.BytesIO()
     np.save(memory, rows)
     data = memory.getvalue()
-    name = f"{split}.index.npy"
+    name = name or f"{split}.index.npy"
     write_bytes(out / name, data)
     index = File(name, len(data), hashlib.sha256(data).hexdigest())
     return Split(len(rows), index, tuple(shards), labelled)

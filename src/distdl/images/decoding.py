@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -52,8 +53,7 @@ def decoder(name: str = "auto", most_pixels: int = MOST_PIXELS) -> Decoder:
         ImportError: The package of that name is missing, or does not load.
         ValueError: There is no such decoder.
     """
-    if name in ("auto", "native"):
-        name = next(known for known in CPU_DECODERS if works(known))
+    name = whole_decoder(name)
     if name not in CPU_DECODERS:
         raise ValueError(f"unknown decoder {name!r}; known decoders: {', '.join(DECODERS)}")
     if name == "torchcodec":
@@ -64,6 +64,14 @@ def decoder(name: str = "auto", most_pixels: int = MOST_PIXELS) -> Decoder:
         return functools.partial(decode_pil, most_pixels=most_pixels)
     importlib.import_module(name)
     return functools.partial(decode_simplejpeg, most_pixels=most_pixels)
+
+
+def whole_decoder(name: str) -> str:
+    """The decoder of whole images that a name in a config means here: for "auto" and "native" the
+    first that is installed and works."""
+    if name in ("auto", "native"):
+        return next(known for known in CPU_DECODERS if works(known))
+    return name
 
 
 def works(name: str) -> bool:
@@ -109,13 +117,17 @@ def _try(library: Library) -> None:
             raise ValueError("it decodes an example to other pixels than the usual decoder")
 
 
-def used(name: str) -> str:
+def used(name: str, crops: bool = True) -> str:
     """What decodes images of the usual kinds here, by the name in a config; "none": nothing
-    does."""
-    if name in ("auto", "native") and works("native"):
+    does.
+
+    Args:
+        crops: Whether crops alone are needed, as by `CropDecoder`.
+    """
+    if crops and name in ("auto", "native") and works("native"):
         return "native"
-    names = CPU_DECODERS if name in ("auto", "native") else (name,)
-    return next((each for each in names if each == "nvjpeg" or works(each)), "none")
+    whole = whole_decoder(name)
+    return whole if whole == "nvjpeg" or works(whole) else "none"
 
 
 class CropDecoder:
@@ -134,6 +146,7 @@ class CropDecoder:
 
     def __init__(self, name: str = "auto", most_pixels: int = MOST_PIXELS) -> None:
         self.whole = decoder(name, most_pixels)
+        self._whole_name = whole_decoder(name)
         self.most_pixels = most_pixels
         self._native_too = name in ("auto", "native")
         if name == "native" and not works(name):
@@ -143,6 +156,11 @@ class CropDecoder:
     def native(self) -> Library | None:
         """The library, where it is used."""
         return native_library() if self._native_too else None
+
+    @property
+    def name(self) -> str:
+        """What decodes images of the usual kinds here."""
+        return self._whole_name if self.native is None else "native"
 
     def __call__(self, data: bytes, choose: Choose, draws: Draws = GLOBAL) -> torch.Tensor:
         """A crop of an image.
@@ -224,8 +242,10 @@ def decode_simplejpeg(data: bytes, most_pixels: int = MOST_PIXELS) -> torch.Tens
     """Decodes with libjpeg-turbo, through https://gitlab.com/jfolz/simplejpeg."""
     import simplejpeg
 
-    if not is_plain(examine(data, most_pixels)):
-        return decode_pil(data, most_pixels)
+    header = examine(data, most_pixels)
+    if not is_plain(header):
+        raw = pixels_of(data, header)
+        return decode_pil(data, most_pixels) if raw is None else raw
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB")
     except ValueError:  # PIL decides, since it corrects some errors
@@ -237,14 +257,30 @@ def decode_torchcodec(data: bytes, most_pixels: int = MOST_PIXELS) -> torch.Tens
     """Decodes with libjpeg-turbo, through https://github.com/meta-pytorch/torchcodec."""
     from torchcodec.decoders import decode_jpeg
 
-    if not is_plain(examine(data, most_pixels)):
-        return decode_pil(data, most_pixels)
+    header = examine(data, most_pixels)
+    if not is_plain(header):
+        raw = pixels_of(data, header)
+        return decode_pil(data, most_pixels) if raw is None else raw
     try:
         pixels = decode_jpeg(torch.frombuffer(without_exif(data), dtype=torch.uint8), mode="RGB")
     except RuntimeError:
         return decode_pil(data, most_pixels)
     assert isinstance(pixels, torch.Tensor)  # a list is returned only for a list of files
     return pixels
+
+
+def pixels_of(data: bytes, header: Header) -> torch.Tensor | None:
+    """The pixels of a file that holds them as they are, as `prepare --raw-fraction` writes it: a
+    binary PPM or PGM of 8 bits. None: it is another one, or too short."""
+    shape = header.height, header.width
+    for kind, channels in ((b"P6", 3), (b"P5", 1)):
+        begins = b"%b\n%d %d\n255\n" % (kind, header.width, header.height)
+        count = math.prod(shape) * channels
+        if data.startswith(begins) and len(data) >= len(begins) + count:
+            values = np.frombuffer(data, np.uint8, count, len(begins)).reshape(*shape, channels)
+            pixels = np.repeat(values, 3, axis=2) if channels == 1 else values.copy()
+            return torch.from_numpy(pixels).permute(2, 0, 1)
+    return None
 
 
 def without_exif(data: bytes) -> bytearray:

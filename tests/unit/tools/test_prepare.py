@@ -16,16 +16,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+import torch
+from PIL import Image, JpegImagePlugin
 
 from distdl.cli.prepare import main
 from distdl.config.compose import compose
 from distdl.data.folder import check_folder
 from distdl.datasets.format import Manifest
 from distdl.datasets.image_files import load_image
+from distdl.datasets.image_headers import DamagedImage
+from distdl.datasets.reading import Shards, open_data_set
+from distdl.images import decoding
 from distdl.tools.prepare.imagenet import ImageNet, val_labels
 from distdl.tools.prepare.images import Treatment
 from distdl.tools.prepare.next_steps import override
+from distdl.tools.prepare.work import Preparation
 from distdl.util import unpacking
 from tests import miniature
 from tests.miniature import (
@@ -299,6 +304,8 @@ def test_tars_as_a_folder(tars, out):
         ("folder --source . --to x --shard-md 3", "--shard-md", "did you mean: --shard-mb"),
         ("folder --source . --to x --workers 0", "--workers", "less than 1"),
         ("folder --source . --to x --quality 101", "--quality", "1 to 100"),
+        ("folder --source . --to x --subsampling 444", "--subsampling", "encoded again, and none"),
+        ("folder --source . --to x --raw-fraction 1.5", "--raw-fraction", "a share from 0 to 1"),
         ("folder --source '' --to x", "--source", "is empty"),
         ("folder --source . --to azure://a/b", "--to", "--upload azure://a/b"),
         ("folder --source . --to x --upload ftp://b", "ftp://b", "form"),
@@ -422,6 +429,38 @@ def test_images_are_scaled_down_and_never_up():
         assert (data == original) == (before == after)
 
 
+def test_colours_of_what_is_encoded_again_are_as_asked_for():
+    data = encoded(photograph(1, 90, 60), quality=95)
+    sizes = []
+    for wanted, sampled in (("444", 0), ("422", 1), ("420", 2), (None, 2)):
+        for treatment in (
+            Treatment(short_side=24, subsampling=wanted),
+            Treatment(quality=50, subsampling=wanted),
+        ):
+            again, *_ = treatment.apply(data, "a.jpg")
+            assert JpegImagePlugin.get_sampling(opened(again)) == sampled
+            sizes.append(len(again))
+    assert Treatment(subsampling="444").settings()["subsampling"] == "444"
+    assert "subsampling" not in SMALL.settings(), "as older versions wrote them"
+
+
+def test_a_share_of_the_images_is_stored_as_pixels_that_train_the_same():
+    files = [encoded(photograph(n, 60, 40), quality=90) for n in range(60)]
+    files += [encoded(photograph(60).convert("L")), encoded(photograph(61), "PNG")]
+    kinds = [Treatment(raw_fraction=0.3).apply(data, "a.jpg")[1] for data in files]
+    assert 8 <= kinds.count(".ppm") <= 28
+    assert kinds == [Treatment(raw_fraction=0.3).apply(data, "b.jpg")[1] for data in files]
+    for data in files:
+        raw, extension, _ = Treatment(raw_fraction=1.0).apply(data, "a.jpg")
+        assert extension == {"RGB": ".ppm", "L": ".pgm"}[opened(data).mode]
+        for decode in (decoding.decoder("auto"), decoding.decoder("pil")):
+            assert torch.equal(decode(raw), decode(data))
+        with pytest.raises(DamagedImage):
+            decoding.decoder("auto")(raw[:-1])
+    small, *_ = Treatment(short_side=24, raw_fraction=1.0).apply(files[0], "a.jpg")
+    assert opened(small).size == (36, 24)
+
+
 def test_quality_alone_changes_only_what_gets_much_smaller():
     detailed = Image.effect_noise((200, 150), 40)
     fine, coarse = (encoded(detailed, quality=q) for q in (98, 80))
@@ -430,3 +469,58 @@ def test_quality_alone_changes_only_what_gets_much_smaller():
     assert len(again) < 0.9 * len(fine)
     assert treatment.apply(again, "a.jpg")[0] == again
     assert treatment.apply(coarse, "a.jpg")[0] == coarse
+
+
+def test_images_are_appended_and_old_shards_stay(tmp_path, capsys):
+    """Also after an interruption; with classes that were not there."""
+    for name, classes, start in (("first", ("ant", "cat"), 0), ("more", ("bee", "cat"), 50)):
+        for number, of_class in enumerate(classes):
+            for split in ("train", "val") if name == "first" else ("train",):
+                for index in range(6):
+                    data = encoded(photograph(start + 10 * number + index))
+                    write(tmp_path / name / split / of_class, {f"{name}{index}.jpg": data})
+    small = ("--shard-mb", "0.005", *ONE)
+    out = tmp_path / "out"
+    assert prepare("folder", tmp_path / "first", out, *small) == 0
+    before = everything(out)
+    held = {split: stored(out, split) for split in ("train", "val")}
+    # What would be the same images twice, or no data set.
+    assert "already" in refusal(prepare, "folder", tmp_path / "first", out, *small, "--append").what
+    problem = refusal(prepare, "folder", tmp_path / "more", tmp_path / "new", *small, "--append")
+    assert problem.path == "--append"
+
+    def added(*options):
+        return prepare("folder", tmp_path / "more", out, *small, "--append", *options)
+
+    added("--dry-run")
+    assert everything(out) == before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Preparation, "finish", lambda *_: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception, match="killed"):
+            added()
+    assert {name: everything(out)[name] for name in before} == before, "it is what it was"
+    assert {split: stored(out, split) for split in held} == held
+    # Its own command says that it is complete, and disturbs nothing.
+    assert prepare("folder", tmp_path / "first", out, *small) == 0
+    capsys.readouterr()
+    assert added() == 0
+    said = capsys.readouterr().out
+    assert "resuming: " in said
+    after = everything(out)
+    kept = [name for name in before if name != "dataset.json"]
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    manifest = Manifest.from_json(after["dataset.json"], "it")
+    assert manifest.classes == ("ant", "cat", "bee")
+    train = stored(out, "train")
+    assert train.items() >= held["train"].items()
+    assert stored(out, "val") == held["val"]
+    labels = Counter(label for _, label in train.values())
+    assert labels == {0: 6, 1: 12, 2: 6}
+    assert {label for name, (_, label) in train.items() if "more" in name} == {1, 2}
+    assert added() == 0
+    assert "is prepared already, with these images" in capsys.readouterr().out
+    assert everything(out) == after
+    # The index has the shards in their order, as training expects it.
+    data = open_data_set(str(out))
+    shards = Shards(data, "train")
+    assert {shards.read(index) for index in range(24)} == {image for image, _ in train.values()}

@@ -26,31 +26,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def open_source(options: argparse.Namespace) -> Folder:
-    return Folder(options.source)
+    return Folder(options.source, partial=options.append)
 
 
 class Folder:
     """Images in class folders. Labels index the sorted names, as in torchvision's ImageFolder.
 
     `folder` holds `train/` and `val/`, with the same class folders in both, none without images
-    (else UserError).
+    (else UserError). If `partial`, one of the two is enough.
     """
 
     kind = "folder"
     in_blocks = False
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, partial: bool = False) -> None:
         self.folder = folder
         self.left_out = LeftOut()
-        missing = [split for split in SPLITS if not (folder / split).is_dir()]
-        if missing:
+        self.splits = [split for split in SPLITS if (folder / split).is_dir()]
+        missing = [split for split in SPLITS if split not in self.splits]
+        if missing and not (partial and self.splits):
             what = f"{folder} has no {' and no '.join(f'{split}/' for split in missing)}"
             remedy = "it must hold train/<class>/ and val/<class>/"
             if not folder.is_dir():
                 raise UserError(no_folder(folder, unpacking.first(folder) + remedy))
             raise UserError.at("--source", what, remedy, code="incomplete")
-        self.classes = class_names(folder / "train")
-        val = class_names(folder / "val")
+        self.classes = class_names(folder / self.splits[0])
+        val = class_names(folder / self.splits[-1])
         if not val and (kaggle := kaggle_below(folder)):
             what = f"{folder} is ImageNet as Kaggle has it: val/ has no class folders"
             source = f"--source {shlex.quote(str(kaggle))}"
@@ -67,7 +68,7 @@ class Folder:
     def _images(self) -> list[Sample]:
         samples = []
         folders = ClassFolders(self.folder, "--source")
-        for split in SPLITS:
+        for split in self.splits:
             self.left_out.beside(self.folder / split)
             for label, name in enumerate(self.classes):
                 top = self.folder / split / name

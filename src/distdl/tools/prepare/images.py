@@ -7,12 +7,14 @@ PIL decodes each image completely. The file's bytes are stored unchanged, except
   (tensorflow/models, research/inception/inception/data/build_imagenet_data.py).
 - A format that only PIL reads (BMP, TIFF, ...): stored as PNG, without loss.
 - The user wants smaller images: every scaled image becomes a JPEG.
+- The user wants a share of the images decoded (`raw_fraction`): pixels, as a binary PPM or PGM.
 
 An EXIF orientation stays in the file, and pixels are not rotated, as usual for ImageNet.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 from dataclasses import asdict, dataclass
 
@@ -28,6 +30,8 @@ JPEGS = ("JPEG", "MPO")
 JPEG_NAMES = (".jpg", ".jpeg", ".jpe", ".jfif")
 DEFAULT_QUALITY = 90
 WORTH_IT = 0.9  # re-encoding is lossy, so it must save at least a tenth
+SUBSAMPLINGS = ("444", "422", "420")  # of colours; as PIL's numbers 0, 1, 2. PIL's default is 420
+RAW = {"RGB": ".ppm", "L": ".pgm"}
 ORIENTATION = 0x0112  # EXIF's tag
 
 
@@ -38,19 +42,23 @@ class Treatment:
     Images are scaled down until the longer side has at most `max_side` pixels, and the shorter side
     at most `short_side`. Every JPEG is encoded again at `quality`, if that saves a tenth of its
     bytes; None: only scaled images, at 90. An image with more than `max_pixels` counts as damaged.
+    What is encoded again has the colours of `subsampling`, one of `SUBSAMPLINGS`; None: "420". Of
+    all images `raw_fraction`, from 0 to 1, chosen by their bytes, are stored as pixels, which need
+    no decoding and about ten times the room.
     """
 
     max_side: int | None = None
     short_side: int | None = None
     quality: int | None = None
     max_pixels: int = MOST_PIXELS
+    subsampling: str | None = None
+    raw_fraction: float = 0.0
 
-    def settings(self) -> dict[str, int | None]:
+    def settings(self) -> dict[str, int | float | str | None]:
         """As JSON, by which interrupted work is recognised; without what older versions lack."""
         values = asdict(self)
-        if self.max_pixels == MOST_PIXELS:
-            del values["max_pixels"]
-        return values
+        newer = {"max_pixels": MOST_PIXELS, "subsampling": None, "raw_fraction": 0.0}
+        return {k: v for k, v in values.items() if k not in newer or v != newer[k]}
 
     @property
     def lossy(self) -> bool:
@@ -66,7 +74,10 @@ class Treatment:
             encoded = "scaled images as JPEG"
             if self.quality:
                 encoded = "all JPEGs, and scaled images as JPEG," if parts else "all JPEGs"
-            parts.append(f"{encoded} at quality {self._quality} (lossy)")
+            colours = f", {':'.join(self.subsampling)}" if self.subsampling else ""
+            parts.append(f"{encoded} at quality {self._quality}{colours} (lossy)")
+        if self.raw_fraction:
+            parts.append(f"{self.raw_fraction:.0%} of the images as pixels")
         return ", ".join(parts) or "as they are"
 
     @property
@@ -86,6 +97,21 @@ class Treatment:
                 "--quality",
                 f"{self.quality} is not from 1 to 100",
                 "--quality 90",
+                code="out-of-range",
+            )
+
+        if self.subsampling is not None and not self.lossy:
+            raise UserError.at(
+                "--subsampling",
+                "is of images that are encoded again, and none is",
+                "add --quality 90 or --short-side 256, or leave it out",
+                code="conflict",
+            )
+        if not 0 <= self.raw_fraction <= 1:
+            raise UserError.at(
+                "--raw-fraction",
+                f"{self.raw_fraction} is not a share from 0 to 1",
+                "--raw-fraction 0.1",
                 code="out-of-range",
             )
 
@@ -116,9 +142,13 @@ class Treatment:
             oddity = f"{image.format} named JPEG"
         elif image.format not in KEPT:
             oddity = f"{image.format} as {'PNG' if size == image.size else 'JPEG'}"
+        if self._as_pixels(data):
+            whole = plain(image)
+            shown = whole if size == image.size else whole.resize(size, Image.Resampling.LANCZOS)
+            return written(shown, "PPM"), RAW[shown.mode], oddity
         if size != image.size:
             smaller = plain(image).resize(size, Image.Resampling.LANCZOS)
-            return self._jpeg(smaller, image, quality=self._quality), ".jpg", oddity
+            return self._jpeg(smaller, image, **self._lossy), ".jpg", oddity
         if oddity.endswith("as PNG"):
             return png(image), ".png", oddity
         if oddity:
@@ -126,10 +156,23 @@ class Treatment:
         if image.format not in JPEGS:
             return data, KEPT[str(image.format)], ""
         if self.quality is not None:
-            again = self._jpeg(plain(image), image, quality=self.quality)
+            again = self._jpeg(plain(image), image, **self._lossy)
             if len(again) < WORTH_IT * len(data):
                 return again, ".jpg", ""
         return data, ".jpg", ""
+
+    def _as_pixels(self, data: bytes) -> bool:
+        """Whether this image is one of `raw_fraction`: by its bytes, so that it is in each run."""
+        number = int.from_bytes(hashlib.sha256(data).digest()[:8])
+        return number < self.raw_fraction * 2**64
+
+    @property
+    def _lossy(self) -> dict[str, int]:
+        """How PIL encodes again."""
+        quality = {"quality": self._quality}
+        if self.subsampling is None:
+            return quality
+        return {**quality, "subsampling": SUBSAMPLINGS.index(self.subsampling)}
 
     def _jpeg(self, image: Image.Image, original: Image.Image, **how: int | Image.Exif) -> bytes:
         turned = orientation(original)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from distdl.datasets.format import SPLITS
+from distdl.datasets.format import SPLITS, Manifest
 from distdl.stores.files import readable
 from distdl.tools.prepare import shard_plan as plans
 from distdl.tools.prepare.images import Treatment
@@ -36,27 +36,38 @@ def run(options: argparse.Namespace, module: ModuleType) -> None:
     Raises:
         UserError: The options, the source or the folder cannot be used.
     """
-    treatment = Treatment(options.max_side, options.short_side, options.quality, options.max_pixels)
+    treatment = Treatment(
+        options.max_side,
+        options.short_side,
+        options.quality,
+        options.max_pixels,
+        options.subsampling,
+        options.raw_fraction,
+    )
     check(options, treatment)
     with readable("--source"):
         source: Source = module.open_source(options)
         described = source.describe()
     settings = {"source": described, "images": treatment.settings()}
     settings |= {key: getattr(options, key) for key in ("format", "seed", "shard_mb")}
-    work = Preparation(options.to, settings)
+    work = Preparation(options.to, settings, options.append)
     if options.upload and (options.dry_run or not work.complete):
         from distdl.tools.prepare.upload import check_target
 
         check_target(options.upload, options.to if work.complete else None)
     if work.complete and not options.dry_run:
-        work.tidy()
-        print(f"{options.to} is prepared already")
+        work.tidy_leftovers()
+        print(f"{options.to} is prepared already" + (", with these images" * options.append))
     else:
         if work.begun:
             plan = ShardPlan.load(work.plan_file)
         else:
             with Bar("reading headers") as bar:
                 plan = plans.make(source, work.settings, bar)
+            if options.append:
+                manifest = Manifest.from_json(work.manifest.read_bytes(), str(work.manifest))
+                plan = plans.continued(plan, manifest)
+                print(escaped(f"{options.to} has {appended_to(manifest)}; to these are added:"))
             # A source of the user's may lack it.
             left_out, notes = getattr(source, "left_out", None), getattr(source, "notes", [])
             for line in [*(left_out.lines() if left_out else ()), *notes]:
@@ -95,6 +106,9 @@ def check(options: argparse.Namespace, treatment: Treatment) -> None:
             what = f"{getattr(options, name)} is less than {least}"
             raise UserError.at(f"--{name.replace('_', '-')}", what, code="out-of-range")
     treatment.check()
+    if options.append and options.format != "shards":
+        what = "appends shards, and a folder of images needs none"
+        raise UserError.at("--append", what, "copy the images into the folder", code="conflict")
     if options.upload:
         from distdl.stores import open_store
 
@@ -105,6 +119,12 @@ def check(options: argparse.Namespace, treatment: Treatment) -> None:
     if options.to.resolve().is_relative_to(options.source.resolve()):
         what = f"{options.to} is inside the source, {options.source}"
         raise UserError.at("--to", what, "name a folder outside of it: --to DIR", code="conflict")
+
+
+def appended_to(manifest: Manifest) -> str:
+    """What a data set holds."""
+    splits = [f"{counted(s.samples, 'image')} in {n}" for n, s in manifest.splits.items()]
+    return f"{counted(len(manifest.classes), 'class', 'classes')}, {', '.join(splits)}"
 
 
 def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment) -> None:

@@ -6,17 +6,18 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distdl.datasets.format import BLOCK, SPLITS
+from distdl.datasets.format import BLOCK, CLASSIFICATION, SPLITS, Manifest
 from distdl.datasets.image_files import EXTENSIONS
 from distdl.tools.prepare.source import Progress, Sample, Source, record_of
 from distdl.util.atomic_files import atomic_file
+from distdl.util.errors import UserError
 
 MB = 10**6
 KEY_LENGTH = 80
@@ -94,6 +95,36 @@ def make(source: Source, settings: dict[str, Any], progress: Progress) -> ShardP
     record = record_of(source)
     contents = {} if record is None else {"domain": record.domain, **source.contents}  # type: ignore[attr-defined]
     return ShardPlan(settings, source.classes, parts, contents)
+
+
+def continued(plan: ShardPlan, manifest: Manifest) -> ShardPlan:
+    """A plan whose shards are numbered after those of a data set, and whose classes are the set's,
+    followed by new ones.
+
+    Raises:
+        UserError: The plan is of another domain, or of other categories.
+    """
+    now: dict[str, object] = {"domain": manifest.domain}
+    if manifest.version != 1:
+        now |= {"categories": [*manifest.categories], "federated": manifest.federated}
+    planned = {"domain": CLASSIFICATION, **plan.contents}
+    different = [key for key, value in now.items() if planned.get(key) != value]
+    if different:
+        what = f"is of other {' and '.join(different)} than the data set"
+        raise UserError.at("--source", what, "prepare it into a folder of its own", code="mismatch")
+    holds = sorted({*planned.get("holds", ()), *manifest.holds})
+    contents = {**plan.contents, "holds": holds} if plan.contents else {}
+    classes = [*dict.fromkeys((*manifest.classes, *plan.classes))]
+    label_of = [classes.index(name) for name in plan.classes]
+    parts = []
+    for part in plan.parts:
+        split = manifest.splits.get(part.split)
+        number = part.number + (len(split.shards) if split else 0)
+        samples = part.samples
+        if manifest.domain == CLASSIFICATION:
+            samples = tuple((k, replace(s, label=label_of[s.label])) for k, s in part.samples)
+        parts.append(Part(part.split, number, samples))
+    return ShardPlan(plan.settings, classes, parts, contents)
 
 
 def shuffled(

@@ -10,13 +10,14 @@ A folder of images (`format="folder"`) has OUT/prepared.json instead of the mani
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import shlex
 import shutil
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -24,10 +25,19 @@ from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
 
 from distdl import __version__
-from distdl.datasets.format import CLASSIFICATION, MANIFEST, SPLITS, Manifest, write_index
+from distdl.datasets.format import (
+    CLASSIFICATION,
+    MANIFEST,
+    SPLITS,
+    Manifest,
+    Split,
+    load_index,
+    write_index,
+)
 from distdl.tools.prepare import interrupts
 from distdl.tools.prepare import shard_plan as plans
 from distdl.tools.prepare.shard_plan import Part, ShardPlan
@@ -50,21 +60,39 @@ class Preparation:
 
     Args:
         settings: The source's description and the options, as JSON; "format" is one of them.
+        appends: Whether a complete data set gets more samples. Its shards stay as they are. New
+            ones follow them, with an index of all under another name; then the manifest is
+            replaced, until which the set is what it was.
 
     Raises:
         UserError: The folder holds something else, or was prepared with other settings.
     """
 
-    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, out: Path, settings: dict[str, Any], appends: bool = False) -> None:
         self.out = out
         self.settings = settings
+        self.appends = appends
         self.plan_file = out / WORK / "plan.jsonl"
         self.manifest = out / (MANIFEST if settings["format"] == "shards" else FOLDER_MANIFEST)
         self._check()
 
     @property
     def complete(self) -> bool:
-        return self.manifest.exists()
+        if not self.appends:
+            return self.manifest.exists()
+        return any(not one for one in self._differences(self._made().get("appended", ())))
+
+    def _made(self) -> dict[str, Any]:
+        """How a complete data set was made; {}: there is none."""
+        if not self.manifest.exists():
+            return {}
+        made: dict[str, Any] = json.loads(self.manifest.read_bytes()).get("made", {})
+        return made
+
+    def _differences(self, made: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+        """How the settings differ from those of each of several preparations."""
+        now = json.loads(json.dumps(self.settings))
+        return [[*differences(each.get("settings", {}), now)] for each in made]
 
     @property
     def begun(self) -> bool:
@@ -76,6 +104,8 @@ class Preparation:
             raise UserError.at(
                 "--to", f"{out} is not a folder", "name another: --to DIR", code="wrong-kind"
             )
+        if self.appends:
+            return self._check_appending()
         for name in (MANIFEST, FOLDER_MANIFEST):
             if (out / name).exists():
                 made = json.loads((out / name).read_bytes()).get("made", {})
@@ -91,6 +121,22 @@ class Preparation:
                 raise UserError.at(
                     "--to", what, "name a new folder: --to DIR", code="exists-already"
                 )
+
+    def _check_appending(self) -> None:
+        made = self._made()
+        if not made:
+            what = f"{self.out} is no prepared data set of shards"
+            remedy = "prepare the first part without --append"
+            raise UserError.at("--append", what, remedy, code="not-found")
+        for different in self._differences([made, *made.get("appended", ())]):
+            if not any(one.startswith("source.") for one in different) and not self.complete:
+                what = f"{self.out} holds the images of this source already"
+                remedy = "name other images: --source DIR"
+                raise UserError.at("--append", what, remedy, code="conflict")
+        if self.begun and plans.settings_of(self.plan_file) == made.get("settings"):
+            self.tidy()  # a killed command left it, when the set was complete
+        if self.begun and not self.complete:
+            self._compare(plans.settings_of(self.plan_file), "was begun with other settings")
 
     def _compare(self, before: dict[str, Any], how: str) -> None:
         different = list(differences(before, json.loads(json.dumps(self.settings))))
@@ -188,6 +234,10 @@ class Preparation:
     ) -> Manifest:
         """Writes the indexes. Training and validation are in each manifest, also if empty."""
         about = plan.contents
+        old = None
+        if self.appends:
+            old = Manifest.from_json(self.manifest.read_bytes(), str(self.manifest))
+            made = {**old.made, "appended": [*old.made.get("appended", ()), made]}
         manifest = Manifest(
             tuple(plan.classes),
             {},
@@ -199,12 +249,29 @@ class Preparation:
         )
         for split in SPLITS:
             parts = [part for part in plan.parts if part.split == split]
-            if parts or split != "test":
+            before = old.splits.get(split) if old is not None else None
+            if before is not None and not parts:
+                manifest.splits[split] = before
+            elif parts or split != "test":
                 shards = [s for part in parts if (s := results[part.name].shard)]
                 rows, labelled = rows_of(self.out, parts, manifest.row), about.get("unlabelled", ())
-                index = write_index(self.out, split, shards, rows, split not in labelled)
+                name = ""
+                if before is not None:
+                    shards = [*before.shards, *shards]
+                    rows = np.concatenate([self._rows(before, manifest), rows])
+                    name = f"{split}.index-{len(made['appended'])}.npy"
+                index = write_index(self.out, split, shards, rows, split not in labelled, name)
                 manifest.splits[split] = index
         return manifest
+
+    def _rows(self, split: Split, manifest: Manifest) -> np.ndarray[Any, Any]:
+        """The index of a split that is there already."""
+        path = self.out / split.index.name
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != split.index.sha256:
+            what = f"{path} is not the index that {MANIFEST} describes"
+            raise Unfinished.at("--to", what, "copy it again", code="mismatch")
+        return load_index(data, str(path), manifest.row)
 
     def class_count(self) -> int:
         """Number of classes of a complete data set."""
@@ -229,6 +296,13 @@ class Preparation:
     def _contents(self) -> dict[str, Any]:
         contents: dict[str, Any] = json.loads(self.manifest.read_bytes())
         return contents
+
+    def tidy_leftovers(self) -> None:
+        """Removes the work folder if a command with these settings left it: another one may be
+        appending at this moment."""
+        planned = [{"settings": plans.settings_of(self.plan_file)}] if self.begun else []
+        if not any(self._differences(planned)):
+            self.tidy()
 
     def tidy(self) -> None:
         """Removes the work folder of a complete data set, even if a killed command left it."""
