@@ -21,6 +21,8 @@ struct distdl_scratch {
 
 int32_t distdl_native_version(void) { return DISTDL_NATIVE_VERSION; }
 
+int32_t distdl_native_measures(void) { return DISTDL_ONLY_ENTROPY | DISTDL_ONLY_PIXELS; }
+
 struct distdl_scratch *distdl_scratch_new(void) {
   return calloc(1, sizeof(struct distdl_scratch));
 }
@@ -93,6 +95,8 @@ static int decode(struct decoder *decoder, struct buffer *pixels, const uint8_t 
   int32_t bottom = crop->top + last_input(down);
   int32_t left = crop->left + across->first[0];
   int32_t right = crop->left + last_input(across);
+  int resizes = !(flags & (DISTDL_ONLY_ENTROPY | DISTDL_ONLY_PIXELS));
+  if (flags & DISTDL_ONLY_ENTROPY) bottom = top = 0; /* all rows are passed over */
 
   info->err = jpeg_std_error(&decoder->errors);
   info->client_data = decoder;
@@ -139,11 +143,11 @@ static int decode(struct decoder *decoder, struct buffer *pixels, const uint8_t 
     int32_t wanted = bottom - (int32_t)info->output_scanline;
     JDIMENSION got = jpeg_read_scanlines(info, rows, (JDIMENSION)(wanted < ROWS ? wanted : ROWS));
     if (got == 0 || at < 0) return DISTDL_BROKEN; /* it cannot wait for more bytes */
-    for (JDIMENSION i = 0; i < got; i++)
+    for (JDIMENSION i = 0; i < got && resizes; i++)
       use->resize_row(rows[i], crop->left - (int32_t)begin, across, crop->flip != 0,
                       middle + ((size_t)at + i) * resized);
   }
-  for (int32_t row = 0; row < crop->size; row++) {
+  for (int32_t row = 0; row < crop->size && resizes; row++) {
     const uint8_t *from = middle + (size_t)(down->first[row] - down->first[0]) * resized;
     use->sum_rows(from, resized, down->inputs[row], down->weights + (size_t)row * down->taps,
                   down->precision, ((size_t)crop->size * 4 + 15) & ~(size_t)15, last);

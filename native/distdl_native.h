@@ -37,12 +37,18 @@ struct distdl_crop {
 /* What to do with an image, beside the crop. */
 #define DISTDL_WHOLE 1 /* decode the file to its end, so that damage behind the crop is found */
 #define DISTDL_PLAIN_C 2 /* use no vector instructions: for comparisons */
+/* For measurements; the pixels are then undefined. */
+#define DISTDL_ONLY_ENTROPY 4 /* with DISTDL_WHOLE: decode numbers, make pixels of the last row */
+#define DISTDL_ONLY_PIXELS 8  /* decode, and do not resize */
 
 struct distdl_scratch;
 
 #pragma GCC visibility push(default) /* all else is hidden */
 
 int32_t distdl_native_version(void);
+
+/* Which of the flags for measurements are known, added. */
+int32_t distdl_native_measures(void);
 
 /* NULL if there is no memory. */
 struct distdl_scratch *distdl_scratch_new(void);

@@ -42,6 +42,13 @@ def main(argv: Sequence[str]) -> int:
     verb.add_argument("--rate", type=float, help="img/s of one GPU in training, if you measured it")
     verb.add_argument("--batch-size", type=int, default=256, help="images per GPU and step (256)")
     verb.add_argument("--image-size", type=int, default=224, help="in pixels (224)")
+    verb.add_argument(
+        "--profile",
+        nargs="?",
+        const="",
+        metavar="FILE.svg",
+        help="the CPU time of each stage of an image, as a table and bars, and as a picture",
+    )
     limit = f"an image with more pixels counts as damaged ({MOST_PIXELS:,})"
     verb.add_argument("--max-pixels", type=int, default=MOST_PIXELS, help=limit)
     options = parser.parse_args(argv)

@@ -27,6 +27,8 @@ VERSION = 1  # as in distdl_native.h
 # Flags, as there.
 WHOLE = 1
 PLAIN_C = 2
+ONLY_ENTROPY = 4
+ONLY_PIXELS = 8
 DONE = 0
 # A JPEG of 28 x 20 pixels, a gradient under noise, with one colour for every four pixels.
 EXAMPLE = base64.b64decode(
@@ -79,6 +81,9 @@ class Library:
         self._c.distdl_scratch_new.restype = address
         self._c.distdl_scratch_free.argtypes = [address]
         self._c.distdl_scratch_free.restype = None
+        # An older build does not know them.
+        measures = getattr(self._c, "distdl_native_measures", lambda: 0)()
+        self.measures = measures == ONLY_ENTROPY + ONLY_PIXELS
         self._of_thread = threading.local()
 
     def sizes(self, files: Sequence[bytes], most_pixels: int) -> list[tuple[int, int] | None]:

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import math
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -12,8 +13,9 @@ from PIL import Image
 
 from distdl.data import StoredImages
 from distdl.datasets.format import MANIFEST
+from distdl.images import decoding
 from distdl.stores.files import FileStore
-from distdl.tools.data_check import needs, sources, throughput
+from distdl.tools.data_check import needs, profile, sources, throughput
 from distdl.tools.data_check.check import gpu_of_this_machine
 from tests.drawn_coco import draw
 from tests.miniature import encoded
@@ -284,3 +286,32 @@ def test_what_is_wrong_with_objects_is_named(check, coco):
     result = check(coco)
     assert result.code == 2
     assert "instances_train2017.json: 1 ids are of more than one annotation: 10007" in result.err
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_profile_says_where_the_time_goes(check, shards, monkeypatch, tmp_path, native):
+    """Each stage apart, in a table with bars and in a picture."""
+    library = decoding.native_library() if native else None
+    if native and library is None:
+        pytest.skip("no distdl-native")
+    monkeypatch.setattr(decoding, "native_library", lambda: library)
+    monkeypatch.setattr(profile, "SECONDS", 0.1)
+    picture = tmp_path / "bars.svg"
+    result = check(shards, "--profile", picture)
+    assert result.code == 0, result.err
+    divided = native and library.measures
+    found = [line.split() for line in result.out.splitlines() if "#" in line]
+    names = ["entropy", "IDCT"] if divided else ["decode"]
+    assert [words[0] for words in found] == [
+        *("read", "header", *names, "resize", "augment", "assemble")
+    ]
+    total = float(re.search(r"CPU time of one image, by \w+: ([\d.]+) ms", result.out)[1])
+    assert sum(float(words[1]) for words in found) == pytest.approx(total, abs=0.01)
+    largest = max(found, key=lambda words: float(words[1]))
+    assert largest[3] == "#" * 30
+    assert "nothing is transferred" in result.out
+    assert ("decoded as a whole" in result.out) == (not native)
+    assert re.search(r"^helps +\w+ is \d+%: ", result.out, re.MULTILINE)
+    text = picture.read_text()
+    assert text.count("<svg") == 1
+    assert "bars" in result.out

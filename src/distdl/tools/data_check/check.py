@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,15 @@ import numpy as np
 from distdl.config import resources
 from distdl.ranks import scratch
 from distdl.stores import StoreError
-from distdl.tools.data_check import image_files, needs, sources, throughput
+from distdl.tools.data_check import image_files, needs, profile, sources, throughput
 from distdl.tools.data_check import screen as show
 from distdl.tools.data_check.image_files import Findings
 from distdl.tools.data_check.sources import DataAtUri, SplitImages
 from distdl.tools.prepare.next_steps import override
 from distdl.util.errors import UserError
 from distdl.util.progress_bar import Bar
+
+PROFILED = 100  # images, at most
 
 
 def check(options: argparse.Namespace) -> int:
@@ -46,6 +49,8 @@ def check(options: argparse.Namespace) -> int:
     show.images(screen, seen, every, colours=data.categories is None)
     if data.categories is not None:
         return of_objects(screen, data, seen, rates, every)
+    if options.profile is not None:
+        profiled(screen, data, options)
     if rates is None:
         screen.line("verdict", "none of the inspected images can be decoded")
         return 1
@@ -108,6 +113,20 @@ def inspect(data: DataAtUri, options: argparse.Namespace) -> tuple[dict[str, Any
             progress = lambda done: bar(done, total, f"{done:,} of {total:,}")  # noqa: E731
             seen = image_files.inspect_all_images(data, os.cpu_count() or 1, progress)
     return seen, rates
+
+
+def profiled(screen: show.Screen, data: DataAtUri, options: argparse.Namespace) -> None:
+    """Shows where the CPU time of an image goes, by images of the first split that has some."""
+    images = next(each for each in data.splits.values() if len(each.labels))
+    shard, rows = sample(images, min(options.sample, PROFILED), data.store is not None)
+    with data.reading(images, shard) as reader:
+        found = profile.measure(reader, rows, options.image_size)
+    if found is None:
+        return
+    show.profile(screen, found)
+    if options.profile:
+        profile.draw(found, Path(options.profile))
+        screen.line("", f"the bars: {options.profile}")
 
 
 def sample(images: SplitImages, count: int, remote: bool) -> tuple[int | None, Any]:

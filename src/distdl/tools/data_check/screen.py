@@ -8,6 +8,7 @@ import numpy as np
 
 from distdl.tools.data_check.image_files import Findings
 from distdl.tools.data_check.needs import Format, Need, Shm, cores_for
+from distdl.tools.data_check.profile import MEANING, Profile
 from distdl.tools.data_check.sources import DataAtUri
 from distdl.tools.data_check.throughput import Rates
 from distdl.util import table
@@ -15,6 +16,7 @@ from distdl.util.progress_bar import size
 from distdl.util.screen import escaped
 from distdl.util.wording import first_few, plural
 
+BAR, WIDTH = "#", 30  # of a profile
 SHOWN = 5  # of what is wrong, unless every image is looked at
 INDENT = 9  # of what follows the leading word
 
@@ -144,6 +146,22 @@ def needs(screen: Screen, formats: Sequence[Format], wanted: Need, cores: int, g
         )
     columns = ("", "img/s per core", "cores needed per GPU", f"available (GPUs: {gpus})")
     screen.table(columns, rows)
+
+
+def profile(screen: Screen, found: Profile) -> None:
+    """Bars of the CPU time of each stage."""
+    screen.line("profile", f"CPU time of one image, by {found.decoder}: {found.total:.3f} ms")
+    most = max(found.stages.values())
+    rows = []
+    for name, spent in found.stages.items():
+        bar = BAR * max(1, round(WIDTH * spent / most))
+        rows.append((name, f"{spent:.3f}", f"{spent / found.total:.0%}", bar, MEANING[name]))
+    lines = table.text(("stage", "ms", "share", "", ""), rows, numbers=False, indent=INDENT)
+    print(lines, flush=True)
+    for note in found.notes:
+        screen.line("", note)
+    if found.advice:
+        screen.line("helps", found.advice)
 
 
 def shm(screen: Screen, memory: Shm, workers: int, batch: int) -> None:
