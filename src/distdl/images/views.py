@@ -141,6 +141,11 @@ class View(ABC):
         self.max_pixels = max_pixels
         self.decode = CropDecoder("pil" if self.on_gpu else decoder, max_pixels)
 
+    @property
+    def decoded_by(self) -> str:
+        """What decodes images of the usual kinds here."""
+        return "nvjpeg" if self.on_gpu else self.decode.name
+
     def of_sample(self, key: int) -> View:
         """The view with which one sample is seen: what it draws depends on `key` alone, if the
         view draws apart."""

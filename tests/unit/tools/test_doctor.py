@@ -4,6 +4,7 @@ from itertools import combinations
 
 import pytest
 
+from distdl.images import decoding
 from distdl.tools.doctor import findings, links, node, rows
 from distdl.tools.doctor.links import Exchange, Speed
 from distdl.tools.doctor.rows import FAIL, PASS, SKIP, WARN
@@ -56,6 +57,10 @@ def limits(**more):
 SHM = {"/dev/shm": 1 << 20}
 
 
+def decoders(*names):
+    return {f"node{i}": {"decoder": name} for i, name in enumerate(names)}
+
+
 def host(**more):
     return {"n": {"run": 9e10, "write": 1e8, "/dev/shm": 1e9, "read": None} | more}
 
@@ -76,6 +81,10 @@ CASES = {
     "store": (lambda: findings.hosts(host(read=5e6), 0), WARN, "5 MB/s"),
     "no store": (lambda: findings.hosts(host(read="no box"), 0), FAIL, "no box"),
     "all well": (lambda: findings.hosts(host(read=1e8), 1 << 20), PASS, "100 MB/s"),
+    "decoder": (lambda: findings.decoders(decoders("native", "native")), PASS, "native"),
+    "usual": (lambda: findings.decoders(decoders("pil", "simplejpeg")), PASS, "simplejpeg"),
+    "slower": (lambda: findings.decoders(decoders("native", "pil")), WARN, "pil, elsewhere native"),
+    "undecoded": (lambda: findings.decoders(decoders("native", "none")), FAIL, "none works"),
     "clock": (lambda: findings.clocks({"n": (-5.0, 0.1)}), WARN, "4.9 s beside"),
     "slow trip": (lambda: findings.clocks({"n": (0.3, 0.3)}), PASS, "0 s"),
     "files": (lambda: findings.processes([rank(limits=limits(nofile=99))], False), FAIL, "99 open"),
@@ -104,6 +113,16 @@ def test_a_row_says_what_was_measured_and_what_to_do(case):
     assert worst == state, found
     assert any(text in str(row) and row.state == state for row in found), found
     assert all(bool(row.remedy) == (row.state in (FAIL, WARN)) for row in found)
+
+
+@pytest.mark.parametrize(("data", "crops"), [("StoredImages", True), ("StoredObjects", False)])
+def test_a_host_names_the_decoder_that_its_data_use(data, crops, tmp_path, monkeypatch):
+    """An image of detection is decoded whole, which distdl-native does not."""
+    monkeypatch.setattr(node, "DISK_S", 0)
+    monkeypatch.setattr(decoding, "native_library", lambda: "a library")
+    facts = node.host(tmp_path, {"_target_": f"distdl.data.{data}", "decoder": "auto"}, 0)
+    assert (facts["decoder"] == "native") == crops
+    assert facts["decoder"] in ("native", *decoding.CPU_DECODERS)
 
 
 def test_nccls_own_words_for_what_it_uses():

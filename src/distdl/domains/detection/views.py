@@ -16,6 +16,7 @@ from distdl.domains.detection.augment import DetectionAugment
 from distdl.domains.detection.categories import Categories
 from distdl.domains.detection.record import ImageObjects, has_area, is_crowd
 from distdl.images.decoding import decoder as make_decoder
+from distdl.images.decoding import whole_decoder
 
 MOST_MASK_BYTES = 4 << 30  # of an image's masks
 
@@ -56,6 +57,7 @@ class DetectionView:
         self.longest = longest
         self.max_pixels = max_pixels
         self.decode = make_decoder(decoder, max_pixels)
+        self.decoded_by = whole_decoder(decoder)
 
     def __call__(
         self, data: bytes, epoch: int = 0, found: ImageObjects | None = None

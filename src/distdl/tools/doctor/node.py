@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import torch
+from hydra.utils import get_object
 
 from distdl.distributed import process_group, rank_table
 from distdl.health import machine
@@ -60,7 +61,9 @@ def host(run: Path, data: Mapping[str, Any] | None, rank: int) -> dict[str, Any]
     config's section."""
     facts: dict[str, Any] = {**machine.disk(run)}
     if "decoder" in (data or {}):
-        facts["decoder"] = decoding.used(str((data or {})["decoder"]))
+        kind = get_object(str((data or {}).get("_target_")))
+        crops = bool(getattr(kind, "crops", False))
+        facts["decoder"] = decoding.used(str((data or {})["decoder"]), crops)
     root = str((data or {}).get("root") or "")
     reads: dict[str, Callable[[], float]] = {
         "write": lambda: write_rate(run / f".doctor-{rank}.part")
