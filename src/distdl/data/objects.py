@@ -17,7 +17,7 @@ from distdl.data.coco_folder import PREDICTS, CocoFolder
 from distdl.data.encoded import EncodedData, OnDamaged
 from distdl.data.sampling import Groups
 from distdl.data.shards import ShardSamples
-from distdl.data.stored_data import StoredData
+from distdl.data.stored_data import Order, StoredData
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.datasets.left_out import LeftOut
 from distdl.datasets.reading import DataSet
@@ -65,7 +65,8 @@ class StoredObjects(StoredData):
         predict_split: Which split is predicted: "val", "test" or "train".
         labels, annotations, images: Of a folder in COCO's format, if its files have other names:
             what annotation files begin with, and by split the files, and the folders and zips.
-        num_workers, decoder, on_damaged, max_pixels, cache_dir, cache_gb, shuffle_window: As for
+        num_workers, decoder, on_damaged, max_pixels, cache_dir, cache_gb, shuffle_window,
+            order: As for
             `StoredImages`.
 
     Raises:
@@ -73,6 +74,7 @@ class StoredObjects(StoredData):
     """
 
     domain = Detection()
+    crops = False
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class StoredObjects(StoredData):
         cache_dir: str | None = None,
         cache_gb: AboveZero | None = None,
         shuffle_window: Positive = 32,
+        order: Order = "shuffled",
     ) -> None:
         node = {
             "num_classes": num_classes,
@@ -118,6 +121,7 @@ class StoredObjects(StoredData):
             cache_dir=cache_dir,
             cache_gb=cache_gb,
             shuffle_window=shuffle_window,
+            order=order,
         )
         self.num_classes = num_classes
         self.aspect_groups = int(aspect_groups)

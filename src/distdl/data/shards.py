@@ -14,6 +14,7 @@ from distdl.data.encoded import EncodedData
 from distdl.datasets.image_headers import DamagedImage
 from distdl.datasets.order import Needs, by_first_use
 from distdl.datasets.prefetch import Prefetch
+from distdl.datasets.read_ahead import PageCache
 from distdl.datasets.reading import Shards
 from distdl.domains.domain import Domain, View
 from distdl.domains.record import Annotation
@@ -91,6 +92,7 @@ class TrainOrder:
     Args:
         shards, val: Of training, and of validation, which follows each epoch of training.
         prefetch: None if nothing is prefetched, or if another rank of this node does it.
+        ahead: What `prefetch` fills if shards are read in place.
         used: Returns how many samples of an epoch, and of validation, will be used.
     """
 
@@ -101,16 +103,19 @@ class TrainOrder:
         val: Shards,
         prefetch: Prefetch | None,
         used: Callable[[], tuple[int, int]],
+        ahead: PageCache | None = None,
     ) -> None:
         self._needs = needs
         self._shards = shards
         self._val = val
         self._prefetch = prefetch
         self._used = used
+        self._ahead = ahead
         self._epoch: tuple[int, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prefetch": None, "_used": None}  # workers do not use them
+        unused = dict.fromkeys(("_prefetch", "_used", "_ahead"))  # by workers
+        return {**self.__dict__, **unused}
 
     def order(self, seed: int, epoch: int) -> np.ndarray | None:
         """Sample indices int64 [N]; None: a plain shuffle of all."""
@@ -126,6 +131,9 @@ class TrainOrder:
         if self._prefetch is None or self._epoch == (seed, epoch):
             return
         self._epoch = (seed, epoch)
+        if ahead := self._ahead:
+            self._prefetch.want(lambda: ahead.only(self._needs.near()))
+            return
         train, val = self._used()
         if self._needs.windows.epochs is None:  # the cache cannot hold all
             self._prefetch.want(lambda: self._needs.soonest_used(train, val))
@@ -138,6 +146,11 @@ class TrainOrder:
         if val:
             files += self._val.split.shards[: self._val.rows["shard"][val - 1] + 1]
         self._prefetch.want(lambda: files)
+
+    def fetch_all(self) -> None:
+        """Fetches all shards of training, in their order, if nothing says when they are needed."""
+        if self._prefetch is not None and self._ahead is None:
+            self._prefetch.want(lambda: self._shards.split.shards)
 
     def close(self) -> None:
         if self._prefetch is not None:

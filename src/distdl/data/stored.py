@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from distdl.data import mixed
 from distdl.data.encoded import OnDamaged
 from distdl.data.folder import FolderImages, check_folder
 from distdl.data.images import WorkerKind
 from distdl.data.listed import ListedImages
-from distdl.data.stored_data import StoredData
+from distdl.data.stored_data import Order, StoredData, expanded, is_prepared
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.datasets.left_out import LeftOut
-from distdl.datasets.reading import DataSet
+from distdl.datasets.reading import DataSet, open_data_set
 from distdl.domains.classification.domain import Classification
 from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from distdl.images.views import EvalView
 from distdl.stores.walking import ClassFolders
-from distdl.util.errors import Problem
+from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import AboveZero, Positive
-from distdl.util.wording import plural
+from distdl.util.wording import first_few, plural
 
 
 class StoredImages(StoredData):
@@ -66,6 +69,10 @@ class StoredImages(StoredData):
         shuffle_window: Shards per window, for epochs that are shuffled in windows. Reduced if
             three windows would not fit `cache_gb`.
         worker_kind: As for `ImageData`.
+        order: As for `StoredData`.
+        mix: Further sets to train on: {root, weight}. A weight is the share of an epoch that comes
+            from that set; the rest is `root`'s. An epoch has as many samples as all sets together
+            (`distdl.data.mixed`). Validation and predictions are `root`'s.
         draws: As for `distdl.images.views.TrainView`. `conf/data` has "counter"; a run keeps what
             it was started with.
 
@@ -99,6 +106,8 @@ class StoredImages(StoredData):
         max_pixels: Positive = MOST_PIXELS,
         worker_kind: WorkerKind = "auto",
         draws: Literal["counter", "global"] = "global",
+        order: Order = "shuffled",
+        mix: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         views = {
             "image_size": image_size,
@@ -126,10 +135,73 @@ class StoredImages(StoredData):
             cache_gb=cache_gb,
             shuffle_window=shuffle_window,
             worker_kind=worker_kind,
+            order=order,
         )
         self.num_classes = num_classes
         self.image_size = image_size
         self.max_pixels = max_pixels
+        self.seeds_apart = draws == "counter"
+        self.mix = [*(mix or ())]
+        self._others: list[StoredImages] = []
+
+    @classmethod
+    def check(
+        cls, config: Mapping[str, Any], context: Mapping[str, Any] | None = None
+    ) -> Iterable[Problem | str]:
+        wrong: list[Problem | str] = [*mixed.problems(config)]
+        for number, entry in enumerate(() if wrong else config.get("mix") or ()):
+            # What does not depend on the set is said of the first one.
+            alone = {**config, "root": entry["root"], "mix": None}
+            local = {"local": context is None or bool(context["local"])}
+            for found in super().check(alone, local):
+                if isinstance(found, str):
+                    wrong.append(found)
+                elif found.path in ("root", "num_classes"):
+                    wrong.append(replace(found, path=f"mix[{number}].root"))
+        yield from wrong
+        refused = any(isinstance(found, Problem) for found in wrong)
+        yield from super().check({**config, "mix": None} if refused else config, context)
+
+    @classmethod
+    def added(cls, node: Mapping[str, Any]) -> int:
+        count = 0
+        for entry in node.get("mix") or ():
+            root = expanded(str(entry["root"]))
+            if is_prepared(root):
+                count += open_data_set(root).manifest.splits["train"].samples
+            else:
+                count += cls.count_folder(Path(root), node)
+        return count
+
+    def open(self, stage: str | None) -> None:
+        super().open(stage)
+        if not self.mix or "train" not in self.splits:
+            return
+        for number, entry in enumerate(self.mix):
+            other = copy.copy(self)
+            other.root = expanded(str(entry["root"]))
+            other.splits = {}
+            other.mix = []
+            other._order = None
+            other.open(stage)
+            theirs, ours = [*(other.classes or ())], [*(self.classes or ())]
+            if theirs != ours:
+                differing = sorted({*theirs} ^ {*ours})
+                what = f"{other.root} has other classes than {self.root}: {first_few(differing)}"
+                remedy = "sets whose classes have the same names, in the same order"
+                raise UserError.at(f"data.mix[{number}].root", what, remedy, code="mismatch")
+            self._others.append(other)
+        every = [self, *self._others]
+        for each in every:
+            if each._order is not None:
+                each._order.fetch_all()
+        parts = [each.splits["train"] for each in every]
+        self.splits["train"] = mixed.MixedSamples(parts, mixed.weights(self.mix))
+
+    def teardown(self, stage: str | None = None) -> None:
+        super().teardown(stage)
+        for other in self._others:
+            other.teardown(stage)
 
     @classmethod
     def check_folder(cls, root: Path, node: Mapping[str, Any]) -> Iterable[Problem]:

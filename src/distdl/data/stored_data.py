@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
@@ -23,6 +23,7 @@ from distdl.datasets.format import MANIFEST, Manifest
 from distdl.datasets.left_out import LeftOut
 from distdl.datasets.order import Needs, Windows
 from distdl.datasets.prefetch import Prefetch
+from distdl.datasets.read_ahead import PageCache
 from distdl.datasets.reading import DataSet, Shards, open_data_set
 from distdl.distributed import process_group
 from distdl.domains.domain import Domain
@@ -32,9 +33,11 @@ from distdl.stores.files import readable
 from distdl.util.cache_folder import default_root
 from distdl.util.errors import Problem, UserError
 from distdl.util.progress_bar import size
+from distdl.util.wording import first_few
 
 log = logging.getLogger(__name__)
 
+Order = Literal["auto", "shuffled", "windows"]
 GB = 10**9
 QUICK = 5.0  # seconds that a check waits for a server
 
@@ -62,6 +65,10 @@ class StoredData(ImageData):
         shuffle_window: Shards per window, for epochs that are shuffled in windows. Reduced if
             three windows would not fit `cache_gb`.
         worker_kind: As for `ImageData`.
+        order: "shuffled": in each epoch all samples (the first of a URI is shuffled in windows);
+            "windows": every epoch is, for a storage that is slow at random, and shards in a folder
+            are read ahead, in order; "auto": what `distdl.data.reading_order` has chosen before a
+            training starts, else "shuffled".
 
     Raises:
         UserError: In setup, if there is no data, it does not fit, or the cache has no room.
@@ -85,13 +92,15 @@ class StoredData(ImageData):
         cache_gb: float | None = None,
         shuffle_window: int = 32,
         worker_kind: WorkerKind = "auto",
+        order: Order = "shuffled",
     ) -> None:
         super().__init__(batch_size, num_workers, mean, std, on_damaged, worker_kind)
-        self.root = _expanded(root)
+        self.root = expanded(root)
         self.node = node
         self.cache_dir = cache_dir
         self.cache_gb = cache_gb
         self.shuffle_window = shuffle_window
+        self.order = order
         self.train_view, self.val_view = self.domain.views(node)
         self.splits: dict[str, EncodedData] = {}
         self._order: TrainOrder | None = None
@@ -121,6 +130,11 @@ class StoredData(ImageData):
     def open_listed(self) -> ListedImages:
         """The images below `root`, to predict: neither prepared nor divided into splits."""
         raise NotImplementedError
+
+    @classmethod
+    def added(cls, node: Mapping[str, Any]) -> int:
+        """How many training samples an epoch has beside those of `root`."""
+        return 0
 
     @classmethod
     def required(cls, node: Mapping[str, Any]) -> Sequence[str]:
@@ -172,15 +186,17 @@ class StoredData(ImageData):
             yield f"the job itself checks {str(config['root']).partition('?')[0]}"  # no signature
             return
         try:
-            root = _expanded(str(config["root"]))
+            root = expanded(str(config["root"]))
             with readable("root"):
                 if predicts and cls.reads_listed and _is_listed(root, QUICK):
                     return
-                if not _is_prepared(root):
+                if not is_prepared(root):
+                    yield from _without_windows(root, config.get("order"))
                     found = [*cls.check_folder(Path(root), config)]
                     yield from found
                     if not found and _counts_batches(context):
-                        yield from _of_epoch(context, cls.count_folder(Path(root), config))
+                        count = cls.count_folder(Path(root), config) + cls.added(config)
+                        yield from _of_epoch(context, count)
                     return
             data = open_data_set(
                 root, patience=QUICK, cache_root=_cache_root(config.get("cache_dir"))
@@ -190,21 +206,28 @@ class StoredData(ImageData):
             found = [*cls.misfits(data, config)]
             yield from found
             if not found and "train" in data.manifest.splits:
-                yield from _of_epoch(context, data.manifest.splits["train"].samples)
+                count = data.manifest.splits["train"].samples + cls.added(config)
+                yield from _of_epoch(context, count)
         except UserError as error:
             yield from (replace(p, path="root") for p in error.problems)
 
     def setup(self, stage: str | None = None) -> None:
         if self.splits:
             return
+        name_different_decoders(getattr(self.val_view, "decoded_by", ""))
+        self.open(stage)
+
+    def open(self, stage: str | None) -> None:
+        """Opens `splits`. Raises as `setup` does."""
         left_out = LeftOut()
         with readable("data.root"):
             if stage == "predict" and self.reads_listed and _is_listed(self.root):
                 listed = self.open_listed()
                 self.splits["val"] = listed
                 return self._say(listed.left_out)
-            prepared = _is_prepared(self.root)
+            prepared = is_prepared(self.root)
             if not prepared:
+                _refuse(_without_windows(self.root, self.order))
                 _refuse(self.check_folder(Path(self.root), self.node))
                 splits = self.open_folder(Path(self.root), left_out)
         if prepared:
@@ -233,6 +256,8 @@ class StoredData(ImageData):
             return self._open_predicted(data, self.wanted(held), cache, fits)
         window: int = self.shuffle_window
         epochs: int | None = 0 if in_place else 1
+        if self.order == "windows":
+            epochs = None
         if limit is not None and not fits:
             window = min(window, _most_shards(data.manifest, limit))
             epochs = None
@@ -247,8 +272,12 @@ class StoredData(ImageData):
                 data.keep(cache.root)
             its_cache = Cache(open_store(self.root), cache.root, data.key, limit)
             prefetch = Prefetch(its_cache, None if fits else needs.needed_later)
+        ahead = None
+        if in_place and epochs is None and (self.trainer is None or self.trainer.local_rank == 0):
+            ahead = PageCache(Path(self.root))
+            prefetch = Prefetch(ahead, lambda file: ())
         train_shards, val_shards = shards["train"], shards["val"]
-        order = TrainOrder(needs, train_shards, val_shards, prefetch, self._used)
+        order = TrainOrder(needs, train_shards, val_shards, prefetch, self._used, ahead)
         self._order = order
         domain = self.domain
         self.splits["train"] = ShardSamples(domain, self.train_view, train_shards, order)
@@ -317,12 +346,12 @@ class StoredData(ImageData):
         return self.loader(images, shuffle=False)
 
 
-def _expanded(root: str) -> str:
+def expanded(root: str) -> str:
     """A URI, or a path without `~` and `file://`."""
     return root if is_remote(root) else open_store(root).uri
 
 
-def _is_prepared(root: str) -> bool:
+def is_prepared(root: str) -> bool:
     """Whether `root` holds shards, and not folders of images."""
     return is_remote(root) or Path(root, MANIFEST).exists()
 
@@ -351,6 +380,25 @@ def refuse_different_data(key: str) -> None:
             raise UserError.at(
                 "data.root", what, "copy one of them to every node, or start again", code="mismatch"
             )
+
+
+def name_different_decoders(decoder: str) -> None:
+    """Warns on rank 0 if images are decoded in other ways on some nodes: all wait for the slowest.
+    The pixels are the same."""
+    of_nodes: dict[str, set[str]] = {}
+    for each, host in process_group.gather((decoder, socket.gethostname())):
+        of_nodes.setdefault(each, set()).add(host)
+    if len(of_nodes) > 1:
+        ways = [f"{each} on {first_few(sorted(hosts))}" for each, hosts in of_nodes.items()]
+        text = "images: decoded by %s, so some nodes may be slower (docs/data/native.md)"
+        log.warning(text, ", by ".join(ways))
+
+
+def _without_windows(root: str, order: object) -> Iterable[Problem]:
+    """The problem of an order of shards in a folder that has none."""
+    if order == "windows":
+        what = f"{root} is no prepared set, and windows are of its shards"
+        yield Problem("order", what, "data.order=shuffled", code="conflict")
 
 
 def _refuse(problems: Iterable[Problem]) -> None:

@@ -78,6 +78,13 @@ class Windows:
         previous = starts[starts < current].max(initial=0)
         return np.where(starts >= previous, starts, uses)
 
+    def near(self, seed: int, epoch: int, position: int) -> Array:
+        """The shards of the window in which `position` lies, and of the next one."""
+        ends = [0, *self.ends(seed, epoch)]
+        windows = [*self.shards(seed, epoch), *self.shards(seed, epoch + 1)[:1]]
+        at = min(int(np.searchsorted(ends, position, side="right")), len(ends) - 1) - 1
+        return np.concatenate(windows[at : at + 2])
+
     def _starts(self, seed: int, epoch: int) -> Array:
         """Where the window of each shard starts: samples from the start of the epoch."""
         samples = np.array(self.samples)
@@ -175,6 +182,10 @@ class Needs:
         used = uses < self._samples + val
         used[:shards] = (train == self._samples) | (uses[:shards] < train)
         return [self._files[i] for i in np.argsort(uses, kind="stable") if used[i]]
+
+    def near(self) -> Sequence[File]:
+        """The shards of training that are read now, and those that are read next."""
+        return [self._files[i] for i in self.windows.near(*self._now)]
 
     def farthest_first(self, file: File) -> Sequence[str]:
         """All shards except `file`, which is needed now; the farthest next use comes first."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from distdl.datasets.cache import Cache, Evictable
 from distdl.datasets.format import File
+from distdl.datasets.read_ahead import PageCache
 from distdl.util.errors import NoRoom, UserError
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Prefetch:
             holds all shards, and nothing is evicted.
     """
 
-    def __init__(self, cache: Cache, evictable: Evictable | None = None) -> None:
+    def __init__(self, cache: Cache | PageCache, evictable: Evictable | None = None) -> None:
         self._cache = cache
         self._evictable = evictable
         self._wanted: Callable[[], Sequence[File]] = list

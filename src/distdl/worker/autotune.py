@@ -74,7 +74,7 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
         report(environment, "autotune: %s", line(each))
         measured.append(each)
     best = fastest(measured, "strategy.autotune").candidate
-    return freeze(config, context, best, "autotune", measured)
+    return freeze(config, context, best, "autotune", [*map(line, measured)])
 
 
 def fastest(measured: list[Measured], path: str) -> Measured:
@@ -92,16 +92,16 @@ def report(environment: Environment, text: str, *arguments: object) -> None:
 
 
 def freeze(
-    config: DictConfig, context: RankContext, best: Candidate, name: str, measured: list[Measured]
+    config: DictConfig, context: RankContext, best: Candidate, name: str, lines: list[str]
 ) -> DictConfig:
     """Applies rank 0's choice on all ranks. Writes it into the attempt's launch.yaml, from which a
-    resume takes it, with the measurements under the key `name`. Collective."""
+    resume takes it, with the measurements, `lines`, under the key `name`. Collective."""
     best = process_group.broadcast(best)
     launch = context.launch
     text = "%s: this attempt and its resumes train with %s"
     report(context.environment, text, name, best.name)
     launch["changes"] = {**(launch.get("changes") or {}), **best.changes}
-    launch[name] = [line(each) for each in measured]
+    launch[name] = lines
     if context.environment.rank == 0:
         context.attempt.write_launch(launch)
     return configs.merge(config, OmegaConf.create({}), best.changes)

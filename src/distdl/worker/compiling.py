@@ -53,7 +53,8 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
         torch._dynamo.reset()
         autotune.report(context.environment, "compile: %s", autotune.line(each))
         measured.append(each)
-    return autotune.freeze(config, context, fastest(measured), "compile", measured)
+    lines = [*map(autotune.line, measured)]
+    return autotune.freeze(config, context, fastest(measured), "compile", lines)
 
 
 def modes(config: DictConfig, accelerator: str) -> list[str | bool]:

@@ -21,7 +21,14 @@ from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory
 from distdl.tracking import Tracking
 from distdl.validation.kinds import locate
-from distdl.worker import autotune, compiling, described, named_tools, summary
+from distdl.worker import (
+    autotune,
+    compiling,
+    described,
+    named_tools,
+    reading_order,
+    summary,
+)
 from distdl.worker.build import Built, build, make
 from distdl.worker.failing import lightnings_refusals, record_failure, refusal
 from distdl.worker.rank_context import RankContext
@@ -88,6 +95,9 @@ def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
 
 def tune(config: DictConfig, context: RankContext) -> DictConfig:
     """The config with what is to be chosen by a measurement on these devices."""
+    data = config.get("data") or {}
+    if data.get("order") == "auto" and configs.is_own(data.get("_target_")):
+        config = reading_order.tuned(config, context)
     if (config.get("strategy") or {}).get("autotune"):
         config = autotune.tuned(config, context)
     if (config.get("model") or {}).get("compile") == "measured":

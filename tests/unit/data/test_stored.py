@@ -9,7 +9,7 @@ from filelock import FileLock
 
 from distdl.data import StoredImages, TrainPosition
 from distdl.datasets.cache import Cache
-from distdl.datasets.format import MANIFEST
+from distdl.datasets.format import MANIFEST, File
 from distdl.datasets.order import Windows
 from distdl.datasets.reading import Shards, open_data_set
 from tests import prepared
@@ -161,6 +161,35 @@ def test_a_cache_that_is_too_small_is_trained_from_in_windows(tmp_path):
     assert enough * 1e9 >= 3 * size
 
 
+def test_windows_of_a_folder_are_read_ahead_and_resumed(tmp_path):
+    """As `data.order=windows` has it, for a disk that is slow at random reads."""
+    prepare(tmp_path / "far", train=160)
+    data = images(tmp_path, order="windows", shuffle_window=2)
+    data.setup()
+    ahead = data._order._ahead
+    seen = set()
+    near = []
+
+    def look():
+        wanted = {file.name for file in data._order._needs.near()}
+        near.append(wanted)
+        until(lambda: all(ahead.has(File(name, 0, "")) for name in wanted))
+        seen.update(ahead._read)
+
+    for number in range(2):
+        order = epoch(data, number, each=look)
+        assert sorted(order) == list(range(160))
+        assert len(shards_of(order[:16])) <= 2
+        assert epoch(data, number, consumed=60) == order[60:]
+    assert len(seen) == 20
+    assert max(map(len, near)) == 4, "two windows, and no more, are kept in mind"
+    until(lambda: len(ahead._read) <= 4)
+    data.teardown()
+    node = {"root": str(tmp_path), "order": "windows"}
+    problem = next(iter(StoredImages.check(node, {"local": True})))
+    assert (problem.path, problem.remedy) == ("order", "data.order=shuffled")
+
+
 @pytest.mark.parametrize("limit", [None, 12])  # of the cache, in shards
 def test_only_shards_that_an_epoch_uses_are_fetched(tmp_path, limit):
     manifest = prepare(tmp_path / "far", train=160, val=17)
@@ -224,6 +253,7 @@ def test_ranks_that_see_different_data_sets_are_refused(tmp_path, monkeypatch):
         return [met[0], value]
 
     monkeypatch.setattr("distdl.data.stored_data.process_group.gather", gather)
+    monkeypatch.setattr("distdl.data.stored_data.name_different_decoders", lambda decoder: None)
     for train in (1, 2):
         write_photographs(tmp_path / f"folder {train}", "ab", train=train, val=1)
         prepare(tmp_path / f"shards {train}", train=train)
