@@ -1,22 +1,26 @@
 """kill -9 in the second epoch, while a checkpoint is written: the run resumes exactly.
 
-As many ranks as before: tests/adoption. A run that an old commit (96581e3) made,
-two ranks of `strategy=ddp` killed in their second epoch: tests/fixtures/frozen_run. Its
-`losses.json` holds what that commit's own resume logged afterwards; one thing was edited, the path
-of the project in launch.yaml.
+As many ranks as before: tests/adoption. Runs that old commits made: two ranks of `strategy=ddp`
+(96581e3, tests/fixtures/frozen_run), and photographs of a prepared set, augmented (0f269fd,
+tests/fixtures/frozen_photographs), when each sample drew from the process's generators. Both were
+killed in their second epoch; a file holds what that commit's own resume logged afterwards, and of
+the second its weights. One thing was edited, the path of the project in launch.yaml.
 """
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from distdl.images.decoding import works
 from distdl.runs.checkpoints import CheckpointStore, manifest_of
 from tests.conftest import TINY, UNCHECKED, Background, distdl, losses, samples, trained
 
-FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "frozen_run"
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 # Three epochs; a checkpoint every third step, so some inside the second epoch. When the one of step
 # 15 is begun, that of step 12 is written.
 SAMPLES, STEPS = 64, 8
@@ -99,14 +103,35 @@ def test_another_batch_after_damage(killed):
 
 
 def test_a_run_of_an_old_commit_is_resumed_with_the_same_losses(tmp_path):
-    run = shutil.copytree(FIXTURE / "run", tmp_path / "outputs/default/frozen")
-    shutil.copy(FIXTURE / "mine.py", tmp_path)
+    fixture = FIXTURES / "frozen_run"
+    run = shutil.copytree(fixture / "run", tmp_path / "outputs/default/frozen")
+    shutil.copy(fixture / "mine.py", tmp_path)
     before = (run / "config.yaml").read_bytes()
     resumed(run, f"project.root={tmp_path}")
     assert (run / "config.yaml").read_bytes() == before
-    expected = json.loads((FIXTURE / "losses.json").read_text())
+    expected = json.loads((fixture / "losses.json").read_text())
     logged = losses(run)
     assert {step: logged[int(step)] for step in expected} == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.skipif(not works("simplejpeg"), reason="no simplejpeg")
+def test_a_run_on_photographs_of_an_old_commit_draws_what_it_would_have_drawn(tmp_path):
+    """Its config has no `data.draws`."""
+    fixture = FIXTURES / "frozen_photographs"
+    shutil.copytree(fixture, tmp_path, dirs_exist_ok=True)
+    run = shutil.copytree(fixture / "run", tmp_path / "outputs/default/frozen")
+    resumed(run, f"project.root={tmp_path}", module=UNCHECKED)
+    expected = json.loads((fixture / "expected.json").read_text())
+    logged = losses(run)
+    found = {step: logged[int(step)] for step in expected["losses"]}
+    assert found == pytest.approx(expected["losses"], rel=1e-6)
+    state = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    weights = {name: value.flatten().tolist() for name, value in state.items()}
+    assert weights.keys() == expected["weights"].keys()
+    for name, values in expected["weights"].items():
+        assert weights[name] == pytest.approx(values, rel=1e-6, abs=1e-9), name
+    if "DISTDL_MATRIX" in os.environ:  # bit for bit, on a processor like that of the old run
+        assert weights == expected["weights"]
 
 
 def test_a_finished_run_trains_longer_and_another_starts_from_it(uninterrupted):

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 # After this many damaged images in a row, the images are probably not the cause.
 MOST_IN_A_ROW = 20
 OnDamaged = Literal["skip", "error"]
+# From a shape to a tensor of uint8 with undefined content.
+Room = Callable[[Sequence[int]], torch.Tensor]
 
 
 class Assembled(list[Any]):
@@ -180,18 +182,20 @@ class EncodedData(Dataset[dict[str, Any]]):
         """The same data for one of so many threads, which must not share open files."""
         return copy.copy(self)
 
-    def assembled(self, keys: Sequence[SampleKey], seed: int, pin: bool = False) -> Assembled:
+    def assembled(
+        self, keys: Sequence[SampleKey], seed: int, room: Room | None = None
+    ) -> Assembled:
         """What `collate` makes of the samples of these keys, but each image is decoded at its place
         in the batch, and draws from a generator of its own, by seed, epoch and index.
 
         Args:
-            pin: The images lie in memory from which a GPU copies by itself.
+            room: Gives memory for the images; None: fresh memory.
         """
         view = self.view
         assert isinstance(view, ImageView)  # draws_apart
         epoch = keys[0].epoch
         side = view.side(epoch)
-        images = _room((len(keys), side, side, 3), pin)
+        images = (room or _fresh)((len(keys), side, side, 3))
         views = [view.of_sample(stable_seed(seed, key.epoch, key.index)) for key in keys]
         files: list[bytes] = []
         annotations: list[Annotation] = []
@@ -230,14 +234,14 @@ class EncodedData(Dataset[dict[str, Any]]):
 _OWN = (EncodedData.at_epoch, EncodedData.collate, EncodedData.__getitem__)
 
 
-def _room(shape: tuple[int, ...], pin: bool) -> torch.Tensor:
+def _fresh(shape: Sequence[int]) -> torch.Tensor:
     """Memory for a batch's images, uint8; in a loader's process such as its rank sees as well, so
     that it is not copied."""
     if get_worker_info() is None:
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=pin)
+        return torch.empty(*shape, dtype=torch.uint8)
     # As torch's default_collate makes it.
     storage = torch.UntypedStorage._new_shared(math.prod(shape), device="cpu")
-    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(*shape)
 
 
 class EncodedImages(EncodedData):

@@ -19,6 +19,7 @@ from distdl.data.threads import ThreadLoader
 from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from distdl.images.nvjpeg import EncodedBatch
 from distdl.images.views import View
+from distdl.util.wording import plural
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class ImageData(LightningDataModule):
 
     exact_evaluation = True
     decodes = True  # images are decoded, in the workers or on the GPU
+    crops = True  # and of them only what a crop needs
+    seeds_apart = False  # nothing that a loader needs is drawn from the global generators
     side_stream = True  # batches are copied to a CUDA device while the previous step runs
 
     def __init__(
@@ -75,10 +78,12 @@ class ImageData(LightningDataModule):
         self._std = tuple(std)
         self._constants: dict[torch.device, tuple[torch.Tensor, ...]] = {}
         self._side: SideStream | None = None
+        self._said: set[str] = set()
 
     def loader(self, dataset: Dataset[Any], *, shuffle: bool) -> DataLoader[Any]:
         """A loader of all of `dataset`; it uses `dataset.collate`, if that exists."""
         threads = self.num_workers > 0 and self._in_threads(dataset)
+        self._name_way(dataset, threads, "training" if shuffle else "evaluation")
         loader: type[DataLoader[Any]] = ThreadLoader if threads else DataLoader
         return loader(
             dataset,
@@ -90,6 +95,19 @@ class ImageData(LightningDataModule):
             persistent_workers=self.num_workers > 0,
             collate_fn=getattr(dataset, "collate", None),
         )
+
+    def _name_way(self, dataset: Dataset[Any], threads: bool, what: str) -> None:
+        """Says once what decodes and loads in this rank. Rank 0 shows it on the screen."""
+        decoder = getattr(getattr(dataset, "view", None), "decoded_by", "")
+        if not decoder:  # a data set or a view of the user's
+            return
+        kind = "thread" if threads else "process"
+        where = f"{self.num_workers} {plural(kind, self.num_workers)}"
+        where = f"{where} of each rank" if self.num_workers else "the rank itself"
+        text = f"images: {decoder} decodes, in {where}"
+        if text not in self._said:
+            log.info("%s (%s)", text, what)
+        self._said.add(text)
 
     def _in_threads(self, dataset: Dataset[Any]) -> bool:
         """Whether `dataset` is loaded by threads; says why not, if they were asked for."""

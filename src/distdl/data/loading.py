@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_leaves, tree_map
@@ -172,6 +173,10 @@ class _Share:
             made = rebuilt(loader, dataset, batches)
         except NotRebuilt as error:
             return self._refuse_unsharded(loader, str(error))
+        if getattr(self.source, "seeds_apart", False):
+            # Torch would draw the workers' seed from the global generator, of workers that stay
+            # once in a process: what the training draws then would depend on when it was resumed.
+            made.generator = torch.Generator()
         if isinstance(batches, TrainBatches):
             self._count_in(batches.global_batch, sampler.rows)
             self._name_unrepeatable(loader)

@@ -69,6 +69,7 @@ class SyntheticJpegs(ImageData):
     ) -> None:
         super().__init__(batch_size, num_workers, mean, std, worker_kind=worker_kind)
         self.num_classes = num_classes
+        self.seeds_apart = draws == "counter"
         views = {
             "image_size": image_size,
             "scale": scale,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import threading
 
@@ -15,7 +16,8 @@ from distdl.data.images import ImageData
 from distdl.data.keyed import KeyedDataset
 from distdl.data.loading import distribute
 from distdl.data.sampling import SampleKey
-from distdl.data.threads import ThreadLoader
+from distdl.data.stored_data import name_different_decoders
+from distdl.data.threads import Lent, ThreadLoader
 from distdl.datasets.reading import Shards
 from distdl.images import decoding
 from distdl.images.native import WHOLE, Library
@@ -126,6 +128,65 @@ def test_what_draws_in_other_ways_keeps_processes_and_says_so_once(root, caplog)
     assert not own.assembles
 
 
+@needs_native
+def test_a_rank_says_once_what_decodes_and_loads(root, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    augment = {"rand_augment": {"ops": 1}}
+    for kind, workers, more, said in (
+        ("threads", 1, {}, ["native decodes, in 1 thread of each rank (training)"]),
+        ("processes", 2, {}, ["native decodes, in 2 processes of each rank (training)"]),
+        (
+            "auto",
+            2,
+            {"augment": augment},
+            [
+                "native decodes, in 2 processes of each rank (training)",
+                "native decodes, in 2 threads of each rank (evaluation)",
+            ],
+        ),
+        ("auto", 0, {"decoder": "pil"}, ["pil decodes, in the rank itself (training)"]),
+    ):
+        caplog.clear()
+        data = module(root, kind, workers, **more)
+        for _ in range(2):
+            data.train_dataloader()
+            data.val_dataloader()
+        lines = [text for text in caplog.messages if text.startswith("images: ")]
+        assert lines == [f"images: {text}" for text in said]
+    caplog.clear()
+    nodes = [("native", "a"), ("native", "a"), ("simplejpeg", "b"), ("native", "c")]
+    monkeypatch.setattr("distdl.distributed.process_group.gather", lambda value: nodes)
+    name_different_decoders("native")
+    (line,) = caplog.messages
+    assert "decoded by native on a, c, by simplejpeg on b" in line
+    nodes.pop(2)
+    name_different_decoders("native")
+    assert len(caplog.messages) == 1
+
+
+def test_memory_of_a_batch_is_used_again_once_nothing_refers_to_it():
+    lent = Lent()
+    first, second = lent((2, 8, 8, 3)), lent((2, 8, 8, 3))
+    places = {first.data_ptr(), second.data_ptr()}
+    assert len(places) == 2
+    part = first.permute(0, 3, 1, 2)[1]
+    del first
+    assert lent((2, 8, 8, 3)).data_ptr() not in places, "a part of it is still in use"
+    part = part + 1
+    assert lent((2, 8, 8, 3)).data_ptr() in places
+    del second
+    assert lent((4, 8, 8, 3)).shape == (4, 8, 8, 3)
+
+
+@needs_native
+def test_threads_use_a_few_places_for_all_batches_of_all_epochs(root):
+    data = module(root, "threads", 2)
+    loader = data.train_dataloader()
+    places = [batch["image"].data_ptr() for _ in range(6) for batch in loader]
+    assert len(places) == 54
+    assert len({*places}) <= 8  # four are made ahead, two are being made, one is looked at
+
+
 class Failing(Listed):
     def read(self, index):
         if index == 5:
@@ -162,6 +223,20 @@ def test_threads_pass_on_refusals_and_end_with_their_loader():
     del loader
     gc.collect()
     until(lambda: not threads(), 10)
+
+
+@pytest.mark.parametrize(("draws", "apart"), [("counter", True), ("global", False)])
+def test_a_loader_leaves_what_the_training_draws_alone(root, draws, apart):
+    """Such as its dropout: torch's loader draws a seed for its workers, and in a resumed process
+    once more. A run that was started with the old generators keeps that."""
+    kinds = [("processes", 0), ("processes", 1)]
+    kinds += [("threads", 1)] if decoding.native_library() is not None else []
+    for kind, workers in kinds:
+        data = module(root, kind, workers, draws=draws)
+        for loader in (data.train_dataloader(), data.val_dataloader()):
+            state = torch.get_rng_state()
+            next(iter(loader))
+            assert torch.equal(state, torch.get_rng_state()) == apart, (kind, workers)
 
 
 @needs_native

@@ -31,7 +31,7 @@ from tests.miniature import encoded, photograph
 from tests.unit.sample_data import PLAIN
 
 MATRIX = "DISTDL_MATRIX" in os.environ
-IMAGES = ROOT.parent / "shared/images"
+IMAGES = Path(os.environ.get("DISTDL_PHOTOGRAPHS", ROOT.parent / "shared/images"))
 PHOTOGRAPHS = sorted(path for path in IMAGES.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
 FUZZ = ROOT / "native/fuzz"
 SAMPLINGS = ["444", "422", "420", "440"]
@@ -115,6 +115,61 @@ def test_photographs_have_the_same_pixels_in_every_corner(library):
             seen = cut(library, data, crop, WHOLE)
             assert seen is not None
             assert torch.equal(seen, crop.apply(image)), (path, crop)
+
+
+def changed_copy(draw, path):
+    """A photograph as some camera or program would have stored a part of it, and whether
+    distdl-native decodes that."""
+    import simplejpeg
+
+    picture = Image.open(path).convert("RGB")
+    if draw.random() < 0.3:  # small, with odd sides
+        size = draw.randint(1, 40), draw.randint(1, 40)
+    else:
+        size = draw.randint(8, picture.width), draw.randint(8, picture.height)
+    left, top = (draw.randint(0, a - min(a, b)) for a, b in zip(picture.size, size, strict=True))
+    picture = picture.crop((left, top, left + size[0], top + size[1]))
+    if draw.random() < 0.2:
+        picture = picture.resize((2 * picture.width, max(1, picture.height // 2)))
+    exif = Image.Exif()
+    exif[0x0112] = draw.randint(1, 8)
+    quality = draw.randint(5, 100)
+    kind = draw.choice([*SAMPLINGS, "grey", "restarts", "rows", "exif", "plain", "odd"])
+    if kind in SAMPLINGS:
+        data = simplejpeg.encode_jpeg(np.asarray(picture), quality, colorsubsampling=kind)
+        return data, True
+    if kind == "odd":
+        other = draw.choice([{"progressive": True}, {"form": "PNG"}, {"form": "PPM"}, {}])
+        image = picture if other else picture.convert("CMYK")
+        return encoded(image, **other), False
+    how = {
+        "restarts": {"restart_marker_blocks": draw.randint(1, 40)},
+        "rows": {"restart_marker_rows": draw.randint(1, 3)},
+        "exif": {"exif": exif},
+    }.get(kind, {})
+    image = picture.convert("L") if kind == "grey" else picture
+    return encoded(image, quality=quality, optimize=draw.random() < 0.5, **how), True
+
+
+@needs_simplejpeg
+@pytest.mark.skipif(not PHOTOGRAPHS, reason="no photographs")
+def test_changed_copies_of_photographs_have_the_pixels_that_they_had(library):
+    """Cut, enlarged, grey, of any quality and sampling, turned by EXIF, with restarts, and odd."""
+    draw = random.Random(int(os.environ.get("DISTDL_SEED", 0)))
+    auto, usual = CropDecoder("auto"), CropDecoder("simplejpeg")
+    for number in range(2000 if MATRIX else 20):
+        data, native_too = changed_copy(draw, draw.choice(PHOTOGRAPHS))
+        (size,) = library.sizes([data], MOST_PIXELS)
+        header = examine(data)
+        assert (size == (header.height, header.width)) == native_too, number
+        random.seed(number)
+        crops = [*boxes(header.height, header.width)]
+        crops.append(central_crop(header.height, header.width, 40, 32))
+        for crop in crops:
+            choose = lambda height, width, crop=crop: crop  # noqa: E731
+            assert torch.equal(auto(data, choose), usual(data, choose)), (number, crop)
+            if native_too:
+                assert cut(library, data, crop, WHOLE) is not None
 
 
 def odd_files():
