@@ -37,8 +37,10 @@ MATRIX := $(addprefix tests/, \
 	multiprocess/test_examination.py \
 	multiprocess/test_external.py \
 	multiprocess/test_hangs.py \
+	multiprocess/test_image_workers.py \
 	multiprocess/test_maskrcnn.py \
 	multiprocess/test_own_data.py \
+	multiprocess/test_resume.py \
 	multiprocess/test_retries.py \
 	multiprocess/test_self_healing.py \
 	multiprocess/test_signals.py \
