@@ -129,7 +129,7 @@ int main(int argc, char **argv) {
       size_t room = crop.size > 0 && crop.size <= 300 ? (size_t)crop.size * crop.size * 3 : 1;
       uint8_t *out = malloc(room);
       if (out == NULL) return 2;
-      int32_t flags = (int32_t)draw(4);
+      int32_t flags = (int32_t)draw(16);
       distdl_crops(scratch, 1, &bytes, &file.length, MOST_PIXELS, &crop, &flags, &out, room,
                    &outcome);
       if (outcome < 0 || outcome > 4) return 1;
