@@ -237,6 +237,15 @@ class MpiLauncher(LauncherSettings, LauncherBase[MpiRequest]):
     def without_mpi(node: Mapping[str, Any]) -> str:
         return "launcher.agent=false" if node.get("agent") else ""
 
+    @staticmethod
+    def loses_store(node: Mapping[str, Any]) -> str:
+        """Hosts without a shared file system keep what their ranks have written, but the next
+        attempt may be on other hosts, or give them other ranks."""
+        several = node.get("hostfile") or len(node.get("hosts") or ()) > 1
+        if not node.get("copy_bundle") or not several:
+            return ""
+        return "with launcher.copy_bundle=true each host has files of its own, and may be left out"
+
     def request(self, spec: JobSpec) -> MpiRequest:
         spec.refuse(r"\s:", "mpirun splits it there")
         flavour = flavours.detect(self.mpirun) if self.flavour == "auto" else self.flavour

@@ -13,7 +13,8 @@ import psutil
 import pytest
 import yaml
 
-from distdl.config import compose, programs
+from distdl.config import compose, programs, recipe
+from tests import hostile_words
 from tests.conftest import ROOT, distdl, matrix_only
 from tests.written import write
 
@@ -60,6 +61,37 @@ def test_words_arrive_as_they_were_typed(tmp_path):
     assert not {"model", "data", "optimizer", "strategy", "callbacks"} & config.keys()
 
 
+LAUNCHERS = {
+    "local": [],
+    "mpi": ["launcher.flavour=openmpi4"],
+    "slurm": [],
+    "azureml": ["launcher.vm_size=Standard_NC24ads_A100_v4"],
+    "sagemaker": [
+        "launcher.role=arn:aws:iam::123456789012:role/x",
+        "launcher.image=x",
+        "launcher.bucket=my-bucket",
+        "launcher.instance_type=ml.m5.large",
+    ],
+    "kubernetes": ["launcher.image=x", "launcher.store=s3://bucket/x"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_no_word_reaches_what_a_platform_reads(launcher, command, without_stage_2, tmp_path):
+    """What is sent is the same for every command: only the run's frozen config has its words."""
+    write(tmp_path, {"x.py": ""})
+    settings = [f"launcher={launcher}", "trainer.devices=1", "dry_run=true", *LAUNCHERS[launcher]]
+
+    def sent(*words):
+        said = command("run", *ALONE, *settings, "--", "x.py", *words)
+        assert said.code == 0, said
+        return said.out.partition("\n\n")[2]
+
+    plain = sent("a")
+    assert "DISTDL_LAUNCHER" in plain or launcher == "kubernetes"
+    assert sent(*hostile_words.words()) == plain
+
+
 def test_any_word_survives_the_config():
     pieces = [
         "\\",
@@ -79,11 +111,13 @@ def test_any_word_survives_the_config():
         ":",
         "?",
         "é",
+        "\x85",
+        "\u2028",
     ]
     draw = random.Random(0)
     words = ["".join(draw.choices(pieces, k=draw.randint(1, 8))) for _ in range(500)]
     config = compose.compose([programs.command_override(["x", *words])])
-    again = compose.OmegaConf.create(compose.OmegaConf.to_yaml(config.program))
+    again = compose.OmegaConf.create(recipe.to_yaml(config.program))
     assert compose.OmegaConf.to_container(again, resolve=True)["command"] == ["x", *words]
 
 
@@ -106,6 +140,21 @@ REFUSED = {
     "a trainer": (["run", "trainer.max_epochs=1", "--", "./echo.sh"], "Lightning's Trainer"),
     "a misspelt size": (["run", "trainer.device=2", "--", "./echo.sh"], "trainer.devices?"),
     "a parameter": (["run", "params.lr=1", "--", "./echo.sh"], "+params.lr="),
+    "no place that lasts": (
+        [
+            "run",
+            "launcher=mpi",
+            "launcher.flavour=openmpi4",
+            "launcher.hosts=[node1:1,node2:1]",
+            "trainer.num_nodes=2",
+            "trainer.devices=1",
+            "launcher.copy_bundle=true",
+            "launcher.max_attempts=1",
+            "--",
+            "./echo.sh",
+        ],
+        "program.checkpoints: launcher.max_attempts=1 needs a place that lasts",
+    ),
     "another tracker": (["run", "tracking=csv", "--", "./echo.sh"], "tracking=mlflow"),
 }
 

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import OmegaConfDumper
 
 from distdl.config import task_facts
 
@@ -39,6 +41,7 @@ WHERE = (
     "program.checkpoints",
     "program.sync",
 )
+_BREAKS = re.compile("[\x85\u2028\u2029]")  # line breaks to YAML, and text to everybody else
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (
@@ -220,7 +223,31 @@ def plain(node: Mapping[Any, Any] | None) -> dict[str, Any]:
 
 
 def to_yaml(config: DictConfig) -> str:
-    return OmegaConf.to_yaml(config, resolve=False)
+    """As OmegaConf writes it, but so that every text is read as it was: PyYAML writes U+0085 as it
+    is, and reads a blank."""
+    container = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    return str(
+        yaml.dump(
+            container,
+            default_flow_style=False,
+            allow_unicode=True,
+            sort_keys=False,
+            Dumper=_Dumper,
+        )
+    )
+
+
+class _Dumper(yaml.Dumper):
+    pass
+
+
+def _text(dumper: yaml.Dumper, value: str) -> yaml.ScalarNode:
+    if _BREAKS.search(value):
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"')
+    return OmegaConfDumper.str_representer(dumper, value)
+
+
+_Dumper.add_representer(str, _text)
 
 
 def hash_of(text: str, length: int = 8) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from omegaconf import DictConfig, ListConfig
 
-from distdl.config import compose, grammar, user_conf
+from distdl.config import compose, grammar, programs, user_conf
 from distdl.launch import dry_run, planning, start, submitting
 from distdl.launch.planning import Plan
 from distdl.ranks import environment as environments
@@ -36,6 +36,7 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         parsed = grammar.parse_overrides(overrides)
         composed = compose.composed(parsed, config_dirs)
         config = composed.config
+        refuse_program(config)
         # The number of started ranks overrides a preset's size (debug=cpu: one device).
         typed = {override.key_or_group for override in parsed}
         requested = config.trainer.get("devices") if "trainer.devices" in typed else None
@@ -85,6 +86,18 @@ def adopt_ranks(where: DictConfig, ranks: environments.Environment, requested: o
     where.trainer.devices = per_node
     where.trainer.num_nodes = nodes
     where.launcher = {"_target_": TARGET}
+
+
+def refuse_program(config: DictConfig) -> None:
+    """Refuses a program. Another tool has started a distdl for each of its ranks, and torchrun
+    holds the port at which the first of them would listen."""
+    if programs.is_program(config):
+        what = "torchrun, mpirun or srun has started this process already, as one of several"
+        remedy = (
+            "let distdl start the ranks: python -m distdl run trainer.devices=2 -- COMMAND, with "
+            "launcher=mpi or slurm on several hosts; or start the program without distdl"
+        )
+        raise UserError.at(programs.SECTION, what, remedy, code="conflict")
 
 
 def _create(planned: Plan) -> str:

@@ -52,6 +52,7 @@ class Plan:
         old_run: The new path of an old run of this name that failed before its first checkpoint.
         swept: `key=value` of a new run that vary in its sweep.
         imported: Files of the user's modules that the config's targets import, for a job elsewhere.
+        started: Files of the project that the command of a program starts.
         left_out: If the attempt does without some hosts of the run: these `hosts`, and `where` the
             run uses all of them.
     """
@@ -65,6 +66,7 @@ class Plan:
     old_run: Path | None = None
     swept: Sequence[str] = ()
     imported: Sequence[str] = ()
+    started: Sequence[str] = ()
     left_out: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -220,6 +222,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     if program is not None:
         folder = planned.launch.root / planned.launch.folder
         planned.notes += program_checks.hints(program, folder)
+        planned.started = [str(each) for each in program_checks.files(program.command, folder)]
         planned.notes += program_checks.unused_params(config)
     elif not builds and configs.is_own(config.task.get("_target_")):
         return  # nothing of somebody else's is imported

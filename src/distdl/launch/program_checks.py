@@ -82,12 +82,9 @@ def problems(
     why = launcher.loses_store(node) if launcher is not None else ""
     if why and node.get("max_attempts") and program.checkpoints is None:
         what = f"launcher.max_attempts={node['max_attempts']} needs a place that lasts: {why}"
-        yield Problem(
-            "program.checkpoints",
-            what,
-            "write program.checkpoints=URL or a folder",
-            code="missing-key",
-        )
+        remedy = "program.checkpoints=s3://BUCKET/FOLDER, azure://CONTAINER/FOLDER, or a folder "
+        remedy += "that all hosts share; or launcher.max_attempts=0"
+        yield Problem("program.checkpoints", what, remedy, code="missing-key")
 
 
 def framework_problems(
@@ -248,6 +245,24 @@ def hints(program: Program, folder: Path) -> Iterator[str]:
                     f"{framework}'s variables"
                 )
                 return
+
+
+def files(command: Sequence[str], folder: Path) -> Iterator[Path]:
+    """The file of the project that a command starts: by its path, by -m, or by another program,
+    whose first word that names a file it is (`bash run.sh`, `torchrun --nproc-per-node 2 x.py`)."""
+    if source := _source(command, folder):
+        yield source.resolve()
+        return
+    words = command[:1] if "/" in command[0] else command[1:]
+    named = (folder / word for word in words if word and not word.startswith("-"))
+    if found := next((path for path in named if _is_file(path)), None):
+        yield found.resolve()
+
+
+def _is_file(path: Path) -> bool:
+    with suppress(OSError):  # of a word that is longer than any name
+        return path.is_file()
+    return False
 
 
 def _source(command: Sequence[str], folder: Path) -> Path | None:

@@ -31,6 +31,8 @@ def plan(
     programs are started (`config.consent`): only the current folder's project is, and what the user
     says. On a UserError no untrusted code has been imported."""
     recipe = run.recipe()
+    if started is not None:
+        external.refuse_program(recipe)
     last = run.main_attempt()  # an evaluation's settings were for itself
     before = last.launch() if last else new_launch_record(run, recipe)
     where = where_by_default(run, before)

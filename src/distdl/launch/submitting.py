@@ -206,6 +206,7 @@ def snapshot_of(*planned: Plan) -> Snapshot | None:
         limit_mb=first.config.project.max_snapshot_mb,
         secret_names=first.launch.forwarded_names,
         imported=sorted({file for each in planned for file in each.imported}),
+        started=sorted({file for each in planned for file in each.started}),
     )
 
 

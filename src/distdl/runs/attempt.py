@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
+from distdl.config.recipe import to_yaml
 from distdl.job import JobState, Resources
 from distdl.runs import conclusion, failures, files
 from distdl.runs.files import write_json
@@ -92,7 +93,7 @@ class Attempt:
         )
 
     def write_launch(self, record: dict[str, Any]) -> None:
-        files.write_stamped(self.path / LAUNCH, OmegaConf.to_yaml(OmegaConf.create(record)))
+        files.write_stamped(self.path / LAUNCH, to_yaml(OmegaConf.create(record)))
 
     def resources(self, launch: dict[str, Any] | None = None) -> Resources:
         """The number of nodes and devices, and the accelerator. Raises `Damaged` if launch.yaml

@@ -20,6 +20,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from distdl.config.recipe import to_yaml
 from distdl.runs.directory import CONFIG, LAUNCH, PROVENANCE, Attempt, RunDirectory
 from distdl.runs.files import write_stamped, write_text
 from distdl.runs.snapshot import Snapshot
@@ -44,7 +45,7 @@ class Bundle:
         where = launch.get("where") or {}
         where.pop("output_dir", None)  # known only on the machine that submits
         (where.get("project") or {}).pop("root", None)
-        write_stamped(bundle.path / LAUNCH, OmegaConf.to_yaml(OmegaConf.create(launch)))
+        write_stamped(bundle.path / LAUNCH, to_yaml(OmegaConf.create(launch)))
         for name in (PROVENANCE, CONFIG):
             shutil.copyfile(run.path / name, bundle.path / name)
         return bundle

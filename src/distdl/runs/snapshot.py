@@ -111,6 +111,7 @@ def take(
     limit_mb: float,
     secret_names: Sequence[str] = (),
     imported: Iterable[str] = (),
+    started: Iterable[str] = (),
 ) -> Snapshot:
     """Lists what a job gets; writes nothing.
 
@@ -119,12 +120,14 @@ def take(
         exclude: Folders below it that are left out: where runs are written.
         secret_names: Further variables whose values must not be in any file.
         imported: Files of the modules that the config's targets import here.
+        started: Files that the command of a program starts.
 
     Raises:
         UserError: The snapshot is too large, git or the system refuses to read something, a module
-            holds a secret, or an imported module would not be sent.
+            holds a secret, or what the job imports or starts would not be sent.
     """
     root = root.resolve()
+    started = {*started}
     project = listing(root, exclude)
     candidates = [(root / name, f"project/{name}") for name in project.names]
     candidates += metadata_of(root)
@@ -151,11 +154,12 @@ def take(
             continue
         if not why:
             files.append((path, target))
-        elif is_module(path, name):
+        elif is_module(path, name) or str(path) in started:
             problems.append(secret_problem(shown, why))
         else:
             left_out.append((shown, why))
-    problems += missing_modules(root, project, imported)
+    problems += missing(root, project, imported, "is imported here")
+    problems += missing(root, project, started, "is what the command starts")
     if problems:
         raise UserError(*problems)
     # os.path.exists is False of a link to nothing.
@@ -172,23 +176,21 @@ def is_clutter(name: str) -> bool:
     return cache and not SECRET_FILE.fullmatch(last)
 
 
-def missing_modules(root: Path, project: Listing, imported: Iterable[str]) -> list[Problem]:
-    """Modules that were imported here and are not sent, unless .amlignore names them one by one."""
+def missing(root: Path, project: Listing, files: Iterable[str], needed: str) -> list[Problem]:
+    """Files that the job needs and that are not sent, unless .amlignore names them one by one.
+    `needed` says for what."""
     sent = {*project.names, *project.refused}
-    below = [Path(file).relative_to(root) for file in imported if Path(file).is_relative_to(root)]
+    below = [Path(file).relative_to(root) for file in files if Path(file).is_relative_to(root)]
     names = sorted({path.as_posix() for path in below} - sent)
-    problems = [missing_problem(project, name) for name in names[:SHOWN]]
+    problems = [missing_problem(project, name, needed) for name in names[:SHOWN]]
     more = len(names) - SHOWN
     if more > 0:
-        problems.append(
-            Problem(
-                "", f"and {more} more modules are imported here and not sent", code="incomplete"
-            )
-        )
+        what = f"and {more} more modules are imported here and not sent"
+        problems.append(Problem("", what, code="incomplete"))
     return problems
 
 
-def missing_problem(project: Listing, name: str) -> Problem:
+def missing_problem(project: Listing, name: str, needed: str) -> Problem:
     folders = above(name)
     reasons = dict(project.left_out)
     links = (folder for folder in folders if folder in reasons)
@@ -204,7 +206,7 @@ def missing_problem(project: Listing, name: str) -> Problem:
                 "choose a project.root that contains both, or pip install it here and on the nodes "
                 f"and remove the link; or write a line into {IGNORE_FILE}: !{link} sends all of it"
             )
-    what = f"is imported here, and the job would be without it: {why}"
+    what = f"{needed}, and the job would be without it: {why}"
     return Problem(printable(name), what, printable(remedy), code="incomplete")
 
 

@@ -32,7 +32,8 @@ from distdl.util.secret_names import looks_secret
 from distdl.util.suggest import did_you_mean, plain_text
 from distdl.util.typed import Path
 
-_VARIABLE = re.compile(r"\$\{oc\.env:\s*[\"']?([A-Za-z_]\w*)[\"']?\s*(,?)")
+# Behind an odd number of backslashes it is text.
+_VARIABLE = re.compile(r"(?<!\\)(?:\\\\)*\$\{oc\.env:\s*[\"']?([A-Za-z_]\w*)[\"']?\s*(,?)")
 
 
 @dataclass

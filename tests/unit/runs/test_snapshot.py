@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import random
+import re
 import shutil
 import string
 import subprocess
@@ -504,3 +505,22 @@ def test_a_failed_dry_run_keeps_nothing_and_says_so(
     assert "is kept" not in done.err
     assert "resume" not in done.err
     assert not [*(tmp_path / "azure/default").iterdir()]
+
+
+@pytest.mark.parametrize("why", ["git ignores run.sh", ".amlignore leaves it out"])
+def test_a_program_that_would_not_travel_is_refused(repository, why):
+    written(repository, **{"run.sh": "#!/bin/sh\n"})
+    ignore = ".gitignore" if why.startswith("git") else ".amlignore"
+    with (repository / ignore).open("a") as file:
+        file.write("\n*.sh\n")
+    what = "run.sh: is what the command starts, and the job would be without it: "
+    with pytest.raises(UserError, match=re.escape(what + why)):
+        take(repository, started=[str(repository / "run.sh")])
+    take(repository, started=["/usr/bin/env"])
+
+
+def test_a_program_with_a_secret_is_refused(repository):
+    written(repository, **{"run.sh": f"#!/bin/sh\nexport HF_TOKEN={HUB}\n"})
+    with pytest.raises(UserError, match="would leave this machine with the job"):
+        take(repository, started=[str(repository / "run.sh")])
+    assert "run.sh" in dict(take(repository).left_out)
