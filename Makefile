@@ -20,12 +20,14 @@ ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_c
 MATRIX := $(addprefix tests/, \
 	adoption \
 	cli/test_own_launcher.py \
+	cli/test_programs.py \
 	cluster/test_azureml.py \
 	cluster/test_azurite.py \
 	cluster/test_kubernetes.py \
 	cluster/test_kube_real.py \
 	cluster/test_lost_host.py \
 	cluster/test_mpi.py \
+	cluster/test_program_journeys.py \
 	cluster/test_sagemaker.py \
 	cluster/test_slurm.py \
 	cluster/test_torchx.py \

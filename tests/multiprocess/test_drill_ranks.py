@@ -95,3 +95,56 @@ def test_all_faults_are_survived(project) -> None:
     (row,) = rows.values()
     assert row["survived"] if os.geteuid() == 0 else "needs root" in row["note"], printed
     assert code == (not row["survived"]), printed
+
+
+PROGRAM = Path(__file__).with_name("drilled_program.py")
+PROGRAM_FAULTS = ("kill_rank", "sigstop", "disk_full")
+# Seeds of which each hits another rank by kill_rank and by sigstop.
+SEEDS = (0, 2)
+
+
+@pytest.mark.skipif(not MATRIX, reason="make matrix")
+@pytest.mark.timeout(900)
+def test_a_program_survives_and_its_report_names_the_right_rank(tmp_path) -> None:
+    """Kill, stop and a full disk, each on either rank: six of six."""
+    shutil.copy(PROGRAM, tmp_path / "count.py")
+    named = []
+    for saver in (0, 1):
+        size = ("trainer.devices=2", "trainer.accelerator=cpu", "tracking=none")
+        faults = ("--faults", ",".join(PROGRAM_FAULTS), "--seed", str(SEEDS[saver]))
+        words = (*size, *faults, "--", "count.py", "60", str(saver))
+        code, printed, rows = drill(tmp_path, *words)
+        print(printed)
+        assert code == 0, printed
+        assert all(row["survived"] and row["rightly"] for row in rows.values()), printed
+        assert all(row["files"] == "equal" for row in rows.values()), printed
+        assert all(row["again_s"] < row["of_s"] for row in rows.values()), printed
+        folder = max(tmp_path.glob("outputs/default/drill-*/drill.json")).parent
+        for fault in PROGRAM_FAULTS:
+            report = json.loads((folder / fault / "attempts/001/incident.json").read_text())
+            named.append((fault, report["rank"]))
+            if fault == "disk_full":
+                assert report["rank"] == saver, report
+    assert sorted(named) == sorted((fault, rank) for fault in PROGRAM_FAULTS for rank in (0, 1))
+
+
+@pytest.mark.skipif(not MATRIX, reason="make matrix")
+@pytest.mark.timeout(600)
+def test_the_other_faults_of_a_program(tmp_path) -> None:
+    shutil.copy(PROGRAM, tmp_path / "count.py")
+    size = ("trainer.devices=2", "trainer.accelerator=cpu", "tracking=none")
+    faults = {*FAULTS} - {*PROGRAM_FAULTS}
+    words = (*size, "--faults", ",".join(sorted(faults)), "--", "count.py", "60", "0")
+    code, printed, rows = drill(tmp_path, *words)
+    print(printed)
+    assert code == 0, printed
+    for fault in ("kill_agent", "kill_host", "sigterm"):
+        assert rows[fault]["survived"], printed
+        assert rows[fault]["rightly"], printed
+    for fault, why in (
+        ("corrupt_checkpoint", "only the program knows"),
+        ("cut_link", "its own affair"),
+        ("tracking_down", "talks to MLflow itself"),
+    ):
+        assert rows[fault]["survived"] is None, printed
+        assert why in rows[fault]["note"], printed

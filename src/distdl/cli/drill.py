@@ -1,17 +1,21 @@
-"""`python -m distdl drill RUN | overrides`: prove that a run survives faults (docs/drill.md).
+"""`python -m distdl drill RUN | overrides [-- COMMAND]`: prove that a run survives faults.
 
 It trains a short copy of the run undisturbed, and one for each fault, which strikes at a random
-moment; then it compares the samples and the weights. Your run is not touched.
+moment; then it compares the samples and the weights (docs/drill.md). Your run is not touched.
 
   python -m distdl drill +experiment=resnet50_ddp debug=cpu trainer.devices=2
   python -m distdl drill outputs/default/r --faults kill_rank,sigstop --seed 1
+
+Behind -- stands a program of your own, which is copied whole (docs/programs.md):
+
+  python -m distdl drill trainer.devices=2 -- train.py --steps 100
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -25,15 +29,22 @@ def main(argv: Sequence[str]) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser("python -m distdl drill", description=__doc__, formatter_class=raw)
     parser.add_argument(
-        "run", nargs="+", metavar="RUN|OVERRIDES", help="a run's folder, or as for a run"
+        "run", nargs="*", metavar="RUN|OVERRIDES", help="a run's folder, or as for a run"
     )
     parser.add_argument("--faults", default="all", help="all, or some: kill_rank,sigstop")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the ranks (0)")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run (40)")
+    parser.add_argument("--steps", type=int, help="optimizer steps of each run (40)")
     parser.add_argument(
         "--tolerance", type=float, default=0.0, help="largest difference of weights (0: no bit)"
     )
-    options = parser.parse_intermixed_args(list(argv))
+    from distdl.config import programs
+
+    words, command = programs.split(argv)
+    options = parser.parse_intermixed_args(words)
+    if not options.run and not command:
+        parser.error("the following arguments are required: RUN|OVERRIDES")
+    named = bool(options.run) and _is_run(options.run[0])
+    options.run += command
 
     from distdl.tools.drill import drill
     from distdl.tools.drill.faults import FAULTS
@@ -49,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         for name in names
         if name not in FAULTS
     ]
-    if options.steps < 20:
+    if options.steps is not None and options.steps < 20:
         problems.append(
             Problem("--steps", f"must be 20 or more, not {options.steps}", code="out-of-range")
         )
@@ -62,15 +73,20 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         raise UserError(*problems)
     options.faults = [*dict.fromkeys(names)]
-    return drill.drill(config_of(options.run), options)
+    return drill.drill(config_of(options.run, named), options)
 
 
-def config_of(words: Sequence[str]) -> DictConfig:
-    """The config of a run's next attempt, or of a new run."""
+def _is_run(word: str) -> bool:
+    """Whether a word names the folder of a run, and is no override."""
+    return not ("=" in word or word[:1] in ("+", "~")) or os.path.isdir(word)
+
+
+def config_of(words: Sequence[str], named: bool) -> DictConfig:
+    """The config of the next attempt of a run that the first word names, or of a new run."""
     from distdl.config import compose
     from distdl.launch import resuming
     from distdl.runs.directory import RunDirectory
 
-    if ("=" in words[0] or words[0][0] in "+~") and not Path(words[0]).is_dir():
+    if not named:
         return compose.compose(words)
     return resuming.plan(RunDirectory.open(words[0]), words[1:]).config

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distdl.incident.evidence import MISMATCH, STEP, Rank, Sight
-from distdl.incident.words import BETWEEN_EPOCHS, ON_DISK, RUNNING, STOPPED
+from distdl.incident.words import BETWEEN_EPOCHS, OF_PROGRAM, ON_DISK, RUNNING, STOPPED
 from distdl.runs import failures
 from distdl.util.wording import plural
 
@@ -17,6 +17,7 @@ LITTLE = 2**28  # bytes of memory of a host that is left
 LESS = "fewer data.num_workers, or a smaller batch"
 CALLS = "let all ranks make the same collective calls, with the same sizes, in the same order"
 LONGER = "the stacks show the line; if it needs that long: watchdog.timeout=SECONDS"
+AWAKE = "find what stops it: a debugger, Ctrl-Z, a scheduler; if it must: watchdog.timeout=SECONDS"
 # Of torch's DistributedDataParallel, and of Lightning, which replaces its text.
 UNUSED = r"parameters that were not used in producing"
 FIND = "strategy.find_unused_parameters=true"
@@ -35,7 +36,7 @@ MESSAGES = (
     ("/dev/shm is full", r"shared memory|/dev/shm|</?torch_\d|Bus error", f"{LESS}; --shm-size=8g"),
     (
         DISK_FULL,
-        r"No space left|quota exceeded|file write failed|unexpected pos|File too large",
+        r"No space left|quota exceeded|file write failed|unexpected pos|File too large|SIGXFSZ",
         "free space, or raise the limit (quota, ulimit -f)",
     ),
     ("out of memory (GPU)", r"OutOfMemoryError|CUDA.*out of memory", "data.batch_size= half"),
@@ -69,6 +70,10 @@ EXCEPTION = (
 CONNECTION = ("connection", "", "check the network between the hosts, and resume")
 
 
+# What a program of any language prints, so clear that a line of it among others says enough.
+CLEAR = (DISK_FULL, "too many open files", "out of memory (GPU)", "out of memory (host)")
+
+
 class Cause(NamedTuple):
     """`evidence` is what speaks for it, as a sentence."""
 
@@ -83,6 +88,8 @@ def find(ranks: Sequence[Rank]) -> Cause | None:
     only if nothing else decides."""
     left = [rank for rank in ranks if rank.left]
     free = [rank for rank in left if not rank.waits]
+    if asleep := [rank for rank in free if rank.sight.how == OF_PROGRAM]:
+        return _asleep(asleep[0])
     if failed := [rank for rank in free if rank.text]:
         return _failed(ranks, _earliest(ranks, failed))
     if cause := _uneven(ranks) or _lost(ranks):
@@ -101,12 +108,26 @@ def vanished(ranks: Sequence[Rank]) -> Cause | None:
     return Cause(ranks[0], "lost host", why, "resume the run") if host else None
 
 
+def _asleep(rank: Rank) -> Cause:
+    """A rank whose program was stopped. Whatever the other programs say, they waited for it."""
+    return Cause(rank, "stopped", rank.sight.phase, AWAKE)
+
+
 def _failed(ranks: Sequence[Rank], first: Rank) -> Cause:
     """A rank with an exception of its own, or that was killed."""
     memory = _little_memory(ranks, first)
     lines = first.text.splitlines()
     lines = [f"{line}{memory}" if "killed" in line.lower() else line for line in lines]
     return _by_message(first, lines, EXCEPTION)
+
+
+def telling(lines: Sequence[str]) -> str:
+    """The last of these lines that names a clear cause, else the last one; "" if there is none."""
+    clear = [pattern for name, pattern, _ in MESSAGES if name in CLEAR]
+    for line in reversed(lines):
+        if any(re.search(pattern, line, re.IGNORECASE) for pattern in clear):
+            return line
+    return lines[-1] if lines else ""
 
 
 def _waited(first: Rank) -> Cause:

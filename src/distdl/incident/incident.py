@@ -220,7 +220,9 @@ def _next(attempt: Attempt) -> str:
     run = RunDirectory(attempt.path.parents[1])
     with suppress(UserError):
         command = run.provenance().get("command")
-        trained = any(run.checkpoints.glob(f"*{SUFFIX}"))
+        # A program's files have any name.
+        pattern = "*" if run.recipe().get("program") is not None else f"*{SUFFIX}"
+        trained = any(run.checkpoints.glob(pattern))
         if not trained and isinstance(command, list) and "distdl" in command:
             words = map(one_line, command[command.index("distdl") + 1 :])
             return shlex.join(["python", "-m", "distdl", *words])

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from distdl.incident import causes
+from distdl.ranks import stopping
 from distdl.runs import failures
 from distdl.runs.directory import Attempt
 from distdl.util.exit_codes import as_shell
@@ -15,8 +17,9 @@ from distdl.util.exit_codes import as_shell
 # The line behind a traceback of Python: `torch.OutOfMemoryError: CUDA out of memory`.
 _RAISED = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?")
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch's prefix of a rank's traceback
+_ASKED = re.compile("KeyboardInterrupt|SystemExit|SIGTERM|Terminated", re.IGNORECASE)
 _BEGINS = "Traceback (most recent call last):"
-SEARCHED = 40  # of the last lines, for a peer that was lost
+SEARCHED = 40  # of the last lines, for what they name: a full disk, a peer that was lost
 
 
 def record(attempt: Attempt, rank: int, code: int, tail: Sequence[str], **more: object) -> None:
@@ -28,13 +31,23 @@ def record(attempt: Attempt, rank: int, code: int, tail: Sequence[str], **more: 
     kind, message, trace = exception_of(tail)
     if not kind:
         kind = failures.ENDED
-        last = tail[-1].strip() if tail else ""
+        last = causes.telling(tail[-SEARCHED:]).strip()
         message = f"the program ended with exit code {code} on {socket.gethostname()}"
         message += f": {last[:300]}" if last else ", and printed nothing"
     known: dict[str, Any] = {"program": True, **more}
     if failures.LOST_PEER.search("\n".join(trace.splitlines() or tail[-SEARCHED:])):
         known["lost_peer"] = True
     attempt.record_error(rank, kind, message, trace, as_shell(code), **known)
+
+
+def is_own(code: int, tail: Sequence[str]) -> bool:
+    """Whether a program ended for a reason of its own, although its rank was asked to end in the
+    same moment. Slurm and systemd send the signal to the program as well, so an exit code alone
+    does not say so: another signal does, and an exception that names none."""
+    if code < 0:
+        return -code not in stopping.STATE_AFTER
+    kind, message, _ = exception_of(tail)
+    return bool(kind) and not _ASKED.search(f"{kind}: {message}")
 
 
 def exception_of(tail: Sequence[str]) -> tuple[str, str, str]:

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
+from distdl.incident.words import STOPPED
 from distdl.program import guard
 from distdl.ranks.stopping import StopRequest
 from distdl.util import helpers
@@ -40,6 +42,20 @@ def command_of(words: Sequence[str]) -> list[str]:
     """The words to execute: a leading `-m module` or `script.py` is run by this Python."""
     ours = words[0] == "-m" or words[0].endswith(".py")
     return [sys.executable, *words] if ours else [*words]
+
+
+class End(NamedTuple):
+    """How a program ended.
+
+    Args:
+        code: Its exit code, -N after signal N.
+        why: Why it was ended here; "" if it was not.
+        asked: Whether it was asked to end, before it did.
+    """
+
+    code: int
+    why: str
+    asked: bool
 
 
 class Process:
@@ -83,20 +99,21 @@ class Process:
         return code
 
     def stopped(self) -> bool:
-        """Whether a signal has stopped it (not ended it)."""
+        """Whether a signal has stopped it (not ended it); where it is a shell, also what it
+        runs."""
         with suppress(psutil.Error):
-            return psutil.Process(self.pid).status() in (
-                psutil.STATUS_STOPPED,
-                psutil.STATUS_TRACING_STOP,
-            )
+            return any(each.status() in STOPPED for each in _addressees(psutil.Process(self.pid)))
         return False
 
     def ask(self, number: signal.Signals) -> None:
-        """Sends it a signal; where it is a shell, which hands none on, also to what that runs."""
+        """Sends it a signal; where it is a shell, which hands none on, also to what that runs. What
+        is stopped is continued: else it would never get it."""
         with suppress(psutil.Error):
             for each in [*_addressees(psutil.Process(self.pid))]:
                 with suppress(psutil.Error):
                     each.send_signal(number)
+                    if each.status() == psutil.STATUS_STOPPED:
+                        each.send_signal(signal.SIGCONT)
 
     def lives(self) -> bool:
         """Whether it, or anything that it has started, still runs."""
@@ -113,16 +130,13 @@ class Process:
         stop: StopRequest,
         grace: float,
         at_tick: Callable[[], str] = lambda: "",
-    ) -> tuple[int, str]:
+    ) -> End:
         """Waits for the end of the program, and ends what it leaves behind.
 
         Args:
             stop: If this rank is asked to end, so is the program.
             grace: Seconds from then on until it is killed.
             at_tick: Called about ten times a second; a text ends the program for that reason.
-
-        Returns:
-            Its exit code, -N after signal N; and why it was ended here, "" if it was not.
         """
         asked: float | None = None
         why = ""
@@ -137,7 +151,7 @@ class Process:
                 asked = now
             time.sleep(TICK_S)
         self._end_rest()
-        return code, why
+        return End(code, why, asked is not None)
 
     def _end_rest(self) -> None:
         """Ends what the program has left behind."""

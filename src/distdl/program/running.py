@@ -8,20 +8,24 @@ import os
 import shlex
 import socket
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from omegaconf import DictConfig
 
 from distdl.config import programs
 from distdl.config.recipe import hash_of
 from distdl.config.schema import Program
 from distdl.health.watchdog import STEP_S
+from distdl.incident import sights
+from distdl.incident.words import OF_PROGRAM
 from distdl.job import JobState, Resources
 from distdl.program import ending, meeting, variables
-from distdl.program.folder import SyncedFolder
+from distdl.program.folder import NotKept, SyncedFolder, written_to
 from distdl.program.output import Output
 from distdl.program.process import NotStarted, Process
 from distdl.ranks.environment import Environment
@@ -38,7 +42,7 @@ log = logging.getLogger(__name__)
 PLACE = "DISTDL_PROGRAM_CHECKPOINTS"  # a store's URI, which a launcher may set for all its ranks
 GRACE_S = 30.0  # of a launcher that has no such setting
 RESERVE_S = 2.0  # of the grace, for the rank itself
-STOPPED_S = 3.0  # between two looks whether a signal has stopped the program
+LOOK_S = 2.0  # between two looks whether a signal has stopped the program
 
 
 class ProgramFailed(Exception):
@@ -103,7 +107,9 @@ def run(config: DictConfig, rank: ProgramRank) -> None:
     if program.per == "node" and rank.environment.local_rank != 0:
         return
     place = variables.placed(rank.environment, program.per == "node")
-    checkpoints, synced = _checkpoints(program, rank)
+    # Until this rank's own program has ended, another one of the node copies no last time.
+    writes = contextlib.ExitStack()
+    checkpoints, synced = _checkpoints(program, rank, writes)
     env = variables.inherited()
     env |= variables.of_torch(place, rank.resources.devices)
     env |= variables.of_run(rank.launch["run_id"], rank.attempt.number, checkpoints, program.params)
@@ -118,19 +124,27 @@ def run(config: DictConfig, rank: ProgramRank) -> None:
         if place.rank == 0:
             _record_ranks(rank, met.told)
             _print_start(program, rank, place)
+        failed = True
         try:
-            _execute(program, rank, place, env, met if serves else None)
+            with writes:
+                _execute(program, rank, place, env, met if serves else None)
+            met.end()
+            failed = False
+        except Stopped:
+            failed = False
+            raise
         finally:
             if synced is not None:
-                synced.finish()
-        met.end()
+                synced.finish(rank.stop, rank.grace / 4, wait=not failed)
     finally:
         met.close()
 
 
-def _checkpoints(program: Program, rank: ProgramRank) -> tuple[Path, SyncedFolder | None]:
+def _checkpoints(
+    program: Program, rank: ProgramRank, writes: contextlib.ExitStack
+) -> tuple[Path, SyncedFolder | None]:
     """The folder of the program's checkpoints, and its copy in a store, if it needs one. The first
-    rank of a node restores and copies it."""
+    rank of a node restores and copies it. `writes` is then open while the program may write."""
     place = program.checkpoints or os.environ.get(PLACE)
     if not place or not is_remote(place):
         folder = Path(place).expanduser() if place else rank.run.checkpoints
@@ -139,6 +153,9 @@ def _checkpoints(program: Program, rank: ProgramRank) -> tuple[Path, SyncedFolde
     environment = rank.environment
     folder = Path(tempfile.gettempdir(), f"distdl-{rank.job}-{environment.node_rank}")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        raise NotKept(f"{folder} belongs to somebody else")
+    writes.enter_context(written_to(folder))
     if environment.local_rank != 0:
         return folder, None
     below = f"{place.rstrip('/')}/{rank.launch['run_id']}"
@@ -151,9 +168,15 @@ def _checkpoints(program: Program, rank: ProgramRank) -> tuple[Path, SyncedFolde
 
 def _meet(program: Program, place: Environment, rank: ProgramRank) -> meeting.Meeting:
     """Lets the ranks tell each other where they are, if they need to know."""
-    told: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
-    told["birth"] = start_time(os.getpid())
-    told["rank"] = rank.environment.rank
+    own = os.getpid()
+    # A single rank runs in the process that was started.
+    agent = own if rank.environment.launcher == "single" else os.getppid()
+    told: dict[str, Any] = {
+        "rank": rank.environment.rank,
+        "host": socket.gethostname(),
+        "process": f"{own}:{start_time(own)}",
+        "agent": f"{agent}:{start_time(agent)}",
+    }
     if place.rank == 0:
         told["tracked"] = dict(rank.tracked)
     count = place.world_size
@@ -167,12 +190,11 @@ def _meet(program: Program, place: Environment, rank: ProgramRank) -> meeting.Me
 
 
 def _record_ranks(rank: ProgramRank, told: Sequence[Mapping[str, Any]]) -> None:
-    rows = []
-    for each in told:
-        process = f"{each.get('pid')}:{each.get('birth')}"
-        number = int(each.get("rank") or 0)
-        rows.append({"rank": number, "host": str(each.get("host")), "process": process})
-    rank.attempt.record_ranks([{**row, "agent": ""} for row in rows])
+    keys = ("host", "process", "agent")
+    rows = [{key: str(each.get(key)) for key in keys} for each in told]
+    numbers = [int(each.get("rank") or 0) for each in told]
+    pairs = zip(rows, numbers, strict=True)
+    rank.attempt.record_ranks([{**row, "rank": number} for row, number in pairs])
 
 
 def _print_start(program: Program, rank: ProgramRank, place: Environment) -> None:
@@ -210,52 +232,82 @@ def _execute(
     looks = Looks(process, rank, served)
     remote = is_remote(program.checkpoints or os.environ.get(PLACE) or "")
     grace = rank.grace / 2 if remote else rank.grace
-    code, why = process.wait(rank.stop, grace, looks.reason)
+    end = process.wait(rank.stop, grace, looks.reason)
     output.close()
-    if why == SERVED:
+    if end.why == SERVED:
         return
-    if why:
+    if looks.stopped and end.asked:
+        sights.write(rank.attempt.path, looks.sight())
+    if end.why:
         failures.record(
-            rank.attempt.errors, number, failures.HANG, why, code=EXIT_HUNG, program=True
+            rank.attempt.errors, number, failures.HANG, end.why, code=EXIT_HUNG, program=True
         )
-        raise ProgramFailed(why, EXIT_HUNG)
-    if rank.stop:
+        raise ProgramFailed(end.why, EXIT_HUNG)
+    # If it ended by itself, and its rank was asked to end because the others failed of that, it is
+    # the cause.
+    if end.asked or (rank.stop and not ending.is_own(end.code, output.tail())):
         assert rank.stop.state is not None
-        raise Stopped(rank.stop.state, f"{rank.stop.signal}; the program ended with {code}")
-    if code == EXIT_PREEMPTED:
+        raise Stopped(rank.stop.state, f"{rank.stop.signal}; the program ended with {end.code}")
+    if end.code == EXIT_PREEMPTED:
         raise Stopped(
-            JobState.PREEMPTED, f"the program asks to be started again (exit code {code})"
+            JobState.PREEMPTED, f"the program asks to be started again (exit code {end.code})"
         )
-    if code:
-        ending.record(rank.attempt, number, code, output.tail())
-        what = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        raise ProgramFailed(f"the program ended: {what}", code if code > 0 else 128 - code)
+    if end.code:
+        ending.record(rank.attempt, number, end.code, output.tail())
+        what = f"killed by signal {-end.code}" if end.code < 0 else f"exit code {end.code}"
+        raise ProgramFailed(
+            f"the program ended: {what}", end.code if end.code > 0 else 128 - end.code
+        )
 
 
 SERVED = "rank 0 has ended"
 
 
 class Looks:
-    """What a rank looks at while its program runs."""
+    """What a rank looks at while its program runs. Only a program that a signal has stopped makes
+    no progress for sure: what else it does is its own affair."""
 
     def __init__(self, process: Process, rank: ProgramRank, served: meeting.Meeting | None) -> None:
         self.process = process
+        self.rank = rank
         self.served = served
         settings = rank.launch["where"].get("watchdog") or {}
         self.limit = float(settings.get("timeout") or STEP_S)
         self.watches = bool(settings.get("enabled", True))
-        self._ticks = 0
-        self._stopped = 0.0
+        self.every = min(LOOK_S, self.limit / 4)
+        self._looked = time.monotonic()
+        self._seen = False
+        # Seconds for which the program is known to be stopped, up to the last look.
+        self.stopped = 0.0
 
     def reason(self) -> str:
-        """Why the program must be ended now; "" if it need not be. Only a program that a signal has
-        stopped makes no progress for sure: what else it does is its own affair."""
+        """Why the program must be ended now; "" if it need not be."""
         if self.served is not None and self.served.has_ended():
             return SERVED
-        self._ticks += 1
-        if not self.watches or self._ticks % 5:
+        passed = time.monotonic() - self._looked
+        if passed < self.every:
             return ""
-        self._stopped = self._stopped + 0.5 if self.process.stopped() else 0.0
-        if self._stopped <= self.limit:
+        self._looked += passed
+        # At the first look that sees it, nobody knows since when.
+        before = self._seen
+        self._seen = self.process.stopped()
+        self.stopped = self.stopped + passed if self._seen and before else 0.0
+        if not self.watches or self.stopped <= self.limit:
             return ""
-        return f"the program was stopped by a signal for {self._stopped:.0f} s"
+        return self._what()
+
+    def _what(self) -> str:
+        return f"the program was stopped by a signal for {self.stopped:.0f} s"
+
+    def sight(self) -> dict[str, Any]:
+        """The program as the report of the incident needs it, if it is stopped."""
+        place = self.rank.environment
+        return {
+            "rank": place.rank,
+            "world_size": place.world_size,
+            "host": socket.gethostname(),
+            "how": OF_PROGRAM,
+            "process": psutil.STATUS_STOPPED,
+            "phase": self._what(),
+            "age": self.stopped,
+        }

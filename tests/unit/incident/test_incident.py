@@ -188,8 +188,15 @@ THREE = (REDUCE, SMALL, REDUCE)
 # A sender that is one broadcast further on has made no mistake.
 SENDER = waits(phase="checkpoint", collective={**REDUCE, "op": "broadcast", "seq": 114})
 RECEIVER = waits(phase="checkpoint", collective={**SMALL, "op": "broadcast", "seq": 113})
+# A program that a signal has stopped; the other ranks' own programs fail because of it, and say so
+# in words that distdl does not know.
+ASLEEP = {"how": "program", "process": "stopped", "phase": "the program was stopped by a signal"}
+UNKNOWN_WORDS = leaves({"kind": "Ended", "message": "UNAVAILABLE: task 1 sent no heartbeat"})
 # The rank and the cause that are named, and what each rank left.
 JOBS = [
+    (1, "stopped", [UNKNOWN_WORDS, leaves(**ASLEEP)]),
+    (1, "stopped", [UNKNOWN_WORDS, leaves({**HUNG, "program": True}, **ASLEEP)]),
+    (1, "disk is full", [leaves(LOST), leaves({"kind": "Killed", "message": "killed by SIGXFSZ"})]),
     (1, "stopped", [waits(), hung(process="stopped", collective=REDUCE)]),
     (1, "data worker blocked", [waits(), hung(**BUSY_WORKER)]),
     (1, "lock", [waits(), hung(wchan="futex_wait_queue")]),
@@ -409,6 +416,7 @@ VERDICTS = [
     (1, "killed", [leaves(LOST), killed(None)]),
     (2, "lost host", [waits(**each) for each in (*OTHERS, CUT_OFF)]),
     (1, "exception", [leaves(LOST), leaves(BUG)]),
+    (1, "stopped", [UNKNOWN_WORDS, leaves(**ASLEEP)]),
 ]
 
 
@@ -430,3 +438,16 @@ def test_what_ended_the_job_from_outside_stays_in_the_status(attempt):
     attempt.conclude(JobState.FAILED, 1, killed="mpirun was killed by SIGKILL")
     incident.write(attempt)
     assert attempt.status()["error"] == "mpirun was killed by SIGKILL"
+
+
+@pytest.mark.parametrize("recipe, resumes", [("program: {command: [x]}", True), ("", False)])
+def test_a_program_that_has_saved_anything_is_resumed(tmp_path, monkeypatch, recipe, resumes):
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory(tmp_path / "outputs/e/r")
+    run.create(f"seed: 1\n{recipe}\n", {"command": ["python", "-m", "distdl", "run", "--", "x"]})
+    attempt = run.begin_attempt({"run_id": "e/r", "where": {}})
+    run.checkpoints.mkdir(exist_ok=True)
+    (run.checkpoints / "0").write_text("1")
+    attempt.end(JobState.FAILED)
+    report = reported(attempt, killed("SIGKILL"))
+    assert (report.next == "python -m distdl resume outputs/e/r") is resumes

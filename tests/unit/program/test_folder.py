@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import time
+import threading
 
 import pytest
 
+from distdl.job import JobState
 from distdl.program import folder as folders
 from distdl.program.folder import NotKept, SyncedFolder
+from distdl.ranks.stopping import StopRequest
 from distdl.stores import StoreError
 
 
@@ -36,7 +37,7 @@ def test_restored_as_it_was(tmp_path):
     assert one.copy()
     assert not one.copy()  # nothing has changed
     (one.path / "b").write_text("3!")
-    one.finish()
+    one.finish(StopRequest(), 0.0, wait=False)
     two = synced(tmp_path, "two")
     assert two.restore() == 2
     assert contents(two.path) == {"deep/a": "1", "b": "3!"}
@@ -58,20 +59,99 @@ def test_an_upload_that_is_cut_off_changes_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(one._store), "upload", lambda store, *args: cut(*args))
     with pytest.raises(NotKept, match="gone"):
-        one.finish()
+        one.finish(StopRequest(), 0.0, wait=False)
     two = synced(tmp_path, "two")
     two.restore()
     assert contents(two.path) == {"a": "old"}
 
 
+class Working(threading.Event):
+    """Does what the program does while the copy waits."""
+
+    def __init__(self, work):
+        super().__init__()
+        self.work = work
+
+    def wait(self, timeout=None):
+        self.work()
+        return False
+
+
 def test_files_that_are_being_written_wait(tmp_path, monkeypatch):
+    """The copy has the version before; a file that is replaced was finished, however often."""
     monkeypatch.setattr(folders, "QUIET_S", 60.0)
     one = synced(tmp_path, "one")
-    (one.path / "a").write_text("half")
-    assert not one.copy()
-    before = time.time() - 120
-    os.utime(one.path / "a", (before, before))
+    grows, state = one.path / "log", one.path / "state"
+
+    def append(text):
+        with grows.open("a") as file:
+            file.write(text)
+
+    def save(text):
+        (one.path / "state.new").write_text(text)
+        (one.path / "state.new").replace(state)
+
+    append("1")
+    save("1")
+    one._stop = Working(lambda: None)
     assert one.copy()
+    append("2")
+    save("2")
+    one._stop = Working(lambda: (append("3"), save("3"), (one.path / "late").write_text("x")))
+    assert one.copy()
+    assert restored(tmp_path) == {"log": "1", "state": "2"}
+    one.copy(finished=True)
+    assert restored(tmp_path) == {"log": "123", "state": "3", "late": "x"}
+
+
+def restored(tmp_path):
+    other = synced(tmp_path, "other")
+    other.restore()
+    return contents(other.path)
+
+
+def test_what_a_start_that_was_cut_off_left_is_removed(tmp_path):
+    one = synced(tmp_path, "one")
+    (one.path / "a").write_text("1")
+    one.copy()
+    (one.path / "checkpoint-50").mkdir()
+    (one.path / "checkpoint-50/half").write_text("2")
+    synced(tmp_path, "one").restore()
+    assert contents(one.path) == {"a": "1"}
+
+
+def test_the_last_copy_has_what_other_ranks_write(tmp_path):
+    """The first rank of a node copies; another one's program ends later."""
+    one = synced(tmp_path, "one")
+    one.start()
+    with folders.written_to(one.path):
+        (one.path / "0").write_text("x")
+    began, done = threading.Event(), threading.Event()
+
+    def other():
+        with folders.written_to(one.path):
+            began.set()
+            done.wait(20)
+            (one.path / "1").write_text("y")
+
+    threading.Thread(target=other).start()
+    began.wait(20)
+    threading.Timer(0.5, done.set).start()
+    one.finish(StopRequest(), 0.0, wait=True)
+    assert restored(tmp_path) == {"0": "x", "1": "y"}
+    assert not one.path.exists()  # it is in the store
+
+
+def test_who_is_asked_to_end_awaits_others_for_a_while(tmp_path):
+    one = synced(tmp_path, "one")
+    one.start()
+    (one.path / "0").write_text("x")
+    stop = StopRequest()
+    stop.state, stop.signal = JobState.PREEMPTED, "SIGTERM"
+    with folders.written_to(one.path):
+        one.finish(stop, 0.3, wait=True)
+    assert restored(tmp_path) == {"0": "x"}
+    assert one.path.exists()
 
 
 def test_a_list_leads_nowhere_else(tmp_path):

@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 
+from distdl.incident import causes
 from distdl.job import JobState
 from distdl.program import ending
 from distdl.program.output import Output
@@ -34,9 +35,9 @@ def ran(tmp_path, *words, stop=None, grace=5.0):
     output = Output(tmp_path / "log")
     process = Process(words, os.environ, tmp_path, output.writing)
     output.started()
-    code, _ = process.wait(StopRequest() if stop is None else stop, grace)
+    end = process.wait(StopRequest() if stop is None else stop, grace)
     output.close()
-    return code, [*output.tail()], process
+    return end.code, [*output.tail()], process
 
 
 def asked(name="SIGTERM"):
@@ -120,3 +121,54 @@ def test_the_exception_of_a_program():
     ]
     assert ending.exception_of(lines)[:2] == ("OutOfMemoryError", "CUDA out of memory")
     assert ending.exception_of(["step 3", "Segmentation fault"]) == ("", "", "")
+
+
+def test_what_a_shell_runs_is_stopped_and_continued(tmp_path):
+    """A program that is stopped would never see that it is asked to end."""
+    saves = "trap 'echo saved; exit 75' TERM\nwhile :; do sleep 0.1; done\n"
+    (tmp_path / "inner.sh").write_text(saves)
+    output = Output(tmp_path / "log")
+    words = ["sh", "-c", "bash inner.sh; exit $?"]
+    process = Process(words, os.environ, tmp_path, output.writing)
+    output.started()
+    child = psutil.Process(until(lambda: psutil.Process(process.pid).children(), 20)[0].pid)
+    until(lambda: child.name() == "bash", 20)
+    assert not process.stopped()
+    child.suspend()
+    assert until(process.stopped, 20)
+    process.wait(asked(), 20.0)
+    output.close()
+    assert "saved" in output.tail()
+
+
+def test_the_line_that_tells_most_is_named():
+    full = "cp: error writing 'x': No space left on device"
+    assert causes.telling(["step 3", full, "the copy failed", "giving up"]) == full
+    assert causes.telling(["step 3", "no nan here", "giving up"]) == "giving up"
+    assert causes.telling([]) == ""
+
+
+def test_a_program_that_has_ended_was_not_asked(tmp_path):
+    """Another rank failed of its end, and its own was asked then: the program is the cause."""
+    process = Process(["sh", "-c", "kill -9 $$"], os.environ, tmp_path, 1)
+    until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE, 20)
+    assert process.wait(asked(), 5.0) == (-signal.SIGKILL, "", False)
+    other = Process(["sleep", "60"], os.environ, tmp_path, 1)
+    assert other.wait(asked(), 5.0) == (-signal.SIGTERM, "", True)
+
+
+TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>']
+OWN = [
+    (-signal.SIGKILL, [], True),
+    (-signal.SIGTERM, [], False),  # Slurm sends it to every process
+    (1, ["something went wrong"], False),
+    (1, [*TRACEBACK, "ValueError: bad weather"], True),
+    (1, [*TRACEBACK, "KeyboardInterrupt"], False),
+    (1, [*TRACEBACK, "RuntimeError: DataLoader worker is killed by signal: Terminated."], False),
+    (75, [], False),
+]
+
+
+@pytest.mark.parametrize("code, lines, own", OWN)
+def test_whose_end_it_was(code, lines, own):
+    assert ending.is_own(code, lines) is own

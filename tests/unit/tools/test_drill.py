@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from distdl.config import compose
+from distdl.config import compose, programs
 from distdl.runs.checkpoints import CheckpointStore
-from distdl.tools.drill import drill, processes, samples, table, weights
+from distdl.tools.drill import processes, samples, table, weights
+from distdl.tools.drill.subjects import OwnProgram, Training
 from distdl.tools.drill.trial import FaultRow
 from distdl.util.processes import start_time
 
@@ -83,7 +84,7 @@ def test_a_row_says_what_went_wrong() -> None:
         FaultRow("kill_rank", "see x.log", False, 0.41, "stopped", False, 5.0, 0, 8, 0.25),
         FaultRow("sigstop", "", True, 5.0, "stopped", True, 9.0, None, None, 0.0),
     ]
-    _, _, first, second, third = table.text(rows).splitlines()
+    _, _, first, second, third = table.text(rows, Training.columns).splitlines()
     assert first.split("|")[-2].strip() == "not run here: needs root"
     assert [c.strip() for c in second.split("|")[2:-1]] == [
         "0.4 s",
@@ -104,6 +105,11 @@ REFUSED = {
     "checkpoint=none": "checkpoint: must be a mapping",
     "dry_run=true": "there is no dry run of it",
     "outputs/none": "there is no such folder",
+    "": "missing: RUN|OVERRIDES",
+    "--steps 30 -- true": "--steps: is for trainings",
+    "--tolerance 0.1 -- true": "--tolerance: is for trainings",
+    "model.lr=1 -- true": "model: a program has none",
+    "-- ./no.sh": "there is no file ./no.sh",
 }
 
 
@@ -121,6 +127,30 @@ def test_a_drill_needs_no_max_attempts(tmp_path, monkeypatch):
     config = compose.compose(["trainer.accelerator=cpu"])
     for attempts, expected in ((None, 1), (3, 3)):
         config.launcher.max_attempts = attempts
-        assert drill.shortened(config, 20).launcher.max_attempts == expected
+        assert Training(20).shortened(config).launcher.max_attempts == expected
     del config.launcher.max_attempts
-    assert "max_attempts" not in drill.shortened(config, 20).launcher
+    assert "max_attempts" not in Training(20).shortened(config).launcher
+
+
+def test_a_copy_of_a_program_writes_nowhere_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place, expected in (("/data/mine", None), ("s3://bucket/mine", "s3://bucket/mine")):
+        words = [f"program.checkpoints={place}", programs.command_override(["true"])]
+        short = OwnProgram().shortened(compose.compose(words))
+        assert short.program.checkpoints == expected
+        assert short.tracking == {}
+
+
+def test_a_program_is_hit_and_not_its_rank(tmp_path):
+    """A rank is a process that waits for its program; it must be there to say how that ended."""
+    words = "from pathlib import Path; from distdl.program.process import Process; import os;"
+    words += "program = Process(['sleep', '60'], os.environ, Path('.'), 1); print(program.pid);"
+    words += "import sys; sys.stdout.flush(); print(program._popen.wait())"
+    command = [sys.executable, "-c", words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        name = f"{rank.pid}:{start_time(rank.pid)}"
+        processes.act("program:SIGKILL", [(socket.gethostname(), name)], {}, "")
+        assert rank.stdout.readline().strip() == str(-signal.SIGKILL)
+        assert rank.wait() == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from distdl.config import compose, consent, grammar, programs, task_facts
 from distdl.incident import incident
@@ -22,6 +22,7 @@ from distdl.runs.directory import shown
 from distdl.tools.drill import table, trial
 from distdl.tools.drill.drilled_run import DrilledRun
 from distdl.tools.drill.faults import FAULTS
+from distdl.tools.drill.subjects import OwnProgram, Subject, Training
 from distdl.tools.drill.tracking_server import TrackingServer
 from distdl.tools.drill.trial import FaultRow
 from distdl.util.errors import UserError
@@ -30,39 +31,32 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 TWIN = "twin"
+STEPS = 40  # of the optimizer
 # How long each part of a trial may take: the longer of these two.
 LIMIT_S = 300.0
 LIMIT_TWINS = 10  # times the time of the undisturbed twin
-# The watchdog's timeout in a trial: the longer of these two.
-TIMEOUT_S = 5.0
-TIMEOUT_STEPS = 4  # times the time of a step
 TWIN_LIMIT_S = 86400.0
 MLFLOW = {"_target_": "distdl.tracking.mlflow.MLflowLogger", "interval": 0.5}
 
 
-def shortened(config: DictConfig, steps: int) -> DictConfig:
-    """The config of a run of so many optimizer steps, with checkpoints, that reports to nobody."""
-    short = copy.deepcopy(config)
-    recorder = {"_target_": "distdl.callbacks.RecordSamples", "unknown": True}
-    settings = {
-        "trainer.max_steps": steps,
-        "checkpoint.every_n_steps": max(1, steps // 10),
-        "checkpoint.every_minutes": None,
-        "callbacks.record_samples": recorder | {"step_seconds": trial.STEP_S},
-        "tracking": {},
-        "follow": True,
-        "name": None,
-    }
-    if "max_attempts" in config.launcher:  # else its runs are started once
-        settings["launcher.max_attempts"] = max(1, config.launcher.max_attempts or 1)
-    for path, value in settings.items():
-        OmegaConf.update(short, path, value, force_add=True, merge=False)
-    return short
+def subject_of(config: DictConfig, options: Namespace) -> Subject:
+    """What a config runs.
+
+    Raises:
+        UserError: An option says something that a program does not have.
+    """
+    if not programs.is_program(config):
+        return Training(STEPS if options.steps is None else options.steps)
+    given = {"--steps": options.steps, "--tolerance": options.tolerance or None}
+    what = "is for trainings: distdl does not know what a program computes"
+    if named := [name for name, value in given.items() if value is not None]:
+        remedy = "leave it out; how long the program runs, its own arguments say"
+        raise UserError.at(named[0], what, remedy, code="conflict")
+    return OwnProgram()
 
 
 def refuse(config: DictConfig, typed: Sequence[Override]) -> None:
     """Refuses what cannot be drilled, or run."""
-    programs.refuse(config, "drill")
     if not task_facts.of(config).trains:
         raise UserError.at(
             "task", "only a training can be drilled", "task=train", code="unsupported"
@@ -72,57 +66,63 @@ def refuse(config: DictConfig, typed: Sequence[Override]) -> None:
         what = "its hosts cannot be reached from here, to kill processes on them"
         raise UserError.at("launcher", what, "launcher=local, or launcher=mpi", code="unreachable")
     if config.dry_run or sys.platform != "linux":
-        what = "a drill trains, on Linux: there is no dry run of it"
+        what = "a drill runs what it disturbs, on Linux: there is no dry run of it"
         raise UserError.at("", what, code="incomplete")
-    launch.of(config, typed)  # checks the settings that `shortened` replaces, too
+    launch.of(config, typed)  # checks the settings that a copy does not have, too
 
 
 def drill(config: DictConfig, options: Namespace) -> int:
-    """Trains the twin, does each fault, prints the table. Returns 0 if the run survived all.
+    """Runs the twin, does each fault, prints the table. Returns 0 if the run survived all.
 
     Args:
         options: `run` (the words of the command line), `faults` (names), `seed`, `steps` (of the
-            optimizer), and `tolerance` (the largest difference of weights that counts as none).
+            optimizer; None: 40), and `tolerance` (the largest difference of weights that counts as
+            none).
     """
     # Of a run: after its folder.
     typed = compose.typed(config) or grammar.parse_overrides(options.run[1:])
     consent.refuse(config, typed)
     refuse(config, typed)
-    short = shortened(config, options.steps)
+    subject = subject_of(config, options)
+    short = subject.shortened(config)
+    consent.remember(short)  # which may lack a folder of the program's
     began = time.monotonic()
     name = f"drill-{time.strftime('%Y-%m-%d_%H-%M-%S')}/{TWIN}"
     planned = planning.plan(short, name, typed)
     planning.check_classes(planned, apart=True)
-    print(f"{TWIN}: {options.steps} steps without a fault", flush=True)
-    with closing(DrilledRun(planned, TWIN_LIMIT_S)) as twin:
+    length = f"{subject.length()} without a fault".strip()
+    print(f"{TWIN}: {length}", flush=True)
+    with closing(DrilledRun(planned, subject, TWIN_LIMIT_S)) as twin:
         twin.wait(lambda: False)
     seconds = time.monotonic() - began
-    batches = twin.step()
-    if not twin.succeeded or not batches:
+    whole = twin.progress()
+    if not twin.succeeded or not whole:
         print(f"the run fails without a fault; see {shown(twin.log)}")
         if report := incident.read(twin.run.last_attempt() or twin.first):
             print(incident.head(report, command=False), file=sys.stderr)
         return 1
-    print(f"  {seconds:.1f} s, {batches} batches", flush=True)
+    print(f"  {seconds:.1f} s, {subject.reached(whole)}", flush=True)
     if short.watchdog.timeout is None:
-        short.watchdog.timeout = round(max(TIMEOUT_S, TIMEOUT_STEPS * seconds / batches))
+        short.watchdog.timeout = round(subject.timeout(seconds, whole))
     limit = max(LIMIT_S, LIMIT_TWINS * seconds)
     above = twin.run.path.parent
-    rows = [FaultRow(name, FAULTS[name].lacking(planned)) for name in options.faults]
+    rows = [FaultRow(name, _lacking(name, twin)) for name in options.faults]
     for number, row in enumerate(rows, 1):
         print(f"[{number}/{len(rows)}] {row.fault}", flush=True)
         if not row.note:
             random = Random(f"{options.seed} {row.fault}")
-            moment = random.randint(batches // 3, 3 * batches // 4)
-            with started(copy.deepcopy(short), row.fault, above, limit, typed) as run:
+            moment = subject.moment(whole, random)
+            with started(copy.deepcopy(short), subject, row.fault, above, limit, typed) as run:
                 trial.inject(row, run, moment, random)
-            trial.compare(row, run, twin.run.path, options.tolerance)
+            trial.compare(row, run, twin, options.tolerance)
             if row.survived:  # its checkpoints may be large
                 shutil.rmtree(run.run.checkpoints)
-        print("  " + "  ".join(filter(None, table.cells(row)[1:])), flush=True)
-        table.write(above, rows[:number], seed=options.seed, steps=options.steps)
+        cells = table.cells(row, subject.columns)
+        print("  " + "  ".join(filter(None, cells[1:])), flush=True)
+        facts = {"seed": options.seed} | subject.facts()
+        table.write(above, rows[:number], subject.columns, **facts)
     print()
-    table.show(rows)
+    table.show(rows, subject.columns)
     print(f"\ntable   {shown(above / 'drill.md')}")
     done = [row for row in rows if row.survived is not None]
     if failed := [row.fault for row in done if not row.survived]:
@@ -130,9 +130,19 @@ def drill(config: DictConfig, options: Namespace) -> int:
     return 0 if done and not failed else 1
 
 
+def _lacking(fault: str, twin: DrilledRun) -> str:
+    """Why a fault cannot be done here; "" if it can."""
+    return twin.subject.lacking(fault, twin) or FAULTS[fault].lacking(twin.planned)
+
+
 @contextmanager
 def started(
-    config: DictConfig, fault: str, above: Path, limit: float, typed: Sequence[Override]
+    config: DictConfig,
+    subject: Subject,
+    fault: str,
+    above: Path,
+    limit: float,
+    typed: Sequence[Override],
 ) -> Iterator[DrilledRun]:
     """A copy of the twin, as the fault needs it."""
     server = TrackingServer(above / "server") if fault == "tracking_down" else None
@@ -140,7 +150,7 @@ def started(
         if server:
             config.tracking = {"mlflow": MLFLOW | {"tracking_uri": server.uri}}
         planned = planning.plan(config, f"{above.name}/{fault}", typed)
-        with closing(DrilledRun(planned, limit, fault == "cut_link", server)) as run:
+        with closing(DrilledRun(planned, subject, limit, fault == "cut_link", server)) as run:
             yield run
     finally:
         if server:

@@ -17,7 +17,8 @@ from distdl.launch import resuming, sweeps
 from distdl.launch.planning import Plan
 from distdl.runs.checkpoints import CheckpointStore
 from distdl.runs.directory import Attempt, RunDirectory, shown
-from distdl.tools.drill import processes, samples
+from distdl.tools.drill import processes
+from distdl.tools.drill.subjects import Subject
 from distdl.tools.drill.tracking_server import TrackingServer
 from distdl.util.orphans import die_with_parent
 from distdl.util.processes import LIBC, start_time
@@ -32,6 +33,7 @@ class DrilledRun:
 
     Args:
         planned: How it starts.
+        subject: What it runs.
         limit: Seconds that each part of it may take: until the fault is noticed, and so on.
         own_network: Whether its processes get a network of their own, in which they can reach only
             each other. Needs root.
@@ -41,11 +43,13 @@ class DrilledRun:
     def __init__(
         self,
         planned: Plan,
+        subject: Subject,
         limit: float,
         own_network: bool = False,
         server: TrackingServer | None = None,
     ) -> None:
         self.planned = planned
+        self.subject = subject
         self.run = planned.run
         self.limit = limit
         self.own_network = own_network
@@ -92,17 +96,18 @@ class DrilledRun:
         last = self.run.last_attempt()
         return last is not None and last.state() is JobState.SUCCEEDED
 
-    def step(self, attempt: int = 1) -> int:
-        """The last batch that an attempt has trained on; 0 before the first."""
-        batches = samples.read(self.run.path)
-        return max((each.step for each in batches if each.attempt == attempt), default=0)
+    def progress(self, attempt: int = 1) -> float:
+        """How far an attempt has come; 0 before it has begun."""
+        return self.subject.progress(self, attempt)
 
     def has_logged(self, text: str) -> bool:
         log = self.first.logs / "rank_0.log"
         return log.exists() and text in log.read_text(errors="replace")
 
-    def act(self, action: str, on: list[tuple[str, str]]) -> None:
+    def act(self, action: str, on: list[tuple[str, str]], *, programs: bool = False) -> None:
+        """Does something to processes, or to the programs that they have started."""
         code = str(self.first.path / "bundle" / "code")
+        action = f"{processes.PROGRAM}{action}" if programs else action
         processes.act(action, on, dict(self.planned.config.launcher), code)
 
 

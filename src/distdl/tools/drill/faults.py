@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 from distdl.launch.planning import Plan
 from distdl.runs.attempt import RankProcess
-from distdl.runs.checkpoints import parts_of
 from distdl.tools.drill.drilled_run import DrilledRun
 from distdl.tools.drill.processes import KILL_TREE
+from distdl.tools.drill.subjects import largest_file
 
 # What distdl.tracking.mlflow logs.
 FAILS, BACK = "fails; training continues", "is back: sending continues"
@@ -36,14 +35,21 @@ class Fault(NamedTuple):
 
 
 def send(signal: str) -> Callable[[DrilledRun, Random], list[RankProcess]]:
-    """A signal to one rank."""
+    """A signal to the process that computes for one rank."""
 
     def inject(run: DrilledRun, random: Random) -> list[RankProcess]:
         rank = random.choice(run.first.ranks())
-        run.act(signal, [(rank.host, rank.process)])
+        run.subject.signal(run, signal, [rank])
         return [rank]
 
     return inject
+
+
+def ask(run: DrilledRun, random: Random) -> list[RankProcess]:
+    """SIGTERM to a rank, from which a program gets it."""
+    rank = random.choice(run.first.ranks())
+    run.act("SIGTERM", [(rank.host, rank.process)])
+    return [rank]
 
 
 def kill_agent(run: DrilledRun, random: Random) -> list[RankProcess]:
@@ -63,8 +69,8 @@ def kill_host(run: DrilledRun, random: Random) -> list[RankProcess]:
 
 def disk_full(run: DrilledRun, random: Random) -> list[RankProcess]:
     """No rank can write a file as large as a checkpoint any more (RLIMIT_FSIZE)."""
-    size = largest_file(run.checkpoints[0]).stat().st_size
-    run.act(str(size // 2), [(each.host, each.process) for each in run.first.ranks()])
+    size = run.subject.size_of_a_checkpoint(run)
+    run.subject.signal(run, str(size // 2), run.first.ranks())
     return run.first.ranks()
 
 
@@ -81,10 +87,6 @@ def corrupt_checkpoint(run: DrilledRun, random: Random) -> list[RankProcess]:
         file.write(flipped)
     run.act("SIGKILL", ranks)
     return run.first.ranks()
-
-
-def largest_file(checkpoint: Path) -> Path:
-    return max(filter(Path.is_file, parts_of(checkpoint)), key=lambda path: path.stat().st_size)
 
 
 def set_link(run: DrilledRun, state: str) -> None:
@@ -129,7 +131,7 @@ FAULTS = {
     "kill_rank": Fault(send("SIGKILL"), ("killed",)),
     "kill_agent": Fault(kill_agent, ("killed", "lost host")),
     "kill_host": Fault(kill_host, ("lost host", "killed")),
-    "sigterm": Fault(send("SIGTERM"), ("preempted",)),
+    "sigterm": Fault(ask, ("preempted",)),
     "sigstop": Fault(send("SIGSTOP"), ("stopped",), lacking=one_rank),
     "disk_full": Fault(disk_full, ("disk is full",)),
     "corrupt_checkpoint": Fault(corrupt_checkpoint, ("killed",)),

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
 from distdl.incident import incident
 from distdl.job import JobState
 from distdl.runs.directory import shown
-from distdl.tools.drill import samples, weights
 from distdl.tools.drill.drilled_run import DrilledRun
 from distdl.tools.drill.faults import BACK, FAILS, FAULTS
-
-STEP_S = 0.05  # the shortest step of a drilled run, so that there is a moment for the fault
-SAVED = 2  # checkpoints before the fault
+from distdl.tools.drill.subjects import STEP_S
 
 
 @dataclass
@@ -30,6 +26,8 @@ class FaultRow:
         named, rightly: The cause that the report names; whether cause and rank are right.
         lost, repeated: Samples in the final state, compared with the twin; None: not recorded.
         difference: The largest one of a weight from the twin's; 0.0: all bits are equal.
+        again_s, of_s: For how long a program ran after the fault, and undisturbed.
+        files: Of a program: whether its checkpoints' files equal the twin's.
     """
 
     fault: str
@@ -42,31 +40,41 @@ class FaultRow:
     lost: int | None = None
     repeated: int | None = None
     difference: float | None = None
+    again_s: float | None = None
+    of_s: float | None = None
+    files: str = ""
 
 
-def inject(row: FaultRow, run: DrilledRun, moment: int, random: Random) -> None:
-    """Does the fault after `moment` batches, and follows the run to its end. `row.note` says why
-    the run did not come to that."""
-    if not run.wait(lambda: run.step() >= moment and len(run.checkpoints) >= SAVED):
+def inject(row: FaultRow, run: DrilledRun, moment: float, random: Random) -> None:
+    """Does the fault at `moment` of its progress, and follows the run to its end. `row.note` says
+    why the run did not come to that."""
+    subject = run.subject
+    if not run.wait(lambda: run.progress() >= moment and subject.has_saved(run)):
         row.note = "the run ended before the fault"
         return
     time.sleep(random.uniform(0, STEP_S))
     fault = FAULTS[row.fault]
     start = time.monotonic()
     hit = [each.rank for each in fault.inject(run, random)]
-    print(f"  done after batch {run.step()}" + (f" to {hit}" if hit else ""), flush=True)
+    print(
+        f"  done after {subject.reached(run.progress())}" + (f" to {hit}" if hit else ""),
+        flush=True,
+    )
 
     def noticed() -> bool:
         state = JobState(run.first.status().get("state") or JobState.UNKNOWN)
         return run.has_logged(FAILS) if run.server else state.ended
 
     def back() -> bool:
-        return run.has_logged(BACK) if run.server else run.step(attempt=2) > 0
+        return run.has_logged(BACK) if run.server else run.progress(attempt=2) > 0
 
     if not run.wait(noticed) and run.process.is_alive():
         row.note = f"not noticed within {run.limit:.0f} s"
         return
     row.detected_s = time.monotonic() - start
+    if not run.server and run.first.state() is JobState.SUCCEEDED:
+        row.note = "it came to its end all the same, and noticed nothing"
+        return
     fault.repair(run)
     resumed = run.wait(back)
     if not (resumed or run.server or run.process.is_alive()):
@@ -85,13 +93,8 @@ def inject(row: FaultRow, run: DrilledRun, moment: int, random: Random) -> None:
         row.note = "metrics were not delivered"
 
 
-def compare(row: FaultRow, run: DrilledRun, twin: Path, tolerance: float) -> None:
+def compare(row: FaultRow, run: DrilledRun, twin: DrilledRun, tolerance: float) -> None:
     """Whether the run has come to the same end as the twin."""
-    row.survived = False
-    if not row.note:
-        counts = samples.lost_and_repeated(run.run.path, twin)
-        row.lost, row.repeated = counts or (None, None)
-        row.difference = weights.largest_difference(run.run.path, twin)
-        row.survived = not any(counts or ()) and row.difference <= tolerance
+    row.survived = not row.note and run.subject.compare(row, run, twin, tolerance)
     if not row.survived:
         row.note = ": ".join(filter(None, (row.note, f"see {shown(run.log)}")))
