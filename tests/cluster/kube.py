@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,6 +99,8 @@ class Kube:
         self.namespaces = {"default", "train"}
         self.images = {"distdl:1", BARE}
         self.forbidden = set()  # (verb, resource)
+        self.broken = ""  # why the controllers have ended
+        self.used_up = set()  # resources whose quota is used up
         self.pods_quota = 100
         self.light = light
         self.requests = []
@@ -158,6 +161,8 @@ class Kube:
         with self.lock:
             if namespace not in self.namespaces:
                 raise Refused(404, f'namespaces "{namespace}" not found')
+            if resource in self.used_up:
+                raise Refused(403, f"{resource} is forbidden: exceeded quota: count/{resource}=1")
             name = body["metadata"]["name"]
             if (resource, namespace, name) in self.objects:
                 raise Refused(409, f'{resource} "{name}" already exists')
@@ -228,14 +233,17 @@ class Kube:
     # ---- controllers ----------------------------------------------------------------------------
 
     def control(self):
-        while not self.over.wait(0.1):
-            with self.lock:
-                for job in self.all("jobs"):
-                    control_job(self, job)
-                for node in self.nodes.values():
-                    node.control()
-                for pod in self.all("pods"):
-                    bind(self, pod)
+        try:
+            while not self.over.wait(0.1):
+                with self.lock:
+                    for job in self.all("jobs"):
+                        control_job(self, job)
+                    for node in self.nodes.values():
+                        node.control()
+                    for pod in self.all("pods"):
+                        bind(self, pod)
+        except Exception:  # nothing would move any more, and every test would wait in silence
+            self.broken = traceback.format_exc()
 
 
 def index_of(pod):
@@ -595,7 +603,7 @@ class Run:
         """A folder for $PATH that has what the start in the container needs, but no Python."""
         folder = self.folder / "bare"
         folder.mkdir()
-        for name in ("sh", "mkdir", "cat", "mount", "env"):
+        for name in ("unshare", "sh", "mkdir", "cat", "mount"):
             (folder / name).symlink_to(shutil.which(name))
         return folder
 
@@ -667,6 +675,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.kube.requests.append((self.command, parts.path, query))
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             raise Refused(401, "Unauthorized")
+        if self.kube.broken:
+            raise Refused(500, f"the stand-in is broken: {self.kube.broken}")
         match = PATH.fullmatch(parts.path)
         if match is None:
             raise Refused(404, "the server could not find the requested resource")

@@ -491,18 +491,40 @@ def test_a_rank_that_fails_is_named(training_kube, project):
 
 
 @matrix_only
-def test_what_the_command_line_says_of_refusals(training_kube, project):
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("kubeconfig", "no kubeconfig"),
+        ("context", "the kubeconfig has no context 'nope'"),
+        ("namespace", 'namespaces "nope" not found'),
+        ("token", "the API server does not know you"),
+        ("rights", 'you have no right to: jobs is forbidden: User "somebody" cannot create'),
+        ("quota", "the quota is used up: jobs is forbidden: exceeded quota"),
+    ],
+)
+def test_what_the_command_line_says_of_refusals(training_kube, project, monkeypatch, case, text):
     kube = training_kube
-    project.env["KUBECONFIG"] = str(project.folder / "none")
-    said = project(*TRAINING, "launcher.store=s3://runs/x", code=2)
-    assert said.count("no kubeconfig") == 1
-    assert not project.run.exists()
-    project.env["KUBECONFIG"] = str(kube.kubeconfig)
-    said = project(*TRAINING, "launcher.store=s3://runs/x", "launcher.namespace=no", code=2)
-    assert said.count('namespaces "no" not found') == 1
+    more = {"context": "launcher.context=nope", "namespace": "launcher.namespace=nope"}
+    if case == "kubeconfig":
+        project.env["KUBECONFIG"] = str(project.folder / "none")
+    if case == "token":
+        project.env["KUBECONFIG"] = str(kube.write_kubeconfig("other", "wrong"))
+    if case == "rights":
+        monkeypatch.setattr(kube, "forbidden", {("create", "jobs")})
+    if case == "quota":
+        monkeypatch.setattr(kube, "used_up", {"jobs"})
+    words = (more[case],) if case in more else ()
+    said = project(*TRAINING, "launcher.store=s3://runs/x", *words, code=2)
+    assert said.count(text) == 1
+    assert "1 problem, nothing was started" in said
+    if case in ("kubeconfig", "context"):
+        assert not project.run.exists()
+        return
     status = json.loads((project.run / "attempts/001/status.json").read_text())
     assert status["state"] == "FAILED"
-    assert 'namespaces "no" not found' in status["error"]
+    assert text in status["error"]
+    left = ("jobs", "services", "configmaps", "secrets")
+    assert [kube.all(each) for each in left] == [[]] * 4
 
 
 @matrix_only
