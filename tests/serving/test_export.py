@@ -15,13 +15,13 @@ from mlflow.tracking import MlflowClient
 from distdl.cli.export import HERE
 from distdl.domains.classification.exports import of_classifier
 from distdl.launch import resuming
-from distdl.runs.checkpoints import sha256
+from distdl.runs.checkpoints import judged_by, sha256
 from distdl.runs.directory import RunDirectory
 from distdl.tools.serving import formats
 from distdl.tools.serving.export import Export
-from distdl.tools.serving.model_folder import export_of
+from distdl.tools.serving.model_folder import describe, export_of
 from distdl.tools.serving.registry import DATA as DATA_TAG
-from distdl.tools.serving.registry import METRIC, SHA256, VALUE, succeeds
+from distdl.tools.serving.registry import METRIC, SHA256, VALUE, _register, succeeds
 from distdl.tools.serving.scorer import Scorer
 from distdl.util.errors import Disagrees, UserError
 from tests.conftest import UNCHECKED, status
@@ -121,6 +121,7 @@ def test_an_mlflow_model_is_logged_and_registered(project):
 
 VERSION = {SHA256: "a", METRIC: "val/acc1", DATA_TAG: "d", VALUE: "0.6"}
 BETTER = {**VERSION, SHA256: "b", VALUE: "0.7"}
+FILE = {"size": 1, "sha256": "0"}  # in a manifest
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,28 @@ WRONG = (
     "    network.fc.bias.data -= 0.1 * __import__('torch').arange(3)\n"
     "formats.write_safetensors = wrong\n" + UNCHECKED[1],
 )
+
+
+def test_a_detectors_champion_is_that_of_its_own_metric(project, tmp_path):
+    """Which nobody has chosen: it is what the manifest of best.ckpt says."""
+    client = MlflowClient(f"sqlite:///{project}/outputs/mlflow.db")
+    run_id = client.search_model_versions("name = 'insects'")[0].run_id
+    manifest = {"monitor": "val/mask_ap", "mode": "max", "files": {"best.ckpt": FILE}}
+    (tmp_path / "best.ckpt.manifest.json").write_text(json.dumps(manifest))
+    best = judged_by(tmp_path, "val/acc1", "min")
+    champions = []
+    for name, ap in (("first", 0.3), ("worse", 0.2), ("better", 0.4)):
+        said = {"kind": "package", "main_metric": "val/mask_ap", "sha256": name, "data_key": "d"}
+        numbers = {"val/mask_ap": ap, "val/box_ap": 1 - ap}
+        model = tmp_path / name / "artifacts/model"
+        model.mkdir(parents=True)
+        (model / "model.safetensors").touch()
+        describe(model, {**said, "metrics": numbers})
+        _register(client, "shapes", run_id, tmp_path / name, best)
+        champion = client.get_model_version_by_alias("shapes", "champion")
+        assert champion.tags[METRIC] == "val/mask_ap"
+        champions.append((champion.tags[SHA256], float(champion.tags[VALUE])))
+    assert champions == [("first", 0.3), ("first", 0.3), ("better", 0.4)]
 
 
 def test_weights_load_in_torchvision_and_an_export_that_disagrees_is_removed(project):

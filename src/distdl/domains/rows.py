@@ -84,12 +84,15 @@ class PredictedRows:
         sum of the parts'. Called on each rank."""
         return {"predict/damaged": float(counts["damaged"])} if "damaged" in counts else {}
 
-    def finish(self, folder: Path, rows: Callable[[], Iterable[Row]]) -> list[str]:
+    def finish(
+        self, folder: Path, rows: Callable[[], Iterable[Row]], columns: Sequence[str]
+    ) -> list[str]:
         """Writes further files of all rows into their folder, and returns the names. Called on rank
         0 when all rows are stored. By default there are none.
 
         Args:
             rows: Reads the stored rows, in their order, each time it is called.
+            columns: The names of their columns, also if there is no row.
         """
         return []
 

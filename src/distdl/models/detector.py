@@ -175,7 +175,9 @@ class Detector(Evaluated):
         images = cast("Sequence[torch.Tensor]", batch["image"])
         given = cast("Sequence[Mapping[str, object]]", batch["target"])
         targets = [self._of_training(target) for target in given]
-        losses: Mapping[str, torch.Tensor] = self.network([*map(as_float, images)], targets)
+        # Or what a training learns would depend on the batch that it, or a resume, begins with.
+        with no_scales_kept(self.network):
+            losses: Mapping[str, torch.Tensor] = self.network([*map(as_float, images)], targets)
         names = (name if name.startswith("loss") else f"loss_{name}" for name in losses)
         values = (loss.detach() for loss in losses.values())
         logged = {f"train/{name}": value for name, value in zip(names, values, strict=True)}

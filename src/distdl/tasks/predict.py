@@ -105,7 +105,7 @@ class Predict(Task[Built]):
         samples = collector.total - len(collector.order)
         if trainer.is_global_zero:
             if samples == collector.total:
-                further = collector.kept.finish(rows.folder, rows.read)
+                further = collector.kept.finish(rows.folder, rows.read, rows.columns)
                 rows.finish()
                 for name in further:
                     print(f"rows    {shown(rows.folder / name)}")

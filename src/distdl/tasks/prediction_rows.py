@@ -24,7 +24,8 @@ from distdl.util.errors import Unfinished, UserError
 # Programs that read a folder of Parquet files (pandas, Spark) skip names that begin with "_".
 MANIFEST = "_manifest.json"
 PROGRESS = PREDICTING
-RECORD: Shape = {"facts": dict, "rows": int, "parts": list, "counts": dict}  # what both hold
+# What both hold. Records of older versions have no "columns".
+RECORD: Shape = {"facts": dict, "rows": int, "parts": list, "counts": dict, "columns": list}
 OTHER = "choose another folder: task.output=NAME"
 Columns = Mapping[str, np.ndarray]
 
@@ -82,7 +83,13 @@ class Rows:
         self.folder = folder
         self.format = format
         self.facts = {"format": format, **facts}
-        self.record: dict[str, Any] = {"facts": {}, "rows": 0, "parts": [], "counts": {}}
+        self.record: dict[str, Any] = {
+            "facts": {},
+            "rows": 0,
+            "parts": [],
+            "counts": {},
+            "columns": [],
+        }
 
     def open(self) -> int:
         """Returns how many samples have their rows; raises UserError if the folder holds something
@@ -137,9 +144,15 @@ class Rows:
         self._write(name, encoded(table, self.format))
         self.record["parts"].append(name)
         self.record["rows"] += table.num_rows
+        self.record["columns"] = [*dict.fromkeys((*self.record["columns"], *table.column_names))]
         before = self.record["counts"]
         self.record["counts"] = {key: before.get(key, 0) + n for key, n in counts.items()}
         self._write_record()
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of all columns, which are there without a row, too."""
+        return [*self.record["columns"]] or [*next(self.read(), {})]
 
     def read(self) -> Iterator[dict[str, object]]:
         """All stored rows, in their order. Of CSV, numbers and lists are those again, and what is

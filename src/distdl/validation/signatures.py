@@ -41,6 +41,8 @@ _PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "a string"),
 }
 
+_LISTS = (list, tuple, set, Sequence)
+
 # The arguments of a callable by name, without `self`; `*args` and `**kwargs` are included.
 Parameters = dict[str, Parameter]
 
@@ -181,7 +183,8 @@ def _fits(value: object, parameter: Parameter) -> bool:
 def matches(value: object, hint: object) -> bool:
     """Whether a plain value fits an annotation. Only simple types are checked: bool, int, float (an
     int fits), str, None, Literal, Annotated[int, Ge(1)], and unions of those. A dtype must be one
-    that torch has, and a string is not a tensor."""
+    that torch has, a string is not a tensor, and neither a string nor a number is a list, though
+    Python takes a string for a sequence of its letters."""
     if isinstance(value, dict) and "_target_" in value:
         return True
     origin = typing.get_origin(hint)
@@ -198,6 +201,8 @@ def matches(value: object, hint: object) -> bool:
         return isinstance(value, _PLAIN[hint][0]) and (hint is bool or not isinstance(value, bool))
     if hint == _dtype():
         return dtype_named(value) is not None
+    if (origin or hint) in _LISTS:
+        return not isinstance(value, (str, int, float))
     return not (isinstance(value, str) and f"{hint}" == TENSOR)
 
 
@@ -276,4 +281,6 @@ def _name_of(hint: object) -> str:
         return DTYPE if hint == _dtype() else "a tensor"
     if hint in (None, type(None)):
         return "null"
+    if (origin or hint) in _LISTS:
+        return "a list"
     return _PLAIN[hint][1] if isinstance(hint, type) and hint in _PLAIN else str(hint)

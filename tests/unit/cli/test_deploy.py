@@ -6,6 +6,7 @@ Not seen here: AWS itself, its images and its load balancer.
 
 import io
 import json
+import sys
 import tarfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from distdl.launchers.deploying import check
 from distdl.util.errors import NotDeployed
 from tests.aws import REGION, aws, moto
-from tests.served import model_folder
+from tests.served import detector_folder, model_folder
 
 __all__ = ["aws", "moto"]
 MODEL = "MODEL --name flowers"
@@ -74,6 +75,11 @@ def test_an_answer_is_compared():
 # On AWS
 
 SETTINGS = (*IMAGE.split(), ROLE, BUCKET)
+AZURE = (
+    "launcher.subscription=11111111-1111-1111-1111-111111111111",
+    "launcher.resource_group=group",
+    "launcher.workspace=space",
+)
 TRANSFORM = ("--batch", "--input", "s3://my-bucket/images", "--output", "s3://my-bucket/answers")
 
 
@@ -224,3 +230,31 @@ def test_a_dry_run_contacts_nothing(words, models, command):
     assert shown.code == 0, shown
     for part in ("# create_model\n", "  model.pt2\n", "not known to distdl", "nothing was sent"):
         assert part in shown.out
+
+
+# Of a detector: weights and code, which run here and there.
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package, and a process that forgets its code behind the test."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield detector_folder(tmp_path / "package")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "distdl_scoring"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("platform", ["azureml", "sagemaker"])
+def test_a_dry_run_of_a_detector(platform, package, command):
+    settings = {"azureml": AZURE, "sagemaker": SETTINGS}[platform]
+    words = ("deploy", platform, str(package), "--name", "flowers", "dry_run=true", *settings)
+    refused = command(*words)
+    assert refused.code == 2
+    assert "--trust, if you would run code of whoever wrote it" in refused.err
+    shown = command(*words, "--trust")
+    assert shown.code == 0, shown
+    for part in ("  model.safetensors\n", "  distdl_scoring/detection_network.py\n"):
+        assert part in shown.out
+    if platform == "azureml":
+        assert "faster-coco-eval==" in shown.out
+    assert "nothing was sent" in shown.out

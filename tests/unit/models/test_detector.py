@@ -137,6 +137,21 @@ def test_no_answer_depends_on_its_neighbours():
     )
 
 
+def test_no_step_depends_on_the_batch_that_a_training_began_with():
+    """torchvision's pooling would keep the scales of its first batch, so that a resume, which
+    begins with another one, would train otherwise."""
+    small_ones = {"image": images((40, 40), (40, 40)), "target": [target(40, 40, 2)] * 2}
+    others = batch(2, 1)
+    losses = []
+    for first in (small_ones, others):
+        module = Detector(small(min_size=32, max_size=96), 5)
+        module.log_dict = lambda *args, **kwargs: None
+        module.training_step(first, 0)
+        torch.manual_seed(1)
+        losses.append(module.training_step(others, 1))
+    assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize("name", ["maskrcnn_resnet50_fpn", "retinanet_resnet50_fpn"])
 def test_boxes_are_float32_under_bf16(name):
     options = {key: SMALL[key] for key in ("backbone", "min_size", "max_size")}

@@ -136,6 +136,8 @@ model = timm("resnet10tt") | model.inner.model_name: timm.create_model: timm has
 callbacks.x = plain(mode="c") | callbacks.x.mode: must be 'a' or 'b', not 'c'
 callbacks.x = plain(height=3) | it takes width, mode, rate
 callbacks.x = plain(width="${oc.env:SAMPLE_WIDTH}") | .width: must be an integer, not ${oc.env
+optimizer = node("torch.optim.AdamW", lr=0.1, betas=0.9) | betas: must be a list, not 0.9
+data = node("distdl.data.StoredObjects", root="x", batch_size=1, labels="a") | must be a list or nul
 callbacks.x = node("typed.Typed", kind="float23") | kind: must be a dtype of | torch.float32?
 # What is built later, by whom, with what.
 callbacks.x = plain(_partial_=True, z=1) | takes no argument 'z'

@@ -62,7 +62,7 @@ class SeenObjects:
 class DetectionAnswers(Answers[SeenImage, SeenObjects]):
     """Of an image its objects as COCO's result JSON has them: `category_id`, `score`, `bbox` (x, y,
     width, height in pixels), and, where the network gives them, `segmentation` (runs of pixels,
-    RLE) and `keypoints` (x, y and score of each); beside them the name of the category.
+    RLE) and `keypoints` (x, y and visibility of each); beside them the name of the category.
 
     The network is given one image at a time, as in a validation. It takes an image of any size, or,
     with `size` (height and width), images of this one, to which others are scaled and filled up.
@@ -161,7 +161,8 @@ class DetectionAnswers(Answers[SeenImage, SeenObjects]):
         return SeenObjects(found, image.height, image.width)
 
     def _refuse_other_output(self, output: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError if a graph gives other shapes than it should."""
+        """Raises ValueError if a network gives other shapes than it should. What else it gives is
+        not looked at, such as torchvision's keypoints_scores."""
         assert self.size is not None
         count = len(output["scores"])
         expected: dict[str, tuple[int, ...]] = {
@@ -171,9 +172,10 @@ class DetectionAnswers(Answers[SeenImage, SeenObjects]):
             "masks": (count, 1, *self.size),
             "keypoints": (count, self.keypoints, 3),
         }
-        for name, value in output.items():
-            if tuple(value.shape) != expected[name]:
-                raise ValueError(f"the network gives {name} of the shape {tuple(value.shape)}")
+        for name in self.fields:
+            shape = tuple(output[name].shape) if name in output else None
+            if shape != expected[name]:
+                raise ValueError(f"the network gives {name} of the shape {shape}")
 
     def answer(self, found: SeenObjects, top_k: int | None) -> dict[str, Any]:
         """All objects, in the order in which the network gave them; with `top_k`, those of the best

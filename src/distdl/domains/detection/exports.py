@@ -26,6 +26,9 @@ from distdl.util.errors import Disagrees, UserError
 
 PIXELS = 0.01  # the largest difference of a box that is accepted, at the size of the network
 MASKS = 0.99  # the least IoU of two masks
+# A keypoint is where a map of heats is hottest: of two neighbouring places that are about as hot
+# another runtime may choose the other one.
+POINTS = {"onnx": 1.0}  # pixels, of a keypoint in a format; in others PIXELS
 FEW = 4  # pixels, by which small masks may differ all the same
 NEAR = 1.0  # pixels: nearer boxes of one category may be one detection
 CLOSE = 1e-2  # the same of scores
@@ -196,18 +199,22 @@ class DetectionExports(Exports[list[SeenObjects]]):
         for one, other in zip(scored, expected, strict=True):
             scale = max(other.height / size[0], other.width / size[1]) if size else 1.0
             pair = (one.detections, other.detections)
-            total += compared(*pair, scale, self._limit(*pair))
+            total += compared(*pair, scale, self._limit(*pair), POINTS.get(kind, PIXELS))
         tolerance = self.tolerance[kind]
         count = total.matched + total.alone
         summary = (
             f"on {len(expected)} images with {count} detections; boxes differ by "
             f"{total.box:.1e} px, scores by {total.score:.1e} at most"
         )
-        right = total.box <= PIXELS and total.score <= tolerance and not total.masks
+        if not count:
+            summary = f"on {len(expected)} images, in which both find nothing to compare"
+        differing = total.masks + total.points
+        right = total.box <= PIXELS and total.score <= tolerance and not differing
         if not right or total.alone:
             what = f"does not agree with the network {summary}"
             what += f"; {total.alone} detections are on one side alone" if total.alone else ""
             what += f"; {total.masks} masks differ" if total.masks else ""
+            what += f"; keypoints of {total.points} objects differ" if total.points else ""
             accepted = f"{PIXELS:g} px and {tolerance:g} are accepted"
             raise Disagrees.at("export", f"{what} ({accepted})", REPORT, code="mismatch")
         return {
@@ -260,13 +267,14 @@ class DetectionExports(Exports[list[SeenObjects]]):
 @dataclass(frozen=True)
 class Compared:
     """Detections of two models: how many are in both, how many in one alone, and by how much the
-    boxes (in pixels), the scores and how many masks of the former differ."""
+    boxes (in pixels), the scores, and how many masks and sets of keypoints of the former differ."""
 
     matched: int = 0
     alone: int = 0
     box: float = 0.0
     score: float = 0.0
     masks: int = 0
+    points: int = 0
 
     def __add__(self, other: Compared) -> Compared:
         return Compared(
@@ -275,19 +283,23 @@ class Compared:
             max(self.box, other.box),
             max(self.score, other.score),
             self.masks + other.masks,
+            self.points + other.points,
         )
 
 
-def compared(one: Detections, other: Detections, scale: float, limit: float) -> Compared:
+def compared(
+    one: Detections, other: Detections, scale: float, limit: float, points_apart: float = PIXELS
+) -> Compared:
     """Matches the detections of an image by category, box and score.
 
     Args:
         scale: Pixels of the image for one of the network's.
         limit: The score below which no detection is kept.
+        points_apart: By how many pixels of the network's a keypoint may be elsewhere.
     """
     free = [*range(len(one))]
     box = score = 0.0
-    masks = 0
+    masks = points = 0
     unmatched: list[float] = []
     for place in range(len(other)):
         distances = [
@@ -308,10 +320,11 @@ def compared(one: Detections, other: Detections, scale: float, limit: float) -> 
         box = max(box, apart)
         score = max(score, differs)
         masks += differ(one, chosen, other, place)
+        points += are_elsewhere(one, chosen, other, place, points_apart * scale)
     unmatched += [float(one.scores[each]) for each in free]
     matched = len(other) - (len(unmatched) - len(free))
     alone = sum(value > limit + EDGE for value in unmatched)
-    return Compared(matched, alone, box, score, masks)
+    return Compared(matched, alone, box, score, masks, points)
 
 
 def differ(one: Detections, place: int, other: Detections, its_place: int) -> bool:
@@ -324,6 +337,16 @@ def differ(one: Detections, place: int, other: Detections, its_place: int) -> bo
     either = int((first | second).sum())
     apart = int((first ^ second).sum())
     return apart > max(FEW, (1 - MASKS) * either)
+
+
+def are_elsewhere(
+    one: Detections, place: int, other: Detections, its_place: int, most: float
+) -> bool:
+    """Whether a keypoint of two detections is at places that are more than `most` pixels apart."""
+    if one.keypoints is None or other.keypoints is None:
+        return (one.keypoints is None) != (other.keypoints is None)
+    apart = one.keypoints[place, :, :2] - other.keypoints[its_place, :, :2]
+    return bool((apart.abs() > most).any())
 
 
 def objects_of(answer: Mapping[str, Any], labels: Mapping[int, int]) -> SeenObjects:

@@ -33,9 +33,9 @@ def classes_of(network: nn.Module) -> int | None:
 
 @contextmanager
 def no_scales_kept(network: nn.Module) -> Iterator[None]:
-    """In the block, torchvision's pooling infers the scales of its feature maps from the image that
-    it is given. It would keep those of the first image that it ever saw, and of one of less than 46
-    pixels they are wrong. Behind the block it has what it had before."""
+    """In the block, torchvision's pooling infers the scales of its feature maps from the images
+    that it is given. It would keep those of the first ones that it ever saw, and of images of less
+    than 46 pixels they are wrong. Behind the block it has what it had before."""
     from torchvision.ops import MultiScaleRoIAlign
 
     poolers = [each for each in network.modules() if isinstance(each, MultiScaleRoIAlign)]

@@ -32,8 +32,8 @@ class PredictedObjects:
 class DetectionRows(PredictedRows):
     """Of each detection its image, `category_id` and `category`, `score`, the box as `x`, `y`,
     `width` and `height` in pixels, and, where the network gives them, the `mask` as COCO's RLE
-    (JSON) and the `keypoints` (x, y and score of each). An image in which nothing was found has no
-    row; one that is damaged has a row with its `error`.
+    (JSON) and the `keypoints` (x, y and visibility of each). An image in which nothing was found
+    has no row; one that is damaged has a row with its `error`.
     """
 
     uniform = False
@@ -61,8 +61,7 @@ class DetectionRows(PredictedRows):
         if samples.names is not None:
             whose = {"name": samples.names, **samples.known}
         rows = {name: np.repeat(values, repeats, axis=0) for name, values in whose.items()}
-        objects = [None if bad else each for each, bad in zip(images, damaged, strict=True)]
-        found = _columns(objects, self.categories)
+        found = _columns(images, damaged.tolist(), self.categories)
         rows |= found
         missing = dict.fromkeys(found, missing_of)
         if samples.errors is not None:
@@ -79,13 +78,14 @@ class DetectionRows(PredictedRows):
         found = float(counts.get("detections", 0))
         return {**super().metrics(counts, samples), "predict/detections": found}
 
-    def finish(self, folder: Path, rows: Callable[[], Iterable[Row]]) -> list[str]:
-        """Writes COCO's result JSON: a file each for boxes, masks and keypoints. Data whose images
-        have no ids get none."""
-        first = next(iter(rows()), {})
-        if "image_id" not in first:
+    def finish(
+        self, folder: Path, rows: Callable[[], Iterable[Row]], columns: Sequence[str]
+    ) -> list[str]:
+        """Writes COCO's result JSON: a file each for boxes, masks and keypoints, an empty list if
+        nothing was found. Data whose images have no ids get none."""
+        if "image_id" not in columns:
             return []
-        written = [kind for kind in FILES if kind == BOX or kind in first]
+        written = [kind for kind in FILES if kind == BOX or kind in columns]
         for kind in written:
             with atomic_file(folder / FILES[kind]) as file:
                 before = b"[\n"
@@ -111,14 +111,15 @@ def _results(kind: str, rows: Iterable[Row]) -> Iterator[dict[str, object]]:
         yield result
 
 
-def _columns(images: Sequence[Detections | None], categories: Categories) -> dict[str, np.ndarray]:
-    """The columns of all detections, in order; None is a row without one."""
+def _columns(
+    images: Sequence[Detections], damaged: Sequence[bool], categories: Categories
+) -> dict[str, np.ndarray]:
+    """The columns of all detections, in order. A damaged image has a row without one; which columns
+    there are does not depend on it."""
     rows: list[CocoResult | None] = []
-    points: list[int] = []
-    for image in images:
-        rows += [None] if image is None else image.results(0, categories)
-        if image is not None and image.keypoints is not None:
-            points.append(image.keypoints.shape[1])
+    for image, bad in zip(images, damaged, strict=True):
+        rows += [None] if bad else image.results(0, categories)
+    points = [image.keypoints.shape[1] for image in images if image.keypoints is not None]
     names = dict(zip(categories.ids, categories.names, strict=True))
     boxes = np.array([[0.0] * 4 if row is None else row["bbox"] for row in rows]).reshape(-1, 4)
     columns: dict[str, np.ndarray] = {
@@ -127,7 +128,7 @@ def _columns(images: Sequence[Detections | None], categories: Categories) -> dic
         "score": np.array([row["score"] if row else 0.0 for row in rows], np.float64),
         **{name: boxes[:, place] for place, name in enumerate(("x", "y", "width", "height"))},
     }
-    if any(image is not None and image.masks is not None for image in images):
+    if any(image.masks is not None for image in images):
         columns["mask"] = _texts([json.dumps(row["segmentation"]) if row else None for row in rows])
     if points:
         blank = [0.0] * 3 * points[0]

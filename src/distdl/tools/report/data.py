@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from distdl.runs.records import journals, read
 from distdl.util.errors import Damaged
 
 MOST_VALUES = 8  # of the validation, in the summary
+# COCO's numbers, such as val/box_ap_small: -1 is its word for "there is no such object".
+OF_COCO = re.compile(r"(val|test)/(\w+_)?(ap|ar)\d*(_small|_medium|_large)?$")
 
 
 @dataclass
@@ -184,14 +187,22 @@ def _validation(run: ReportedRun) -> list[tuple[str, str]]:
     ordered = [name for name in known if name in run.series]
     rows = []
     for name in ordered[:MOST_VALUES]:
-        values = [value for value in run.values(name) if value == value]
+        there = [value for value in run.values(name) if value == value]
+        values = [value for value in there if not is_absent(name, value)]
         better = _better(name, mode if name == main else "")
         if values:
             best = f" (best {_shown(name, better(values))})" if better else ""
             rows.append((name, f"{_shown(name, values[-1])}{best}"))
+        elif there:
+            rows.append((name, "none: there is no such object"))
     if left := ordered[MOST_VALUES:]:
         rows.append(("more", f"{len(left)} more metrics have curves below"))
     return rows
+
+
+def is_absent(name: str, value: float) -> bool:
+    """Whether a metric says by this value that it has none."""
+    return value == -1 and OF_COCO.match(name) is not None
 
 
 def _better(name: str, mode: str) -> Callable[[list[float]], float] | None:

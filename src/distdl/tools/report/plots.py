@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distdl.tools.report.data import MetricSeries
+from distdl.tools.report.data import MetricSeries, is_absent
 from distdl.util.colours import LINES
 
 if TYPE_CHECKING:
@@ -206,11 +206,16 @@ def _line(
     if times_from is not None:
         x = (np.array(series.times) - times_from) / 60
     y = np.array(series.values, dtype=float)
+    absent = np.array([is_absent(label, value) for value in series.values], dtype=bool)
     hidden = ~(np.abs(y) <= LARGEST)  # NaN, too
-    y[hidden] = math.nan
+    y[hidden | absent] = math.nan
     y *= scale
-    if hidden.any():
-        label += f" ({hidden.sum()} of {len(y)} values are NaN, infinite or too large to draw)"
+    for left_out, why in (
+        (absent, "-1: there is no such object"),
+        (hidden, "NaN, infinite or too large to draw"),
+    ):
+        if left_out.any():
+            label += f" ({left_out.sum()} of {len(y)} values are {why})"
     size = math.ceil(len(y) / POINTS)
     if size == 1:
         marker = "o" if len(y) < 40 else ""

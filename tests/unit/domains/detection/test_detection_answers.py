@@ -71,3 +71,15 @@ def test_a_graph_that_gives_other_shapes_than_it_says_is_refused():
         answers.found(network(boxes=torch.zeros(2, 5)), [seen])
     with pytest.raises(ValueError, match="does not begin with boxes"):
         DetectionAnswers({**ONE_SIZE, "fields": ["scores", "boxes", "labels"]})
+
+
+def test_what_else_a_network_gives_is_not_looked_at():
+    """torchvision's keypoint detectors give a score of each keypoint, too."""
+    said = {**ONE_SIZE, "fields": [*ONE_SIZE["fields"], "keypoints"], "keypoints": 17}
+    answers = DetectionAnswers(said)
+    image = answers.seen(photo(40, 30))
+    found = {"keypoints": torch.ones(2, 17, 3), "keypoints_scores": torch.ones(2, 17)}
+    answers.found(network(**found), [image])
+    for other in ({}, {"keypoints": torch.ones(2, 5, 3)}):
+        with pytest.raises(ValueError, match="the network gives keypoints of the shape"):
+            answers.found(network(**other), [image])

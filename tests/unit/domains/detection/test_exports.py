@@ -1,9 +1,11 @@
 """When the objects of a written model are those of its network."""
 
+from dataclasses import replace
+
 import torch
 
 from distdl.domains.detection.detections import Detections, encoded
-from distdl.domains.detection.exports import compared, objects_of
+from distdl.domains.detection.exports import POINTS, compared, objects_of
 
 THRESHOLD = 0.05
 
@@ -63,3 +65,14 @@ def test_an_answer_says_what_was_found():
     assert seen.detections.boxes.tolist() == [[1.0, 2.0, 4.0, 6.0]]
     assert seen.detections.labels.tolist() == [2]
     assert objects_of({**answer, "detections": []}, {90: 2}).detections.boxes.shape == (0, 4)
+
+
+def test_keypoints_must_be_at_the_same_places():
+    places = torch.tensor([[[1.0, 2.0, 1.0], [5.0, 5.0, 1.0]]])
+    differs = {}
+    for moved in (0.0, 0.9, 1.1):
+        pair = [replace(found(CAT), keypoints=each) for each in (places + moved, places)]
+        in_a_graph = compared(*pair, 1.0, THRESHOLD, POINTS["onnx"]).points
+        differs[moved] = (compared(*pair, 1.0, THRESHOLD).points, in_a_graph)
+    assert differs == {0.0: (0, 0), 0.9: (1, 0), 1.1: (1, 1)}
+    assert compared(found(CAT), pair[1], 1.0, THRESHOLD).points == 1

@@ -54,7 +54,8 @@ def test_a_row_for_each_detection_and_cocos_result_json(form, tmp_path):
     assert [row["category"] for row in read][:2] == ["disc", "dog, small"]
     assert [row["error"] in (None, "") for row in read] == [True, True, False, True]
     assert read[2]["score"] in (None, "")
-    assert rows.finish(stored.folder, stored.read) == ["coco_bbox.json", "coco_segm.json"]
+    files = ["coco_bbox.json", "coco_segm.json"]
+    assert rows.finish(stored.folder, stored.read, stored.columns) == files
     boxes = json.loads((stored.folder / "coco_bbox.json").read_text())
     results = images[0].results(7, CATEGORIES) + images[3].results(10, CATEGORIES)
     expected = [{k: v for k, v in each.items() if k != "segmentation"} for each in results]
@@ -76,7 +77,29 @@ def test_nothing_found_and_images_without_ids(tmp_path):
     stored = Rows(tmp_path / "rows", "parquet")
     stored.open()
     stored.add(table.columns, table.missing, **table.counts)
-    assert rows.finish(stored.folder, stored.read) == []
+    assert rows.finish(stored.folder, stored.read, stored.columns) == []
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])
+@pytest.mark.parametrize("error", ["", "is no image"])
+def test_nothing_found_is_an_empty_list_of_each_kind(error, form, tmp_path):
+    """COCO's program and its server take no missing file. Also behind an interruption, where this
+    process has seen no image."""
+    rows = DetectionRows(named=True)
+    columns = rows.of_batch(PredictedObjects([found()], CATEGORIES), 1)
+    names = np.array(["a.jpg"], dtype=object)
+    known = {"image_id": np.array([7])}
+    errors = np.array([error], dtype=object)
+    table = rows.table(columns, Predicted(np.array([0]), names, known, errors))
+    before = Rows(tmp_path / "rows", form)
+    before.open()
+    before.describe("1 sample")
+    before.add(table.columns, table.missing, **table.counts)
+    stored = Rows(tmp_path / "rows", form)
+    stored.open()
+    files = DetectionRows(named=True).finish(stored.folder, stored.read, stored.columns)
+    assert files == ["coco_bbox.json", "coco_segm.json"]
+    assert [json.loads((stored.folder / name).read_text()) for name in files] == [[], []]
 
 
 def test_a_part_without_rows_is_still_of_its_checkpoint(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,30 @@ def test_a_report_draws_any_number_or_says_so(values):
         svg, [(label, _)] = draw(Chart("Loss", {"train/loss": series}, **more), 0.0)
         assert "<svg" in svg
         assert label.startswith(f"train/loss ({hidden} of {len(values)} values")
+
+
+@pytest.mark.filterwarnings("error")
+def test_minus_one_of_cocos_is_left_out_and_said():
+    """It would squeeze all other curves of its chart."""
+    names = {"val/box_ap": [-1, 0.25, 0.5], "val/box_ap_large": [-1] * 3, "own/score": [-1, 0, 1]}
+    lines = {
+        name: MetricSeries([1, 2, 3], [0.0] * 3, [*map(float, values)])
+        for name, values in names.items()
+    }
+    _, legend = draw(Chart("val/box", lines), 0.0)
+    said = "values are -1: there is no such object)"
+    assert [label for label, _ in legend] == [
+        f"val/box_ap (1 of 3 {said}",
+        f"val/box_ap_large (3 of 3 {said}",
+        "own/score",
+    ]
+    coco = {name: series for name, series in lines.items() if name.startswith("val")}
+    svg, _ = draw(Chart("val/box", coco), 0.0)
+    ticks = [
+        float(text.replace("\N{MINUS SIGN}", "-")) for text in re.findall(r">([^<>]*\.\d+)<", svg)
+    ]
+    assert ticks
+    assert min(ticks) >= 0
 
 
 def test_many_metrics_of_a_prefix_are_shared_out_by_their_next_words():
