@@ -53,6 +53,7 @@ MATRIX := $(addprefix tests/, \
 	serving/test_hostile.py \
 	strategies/test_detectors.py \
 	strategies/test_equality.py \
+	strategies/test_fine_tuning.py \
 	strategies/test_sharded.py \
 	unit/cli/test_scale.py \
 	unit/images/test_native.py \

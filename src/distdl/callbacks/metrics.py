@@ -24,6 +24,7 @@ from distdl.callbacks.lean import LeanCallback
 from distdl.data.sampling import TrainPosition
 from distdl.data.side_stream import QueueLimit
 from distdl.loops.fit import fit_loop_of
+from distdl.optim import optimizers as optim
 from distdl.runs.directory import Attempt
 
 log = logging.getLogger(__name__)
@@ -226,10 +227,13 @@ def returned_loss(trainer: Trainer, outputs: STEP_OUTPUT) -> torch.Tensor | None
 def rates(optimizers: list[Any]) -> dict[str, float]:
     """The learning rates by name. `lr` is that of the first optimizer's first group. If groups may
     differ (those of a config's optimizer do not), each also gets the name that Lightning's
-    LearningRateMonitor uses: `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`."""
+    LearningRateMonitor uses: `lr-Adam`, `lr-SGD/pg1`, `lr-SGD-1`. Those of layers with a rate of
+    their own (`optimizer.layer_decay`) are `lr-SGD/layer4.1`."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     named = {"lr": float(groups[0]["lr"])} if groups else {}
-    one = len(groups) < 2 or all("reference_lr" in group for group in groups)
+    one = len(groups) < 2 or all(
+        "reference_lr" in group and optim.LAYER not in group for group in groups
+    )
     seen = Counter[str]()
     for optimizer in () if one else optimizers:
         name = kind = f"lr-{type(optimizer).__name__}"
@@ -237,7 +241,8 @@ def rates(optimizers: list[Any]) -> dict[str, float]:
             name = f"{kind}-{seen[kind]}"
         seen[kind] += 1
         for number, group in enumerate(optimizer.param_groups, 1):
-            label = group.get("name", f"pg{number}" if len(optimizer.param_groups) > 1 else "")
+            label = f"pg{number}" if len(optimizer.param_groups) > 1 else ""
+            label = group.get("name", group.get(optim.LAYER, label))
             named[f"{name}/{label}" if label else name] = float(group["lr"])
     return named
 

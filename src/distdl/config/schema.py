@@ -193,6 +193,8 @@ class Optimizer(Component):
     lr_scaling: Literal["linear", "sqrt", "none"] = "none"
     lr_reference_batch: Positive = 256
     decay_norm_and_bias: bool = False
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    backbone_lr: AboveZero | None = None
 
 
 class Schedule(Component):

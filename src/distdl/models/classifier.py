@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,10 +14,11 @@ from torch.nn import functional as F
 
 from distdl.domains.classification.domain import Classification
 from distdl.domains.classification.metric import Labelled, labels_of
-from distdl.models import compilers
+from distdl.models import compilers, freezing, start_checks
 from distdl.models.blocks import MemoryLayout, NamedBlock, blocks_of
 from distdl.models.evaluated import Evaluated
 from distdl.models.mixing import mix
+from distdl.models.parts import heads_of
 from distdl.models.weights import load_weights
 from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import NotNegative, Positive
@@ -59,6 +59,12 @@ class ImageClassifier(Evaluated):
         fused_bn: Accepted for frozen runs of earlier versions, without effect.
         weights: File of initial weights: torchvision's or timm's `.pth`, `.safetensors`, or a
             checkpoint.
+        head: "new": the layer that gives the logits is not taken from `weights`; None: only if the
+            file has another number of classes.
+        freeze: Modules and parameters of the network that are not trained: names, or patterns such
+            as "layer[12]"; "backbone" is all but the head. Their batch norms keep their statistics.
+        unfreeze_at: The epoch (the first is 0) from which on what `freeze` names is trained, too;
+            None: never.
         seed: Of mixup and cutmix, whose draws depend only on (seed, epoch, batch, rank).
 
     Raises:
@@ -80,6 +86,9 @@ class ImageClassifier(Evaluated):
         matmul_precision: Precision = "highest",
         fused_bn: bool = False,
         weights: str | None = None,
+        head: Literal["new"] | None = None,
+        freeze: Sequence[str] = (),
+        unfreeze_at: Positive | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -88,9 +97,12 @@ class ImageClassifier(Evaluated):
         if problems:
             raise UserError(*(replace(p, path=f"model.{p.path}") for p in problems))
         if weights is not None:
-            load_weights(network, weights)
+            load_weights(network, weights, head, num_classes)
         if norm == "group":
             network = with_group_norm(network)
+        if freeze:
+            self.frozen = freezing.freeze(network, freeze, heads_of(network, num_classes))
+            self.unfreeze_at = unfreeze_at
         if fused_bn:
             log.warning("model.fused_bn=true has no effect; use model.compile=true instead")
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -108,14 +120,7 @@ class ImageClassifier(Evaluated):
         config: Mapping[str, Any], context: Mapping[str, Any] | None = None
     ) -> Iterable[Problem]:
         """Problems of the arguments; paths are relative to the model node."""
-        file = config.get("weights")
-        if file and context and context["local"] and not Path(file).exists():
-            yield Problem(
-                "weights",
-                f"no such file: {file}",
-                "a .pth, .safetensors or .ckpt file",
-                code="not-found",
-            )
+        yield from start_checks.problems(config, context, classifies=True)
         if config.get("norm", "batch") not in ("batch", "group"):
             yield Problem(
                 "norm",

@@ -29,6 +29,8 @@ COUNTED = "num_batches_tracked"  # which FrozenBatchNorm2d has not
 CLASSIFIERS_HEAD = ("fc.", "classifier.", "head.")
 # What begins the names of a classifier's layers, where the backbone's begin with nothing.
 FEATURES = "features."
+# Parts of the names of layers that tell classes apart.
+BY_CLASS = ("box_predictor.", "mask_fcn_logits.", "cls_logits.", "classification_head.module_list.")
 # Layers of these names have four numbers a class; all others have one, or one for each anchor.
 FOUR_EACH = ("bbox_pred",)
 # The published files whose norms had no `eps` when they were trained: torchvision sets it to 0 when
@@ -41,13 +43,16 @@ WITHOUT_EPS = {
 }
 
 
-def load_detector_weights(network: nn.Module, file: Path, categories: Categories) -> None:
+def load_detector_weights(
+    network: nn.Module, file: Path, categories: Categories, new_head: bool = False
+) -> None:
     """Loads a file into a detector, in place.
 
     Args:
         file: `.pth`, `.safetensors`, or any checkpoint of distdl or Lightning, of a classifier or
             of a detector.
         categories: Of the detector's labels.
+        new_head: Whether the layers that tell classes apart keep their initial values.
 
     Raises:
         UserError: There is no such file, or its weights belong to another network.
@@ -58,9 +63,13 @@ def load_detector_weights(network: nn.Module, file: Path, categories: Categories
     weights = {name: value for name, value in weights.items() if not name.endswith(COUNTED)}
     if fitting := _of_backbone(network, weights):
         network.load_state_dict(fitting, strict=False)
-        log.info("%s: weights of the backbone; all others are random", file)
+        left = [name for name in weights if name.startswith(CLASSIFIERS_HEAD)]
+        counts = f"{len(fitting)} of {len(weights)} weights are taken for the backbone"
+        text = "%s: %s; all others are random; left in the file: %s"
+        log.info(text, file, counts, ", ".join(left) or "none")
         return
-    random = _fit_heads(network, weights, categories)
+    random = _without_head(network, weights) if new_head else []
+    random += _fit_heads(network, weights, categories)
     try:
         # Old files have other names, which torchvision's layers translate.
         seen = network.load_state_dict(weights, strict=False)
@@ -75,8 +84,10 @@ def load_detector_weights(network: nn.Module, file: Path, categories: Categories
             "model.weights", f"{what} or its backbone: {shown}", REMEDY, code="mismatch"
         )
     _refuse_eps(network, file)
-    log.info("%s: weights of the detector", file)
-    if random:
+    log.info("%s: %d weights of the detector", file, len(weights))
+    if new_head:
+        log.info("not loaded from %s, for a new head: %s", file, ", ".join(random))
+    elif random:
         text = "not loaded from %s, since its classes have no COCO ids, or other ones: %s"
         log.warning(text, file, ", ".join(random))
 
@@ -92,6 +103,21 @@ def _of_backbone(
     if found.keys() != own.keys() or any(found[k].shape != v.shape for k, v in own.items()):
         return {}
     return {f"backbone.body.{name}": value for name, value in found.items()}
+
+
+def _without_head(network: nn.Module, weights: dict[str, torch.Tensor]) -> list[str]:
+    """Drops what tells classes apart, in place: its names.
+
+    Raises:
+        UserError: The network has no such layers of torchvision's names.
+    """
+    dropped = [name for name in network.state_dict() if any(part in name for part in BY_CLASS)]
+    if not dropped:
+        what = f"the layers of {type(network).__name__} that tell classes apart are not known"
+        raise UserError.at("model.head", what, "model.head=null", code="unsupported")
+    for name in dropped:
+        weights.pop(name, None)
+    return dropped
 
 
 def _fit_heads(

@@ -18,6 +18,7 @@ from distdl.domains.detection.domain import Detection
 from distdl.domains.detection.metric import refuse_unknown_sigmas
 from distdl.domains.detection.network_parts import classes_of, no_scales_kept
 from distdl.domains.detection.rows import PredictedObjects
+from distdl.models import freezing, start_checks
 from distdl.models.detection_network import (
     freeze_norms,
     keep_float32,
@@ -27,6 +28,7 @@ from distdl.models.detection_network import (
 )
 from distdl.models.detection_weights import load_detector_weights
 from distdl.models.evaluated import Evaluated
+from distdl.models.weights import NEW
 from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import NotNegative, Positive
 
@@ -71,6 +73,11 @@ class Detector(Evaluated):
         keypoint_sigmas: How exactly each keypoint can be placed, for `val/keypoint_ap`; None:
             COCO's, for its 17 keypoints.
         matmul_precision: As of `ImageClassifier`.
+        head: "new": the layers that tell classes apart are not taken from `weights`; None: they
+            are, if the classes are COCO's or as many.
+        freeze: Modules and parameters of the network that are not trained, beside those before
+            `trainable_stages`: as of `ImageClassifier`.
+        unfreeze_at: As of `ImageClassifier`.
 
     Raises:
         UserError: If an argument is out of its range, or does not fit the network.
@@ -88,6 +95,9 @@ class Detector(Evaluated):
         trainable_stages: int | None = None,
         keypoint_sigmas: Sequence[float] | None = None,
         matmul_precision: Precision = "highest",
+        head: Literal["new"] | None = None,
+        freeze: Sequence[str] = (),
+        unfreeze_at: Positive | None = None,
     ) -> None:
         super().__init__()
         classes = classes_of(network)
@@ -100,11 +110,14 @@ class Detector(Evaluated):
             freeze_norms(network, frozen_eps)
         if trainable_stages is not None or weights is not None:
             train_last_stages(network, STAGES if trainable_stages is None else trainable_stages)
+        if freeze:
+            self.frozen = freezing.freeze(network, freeze)
+            self.unfreeze_at = unfreeze_at
         keep_float32(network)
         if (points := keypoints_of(network)) is not None:
             refuse_unknown_sigmas(points, keypoint_sigmas)
         self.network, self.num_classes, self.weights = network, num_classes, weights
-        self.norm, self.keypoint_sigmas = norm, keypoint_sigmas
+        self.norm, self.keypoint_sigmas, self.head = norm, keypoint_sigmas, head
         self._matmul_precision = matmul_precision
         self._needs = needs_of(network)
         self.domain = Detection(None, keypoint_sigmas, self._needs)
@@ -113,16 +126,7 @@ class Detector(Evaluated):
     def check(config: Mapping[str, object], context: Mapping[str, object]) -> Iterable[Problem]:
         """Problems of the arguments; paths are relative to the model node."""
         whole = cast("Mapping[str, Mapping[str, object]]", context["config"])
-        file = config.get("weights")
-        # Of a run that exists, a checkpoint has all weights, or `setup` refuses.
-        reads = context["local"] and context.get("new", True)
-        if file and reads and not Path(str(file)).exists():
-            yield Problem(
-                "weights",
-                f"no such file: {file}",
-                "a .pth, .safetensors or .ckpt file",
-                code="not-found",
-            )
+        yield from start_checks.problems(config, context, classifies=False)
         if context["local"] and find_spec("faster_coco_eval") is None:
             what = "needs the package faster-coco-eval, which is not installed"
             yield Problem("", what, "pip install 'distdl[detection]'", code="not-installed")
@@ -147,7 +151,8 @@ class Detector(Evaluated):
         self.metric = self.domain.metric()
         self.drawing = self.domain.drawing(self.metric)
         if self.weights is not None and self.trainer.ckpt_path is None:
-            load_detector_weights(self.network, Path(self.weights), self.categories)
+            new = self.head == NEW
+            load_detector_weights(self.network, Path(self.weights), self.categories, new)
         elif self.norm == "frozen" and self.weights is None and stage == "fit":
             text = "model.weights is null: the network starts from random weights, and its norms "
             log.info("%sare not frozen", text)

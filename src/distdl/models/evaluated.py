@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from typing import Any
+from typing import Any, Self
 
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from distdl.domains.domain import Domain
 from distdl.domains.drawing import Drawing
 from distdl.domains.metric import Metric, sum_over
+from distdl.models.freezing import Frozen
+
+log = logging.getLogger(__name__)
 
 
 class Evaluated(LightningModule):
@@ -22,11 +27,48 @@ class Evaluated(LightningModule):
     """
 
     domain: Domain
+    frozen = Frozen()  # of `self.network`
+    unfreeze_at: int | None = None  # the epoch from which on that is trained, too
 
     def __init__(self) -> None:
         super().__init__()
         self.metric: Metric[Any, Any] = self.domain.metric()
         self.drawing: Drawing[Any, Any] | None = self.domain.drawing(self.metric)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.frozen.keep_statistics(self._frozen_in)
+        return self
+
+    @property
+    def trained_later(self) -> frozenset[str]:
+        """The names of frozen parameters that will be trained. The optimizer has them from the
+        start, so that its groups are the same before and after."""
+        if self.unfreeze_at is None:
+            return frozenset()
+        prefix = "" if self._frozen_in is self else "network."
+        return frozenset(f"{prefix}{name}" for name in self.frozen.weights)
+
+    def on_train_epoch_start(self) -> None:
+        self._unfreeze_when_due()
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        self._unfreeze_when_due()  # a resume inside an epoch does not start it
+
+    def _unfreeze_when_due(self) -> None:
+        if self.unfreeze_at is None or self.current_epoch < self.unfreeze_at:
+            return
+        if not self.frozen.weights:
+            return
+        self.frozen.thaw(self._frozen_in)
+        count = len(self.frozen.weights)
+        self.frozen = Frozen()
+        log.info("model.unfreeze_at=%d: %d more weights are trained", self.unfreeze_at, count)
+
+    @property
+    def _frozen_in(self) -> nn.Module:
+        network = getattr(self, "network", None)
+        return network if isinstance(network, nn.Module) else self
 
     def on_validation_epoch_start(self) -> None:
         self.metric.start(self.device)

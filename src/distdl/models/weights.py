@@ -5,16 +5,23 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from distdl.checkpoint import formats
 from distdl.checkpoint.convert import plain_weights
+from distdl.models.parts import heads_of, inside
 from distdl.util.errors import UserError
 from distdl.util.wording import first_few
 
 log = logging.getLogger(__name__)
+
+NEW = "new"  # of `model.head`
+COUNTED = "num_batches_tracked"
 
 
 def read_published_without_code() -> None:
@@ -26,30 +33,122 @@ def read_published_without_code() -> None:
         api.__dict__["load_state_dict_from_url"] = functools.partial(load, weights_only=True)
 
 
-def load_weights(network: nn.Module, file: str | Path) -> None:
+@dataclass(frozen=True)
+class Fit:
+    """What a network takes of a file's weights, by name, with shapes.
+
+    Args:
+        taken: Of the network.
+        new: Of the network, which keep their initial values.
+        left: Of the file.
+        misfits: Names that must fit and do not; empty: the file may be loaded.
+    """
+
+    taken: list[str]
+    new: list[str]
+    left: list[str]
+    misfits: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        own: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
+        heads: Collection[str] | None,
+    ) -> Fit:
+        """Compares names and shapes.
+
+        Args:
+            own: Of the network; may be on `meta`.
+            heads: Layers that are not taken from the file. None: all are, but one layer may have
+                another size.
+        """
+        apart = heads or ()
+        wanted = {name: value for name, value in own.items() if not inside(name, apart)}
+        given = {name: value for name, value in weights.items() if not inside(name, apart)}
+        # Files from before torch 0.4.1 have no such counters, and torch's own norms need none.
+        missing = sorted(n for n in wanted.keys() - given.keys() if not n.endswith(COUNTED))
+        unknown = sorted(given.keys() - wanted.keys())
+        other = [n for n in wanted if n in given and wanted[n].shape != given[n].shape]
+        one_layer = len({name.rpartition(".")[0] for name in other}) <= 1
+        misfits = [*other, *missing, *unknown]
+        if not missing and not unknown and one_layer and heads is None:
+            misfits = []
+        taken = [name for name in wanted if name in given and name not in other]
+        new = [_sized(name, value) for name, value in own.items() if name not in taken]
+        left = [_sized(name, value) for name, value in weights.items() if name not in taken]
+        return cls(taken, [n for n in new if COUNTED not in n], left, misfits if taken else [*own])
+
+
+def _sized(name: str, value: torch.Tensor) -> str:
+    return f"{name} {[*value.shape]}"
+
+
+def read_weights(file: str | Path) -> dict[str, torch.Tensor]:
+    """The weights of a file by their names in a network. They are mapped, not read.
+
+    Raises:
+        UserError: There is no such file, or it cannot be read.
+    """
+    if not Path(file).exists():
+        raise UserError.at("model.weights", f"no such file: {file}", code="not-found")
+    return plain_weights(formats.read(Path(file), mmap=True)["state_dict"])
+
+
+def fit_to(
+    network: nn.Module,
+    file: str | Path,
+    weights: Mapping[str, torch.Tensor],
+    head: str | None = None,
+    classes: int | None = None,
+) -> Fit:
+    """What `network` takes of the weights; the arguments are those of `load_weights`.
+
+    Raises:
+        UserError: The weights belong to another network, or the network has no known head.
+    """
+    heads = heads_of(network, classes) if head == NEW else None
+    kind = type(network).__name__
+    if heads == ():
+        what = f"no layer of {kind} has {classes} outputs, as a head of {classes} classes has"
+        remedy = "model.head=null, and a network whose last layer has model.num_classes outputs"
+        raise UserError.at("model.head", what, remedy, code="mismatch")
+    fit = Fit.of(network.state_dict(), weights, heads)
+    if fit.misfits:
+        shown = first_few(fit.misfits)
+        what = f"{file} holds the weights of another network than {kind}: {shown}"
+        remedy = "choose the model that the weights belong to"
+        raise UserError.at("model.weights", what, remedy, code="mismatch")
+    return fit
+
+
+def load_weights(
+    network: nn.Module, file: str | Path, head: str | None = None, classes: int | None = None
+) -> None:
     """Loads every weight and buffer of `network` by name, in place.
 
     A layer for another number of classes keeps its initial values, with a warning.
 
     Args:
         file: `.pth`, `.safetensors`, or any checkpoint of distdl or Lightning.
+        head: "new": the head keeps its initial values, whatever the file has; how many weights were
+            taken is logged.
+        classes: The number of outputs by which the head is known (`parts.heads_of`).
 
     Raises:
         UserError: There is no such file, or its weights belong to another network.
     """
-    if not Path(file).exists():
-        raise UserError.at("model.weights", f"no such file: {file}", code="not-found")
-    weights = plain_weights(formats.read(Path(file))["state_dict"])
-    named = network.state_dict()
-    other = [k for k in named if k in weights and named[k].shape != weights[k].shape]
-    missing = sorted(named.keys() - weights.keys())
-    unknown = sorted(weights.keys() - named.keys())
-    if missing or unknown or len({name.rpartition(".")[0] for name in other}) > 1:
-        shown = first_few([*other, *missing, *unknown])
-        what = f"{file} holds the weights of another network than {type(network).__name__}: {shown}"
-        raise UserError.at(
-            "model.weights", what, "choose the model that the weights belong to", code="mismatch"
-        )
-    if other:
-        log.warning("not loaded from %s, because the shapes differ: %s", file, ", ".join(other))
-    network.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)
+    weights = read_weights(file)
+    fit = fit_to(network, file, weights, head, classes)
+    if head == NEW:
+        counts = f"{len(fit.taken)} of {len(network.state_dict())} weights and buffers"
+        parts = "; ".join([f"new: {_listed(fit.new)}", f"left in the file: {_listed(fit.left)}"])
+        log.info("model.weights: %s are from %s; %s", counts, file, parts)
+    elif fit.new:
+        names = ", ".join(name.partition(" ")[0] for name in fit.new)
+        log.warning("not loaded from %s, because the shapes differ: %s", file, names)
+    network.load_state_dict({name: weights[name] for name in fit.taken}, strict=False)
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(names) or "none"

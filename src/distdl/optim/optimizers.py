@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,19 @@ from distdl.optim.schedules import constant
 from distdl.optim.schedules import rescale_schedule as rescale_schedule
 from distdl.util.errors import UserError
 
+OF_LAYERS = ("layer_decay", "backbone_lr")  # those that give layers a rate of their own
 # Keys of an optimizer node that are ours; all others are arguments of the optimizer's class.
-OUR_OPTIMIZER_KEYS = ("_target_", "lr_scaling", "lr_reference_batch", "decay_norm_and_bias")
+OUR_OPTIMIZER_KEYS = (
+    "_target_",
+    "lr_scaling",
+    "lr_reference_batch",
+    "decay_norm_and_bias",
+    *OF_LAYERS,
+)
+# What activation checkpointing and torch.compile add to the names of modules.
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+LAYER = "layer"  # of a parameter group: the layer whose rate it has
+FACTOR = "lr_factor"  # of a parameter group: that rate, as a factor of the optimizer's
 # Keys of a schedule node that tell Lightning when to step it; all others are arguments.
 OUR_SCHEDULE_KEYS = ("_target_", "interval", "frequency", "monitor", "strict", "name")
 # Keys of a parameter group that are null in a checkpoint: each run keeps its own values.
@@ -104,31 +115,121 @@ def describe_lr(config: Mapping[str, Any], global_batch: int) -> str:
     return f"lr {lr:g} per {scaling.reference} images x {factor} ({scaling.rule}) = {rate:g}"
 
 
+@dataclass(frozen=True)
+class LayerRate:
+    """Parameters with a rate of their own.
+
+    Args:
+        name: Of the layer, for messages and metrics.
+        factor: Of the optimizer's rate.
+        parameters: Their names in the module.
+    """
+
+    name: str
+    factor: float
+    parameters: frozenset[str]
+
+
+def layer_rates(
+    layers: Mapping[str, Sequence[str]], heads: Sequence[str], config: Mapping[str, Any]
+) -> list[LayerRate]:
+    """The rates that `layer_decay` or `backbone_lr` of an optimizer node gives, the highest first;
+    empty without either.
+
+    The last layer has the full rate, and each one before it `layer_decay` times that of the next
+    (Howard and Ruder 2018; Clark et al. 2020, "ELECTRA"; Bao et al. 2022, "BEiT"). With
+    `backbone_lr` all but the head has that rate.
+
+    Args:
+        layers: The names of parameters by layer, in the order of forward.
+        heads: The layers that are the head, of those.
+
+    Raises:
+        UserError: There is one layer alone, or no known head.
+    """
+    decay = config.get("layer_decay")
+    backbone = config.get("backbone_lr")
+    if decay is None and backbone is None:
+        return []
+    if decay is not None and len(layers) < 2:
+        what = "the layers of the model and their order are not known"
+        remedy = "optimizer.layer_decay=null, or a method pipeline_blocks() of the module"
+        raise UserError.at("optimizer.layer_decay", what, remedy, code="unsupported")
+    if decay is not None:
+        order = [*reversed(layers.items())]
+        return [LayerRate(n, decay**i, frozenset(names)) for i, (n, names) in enumerate(order)]
+    first = frozenset(name for layer in heads for name in layers.get(layer, ()))
+    rest = frozenset(name for names in layers.values() for name in names) - first
+    if not first or not rest:
+        what = "it is not known which part of the model is the head"
+        remedy = "optimizer.layer_decay, which needs no head, or a module with a part `backbone`"
+        raise UserError.at("optimizer.backbone_lr", what, remedy, code="unsupported")
+    factor = float(backbone) / float(config["lr"])
+    return [LayerRate("head", 1.0, first), LayerRate("backbone", factor, rest)]
+
+
+def describe_groups(groups: Sequence[Mapping[str, Any]]) -> str:
+    """The rates of layers, as they are before the schedule; "" if all groups have the same."""
+    rates: dict[str, float] = {}
+    for group in groups:
+        if LAYER in group:
+            rates[group[LAYER]] = float(group.get("initial_lr", group["lr"]))
+    return ", ".join(f"{layer} {rate:.3g}" for layer, rate in rates.items())
+
+
 def parameter_groups(
-    module: nn.Module, weight_decay: float | None, decay_norm_and_bias: bool = False
+    module: nn.Module,
+    weight_decay: float | None,
+    decay_norm_and_bias: bool = False,
+    rates: Sequence[LayerRate] = (),
+    later: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """The trainable parameters, each once: at most two groups for an optimizer, decayed ones first.
+    """The parameters that are trained, each once: at most two groups for an optimizer, or for each
+    of `rates`; decayed ones first.
 
     Parameters of normalisation layers and biases are not decayed (Goyal et al. 2017, section 5.3;
     He et al. 2019, "Bag of Tricks"), unless `decay_norm_and_bias`. Normalisation layers are found
     by their type, not their name. A `weight_decay` of None is the optimizer's default.
+
+    Args:
+        later: Names of frozen parameters that will be trained.
     """
+    rate_of_name = {name: rate for rate in rates for name in rate.parameters}
+    full = LayerRate("others", 1.0, frozenset())
+    together: dict[LayerRate, tuple[list[nn.Parameter], list[nn.Parameter]]]
+    together = {rate: ([], []) for rate in (*rates, full)}
+    seen: set[int] = set()
+    for path, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            whole = plain_name(f"{path}.{name}" if path else name)
+            if id(parameter) in seen or not (parameter.requires_grad or whole in later):
+                continue
+            seen.add(id(parameter))
+            spare = is_norm(owner) or _is_bias(owner, name)
+            decayed, spared = together[rate_of_name.get(whole, full)]
+            (spared if spare and not decay_norm_and_bias else decayed).append(parameter)
+    first = {} if weight_decay is None else {"weight_decay": weight_decay}
+    groups: list[dict[str, Any]] = []
+    for rate, (decayed, spared) in together.items():
+        layer = {LAYER: rate.name, FACTOR: rate.factor} if rates else {}
+        groups.append({"params": decayed, **first, **layer})
+        groups.append({"params": spared, "weight_decay": 0.0, **layer})
+    return [group for group in groups if group["params"]]
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter as it is where nothing wraps modules."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is a normalisation layer, by its type."""
     # Models with timm's layers have imported them already; other models need not wait for that.
     timm = sys.modules.get("timm.layers")
     norms = (*_NORMS, *(getattr(timm, name) for name in _TIMM_NORMS if hasattr(timm, name)))
-    decayed: list[nn.Parameter] = []
-    spared: list[nn.Parameter] = []
-    seen: set[int] = set()
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            if id(parameter) in seen or not parameter.requires_grad:
-                continue
-            seen.add(id(parameter))
-            spare = isinstance(owner, norms) or _is_bias(owner, name)
-            (spared if spare and not decay_norm_and_bias else decayed).append(parameter)
-    first = {} if weight_decay is None else {"weight_decay": weight_decay}
-    groups = [{"params": decayed, **first}, {"params": spared, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    return isinstance(module, norms)
 
 
 def _is_bias(owner: nn.Module, name: str) -> bool:
@@ -138,7 +239,13 @@ def _is_bias(owner: nn.Module, name: str) -> bool:
 
 
 def build_optimizer(
-    module: nn.Module, config: Mapping[str, Any], *, global_batch: int, fuse: bool = True
+    module: nn.Module,
+    config: Mapping[str, Any],
+    *,
+    global_batch: int,
+    fuse: bool = True,
+    rates: Sequence[LayerRate] = (),
+    later: Collection[str] = (),
 ) -> Optimizer:
     """Builds an optimizer over `module`'s trainable parameters from an optimizer node.
 
@@ -148,6 +255,8 @@ def build_optimizer(
         config: `_target_`, lr, lr_scaling (default "none"), lr_reference_batch (256),
             decay_norm_and_bias (False), and arguments of the class.
         global_batch: Images per optimizer step, over all ranks and accumulated batches.
+        rates: Of layers with a rate of their own.
+        later: Names of frozen parameters that will be trained.
         fuse: If `fused` is null or absent in the node: True sets it where `can_fuse` allows; False
             leaves the choice to torch.
 
@@ -159,7 +268,11 @@ def build_optimizer(
     arguments = {k: v for k, v in config.items() if k not in OUR_OPTIMIZER_KEYS}
     fused = arguments.pop("fused", None)
     groups = parameter_groups(
-        module, arguments.get("weight_decay"), bool(config.get("decay_norm_and_bias", False))
+        module,
+        arguments.get("weight_decay"),
+        bool(config.get("decay_norm_and_bias", False)),
+        rates,
+        later,
     )
     if not groups:
         raise UserError.at(
@@ -168,7 +281,10 @@ def build_optimizer(
     if "lr" in config:
         arguments["lr"] = rate_of(config, global_batch)
         for group in groups:
-            group["reference_lr"] = float(config["lr"])
+            factor = group.pop(FACTOR, 1.0)
+            group["reference_lr"] = float(config["lr"]) * factor
+            if factor != 1.0:
+                group["lr"] = arguments["lr"] * factor
     if fused is not None:
         arguments["fused"] = fused
     elif fuse and can_fuse(target, groups) and not {"foreach", "differentiable"} & arguments.keys():

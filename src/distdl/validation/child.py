@@ -58,7 +58,13 @@ _BUILT_ON_META = (
 SUPPLIED: dict[str, dict[str, tuple[str, ...]]] = {
     "optimizer": {
         "supplied": ("params",),
-        "consumed": ("lr_scaling", "lr_reference_batch", "decay_norm_and_bias"),
+        "consumed": (
+            "lr_scaling",
+            "lr_reference_batch",
+            "decay_norm_and_bias",
+            "layer_decay",
+            "backbone_lr",
+        ),
         "null_is_absent": ("fused",),
     },
     "model": {"consumed": MODEL_KEYS},

@@ -7,11 +7,15 @@ import inspect
 import re
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import closest
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Arguments that are left out, because they download weights.
 WEIGHTS = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "pretrained_cfg")
@@ -35,6 +39,16 @@ def without_weights(node: Mapping[str, Any]) -> dict[str, Any]:
     return bare
 
 
+def on_meta(node: Mapping[str, object]) -> nn.Module | None:
+    """The module of a node on `meta`; None: it cannot be built there."""
+    module: object = None
+    with suppress(Exception):  # any class's __init__ runs
+        module = _built(dict(node))
+    from torch import nn
+
+    return module if isinstance(module, nn.Module) else None
+
+
 def misfit(node: dict[str, Any]) -> Problem | None:
     """Builds a node on `meta`.
 
@@ -42,16 +56,21 @@ def misfit(node: dict[str, Any]) -> Problem | None:
         None if it builds, or if it fails only because it is on `meta`; else a problem whose path is
         the argument's name ("" if unknown). In its remedy, `{}` stands for the node's path.
     """
-    import torch
     from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
 
     try:
-        with torch.device("meta"):
-            instantiate(without_weights(node))
+        _built(node)
     except Exception as error:  # any class's __init__ runs
         return _explain((isinstance(error, InstantiationException) and error.__cause__) or error)
     return None
+
+
+def _built(node: dict[str, Any]) -> object:
+    import torch
+    from hydra.utils import instantiate
+
+    with torch.device("meta"):
+        return instantiate(without_weights(node), _convert_=node.get("_convert_", "all"))
 
 
 def _explain(error: BaseException) -> Problem | None:

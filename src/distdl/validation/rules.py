@@ -255,6 +255,18 @@ def classes(resolved: Resolved) -> Iterator[Problem]:
             yield Problem(path, what, f"{path}={labels}, or leave it out", code="mismatch")
 
 
+def layer_rates(resolved: Resolved) -> Iterator[Problem]:
+    """Rates of layers that contradict each other, or have nothing to multiply."""
+    optimizer = resolved.section("optimizer")
+    given = [key for key in ("layer_decay", "backbone_lr") if optimizer.get(key) is not None]
+    if len(given) > 1:
+        what = "has no effect beside optimizer.layer_decay, which gives each layer its rate"
+        yield Problem("optimizer.backbone_lr", what, "leave one of the two out", code="conflict")
+    if given and "lr" not in optimizer:
+        what = f"is missing, and optimizer.{given[0]} needs it"
+        yield Problem("optimizer.lr", what, "optimizer.lr=0.01", code="missing-key")
+
+
 def _epochs(resolved: Resolved, world: int) -> Iterator[Problem]:
     """Settings that do not fit an epoch, where the config states its samples."""
     data = resolved.section("data")

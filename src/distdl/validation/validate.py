@@ -76,6 +76,7 @@ def problems_in(
         *(each for _, each in target_problems(resolved.values, _trust(resolved, folders))),
         *rules.topology(resolved, topology, local),
         *rules.classes(resolved),
+        *rules.layer_rates(resolved),
         *rules.secrets(resolved),
     ]
     # A value that did not resolve is None now, and must not be reported a second time.

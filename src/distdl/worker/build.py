@@ -33,6 +33,8 @@ from distdl.distributed import process_group
 from distdl.job import Resources
 from distdl.loops.trainer import Trainer
 from distdl.models import recompute
+from distdl.models.evaluated import Evaluated
+from distdl.models.parts import layers_in
 from distdl.models.weights import read_published_without_code
 from distdl.optim import optimizers
 from distdl.optim.schedules import length_of
@@ -211,6 +213,9 @@ def attach_optimizer(
     schedule_node = plain(config.get("schedule"))
     if not optimizer_node:
         return
+    rates: list[optimizers.LayerRate] = []
+    if any(optimizer_node.get(key) is not None for key in optimizers.OF_LAYERS):
+        rates = optimizers.layer_rates(*layers_in(module), optimizer_node)
 
     def configure_optimizers(self: LightningModule) -> OptimizerLRScheduler:
         self.trainer.fit_loop.setup_data()  # rate and schedule depend on the loaders
@@ -221,6 +226,8 @@ def attach_optimizer(
             optimizer_node,
             global_batch=per_step or declared or reference,
             fuse=may_fuse(config),
+            rates=rates,
+            later=self.trained_later if isinstance(self, Evaluated) else (),
         )
         if not schedule_node:
             return optimizer

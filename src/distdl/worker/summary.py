@@ -69,9 +69,16 @@ def print_batch(
         print(f"rate    {optimizers.describe_lr(plain(config.optimizer), global_batch)}")
     if built.own_optimizer:
         print("rate    the model's own configure_optimizers")
+    elif layers := optimizers.describe_groups(groups_of(built)):
+        print(f"layers  {layers}")
     print(flush=True)
     attempt.update(**record)
     return counts
+
+
+def groups_of(built: Built) -> list[dict[str, Any]]:
+    """The parameter groups of the optimizers."""
+    return [group for optimizer in built.trainer.optimizers for group in optimizer.param_groups]
 
 
 def parameters_of(module: nn.Module) -> dict[str, int]:

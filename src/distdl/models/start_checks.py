@@ -1,0 +1,79 @@
+"""Whether a model's `weights`, `head` and `freeze` fit its network, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from distdl.models import freezing
+from distdl.models.parts import heads_of
+from distdl.models.weights import NEW, fit_to, read_weights
+from distdl.util.errors import Problem, UserError
+from distdl.validation.meta import on_meta
+
+# They lay out what is trained once, at the start: flat partitions, stages, averages.
+FIXED = ("DeepSpeedStrategy", "PipelineStrategy", "LocalSGDStrategy", "ModelParallelStrategy")
+
+
+def problems(
+    config: Mapping[str, object], context: Mapping[str, object] | None, classifies: bool
+) -> Iterator[Problem]:
+    """Problems of a model node; paths are relative to it. What depends on the network is found if
+    the network can be built on `meta`; if not, the start of the ranks finds it.
+
+    Args:
+        context: As `validation.child` gives it to a `check`; None: a call without a config.
+        classifies: Whether `weights` are all of the network's, and its head gives `num_classes`.
+    """
+    file = config.get("weights")
+    head = config.get("head")
+    patterns = config.get("freeze") or []
+    if head == NEW and not file:
+        what = "has no effect without model.weights"
+        yield Problem("head", what, "model.weights=FILE, or model.head=null", code="conflict")
+    if config.get("unfreeze_at") is not None:
+        yield from _unfreezing(patterns, context)
+    reads = bool(file) and context is not None and bool(context["local"])
+    if not classifies:  # of a run that exists, the checkpoint has all weights
+        reads = reads and bool((context or {}).get("new", True))
+    if reads and not Path(str(file)).exists():
+        remedy = "a .pth, .safetensors or .ckpt file"
+        yield Problem("weights", f"no such file: {file}", remedy, code="not-found")
+        return
+    if context is None or not (patterns or (reads and classifies)):
+        return
+    refused = context.get("refused") or ()
+    node = config.get("network")
+    if not isinstance(node, Mapping) or (isinstance(refused, list) and "model" in refused):
+        return
+    network = on_meta(node)
+    if network is None:
+        return
+    count = config.get("num_classes")
+    classes = count if isinstance(count, int) else None
+    try:
+        if reads and classifies:
+            fit_to(network, str(file), read_weights(str(file)), _text(head), classes)
+        if isinstance(patterns, list) and patterns:
+            freezing.freeze(network, patterns, heads_of(network, classes) if classifies else ())
+    except UserError as error:
+        for problem in error.problems:
+            yield replace(problem, path=problem.path.removeprefix("model."))
+
+
+def _unfreezing(patterns: object, context: Mapping[str, object] | None) -> Iterator[Problem]:
+    if not patterns:
+        what = "has no effect without model.freeze"
+        yield Problem("unfreeze_at", what, "model.freeze=[backbone]", code="conflict")
+    config = (context or {}).get("config")
+    strategy = config.get("strategy") if isinstance(config, Mapping) else None
+    target = str(strategy.get("_target_")) if isinstance(strategy, Mapping) else ""
+    if name := next((kind for kind in FIXED if target.endswith(kind)), ""):
+        what = f"{name} is built for the weights that are trained at the start"
+        remedy = "strategy=ddp, fsdp or single; or two runs, the second with model.weights=FILE"
+        yield Problem("unfreeze_at", what, remedy, code="unsupported")
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

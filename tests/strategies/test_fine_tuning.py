@@ -1,0 +1,80 @@
+"""Frozen weights under every strategy, and an exact resume before and after they are trained."""
+
+import pytest
+import torch
+
+from tests.strategies import matrix
+from tests.strategies.matrix import HALF, MATRIX, SAME_TO, STEPS, TOPOLOGIES, step
+
+# The files of this folder share the ranks.
+pytestmark = pytest.mark.xdist_group("strategies")
+
+# All that the first stage of the pipeline has, or less than that.
+FIRST = ("conv1", "bn1", "layer1") if MATRIX else ("stem", "body")
+LAST = ("layer4", "fc") if MATRIX else ("wide", "fc")
+FROZEN = (f"model.freeze=[{','.join(FIRST)}]", "model.norm=batch", "optimizer.weight_decay=0.1")
+CLIPPED = "+trainer.gradient_clip_val=0.5"
+DECAY = "optimizer.layer_decay=0.5"
+
+
+def parts(file, names):
+    return {k: v for k, v in matrix.read(file)["state_dict"].items() if k.split(".")[1] in names}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in TOPOLOGIES if n != "single"] if MATRIX else ["fsdp x2"]
+)
+def test_frozen_weights_and_statistics_do_not_change_by_a_bit(name, runs):
+    more = (*FROZEN, *([CLIPPED, "callbacks=[ema]"] if MATRIX and "ddp" in name else []))
+    files = runs.train(f"frozen {name}", TOPOLOGIES[name].plus(*more))
+    other = runs.train("frozen single", TOPOLOGIES["single"].plus(*FROZEN, "optimizer.lr=1.0"))
+    kept = parts(step(other), FIRST)
+    assert [key for key in kept if key.endswith("running_mean")]
+    for file in (step(files, HALF), step(files)):
+        assert equal(parts(file, FIRST), kept), "as built, and as with any rate"
+    assert not equal(parts(step(files, HALF), LAST), parts(step(files), LAST))
+    (state,) = matrix.read(step(files))["optimizer_states"]
+    assert not [name for name in state["state"] if name.split(".")[1] in FIRST]
+    if MATRIX:  # without batch norm, whose statistics are those of a rank
+        grouped = (*FROZEN, "model.norm=group")
+        both = (runs.train(f"grouped {n}", TOPOLOGIES[n].plus(*grouped)) for n in ("single", name))
+        assert matrix.apart(*(matrix.read(step(each))["state_dict"] for each in both)) < SAME_TO
+
+
+THAWS = ("data.train_samples=24", "trainer.max_epochs=2", "checkpoint.every_n_steps=1")
+THAWING = (f"model.freeze=[{','.join(FIRST)}]", "model.unfreeze_at=1", DECAY, CLIPPED, *THAWS)
+
+
+def at(files, number):
+    """The checkpoint of a step of either epoch."""
+    (file,) = files.glob(f"epoch_00?_step_{number:08d}.ckpt")
+    return file
+
+
+@pytest.mark.parametrize("name", ["single", "ddp x2", "fsdp x2"] if MATRIX else ["ddp x2"])
+def test_a_resume_before_and_after_the_unfreezing_is_exact(name, runs):
+    topology = TOPOLOGIES[name].plus(*THAWING)
+    whole = runs.train(f"thaws {name}", topology)
+    before, between, after = (parts(at(whole, n), FIRST) for n in (1, HALF, STEPS))
+    assert equal(before, between)
+    assert not any(torch.equal(between[key], after[key]) for key in between), "all are trained"
+    for number in (HALF - 1, HALF + 1) if MATRIX else (HALF - 1,):
+        again = runs.train(f"thaws {name} from {number}", topology, resume=at(whole, number))
+        one, other = (matrix.read(at(files, STEPS)) for files in (whole, again))
+        assert equal(one["state_dict"], other["state_dict"])
+        (state,), (resumed,) = one["optimizer_states"], other["optimizer_states"]
+        assert state["param_groups"] == resumed["param_groups"]
+        for weight, held in state["state"].items():
+            assert equal(held, resumed["state"][weight])
+    rates = {group["layer"]: group["initial_lr"] for group in state["param_groups"]}
+    ordered = [*rates.values()]
+    assert ordered == sorted(ordered, reverse=True)
+    assert next(iter(rates)) == "fc"
+    if name != "single" and MATRIX:
+        alone = runs.train("thaws single", TOPOLOGIES["single"].plus(*THAWING))
+        both = (matrix.read(at(files, STEPS))["state_dict"] for files in (alone, whole))
+        assert matrix.apart(*both) < SAME_TO
