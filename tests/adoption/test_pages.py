@@ -75,7 +75,7 @@ def test_fine_tuning(tmp_path):
     words = ("model=resnet34", "model.weights=outputs/default/base/checkpoints/last.ckpt")
     small = ("data.image_size=32", "trainer.accelerator=cpu", "tracking=none")
     printed = command(*words, *small, cwd=tmp_path, code=2)
-    refused = re.search(r"^\$ .*\n(distdl: .*)$", page, re.MULTILINE)
+    refused = re.search(r"^\$ .*\n(distdl: 1 problem.*\n.*)$", page, re.MULTILINE)
     assert refused
     assert refused[1] in printed
 

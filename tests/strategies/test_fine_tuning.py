@@ -14,7 +14,7 @@ FIRST = ("conv1", "bn1", "layer1") if MATRIX else ("stem", "body")
 LAST = ("layer4", "fc") if MATRIX else ("wide", "fc")
 FROZEN = (f"model.freeze=[{','.join(FIRST)}]", "model.norm=batch", "optimizer.weight_decay=0.1")
 CLIPPED = "+trainer.gradient_clip_val=0.5"
-DECAY = "optimizer.layer_decay=0.5"
+RATES = ("optimizer.lr=1.0", "optimizer.layer_decay=0.9")
 
 
 def parts(file, names):
@@ -46,13 +46,14 @@ def test_frozen_weights_and_statistics_do_not_change_by_a_bit(name, runs):
 
 
 THAWS = ("data.train_samples=24", "trainer.max_epochs=2", "checkpoint.every_n_steps=1")
-THAWING = (f"model.freeze=[{','.join(FIRST)}]", "model.unfreeze_at=1", DECAY, CLIPPED, *THAWS)
+THAWING = (f"model.freeze=[{','.join(FIRST)}]", "model.unfreeze_at=1", *RATES, CLIPPED, *THAWS)
 
 
 def at(files, number):
-    """The checkpoint of a step of either epoch."""
-    (file,) = files.glob(f"epoch_00?_step_{number:08d}.ckpt")
-    return file
+    """The checkpoint of a step; each epoch has three."""
+    epoch, rest = divmod(number - 1, HALF)
+    of_step = "" if rest == HALF - 1 else f"_step_{number:08d}"
+    return files / f"epoch_{epoch:03d}{of_step}.ckpt"
 
 
 @pytest.mark.parametrize("name", ["single", "ddp x2", "fsdp x2"] if MATRIX else ["ddp x2"])

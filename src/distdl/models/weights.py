@@ -34,7 +34,7 @@ def read_published_without_code() -> None:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Taken:
     """What a network takes of a file's weights, by name, with shapes.
 
     Args:
@@ -55,7 +55,7 @@ class Fit:
         own: Mapping[str, torch.Tensor],
         weights: Mapping[str, torch.Tensor],
         heads: Collection[str] | None,
-    ) -> Fit:
+    ) -> Taken:
         """Compares names and shapes.
 
         Args:
@@ -101,7 +101,7 @@ def fit_to(
     weights: Mapping[str, torch.Tensor],
     head: str | None = None,
     classes: int | None = None,
-) -> Fit:
+) -> Taken:
     """What `network` takes of the weights; the arguments are those of `load_weights`.
 
     Raises:
@@ -113,7 +113,7 @@ def fit_to(
         what = f"no layer of {kind} has {classes} outputs, as a head of {classes} classes has"
         remedy = "model.head=null, and a network whose last layer has model.num_classes outputs"
         raise UserError.at("model.head", what, remedy, code="mismatch")
-    fit = Fit.of(network.state_dict(), weights, heads)
+    fit = Taken.of(network.state_dict(), weights, heads)
     if fit.misfits:
         shown = first_few(fit.misfits)
         what = f"{file} holds the weights of another network than {kind}: {shown}"

@@ -149,15 +149,15 @@ def layer_rates(
     """
     decay = config.get("layer_decay")
     backbone = config.get("backbone_lr")
-    if decay is None and backbone is None:
-        return []
     if decay is not None and len(layers) < 2:
         what = "the layers of the model and their order are not known"
         remedy = "optimizer.layer_decay=null, or a method pipeline_blocks() of the module"
         raise UserError.at("optimizer.layer_decay", what, remedy, code="unsupported")
     if decay is not None:
-        order = [*reversed(layers.items())]
-        return [LayerRate(n, decay**i, frozenset(names)) for i, (n, names) in enumerate(order)]
+        order = [(name, frozenset(layers[name])) for name in reversed([*layers])]
+        return [LayerRate(name, decay**i, names) for i, (name, names) in enumerate(order)]
+    if backbone is None:
+        return []
     first = frozenset(name for layer in heads for name in layers.get(layer, ()))
     rest = frozenset(name for names in layers.values() for name in names) - first
     if not first or not rest:
