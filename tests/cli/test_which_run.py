@@ -127,7 +127,7 @@ def test_resume_refuses_what_would_make_it_another_run(run, said):
         "7 problems, nothing was started",
         *another,
         "trainer.max_epoch: no such key [unknown-key]\n      did you mean trainer.max_epochs?",
-        "start a new run; a resume may only change data.batch_size",
+        "start a new run; a resume may only change model.recompute, data.batch_size",
         "a resume can set values, but not delete or sweep them",
     ):
         assert words in shown, shown

@@ -8,6 +8,7 @@ from distdl.distributed import rank_table
 from distdl.launch import job_status
 from distdl.tools.doctor import rows as doctor_rows
 from distdl.tools.drill import table as drill_table
+from distdl.tools.drill.subjects import Training
 from distdl.tools.drill.trial import FaultRow
 from distdl.util import table
 from tests.house import FILES
@@ -76,7 +77,7 @@ def test_the_tables_of_verbs(width, terminal, capsys):
     rows = [(run, "2", "FAILED", "slurm://1234", "2026-11-23 05:54", "val/acc1 0.71")]
     table.show(job_status.COLUMNS, rows)
     kill = FaultRow("kill_rank", named="rank 1", rightly=True, survived=True, difference=0.0)
-    drill_table.show([kill])
+    drill_table.show([kill], Training.columns)
     fail = doctor_rows.Finding("link", "host-a to host-b", "fail", 1.5, "GB/s", "see the switch")
     print(doctor_rows.table([fail]))
     shown = capsys.readouterr().out

@@ -14,6 +14,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchvision
 from omegaconf import OmegaConf
 
 from distdl.config.compose import compose
@@ -338,12 +339,16 @@ def test_who_starts_a_job_again_where_distdl_does_not(launcher, instead, project
 COCO = ["data.root={root}/coco", f"data.num_classes={len(drawn_coco.CATEGORIES)}"]
 
 
+WEIGHTS = "model.weights={root}/weights.pth"
+
+
 def shipped():
     """Every option of ours, with what it needs besides."""
     stored = ["data.root={root}", "data.num_classes=2"]
     more = {"model=timm": ["model.network.model_name=resnet10t"], "data=imagenet": stored}
     more |= {f"task={name}": ["data=imagenet", *stored] for name in ("predict", "export")}
     more |= {f"experiment={name}": stored for name in ("resnet50_imagenet", "imagenette_cpu")}
+    more["experiment=finetune_cpu"] = [*stored, WEIGHTS]
     more["data=coco"] = ["model=retinanet", *COCO]
     detectors = ("fasterrcnn", "keypointrcnn", "maskrcnn", "maskrcnn_v2", "retinanet", "detector")
     more |= {f"model={name}": ["data=coco", *COCO] for name in detectors}
@@ -365,6 +370,8 @@ def test_every_shipped_option_binds(overrides, tmp_path):
     if set(COCO) & set(overrides):
         keypoints = "data.keypoints=true" in overrides
         drawn_coco.draw(tmp_path / "coco", train=4, val=2, keypoints=keypoints)
+    if WEIGHTS in overrides:
+        torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "weights.pth")
     config = compose([text.replace("{root}", str(tmp_path)) for text in overrides])
     size = Resources(1, 2) if "pipeline" in overrides[0] else None
     stage_2, notes, _ = check_bindings(resolve(config), size, local=True, in_process=True)
