@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from distdl.models.blocks import blocks_of
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import closest
-from distdl.validation.meta import without_weights
+from distdl.validation.meta import targets_own, without_weights
 
 KEY = "recompute"
 PATH = f"model.{KEY}"
@@ -152,7 +152,7 @@ class Check:
             return
         try:
             with torch.device("meta"):
-                module = instantiate(without_weights(node), _convert_="all")
+                module = instantiate(without_weights(targets_own(node)), _convert_="all")
         except Exception as error:  # any class's __init__ runs; its own problems are told elsewhere
             yield f"{KEY}: {type(error).__name__} where the model is built without memory"
             return

@@ -26,13 +26,17 @@ _UNEXPECTED = re.compile(r"([\w.<>]+)\(\) got an unexpected keyword argument '(\
 WITH_BACKBONE = ("torchvision.models.detection", "torchvision.models.segmentation")
 
 
+def targets_own(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a model's node that its target gets."""
+    return {str(key): value for key, value in node.items() if key not in MODEL_KEYS}
+
+
 def without_weights(node: Mapping[str, Any]) -> dict[str, Any]:
-    """A node without what downloads or reads weights, and without keys of the model that are
-    distdl's own, such as `recompute`."""
+    """A node without what downloads or reads weights, also in the nodes inside it."""
     bare = {
         key: without_weights(value) if isinstance(value, Mapping) else value
         for key, value in node.items()
-        if key not in (*WEIGHTS, *MODEL_KEYS)
+        if key not in WEIGHTS
     }
     if str(node.get("_target_", "")).startswith(WITH_BACKBONE):
         bare["weights"] = bare["weights_backbone"] = None  # the default downloads a backbone

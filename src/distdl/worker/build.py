@@ -45,7 +45,7 @@ from distdl.runs.directory import Attempt, RunDirectory
 from distdl.strategies import PipelineStrategy
 from distdl.strategies.sharing import to_default_layout
 from distdl.util.errors import UserError
-from distdl.validation.meta import MODEL_KEYS
+from distdl.validation.meta import targets_own
 from distdl.validation.signatures import with_dtypes
 
 log = logging.getLogger(__name__)
@@ -193,8 +193,7 @@ def make_module(node: Mapping[str, Any]) -> LightningModule:
         UserError: It has no such blocks.
     """
     values = plain(node) if isinstance(node, DictConfig) else node
-    own = {key: value for key, value in values.items() if key not in MODEL_KEYS}
-    typed: Any = with_dtypes(own)
+    typed: Any = with_dtypes(targets_own(values))
     module: LightningModule = make(typed)
     recompute.apply(module, values.get(recompute.KEY))
     return module

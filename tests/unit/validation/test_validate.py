@@ -166,6 +166,7 @@ model = node("mine.Model", recompute="al") | model.recompute: is 'al' | none, bl
 model = node("mine.Model", recompute="blocks") | model.recompute: Model has no blocks
 model = ours(recompte="blocks") | 'recompte' | did you mean model.recompute?
 model = ours(recompute=["network.layr1.*"]) | no layer of ImageClassifier has the name
+model = resnet(recompute="blocks") | model.inner.recompute: torchvision.models.resnet18: takes no
 # What binds.
 model = ours(recompute=["network.layer1.*"])
 optimizer = node("torch.optim.Rprop", lr=0.1, fused=None)
