@@ -18,6 +18,7 @@ FP16 = {"trainer": {"precision": "16-mixed"}}
 SYNC = {"trainer": {"sync_batchnorm": True}}
 CLASSIFIER = {"_target_": "distdl.models.ImageClassifier", "num_classes": 10}
 RESNET = {"model": {**CLASSIFIER, "network": {"_target_": "torchvision.models.resnet18"}}}
+RECOMPUTED = {"model": {**RESNET["model"], "recompute": "blocks"}}  # not an argument of the class
 VIT = {"model": {**CLASSIFIER, "network": {"_target_": "torchvision.models.vit_b_32"}}}
 PLAIN = {"model": {"_target_": "lightning.pytorch.demos.boring_classes.BoringModel"}}
 
@@ -80,6 +81,7 @@ TOGETHER = [
     ("Pipeline", {}, SYNC, "", "batch norm"),
     ("Pipeline", {"balance": ["network.layer9.0"]}, RESNET, "balance", "layer9"),
     ("Pipeline", {}, {"world": 16, "rows": 64, **RESNET}, "stages", "than the 11"),
+    ("Pipeline", {}, {"world": 16, "rows": 64, **RECOMPUTED}, "stages", "than the 11"),
     ("Pipeline", {}, VIT, "", "cannot be divided into a chain of blocks"),
     ("Pipeline", {}, PLAIN, "", "no pipeline_blocks()"),
 ]

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from distdl.models.blocks import blocks_of
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import closest
-from distdl.validation.meta import targets_own, without_weights
+from distdl.validation.meta import build_on_meta, targets_own
 
 KEY = "recompute"
 PATH = f"model.{KEY}"
@@ -151,8 +150,7 @@ class Check:
         if choice in (None, "none"):
             return
         try:
-            with torch.device("meta"):
-                module = instantiate(without_weights(targets_own(node)), _convert_="all")
+            module = build_on_meta(targets_own(node))
         except Exception as error:  # any class's __init__ runs; its own problems are told elsewhere
             yield f"{KEY}: {type(error).__name__} where the model is built without memory"
             return

@@ -32,22 +32,37 @@ def targets_own(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_weights(node: Mapping[str, Any]) -> dict[str, Any]:
-    """A node without what downloads or reads weights, also in the nodes inside it."""
-    bare = {
-        key: without_weights(value) if isinstance(value, Mapping) else value
-        for key, value in node.items()
-        if key not in WEIGHTS
-    }
+    """A node without what downloads or reads weights, also in the nodes and lists inside it."""
+    bare = {key: _bare(value) for key, value in node.items() if key not in WEIGHTS}
     if str(node.get("_target_", "")).startswith(WITH_BACKBONE):
         bare["weights"] = bare["weights_backbone"] = None  # the default downloads a backbone
     return bare
+
+
+def _bare(value: object) -> object:
+    if isinstance(value, Mapping):
+        return without_weights(value)
+    if isinstance(value, list):
+        return [_bare(item) for item in value]
+    return value
+
+
+def build_on_meta(node: Mapping[str, Any]) -> nn.Module:
+    """The module of a node on `meta`. Any class's __init__ runs, so anything may be raised."""
+    import torch
+    from hydra.utils import instantiate
+
+    bare = without_weights(node)
+    with torch.device("meta"):
+        module: nn.Module = instantiate(bare, _convert_=node.get("_convert_", "all"))
+    return module
 
 
 def on_meta(node: Mapping[str, object]) -> nn.Module | None:
     """The module of a node on `meta`; None: it cannot be built there."""
     module: object = None
     with suppress(Exception):  # any class's __init__ runs
-        module = _built(dict(node))
+        module = build_on_meta(node)
     from torch import nn
 
     return module if isinstance(module, nn.Module) else None
@@ -63,18 +78,10 @@ def misfit(node: dict[str, Any]) -> Problem | None:
     from hydra.errors import InstantiationException
 
     try:
-        _built(node)
+        build_on_meta(node)
     except Exception as error:  # any class's __init__ runs
         return _explain((isinstance(error, InstantiationException) and error.__cause__) or error)
     return None
-
-
-def _built(node: dict[str, Any]) -> object:
-    import torch
-    from hydra.utils import instantiate
-
-    with torch.device("meta"):
-        return instantiate(without_weights(node), _convert_=node.get("_convert_", "all"))
 
 
 def _explain(error: BaseException) -> Problem | None:

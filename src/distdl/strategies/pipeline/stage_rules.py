@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from torch.distributed.device_mesh import init_device_mesh
 
 from distdl.optim import layerwise
@@ -18,9 +16,7 @@ from distdl.strategies.pipeline import balance, splitting
 from distdl.strategies.pipeline.balance import SEVERAL_PIECES
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import closest
-from distdl.validation.meta import WEIGHTS
-
-log = logging.getLogger(__name__)
+from distdl.validation.meta import build_on_meta, targets_own
 
 BALANCES = ("measured", "parameters")
 # For some networks, torch 2.11 cannot compute weight gradients separately; for others it counts
@@ -92,8 +88,12 @@ def at_strategy(problem: Problem) -> Problem:
     return replace(problem, path=f"strategy.{problem.path}".removesuffix("."))
 
 
-def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem]:
-    """The strategy's validation hook: checks settings, batch, precision and model."""
+def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem | str]:
+    """The strategy's validation hook: checks settings, batch, precision and model.
+
+    Yields:
+        Problems; a text, if the model's blocks cannot be checked.
+    """
     config = context.get("config") or {}
     trainer = config.get("trainer") or {}
     unfit = list(problems(node, context["world_size"]))
@@ -178,7 +178,7 @@ def _batch(node: Mapping[str, Any], stages: int, rows: object) -> Iterator[Probl
         yield Problem("micro_batches", what, remedy, code="indivisible")
 
 
-def _model(node: Mapping[str, Any], stages: int, model: object) -> Iterator[Problem]:
+def _model(node: Mapping[str, Any], stages: int, model: object) -> Iterator[Problem | str]:
     """Builds the model on `meta` and checks its blocks."""
     if not isinstance(model, Mapping) or "_target_" not in model:
         return
@@ -187,10 +187,10 @@ def _model(node: Mapping[str, Any], stages: int, model: object) -> Iterator[Prob
             "", "cannot compile the stages of a pipeline", "model.compile=false", code="unsupported"
         )
     try:
-        with torch.device("meta"):
-            module = instantiate(_without_weights(model), _convert_="all")
-    except InstantiationException as error:  # else the model's own check reports it
-        log.debug("the blocks are not checked: the model cannot be built on meta: %s", error)
+        module = build_on_meta(targets_own(model))
+    except InstantiationException as error:  # the model's own check reports what is wrong
+        why = type(error.__cause__ or error).__name__
+        yield f"the blocks: {why} where the model is built without memory"
         return
     try:
         blocks = splitting.blocks_in(module)
@@ -222,10 +222,3 @@ def too_many(stages: int, per_stage: int, blocks: int) -> Iterator[Problem]:
         fewer = " strategy.pieces_per_stage=2" if per_stage > 2 else ""
         most = blocks // 2 if several else blocks
         yield Problem("stages", what, f"at most strategy.stages={most}{fewer}", code="not-enough")
-
-
-def _without_weights(node: object) -> object:
-    """The model's node without pretrained weights: nothing is downloaded for a check on `meta`."""
-    if isinstance(node, Mapping):
-        return {k: _without_weights(v) for k, v in node.items() if k not in WEIGHTS}
-    return [_without_weights(v) for v in node] if isinstance(node, list) else node

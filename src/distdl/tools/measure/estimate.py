@@ -90,6 +90,10 @@ class Estimate:
         return self.batches * work / (1 - self.idle) + max(0.0, sending - self.overlap * work)
 
 
+def by_strategy(rows: Sequence[Estimate]) -> dict[str, Estimate]:
+    return {row.name: row for row in rows}
+
+
 def estimates(measured: MeasuredStep, machine: Machine) -> list[Estimate]:
     """Estimates every strategy at the same global batch: each device computes a batch of
     `measured.batch_size`, and a single device accumulates as many."""

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from distdl.config import batches, compose, consent, grammar, own_code, programs, resources
 from distdl.job import Resources
 from distdl.launch.launch import root_of
-from distdl.tools.measure.estimate import Estimate, Machine, estimates
+from distdl.tools.measure.estimate import Estimate, Machine, by_strategy, estimates
 from distdl.tools.measure.recommendation import StrategyAdvice, advise, gib
 from distdl.tools.measure.step_profile import MeasuredStep, measure
 from distdl.util.errors import UserError
@@ -85,7 +85,7 @@ def plan_strategy(
     if note:
         notes = [note, *notes]
     recomputing = None
-    if not rows_of(rows)[_simplest(machine)].fits(machine) and not _recomputes(config):
+    if not by_strategy(rows)[_simplest(machine)].fits(machine) and not _recomputes(config):
         recomputing = recomputed(config, global_batch, measured, rows, machine)
     if recomputing and recomputing.fits and not advice.overrides:
         reason = f"nothing else fits; {recomputing.strategy} then takes {gib(recomputing.after)}"
@@ -98,10 +98,6 @@ def plan_strategy(
 
 def _simplest(machine: Machine) -> str:
     return "ddp" if machine.devices > 1 else "single"
-
-
-def rows_of(rows: Sequence[Estimate]) -> dict[str, Estimate]:
-    return {row.name: row for row in rows}
 
 
 def _recomputes(config: DictConfig) -> bool:
@@ -123,8 +119,8 @@ def recomputed(
     except UserError:
         return None
     name = _simplest(machine)
-    before = rows_of(rows)[name]
-    after = rows_of(estimates(again, machine))[name]
+    before = by_strategy(rows)[name]
+    after = by_strategy(estimates(again, machine))[name]
     work = again.flops / measured.flops - 1 if measured.flops else 0.0
     return Recomputing(name, before.total, after.total, after.fits(machine), work)
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distdl.tools.measure.estimate import GIB, Estimate, Machine
+from distdl.tools.measure.estimate import GIB, Estimate, Machine, by_strategy
 from distdl.tools.measure.step_profile import MeasuredStep
 
 # A link is too slow if communication adds more than this share to a step's time.
@@ -38,7 +38,7 @@ class StrategyAdvice:
 
 def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -> StrategyAdvice:
     """The recommendation, by the `estimates` for the same machine."""
-    by_name = {row.name: row for row in rows}
+    by_name = by_strategy(rows)
     single = by_name["single"]
     memory = f"of {gib(machine.memory)} GiB"
     if machine.devices == 1:

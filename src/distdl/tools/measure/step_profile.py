@@ -34,7 +34,7 @@ from distdl.config.recipe import plain
 from distdl.config.schema import TrainerArguments
 from distdl.optim import optimizers as optim
 from distdl.util.errors import UserError
-from distdl.validation.meta import WEIGHTS
+from distdl.validation.meta import without_weights
 from distdl.worker.build import configures_optimizers, make, make_module
 
 SAMPLES = 4  # that are loaded; fake tensors have the size of the full batch
@@ -191,14 +191,7 @@ def a_batch(config: DictConfig) -> tuple[int, Any]:
 
 def _without_memory(node: DictConfig) -> LightningModule:
     """The module on the meta device, if it can be built there; else on the CPU."""
-
-    def stripped(value: object) -> object:
-        # Without the arguments that would download weights.
-        if not isinstance(value, dict):
-            return value
-        return {k: stripped(v) for k, v in value.items() if k not in WEIGHTS}
-
-    bare: Any = stripped(plain(node))
+    bare = without_weights(plain(node))
     bare.pop("compile", None)
     try:
         with torch.device("meta"):

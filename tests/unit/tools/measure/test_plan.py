@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from distdl.config import compose
 from distdl.tools.measure import estimate
-from distdl.tools.measure.estimate import GIB, Estimate, Machine, estimates
+from distdl.tools.measure.estimate import GIB, Estimate, Machine, by_strategy, estimates
 from distdl.tools.measure.plan import how_many
 from distdl.tools.measure.recommendation import advise
 from distdl.tools.measure.step_profile import MeasuredBlock, MeasuredStep, measure
@@ -26,7 +26,7 @@ def machine(devices=8, memory=16, link=1e11, flops=5e13):
 
 
 def rows(measured, devices):
-    return {row.name: row for row in estimates(measured, machine(devices))}
+    return by_strategy(estimates(measured, machine(devices)))
 
 
 def test_the_zero_papers_figure(monkeypatch):
