@@ -54,17 +54,22 @@ class Table:
         Raises:
             Refused: The program would refuse the words, too.
         """
+        unknown = ""  # the option before this word, if only a plugin may have it
         rest = iter(words)
         for word in rest:
             if not re.match(r"-[^-]|--.", word):
                 what = f"{word!r} is not an option"
-                raise Refused(
-                    what, 'a value with blanks is quoted: --comment="my job"', code="unknown-key"
-                )
+                remedy = 'a value with blanks is quoted: --comment="my job"'
+                if unknown:
+                    remedy = f"if it is the value of {unknown}, write {unknown}={word}"
+                raise Refused(what, remedy, code="unknown-key")
+            unknown = ""
             if word.startswith("--"):
                 name, equals, _ = word.partition("=")
                 found = self.possible(name)
                 needs_next = not equals and any(option.value == "=" for option in found)
+                if not (found or equals):
+                    unknown = name
             else:
                 found, needs_next = self.bundle(word[1:])
             yield from found
