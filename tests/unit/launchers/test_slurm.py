@@ -101,7 +101,10 @@ REFUSED = [
     ({"sbatch": ["--test-only"]}, "dry_run=true shows the script"),
     ({"sbatch": ["--exclu"]}, "write --exclude or --exclusive"),
     ({"sbatch": ["--comment=my job"]}, """'job' is not an option\na value with blanks is quoted"""),
-    ({"sbatch": ["--mine a --theirs n1"]}, "'a' is not an option\nif it is .*, write --mine=a"),
+    (
+        {"sbatch": ["--mine a --theirs n1"]},
+        "'a' is not an option\nif it is the value of --mine, write --mine=a",
+    ),
     ({"sbatch": ["--comment=my'job"]}, "close the quotation mark"),
     ({"sbatch": ["--comment=#1"]}, "put the value in quotes"),
     ({"sbatch": ["-x"]}, "-x needs a value\n--exclude=..."),
