@@ -196,6 +196,10 @@ class Data(pl.LightningDataModule):
             return DataLoader(Stream(), size, **self.workers)
         return DataLoader(rows, size, shuffle=True, **self.workers, **more)
 
+    def val_dataloader(self):
+        """Its workers may stay as well, and draw nothing that the training would draw."""
+        return DataLoader(Rows(TRANSFORMS["plain"]()), self.size, **self.workers)
+
 
 class Positioned(Data):
     """Keeps its own place in the epoch."""
@@ -239,6 +243,9 @@ class Net(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         inputs, targets = self.pipeline_inputs(batch, batch_idx)
         return self.pipeline_loss(self(inputs), targets)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.pipeline_loss(self(batch["x"]), batch["y"]))
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), 0.01)

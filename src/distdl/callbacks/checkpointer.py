@@ -332,6 +332,7 @@ class Checkpointer(LeanCallback, Decides):
             "epoch": self.position.epoch,
             "consumed": self.position.consumed,
             "batch_sizes": [*self.position.sizes],
+            "seeds_apart": self.position.seeds_apart,
             "global_batch_size": self.global_batch_size,
             "samples_per_batch": self.samples_per_batch,
             "rates": self.rates,
@@ -365,6 +366,7 @@ class Checkpointer(LeanCallback, Decides):
         self.position.epoch = loaded["epoch"]
         self.position.consumed = loaded["consumed"]
         self.position.sizes = [(start, size) for start, size in loaded.get("batch_sizes", ())]
+        self.position.seeds_apart = loaded.get("seeds_apart", False)
         if "loaders" in loaded:
             states = loaded["loaders"]
             rank = trainer.global_rank

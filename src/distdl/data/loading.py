@@ -31,6 +31,7 @@ from distdl.data.sampling import EvalBatches, PlacedBatches, TrainBatches, Train
 from distdl.data.worker_end import EndingWithRank
 from distdl.util.errors import NotRebuilt, UserError
 from distdl.util.ordinals import ordinal
+from distdl.util.seeds import stable_seed
 
 log = logging.getLogger(__name__)
 
@@ -127,11 +128,13 @@ class _Share:
     shuffle: bool | None
     share: bool
     warned: set[str] = field(default_factory=set)
+    seeded: int = 0  # loaders with a generator of their own
 
     def apply(self, loaders: object) -> object:
         if isinstance(loaders, CombinedLoader):
             return CombinedLoader(self.apply(loaders.iterables), loaders._mode)
         several = len(tree_leaves(loaders)) > 1
+        self.seeded = 0
         if self.stage == "train":
             self.position.per_batch = 0
             self.position.samples = 0
@@ -143,6 +146,25 @@ class _Share:
     def _one(self, loader: object, resume: bool) -> object:
         if loader is None:
             return None
+        made = self._shared(loader, resume)
+        if isinstance(made, DataLoader):
+            self._seed_apart(made)
+        return made
+
+    def _seed_apart(self, loader: DataLoader[Any]) -> None:
+        """Gives a loader a generator for the seeds of its workers, the same on all ranks.
+
+        Torch would draw them from the global generator, and of workers that stay once in a process:
+        what the training draws then would depend on when it was resumed.
+        """
+        stays = loader.persistent_workers and self.position.seeds_apart
+        if loader.generator is None and (stays or getattr(self.source, "seeds_apart", False)):
+            at = (self.position.epoch, self.position.consumed)
+            seed = stable_seed(self.seed, self.stage, self.seeded, *at)
+            loader.generator = torch.Generator().manual_seed(seed)
+            self.seeded += 1
+
+    def _shared(self, loader: object, resume: bool) -> object:
         if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, EndingWithRank):
             loader.worker_init_fn = EndingWithRank(loader.worker_init_fn)
         if not self.share:
@@ -173,10 +195,6 @@ class _Share:
             made = rebuilt(loader, dataset, batches)
         except NotRebuilt as error:
             return self._refuse_unsharded(loader, str(error))
-        if getattr(self.source, "seeds_apart", False):
-            # Torch would draw the workers' seed from the global generator, of workers that stay
-            # once in a process: what the training draws then would depend on when it was resumed.
-            made.generator = torch.Generator()
         if isinstance(batches, TrainBatches):
             self._count_in(batches.global_batch, sampler.rows)
             self._name_unrepeatable(loader)

@@ -37,6 +37,8 @@ class TrainPosition:
         samples: Samples of one step, over all ranks; None: unknown.
         predicted: Samples, over all ranks, for which an interrupted prediction has stored rows.
         has_states: The checkpoint has this rank's states of the loaders that save their own.
+        seeds_apart: Loaders whose workers stay draw seeds for them from generators of their own.
+            False: from the training's, as in the runs of checkpoints that do not have this word.
         sizes: Global batches of this epoch, where they are made by group: from which sample on they
             had how many samples. One pair, unless a resume has changed the size.
     """
@@ -47,6 +49,7 @@ class TrainPosition:
     samples: int | None = None
     predicted: int = 0
     has_states: bool = False
+    seeds_apart: bool = True
     sizes: list[tuple[int, int]] = field(default_factory=list)
 
 

@@ -89,6 +89,49 @@ def test_loaders_keep_their_settings():
     assert next(iter(unshuffled))[:, 0].tolist() == [0, 1, 2, 3, 4]
 
 
+class OfOwnClass(DataLoader):
+    pass
+
+
+class Endless(IterableDataset):
+    shards_itself = True
+
+    def __iter__(self):
+        while True:
+            yield torch.rand(())
+
+
+def test_workers_that_stay_get_seeds_that_leave_the_training_alone():
+    """Torch draws them from the global generator, once in a process: a resumed one drew again."""
+    stay = {"num_workers": 1, "persistent_workers": True}
+    epochs, seeds = TrainPosition(epoch=2), []
+    for make, position, more in (
+        (loader(**stay), None, {}),
+        (loader(**stay), None, {"share": False}),
+        (lambda: OfOwnClass(Augmented(), 2, **stay), None, {}),
+        (lambda: DataLoader(Endless(), 2, **stay), None, {}),
+        (lambda: DataLoader(Endless(), 2, **stay), epochs, {}),
+    ):
+        source = share(Loaders(make), position=position, **more)
+        for made in (source.train_dataloader(), source.val_dataloader()):
+            before = torch.get_rng_state()
+            batches = iter(made)
+            next(batches)
+            assert torch.equal(before, torch.get_rng_state()), (make, more)
+            seeds.append(batches._base_seed)
+    assert len({*seeds}) == 4, "by the stage, and by the epoch in which they start"
+    of_two = share(Loaders(lambda: [loader(**stay)(), loader(**stay)()])).val_dataloader()
+    assert len({made.generator.initial_seed() for made in of_two}) == 2
+    # As they were: workers that are started for each epoch, and runs of older checkpoints.
+    for source in (
+        share(Loaders(loader(num_workers=1))),
+        share(Loaders(loader(**stay)), position=TrainPosition(seeds_apart=False)),
+    ):
+        before = torch.get_rng_state()
+        iter(source.train_dataloader())
+        assert not torch.equal(before, torch.get_rng_state())
+
+
 class Refusing(Augmented):
     def __getitem__(self, index):
         problem = Problem("data.root", "cannot be reached", "resume later")
