@@ -75,7 +75,9 @@ def prepare(source: Path, to: Path, *options: str) -> None:
     from distdl.cli import prepare
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        code = prepare.main(["folder", "--source", str(source), "--to", str(to), *options])
+        code = prepare.main(
+            ["folder", "--source", str(source), "--to", str(to), *options]
+        ).exit_code
     assert code == 0, f"prepare {' '.join(options)} ended with {code}"
 
 

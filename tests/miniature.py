@@ -86,7 +86,7 @@ def unpack(folder: Path, per_class: int, splits: Sequence[str] = ("train",)) -> 
 
 
 def prepare(kind: str, source: Path, to: Path, *options: str) -> int:
-    return main([kind, "--source", str(source), "--to", str(to), *options])
+    return main([kind, "--source", str(source), "--to", str(to), *options]).exit_code
 
 
 def stored(out: Path, split: str) -> dict[str, tuple[bytes, int]]:

@@ -78,9 +78,9 @@ class Prices:
         )
 
 
-def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None) -> int:
-    """Reads, keeps and prints the prices. `overrides` are keys of `HELP`; the credential (None:
-    the signed-in user's) is for the workspace alone.
+def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None) -> str:
+    """Reads and keeps the prices, and returns them as a table. `overrides` are keys of
+    `HELP`; the credential (None: the signed-in user's) is for the workspace alone.
 
     Raises:
         UserError: A setting is wrong, there is no region, or the list cannot be read.
@@ -93,16 +93,17 @@ def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None)
     sizes = [size for size in vm_sizes.known() if not size.retired]
     prices = fetch(settings.server.rstrip("/"), location, sizes)
     write(prices)
+    lines = []
     for size in sizes:
         dedicated, spot = (found.get(size.name) for found in (prices.dedicated, prices.spot))
         shown = [f"{price:.2f}" if price else "?" for price in (dedicated, spot)]
-        print(f"{size.name:<32}  {shown[0]:>8}  spot {shown[1]:>8}")
+        lines.append(f"{size.name:<32}  {shown[0]:>8}  spot {shown[1]:>8}")
     print(
         f"USD per hour in {location}, {prices.date}; dry runs show them. {kept()}", file=sys.stderr
     )
     if missing := [size.name for size in sizes if size.name not in prices.dedicated]:
         print(f"{ABSENT}{', '.join(missing)}", file=sys.stderr)
-    return 0
+    return "\n".join(lines)
 
 
 def workspace_location(credential: TokenCredential | None = None) -> str:

@@ -46,7 +46,7 @@ def test_nothing_is_wrong_with_two_healthy_ranks(number: int, tmp_path: Path) ->
     started = time.monotonic()
     done = distdl(*DOCTOR, "trainer.devices=2", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(done.stdout)["checks"]  # nothing else is printed there
+    rows = json.loads(done.stdout)["answer"]["report"]["checks"]  # nothing else is there
     assert rows == checks(tmp_path), done.stderr
     assert wrong(rows) == set(), done.stderr
     names = {"link", "transport", "matrix product", "disk of the run", "writing", "versions"}

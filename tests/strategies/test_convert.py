@@ -30,7 +30,7 @@ def converted(capsys, source):
     """What the command prints."""
 
     def convert_to(file, target, *more):
-        assert convert.main([str(file), "--to", target, *more]) == 0
+        assert convert.main([str(file), "--to", target, *more]).exit_code == 0
         return capsys.readouterr().out
 
     return convert_to

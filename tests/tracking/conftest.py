@@ -116,7 +116,7 @@ class Tracked:
         return [file.path for file in files]
 
     def sync(self):
-        return track.main(["sync", str(self.folder)])
+        return track.main(["sync", str(self.folder)]).exit_code
 
 
 def draw(logger, picture, epoch):

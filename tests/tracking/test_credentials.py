@@ -63,7 +63,7 @@ def foreign(server, outputs):
 
 
 def sync(folder, *more):
-    return track.main(["sync", str(folder), *more])
+    return track.main(["sync", str(folder), *more]).exit_code
 
 
 @pytest.mark.parametrize("given", [SECRETS, {"MLFLOW_TRACKING_TOKEN": "canary"}, "file"])

@@ -334,7 +334,7 @@ os.kill(os.getpid(), 9)
     in_processes(code, outputs, "killed/r", exit_code=-signal.SIGKILL)
     (run,) = runs_of(database(outputs), "killed")
     assert run.info.status == "RUNNING"
-    assert track.main(["sync", str(outputs / "killed/r")]) == 0
+    assert track.main(["sync", str(outputs / "killed/r")]).exit_code == 0
     (run,) = runs_of(database(outputs), "killed")
     assert run.info.status == "KILLED"
     assert run.data.metrics == {"x": 1.0}
@@ -343,7 +343,7 @@ os.kill(os.getpid(), 9)
 def test_sync_leaves_a_running_run_alone_and_sends_no_file_from_elsewhere(outputs, capsys):
     tracked = Tracked(outputs, "foreign/r")
     tracked.connected()  # under the lock, which another process respects
-    code = "import sys; from distdl.cli.track import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from distdl.cli.track import main; sys.exit(main(sys.argv[1:]).exit_code)"
     command = [sys.executable, "-c", code, "sync", str(tracked.folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, "still active" in done.stdout) == (0, True), done
@@ -390,7 +390,7 @@ def test_a_deleted_experiment_is_named_with_both_remedies(outputs, caplog, capsy
     assert problem.path == "experiment_name"
     assert restore in problem.remedy
     assert not [*MLflowLogger.check({}, {**node, "new": False})]
-    assert track.main(["sync", str(tracked.folder), "--experiment", "elsewhere"]) == 0
+    assert track.main(["sync", str(tracked.folder), "--experiment", "elsewhere"]).exit_code == 0
     (run,) = runs_of(uri, "elsewhere")
     assert run.data.metrics == {"x": 1.0}
     done = subprocess.run(

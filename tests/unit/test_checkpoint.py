@@ -232,7 +232,12 @@ def test_who_trusts_a_file_reads_and_repairs_it(tmp_path, monkeypatch, capsys):
         fit(tmp_path / "a", Module(), resume=tmp_path / "old.ckpt")
     keeps, _ = fit(tmp_path / "a", Module(), resume=tmp_path / "old.ckpt", trust=True)
     assert keeps.seen == Settings(1, Colour.RED)
-    assert convert.main(["old.ckpt", "--to", "ddp", "--trust-pickle", "--output", "new.ckpt"]) == 0
+    assert (
+        convert.main(
+            ["old.ckpt", "--to", "ddp", "--trust-pickle", "--output", "new.ckpt"]
+        ).exit_code
+        == 0
+    )
     assert "equal: weights, 1 tensors" in capsys.readouterr().out
     assert torch.load("new.ckpt", weights_only=True)["hyper_parameters"] == {"args": {"path": "x"}}
 

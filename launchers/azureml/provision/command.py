@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
 
 
-def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None) -> int:
+def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None) -> tuple[int, str]:
     """Runs the command with the user's dotted keys, which provision.yaml lists, and a credential
-    (None: the signed-in user's). Returns 1 if a step failed or the user did not answer yes, else 0.
+    (None: the signed-in user's).
+
+    Returns:
+        1 if a step failed or the user did not answer yes, else 0; and what to print at the end.
 
     Raises:
         UserError: Settings, sign-in or existing resources forbid it; nothing was created.
@@ -36,8 +39,7 @@ def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None)
         if note := vm_sizes.unknown_note(size):
             print(f"note: {note}", file=sys.stderr)
     if settings.dry_run:
-        print(render(settings))
-        return 0
+        return 0, render(settings)
     arm = Arm(settings.resource_manager, credential)
     if settings.subscription is None:
         settings = all_settings.read({**overrides, "subscription": only_subscription(arm)})
@@ -50,12 +52,10 @@ def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None)
             what = "there is no terminal to ask for confirmation"
             raise UserError.at("confirm", what, "write confirm=true", code="missing-key")
         if input("Continue? Type yes: ").strip().lower() != "yes":
-            print("Nothing was changed.")
-            return 1
+            return 1, "Nothing was changed."
     if not apply(todo, known, arm):
-        return 1
-    print(next_command(settings))
-    return 0
+        return 1, "Not everything was created: see above."
+    return 0, next_command(settings)
 
 
 def render(settings: ProvisionSettings) -> str:

@@ -45,8 +45,8 @@ class SasSettings(BaseModel, extra="forbid", strict=True):
     endpoint: Annotated[str, matching("https://.*", "an https address")] | None = None
 
 
-def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None) -> int:
-    """Prints the address on stdout, and a description on stderr. `overrides` are keys of `HELP`;
+def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None) -> str:
+    """The address; prints a description on stderr. `overrides` are keys of `HELP`;
     the address is signed with the credential (None: the signed-in user's).
 
     Raises:
@@ -64,8 +64,7 @@ def run(overrides: Mapping[str, Any], credential: TokenCredential | None = None)
         problem = error.problems[0]
         raise UserError(replace(problem, remedy=problem.remedy or NEEDED)) from error
     print(f"reads and lists {settings.container} until {expiry}:", file=sys.stderr)
-    print(address)
-    return 0
+    return address
 
 
 def signed(settings: SasSettings, endpoint: str, credential: TokenCredential) -> tuple[str, str]:

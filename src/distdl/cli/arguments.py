@@ -23,6 +23,10 @@ class Parser(argparse.ArgumentParser):
 
     settings: Sequence[str] = ()  # names that the verb takes as words: serve.port=8081
 
+    def format_help(self) -> str:
+        """With the option of every verb, which `cli/main.py` takes away before a verb sees it."""
+        return f"{super().format_help()}\nwith --json the answer is JSON, for programs\n"
+
     def error(self, message: str) -> NoReturn:
         raise UserError(*self._problems(message))
 
@@ -106,6 +110,7 @@ class Parser(argparse.ArgumentParser):
 
     def _options(self) -> Iterable[str]:
         """The options of this parser and of its verbs."""
+        yield "--json"
         yield from self._option_string_actions
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):

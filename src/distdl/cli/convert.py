@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from distdl.cli.arguments import Parser
 from distdl.runs import checkpoints
+from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 from distdl.util.suggest import closest
 
@@ -31,7 +33,21 @@ STRATEGIES = (
 )
 
 
-def main(argv: Sequence[str]) -> int:
+@dataclass(frozen=True)
+class ConvertedFile:
+    """A file that was written, and read again to compare it."""
+
+    SCHEMA: ClassVar[str] = "convert/1"
+
+    source: str
+    target: str
+    to: str
+    """A strategy, or `weights`."""
+    equal: Sequence[str]
+    """The parts that are equal to the source's, bit by bit."""
+
+
+def main(argv: Sequence[str]) -> Answer:
     """Writes one file, and prints which of its parts are equal to the source."""
     known = (*STRATEGIES, WEIGHTS)
     text = argparse.RawDescriptionHelpFormatter
@@ -77,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
         print_use(checkpoint, target, options.to, options.world_size)
     else:
         print_missing(checkpoint)
-    return 0
+    return Answer(ConvertedFile(str(source), str(target.resolve()), options.to, [*compared]))
 
 
 def print_missing(checkpoint: Mapping[str, Any]) -> None:

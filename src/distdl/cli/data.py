@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from distdl.cli.arguments import Parser
 from distdl.datasets.image_headers import MOST_PIXELS
+from distdl.util.answers import Answer
 from distdl.util.errors import Problem, UserError
 
 EPILOG = """\
@@ -18,7 +19,7 @@ abfss://..., https://..., s3://bucket/path. Exit code 1: there are damaged image
 """
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> Answer:
     """Prints one screen; 1 if there are damaged images."""
     parser = Parser("python -m distdl data", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")

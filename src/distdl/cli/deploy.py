@@ -15,11 +15,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from distdl.cli.arguments import Parser
 from distdl.launchers import deploying
+from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 from distdl.util.screen import escaped
 from distdl.util.suggest import did_you_mean
@@ -28,7 +30,21 @@ from distdl.util.suggest import did_you_mean
 PLATFORMS = {"azureml": "azureml.endpoints", "sagemaker": "sagemaker.sagemaker_endpoints"}
 
 
-def main(argv: Sequence[str]) -> int:
+@dataclass(frozen=True)
+class DeployedModel:
+    """What became of an endpoint."""
+
+    SCHEMA: ClassVar[str] = "deploy/1"
+
+    platform: str
+    name: str
+    dry_run: bool
+    """Whether nothing was sent to the platform."""
+    text: str
+    """What people are shown: the address, and how to ask it; or the request."""
+
+
+def main(argv: Sequence[str]) -> Answer:
     """Creates, changes or deletes one endpoint."""
     parser = Parser("python -m distdl deploy", description=__doc__)
     parser.add_argument("platform", choices=PLATFORMS)
@@ -99,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
             if not dry_run:
                 text = deploying.deploy(platform, folder, request, expected)
     print(escaped(text))
-    return 0
+    return Answer(DeployedModel(options.platform, options.name, dry_run, escaped(text)))
 
 
 def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.Platform, bool]:

@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 
 from distdl.cli.arguments import Parser
+from distdl.util.answers import Answer
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import did_you_mean
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> Answer:
     """Returns 0 if the run survived every fault that can be done here."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser("python -m distdl drill", description=__doc__, formatter_class=raw)

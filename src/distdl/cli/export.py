@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from distdl.cli.arguments import Parser
 from distdl.config.recipe import export_formats, exportable_instead, not_exportable
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory, shown
+from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 from distdl.util.suggest import written
 
@@ -31,7 +34,19 @@ HERE = (
 OF_MODEL = {"compile": "model.compile=false"}
 
 
-def main(argv: Sequence[str]) -> int:
+@dataclass(frozen=True)
+class ExportedModel:
+    """A model that answers as its network does."""
+
+    SCHEMA: ClassVar[str] = "export/1"
+
+    folder: str
+    format: str
+    verification: Mapping[str, Any]
+    """How far its answers are from the network's, with a `summary` in words."""
+
+
+def main(argv: Sequence[str]) -> Answer:
     """Exports in this process, with the run's config as `resume RUN task=predict` has it."""
     parser = Parser("python -m distdl export", description=__doc__)
     parser.add_argument(
@@ -89,8 +104,8 @@ def main(argv: Sequence[str]) -> int:
     from distdl.tools.serving.export import export
 
     config = resuming.plan(run, [*words, *options.overrides]).config
-    export(config, run, checkpoint, options.to, size)
-    return 0
+    folder, verified = export(config, run, checkpoint, options.to, size)
+    return Answer(ExportedModel(shown(folder), options.to, verified))
 
 
 def here(run: RunDirectory) -> list[str]:

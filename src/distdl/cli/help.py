@@ -34,6 +34,7 @@ EXAMPLES = """examples:
 
 flags:
   -m, --multirun            run every combination of comma-separated values
+  --json                    answer a program: JSON on stdout (of every command)
   --cfg job                 print the composed config (also with -m) and stop
   --resolve, -p PACKAGE     with --cfg: resolve interpolations; print only a part
   -cd, --config-dir DIR     a folder with more options; those of ./conf may replace distdl's

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from distdl.cli.arguments import Parser
 from distdl.job import JobBase, JobState
-from distdl.launch import asking, job_status, jobs, one_attempt
+from distdl.launch import answers, asking, job_status, jobs, one_attempt
+from distdl.launch.following import follow as follow_job
+from distdl.launch.following import show_line
 from distdl.launch.jobs import Target
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.util import table
 from distdl.util.answering import refuse_silent
+from distdl.util.answers import Answer
 from distdl.util.errors import Damaged, UserError
 from distdl.util.tail import plain, tail
 
@@ -30,10 +33,10 @@ VERBS = {
 }
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> Answer:
     """One verb on one run, one job (by its handle) or all runs of a folder.
 
-    Returns 1 if the platform cannot say; wait and logs --follow return the run's own exit code.
+    The exit code is 1 if the platform cannot say; that of wait and logs --follow is the run's own.
     """
     options = parse(argv)
     if options.verb == "list":
@@ -49,27 +52,28 @@ def main(argv: Sequence[str]) -> int:
         )
     if options.verb in ("status", "cancel"):
         return {"status": status, "cancel": cancel}[options.verb](targets)
-    verbs: dict[str, Callable[[JobBase, Attempt | None], int]] = {
+    if options.verb == "logs":
+        return show_logs(*targets[0], follow=options.follow)
+    if options.verb == "wait":
+        return wait(targets)
+    acts: dict[str, Callable[[JobBase, Attempt | None], str]] = {
         "fetch": functools.partial(fetch, to=getattr(options, "to", None)),
-        "wait": wait,
         "ended": ended,
-        "logs": functools.partial(show_logs, follow=getattr(options, "follow", False)),
     }
-    return for_each(targets, verbs[options.verb])
+    return Answer(answers.Asked(dict(for_each(targets, acts[options.verb]))))
 
 
-def for_each(targets: Sequence[Target], act: Callable[[JobBase, Attempt | None], int]) -> int:
-    """Acts on every target, also after one that failed, and returns the largest exit code. Then
-    raises the problems of all."""
-    codes = [0]
+def for_each(
+    targets: Sequence[Target], act: Callable[[JobBase, Attempt | None], str]
+) -> Iterator[tuple[str, str]]:
+    """Acts on every target, also after one that failed. Then raises the problems of all."""
     errors = list[UserError]()
-    for target in targets:
+    for job, attempt in targets:
         try:
-            codes.append(act(*target))
+            yield job.handle, act(job, attempt)
         except UserError as error:
             errors.append(error)
     raise_all(errors)
-    return max(codes)
 
 
 def raise_all(errors: Sequence[UserError]) -> None:
@@ -120,26 +124,31 @@ def allowed(overrides: Sequence[str]) -> list[str]:
     return names
 
 
-def status(targets: Sequence[Target]) -> int:
-    states = set[JobState]()
+def status(targets: Sequence[Target]) -> Answer:
+    found = list[answers.RunState]()
     errors = list[UserError]()
+    unknown = False
     for job, attempt, report in jobs.answered(targets):
-        states.add(report.state)
-        print(*job_status.lines(job, attempt, report.state, report.why), sep="\n", flush=True)
+        known = answers.state_of(job, attempt, report.state, report.why)
+        unknown |= report.state is JobState.UNKNOWN
+        found.append(known)
+        print(*job_status.lines(known, attempt), sep="\n", flush=True)
         try:
             if attempt is not None:
                 RunDirectory(attempt.path.parents[1]).check_config()
         except Damaged as damaged:  # the state is known, and printed nevertheless
             errors.append(damaged)
     raise_all(errors)
-    return int(JobState.UNKNOWN in states)
+    return Answer(answers.RunStates(found), int(unknown))
 
 
-def cancel(targets: Sequence[Target]) -> int:
+def cancel(targets: Sequence[Target]) -> Answer:
+    done = dict[str, str]()
     errors: list[UserError] = []
     for job, _, report in jobs.answered(targets):
         if report.state.ended:
-            print(f"{job.handle}: {report.state.lower()} already", flush=True)
+            done[job.handle] = f"{report.state.lower()} already"
+            print(f"{job.handle}: {done[job.handle]}", flush=True)
             continue
         try:
             if not report.reached:
@@ -150,23 +159,22 @@ def cancel(targets: Sequence[Target]) -> int:
         except UserError as error:  # the others are asked nevertheless
             errors.append(error)
             continue
+        done[job.handle] = "asked to end"
         print(f"{job.handle}: asked to end; its checkpoint is being written", flush=True)
     raise_all(errors)
-    return 0
+    return Answer(answers.Asked(done))
 
 
-def show_logs(job: JobBase, attempt: Attempt | None, follow: bool) -> int:
+def show_logs(job: JobBase, attempt: Attempt | None, follow: bool) -> Answer:
     if follow and attempt is not None and not isinstance(job, jobs.Unqueried):
-        from distdl.launch.following import follow as follow_job
-
         state = follow_job(job, attempt)
-        return 0 if state is None else state.exit_code
+        return Answer(answers.Log(job.handle), 0 if state is None else state.exit_code)
     report = None if follow else asking.ask(job)
     try:
         if report and not report.reached and report.error is None:
             raise UserError.at(job.handle, report.why, code="unreachable")
         for line in job.logs(follow=follow):
-            print(plain(line), flush=True)
+            show_line(line)
     except UserError:
         # A scheduler forgets a job after minutes; a run's folder on this machine keeps the log.
         log = attempt.logs / "rank_0.log" if attempt else None
@@ -175,18 +183,25 @@ def show_logs(job: JobBase, attempt: Attempt | None, follow: bool) -> int:
         why = report.why if report else job.why
         print(f"{plain(why) or f'{job.handle} is gone'}; {shown(log)}:")
         for line in tail(log, lambda: False):
-            print(plain(line), flush=True)
-    return job.state().exit_code if follow else 0
+            show_line(line)
+    return Answer(answers.Log(job.handle), job.state().exit_code if follow else 0)
 
 
-def wait(job: JobBase, attempt: Attempt | None) -> int:
-    job.wait()
-    state = jobs.state(attempt, job) if attempt else job.state()
-    print(f"{state}  {job.handle}", flush=True)
-    return state.exit_code
+def wait(targets: Sequence[Target]) -> Answer:
+    """Waits for each; the exit code is the largest of the runs' own."""
+    codes = [0]
+
+    def ended_as(job: JobBase, attempt: Attempt | None) -> str:
+        job.wait()
+        state = jobs.state(attempt, job) if attempt else job.state()
+        print(f"{state}  {job.handle}", flush=True)
+        codes.append(state.exit_code)
+        return str(state)
+
+    return Answer(answers.Asked(dict(for_each(targets, ended_as))), max(codes))
 
 
-def ended(job: JobBase, attempt: Attempt | None) -> int:
+def ended(job: JobBase, attempt: Attempt | None) -> str:
     if attempt is None:
         raise UserError.at(
             job.handle,
@@ -197,28 +212,30 @@ def ended(job: JobBase, attempt: Attempt | None) -> int:
     state = one_attempt.declare_ended(attempt, job)
     path = shown(attempt.path.parents[1])
     print(f"{path}: attempt {attempt.number} is recorded as ended ({state.lower()})", flush=True)
-    return 0
+    return str(state)
 
 
-def fetch(job: JobBase, attempt: Attempt | None, to: Path | None) -> int:
+def fetch(job: JobBase, attempt: Attempt | None, to: Path | None) -> str:
     if not job.is_remote:
         print(f"{job.handle}: its files are here already")
-        return 0
+        return shown(attempt.path.parents[1]) if attempt else ""
     target = to or (attempt.path.parents[1] if attempt else Path.cwd())
     job.fetch(target)
     print(f"{job.handle}: fetched into {shown(target)}")
-    return 0
+    return shown(target)
 
 
-def list_runs(folder: Path) -> int:
+def list_runs(folder: Path) -> Answer:
     refuse_silent(folder)
+    found = list[answers.RunState]()
     notes: dict[str, None] = {}
-    for rows in job_status.tables(folder, notes):
-        if rows:
-            print_rows(rows)
+    for runs in job_status.listed(folder, notes):
+        if runs:
+            print_rows([job_status.row(run) for run in runs])
+        found += runs
     for note in notes:
         print(f"note: {plain(note)}", file=sys.stderr)
-    return 0
+    return Answer(answers.RunStates(found, [*notes]))
 
 
 def print_rows(rows: Sequence[job_status.Row]) -> None:

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distdl import __version__
+from distdl.cli import json_output
 from distdl.cli.arguments import Parser
+from distdl.cli.endings import ending_of
 from distdl.config.hints import words
 from distdl.config.own_code import in_a_run
 from distdl.ranks import process_exit, stopping
 from distdl.util import lightning_names
+from distdl.util.answers import Answer
 from distdl.util.errors import Problem, UserError
-from distdl.util.exit_codes import EXIT_CANCELLED
-from distdl.util.screen import escaped
 
 if TYPE_CHECKING:
     from distdl.config.compose import Composed
@@ -42,6 +43,7 @@ COMMANDS = {
     "deploy": ("distdl.cli.deploy", "an exported model answers on Azure ML or SageMaker"),
     "provision": ("distdl.cli.provision", "create or complete an Azure ML workspace"),
     "report": ("distdl.cli.report", "write a run's curves and config as one HTML page"),
+    "schema": ("distdl.cli.schema", "the JSON Schema of what a command answers with --json"),
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),
 }
 # Verbs that start runs: a signal that asks them to end is recorded in the run.
@@ -53,36 +55,43 @@ HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for errors that the user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    verb = arguments[0] if arguments and arguments[0] in COMMANDS else ""
     try:
-        if in_a_run(Path.cwd()):  # `python -m` imports from it; a run may be somebody else's
-            sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
-        lightning_names.serve()
-        starts = not verb or verb in STARTING
-        if starts and not {"-h", "--help"} & {*arguments}:
-            process_exit.survive_closed_pipes()
-        if not verb and any(a.split("=")[0] in HYDRAS for a in arguments):
-            return hydra_itself(arguments)
-        with stopping.raise_on_signal() if starts else nullcontext():
-            if not verb:
-                return run(arguments)
-            module = importlib.import_module(COMMANDS[verb][0])
-            return int(module.main(arguments[1:]) or 0)
-    except stopping.Ended as ended:
-        print(f"{ended.state.lower()} by {ended}", file=sys.stderr)
-        return ended.state.exit_code
-    except UserError as error:
-        print(escaped(error.shown()), file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt as error:  # a command may add how its work continues
-        print(": ".join(("interrupted", *map(str, error.args))), file=sys.stderr)
-        return EXIT_CANCELLED
+        if json_output.asked(arguments):
+            arguments = json_output.without(arguments)
+            return json_output.main(arguments, json_output.name_of(arguments, [*COMMANDS]), answer)
+        answered = answer(arguments)
+        return answered.exit_code if isinstance(answered, Answer) else answered
+    except (UserError, KeyboardInterrupt) as error:
+        ending = ending_of(error)
+        print(ending.text, file=sys.stderr)
+        return ending.exit_code
     except BrokenPipeError:  # `distdl --help | head`: the reader has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-def run(arguments: list[str], further: Sequence[str] = (), *, program: bool = False) -> int:
+def answer(arguments: list[str]) -> Answer | int:
+    """What one command found or did. Prints it for people."""
+    verb = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+    if in_a_run(Path.cwd()):  # `python -m` imports from it; a run may be somebody else's
+        sys.path[:] = [p for p in sys.path if p and Path(p) != Path.cwd()]
+    lightning_names.serve()
+    starts = not verb or verb in STARTING
+    if starts and not {"-h", "--help"} & {*arguments}:
+        process_exit.survive_closed_pipes()
+    if not verb and any(a.split("=")[0] in HYDRAS for a in arguments):
+        return hydra_itself(arguments)
+    with stopping.raise_on_signal() if starts else nullcontext():
+        if not verb:
+            return run(arguments)
+        module = importlib.import_module(COMMANDS[verb][0])
+        answered: Answer | int | None = module.main(arguments[1:])
+        return answered or 0
+
+
+def run(
+    arguments: list[str], further: Sequence[str] = (), *, program: bool = False
+) -> Answer | int:
     """A run of what the overrides compose. `further` overrides come last, and are no words of a
     user's. `program`: it must be a program."""
     from distdl.ranks import environment
@@ -134,7 +143,7 @@ def run(arguments: list[str], further: Sequence[str] = (), *, program: bool = Fa
     return launch(composed)
 
 
-def launch(composed: Composed) -> int:
+def launch(composed: Composed) -> Answer:
     from distdl.config import user_conf
     from distdl.launch import dry_run, planning
     from distdl.launch import start as launching
@@ -143,9 +152,8 @@ def launch(composed: Composed) -> int:
     planned = planning.plan(composed.config, typed=composed.typed)
     planning.check_classes(planned)
     if planned.config.dry_run:
-        print(dry_run.render(planned))
-        return 0
-    return launching.start(planned, [*sys.argv])
+        return dry_run.answer(planned)
+    return launching.answer(planned, [*sys.argv])
 
 
 class OverridesParser(Parser):
@@ -178,16 +186,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def show_config(options: argparse.Namespace) -> int:
+def show_config(options: argparse.Namespace) -> Answer:
     """`--cfg job`: prints the composed config as YAML; with -m that of each job of a sweep."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     from distdl.config import compose, grammar
+    from distdl.launch.answers import Configs
 
     jobs = [options.overrides]
     if options.multirun:
         jobs = compose.sweep(grammar.parse_checked(options.overrides), options.config_dir)
+    values = []
     for overrides in jobs:
         shown = config = compose.compose(overrides, options.config_dir)
         if len(jobs) > 1:
@@ -206,9 +216,12 @@ def show_config(options: argparse.Namespace) -> int:
             plain = not OmegaConf.is_config(shown)
             text = f"{shown}\n" if plain else OmegaConf.to_yaml(shown, resolve=options.resolve)
             print(text, end="")
+            values.append(
+                shown if plain else OmegaConf.to_container(shown, resolve=options.resolve)
+            )
         except OmegaConfBaseException as error:
             raise UserError.at("--resolve", str(error).split("\n")[0], code="unreadable") from error
-    return 0
+    return Answer(Configs(values))
 
 
 def hydra_itself(arguments: list[str]) -> int:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 
 from distdl.cli.arguments import Parser
+from distdl.util.answers import Answer
 from distdl.util.errors import Problem, UserError
 
 EPILOG = """\
@@ -18,7 +19,7 @@ little memory is needed; data.root must be readable here, or plan with data=synt
 """
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> Answer:
     """Prints a table of strategies and a recommendation."""
     parser = Parser(
         "python -m distdl plan",
@@ -46,9 +47,11 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         raise UserError(*problems)
     with warnings.catch_warnings(action="ignore"):
-        from distdl.tools.measure import plan, plan_table
+        from distdl.tools.measure import plan, plan_answer, plan_table
 
         machine = (options.device_memory * 2**30, options.link * 1e9, options.tflops * 1e12)
         planned = plan.plan_strategy(options.overrides, options.devices, *machine)
     plan_table.show(planned, options)
-    return 0
+    chosen = planned.advice.overrides
+    command = plan_table.command(options.overrides, chosen) if chosen else ""
+    return Answer(plan_answer.answer(planned, command))

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 from distdl.cli.arguments import Parser, not_empty
 from distdl.config.resources import cpu_cores
@@ -19,18 +21,34 @@ from distdl.tools.prepare.images import DEFAULT_QUALITY, SUBSAMPLINGS
 from distdl.tools.prepare.prepare import run
 from distdl.tools.prepare.source import KINDS
 from distdl.tools.prepare.writers import FORMATS
+from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 from distdl.util.suggest import closest
 
 COMMAND = "python -m distdl prepare"
 
 
-def main(argv: Sequence[str]) -> int:
+@dataclass(frozen=True)
+class PreparedData:
+    """A data set, which `distdl data check` describes."""
+
+    SCHEMA: ClassVar[str] = "prepare/1"
+
+    folder: str
+    written: bool
+    """False for --dry-run."""
+    uploaded: str
+    """Where to; empty if it stays here."""
+
+
+def main(argv: Sequence[str]) -> Answer:
     """Prepares one data set."""
     with interrupts.raised():
         module, rest = kind_of(list(argv))
-        run(parse(module, rest), module)
-    return 0
+        options = parse(module, rest)
+        run(options, module)
+    written = not options.dry_run
+    return Answer(PreparedData(str(options.to), written, options.upload or ""))
 
 
 def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:

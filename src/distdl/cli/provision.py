@@ -6,9 +6,11 @@ The command prints a plan, asks, changes only what differs, and deletes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from distdl.cli.arguments import Parser
+from distdl.util.answers import Answer
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import closest
 
@@ -28,7 +30,17 @@ changes only what differs and deletes nothing. dry_run=true prints the resources
 """
 
 
-def main(argv: Sequence[str]) -> int:
+@dataclass(frozen=True)
+class Provisioned:
+    """What Azure has now."""
+
+    SCHEMA: ClassVar[str] = "provision/1"
+
+    text: str
+    """What people are shown at the end: the next command, a signed address, or the prices."""
+
+
+def main(argv: Sequence[str]) -> Answer:
     """Provisions a platform."""
     parser = Parser("python -m distdl provision", add_help=False)
     parser.add_argument("words", nargs="*", default=[])
@@ -52,12 +64,16 @@ def main(argv: Sequence[str]) -> int:
     helps = {"sas": sas.HELP, "prices": prices.HELP, "": USAGE + settings.text()}
     if options.help or not platform:
         print(helps[special])
-        return 0
+        return Answer(Provisioned(helps[special]))
     if special:
-        return (sas.run if special == "sas" else prices.run)(values(words[1:]))
+        text = (sas.run if special == "sas" else prices.run)(values(words[1:]))
+        print(text)
+        return Answer(Provisioned(text))
     from distdl.launchers.azureml.provision import command
 
-    return command.run(values(words))
+    code, text = command.run(values(words))
+    print(text)
+    return Answer(Provisioned(text), code)
 
 
 def values(words: Sequence[str]) -> dict[str, Any]:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 from distdl.cli.arguments import Parser
 from distdl.tools.report import page
+from distdl.tools.report.page import WrittenPage
+from distdl.util.answers import Answer
 from distdl.util.tail import plain
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> Answer:
     """Writes the page."""
     parser = Parser("python -m distdl report", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the run's folder")
@@ -20,4 +22,4 @@ def main(argv: Sequence[str]) -> int:
     for damaged in damage:
         print(f"warning: {plain(damaged)}", file=sys.stderr)
     print(output)
-    return 0
+    return Answer(WrittenPage(str(output), damage))

@@ -12,10 +12,11 @@ from distdl.launch import dry_run, external, jobs, left_out, resuming
 from distdl.launch import start as launch
 from distdl.ranks import environment
 from distdl.runs.directory import RunDirectory, shown
+from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> Answer | int:
     """Starts the next attempt of a run; `launch.resuming` decides which overrides it may have."""
     parser = Parser("python -m distdl resume", description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run directory")
@@ -37,9 +38,8 @@ def main(argv: Sequence[str]) -> int:
     return start(run, options.overrides)
 
 
-def start(run: RunDirectory, overrides: Sequence[str]) -> int:
+def start(run: RunDirectory, overrides: Sequence[str]) -> Answer:
     planned = resuming.plan(run, overrides)
     if not planned.config.dry_run:
-        return launch.start(planned, sys.argv)
-    print(dry_run.render(left_out.fit(planned, set())))
-    return 0
+        return launch.answer(planned, sys.argv)
+    return dry_run.answer(left_out.fit(planned, set()))

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 
 from distdl.cli import main as command_line
 from distdl.config import programs
+from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> Answer | int:
     """Starts the program, and returns the exit code of its run."""
     words, command = programs.split(argv)
     if {"-h", "--help"} & {*words}:

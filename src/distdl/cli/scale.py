@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from distdl.cli.arguments import Parser
+from distdl.util.answers import Answer
 from distdl.util.errors import Problem, UserError
 
 EPILOG = """\
@@ -20,7 +21,7 @@ only the missing sizes. One device is measured without a strategy, for compariso
 """
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> Answer:
     """Measures the missing sizes, and prints all results."""
     parser = Parser(
         "python -m distdl scale",
@@ -70,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
     from distdl.tools.scaling import members as scaling_runs
     from distdl.tools.scaling import results, show
+    from distdl.tools.scaling.show import Scaling
 
     counts = scaling_runs.sizes(devices, nodes)
     if (1, 1) not in counts:
@@ -79,9 +81,11 @@ def main(argv: Sequence[str]) -> int:
     rented = results.rented_of(options.vm, options.spot, members[0].config.launcher)
     code = scaling_runs.measure(members)
     if members[0].config.dry_run:
-        return 0
-    show.show(members, modes, rented, options)
-    return code or int(any(not m.result and m.lacking != "under way" for m in members))
+        return Answer(Scaling("", [], {m.name: "dry run" for m in members}, [], []))
+    found = show.show(members, modes, rented, options)
+    return Answer(
+        found, code or int(any(not m.result and m.lacking != "under way" for m in members))
+    )
 
 
 def numbers(flag: str, text: str | None, problems: list[Problem]) -> list[int]:

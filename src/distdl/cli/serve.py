@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from distdl.cli.arguments import Parser
 from distdl.config.recipe import export_formats, exportable_instead, not_exportable
 from distdl.ranks import stopping
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory, read_json, shown
+from distdl.util.answers import Answer, emit
 from distdl.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +27,21 @@ if TYPE_CHECKING:
     from distdl.tools.serving.scorer import Scorer
 
 
-def main(argv: Sequence[str]) -> int:
+@dataclass(frozen=True)
+class Served:
+    """A server that has ended. An event `ready` came before, with its `url`, `model`, `classes`."""
+
+    SCHEMA: ClassVar[str] = "serve/1"
+
+    model: str
+    """Its folder."""
+    answered: int
+    """Requests."""
+    refused: int
+    """Requests that were refused."""
+
+
+def main(argv: Sequence[str]) -> Answer:
     """Serves until Ctrl-C or SIGTERM."""
     parser = Parser("python -m distdl serve", description=__doc__)
     parser.add_argument("source", metavar="RUN|MODEL", help="a run directory, or a model folder")
@@ -62,6 +78,7 @@ def main(argv: Sequence[str]) -> int:
             body = shlex.quote(f"@{photo}")
             print(f'try     curl -H "{kind}"{token} --data-binary {body} {url}/score')
             print("stop    Ctrl-C", flush=True)
+            emit("ready", url=url, model=shown(folder), classes=len(scorer.classes))
 
         counts = server.run(load, settings, ready)
     except ValidationError as error:
@@ -70,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         raise UserError.at("", str(error), code="unreadable") from None
     print(f"done    {counts['requests']} answered  {counts['rejected']} refused")
-    return 0
+    return Answer(Served(shown(folder), counts["requests"], counts["rejected"]))
 
 
 def model(source: Path) -> Path:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from distdl.cli.arguments import Parser
 from distdl.runs.records import find_run
 from distdl.tracking.sync import SEND_TO, sync
+from distdl.util.answers import Answer
 
 
-def main(argv: list[str]) -> int:
-    """Returns 0 if everything has arrived or a process of the run is still sending, else 1."""
+def main(argv: list[str]) -> Answer:
+    """The exit code is 0 if all has arrived, or a process of the run is still sending; else 1."""
     parser = Parser("python -m distdl track", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("sync", help="send the metrics that the tracking server has missed")

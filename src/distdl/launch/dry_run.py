@@ -14,13 +14,22 @@ from typing import Any
 from distdl.config import batches, programs
 from distdl.job import LauncherBase
 from distdl.launch import program_checks, submitting
+from distdl.launch.answers import ShownRequest
 from distdl.launch.planning import Plan
 from distdl.runs.bundle import Bundle
 from distdl.runs.directory import RunDirectory, shown
 from distdl.runs.snapshot import Snapshot
+from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 from distdl.util.redact import redact
 from distdl.util.screen import escaped
+
+
+def answer(planned: Plan) -> Answer:
+    """Prints what one run would be."""
+    text = render(planned)
+    print(text)
+    return Answer(ShownRequest([shown(planned.run.path)], text))
 
 
 def render(planned: Plan) -> str:

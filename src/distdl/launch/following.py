@@ -11,6 +11,7 @@ from distdl.job import JobBase, JobState
 from distdl.launch import jobs
 from distdl.ranks import stopping
 from distdl.runs.directory import Attempt, shown
+from distdl.util.answers import emit
 from distdl.util.errors import UserError
 from distdl.util.tail import plain
 
@@ -22,7 +23,7 @@ def follow(job: JobBase, attempt: Attempt) -> JobState | None:
         while True:
             try:
                 for line in job.logs(follow=True):
-                    print(plain(line), flush=True)
+                    show_line(line)
                 job.wait()
                 return jobs.state(attempt, job)
             except UserError as error:  # the platform cannot be reached; the job continues
@@ -35,6 +36,13 @@ def follow(job: JobBase, attempt: Attempt) -> JobState | None:
                     return None
                 print(f"cancelling {job.handle} ...", flush=True)
                 job.cancel()
+
+
+def show_line(line: str) -> None:
+    """Prints a line of a log."""
+    text = plain(line)
+    print(text, flush=True)
+    emit("line", text=text)
 
 
 def asks_to_cancel(job: JobBase) -> bool:

@@ -5,57 +5,45 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from distdl.incident import incident
 from distdl.job import JobBase, JobState
 from distdl.launch import asking, jobs
+from distdl.launch.answers import RunState, state_of
 from distdl.launch.asking import Report
-from distdl.runs import failures
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.util.errors import Damaged, UserError
 from distdl.util.tail import plain
 
 Row = tuple[str, ...]  # of COLUMNS
 COLUMNS = ("run", "attempt", "state", "where", "started", "metrics")
-MISSING = "status.json is missing"
 LONGEST = 200  # characters of a reason in a row; `jobs status` has all of it
 
 
-def lines(job: JobBase, attempt: Attempt | None, state: JobState, why: str = "") -> Iterator[str]:
-    """All lines about one job.
-
-    Args:
-        attempt: None if the user named the job by its handle alone.
-        why: Why its platform does not say more, or why the job waits.
-    """
-    unsure = state in (JobState.UNKNOWN, JobState.PENDING) or isinstance(job, jobs.Unqueried)
-    why = plain(why) if unsure else ""
+def lines(known: RunState, attempt: Attempt | None) -> Iterator[str]:
+    """All lines about one job; `attempt` is None if the user named it by its handle alone."""
     if attempt is None:
-        yield f"{state}  {job.handle}" + (f"  ({why})" if why else "")
+        yield f"{known.state}  {known.job}" + "".join(f"  ({why})" for why in known.reasons)
         return
-    facts = attempt.status()
-    restarts = f", restarted {facts['restarts']} times" if facts.get("restarts") else ""
-    yield f"{shown(attempt.path.parents[1])}  (attempt {attempt.number})"
-    yield f"  state   {state}{restarts}"
-    recorded = facts.get("state")
-    copied = "" if recorded == state else attempt.copy_of(facts)
-    copied = copied and f"this folder is a copy of {plain(copied)}, which was {recorded}"
-    reasons = why, "" if facts else MISSING, copied
-    yield from (f"  because {reason}" for reason in reasons if reason)
-    yield f"  job     {plain(where_of(attempt))}"
-    if job.url:
-        yield f"  watch   {plain(job.url)}"
-    for name in ("started", "ended"):
-        if moment := time_of(facts, name):
+    restarts = f", restarted {known.restarts} times" if known.restarts else ""
+    yield f"{known.run}  (attempt {known.attempt})"
+    yield f"  state   {known.state}{restarts}"
+    yield from (f"  because {reason}" for reason in known.reasons)
+    yield f"  job     {known.job}"
+    if known.url:
+        yield f"  watch   {known.url}"
+    for name, moment in (("started", known.started), ("ended", known.ended)):
+        if moment:
             yield f"  {name:7} {time.ctime(moment)}"
     if report := incident.read(attempt):
         yield f"  error   {incident.head(report)}"
-    elif first := attempt.first_error():
-        yield f"  error   rank {plain(first['rank'])}: {plain(failures.describe(first))}"
-    elif facts.get("error"):
-        yield f"  error   {plain(facts['error'])}"
+    elif known.error and known.error.rank is not None:
+        yield f"  error   rank {known.error.rank}: {known.error.message}"
+    elif known.error:
+        yield f"  error   {known.error.message}"
 
 
 class ListedRun:
@@ -88,45 +76,49 @@ class ListedRun:
         number = attempt.number
         return jobs.state(attempt, self.jobs.get(number), self.reports.get(number))
 
-    def row(self) -> Row:
-        attempt = self.attempt
+    def listed(self) -> RunState:
+        """What is known of the run. A run that cannot be read hides no other."""
+        run = plain(shown(self.run.path))
+        number = self.attempt.number
         try:
             if self.error is not None:
                 raise self.error
-            known = self.state(attempt)
-            state = str(known)
-            number = attempt.number
+            newest = self.state(self.attempt)
             self.run.check_config()
-            attempt.check_launch()
-            if self.main.number != number:  # the newest attempt only tested: show the training
-                task = attempt.task.rpartition(".")[2] or "unknown task"
-                known = self.state(self.main)
-                attempt = self.main
-                state = f"{known} ({task}: {state})"
-            facts = attempt.status()
-            started = time_of(facts, "started")
-            date = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
-            last = metrics_text(facts) if facts else MISSING
-            unsure = known in (JobState.UNKNOWN, JobState.PENDING)
-            if unsure and attempt.number in self.reports:
-                last = in_short(self.reports[attempt.number].why) or last
-            cells = (where_of(attempt), date, last)
+            self.attempt.check_launch()
+            attempt = self.main
+            known = self.state(attempt)
+            why = self.reports[attempt.number].why if attempt.number in self.reports else ""
+            found = state_of(self.jobs.get(attempt.number), attempt, known, why)
+            if attempt.number == number:
+                return found
+            # The newest attempt only tested, and the training is shown.
+            task = self.attempt.task.rpartition(".")[2] or "unknown task"
+            return replace(found, newest=f"{plain(task)}: {newest}")
         except Damaged as damaged:
-            file, what = damaged.problems[0].path, damaged.problems[0].what
-            state = "DAMAGED"
-            cells = ("?", "", f"{shown(Path(file))} {what}")
-        except Exception as error:  # one run that cannot be read must not hide the others
-            state = f"UNKNOWN ({type(error).__name__})"
-            cells = ("?", "", in_short(str(error)))
-        return tuple(map(plain, (shown(self.run.path), attempt.number, state, *cells)))
+            problem = damaged.problems[0]
+            what = plain(f"{shown(Path(problem.path))} {problem.what}")
+            return RunState(run, number, "DAMAGED", "?", reasons=[what])
+        except Exception as error:  # any file of it may be anything
+            what = f"{type(error).__name__}: {in_short(str(error))}"
+            return RunState(run, number, str(JobState.UNKNOWN), "?", reasons=[plain(what)])
 
 
-def tables(folder: Path, notes: dict[str, None]) -> Iterator[list[Row]]:
-    """The rows of all runs of a folder: soon those whose platform answers soon or is not asked, the
+def row(known: RunState) -> Row:
+    started = known.started
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
+    why = in_short(known.reasons[0]) if known.reasons else ""
+    last = why or metrics_text(known.metrics)
+    state = f"{known.state} ({known.newest})" if known.newest else known.state
+    return (known.run, str(known.attempt), state, known.job, date, last)
+
+
+def listed(folder: Path, notes: dict[str, None]) -> Iterator[list[RunState]]:
+    """All runs of a folder: soon those whose platform answers soon or is not asked, the
     newest first, then the others as their platforms answer or are given up.
 
     Args:
-        notes: Gets the notes about the rows, each once.
+        notes: Gets the notes about the runs, each once.
     """
     runs = jobs.runs_below(folder)
     if not runs:
@@ -143,7 +135,7 @@ def tables(folder: Path, notes: dict[str, None]) -> Iterator[list[Row]]:
             line, number = asked[position]
             line.reports[number] = report
         complete = [line for line in left if line.complete]
-        yield [line.row() for line in sorted(complete, key=ListedRun.is_unanswered)]
+        yield [line.listed() for line in sorted(complete, key=ListedRun.is_unanswered)]
         left = [line for line in left if not line.complete]
 
 
@@ -152,24 +144,7 @@ def in_short(reason: str) -> str:
     return textwrap.shorten(reason.partition("\n")[0], LONGEST, placeholder=" ...")
 
 
-def where_of(attempt: Attempt) -> str:
-    """The handle of the attempt's job. Without one: the local host, or "not submitted"."""
-    if handle := attempt.job().get("handle"):
-        return str(handle)
-    target = str(attempt.launch()["where"]["launcher"].get("_target_", ""))
-    if target.startswith("distdl.launchers.local.") or not target:
-        host = attempt.status().get("host")
-        return f"local, {host}" if host else "local"
-    return f"{target.removeprefix('distdl.launchers.').partition('.')[0]}, not submitted"
-
-
-def time_of(facts: Mapping[str, Any], name: str) -> float | None:
-    """Seconds since 1970; None if it is not recorded, or too large for a date."""
-    moment = facts.get(name)
-    return float(moment) if moment and abs(moment) < 1e11 else None
-
-
-def metrics_text(facts: Mapping[str, Any]) -> str:
-    """The main metrics in a status as text, including NaN and infinity: `val/loss 0.5`."""
-    metrics = sorted((facts.get("metrics") or {}).items())
-    return "  ".join(f"{k} {float(v):.4g}" for k, v in metrics if k.startswith(("val", "train")))
+def metrics_text(metrics: Mapping[str, Any]) -> str:
+    """The main metrics as text, including NaN and infinity: `val/loss 0.5`."""
+    shown = ((k, v) for k, v in sorted(metrics.items()) if k.startswith(("val", "train")))
+    return "  ".join(f"{k} {float(v):.4g}" for k, v in shown)

@@ -9,14 +9,23 @@ from collections.abc import Sequence
 from distdl.config import recipe as configs
 from distdl.incident import incident
 from distdl.job import JobBase, JobState
-from distdl.launch import following, left_out, submitting
+from distdl.launch import following, left_out, progress_events, submitting
+from distdl.launch.answers import ended
 from distdl.launch.planning import Plan, never_trained
 from distdl.launch.retrying import Retries
 from distdl.runs.directory import Attempt, shown
 from distdl.runs.failures import describe
+from distdl.util.answers import Answer
 from distdl.util.exit_codes import EXIT_REFUSED
 from distdl.util.redact import redact_command
 from distdl.util.screen import escaped
+
+
+def answer(planned: Plan, command: Sequence[str]) -> Answer:
+    """Starts a run, as `start` does, and returns what became of it."""
+    with progress_events.told(planned.run):
+        code = start(planned, command)
+    return Answer(ended(planned.run), code)
 
 
 def start(planned: Plan, command: Sequence[str]) -> int:

@@ -22,12 +22,14 @@ from distdl.config import compose, grammar, programs, user_conf
 from distdl.config import recipe as configs
 from distdl.job import JobState
 from distdl.launch import dry_run, job_status, jobs, planning, start, submitting
+from distdl.launch.answers import ShownRequest, SweepMember, SweepState, ended
 from distdl.launch.planning import Plan
 from distdl.ranks import stopping
 from distdl.runs import checkpoints
 from distdl.runs.checkpoints import Judged
 from distdl.runs.directory import shown
 from distdl.util import table
+from distdl.util.answers import Answer
 from distdl.util.errors import Problem, Unchecked, UserError
 from distdl.util.orphans import die_with_parent
 from distdl.util.redact import redact_command
@@ -38,10 +40,11 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Ended = tuple[str, Plan, JobState | None]  # a member's text, plan and state
-Member = tuple[str, Plan]  # the text has its values of the swept keys: "seed=1 optimizer.lr=0.1"
+# The text has its values of the swept keys: "seed=1 optimizer.lr=0.1".
+PlannedMember = tuple[str, Plan]
 
 
-def main(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> int:
+def main(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> Answer:
     """Checks every member, then starts them: one after the other with launcher=local or mpi, all at
     once if the platform has a queue."""
     user_conf.print_shadowed()
@@ -52,7 +55,7 @@ def main(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> int:
             "name", "cannot be swept: a sweep names its members", "name=<sweep>", code="unsupported"
         )
 
-    def chosen_and_plan(member: Sequence[str]) -> Member:
+    def chosen_and_plan(member: Sequence[str]) -> PlannedMember:
         each = plan(member, swept, config_dirs)
         if last := each.last_attempt:
             last.state()  # raises if the files cannot be read
@@ -67,8 +70,9 @@ def main(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> int:
     print(f"sweep of {len(planned)} runs over {', '.join(swept) or 'nothing'}")
     if planned[0][1].config.dry_run:
         names, plans = zip(*planned, strict=True)
-        print(dry_run.render_sweep(plans, names))
-        return 0
+        text = dry_run.render_sweep(plans, names)
+        print(text)
+        return Answer(ShownRequest([shown(each.run.path) for each in plans], text))
     if planned[0][1].launch.in_turn:
         return _run_all(planned)
     return _submit_all(planned)
@@ -111,7 +115,7 @@ def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]
     return planned
 
 
-def _run_all(planned: Sequence[Member]) -> int:
+def _run_all(planned: Sequence[PlannedMember]) -> Answer:
     results: list[Ended] = []
     with MemberRunner() as runner:
         for number, (chosen, each) in enumerate(planned, 1):
@@ -130,9 +134,18 @@ def _run_all(planned: Sequence[Member]) -> int:
     _print_table(results)
     if runner.state is not None:
         print(f"{runner.state.lower()}. To resume:\n  {_again()}", flush=True)
-        return runner.state.exit_code
+        return _answer(results, runner.state.exit_code)
     _print_next(results)
-    return 0 if all(state is JobState.SUCCEEDED for _, _, state in results) else 1
+    return _answer(results, int(any(state is not JobState.SUCCEEDED for _, _, state in results)))
+
+
+def _answer(results: Sequence[Ended], code: int) -> Answer:
+    best = _best(results)
+    members = [
+        SweepMember(chosen, number == best, ended(each.run))
+        for number, (chosen, each, _) in enumerate(results)
+    ]
+    return Answer(SweepState(members, _again()), code)
 
 
 class MemberRunner(stopping.StopRequest):
@@ -159,7 +172,7 @@ class MemberRunner(stopping.StopRequest):
             os.kill(self.process.pid, number)
 
 
-def _submit_all(planned: Sequence[Member]) -> int:
+def _submit_all(planned: Sequence[PlannedMember]) -> Answer:
     """Submits all members: as one array if the launcher supports it, else one by one."""
     due = []
     for (chosen, each), state in zip(planned, _states_of(planned), strict=True):
@@ -174,14 +187,14 @@ def _submit_all(planned: Sequence[Member]) -> int:
     _print_table(results)
     if not due and all(state is not None and state.ended for _, _, state in results):
         _print_next(results)
-        return 0
+        return _answer(results, 0)
     folder = shown(planned[0][1].run.path.parent)
     print(f"watch   python -m distdl jobs list {folder}")
     print(f"cancel  python -m distdl jobs cancel {folder}")
-    return 0
+    return _answer(results, 0)
 
 
-def _states_of(planned: Sequence[Member]) -> list[JobState | None]:
+def _states_of(planned: Sequence[PlannedMember]) -> list[JobState | None]:
     """The state of each member's last attempt; None if it has none."""
     last = [each.last_attempt for _, each in planned]
     known = iter(jobs.states([attempt for attempt in last if attempt]))
@@ -224,7 +237,7 @@ def _print_table(results: Sequence[Ended]) -> None:
     best = _best(results)
     for number, (chosen, each, state) in enumerate(results):
         last = each.last_attempt
-        values = job_status.metrics_text(last.status()) if last else ""
+        values = job_status.metrics_text(last.status().get("metrics") or {}) if last else ""
         mark = ", best" if number == best else ""
         word = str(state or "UNKNOWN").lower()
         rows.append((chosen, word + mark, values, shown(each.run.path)))

@@ -8,14 +8,16 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from distdl.config import credentials
 from distdl.runs.directory import shown
 from distdl.runs.records import journals
 from distdl.tracking.outbox import Outbox, is_local, redact
 from distdl.tracking.refusals import OTHER, described, refusal
+from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,9 +28,25 @@ LONG = 5000  # points; from this number on a progress bar is shown
 WAITS = (2.0, 4.0)  # seconds before each further try
 
 
-def sync(run: Path, experiment: str | None = None, confirmed: str | None = None) -> int:
-    """Sends the rest of a run, or the whole run to another experiment. Returns 1 if the server
-    fails, else 0. Raises the UserErrors of `server_of`."""
+@dataclass(frozen=True)
+class SentMetrics:
+    """What a tracking server has of a run."""
+
+    SCHEMA: ClassVar[str] = "track/1"
+
+    server: str
+    """Its address, without secrets."""
+    sent: int
+    """Points that were sent now."""
+    left: int
+    """Points that were not sent."""
+    active: bool = False
+    """Whether the run sends its metrics itself, as it is still at work."""
+
+
+def sync(run: Path, experiment: str | None = None, confirmed: str | None = None) -> Answer:
+    """Sends the rest of a run, or the whole run to another experiment. The exit code is 1
+    if the server fails. Raises the UserErrors of `server_of`."""
     from distdl.tracking.client import exclusive, prepare_environment
     from distdl.tracking.delivery import Delivery
     from distdl.tracking.mlflow import how_to_open
@@ -42,7 +60,7 @@ def sync(run: Path, experiment: str | None = None, confirmed: str | None = None)
             lock = outbox.run_dir / "tracking" / f"mlflow-node{node}.lock"
             if not locks.enter_context(exclusive(lock)):
                 print("The run is still active and sends its metrics itself.")
-                return 0
+                return Answer(SentMetrics(redact(uri), 0, sender.pending(), active=True))
         outbox.load()  # the run may have ended before the lock was acquired
         if experiment not in (None, outbox.state.experiment):
             outbox.state.experiment = str(experiment)
@@ -60,16 +78,16 @@ def sync(run: Path, experiment: str | None = None, confirmed: str | None = None)
                 again = f"python -m distdl track sync {shlex.quote(shown(run))}"
                 other = " --experiment <other>" if refused.remedy.endswith(OTHER) else ""
                 print(f"Then: {again}{other and f', or now: {again}{other}'}", file=sys.stderr)
-                return 1
+                return Answer(SentMetrics(redact(uri), sender.delivered, sender.pending()), 1)
             name, later = "server", "the server is back"
             if is_local(uri):
                 name, later = "database", "it can be used again"
             print(f"The {name} fails: {described(error, uri)}", file=sys.stderr)
             print(f"{stays} Repeat the command when {later}.", file=sys.stderr)
-            return 1
+            return Answer(SentMetrics(redact(uri), sender.delivered, sender.pending()), 1)
     print(f"{sender.delivered} points sent." if sender.delivered else "Nothing was left to send.")
     print("To see it: " + "\n           ".join(how_to_open(uri, outbox)))
-    return 0
+    return Answer(SentMetrics(redact(uri), sender.delivered, sender.pending()))
 
 
 def server_of(outbox: Outbox, confirmed: str | None, typed: str = f"{SEND_TO} ") -> str:

@@ -69,7 +69,7 @@ def run(tmp_path):
 
 
 def reported(run):
-    assert report.main([str(run)]) == 0
+    assert report.main([str(run)]).exit_code == 0
     return (run / "report.html").read_text()
 
 
@@ -199,7 +199,7 @@ def test_a_file_that_no_report_wrote_is_never_overwritten(run, tmp_path):
             report.main([str(run), *options])
         assert page.read_text() == "my notes"
     for _ in range(2):  # its own it replaces
-        assert report.main([str(run), "--output", str(tmp_path / "new/page.html")]) == 0
+        assert report.main([str(run), "--output", str(tmp_path / "new/page.html")]).exit_code == 0
     assert (tmp_path / "new/page.html").is_file()
     assert not list(run.glob(".report*"))
 

@@ -22,13 +22,14 @@ from distdl.tools.data_check import screen as show
 from distdl.tools.data_check.image_files import Findings
 from distdl.tools.data_check.sources import DataAtUri, SplitImages
 from distdl.tools.prepare.next_steps import override
+from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 from distdl.util.progress_bar import Bar
 
 PROFILED = 100  # images, at most
 
 
-def check(options: argparse.Namespace) -> int:
+def check(options: argparse.Namespace) -> Answer:
     """Prints the report; see `distdl.cli.data.main` for options, exit status and errors."""
     scratch.refuse(None, 1)
     gpu = options.gpu or gpu_of_this_machine()
@@ -48,12 +49,12 @@ def check(options: argparse.Namespace) -> int:
     every = sum(s.count for s in seen.values()) == data.count
     show.images(screen, seen, every, colours=data.categories is None)
     if data.categories is not None:
-        return of_objects(screen, data, seen, rates, every)
+        return screen.answer(data.uri, of_objects(screen, data, seen, rates, every))
     if options.profile is not None:
         profiled(screen, data, options)
     if rates is None:
         screen.line("verdict", "none of the inspected images can be decoded")
-        return 1
+        return screen.answer(data.uri, 1)
     cores = resources.cpu_cores()
     show.rates(screen, data, rates, wanted)
     formats = [needs.Format("as they are", rates.decoding)]
@@ -73,7 +74,7 @@ def check(options: argparse.Namespace) -> int:
         screen.line("first", verdict.before)
     usable = [o for o in verdict.overrides if resources.visible_gpus() or "nvjpeg" not in o]
     screen.line("next", next_command(data, usable))
-    return 1 if any(s.damaged for s in seen.values()) else 0
+    return screen.answer(data.uri, int(any(s.damaged for s in seen.values())))
 
 
 def of_objects(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from distdl.tools.data_check.profile import MEANING, Profile
 from distdl.tools.data_check.sources import DataAtUri
 from distdl.tools.data_check.throughput import Rates
 from distdl.util import table
+from distdl.util.answers import Answer
 from distdl.util.progress_bar import size
 from distdl.util.screen import escaped
 from distdl.util.wording import first_few, plural
@@ -21,13 +24,36 @@ SHOWN = 5  # of what is wrong, unless every image is looked at
 INDENT = 9  # of what follows the leading word
 
 
+@dataclass(frozen=True)
+class CheckedData:
+    """What a look at a data set found."""
+
+    SCHEMA: ClassVar[str] = "data-check/1"
+
+    uri: str
+    lines: Sequence[Sequence[str]]
+    """Each a word (`damaged`, `verdict`, `next`, ...) and a text, as people are shown them."""
+    tables: Sequence[Sequence[Mapping[str, str]]]
+    """Each a list of rows, by column: what the splits hold, rates, what feeds the GPUs."""
+
+
 class Screen:
     """Prints lines with a leading word, and tables, on a terminal or in a log."""
 
+    def __init__(self) -> None:
+        self._lines: list[tuple[str, str]] = []
+        self._tables: list[list[dict[str, str]]] = []
+
+    def answer(self, uri: str, exit_code: int) -> Answer:
+        """All that was printed."""
+        return Answer(CheckedData(uri, self._lines, self._tables), exit_code)
+
     def line(self, word: str, text: str) -> None:
+        self._lines.append((word, escaped(text)))
         print(f"{word:{INDENT}}{escaped(text)}", flush=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._tables.append([dict(zip(columns, row, strict=True)) for row in rows])
         table.show(columns, rows, numbers=True, indent=INDENT)
 
 

@@ -9,9 +9,10 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from omegaconf import DictConfig
 
@@ -25,6 +26,7 @@ from distdl.tools.drill.faults import FAULTS
 from distdl.tools.drill.subjects import OwnProgram, Subject, Training
 from distdl.tools.drill.tracking_server import TrackingServer
 from distdl.tools.drill.trial import FaultRow
+from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,8 +73,20 @@ def refuse(config: DictConfig, typed: Sequence[Override]) -> None:
     launch.of(config, typed)  # checks the settings that a copy does not have, too
 
 
-def drill(config: DictConfig, options: Namespace) -> int:
-    """Runs the twin, does each fault, prints the table. Returns 0 if the run survived all.
+@dataclass(frozen=True)
+class Drilled:
+    """What the run survived."""
+
+    SCHEMA: ClassVar[str] = "drill/1"
+
+    folder: str
+    """The copies of the run, and the table."""
+    rows: Sequence[FaultRow]
+    """One for each fault; none if the run fails without a fault."""
+
+
+def drill(config: DictConfig, options: Namespace) -> Answer:
+    """Runs the twin, does each fault, prints the table. The exit code is 0 if the run survived all.
 
     Args:
         options: `run` (the words of the command line), `faults` (names), `seed`, `steps` (of the
@@ -100,7 +114,7 @@ def drill(config: DictConfig, options: Namespace) -> int:
         print(f"the run fails without a fault; see {shown(twin.log)}")
         if report := incident.read(twin.run.last_attempt() or twin.first):
             print(incident.head(report, command=False), file=sys.stderr)
-        return 1
+        return Answer(Drilled(shown(twin.run.path.parent), []), 1)
     print(f"  {seconds:.1f} s, {subject.reached(whole)}", flush=True)
     if short.watchdog.timeout is None:
         short.watchdog.timeout = round(subject.timeout(seconds, whole))
@@ -127,7 +141,7 @@ def drill(config: DictConfig, options: Namespace) -> int:
     done = [row for row in rows if row.survived is not None]
     if failed := [row.fault for row in done if not row.survived]:
         print(f"next    python -m distdl jobs status {shown(above / failed[0])}")
-    return 0 if done and not failed else 1
+    return Answer(Drilled(shown(above), rows), 0 if done and not failed else 1)
 
 
 def _lacking(fault: str, twin: DrilledRun) -> str:

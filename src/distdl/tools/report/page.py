@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from markupsafe import Markup
 
@@ -17,6 +19,19 @@ from distdl.tools.report import benchmark, data, pictures, plots
 from distdl.tools.report.parts import ReportFigure, ReportTable
 from distdl.tracking.outbox import Outbox
 from distdl.util.errors import UserError
+
+
+@dataclass(frozen=True)
+class WrittenPage:
+    """A report that was written."""
+
+    SCHEMA: ClassVar[str] = "report/1"
+
+    page: str
+    """The HTML file."""
+    damaged: Sequence[str]
+    """The run's files that could not be read, with the reason; the page does without them."""
+
 
 MARK = '<meta name="generator" content="distdl report">'
 

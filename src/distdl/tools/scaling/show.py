@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from distdl.tools.scaling.members import Member
@@ -18,14 +19,30 @@ REMEDIES = {
 }
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """What was measured on each number of devices."""
+
+    SCHEMA: ClassVar[str] = "scale/1"
+
+    table: str
+    """The JSON file with all of it; empty if nothing was measured."""
+    rows: Sequence[Mapping[str, Any]]
+    """As in that file: a strategy on a number of devices, its rate and efficiency."""
+    missing: Mapping[str, str]
+    """Sizes without a result, and why: `not measured`, `under way`, `not fetched`, `dry run`."""
+    notes: Sequence[str]
+    advice: Sequence[str]
+
+
 def show(
     members: Sequence[Member],
     modes: Sequence[str],
     rented: Rented | None,
     options: argparse.Namespace,
-) -> None:
+) -> Scaling:
     """Prints the table and the advice, and writes them beside the runs."""
-    from distdl.runs.directory import read_json
+    from distdl.runs.directory import read_json, shown
     from distdl.tools.scaling import Link, advice, printing, results
     from distdl.tools.scaling import members as scaling_runs
 
@@ -36,8 +53,9 @@ def show(
         if names := [m.name for m in members if not m.result and m.lacking == state]:
             print(f"{state}: {', '.join(names)}; {remedy}")
     measured = [m for m in (*members, *before) if m.result]
+    missing = {m.name: m.lacking for m in members if not m.result}
     if not measured:
-        return
+        return Scaling("", [], missing, [], [])
     between = Link(options.between * 1e9 / 8, 20e-6) if options.between else None
     every = list(dict.fromkeys([*modes, *scaling_runs.MODES]))  # earlier runs had other modes
     rows = results.rows(measured, rented, between, every)
@@ -60,3 +78,5 @@ def show(
         print(f"advice  {line}")
     vm = rented.name if rented else None
     printing.write(members, before, rows, further, notes=notes, advice=given, vm=vm)
+    table = shown(members[0].run.path.parent / printing.FILE)
+    return Scaling(table, [asdict(row) for row in rows], missing, notes, given)

@@ -41,7 +41,7 @@ def export(
     checkpoint: Path,
     format: str,
     size: Sequence[int] | None = None,
-) -> None:
+) -> tuple[Path, dict[str, Any]]:
     """Writes a folder with the model (docs/export.md), unless there is one. If it answers otherwise
     than the network, it is removed. An MLflow model is published, if MLflow tracks the run.
 
@@ -50,6 +50,9 @@ def export(
         checkpoint: In any form that `distdl.checkpoint.formats` reads.
         format: One of those that the model has.
         size: Height and width of the images that it takes, for a format that takes one size alone.
+
+    Returns:
+        The folder, and how far the model's answers are from the network's.
 
     Raises:
         UserError: A package is missing, torch cannot write the network, or the folder is damaged.
@@ -72,6 +75,7 @@ def export(
     if format != "weights":
         trust = " --trust" if description.get("runs_code") else ""
         print(f"next    python -m distdl serve {shown(target)}{trust}", flush=True)
+    return target, verified
 
 
 def random_network(config: DictConfig) -> nn.Module:

@@ -42,7 +42,7 @@ from torchx.workspace import WorkspaceMixin
 
 from distdl.config import compose, grammar
 from distdl.job import JobState
-from distdl.launch import dry_run, job_status, jobs, planning, submitting
+from distdl.launch import answers, dry_run, job_status, jobs, planning, submitting
 from distdl.launch.planning import Plan
 from distdl.launchers.common import slug
 from distdl.runs.directory import Attempt, RunDirectory
@@ -192,6 +192,7 @@ class DistdlScheduler(WorkspaceMixin[None], Scheduler[Mapping[str, CfgVal]]):
         job = jobs.job_of(attempt)
         ((_, _, report),) = jobs.answered([(job, attempt)])
         state = STATES[report.state]
+        known = answers.state_of(job, attempt, report.state, report.why)
         command = _command(attempt)
         role = apps.role_of(command) or apps.EXPERIMENT
         size = attempt.resources()
@@ -211,7 +212,7 @@ class DistdlScheduler(WorkspaceMixin[None], Scheduler[Mapping[str, CfgVal]]):
             app_id=app_id,
             state=state,
             num_restarts=int(attempt.status().get("restarts") or 0),
-            msg="\n".join(job_status.lines(job, attempt, report.state, report.why)),
+            msg="\n".join(job_status.lines(known, attempt)),
             ui_url=job.url,
             roles=[described],
             roles_statuses=[RoleStatus(role, replicas)],

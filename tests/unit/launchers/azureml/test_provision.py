@@ -58,7 +58,9 @@ def store(server, monkeypatch):
 def run(store):
     def run(**overrides):
         settings = {**PUBLIC, "resource_manager": store.url, "confirm": True}
-        return command.run({**settings, **overrides}, TOKENS)
+        code, text = command.run({**settings, **overrides}, TOKENS)
+        print(text)
+        return code
 
     return run
 
@@ -240,7 +242,7 @@ def test_which_subscription_and_who(run, store, monkeypatch, tmp_path, capsys):
     token = '{"accessToken": "from-az", "expiresOn": "2099-01-01 00:00:00.000000"}'
     program(tmp_path / "az", f"echo '{token}'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert verb.main(words) == 0
+    assert verb.main(words).exit_code == 0
     shown = capsys.readouterr()
     assert "] creating blob container" in shown.out
     assert "from-az" not in shown.out + shown.err
@@ -254,7 +256,7 @@ def test_the_verb_needs_neither_azure_nor_torch(command, monkeypatch):
         "from distdl.cli import provision\n"
     )
     for words in (["--help"], ["azureml", "sas", "--help"], ["azureml", *dry, "dry_run=true"]):
-        code += f"assert provision.main({words}) == 0\n"
+        code += f"assert provision.main({words}).exit_code == 0\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for text in ("high_business_impact: true", "days         1 to 7", "# 1 resource group ml"):
