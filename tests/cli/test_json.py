@@ -127,6 +127,7 @@ REFUSED = {
     "provision": "azuremll",
     "report": "nowhere",
     "track sync": "nowhere",
+    "explain": "strange",
     "schema": "strange",
 }
 

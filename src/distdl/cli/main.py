@@ -43,6 +43,7 @@ COMMANDS = {
     "deploy": ("distdl.cli.deploy", "an exported model answers on Azure ML or SageMaker"),
     "provision": ("distdl.cli.provision", "create or complete an Azure ML workspace"),
     "report": ("distdl.cli.report", "write a run's curves and config as one HTML page"),
+    "explain": ("distdl.cli.explain", "what the code of a refusal means, and what helps"),
     "schema": ("distdl.cli.schema", "the JSON Schema of what a command answers with --json"),
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),
 }

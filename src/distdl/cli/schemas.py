@@ -40,6 +40,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "provision": ("distdl.cli.provision.Provisioned",),
     "report": ("distdl.tools.report.page.WrittenPage",),
     "track sync": ("distdl.tracking.sync.SentMetrics",),
+    "explain": ("distdl.cli.explain.ExplainedCodes",),
     "schema": ("distdl.cli.schema.Schema",),
 }
 _TEXT = {"type": "string"}
