@@ -16,7 +16,7 @@ from distdl.cli.explain import EXAMPLES, RUN
 from distdl.job import JobState
 from distdl.runs.directory import Attempt
 from distdl.util.refusal_codes import CODES
-from tests.conftest import ROOT
+from tests.conftest import ROOT, matrix_only
 
 FIXTURES = ROOT / "tests/fixtures"
 
@@ -60,7 +60,13 @@ def test_examples_are_refused_with_their_code(code, command, without_stage_2, mo
     assert code in codes_in(said.err), said
 
 
-@pytest.mark.parametrize("code", sorted(CHECKED - {"hidden-module"}))
+@pytest.mark.parametrize(
+    "code",
+    [
+        "not-enough",
+        *(pytest.param(c, marks=matrix_only) for c in ("conflict", "indivisible", "unsupported")),
+    ],
+)
 def test_examples_that_classes_refuse(code, command):
     assert code in codes_in(command(*EXAMPLES[code].command.split()).err)
 
