@@ -19,6 +19,7 @@ ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_c
 # What `make matrix` runs, with the cases that CI leaves out.
 MATRIX := $(addprefix tests/, \
 	adoption \
+	cli/test_agent_script.py \
 	cli/test_agents.py \
 	cli/test_explain.py \
 	cli/test_own_launcher.py \

@@ -14,6 +14,7 @@ from distdl.runs import checkpoints, failures
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.util.tail import plain
 
+ASKED = (JobState.PREEMPTED, JobState.CANCELLED)
 MISSING = "status.json is missing"
 
 
@@ -164,6 +165,8 @@ def state_of(
     recorded = facts.get("state")
     original = "" if recorded == state else attempt.copy_of(facts)
     copied = f"this folder is a copy of {plain(original)}, which was {recorded}" if original else ""
+    # Whoever asked it to end, and at which step, is no failure.
+    asked = plain(str(facts.get("error") or "")) if state in ASKED else ""
     run = RunDirectory(attempt.path.parents[1])
     checkpoint = checkpoints.best_or_last(run.checkpoints)
     report = incident.read(attempt)
@@ -173,13 +176,13 @@ def state_of(
         state=str(state),
         job=plain(where_of(attempt)),
         url=url,
-        reasons=[each for each in (why, "" if facts else MISSING, copied) if each],
+        reasons=[each for each in (why, "" if facts else MISSING, copied, asked) if each],
         started=time_of(facts, "started"),
         ended=time_of(facts, "ended"),
         restarts=int(facts.get("restarts") or 0),
         metrics=facts.get("metrics") or {},
         checkpoint=plain(shown(checkpoint)) if checkpoint.exists() else "",
-        error=failure_of(attempt, report),
+        error=None if asked else failure_of(attempt, report),
         next=next_of(run, state, report),
     )
 
@@ -189,7 +192,7 @@ def next_of(run: RunDirectory, state: JobState, report: incident.Incident | None
     folder = shlex.quote(plain(shown(run.path)))
     if report is not None:
         return plain(report.next)
-    if state in (JobState.PREEMPTED, JobState.CANCELLED, JobState.FAILED):
+    if state in (*ASKED, JobState.FAILED):
         return f"python -m distdl resume {folder}"
     return f"python -m distdl report {folder}" if state is JobState.SUCCEEDED else ""
 

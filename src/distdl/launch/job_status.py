@@ -20,6 +20,7 @@ from distdl.util.tail import plain
 
 Row = tuple[str, ...]  # of COLUMNS
 COLUMNS = ("run", "attempt", "state", "where", "started", "metrics")
+ENDED = [str(state) for state in JobState if state.ended]
 LONGEST = 200  # characters of a reason in a row; `jobs status` has all of it
 
 
@@ -107,8 +108,9 @@ class ListedRun:
 def row(known: RunState) -> Row:
     started = known.started
     date = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
-    why = in_short(known.reasons[0]) if known.reasons else ""
-    last = why or metrics_text(known.metrics)
+    # Why a run has ended as it has is in `jobs status`; its metrics are here.
+    why = "" if known.state in ENDED and known.metrics else "".join(known.reasons[:1])
+    last = in_short(why) or metrics_text(known.metrics)
     state = f"{known.state} ({known.newest})" if known.newest else known.state
     return (known.run, str(known.attempt), state, known.job, date, last)
 
