@@ -24,6 +24,8 @@ from tests.serving.colours import Server, without_distdl
 from tests.serving.conftest import outside
 
 COUNT = 200 if "DISTDL_MATRIX" in os.environ else 3
+LIMIT_S = 120 + 8 * COUNT  # of a test on a busy machine
+pytestmark = pytest.mark.timeout(LIMIT_S)
 RUN = "outputs/maskrcnn_coco/r"
 THRESHOLD = 0.05
 # Random weights find as many objects as are kept.
@@ -96,7 +98,7 @@ def package(project):
 
 
 def ran(project, *words, code=0):
-    done = distdl(*words, cwd=project, module=UNCHECKED)
+    done = distdl(*words, cwd=project, module=UNCHECKED, timeout=LIMIT_S)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -341,6 +343,13 @@ class Bright(nn.Module):
 '''
 
 
+MODEL = """# what is bright
+_target_: distdl.models.Detector
+num_classes: ${data.num_classes}
+network: {_target_: own.bright.Bright, above: 0.6}
+"""
+
+
 @matrix_only
 @pytest.mark.parametrize("more", ["", "import distdl"])
 def test_a_package_holds_the_projects_own_network(project, tmp_path, more):
@@ -349,9 +358,11 @@ def test_a_package_holds_the_projects_own_network(project, tmp_path, more):
     (tmp_path / "own/__init__.py").write_text("")
     (tmp_path / "own/bright.py").write_text(OWN.format(more=more))
     (tmp_path / "lengths.py").write_text("LABEL = 3\n")
+    (tmp_path / "conf/model").mkdir(parents=True)
+    (tmp_path / "conf/model/bright.yaml").write_text(MODEL)
     shutil.copytree(project / "coco", tmp_path / "coco")
     words = ["data=coco", "data.root=coco", "data.num_classes=5", "data.batch_size=2"]
-    words += ["model=detector", "model.network={_target_: own.bright.Bright, above: 0.6}"]
+    words += ["model=bright"]
     words += ["data.num_workers=0", "trainer.max_steps=1", "trainer.limit_val_batches=1"]
     words += ["trainer.accelerator=cpu", "schedule.warmup_epochs=0", "tracking=none", "name=own"]
     ran(tmp_path, *words)

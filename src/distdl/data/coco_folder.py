@@ -24,7 +24,7 @@ from distdl.stores.files import readable
 from distdl.util.errors import Problem, UserError
 from distdl.util.wording import first_few
 
-LAYOUT = "annotations/instances_train2017.json, train2017/, and the same of val2017"
+LAYOUT = "annotations/{}_train2017.json, train2017/, and the same of val2017"
 # In the node that a check looks at: whether the run predicts, and so needs `predict_split` alone.
 PREDICTS = "predicts"
 NOTHING = "has no annotation of an object, so there is nothing to learn"
@@ -67,7 +67,9 @@ def check(root: Path, node: Mapping[str, Any]) -> tuple[list[Problem], dict[str,
             missing = [split for split in required(node) if split not in splits]
             if missing:
                 what = f"{root} has no annotation file of {' and '.join(missing)}"
-                return [Problem("root", what, f"it must hold {LAYOUT}", code="incomplete")], opened
+                (label, *_) = node.get("labels") or coco_layout.LABELS
+                remedy = f"it must hold {LAYOUT.format(label)}"
+                return [Problem("root", what, remedy, code="incomplete")], opened
             for split, files in splits.items():
                 opened[split] = CocoFolder(split, files, None)
     except UserError as error:
@@ -95,6 +97,11 @@ def check_training(samples: CocoFolder, node: Mapping[str, Any]) -> Iterable[Pro
     if node.get("num_classes") not in (None, count):
         what = f"is {node['num_classes']}, but {samples.source} has {count} categories"
         yield Problem("num_classes", what, f"data.num_classes={count}", code="mismatch")
+    yield from check_fields(samples, node)
+
+
+def check_fields(samples: CocoFolder, node: Mapping[str, Any]) -> Iterable[Problem]:
+    """What the objects of a split lack, and the data node asks for."""
     for key, field in needed_fields(node):
         lacking = samples.lacking(field)
         if lacking is not None:

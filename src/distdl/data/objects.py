@@ -24,6 +24,7 @@ from distdl.datasets.reading import DataSet
 from distdl.domains.detection.categories import Categories
 from distdl.domains.detection.domain import Detection
 from distdl.domains.detection.views import DetectionView
+from distdl.stores import is_remote
 from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import AboveZero, NotNegative, Positive
 
@@ -155,6 +156,8 @@ class StoredObjects(StoredData):
         why = unfit(val.annotations.federated, val.annotations.labelled)
         if why:
             yield Problem("root", f"{val.source} {why}", NO_VALIDATION, code="incomplete")
+        elif not problems:
+            yield from coco_folder.check_fields(val, node)
 
     @classmethod
     def count_folder(cls, root: Path, node: Mapping[str, Any]) -> int:
@@ -171,7 +174,7 @@ class StoredObjects(StoredData):
             if why:
                 what = f"val of {data.store.uri} {why}"
                 yield Problem("root", what, NO_VALIDATION, code="incomplete")
-        if not node.get(PREDICTS) and not data.manifest.splits["train"].labelled:
+        if not node.get(PREDICTS) and not _may_learn(data):
             what = f"train of {data.store.uri} {coco_folder.NOTHING}"
             yield Problem("root", what, WITH_OBJECTS, code="not-enough")
         count = len(data.manifest.categories)
@@ -290,6 +293,13 @@ class StoredObjects(StoredData):
         if self.trainer is not None:  # to 16 bits in a pure 16-bit run
             images = [self.trainer.precision_plugin.convert_input(image) for image in images]
         return {**batch, "image": images}
+
+
+def _may_learn(data: DataSet) -> bool:
+    """Whether training images have objects. The index of a URI says it later (`opened_shards`)."""
+    if not data.manifest.splits["train"].labelled:
+        return False
+    return is_remote(data.store.uri) or bool(data.index("train", None)["label"].any())
 
 
 def unfit(federated: bool, labelled: bool) -> str:

@@ -109,7 +109,7 @@ class Manifest:
     domain: str = CLASSIFICATION
     categories: tuple[dict[str, Any], ...] = ()
     federated: bool = False
-    # What objects of training have besides boxes: "segmentation", "keypoints".
+    # What objects have besides boxes, in training and validation: "segmentation", "keypoints".
     holds: tuple[str, ...] = ()
 
     @property

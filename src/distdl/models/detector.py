@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -37,8 +40,6 @@ log = logging.getLogger(__name__)
 Norm = Literal["batch", "frozen"]
 Precision = Literal["highest", "high", "medium"]
 STAGES = 3  # of a backbone that starts from weights, the last ones that are trained
-# What the detectors of torchvision learn beside boxes, and how their names begin.
-NEEDS_BY_NAME = {"masks": "maskrcnn", "keypoints": "keypointrcnn"}
 # What of a target a network sees in training.
 TRAINED_BY = ("boxes", "labels", "masks", "keypoints")
 
@@ -102,10 +103,10 @@ class Detector(Evaluated):
         super().__init__()
         classes = classes_of(network)
         if classes is not None and classes != num_classes + 1:
-            what = f"is {num_classes}, and the network has {classes - 1} classes and the background"
-            raise UserError.at(
-                "model.num_classes", what, f"model.num_classes={classes - 1}", code="mismatch"
-            )
+            found = classes - 1
+            what = f"is {num_classes}, and the network has {found} classes and the background"
+            remedy = f"model.num_classes={found}, or a network for {num_classes}"
+            raise UserError.at("model.num_classes", what, remedy, code="mismatch")
         if norm == "frozen" and weights is not None:
             freeze_norms(network, frozen_eps)
         if trainable_stages is not None or weights is not None:
@@ -143,7 +144,11 @@ class Detector(Evaluated):
                 "trainer.precision=bf16-mixed, in which boxes are float32",
                 code="unsupported",
             )
-        yield from _misfits(config, whole.get("data") or {})
+        network = start_checks.network_of(config, context)
+        misfits = [*_misfits(config, whole.get("data") or {}, network)]
+        yield from misfits
+        if network is not None and not misfits:
+            yield from _refused(config, network)
 
     def setup(self, stage: str) -> None:
         """Loads `weights`, unless a checkpoint follows, and takes the categories of the data."""
@@ -207,16 +212,29 @@ class Detector(Evaluated):
         return needed
 
 
-def _misfits(config: Mapping[str, object], data: Mapping[str, object]) -> Iterator[Problem]:
+def _misfits(
+    config: Mapping[str, object], data: Mapping[str, object], network: nn.Module | None
+) -> Iterator[Problem]:
     """What does not fit the data, as far as their node says it."""
     named = data.get("num_classes")
     own = config.get("num_classes")
     if isinstance(named, int) and isinstance(own, int) and named != own:
         what = f"is {own}, and data.num_classes is {named}"
         yield Problem("num_classes", what, f"model.num_classes={named}", code="mismatch")
-    network = config.get("network")
-    name = str(network.get("name")) if isinstance(network, Mapping) else ""
-    for field, begin in NEEDS_BY_NAME.items():
-        if name.startswith(begin) and data.get(field) is False:
+    for field in () if network is None else needs_of(network):
+        if data.get(field) is False:
+            what = f"{type(network).__name__} learns {field}"
             remedy = f"data.{field}=true, or another model"
-            yield Problem("network", f"{name} learns {field}", remedy, code="mismatch")
+            yield Problem("network", what, remedy, code="mismatch")
+
+
+def _refused(config: Mapping[str, object], network: nn.Module) -> Iterator[Problem]:
+    """What a detector of this network, on `meta`, refuses when it is built."""
+    taken = inspect.signature(Detector).parameters.keys() - {"network"}
+    options: dict[str, Any] = {key: value for key, value in config.items() if key in taken}
+    with suppress(TypeError):  # a value of another type, which has a problem of its own
+        try:
+            Detector(network, **options)
+        except UserError as error:
+            for problem in error.problems:
+                yield replace(problem, path=problem.path.removeprefix("model."))

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
 from distdl.models import freezing
 from distdl.models.parts import heads_of
 from distdl.models.weights import NEW, fit_to, read_weights
@@ -24,7 +26,8 @@ def problems(
 
     Args:
         context: As `validation.child` gives it to a `check`; None: a call without a config.
-        classifies: Whether `weights` are all of the network's, and its head gives `num_classes`.
+        classifies: Whether `weights` are all of the network's, and its head gives `num_classes`. Of
+            another model its own check says what does not fit the network.
     """
     file = config.get("weights")
     head = config.get("head")
@@ -41,25 +44,33 @@ def problems(
         remedy = "a .pth, .safetensors or .ckpt file"
         yield Problem("weights", f"no such file: {file}", remedy, code="not-found")
         return
-    if context is None or not (patterns or (reads and classifies)):
+    if context is None or not classifies or not (patterns or reads):
         return
-    refused = context.get("refused") or ()
-    node = config.get("network")
-    if not isinstance(node, Mapping) or (isinstance(refused, list) and "model" in refused):
-        return
-    network = on_meta(node)
+    network = network_of(config, context)
     if network is None:
         return
     count = config.get("num_classes")
     classes = count if isinstance(count, int) else None
     try:
-        if reads and classifies:
+        if reads:
             fit_to(network, str(file), read_weights(str(file)), _text(head), classes)
         if isinstance(patterns, list) and patterns:
-            freezing.freeze(network, patterns, heads_of(network, classes) if classifies else ())
+            freezing.freeze(network, patterns, heads_of(network, classes))
     except UserError as error:
         for problem in error.problems:
             yield replace(problem, path=problem.path.removeprefix("model."))
+
+
+def network_of(
+    config: Mapping[str, object], context: Mapping[str, object] | None
+) -> nn.Module | None:
+    """The network of a model node, on `meta`; None: its node is refused, or it cannot be built
+    there."""
+    refused = (context or {}).get("refused") or ()
+    node = config.get("network")
+    if not isinstance(node, Mapping) or (isinstance(refused, list) and "model" in refused):
+        return None
+    return on_meta(node)
 
 
 def _unfreezing(patterns: object, context: Mapping[str, object] | None) -> Iterator[Problem]:

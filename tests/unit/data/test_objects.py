@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from distdl.data import StoredImages, StoredObjects, TrainPosition
+from distdl.data import StoredImages, StoredObjects, TrainPosition, objects
 from distdl.data.loading import distribute
 from distdl.data.objects import by_shape
 from distdl.datasets.format import MANIFEST
@@ -200,7 +200,7 @@ def federated(value):
     value["images"][0]["neg_category_ids"] = [1]
 
 
-def test_wrong_inputs_get_one_message_before_the_start(coco, shards, tmp_path):
+def test_wrong_inputs_get_one_message_before_the_start(coco, shards, tmp_path, monkeypatch):
     def problems(root=coco, kind=StoredObjects, **node):
         return [*kind.check({"root": str(root), "num_classes": 5, **node})]
 
@@ -223,8 +223,14 @@ def test_wrong_inputs_get_one_message_before_the_start(coco, shards, tmp_path):
     write_as(coco, lambda v: v["categories"][0].update(name="plate"), VAL)
     told("root", "differ: 1 'disc', 1 'plate'")
     write_as(coco, lambda v: v["categories"][0].update(name="disc"), VAL)
+    before = (coco / VAL).read_text()
+    write_as(coco, without_masks, VAL)
+    told("masks", "val2017.json: annotation 5000007 has no segmentation")
+    prepare("coco", coco, tmp_path / "validated", *ONE)
+    told("masks", "has no masks", root=tmp_path / "validated")
+    (coco / VAL).write_text(before)
     write_as(coco, without_masks)
-    told("masks", "has no segmentation")
+    told("masks", "train2017.json: annotation 10007 has no segmentation")
     assert problems(masks=False) == []
     prepare("coco", coco, tmp_path / "boxes", *ONE)
     told("masks", "has no masks", root=tmp_path / "boxes")
@@ -253,8 +259,12 @@ def test_wrong_inputs_get_one_message_before_the_start(coco, shards, tmp_path):
     write_as(coco, lambda v: v["annotations"].clear())
     told("root", "nothing to learn", masks=False)
     prepare("coco", coco, tmp_path / "unlearnable", *ONE)
-    problem = refusal(opened, tmp_path / "unlearnable", masks=False)
-    assert "nothing to learn" in problem.what
+    told("root", "nothing to learn", root=tmp_path / "unlearnable", masks=False)
+    with monkeypatch.context() as patch:  # of a URI only the manifest is read before the start
+        patch.setattr(objects, "is_remote", lambda uri: True)
+        assert problems(tmp_path / "unlearnable", masks=False) == []
+        problem = refusal(opened, tmp_path / "unlearnable", masks=False)
+        assert "nothing to learn" in problem.what
     write_as(coco, lambda v: v.pop("annotations"))
     told("root", "nothing to learn", masks=False)
     (coco / TRAIN).write_text(before)

@@ -305,10 +305,17 @@ def test_the_published_files_without_eps_are_those_of_torchvision():
         assert WITHOUT_EPS[digest] == name
 
 
+KEYPOINTS = "model.network.name=keypointrcnn_resnet50_fpn"
+
+
 @pytest.mark.parametrize(
     "words, path, what",
     [
         (["model.num_classes=4"], "model.num_classes", "data.num_classes is 80"),
+        (["model.network.num_classes=7"], "model.num_classes", "is 80, and the network has 7"),
+        (["model.freeze=[backbon]"], "model.freeze", "backbon"),
+        (["model.keypoint_sigmas=[0.1]", KEYPOINTS], "model.keypoint_sigmas", "17 keypoints"),
+        (["+data.keypoints=false", KEYPOINTS], "model.network", "KeypointRCNN learns keypoints"),
         (["strategy=pipeline"], "model", "no chain of layers"),
         (["+data.masks=false"], "model.network", "learns masks"),
         (["trainer.precision=bf16-true"], "model", "round boxes"),
@@ -340,7 +347,10 @@ def test_is_refused_before_the_start(words, path, what):
 
 def test_a_head_for_other_categories_and_targets_without_masks_are_refused():
     problem = refusal(Detector, small(), 4)
-    assert (problem.path, problem.remedy) == ("model.num_classes", "model.num_classes=5")
+    assert (problem.path, problem.remedy) == (
+        "model.num_classes",
+        "model.num_classes=5, or a network for 4",
+    )
     module = Detector(small(), 5)
     first = batch(1)
     del first["target"][0]["masks"]

@@ -121,7 +121,7 @@ class Coco:
         self.categories: list[dict[str, Any]] = []
         self.federated = False
         self.unlabelled: list[str] = []
-        self.holds: set[str] = set()
+        self._held: list[set[str]] = []  # what objects have besides boxes, by split with objects
         self._places = [place for files in splits.values() for place in files.images]
         self._records = None if work is None else work / f"records-{self._key}"
         self._files = Files(Path("/"))
@@ -230,8 +230,8 @@ class Coco:
             size, mtime = (found.bytes, found.mtime_ns) if found else (0, 0)
             size += len(text)
             yield Sample(split, name, 0, size, (*place, start, len(text), *member), mtime)
-        if split == "train" or "train" not in self.splits:
-            self.holds |= checked.found.held
+        if checked.found.objects and (split != "test" or not self._held):
+            self._held.append(checked.found.held)
         self.notes += checked.notes(annotations)
         if not self.skip_damaged:
             checked.refuse(self.folder)
@@ -276,7 +276,7 @@ class Coco:
         return {
             "categories": categories,
             "federated": self.federated,
-            "holds": sorted(self.holds),
+            "holds": sorted(set.intersection(*self._held)) if self._held else [],
             "unlabelled": self.unlabelled,
         }
 
