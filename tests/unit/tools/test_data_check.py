@@ -265,7 +265,7 @@ def test_objects_are_looked_at_in_a_folder_and_in_shards(check, coco, tmp_path):
         assert result.code == 0, result.err
         assert f"train: 1 have a box outside the image: {name}: {outside}" in result.out
         assert flat in result.out
-        assert "1 images without objects" in result.out
+        assert "1 image without objects" in result.out
         assert "5 categories" in result.out
         assert f"data=coco data.root={root} data.num_classes=5" in result.out
     tar = out / "train-00000.tar"

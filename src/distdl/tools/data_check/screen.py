@@ -103,7 +103,7 @@ def objects(screen: Screen, data: DataAtUri, seen: dict[str, Findings], every: b
             missing = [f"{image}: is missing" for image in checked.missing]
         text = (
             f"{name}: {found.objects:,} objects in {found.images:,} images, {found.crowds:,} of "
-            f"them crowds; {found.empty:,} images without objects"
+            f"them crowds; {found.empty:,} {plural('image', found.empty)} without objects"
         )
         screen.line("objects", text)
         for line in found.unusual():
