@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distdl.cli import main as command_line
-from distdl.config import compose, grammar
+from distdl.config import compose, consent, grammar
 from distdl.config.hints.words import check
 from distdl.validation.validate import problems_of
 from tests.conftest import ROOT
@@ -104,7 +104,9 @@ def test_commands_compose(command, tmp_path, monkeypatch):
     jobs = compose.sweep(overrides) if swept else [options.overrides]
     for job in jobs[:: max(1, len(jobs) - 1)]:  # the first and the last
         # What is not a part of `all`, such as wandb, may be missing here.
-        problems = problems_of(compose.compose(job), local=True)
+        config = compose.compose(job)
+        consent.refuse(config, compose.typed(config))
+        problems = problems_of(config, local=True)
         assert [p for p in problems if "not installed" not in p.what] == [], job
 
 

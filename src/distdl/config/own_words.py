@@ -46,6 +46,9 @@ class Speaker(enum.Enum):
     ELSEWHERE = "a file that may come from somebody else"
 
 
+_LESS_TRUSTED = [Speaker.COMMAND_LINE, Speaker.TRUST, Speaker.CONF, Speaker.ELSEWHERE].index
+
+
 @dataclass(frozen=True)
 class OwnWords:
     """What the user says in this process. `typed` are the overrides of the command line."""
@@ -54,7 +57,8 @@ class OwnWords:
 
     def speaker(self, path: str, value: object) -> Speaker:
         """Who gave this value, as it is written, to a key such as `launcher.mpirun`. An element of
-        a list (`project.allow`) was said by whoever gave the key a list that holds it.
+        a list (`project.allow`) was said by whoever gave the key a list that holds it. A mapping
+        that was put together key by key was said by the least trusted of those who gave them.
 
         Raises:
             UserError: trust.yaml cannot be read.
@@ -70,7 +74,14 @@ class OwnWords:
             every = [given for each in said for given in values_at(each, path)]
             if any(_gives(given, value) or _is_split(given, value) for given in every):
                 return speaker
+        if isinstance(value, dict) and value:
+            return max((self._of_part(path, *item) for item in value.items()), key=_LESS_TRUSTED)
         return Speaker.ELSEWHERE
+
+    def _of_part(self, path: str, key: object, value: object) -> Speaker:
+        """Who gave a key of a mapping its value. The path to a key with a dot leads elsewhere."""
+        name = str(key)
+        return Speaker.ELSEWHERE if "." in name else self.speaker(f"{path}.{name}", value)
 
     @cached_property
     def _command_line(self) -> list[dict[str, Any]]:

@@ -294,3 +294,21 @@ def test_a_trust_file_that_others_may_write_is_refused(writable, folders):
     assert trust.read() == [{"project.allow": ["c"]}]
     file.unlink()
     assert trust.read() == []
+
+
+def test_a_mapping_is_said_key_by_key(folders):
+    volumes = {"data": {"claim": "imagenet", "path": "/data"}}
+    file = "# @package _global_\ndefaults: [{override /launcher: kubernetes}]\n"
+    (folders / "theirs/experiment/asks.yaml").write_text(file)
+    claim, path = "+launcher.volumes.data.claim=imagenet", "+launcher.volumes.data.path=/data"
+    assert check(claim, path, config_dirs=["../theirs"]) == ""
+    (folders / "theirs/experiment/asks.yaml").write_text(
+        file + yaml.safe_dump({"launcher": {"volumes": volumes}})
+    )
+    for typed in ((), (path,), ("+launcher.volumes.data.claim=other",)):
+        overrides = [each.replace("+", "++") for each in typed]
+        assert check(*overrides, config_dirs=["../theirs"]).startswith("launcher.volumes: ")
+    own = OwnWords(grammar.parse_overrides([claim, path]))
+    assert own.speaker("launcher.volumes", volumes) is Speaker.COMMAND_LINE
+    assert own.speaker("launcher.volumes", {**volumes, "b": {}}) is Speaker.ELSEWHERE
+    assert own.speaker("launcher.volumes", {"data.path": "/data"}) is Speaker.ELSEWHERE
