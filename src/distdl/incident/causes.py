@@ -22,6 +22,8 @@ AWAKE = "find what stops it: a debugger, Ctrl-Z, a scheduler; if it must: watchd
 UNUSED = r"parameters that were not used in producing"
 FIND = "strategy.find_unused_parameters=true"
 DISK_FULL = "disk is full"  # a name of a cause
+# Of the launchers' and the programs' start, and of torch's store.
+PORT_IN_USE = r"^(PodFailed|OSError): .*port \d+ .*cannot be used|^DistNetworkError: .*EADDRINUSE"
 # The name, a pattern of the messages of an exception, and the remedy. What speaks for a lack of
 # memory follows the message about a kill.
 MESSAGES = (
@@ -50,7 +52,8 @@ MESSAGES = (
         "an image with Python 3.11.4 or later as python: launcher.image",
     ),
     ("an image of root's", r"runAsNonRoot", "launcher.run_as=1000, or USER in the image"),
-    ("port in use", r"^PodFailed: .*port \d+ .*cannot be used", "another launcher.port"),
+    ("port in use", PORT_IN_USE, "another launcher.port"),
+    ("not started", r"^NotStarted: ", "install the program on that host, or correct the command"),
     ("out of memory (killed)", r"\(OOMKilled\)", f"{LESS}; or more launcher.memory"),
     ("lost host", r"^HostLost: ", "resume without that host"),
     ("killed", r"^Killed: ", "dmesg on that host; the platform's log"),

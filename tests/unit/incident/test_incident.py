@@ -120,6 +120,14 @@ MESSAGES = [
     ("not a number", RUNTIME, "Function 'MulBackward0' returned nan values in its 0th output."),
     ("CUDA error", "AcceleratorError", "CUDA error: an illegal memory access"),
     ("NCCL transport", "DistBackendError", "NCCL error: unhandled system error"),
+    ("port in use", "OSError", "[Errno 98] port 29500 of node1 cannot be used: Address already in"),
+    (
+        "port in use",
+        "DistNetworkError",
+        "The server socket has failed to listen on any local network address. port: 29500, "
+        "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+    ),
+    ("not started", "NotStarted", "/opt/x cannot be started: it does not exist"),
     ("exit", "Ended", "ended with exit code 3 on node1, without an error message"),
     ("killed", "Killed", "killed by SIGSEGV on node1"),
     ("exception", "KeyError", "'banana'"),  # has nan in it
