@@ -48,10 +48,14 @@ def asked(name="SIGTERM"):
 
 
 def test_nothing_is_left(tmp_path):
-    code, _, process = ran(tmp_path, "sh", "-c", "setsid sleep 300 & sleep 301 & exit 4")
+    seconds = f"300.{os.getpid()}"  # which no other process of this machine sleeps
+    script = f"setsid sleep {seconds} & sleep {seconds} & exit 4"
+    code, _, process = ran(tmp_path, "sh", "-c", script)
     assert code == 4
     assert not process.lives()
-    assert not [p for p in psutil.Process().children(recursive=True) if p.name() == "sleep"]
+    # What became a child of process 1 would be left.
+    commands = [each.info["cmdline"] for each in psutil.process_iter(["cmdline"])]
+    assert ["sleep", seconds] not in commands
 
 
 def test_a_shell_and_its_command_are_asked(tmp_path):
