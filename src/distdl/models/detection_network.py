@@ -156,6 +156,12 @@ def frozen(network: nn.Module, eps: float) -> nn.Module:
     return network
 
 
+def has_stages(network: nn.Module) -> bool:
+    """Whether the stages of its backbone are known. Those of an SSD are not."""
+    body = body_of(network)
+    return body is not None and stages_of(body) is not None
+
+
 def train_last_stages(network: nn.Module, count: int) -> None:
     """Freezes the weights of the backbone, except those of its last `count` stages.
 

@@ -24,6 +24,7 @@ from distdl.domains.detection.rows import PredictedObjects
 from distdl.models import freezing, start_checks
 from distdl.models.detection_network import (
     freeze_norms,
+    has_stages,
     keep_float32,
     keypoints_of,
     needs_of,
@@ -70,7 +71,7 @@ class Detector(Evaluated):
             and the norms stay. "batch" changes nothing.
         frozen_eps: Of frozen norms. torchvision's own detectors for COCO need 0.
         trainable_stages: How many stages of the backbone are trained, of five or six, the last
-            ones; None: 3 if it starts from `weights`, otherwise all.
+            ones; None: 3 if it starts from `weights` and its stages are known, otherwise all.
         keypoint_sigmas: How exactly each keypoint can be placed, for `val/keypoint_ap`; None:
             COCO's, for its 17 keypoints.
         matmul_precision: As of `ImageClassifier`.
@@ -109,8 +110,10 @@ class Detector(Evaluated):
             raise UserError.at("model.num_classes", what, remedy, code="mismatch")
         if norm == "frozen" and weights is not None:
             freeze_norms(network, frozen_eps)
-        if trainable_stages is not None or weights is not None:
-            train_last_stages(network, STAGES if trainable_stages is None else trainable_stages)
+        if trainable_stages is not None:
+            train_last_stages(network, trainable_stages)
+        elif weights is not None and has_stages(network):
+            train_last_stages(network, STAGES)
         if freeze:
             self.frozen = freezing.freeze(network, freeze)
             self.unfreeze_at = unfreeze_at

@@ -203,6 +203,14 @@ def test_without_weights_nothing_is_frozen():
     assert stages_of(nn.Sequential(nn.Linear(1, 1))) is None
 
 
+def test_a_backbone_of_unknown_stages_is_trained_whole():
+    network = torchvision_detector("ssdlite320_mobilenet_v3_large", 5)
+    every = {name for name, _ in network.named_parameters()}
+    assert trained(Detector(network, 5, "x.pth").network) == every
+    problem = refusal(Detector, network, 5, "x.pth", trainable_stages=3)
+    assert problem.remedy == "model.trainable_stages=null: all"
+
+
 def test_weights_of_a_classifier_are_those_of_the_backbone(tmp_path):
     from torchvision.models import resnet18
 
