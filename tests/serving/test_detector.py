@@ -164,7 +164,7 @@ def served(background, folder, project, *words):
     started = background(
         "serve", str(folder), "serve.port=0", *words, cwd=project, module=UNCHECKED
     )
-    started.until(lambda: "stop    " in started.output())
+    started.until(lambda: "stop    " in started.output(), timeout=LIMIT_S)
     port = int(started.output().split("serve   http://127.0.0.1:")[1].split()[0])
     return Server(started.process, port)
 
