@@ -10,8 +10,8 @@ GPUS   := $(shell nvidia-smi -L 2>/dev/null)
 DEBUG  := $(if $(GPUS),,debug=cpu)
 
 # Real servers for tests/cluster (MPI, sshd, Slurm, network namespaces, a Blob server), a store that
-# hangs (bindfs), and a compiler for tests/gpu_rehearsal and native/.
-SERVERS := g++ libjpeg62-turbo-dev openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs
+# hangs (bindfs), and a compiler for tests/gpu_rehearsal and native/, with what its fuzzing needs.
+SERVERS := g++ libjpeg62-turbo-dev cmake dpkg-dev openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs
 
 # What rests on Lightning's loops.
 ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_checkpointer.py callbacks/test_lean.py loops/test_validation.py worker/test_initial_state.py)
@@ -138,12 +138,25 @@ programs: .servers/tensorflow .servers/jax .servers/mpi .servers/torchx  ## what
 	$(BIN)/uv pip install --quiet --python $@/bin/python traceml-ai==0.5.0
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/distdl.pth
 
+# What benchmarks/loader.py compares distdl with; FFCV is compiled (Debian: apt-get install g++
+# libopencv-dev libturbojpeg0-dev pkg-config). Its last line lets them find distdl and torch.
+.servers/loaders: $(READY)
+	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > $$(echo $@/lib/python3*/site-packages)/distdl.pth
+	$(BIN)/uv pip install --quiet --python $@/bin/python --constraint constraints.txt nvidia-dali-cuda120==2.4.0 numba opencv-python-headless pkgconfig setuptools spdl==0.8.0 boto3 tifffile obstore
+	$(BIN)/uv pip install --quiet --python $@/bin/python --no-deps litdata==0.2.76
+	$(BIN)/uv pip install --quiet --python $@/bin/python --no-deps --no-build-isolation ffcv==1.0.2
+
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-matrix: setup lightnings programs  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
+# libjpeg-turbo from Debian's source package, which native/fuzz builds with sanitizers.
+.servers/libjpeg-turbo:
+	mkdir -p .servers && native/fuzz/sources.sh $(CURDIR)/$@
+
+matrix: setup lightnings programs .servers/libjpeg-turbo  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
 	DISTDL_MATRIX=1 $(BIN)/python -m pytest $(MATRIX)
 
 lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is allowed and the newest there is

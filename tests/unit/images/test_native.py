@@ -26,7 +26,7 @@ from distdl.images.draws import CounterDraws
 from distdl.images.native import PLAIN_C, WHOLE
 from distdl.images.views import EvalView, TrainView, check_views
 from distdl.tools.serving.model_folder import write_package
-from tests.conftest import ROOT
+from tests.conftest import ROOT, matrix_only
 from tests.miniature import encoded, photograph
 from tests.unit.sample_data import PLAIN
 
@@ -347,11 +347,19 @@ def test_a_run_of_an_earlier_version_draws_what_it_drew():
     ]
 
 
+@pytest.mark.timeout(1500)  # libjpeg-turbo is compiled
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_mutated_files_find_nothing_under_the_sanitizers(tmp_path):
-    """In the matrix with libjpeg-turbo from Debian's sources, if DISTDL_JPEG_SOURCES has them."""
-    sources = os.environ.get("DISTDL_JPEG_SOURCES")
-    build = [str(FUZZ / "build.sh"), str(tmp_path), *([sources] if MATRIX and sources else [])]
+@pytest.mark.parametrize(
+    "jpeg_turbo", ["of the system", pytest.param("sanitized", marks=matrix_only)]
+)
+def test_mutated_files_find_nothing_under_the_sanitizers(tmp_path, jpeg_turbo):
+    """With the libjpeg of the system, and with one from Debian's sources (`make matrix`) that is
+    built with the sanitizers as well."""
+    sources = os.environ.get("DISTDL_JPEG_SOURCES", str(ROOT / ".servers/libjpeg-turbo"))
+    if jpeg_turbo == "sanitized" and not Path(sources).exists():
+        pytest.skip("no sources of libjpeg-turbo: make .servers/libjpeg-turbo")
+    build = [str(FUZZ / "build.sh"), str(tmp_path)]
+    build += [sources] if jpeg_turbo == "sanitized" else []
     built = subprocess.run(build, capture_output=True, text=True)
     if built.returncode and ("jpeglib.h" in built.stderr or "asan" in built.stderr):
         pytest.skip(f"the harness cannot be built: {built.stderr[-300:]}")
