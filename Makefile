@@ -31,6 +31,7 @@ MATRIX := $(addprefix tests/, \
 	cluster/test_lost_host.py \
 	cluster/test_mpi.py \
 	cluster/test_program_journeys.py \
+	cluster/test_program_stores.py \
 	cluster/test_sagemaker.py \
 	cluster/test_slurm.py \
 	cluster/test_torchx.py \

@@ -9,6 +9,9 @@ while [ "$step" -lt "$1" ]; do
     sleep 0.05
     step=$((step + 1))
     echo "$step" >"$file.new" && mv "$file.new" "$file"
-    [ -z "$asked" ] || exit 75
+    if [ -n "$asked" ]; then
+        echo "ends at step $step"
+        exit 75
+    fi
 done
 echo "done"
