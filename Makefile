@@ -130,7 +130,7 @@ programs: .servers/tensorflow .servers/jax .servers/mpi .servers/torchx  ## what
 # Its last line lets torchx find distdl, whose schedulers it then offers, and torch.
 .servers/torchx: $(READY)
 	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
-	$(BIN)/uv pip install --quiet --python $@/bin/python torchx-nightly==2026.10.26
+	$(BIN)/uv pip install --quiet --python $@/bin/python -c constraints.txt torchx-nightly
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/distdl.pth
 
 # What benchmarks/straggler.py compares distdl with. Its last line lets it find distdl and torch.
