@@ -30,6 +30,7 @@ MATRIX := $(addprefix tests/, \
 	cluster/test_kube_real.py \
 	cluster/test_lost_host.py \
 	cluster/test_mpi.py \
+	cluster/test_program_clouds.py \
 	cluster/test_program_journeys.py \
 	cluster/test_program_stores.py \
 	cluster/test_sagemaker.py \
@@ -118,7 +119,7 @@ servers-kube: .servers/kube/bin/kube-scheduler  ## a control plane of Kubernetes
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/tests.pth
 
 # Frameworks whose programs distdl starts (docs/programs.md), each in an environment of its own.
-programs: .servers/tensorflow .servers/jax .servers/mpi .servers/torchx  ## what the programs of other frameworks need, for make matrix
+programs: .servers/tensorflow .servers/jax .servers/mpi .servers/torchx .servers/transformers  ## what the programs of other frameworks need, for make matrix
 
 .servers/tensorflow: PACKAGE := tensorflow-cpu==2.21.0
 .servers/jax: PACKAGE := jax==0.10.2
@@ -126,6 +127,13 @@ programs: .servers/tensorflow .servers/jax .servers/mpi .servers/torchx  ## what
 .servers/tensorflow .servers/jax .servers/mpi: $(READY)
 	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
 	$(BIN)/uv pip install --quiet --python $@/bin/python $(PACKAGE)
+
+# Its torch is that of .venv, which distdl's own ranks have as well.
+.servers/transformers: $(READY)
+	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
+	echo 'torch; sys_platform == "never"' > $@/no-torch.txt
+	$(BIN)/uv pip install --quiet --python $@/bin/python --override $@/no-torch.txt transformers==5.24.0 accelerate==1.15.0
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/tests.pth
 
 # Its last line lets torchx find distdl, whose schedulers it then offers, and torch.
 .servers/torchx: $(READY)

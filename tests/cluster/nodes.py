@@ -17,14 +17,16 @@ from tests.cluster.azurite import CONTAINER
 from tests.conftest import free_port
 from tests.waiting import until
 
-# A tag: what rank 0 has printed when its nodes are taken away. Jobs without it stay in the queue.
-EVICTED = "stand-in.evict"
+# A tag: what rank 0 has printed when its nodes are taken away. Another one: they stay to the end.
+# Jobs without either stay in the queue.
+EVICTED, KEPT = "stand-in.evict", "stand-in.keep"
 
 
 def run_job(azure, job):
     properties = job.body["properties"]
     folder = azure.folder / "nodes" / job.name
-    if EVICTED not in (properties.get("tags") or {}):
+    tags = properties.get("tags") or {}
+    if not {EVICTED, KEPT} & tags.keys():
         return
     code = urlsplit(azure.find(properties["codeId"])["codeUri"]).path
     for node in range(properties["resources"]["instanceCount"]):
@@ -32,18 +34,8 @@ def run_job(azure, job):
     (folder / "mount").mkdir()
     job.status = "Running"
     try:
-        ranks = start(azure, job, folder)
-        log = (folder / "rank_0.txt").read_text
-        until(lambda: properties["tags"][EVICTED] in log(), 200, log)
-        # Azure's notice; then the node is gone. A process that ended before its node did would make
-        # the job a failed one.
-        for rank in ranks:
-            os.killpg(rank.pid, signal.SIGTERM)
-        until(lambda: "preempted:" in log(), 60, log)
-        time.sleep(2)  # for one that does not wait to end
-        assert all(rank.poll() is None for rank in ranks), "a rank ended before its node"
-        for rank in ranks:
-            os.killpg(rank.pid, signal.SIGKILL)
+        if EVICTED in tags:
+            evict(start(azure, job, folder), tags[EVICTED], (folder / "rank_0.txt").read_text)
         codes = [rank.wait() for rank in start(azure, job, folder)]
         store = properties["outputs"]["store"]["uri"].partition("/paths/")[2]
         azure.azurite.upload(f"{CONTAINER}/{store}", folder / "mount")
@@ -55,8 +47,21 @@ def run_job(azure, job):
         raise
 
 
+def evict(ranks, moment, log):
+    until(lambda: moment in log(), 200, log)
+    # Azure's notice; then the node is gone. A process that ended before its node did would make the
+    # job a failed one.
+    for rank in ranks:
+        os.killpg(rank.pid, signal.SIGTERM)
+    until(lambda: "preempted:" in log(), 60, log)
+    time.sleep(2)  # for one that does not wait to end
+    assert all(rank.poll() is None for rank in ranks), "a rank ended before its node"
+    for rank in ranks:
+        os.killpg(rank.pid, signal.SIGKILL)
+
+
 def start(azure, job, folder):
-    """A process of each node."""
+    """A process of each node; with the distribution MPI, one mpirun of all of them."""
     properties = job.body["properties"]
     port = str(free_port())
     size = properties["resources"]["instanceCount"]
@@ -69,6 +74,14 @@ def start(azure, job, folder):
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "AZUREML_RUN_ID": job.name}
     env |= {"WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     env["AZ_BATCH_HOST_LIST"] = ",".join(f"10.0.0.{n + 4}" for n in range(size))
+    if properties["distribution"]["distributionType"] == "Mpi":
+        log = folder / "rank_0.txt"
+        job.logs["user_logs/std_log_process_00.txt"] = log
+        mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(size)]
+        options = {"stderr": subprocess.STDOUT, "start_new_session": True, "env": env}
+        with log.open("ab") as file:
+            words = [*mpirun, "bash", "-c", command]
+            return [subprocess.Popen(words, stdout=file, cwd=folder / "node0", **options)]
     ranks = []
     for rank in range(size):
         log = folder / f"rank_{rank}.txt"

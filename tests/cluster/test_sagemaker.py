@@ -78,11 +78,16 @@ class Cloud:
         until(lambda: "Running on" in log.read_text(), 90, log.read_text)
         bucket = f"'{BUCKET}', CreateBucketConfiguration={{'LocationConstraint': '{REGION}'}}"
         self.on_aws("-c", f"import boto3; boto3.client('s3').create_bucket(Bucket={bucket})")
+        self.submit(JOB)
+
+    def submit(self, words, command=()):
+        """Sends a job; a program's `command` comes last."""
         # What will be sent: moto forgets some of it.
-        shown = self.on_aws(*UNCHECKED, *JOB, "dry_run=true")
+        shown = self.on_aws(*UNCHECKED, *words, "dry_run=true", *command)
         self.request = yaml.safe_load(shown.partition("training_job:\n")[2])
-        output = self.on_aws(*UNCHECKED, *JOB, "follow=false")
+        output = self.on_aws(*UNCHECKED, *words, "follow=false", *command)
         assert f"submitted  sagemaker://{REGION}/{self.request['TrainingJobName']}" in output
+        return shown
 
     def running(self, host):
         """Processes that the test has started on a host."""
