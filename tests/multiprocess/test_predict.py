@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def test_rows_are_what_the_validation_saw(project, alone):
     assert [row["label"] for row in alone] == [c for c in CLASSES for _ in range(VAL)]
     hits = [row["label"] == row["class_1"] for row in alone]
     metrics = status(project / RUN)["metrics"]
+    assert re.fullmatch(r"\w{12}-\w{12}", status(project / RUN)["data"]), "for comparisons"
     assert sum(hits) / len(hits) == pytest.approx(metrics["val/acc1"], abs=1e-6)
     printed = status(project / RUN, 2)["metrics"]
     assert (printed["predict/acc1"], printed["predict/damaged"]) == (sum(hits) / len(hits), 0)

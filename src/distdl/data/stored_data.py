@@ -105,6 +105,11 @@ class StoredData(ImageData):
         self.splits: dict[str, EncodedData] = {}
         self._order: TrainOrder | None = None
 
+    @property
+    def digest(self) -> str:
+        """Identifies what is opened, by its manifest or its files; "" before that."""
+        return "-".join(dict.fromkeys(samples.key[:12] for samples in self.splits.values()))
+
     # What a domain's data module says.
 
     @classmethod

@@ -25,7 +25,7 @@ from distdl.util.strict_json import numbers
 LAUNCH, STATUS, RANKS = "launch.yaml", "status.json", "ranks.json"
 NUMBER = (int, float)
 STATUS_SHAPE: files.Shape = {
-    **dict.fromkeys(("state", "host", "birth", "folder", "error", "not_restarted"), str),
+    **dict.fromkeys(("state", "host", "birth", "folder", "error", "not_restarted", "data"), str),
     **dict.fromkeys(("pid", "inode", "exit_code", "restarts"), int),
     **dict.fromkeys(("started", "ended"), NUMBER),
     **dict.fromkeys(("metrics", "parameters", "slow"), dict),

@@ -44,8 +44,9 @@ def print_batch(
     built: Built, size: Resources, attempt: Attempt, before: Mapping[str, int]
 ) -> dict[str, int]:
     """Prints the parameters, samples per step and learning rate of the actual model and loaders.
-    Records the first two for the report and for later attempts, and returns the first. `before` are
-    the parameters before the strategy, which may keep only a part of them on this rank."""
+    Records the first two for the report and for later attempts, and what identifies the data set,
+    for comparisons. Returns the first. `before` are the parameters before the strategy, which may
+    keep only a part of them on this rank."""
     counts = parameters_of(built.module)
     counts = counts if counts["total"] >= before["total"] else dict(before)
     record: dict[str, Any] = {"parameters": counts}
@@ -72,6 +73,9 @@ def print_batch(
     elif layers := optimizers.describe_groups(groups_of(built)):
         print(f"layers  {layers}")
     print(flush=True)
+    digest = getattr(built.datamodule, "digest", None)  # distdl's data sets have one
+    if isinstance(digest, str):
+        record["data"] = digest
     attempt.update(**record)
     return counts
 
