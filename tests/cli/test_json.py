@@ -126,6 +126,7 @@ REFUSED = {
     "deploy": "azureml nowhere --name 1",
     "provision": "azuremll",
     "report": "nowhere",
+    "compare": "nowhere",
     "track sync": "nowhere",
     "explain": "strange",
     "schema": "strange",

@@ -415,7 +415,7 @@ def test_sbatch_reads_the_spellings_as_listed(slurm, tmp_path):
 def test_a_sweep_is_one_array(slurm, on_cluster, tmp_path, monkeypatch):
     typed = ("-m", "name=s", "seed=1,2", "launcher.max_parallel=2", "data.train_samples=24")
     on_cluster(*SLURM, *typed, "trainer.max_epochs=1")
-    runs = sorted((tmp_path / "outputs/default/s").iterdir())
+    runs = sorted((tmp_path / "outputs/default/s").glob("*/"))
     handles = [handle_of(run) for run in runs]
     number = handles[0].partition("_")[0]
     assert set(handles) == {f"{number}_0", f"{number}_1"}

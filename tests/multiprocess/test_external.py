@@ -5,7 +5,7 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from distdl.tools.report import data
+from distdl.tools.pages import data
 from tests.conftest import (
     TINY,
     UNCHECKED,

@@ -17,7 +17,7 @@ SHORT = ("data.train_samples=16", "data.val_samples=8", "trainer.max_epochs=1")
 def test_two_members_are_two_runs(command, without_stage_2, tmp_path):
     typed = ("name=s", "seed=1,2")
     printed = trained("-m", *SHORT, *typed, cwd=tmp_path)
-    folders = (tmp_path / "outputs/default/s").iterdir()
+    folders = (tmp_path / "outputs/default/s").glob("*/")
     runs = {OmegaConf.load(folder / "config.yaml").seed: folder for folder in folders}
     assert sorted(runs) == [1, 2]
     assert sorted(losses(runs[1])) == [1, 2]
@@ -26,13 +26,14 @@ def test_two_members_are_two_runs(command, without_stage_2, tmp_path):
     assert losses(runs[2]) == losses(tmp_path / "outputs/default/alone")
     assert losses(runs[2]) != losses(runs[1])
 
+    assert "page    outputs/default/s/compare.html" in printed
     table = printed[printed.rindex("overrides") :]
     for seed, run in runs.items():
         rows = [line for line in table.splitlines() if f"outputs/default/s/{run.name}" in line]
         (row,) = (line for line in rows if "report" not in line)
         accuracy = status(run)["metrics"]["val/acc1"]
         assert "succeeded" in row
-        assert f"val/acc1 {accuracy:.4g}" in row
+        assert f"{100 * accuracy:.2f} %" in row
         assert f"seed={seed}" in row
 
     # Started again, in another order and under other circumstances, nothing is left to do.
@@ -54,7 +55,7 @@ def started(without_stage_2, monkeypatch):
         if not plan.run.exists:
             plan.run.create(OmegaConf.to_yaml(plan.recipe), {})
         state = states.pop(plan.config.seed, JobState.SUCCEEDED)
-        record = {"run_id": plan.run_id, "where": {"task": {"_target_": "t"}}}
+        record = {"run_id": plan.run_id, "where": {"task": {"_target_": "t"}, "launcher": {}}}
         plan.run.begin_attempt(record).end(state, metrics={"val/acc1": 0.5})
         return state
 
@@ -77,7 +78,7 @@ def test_what_a_sweep_and_its_members_are_named_by(command, started, tmp_path):
     assert len(list((tmp_path / "outputs/default").iterdir())) == 1 + 2
     # One recipe on one and on two devices: two runs, though their config.yaml are the same.
     assert command("-m", "trainer.devices=1,2", "trainer.accelerator=cpu", "name=d").code == 0
-    configs = [run / "config.yaml" for run in (tmp_path / "outputs/default/d").iterdir()]
+    configs = [run / "config.yaml" for run in (tmp_path / "outputs/default/d").glob("*/")]
     assert len(configs) == 2
     assert len({config.read_text() for config in configs}) == 1
 

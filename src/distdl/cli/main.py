@@ -25,6 +25,7 @@ from distdl.util.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from distdl.config.compose import Composed
+    from distdl.launch.sweeps import Ended
 
 # Verbs besides a training: module and one line for --help.
 COMMANDS = {
@@ -45,6 +46,7 @@ COMMANDS = {
     "report": ("distdl.cli.report", "write a run's curves and config as one HTML page"),
     "explain": ("distdl.cli.explain", "what the code of a refusal means, and what helps"),
     "schema": ("distdl.cli.schema", "the JSON Schema of what a command answers with --json"),
+    "compare": ("distdl.cli.compare", "what differs between runs, and which one is better"),
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),
 }
 # Verbs that start runs: a signal that asks them to end is recorded in the run.
@@ -132,7 +134,7 @@ def run(
     if options.multirun:
         from distdl.launch import sweeps
 
-        return sweeps.main(overrides, options.config_dir)
+        return sweeps.main(overrides, options.config_dir, show_members)
     if keys := grammar.sweep_keys(overrides):
         remedy = "add -m to run each of them; a list is written [a,b]"
         raise UserError.at(
@@ -142,6 +144,18 @@ def run(
     if program:
         programs.refuse_none(composed.config)
     return launch(composed)
+
+
+def show_members(results: Sequence[Ended]) -> None:
+    """The end of a sweep. The core knows no tools, and trains without them."""
+    try:
+        from distdl.tools.compare import sweep_end
+    except ModuleNotFoundError:
+        from distdl.launch import sweeps
+
+        sweeps.print_table(results)
+    else:
+        sweep_end.show(results)
 
 
 def launch(composed: Composed) -> Answer:

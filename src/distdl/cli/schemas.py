@@ -39,6 +39,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "deploy": ("distdl.cli.deploy.DeployedModel",),
     "provision": ("distdl.cli.provision.Provisioned",),
     "report": ("distdl.tools.report.page.WrittenPage",),
+    "compare": ("distdl.tools.compare.answer.ComparedRuns",),
     "track sync": ("distdl.tracking.sync.SentMetrics",),
     "explain": ("distdl.cli.explain.ExplainedCodes",),
     "schema": ("distdl.cli.schema.Schema",),

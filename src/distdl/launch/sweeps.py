@@ -7,7 +7,6 @@ the members that succeeded and resumes the others.
 from __future__ import annotations
 
 import functools
-import math
 import multiprocessing
 import os
 import shlex
@@ -25,9 +24,9 @@ from distdl.launch import dry_run, job_status, jobs, planning, start, submitting
 from distdl.launch.answers import ShownRequest, SweepMember, SweepState, ended
 from distdl.launch.planning import Plan
 from distdl.ranks import stopping
-from distdl.runs import checkpoints
-from distdl.runs.checkpoints import Judged
+from distdl.runs import judging
 from distdl.runs.directory import shown
+from distdl.runs.judging import Score
 from distdl.util import table
 from distdl.util.answers import Answer
 from distdl.util.errors import Problem, Unchecked, UserError
@@ -40,13 +39,20 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Ended = tuple[str, Plan, JobState | None]  # a member's text, plan and state
+Show = Callable[[Sequence[Ended]], None]
 # The text has its values of the swept keys: "seed=1 optimizer.lr=0.1".
 PlannedMember = tuple[str, Plan]
 
 
-def main(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> Answer:
+def main(
+    overrides: Sequence[Override],
+    config_dirs: Sequence[str] = (),
+    show: Show | None = None,
+) -> Answer:
     """Checks every member, then starts them: one after the other with launcher=local or mpi, all at
-    once if the platform has a queue."""
+    once if the platform has a queue. `show` prints the members at the end, in place of a table of
+    their states."""
+    show = show or print_table
     user_conf.print_shadowed()
     members = compose.sweep(overrides, config_dirs)
     swept = grammar.sweep_keys(overrides)
@@ -74,8 +80,8 @@ def main(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> Answ
         print(text)
         return Answer(ShownRequest([shown(each.run.path) for each in plans], text))
     if planned[0][1].launch.in_turn:
-        return _run_all(planned)
-    return _submit_all(planned)
+        return _run_all(planned, show)
+    return _submit_all(planned, show)
 
 
 def map_all(
@@ -115,7 +121,7 @@ def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]
     return planned
 
 
-def _run_all(planned: Sequence[PlannedMember]) -> Answer:
+def _run_all(planned: Sequence[PlannedMember], show: Show) -> Answer:
     results: list[Ended] = []
     with MemberRunner() as runner:
         for number, (chosen, each) in enumerate(planned, 1):
@@ -131,7 +137,7 @@ def _run_all(planned: Sequence[PlannedMember]) -> Answer:
                 if state in (JobState.PREEMPTED, JobState.CANCELLED) or not state.ended:
                     runner.state = runner.state or state
             results.append((chosen, each, state))
-    _print_table(results)
+    show(results)
     if runner.state is not None:
         print(f"{runner.state.lower()}. To resume:\n  {_again()}", flush=True)
         return _answer(results, runner.state.exit_code)
@@ -140,7 +146,7 @@ def _run_all(planned: Sequence[PlannedMember]) -> Answer:
 
 
 def _answer(results: Sequence[Ended], code: int) -> Answer:
-    best = _best(results)
+    best = best_of(results)
     members = [
         SweepMember(chosen, number == best, ended(each.run))
         for number, (chosen, each, _) in enumerate(results)
@@ -172,7 +178,7 @@ class MemberRunner(stopping.StopRequest):
             os.kill(self.process.pid, number)
 
 
-def _submit_all(planned: Sequence[PlannedMember]) -> Answer:
+def _submit_all(planned: Sequence[PlannedMember], show: Show) -> Answer:
     """Submits all members: as one array if the launcher supports it, else one by one."""
     due = []
     for (chosen, each), state in zip(planned, _states_of(planned), strict=True):
@@ -184,10 +190,12 @@ def _submit_all(planned: Sequence[PlannedMember]) -> Answer:
         submitting.submit_sweep(due, sys.argv)
     states = _states_of(planned)
     results = [(*member, state) for member, state in zip(planned, states, strict=True)]
-    _print_table(results)
-    if not due and all(state is not None and state.ended for _, _, state in results):
+    all_ended = all(state is not None and state.ended for _, _, state in results)
+    if not due and all_ended:
+        show(results)
         _print_next(results)
         return _answer(results, 0)
+    print_table(results)
     folder = shown(planned[0][1].run.path.parent)
     print(f"watch   python -m distdl jobs list {folder}")
     print(f"cancel  python -m distdl jobs cancel {folder}")
@@ -232,9 +240,10 @@ def start_here(planned: Plan, command: list[str], parent: int) -> None:
         sys.exit(error.exit_code)
 
 
-def _print_table(results: Sequence[Ended]) -> None:
+def print_table(results: Sequence[Ended]) -> None:
+    """The members with their states, and the best of them."""
     rows = []
-    best = _best(results)
+    best = best_of(results)
     for number, (chosen, each, state) in enumerate(results):
         last = each.last_attempt
         values = job_status.metrics_text(last.status().get("metrics") or {}) if last else ""
@@ -244,42 +253,19 @@ def _print_table(results: Sequence[Ended]) -> None:
     table.show(("overrides", "state", "metrics", "run"), rows)
 
 
-def _judged(planned: Plan) -> Judged:
-    """The metric by which a member's best.ckpt is chosen."""
-    chosen = planned.config.get("checkpoint") or {}  # a program has none
-    monitor = chosen.get("monitor")
-    return checkpoints.judged_by(planned.run.checkpoints, monitor, chosen.get("mode", "max"))
-
-
-def _monitored(planned: Plan) -> float:
-    """A member's best value of that metric, which is that of its best.ckpt; without one, the value
-    at its end; NaN if it has neither."""
+def score_of(planned: Plan) -> Score:
+    """The metric by which a member's best.ckpt is chosen, and the member's value of it."""
     last = planned.last_attempt
-    monitor = _judged(planned).monitor
-    if not last or not monitor:
-        return math.nan
-    best = checkpoints.manifest_at(planned.run.checkpoints / "best.ckpt").get("metrics")
-    for values in (best, last.status().get("metrics")):
-        value = values.get(monitor) if isinstance(values, dict) else None
-        if isinstance(value, int | float):
-            return float(value)
-    return math.nan
+    metrics = last.status().get("metrics") if last else None
+    settings = planned.config.get("checkpoint") or {}  # a program has none
+    return judging.score(planned.run.checkpoints, settings, metrics)
 
 
-def _best(results: Sequence[Ended]) -> int | None:
+def best_of(results: Sequence[Ended]) -> int | None:
     """The index of the best of the members that succeeded; None if there are no two to compare, or
     they have different metrics."""
-    values = {}
-    for number, (_, each, state) in enumerate(results):
-        if state is JobState.SUCCEEDED:
-            value = _monitored(each)
-            if not math.isnan(value):
-                values[number] = value
-    judged = {_judged(results[number][1]) for number in values}
-    if len(values) < 2 or len(judged) > 1:
-        return None
-    choose = max if judged.pop().mode == "max" else min
-    return choose(values, key=values.__getitem__)
+    succeeded = (n for n, (*_, state) in enumerate(results) if state is JobState.SUCCEEDED)
+    return judging.best_of({number: score_of(results[number][1]) for number in succeeded})
 
 
 def _print_next(results: Sequence[Ended]) -> None:
@@ -289,24 +275,29 @@ def _print_next(results: Sequence[Ended]) -> None:
     if failed:
         print(f"failed  python -m distdl jobs status {shlex.quote(shown(failed[0].run.path))}")
         print(f"again   {_again()}")
-    best = _best(results)
+    best = best_of(results)
     of_programs = any(programs.is_program(each.config) for each in succeeded)
     if best is None and len(succeeded) > 1 and not of_programs:
-        metrics = sorted({str(_judged(each).monitor) for each in succeeded})
+        judged = [score_of(each).judged for each in succeeded]
+        metrics = sorted({str(each.monitor) for each in judged})
         lacks = f"no two runs have a {metrics[0]} at their end"
         if len(metrics) > 1:
             lacks = f"the runs are judged by different metrics ({', '.join(metrics)})"
-        elif _judged(succeeded[0]).monitor is None:
+        elif judged[0].monitor is None:
             lacks = "no metric is chosen"
         print(f"best    unknown, as {lacks}: checkpoint.monitor=NAME checkpoint.mode=min|max")
     chosen = succeeded[:1]
     if best is not None:
         text, each, _ = results[best]
-        print(f"best    {text}: {_judged(each).monitor} {_monitored(each):.4g}")
+        score = score_of(each)
+        print(f"best    {text}: {score.judged.monitor} {score.value:.4g}")
         chosen = [each]
     for each in chosen:
         folder = shlex.quote(shown(each.run.path))
         print(f"next    python -m distdl report {folder}")
+        if len(results) > 1:
+            every = shlex.quote(shown(each.run.path.parent))
+            print(f"        python -m distdl compare {every}")
         if any(each.run.checkpoints.glob("*.ckpt")) and not configs.not_exportable(each.config):
             format = configs.export_formats(each.config).formats[0]
             print(f"        python -m distdl export {folder} --to {format}")

@@ -56,8 +56,10 @@ def _decode(line: bytes, end: int) -> Record | None:
     try:
         fields = json.loads(line)
         metrics = {str(k): float(v) for k, v in fields["metrics"].items()}
-        return Record(float(fields["t"]), int(fields["step"]), int(fields["attempt"]), metrics, end)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        step, attempt = int(fields["step"]), int(fields["attempt"])
+        float(step)  # an OverflowError, if no axis can show it
+        return Record(float(fields["t"]), step, attempt, metrics, end)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None  # cut off by a kill -9, or written by another program
 
 

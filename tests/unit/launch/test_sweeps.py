@@ -36,7 +36,7 @@ def test_the_end_of_a_sweep_marks_the_best_and_says_what_to_type(tmp_path, monke
     monkeypatch.setattr("sys.argv", ["distdl", "-m", "seed=1,2,3"])
 
     def end(*results):
-        sweeps._print_table(results)
+        sweeps.print_table(results)
         sweeps._print_next(results)
         return capsys.readouterr().out
 

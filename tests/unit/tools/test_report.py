@@ -13,8 +13,8 @@ import yaml
 from distdl.cli import report
 from distdl.runs.directory import RunDirectory
 from distdl.runs.records import encode
-from distdl.tools.report import data
-from distdl.tools.report.plots import POINTS, Chart, charts, draw
+from distdl.tools.pages import data
+from distdl.tools.pages.plots import POINTS, Chart, charts, draw
 from distdl.util.errors import UserError
 
 CONFIG = "model:\n  note: <script>alert('x')</script> & more\n  _target_: my.Model\n"
@@ -195,7 +195,7 @@ def test_a_file_that_no_report_wrote_is_never_overwritten(run, tmp_path):
     notes = tmp_path / "notes.html"
     for page, options in ((notes, ["--output", str(notes)]), (run / "report.html", [])):
         page.write_text("my notes")
-        with pytest.raises(UserError, match="is not a report"):
+        with pytest.raises(UserError, match="is not a page of distdl report"):
             report.main([str(run), *options])
         assert page.read_text() == "my notes"
     for _ in range(2):  # its own it replaces

@@ -7,7 +7,7 @@ from typing import Any
 from distdl.config.recipe import unit_of
 from distdl.tools.measure import PHASES
 from distdl.tools.measure.screen import PHASE_NAMES, facts, milliseconds, setting_text
-from distdl.tools.report import plots
+from distdl.tools.pages import plots
 
 INPUTS = {"real": "real input", "held": "held input"}
 

@@ -15,10 +15,11 @@ from markupsafe import Markup
 from distdl.runs.files import write_text
 from distdl.runs.records import find_run
 from distdl.tools.measure import FILE as BENCHMARK
-from distdl.tools.report import benchmark, data, pictures, plots
-from distdl.tools.report.parts import ReportFigure, ReportTable
+from distdl.tools.pages import data, plots
+from distdl.tools.pages.parts import ReportFigure, ReportTable
+from distdl.tools.pages.writing import mark_of, output_of, template
+from distdl.tools.report import benchmark, pictures
 from distdl.tracking.outbox import Outbox
-from distdl.util.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,6 @@ class WrittenPage:
     """The run's files that could not be read, with the reason; the page does without them."""
 
 
-MARK = '<meta name="generator" content="distdl report">'
-
-
 def write(name: str, to: str | None) -> tuple[Path, list[str]]:
     """Writes the page of the run in the folder `name`, to RUN/report.html, or to the file or folder
     `to`. Returns the page's file, and a text for each damaged file of the run.
@@ -44,34 +42,19 @@ def write(name: str, to: str | None) -> tuple[Path, list[str]]:
         UserError: There is no such run, or the output is a file that no report wrote.
     """
     run = find_run(name)
-    output = Path(to).expanduser() if to else run
-    if output.is_dir():
-        output = output / "report.html"
-    if output.exists() and MARK not in output.read_text(errors="replace")[:1000]:
-        what = "exists and is not a report, so it is not replaced"
-        raise UserError.at(
-            str(output), what, "choose another name: --output FILE", code="exists-already"
-        )
+    output = output_of(to, run, "report")
     contents = data.load(run)
     write_text(output, render(contents))
     return output, contents.damage
 
 
 def render(run: data.ReportedRun) -> str:
-    """The page; nothing in it refers to the network or to another file.
-
-    A run's files may come from anyone, so the template escapes every value.
-    """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(Path(__file__).parent)
-    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    pages.filters["lines"] = lambda text: Markup("<br>").join(str(text).split("\n"))
+    """The page; nothing in it refers to the network or to another file."""
     start = min((s.times[0] for s in run.series.values()), default=0.0)
     charts = plots.charts(run.series, run.unit)
     command = run.provenance.get("command") or ""
-    page = pages.get_template("report.html.jinja").render(
-        mark=Markup(MARK),
+    page = template("report.html.jinja", Path(__file__).parent).render(
+        mark=Markup(mark_of("report")),
         run=run,
         git=data.mapping(run.provenance.get("git")),
         now=_clock(time.time()),

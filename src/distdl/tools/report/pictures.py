@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from distdl.runs.directory import PICTURES, PICTURES_FILE
-from distdl.tools.report import plots
-from distdl.tools.report.data import is_of, mapping, read_json
-from distdl.tools.report.parts import ReportFigure
+from distdl.tools.pages import plots
+from distdl.tools.pages.data import is_of, mapping, read_json
+from distdl.tools.pages.parts import ReportFigure
 
 MOST_BYTES = 2**20  # of an image
 MOST = 100  # images, rows or curves of a section

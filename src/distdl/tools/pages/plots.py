@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distdl.tools.report.data import MetricSeries, is_absent
+from distdl.tools.pages.data import MetricSeries, is_absent
 from distdl.util.colours import LINES
 
 if TYPE_CHECKING:

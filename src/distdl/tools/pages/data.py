@@ -21,6 +21,7 @@ from distdl.runs.checkpoints import judged_by
 from distdl.runs.directory import RunDirectory
 from distdl.runs.records import journals, read
 from distdl.util.errors import Damaged
+from distdl.util.strict_json import numbers
 
 MOST_VALUES = 8  # of the validation, in the summary
 # COCO's numbers, such as val/box_ap_small: -1 is its word for "there is no such object".
@@ -48,6 +49,9 @@ class ReportedAttempt:
     changed: dict[str, Any]
     error: str
     parameters: dict[str, Any]
+    data: str  # identifies the data set; "" if it is unknown
+    metrics: dict[str, Any]  # at its end
+    launch: dict[str, Any]  # its launch.yaml
 
 
 @dataclass
@@ -66,6 +70,10 @@ class ReportedRun:
         """The values of a metric; empty if it was not logged."""
         return self.series[name].values if name in self.series else []
 
+    def settings(self) -> dict[str, Any]:
+        """The config; empty if it cannot be read."""
+        return _parsed(self.config, safe_yaml)
+
     @property
     def state(self) -> str:
         return self.attempts[-1].state if self.attempts else "UNKNOWN"
@@ -73,12 +81,12 @@ class ReportedRun:
     @property
     def unit(self) -> str:
         """The unit of `perf/images_per_second`."""
-        return unit_of(mapping(_parsed(self.config, yaml.safe_load).get("data")).get("_target_"))
+        return unit_of(mapping(self.settings().get("data")).get("_target_"))
 
 
 def load(path: Path) -> ReportedRun:
     folders = sorted(p for p in path.glob("attempts/*") if p.name.isdigit())
-    launches = {f: _parsed(_read(f / "launch.yaml", path), yaml.safe_load) for f in folders}
+    launches = {f: _parsed(_read(f / "launch.yaml", path), safe_yaml) for f in folders}
     run_ids = [str(launch["run_id"]) for launch in launches.values() if launch.get("run_id")]
     return ReportedRun(
         path=path,
@@ -125,6 +133,9 @@ def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> ReportedAttempt
         changed=mapping(status.get("changed")) or mapping(launch.get("changes")),
         error=str(error),
         parameters=mapping(status.get("parameters")),
+        data=str(status.get("data") or ""),
+        metrics=numbers(mapping(status.get("metrics"))),
+        launch=launch,
     )
 
 
@@ -164,19 +175,24 @@ def summary(run: ReportedRun) -> list[tuple[str, str]]:
         if total is not None and trainable is not None:
             rows.append(("parameters", f"{total:,.0f} ({trainable:,.0f} trainable)"))
     if speed := run.values("perf/images_per_second"):
-        rows.append(("throughput", f"{_median(speed):,.0f} {run.unit} (median)"))
+        rows.append(("throughput", f"{median(speed):,.0f} {run.unit} (median)"))
     if wait := run.values("perf/data_wait"):
-        rows.append(("data_wait", f"{100 * _median(wait):.1f} % of the time (median)"))
-    trained = [a for a in run.attempts if not a.task]
-    seconds = sum(end - a.started for a in trained if a.started and (end := _end(run, a)))
-    if seconds:
-        rows.append(("duration", duration(seconds)))
+        rows.append(("data_wait", f"{100 * median(wait):.1f} % of the time (median)"))
+    if took := seconds(run):
+        rows.append(("duration", duration(took)))
     return rows
+
+
+def seconds(run: ReportedRun, attempt: ReportedAttempt | None = None) -> float:
+    """How long the attempts that train have taken together, or one attempt."""
+    counted = [a for a in run.attempts if not a.task] if attempt is None else [attempt]
+    times = ((each.started, _end(run, each)) for each in counted)
+    return sum(end - started for started, end in times if started and end)
 
 
 def _validation(run: ReportedRun) -> list[tuple[str, str]]:
     """The values of the validation: that by which best.ckpt is chosen, others, losses."""
-    checkpoint = mapping(_parsed(run.config, yaml.safe_load).get("checkpoint"))
+    checkpoint = mapping(run.settings().get("checkpoint"))
     folder = RunDirectory(run.path).checkpoints
     chosen = str(checkpoint.get("monitor"))
     main, mode = judged_by(folder, chosen, str(checkpoint.get("mode")))
@@ -189,10 +205,10 @@ def _validation(run: ReportedRun) -> list[tuple[str, str]]:
     for name in ordered[:MOST_VALUES]:
         there = [value for value in run.values(name) if value == value]
         values = [value for value in there if not is_absent(name, value)]
-        better = _better(name, mode if name == main else "")
+        best_of = better(name, mode if name == main else "")
         if values:
-            best = f" (best {_shown(name, better(values))})" if better else ""
-            rows.append((name, f"{_shown(name, values[-1])}{best}"))
+            best = f" (best {shown_value(name, best_of(values))})" if best_of else ""
+            rows.append((name, f"{shown_value(name, values[-1])}{best}"))
         elif there:
             rows.append((name, "none: there is no such object"))
     if left := ordered[MOST_VALUES:]:
@@ -205,7 +221,7 @@ def is_absent(name: str, value: float) -> bool:
     return value == -1 and OF_COCO.match(name) is not None
 
 
-def _better(name: str, mode: str) -> Callable[[list[float]], float] | None:
+def better(name: str, mode: str) -> Callable[[list[float]], float] | None:
     """Whether the best value is the least or the greatest; None: nobody knows."""
     if mode in ("min", "max"):
         return min if mode == "min" else max
@@ -228,11 +244,11 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _shown(name: str, value: float) -> str:
+def shown_value(name: str, value: float) -> str:
     return f"{100 * value:.2f} %" if "acc" in name and 0 <= value <= 1 else f"{value:.4g}"
 
 
-def _median(values: list[float]) -> float:
+def median(values: list[float]) -> float:
     finite = [v for v in values if v == v]
     return median_high(finite) if finite else math.nan
 
@@ -244,6 +260,25 @@ def _number(value: object) -> float | None:
 def _moment(value: object) -> float | None:
     moment = _number(value)
     return moment if moment is not None and abs(moment) < 1e11 else None  # what a date can show
+
+
+class _Unfolded(yaml.SafeLoader):
+    """Reads no aliases, which distdl never writes: nine lines of them can stand for a billion
+    values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
+
+
+def safe_yaml(text: str) -> object:
+    """The value of a YAML text that may come from anyone.
+
+    Raises:
+        YAMLError: It is no YAML, or has an alias.
+    """
+    return yaml.load(text, Loader=_Unfolded)
 
 
 def mapping(value: object) -> dict[str, Any]:

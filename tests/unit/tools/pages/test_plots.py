@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from distdl.tools.report.data import MetricSeries
-from distdl.tools.report.plots import Chart, charts, draw
+from distdl.tools.pages.data import MetricSeries
+from distdl.tools.pages.plots import Chart, charts, draw
 
 
 @pytest.mark.filterwarnings("error")

@@ -1,0 +1,1 @@
+"""Runs beside each other: what differs, metrics with their curves, speed, cost, and a page."""

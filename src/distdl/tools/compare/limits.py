@@ -1,0 +1,137 @@
+"""Limits for a pipeline of CI: how much worse or slower than the first run another may be."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from distdl.tools.compare.comparison import Comparison
+from distdl.tools.compare.facts import SPEED, ComparedRun
+from distdl.util.errors import Problem, UserError
+
+AMOUNT = re.compile(r"(\d+\.?\d*|\.\d+)(%?)", re.ASCII)
+AMOUNTS = "0.5% (of the first run's value) or 0.005"
+WORSE, SLOWER = "--fail-worse", "--fail-slower"
+
+
+@dataclass(frozen=True)
+class RunLimit:
+    """A metric may be worse than the first run's by an amount, or by a share of that value."""
+
+    flag: str
+    metric: str
+    amount: float
+    is_share: bool
+    mode: str = ""  # "max" or "min"
+
+    def __str__(self) -> str:
+        return f"{100 * self.amount:g} %" if self.is_share else f"{self.amount:g}"
+
+
+@dataclass(frozen=True)
+class LimitResult:
+    """How one run keeps one limit. `loss` is how much worse it is; below 0: it is better."""
+
+    limit: RunLimit
+    name: str
+    first: float
+    value: float
+    loss: float
+    passed: bool
+
+    def __str__(self) -> str:
+        how = "better" if self.loss < 0 else "worse"
+        by = f"{abs(self.loss):.4g}"
+        if self.limit.is_share:
+            by = f"{100 * abs(self.loss):.3g} %"
+        what = f"{self.limit.metric} {self.value:.6g}, {by} {how} than {self.first:.6g}"
+        if math.isnan(self.value):
+            what = f"{self.limit.metric} is NaN, and the first run's {self.first:.6g}"
+        return f"{what} (limit {self.limit})"
+
+
+def parsed(worse: Sequence[str], slower: str | None) -> list[RunLimit]:
+    """The limits of `--fail-worse METRIC:AMOUNT` and `--fail-slower AMOUNT`.
+
+    Raises:
+        UserError: All that are none.
+    """
+    limits = []
+    problems = []
+    for text in worse:
+        metric, _, amount = text.rpartition(":")
+        found = AMOUNT.fullmatch(amount)
+        if metric and found:
+            limits.append(_limit(WORSE, metric, found))
+        else:
+            what = f"{text!r} is no METRIC:AMOUNT"
+            example = f"{WORSE} val/acc1:0.5%, where AMOUNT is {AMOUNTS}"
+            problems.append(Problem(WORSE, what, example, code="wrong-kind"))
+    if slower is not None:
+        found = AMOUNT.fullmatch(slower)
+        if found and found[2]:
+            limits.append(_limit(SLOWER, SPEED, found, mode="max"))
+        else:
+            what = f"{slower!r} is no share of a speed"
+            problems.append(Problem(SLOWER, what, f"{SLOWER} 5%", code="wrong-kind"))
+    if problems:
+        raise UserError(*problems)
+    return limits
+
+
+def _limit(flag: str, metric: str, found: re.Match[str], mode: str = "") -> RunLimit:
+    is_share = bool(found[2])
+    return RunLimit(flag, metric, float(found[1]) / (100 if is_share else 1), is_share, mode)
+
+
+def check(comparison: Comparison, limits: Sequence[RunLimit]) -> list[LimitResult]:
+    """Each run but the first, by each limit.
+
+    Raises:
+        UserError: A run has no value of a metric, or nobody knows which value is better.
+    """
+    first, *others = comparison.runs
+    problems: list[Problem] = []
+    results = []
+    for limit in limits:
+        problems += _problems(comparison, limit)
+        if problems:
+            continue
+        mode = limit.mode or comparison.mode(limit.metric)
+        start = _value(first, limit.metric)
+        for run in others:
+            value = _value(run, limit.metric)
+            lost = start - value if mode == "max" else value - start
+            loss = lost / abs(start) if limit.is_share else lost
+            results.append(LimitResult(limit, run.name, start, value, loss, loss <= limit.amount))
+    if problems:
+        raise UserError(*problems)
+    return results
+
+
+def _problems(comparison: Comparison, limit: RunLimit) -> Iterator[Problem]:
+    lacking = [run.name for run in comparison.runs if limit.metric not in run.values]
+    flag, metric = limit.flag, limit.metric
+    if lacking:
+        known = ", ".join(comparison.metrics) or "nothing was logged"
+        what = f"{metric} was not logged by {', '.join(lacking[:3])}"
+        yield Problem(flag, what, f"one of: {known}", code="not-found")
+        return
+    if not (limit.mode or comparison.mode(metric)):
+        what = f"nobody knows whether more or less of {metric} is better"
+        remedy = f"checkpoint.monitor={metric} checkpoint.mode=min|max says so, in the runs"
+        yield Problem(flag, what, remedy, code="ambiguous")
+    start = _value(comparison.runs[0], metric)
+    if not math.isfinite(start) or (limit.is_share and start == 0):
+        what = f"{metric} of the first run is {start}, so that nothing is worse by a share of it"
+        yield Problem(flag, what, "name a run that has a value first", code="conflict")
+
+
+def _value(run: ComparedRun, metric: str) -> float:
+    """The value that counts; NaN if the metric is NaN at the end, whatever best.ckpt has."""
+    if metric == SPEED:
+        return run.speed
+    ended = run.reported.values(metric)[-1:]
+    return math.nan if any(map(math.isnan, ended)) else run.values[metric]

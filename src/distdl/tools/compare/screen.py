@@ -1,0 +1,130 @@
+"""A comparison in the terminal."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from distdl.tools.compare.comparison import Comparison, SeedSpread
+from distdl.tools.compare.facts import ComparedRun
+from distdl.tools.pages import data
+from distdl.util import table
+from distdl.util.screen import escaped
+from distdl.util.wording import plural
+
+MOST_METRICS = 3  # columns of the table; the page has all
+BESIDE = 4  # runs whose values of one setting stand beside each other
+MOST_VALUES = 4  # of a setting, if there are more runs
+MOST_ROWS = 30  # of the differences
+INDENT = 8  # characters of a note's name
+MOST_NARROW = 40  # characters of a line of notes
+
+Row = tuple[str, ...]
+
+
+def show(comparison: Comparison) -> None:
+    """Prints the runs, what differs, and what the seed does."""
+    table.show(*runs_table(comparison))
+    print()
+    if comparison.differences:
+        columns, rows = differences_table(comparison)
+        table.show(columns, rows[:MOST_ROWS])
+        left = len(rows) - MOST_ROWS
+        if left > 0:
+            print(f"{left} more {plural('difference', left)} on the page")
+        print()
+    for name, text in notes(comparison):
+        print_note(name, text)
+
+
+def print_note(name: str, text: str) -> None:
+    """A sentence, in lines that fit into the terminal."""
+    width = max(table.terminal_width() or len(text) + INDENT, MOST_NARROW)
+    lines = textwrap.wrap(escaped(text), width - INDENT, break_long_words=False)
+    for number, line in enumerate(lines):
+        print(f"{'' if number else name:{INDENT}}{line}")
+
+
+def runs_table(comparison: Comparison) -> tuple[Row, list[Row]]:
+    """Columns and rows: a run each, the best one marked."""
+    metrics = comparison.metrics[:MOST_METRICS]
+    labelled = any(run.label != run.name for run in comparison.runs)
+    first = "overrides" if labelled else "run"
+    head = (first, "state", *metrics, "speed", "took", "devices", "cost", "run")
+    rows = []
+    for number, run in enumerate(comparison.runs):
+        mark = ", best" if number == comparison.best else ""
+        values = (value_text(run, metric) for metric in metrics)
+        took = data.duration(run.seconds) if run.seconds else ""
+        ends = (speed_text(run), took, run.devices, cost_text(run))
+        name = run.name if labelled else ""
+        rows.append((run.label, f"{run.state.lower()}{mark}", *values, *ends, name))
+    return without_empty(head, rows)
+
+
+def without_empty(head: Row, rows: Sequence[Row]) -> tuple[Row, list[Row]]:
+    """The columns in which some row has a text."""
+    used = [number for number in range(len(head)) if any(row[number] for row in rows)]
+    return tuple(head[n] for n in used), [tuple(row[n] for n in used) for row in rows]
+
+
+def differences_table(comparison: Comparison) -> tuple[Row, list[Row]]:
+    """Columns and rows: a setting each. With many runs, how many values it has, and the first."""
+    runs = comparison.runs
+    rows: list[Row] = [(row.key, *row.texts) for row in comparison.differences]
+    if len(runs) <= BESIDE:
+        return ("differs", *(run.label for run in runs)), rows
+    rows = []
+    for row in comparison.differences:
+        texts = [*dict.fromkeys(row.texts)]
+        first = ", ".join(texts[:MOST_VALUES])
+        more = ", ..." if len(texts) > MOST_VALUES else ""
+        rows.append((row.key, f"{len(texts)} values", f"{first}{more}"))
+    return ("differs", "", ""), rows
+
+
+def notes(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """A word and a sentence each."""
+    same = ", ".join(f"{key} {text}" for key, text in comparison.same)
+    if same:
+        yield "same", same
+    if comparison.unknown:
+        yield "unknown", f"{' and '.join(comparison.unknown)} of some runs"
+    if not comparison.differences:
+        yield "same", "the settings of all runs, too: they should agree"
+    for spread in comparison.seeds:
+        yield "seed", seed_text(spread)
+    if not comparison.seeds and comparison.metrics:
+        what = "no two runs differ by the seed alone, so nobody knows what chance does to"
+        yield "seed", f"{what} {comparison.metrics[0]}: -m seed=1,2,3"
+
+
+def seed_text(spread: SeedSpread) -> str:
+    """What the seed alone does, in a sentence."""
+    count = len(spread.names)
+    values = ", ".join(f"{value:.4g}" for value in spread.values[:6])
+    what = "differ by" if count == 2 else "have a standard deviation of"
+    more = ", ..." if count > 6 else ""
+    return (
+        f"{count} runs that differ by the seed alone {what} {spread.spread:.3g} in {spread.metric} "
+        f"({values}{more}): less than that between other runs may be chance"
+    )
+
+
+def value_text(run: ComparedRun, metric: str) -> str:
+    value = run.values.get(metric)
+    return "" if value is None else data.shown_value(metric, value)
+
+
+def speed_text(run: ComparedRun) -> str:
+    return "" if math.isnan(run.speed) else f"{run.speed:,.0f} {run.reported.unit}"
+
+
+def cost_text(run: ComparedRun) -> str:
+    if not run.device_hours:
+        return ""
+    used = f"{run.device_hours:.3g} device-hours"
+    if run.device_hours < 1:
+        used = f"{60 * run.device_hours:.2g} device-minutes"
+    return used if run.price is None else f"{used}, {run.price:.2f} USD"

@@ -1,0 +1,1 @@
+"""What HTML pages of runs are made of: a run's files, curves, tables, the style."""
