@@ -1,5 +1,7 @@
-"""Programs on two ranks of this machine: each is asked to end, killed with -9, asked again, and
-continues where it was. `make programs` makes the virtual environments of the frameworks."""
+"""Programs on two ranks of this machine, and on two hosts by mpirun: each is asked to end, killed
+with -9, asked again, and continues where it was. `make programs` makes the environments of the
+frameworks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +18,8 @@ import pytest
 
 from tests import hostile_words
 from tests.cli.test_programs import PAGE
-from tests.conftest import ROOT, matrix_only, status
+from tests.cluster.hosts import Hosts, why_not
+from tests.conftest import ROOT, environment, matrix_only, status
 from tests.waiting import until
 
 pytestmark = [matrix_only, pytest.mark.timeout(900), pytest.mark.xdist_group("programs")]
@@ -37,6 +41,8 @@ KINDS = {
     "shell": Kind("counting.sh"),
     "compiled": Kind("counting"),
 }
+BY_MPIRUN = ("shell", "compiled")
+ROOT_MAY = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
 COMMON = ("name=a", "tracking=none", "trainer.accelerator=cpu")
 SECONDS = 240
 
@@ -147,6 +153,60 @@ def test_on_two_ranks_of_this_machine(name, project, background):
         run,
         lambda: background(*words, cwd=project),
         lambda: background("resume", str(run), cwd=project),
+        lambda each: each.process.terminate(),
+    )
+
+
+class OnHost:
+    """A command on a host, with the methods of `Background`."""
+
+    def __init__(self, hosts, project, words):
+        self.log = project.parent / f"{project.name}-{len(list(project.parent.iterdir()))}.log"
+        line = [sys.executable, "-m", "distdl", *words]
+        pipes = {"stdout": self.log.open("w"), "stderr": subprocess.STDOUT}
+        env = environment(**ROOT_MAY)
+        self.process = hosts.popen("node1", line, cwd=project, env=env, **pipes)
+
+    def output(self):
+        return self.log.read_text()
+
+    def until(self, condition, seconds):
+        def held():
+            assert self.process.poll() is None, self.output()
+            return condition()
+
+        until(held, seconds, self.output)
+
+    def wait(self, seconds):
+        return self.process.wait(seconds)
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    if reason := why_not():
+        pytest.skip(reason)
+    with Hosts("node1", "node2") as both:
+        yield both
+
+
+@pytest.mark.parametrize("name", BY_MPIRUN)
+def test_on_two_hosts_by_mpirun(name, project, hosts):
+    kind = KINDS[name]
+    run = project / "outputs/default/a"
+    where = (
+        "launcher=mpi",
+        "launcher.mpirun=mpirun.openmpi",
+        "launcher.hosts=[node1,node2]",
+        f"launcher.ssh={hosts.ssh}",
+        "trainer.num_nodes=2",
+        "trainer.devices=1",
+    )
+    words = ("run", *COMMON, *settings(kind), *where, "--", *command(kind, project))
+    reached = where[1:2] + where[3:4]
+    journey(
+        run,
+        lambda: OnHost(hosts, project, words),
+        lambda: OnHost(hosts, project, ("resume", str(run), *reached)),
         lambda each: each.process.terminate(),
     )
 
