@@ -36,7 +36,8 @@ SMALL = (
     "optimizer.lr=1e-4",
     "schedule.warmup_epochs=0",
     "trainer.accelerator=cpu",
-    "trainer.max_steps=1",
+    "trainer.max_epochs=1",
+    "trainer.limit_train_batches=1",
     "trainer.log_every_n_steps=1",
     "tracking=none",
 )
@@ -98,7 +99,6 @@ def test_trains_validates_and_predicts(name, project):
     assert metrics["val/samples"] == VAL
     kind = "keypoint" if points else "mask" if masks else "box"
     assert 0 <= metrics[f"val/{kind}_ap"] <= 1
-    assert "monitor" in json.loads((run / "checkpoints/last.ckpt.manifest.json").read_text())
 
     done = distdl("resume", str(run), "task=predict", cwd=project, module=UNCHECKED)
     assert done.returncode == 0, done.stdout + done.stderr

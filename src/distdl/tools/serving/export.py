@@ -69,7 +69,7 @@ def export(
     print(f"agrees  with the network {verified['summary']}")
     for name, (before, after) in (verified.get("costs") or {}).items():
         where = f"on {verified['images']} images of the validation"
-        print(f"costs   {name} {before:.4f} in the run, {after:.4f} in this format, {where}")
+        print(f"costs   {name} {before:.4f} of the network, {after:.4f} in this format, {where}")
     if format == "mlflow" and Outbox(run.path).exists:
         registry.publish(config, run, target)
     if format != "weights":
