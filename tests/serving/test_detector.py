@@ -162,7 +162,13 @@ def same_everywhere(project, found):
 
 def served(background, folder, project, *words):
     started = background(
-        "serve", str(folder), "serve.port=0", *words, cwd=project, module=UNCHECKED
+        "serve",
+        str(folder),
+        "serve.port=0",
+        f"serve.timeout_s={LIMIT_S}",
+        *words,
+        cwd=project,
+        module=UNCHECKED,
     )
     started.until(lambda: "stop    " in started.output(), timeout=LIMIT_S)
     port = int(started.output().split("serve   http://127.0.0.1:")[1].split()[0])
