@@ -24,7 +24,7 @@ from tests.serving.colours import Server, without_distdl
 from tests.serving.conftest import outside
 
 COUNT = 200 if "DISTDL_MATRIX" in os.environ else 3
-LIMIT_S = 120 + 8 * COUNT  # of a test on a busy machine
+LIMIT_S = 300 + 8 * COUNT  # of a test on a busy machine
 pytestmark = pytest.mark.timeout(LIMIT_S)
 RUN = "outputs/maskrcnn_coco/r"
 THRESHOLD = 0.05
