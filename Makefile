@@ -24,6 +24,7 @@ MATRIX := $(addprefix tests/, \
 	cli/test_explain.py \
 	cli/test_own_launcher.py \
 	cli/test_programs.py \
+	cli/test_published_weights.py \
 	cluster/test_azureml.py \
 	cluster/test_azurite.py \
 	cluster/test_kubernetes.py \

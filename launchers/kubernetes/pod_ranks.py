@@ -117,15 +117,19 @@ class PodRanks:
         return self.conclude(self.watch(heartbeat), heartbeat)
 
     def get_code(self) -> None:
-        """Adds the user's code, if it was too much to be sent with the job."""
-        if self.mirror is None or (self.pod.bundle / "code" / "project").exists():
-            return
-        if (self.pod.bundle / "code").is_symlink():  # the image's own
+        """Adds the user's code and the run's inputs, if they were too much to be sent with the
+        job."""
+        bundle = self.pod.bundle
+        in_image = (bundle / "code").is_symlink()
+        provenance = json.loads((bundle / "provenance.json").read_bytes())
+        lacks_inputs = bool(provenance.get("inputs")) and not (bundle / "inputs").exists()
+        lacks_code = not in_image and not (bundle / "code" / "project").exists()
+        if self.mirror is None or not (lacks_code or lacks_inputs):
             return
         archive = self.pod.bundle.parent / "project.tar.gz"
         self.mirror.store.download(f"bundles/{self.pod.job}.tar.gz", archive)
         with tarfile.open(archive) as tar:
-            tar.extractall(self.pod.bundle, filter="data")
+            tar.extractall(bundle, filter="data")
 
     def record(self) -> dict[str, Any]:
         """The number of the last start, and whether everything is `done`."""

@@ -27,6 +27,11 @@ PATHS = {
 }
 
 
+# Of a bundle: what may be too much for ConfigMaps.
+INPUTS = "inputs"
+LARGE = ("code/project", INPUTS)
+
+
 def path_of(kind: str, namespace: str, name: str = "") -> str:
     """Where the API server has objects of a kind, or one of them."""
     path = PATHS[kind].format(quote(namespace, safe=""))
@@ -97,12 +102,14 @@ def removed(cluster: Cluster, path: str) -> Callable[[], None]:
 
 def packed(request: KubernetesRequest, whole: bool) -> bytes:
     """The archive that travels with the job: the config and, unless the image has it, distdl. With
-    `whole` also the user's code, which otherwise is in the store.
+    `whole` also what otherwise is in the store: the user's code, and the run's inputs.
 
     Raises:
         UserError: It is larger than ConfigMaps should be.
     """
-    left_out = {"code"} if request.settings.code else set() if whole else {"code/project"}
+    left_out = {"code"} if request.settings.code else set[str]()
+    if not whole:
+        left_out |= {*LARGE}
 
     def is_sent(name: str) -> bool:
         return not any(name == each or name.startswith(f"{each}/") for each in left_out)
@@ -112,14 +119,16 @@ def packed(request: KubernetesRequest, whole: bool) -> bytes:
         pack(Path(request.spec.bundle), archive, is_sent)
         size = archive.stat().st_size
         if size > PART * MOST_PARTS:
-            what = f"the code has {size / 1e6:.1f} MB packed; {PART * MOST_PARTS / 1e6:.1f} MB fit"
+            weights = Path(request.spec.bundle, INPUTS).exists()
+            parts = "code and weights have" if weights else "the code has"
+            what = f"{parts} {size / 1e6:.1f} MB packed; {PART * MOST_PARTS / 1e6:.1f} MB fit"
             remedy = "launcher.store=s3://... or azure://..., or launcher.code=FOLDER in the image"
             raise UserError.at("launcher.store", what, remedy, code="out-of-range")
         return archive.read_bytes()
 
 
 def upload(request: KubernetesRequest) -> None:
-    """Uploads the user's code and the run's history to a store on Blob or S3.
+    """Uploads the user's code, the run's inputs and its history to a store on Blob or S3.
 
     Raises:
         UserError: The store refuses it, or has another run of this name.
@@ -129,8 +138,9 @@ def upload(request: KubernetesRequest) -> None:
     try:
         store = open_store(request.key, patience=PATIENCE)
         refuse_another_run(request, store)
-        if not request.settings.code:
-            send_code(request, store)
+        kept = (INPUTS,) if request.settings.code else LARGE
+        if any(Path(request.spec.bundle, name).exists() for name in kept):
+            send_large(request, store, kept)
         send_history(request, store)
     except StoreError as error:
         raise UserError.at("launcher.store", str(error), error.remedy, code=error.code) from error
@@ -146,10 +156,12 @@ def refuse_another_run(request: KubernetesRequest, store: Store) -> None:
         raise UserError.at("launcher.store", what, remedy, code="mismatch")
 
 
-def send_code(request: KubernetesRequest, store: Store) -> None:
+def send_large(request: KubernetesRequest, store: Store, folders: Sequence[str]) -> None:
+    """Uploads folders of the bundle as one archive."""
     with tempfile.TemporaryDirectory() as temporary:
         archive = Path(temporary, "archive")
-        pack(Path(request.spec.bundle), archive, lambda name: name.startswith("code/project/"))
+        within = tuple(f"{folder}/" for folder in folders)
+        pack(Path(request.spec.bundle), archive, lambda name: name.startswith(within))
         store.replace(archive, request.bundle_uri.removeprefix(f"{request.key}/"))
 
 

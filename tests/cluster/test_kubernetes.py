@@ -39,7 +39,9 @@ LIGHT = """
 import json, os, pathlib, signal, socket, sys, time
 options = dict(a[2:].split("=") for a in sys.argv if a.startswith("--") and "=" in a)
 index, nodes = int(options["node-rank"]), int(options["nodes"])
-store = pathlib.Path(sys.argv[sys.argv.index("--") + 2])
+bundle, store = map(pathlib.Path, sys.argv[sys.argv.index("--") + 1 :][:2])
+for weights in bundle.glob("inputs/*"):
+    print(f"weights {weights.read_text()}", flush=True)
 folder = store / "attempts/001"
 (folder / "logs").mkdir(parents=True, exist_ok=True)
 starts = folder / f"starts-{index}"
@@ -84,6 +86,9 @@ def submit(kube, moto, tmp_path, monkeypatch):
 
     def submit(first=(SHORT,), second=(SHORT,), volume=True, **changes):
         code = {"code/distdl/x": "", "code/project/mine.py": "", "provenance.json": "{}"}
+        if not volume:  # too large for ConfigMaps, if there are some
+            code["provenance.json"] = '{"inputs": {"model.weights": {"file": "w.pth"}}}'
+            code["inputs/w.pth"] = "are here"
         write(tmp_path / "run/attempts/001/bundle", {"config.yaml": "seed: 0\n", **code})
         node = {
             "image": "distdl:1",
@@ -158,6 +163,7 @@ def test_a_job_from_the_submission_to_its_expiry(kube, submit, tmp_path):
     assert later.state() is JobState.SUCCEEDED, state_of(kube)()
     assert "start 1, secret can" in lines
     assert "[1] start 1, secret can" in lines
+    assert {"weights are here", "[1] weights are here"} <= {*lines}
     assert job.store().read("attempts/001/starts-1") == b"x"
     assert json.loads(job.store().read("attempts/001/start.json")) == {"number": 1, "done": True}
     until(lambda: not kube.all("jobs") and not kube.pods(), 60, state_of(kube))

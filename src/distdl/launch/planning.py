@@ -21,11 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 from distdl.config import batches, compose, consent, grammar, programs, task_facts
 from distdl.config import recipe as configs
 from distdl.job import JobState, Resources
+from distdl.launch import inputs, one_attempt, program_checks
 from distdl.launch import launch as launches
-from distdl.launch import one_attempt, program_checks
 from distdl.launch.launch import Launch
 from distdl.runs import checkpoints
 from distdl.runs.directory import PREDICTING, Attempt, RunDirectory, shown
+from distdl.runs.inputs import Input
 from distdl.util.answering import refuse_silent
 from distdl.util.errors import UserError
 from distdl.util.imports import uncollected
@@ -53,6 +54,7 @@ class Plan:
         swept: `key=value` of a new run that vary in its sweep.
         imported: Files of the user's modules that the config's targets import, for a job elsewhere.
         started: Files of the project that the command of a program starts.
+        inputs: Files that the config names, fetched; the config of `launch` has their paths.
         left_out: If the attempt does without some hosts of the run: these `hosts`, and `where` the
             run uses all of them.
     """
@@ -67,6 +69,7 @@ class Plan:
     swept: Sequence[str] = ()
     imported: Sequence[str] = ()
     started: Sequence[str] = ()
+    inputs: Sequence[Input] = ()
     left_out: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -228,7 +231,13 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
         return  # nothing of somebody else's is imported
     if planned.finished and not config.dry_run:
         return
-    launch = planned.launch = planned.launch.checked()
+    planned.launch = planned.launch.checked()
+    if builds and (found := inputs.provide(config, None if planned.old_run else planned.run)):
+        planned.inputs = found
+        paths = {each.key: str(each.path) for each in found}
+        config = configs.merge(config, OmegaConf.create(), paths)
+        planned.launch = planned.launch.with_config(config).checked()
+    launch = planned.launch
     assert launch.resolved is not None
     starts_here = launch.is_local and not apart and not config.dry_run
     # With chosen GPUs another process trains: they must be set before anything queries the devices;
@@ -245,6 +254,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
             in_process=trains_here or (program is not None and own_launcher),
             new=not planned.run.exists,
             builds=builds,
+            fetched=bool(planned.inputs),
         )
     if problems:
         raise UserError(*problems)

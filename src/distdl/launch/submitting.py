@@ -19,7 +19,7 @@ from distdl.job import JobBase, JobSpec, JobState, LauncherBase, Request, adapte
 from distdl.launch import jobs
 from distdl.launch.planning import Plan, refuse_second
 from distdl.ranks import scratch, stopping
-from distdl.runs import provenance, snapshot
+from distdl.runs import inputs, provenance, snapshot
 from distdl.runs.bundle import Bundle
 from distdl.runs.directory import Attempt, shown
 from distdl.runs.snapshot import Snapshot
@@ -136,6 +136,7 @@ def create_attempt(planned: Plan, command: Sequence[str], code: Snapshot | None)
 def begin_attempt(planned: Plan, command: Sequence[str]) -> Attempt:
     """Writes the run, if it is new, and its next attempt, without a bundle."""
     refuse_second(planned)
+    inputs.store(planned.inputs, planned.run.path)
     if not planned.run.exists:
         recipe = configs.to_yaml(planned.recipe)
         root = planned.launch.root
@@ -143,6 +144,8 @@ def begin_attempt(planned: Plan, command: Sequence[str]) -> Attempt:
         if unknown := record["git"].get("error"):
             note = escaped(f"note       no commit is recorded: {unknown}")
             print(note, file=sys.stderr, flush=True)
+        if planned.inputs:
+            record[inputs.RECORD] = {each.key: each.record() for each in planned.inputs}
         planned.run.create(recipe, record)
     record = launch_record(planned)
     consent.remember(planned.config)

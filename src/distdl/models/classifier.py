@@ -58,7 +58,7 @@ class ImageClassifier(Evaluated):
             that support it, "medium" to bf16's 8. torch uses TF32 for convolutions there anyway.
         fused_bn: Accepted for frozen runs of earlier versions, without effect.
         weights: File of initial weights: torchvision's or timm's `.pth`, `.safetensors`, or a
-            checkpoint.
+            checkpoint. In a config also a name (`distdl.config.published`).
         head: "new": the layer that gives the logits is not taken from `weights`; None: only if the
             file has another number of classes.
         freeze: Modules and parameters of the network that are not trained: names, or patterns such

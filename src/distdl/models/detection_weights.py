@@ -16,6 +16,7 @@ from torch import nn
 
 from distdl.checkpoint import formats
 from distdl.checkpoint.convert import plain_weights
+from distdl.config import published
 from distdl.domains.detection.categories import Categories
 from distdl.models.detection_network import body_of
 from distdl.util.errors import UserError
@@ -58,7 +59,8 @@ def load_detector_weights(
         UserError: There is no such file, or its weights belong to another network.
     """
     if not file.exists():
-        raise UserError.at("model.weights", f"no such file: {file}", code="not-found")
+        remedy = published.instead_of(file)
+        raise UserError.at("model.weights", f"no such file: {file}", remedy, code="not-found")
     weights = plain_weights(formats.read(file)["state_dict"])
     weights = {name: value for name, value in weights.items() if not name.endswith(COUNTED)}
     if fitting := _of_backbone(network, weights):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from distdl.config import published
 from distdl.models import freezing
 from distdl.models.parts import heads_of
 from distdl.models.weights import NEW, fit_to, read_weights
@@ -34,14 +35,15 @@ def problems(
     patterns = config.get("freeze") or []
     if head == NEW and not file:
         what = "has no effect without model.weights"
-        yield Problem("head", what, "model.weights=FILE, or model.head=null", code="conflict")
+        remedy = "model.weights=FILE, timm:NAME or torchvision:NAME, or model.head=null"
+        yield Problem("head", what, remedy, code="conflict")
     if config.get("unfreeze_at") is not None:
         yield from _unfreezing(patterns, context)
-    reads = bool(file) and context is not None and bool(context["local"])
+    reads = bool(file) and context is not None and bool(context["local"] or context.get("fetched"))
     if not classifies:  # of a run that exists, the checkpoint has all weights
         reads = reads and bool((context or {}).get("new", True))
     if reads and not Path(str(file)).exists():
-        remedy = "a .pth, .safetensors or .ckpt file"
+        remedy = published.instead_of(file)
         yield Problem("weights", f"no such file: {file}", remedy, code="not-found")
         return
     if context is None or not classifies or not (patterns or reads):

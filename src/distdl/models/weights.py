@@ -14,6 +14,7 @@ from torch import nn
 
 from distdl.checkpoint import formats
 from distdl.checkpoint.convert import plain_weights
+from distdl.config import published
 from distdl.models.parts import heads_of, inside
 from distdl.util.errors import UserError
 from distdl.util.wording import first_few
@@ -91,7 +92,8 @@ def read_weights(file: str | Path) -> dict[str, torch.Tensor]:
         UserError: There is no such file, or it cannot be read.
     """
     if not Path(file).exists():
-        raise UserError.at("model.weights", f"no such file: {file}", code="not-found")
+        remedy = published.instead_of(file)
+        raise UserError.at("model.weights", f"no such file: {file}", remedy, code="not-found")
     return plain_weights(formats.read(Path(file), mmap=True)["state_dict"])
 
 

@@ -4,6 +4,7 @@
         config.yaml         the recipe, byte for byte the run's
         launch.yaml         where this attempt runs, and on how many devices
         provenance.json
+        inputs/             fetched weights, if the config names them
         code/distdl/        distdl as it was imported here
         code/project/       the user's own code, see `distdl.runs.snapshot`
 
@@ -21,6 +22,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.config.recipe import to_yaml
+from distdl.runs import inputs
 from distdl.runs.directory import CONFIG, LAUNCH, PROVENANCE, Attempt, RunDirectory
 from distdl.runs.files import write_stamped, write_text
 from distdl.runs.snapshot import Snapshot
@@ -48,6 +50,7 @@ class Bundle:
         write_stamped(bundle.path / LAUNCH, to_yaml(OmegaConf.create(launch)))
         for name in (PROVENANCE, CONFIG):
             shutil.copyfile(run.path / name, bundle.path / name)
+        inputs.carry(run.provenance(), run.path, bundle.path)
         return bundle
 
     @property

@@ -4,6 +4,7 @@
         config.yaml         the recipe, frozen
         provenance.json     commit, command, packages
         attempts/001/       launch.yaml, status.json, errors/, logs/
+        inputs/             fetched weights, if the config names them
         checkpoints/  logs/  tracking/
 
 `distdl.runs.files` describes how its files are written and read.
@@ -24,7 +25,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.job import JobState
-from distdl.runs import files
+from distdl.runs import files, inputs
 from distdl.runs.attempt import LAUNCH, STATUS, place_of
 from distdl.runs.attempt import Attempt as Attempt
 from distdl.runs.files import read_json as read_json
@@ -39,7 +40,12 @@ PREDICTING = "_progress.json"  # beside the rows of a prediction that is not com
 # last, and names the images beside it.
 PICTURES = "pictures"
 PICTURES_FILE = "pictures.json"
-PROVENANCE_SHAPE: files.Shape = {"config_sha256": str, "git": dict, "command": (list, str)}
+PROVENANCE_SHAPE: files.Shape = {
+    "config_sha256": str,
+    "git": dict,
+    "command": (list, str),
+    inputs.RECORD: dict,
+}
 # For a recipe without a checksum, frozen before checksums were introduced.
 RECIPE_SHAPE: files.Shape = {"model": dict, "trainer": dict, "callbacks": object}
 
@@ -83,6 +89,7 @@ class RunDirectory:
             (self.path / "attempts").rmdir()
         (self.path / CONFIG).unlink(missing_ok=True)
         (self.path / PROVENANCE).unlink(missing_ok=True)
+        inputs.remove(self.path)
         self.path.rmdir()
 
     def path_when_failed(self) -> Path:

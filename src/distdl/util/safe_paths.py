@@ -13,7 +13,9 @@ from pathlib import Path
 LONGEST = 200  # bytes of one part of a path; systems allow 255, but temporary names are longer
 # Files of a run that a remote store must not overwrite: its recipe, where its attempts run, and the
 # handles of its jobs.
-PROTECTED = re.compile(r"config\.yaml|provenance\.json|attempts/\d+/(launch\.yaml|job\.json)")
+PROTECTED = re.compile(
+    r"config\.yaml|provenance\.json|inputs/.*|attempts/\d+/(launch\.yaml|job\.json)"
+)
 
 
 def odd(name: str) -> str:

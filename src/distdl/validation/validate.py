@@ -122,6 +122,7 @@ def check_bindings(
     in_process: bool = False,
     new: bool = False,
     builds: bool = True,
+    fetched: bool = False,
 ) -> tuple[list[Problem], list[str], dict[str, Any]]:
     """Stage 2: imports each `_target_` and binds its arguments, in a child process.
 
@@ -133,6 +134,7 @@ def check_bindings(
         new: Whether the run has no attempt yet: a resume is not refused for its tracker.
         builds: Whether the task needs the built run; else only the task and the launcher are
             imported.
+        fetched: Whether the files that the config names are on this machine, wherever it runs.
 
     Returns:
         Problems; notes for the user ("not checked: ..."); facts: `model_configures_optimizers` is
@@ -141,7 +143,8 @@ def check_bindings(
     """
     known = size or Resources(accelerator="auto")
     trust = _trust(resolved, folders)
-    more = {"world_size": known.world_size, "local": is_local(resolved, local), "new": new}
+    here = is_local(resolved, local)
+    more = {"world_size": known.world_size, "local": here, "new": new, "fetched": fetched}
     unused = () if builds else {*BUILT} - {"task", "launcher"}
     request = {
         "config": {key: value for key, value in resolved.values.items() if key not in unused},

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from distdl.config import recipe as configs
+from distdl.runs import inputs
 from distdl.runs.directory import CONFIG, PROVENANCE, read_json
 from distdl.tracking import RunInfo
 from distdl.util.names import kept_apart
@@ -57,6 +58,8 @@ def parameters(config: DictConfig, provenance: Mapping[str, Any]) -> dict[str, A
     for path, value in leaves(resolved.values):
         parts = [e for p, e in hidden.items() if p[: len(path)] == path[: len(p)]]
         flat[".".join(path)] = " ".join(parts) or resolved.hide_environment(str(value))
+    for key, entry in (provenance.get(inputs.RECORD) or {}).items():
+        flat[key] = entry["name"]  # and not where its file is on this machine
     typed: dict[str, Any] = {}
     for override in (*(provenance.get("swept") or ()), *(provenance.get("overrides") or ())):
         key, _, value = str(override).partition("=")

@@ -25,7 +25,7 @@ from distdl.ranks import environment as environments
 from distdl.ranks import scratch
 from distdl.ranks.process_exit import survive_closed_pipes
 from distdl.ranks.stopping import Stopped, StopRequest
-from distdl.runs import failures
+from distdl.runs import failures, inputs
 from distdl.runs.bundle import Bundle
 from distdl.runs.directory import RunDirectory
 from distdl.util import helpers, lightning_names
@@ -169,7 +169,8 @@ def perform(config: DictConfig, bundle: Bundle, context: RankContext) -> dict[st
 
 
 def effective_config(bundle: Bundle, launch: dict[str, Any]) -> DictConfig:
-    """The frozen recipe merged with launch.yaml: where this attempt runs, and what it changes."""
-    return configs.merge(
-        bundle.recipe(), OmegaConf.create(launch.get("where") or {}), launch.get("changes")
-    )
+    """The frozen recipe merged with launch.yaml: where this attempt runs, and what it changes. A
+    name of weights becomes the path of their file."""
+    where = OmegaConf.create(launch.get("where") or {})
+    config = configs.merge(bundle.recipe(), where, launch.get("changes"))
+    return inputs.placed(config, bundle.path, RunDirectory(bundle.path).provenance())
