@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from distdl.config import grammar, groups, programs, user_conf
 from distdl.config.hints import words
-from distdl.config.recipe import LAYERS, is_own
+from distdl.config.recipe import LAYERS, flat_paths, is_own, values_at
 from distdl.util.errors import Problem, UserError
 from distdl.util.names import kept_apart
 
@@ -69,6 +69,7 @@ def composed(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> 
             typed = prepare_overrides(overrides)
             prepared = grammar.texts_of(typed)
             config = hydra_compose(groups.PRIMARY, overrides=prepared, return_hydra_config=True)
+            _mark_missing(config, prepared, [each.key_or_group for each in overrides])
             flat = groups.group_options("experiment")
             if config.hydra.runtime.choices.get("debug"):
                 _remove_debug_keys(config, prepared)
@@ -126,6 +127,26 @@ def _chosen(prepared: Sequence[str], group: str) -> list[str]:
             value = grammar.parsed(line).value()
             return [str(each) for each in (value if isinstance(value, list) else [value])]
     return []
+
+
+def _mark_missing(config: DictConfig, prepared: Sequence[str], given: Sequence[str]) -> None:
+    """Marks as missing what an experiment leaves to the user (`weights: ???`). Hydra keeps a value
+    of the files below, and their null would then do without being asked for."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    loader: Any = GlobalHydra.instance().config_loader()
+    needed: set[str] = set()
+    for layer in LAYERS:
+        for name in _chosen(prepared, layer):
+            loaded = loader.repository.load_config(f"{layer}/{name}")
+            if loaded is None or loaded.header.get("package") != "_global_":
+                continue
+            content = OmegaConf.to_container(loaded.config, resolve=False)
+            for path in flat_paths(loaded.config):
+                (needed.add if MISSING in values_at(content, path) else needed.discard)(path)
+    for path in needed:
+        if not any(path == key or path.startswith(f"{key}.") for key in given):
+            OmegaConf.update(config, path, MISSING)
 
 
 def _remove_debug_keys(config: DictConfig, overrides: Sequence[str]) -> None:

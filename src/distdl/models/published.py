@@ -195,7 +195,7 @@ def _no_such_name(what: str, hint: str) -> UserError:
     return UserError.at(KEY, what, hint, code="wrong-choice")
 
 
-def _without_hash(name: str, url: str) -> UserError:
+def _without_hash(name: str, url: object) -> UserError:
     what = f"{name} cannot be checked, as {url} states no hash"
     remedy = "if you trust it: fetch it yourself, and model.weights=FILE"
     return UserError.at(KEY, what, remedy, code="unsupported")

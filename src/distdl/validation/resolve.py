@@ -23,6 +23,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
+from distdl.config import published
 from distdl.config import recipe as configs  # (it registers ${input:NAME})
 from distdl.config.hints import words
 from distdl.config.paths import path_text
@@ -34,6 +35,12 @@ from distdl.util.typed import Path
 
 # Behind an odd number of backslashes it is text.
 _VARIABLE = re.compile(r"(?<!\\)(?:\\\\)*\$\{oc\.env:\s*[\"']?([A-Za-z_]\w*)[\"']?\s*(,?)")
+
+
+# What to write for a missing key whose values are not obvious.
+_VALUES = {
+    published.KEY: f"{published.KEY}=FILE, or a name: {published.KEY}=torchvision:NAME or timm:NAME"
+}
 
 
 @dataclass
@@ -113,7 +120,8 @@ def _visit(
 ) -> object:
     text = path_text(path)
     if OmegaConf.is_missing(parent, key):
-        resolved.problems.append(Problem(text, "missing", f"write {text}=...", code="missing-key"))
+        remedy = f"write {_VALUES.get(text, f'{text}=...')}"
+        resolved.problems.append(Problem(text, "missing", remedy, code="missing-key"))
         return None
     if OmegaConf.is_interpolation(parent, key):
         written = str(parent._get_node(key)._value())  # type: ignore[union-attr]

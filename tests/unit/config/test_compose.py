@@ -127,3 +127,23 @@ def test_an_experiment_may_be_called_as_a_number(tmp_path, monkeypatch):
         with pytest.raises(UserError) as error:
             compose.compose([f"experiment={text}"])
         assert "no option" in str(error.value)
+
+
+def test_what_an_experiment_leaves_to_the_user_is_missing_whatever_a_preset_has(conf, tmp_path):
+    (conf / "experiment").mkdir(parents=True, exist_ok=True)
+    needs = "# @package _global_\nmodel: {weights: ???}\nseed: ???\n"
+    (conf / "experiment/needs.yaml").write_text(needs)
+    (conf / "experiment/gives.yaml").write_text("# @package _global_\nseed: 3\n")
+
+    def missing(*words: str) -> set[str]:
+        config = compose.compose(["model=resnet18", *words])
+        both = {"model.weights": config.model, "seed": config}
+        return {
+            path for path, node in both.items() if OmegaConf.is_missing(node, path.split(".")[-1])
+        }
+
+    assert missing() == set()
+    assert missing("experiment=needs") == {"model.weights", "seed"}
+    assert missing("experiment=needs", "model.weights=null") == {"seed"}
+    assert missing("experiment=[needs,gives]") == {"model.weights"}
+    assert missing("experiment=needs", "seed=4", "model.weights=x.pth") == set()
