@@ -294,6 +294,18 @@ def flat(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
+class SavesFirst(Callback):
+    """Saves before the first step, what a strategy has loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if self.path:
+            trainer.save_checkpoint(self.path)
+        self.path = ""
+
+
 class Ends(Callback):
     """Asks for the end of the training after a batch, as a time limit does."""
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from distdl.strategies.pipeline import stage_rules
-from tests.conftest import ROOT
+from tests.conftest import ROOT, matrix_only
 from tests.strategies import matrix
 from tests.strategies.matrix import HALF, MATRIX, SAME_TO, STEPS, TOPOLOGIES, difference, step, two
 
@@ -81,6 +81,51 @@ LAMB = ("optimizer=lamb", "optimizer.lr=0.1", "+trainer.gradient_clip_val=1.0")
 def test_an_optimizer_that_knows_layers_trains_as_under_ddp(name, runs):
     files = [step(runs.train(f"lamb {n}", TOPOLOGIES[n].plus(*LAMB))) for n in ("ddp x2", name)]
     assert difference(*files) < SAME_TO
+
+
+# Orthogonal matrices, in 16 bits: what ranks round shows in the weights, and hardly in the losses.
+MUON = ("optimizer=muon", "optimizer.lr=0.05")
+
+
+def exact(one, other):
+    """Whether weights and optimizer states are equal in every bit."""
+    first, second = matrix.read(one), matrix.read(other)
+    (a,), (b,) = first["optimizer_states"], second["optimizer_states"]
+    pairs = [(first["state_dict"], second["state_dict"])]
+    pairs += [(a["state"][name], b["state"][name]) for name in a["state"]]
+    same = a["param_groups"] == b["param_groups"] and a["state"].keys() == b["state"].keys()
+    return same and all(matrix.apart(*pair) == 0 for pair in pairs)
+
+
+@matrix_only
+@pytest.mark.parametrize("name", ["ddp x2", "fsdp x2", "pipeline x2"])
+def test_muon_trains_as_one_process_does_and_resumes_exactly(name, runs):
+    alone = runs.train("muon single", TOPOLOGIES["single"].plus(*MUON))
+    topology = TOPOLOGIES[name].plus(*MUON)
+    whole = runs.train(f"muon {name}", topology)
+    halves = runs.seen["muon single"].losses
+    sums = [sum(halves[i : i + 2]) for i in range(0, 2 * STEPS, 2)]
+    assert runs.seen[f"muon {name}"].losses == pytest.approx(sums, abs=1e-2)
+    assert sums[-1] != pytest.approx(sums[0], abs=1e-2)
+    (state,) = matrix.read(step(alone))["optimizer_states"]
+    kinds = {key: held["use_muon"] for key, held in state["state"].items()}
+    assert kinds["network.fc.weight"] is False
+    assert True in kinds.values()
+    again = runs.train(f"muon {name} again", topology, resume=step(whole, HALF))
+    assert exact(step(whole), step(again))
+
+
+@matrix_only
+def test_muons_state_is_stored_alike_by_ddp_fsdp_and_ddp(runs, tmp_path):
+    source = step(runs.train("muon ddp x2", TOPOLOGIES["ddp x2"].plus(*MUON)), HALF)
+    before = source
+    for name in ("fsdp x2", "ddp x2"):
+        file = tmp_path / f"{name}.ckpt"
+        saves = "+callbacks.saves._target_=tests.strategies.small.SavesFirst"
+        topology = TOPOLOGIES[name].plus(*MUON, saves, f"+callbacks.saves.path='{file}'")
+        runs.train(f"muon through {name}", topology, resume=before)
+        assert exact(source, file)
+        before = file
 
 
 # The small network has no blocks of several layers but its first.

@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 from timm.layers import BatchNormAct2d, RmsNorm2d, SimpleNorm2d
+from timm.optim import Muon
 from torch import nn
 from torchvision.models import resnet50
 
-from distdl.optim import optimizers
+from distdl.optim import optimizers, trial
 from distdl.optim.schedules import length_of
 from tests.prepared import refusal
 
@@ -259,3 +260,94 @@ def test_a_schedule_ends_with_the_training(node):
         assert problem.path == "schedule"
         assert "trainer.max_steps=" in problem.remedy
         optimizers.build_schedule(build(), {"_target_": "distdl.optim.constant"}, **unknown)
+
+
+MUON = {
+    "_target_": "timm.optim.Muon",
+    "lr": 0.02,
+    "nesterov": True,
+    "decay_norm_and_bias": False,
+    "weight_decay": 0.1,
+}
+
+
+class Reader(nn.Module):
+    """Layers of each kind; the head is last."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(16, 64)
+        self.conv = nn.Conv2d(4, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.position = nn.Parameter(torch.zeros(16, 8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, tokens):
+        images = self.norm(self.conv(self.words(tokens).unflatten(-1, (4, 4, 4)).mean(1)))
+        rows = images.flatten(2).mT + self.position
+        return self.head(self.attention(rows, rows, rows)[0].mean(1))
+
+
+def steps(module, optimizer):
+    losses = []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        tokens = torch.randint(0, 16, (6, 3), generator=generator)
+        loss = nn.functional.cross_entropy(module(tokens), tokens[:, 0] % 5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_muon_gets_matrices_and_its_fallback_the_rest_as_in_a_bare_loop():
+    module = Reader()
+    heads = ["head.weight", "head.bias"]
+    built = optimizers.build_optimizer(module, MUON, global_batch=1, heads=heads)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = [
+        ([names[id(p)] for p in g["params"]], g["weight_decay"], g.get("use_fallback", False))
+        for g in built.param_groups
+    ]
+    matrices = ["conv.weight", "attention.in_proj_weight", "attention.out_proj.weight"]
+    biases = ["conv.bias", "norm.weight", "norm.bias", "attention.in_proj_bias"]
+    others = ["position", "words.weight", "head.weight"]
+    assert [(sorted(members), *rest) for members, *rest in groups] == [
+        (sorted(matrices), 0.1, False),
+        (sorted(others), 0.1, True),
+        (sorted([*biases, "attention.out_proj.bias", "head.bias"]), 0.0, True),
+    ]
+    losses = steps(module, built)
+    bare = Reader()
+    weights = dict(bare.named_parameters())
+    by_hand = [
+        {"params": [weights[name] for name in members], "weight_decay": decay}
+        | ({"use_fallback": True} if fallback else {})
+        for members, decay, fallback in groups
+    ]
+    assert losses == steps(bare, Muon(by_hand, lr=0.02, nesterov=True))
+    assert losses[-1] != losses[0]
+    moved = {names[id(p)]: built.state[p]["use_muon"] for p in built.state}
+    assert {name for name, by_muon in moved.items() if by_muon} == {*matrices}
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"conv_mode": "flat"}, "Invalid conv_mode: flat"),
+        ({"adjust_lr_fn": "adam"}, "Invalid scaling function"),
+        ({"momentum": 2.0}, "momentum"),
+        ({"_target_": "torch.optim.AdamW", "betas": [0.9, 2.0]}, "Invalid beta"),
+        ({"lr_scaling": "cubic"}, "no rule 'cubic'"),
+        ({"_target_": "torch.optim.LBFGS"}, ""),
+        ({}, ""),
+    ],
+    ids=str,
+)
+def test_a_value_that_an_optimizer_refuses_is_found_by_a_step(changed, text):
+    node = {"_target_": MUON["_target_"], "lr": 0.1, **changed}
+    assert text in " ".join(problem.what for problem in trial.Check.check(node))
+    assert bool([*trial.Check.check(node)]) == bool(text)

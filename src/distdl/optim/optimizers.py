@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from distdl.optim.schedules import constant
@@ -31,6 +32,9 @@ OUR_OPTIMIZER_KEYS = (
 )
 # What activation checkpointing and torch.compile add to the names of modules.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+# Optimizers for matrices, with another one for all else, which a group chooses by this key.
+WITH_FALLBACK = ("timm.optim.Muon", "timm.optim.muon.Muon")
+FALLBACK = "use_fallback"
 LAYER = "layer"  # of a parameter group: the layer whose rate it has
 FACTOR = "lr_factor"  # of a parameter group: that rate, as a factor of the optimizer's
 # Keys of a schedule node that tell Lightning when to step it; all others are arguments.
@@ -183,9 +187,10 @@ def parameter_groups(
     decay_norm_and_bias: bool = False,
     rates: Sequence[LayerRate] = (),
     later: Collection[str] = (),
+    heads: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
     """The parameters that are trained, each once: at most two groups for an optimizer, or for each
-    of `rates`; decayed ones first.
+    of `rates`; decayed ones first. With `heads`, the decayed ones are two groups.
 
     Parameters of normalisation layers and biases are not decayed (Goyal et al. 2017, section 5.3;
     He et al. 2019, "Bag of Tricks"), unless `decay_norm_and_bias`. Normalisation layers are found
@@ -193,11 +198,13 @@ def parameter_groups(
 
     Args:
         later: Names of frozen parameters that will be trained.
+        heads: For an optimizer of matrices (`WITH_FALLBACK`): the names of the head's parameters.
+            It gets the weights of all other linear layers and convolutions; the head, embeddings,
+            norms, biases and parameters of other layers get its fallback (Jordan et al. 2024).
     """
     rate_of_name = {name: rate for rate in rates for name in rate.parameters}
     full = LayerRate("others", 1.0, frozenset())
-    together: dict[LayerRate, tuple[list[nn.Parameter], list[nn.Parameter]]]
-    together = {rate: ([], []) for rate in (*rates, full)}
+    together: dict[LayerRate, Members] = {rate: Members() for rate in (*rates, full)}
     seen: set[int] = set()
     for path, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -206,15 +213,31 @@ def parameter_groups(
                 continue
             seen.add(id(parameter))
             spare = is_norm(owner) or _is_bias(owner, name)
-            decayed, spared = together[rate_of_name.get(whole, full)]
-            (spared if spare and not decay_norm_and_bias else decayed).append(parameter)
+            members = together[rate_of_name.get(whole, full)]
+            if spare and not decay_norm_and_bias:
+                members.spared.append(parameter)
+            elif heads is None or (_is_matrix(owner, name) and whole not in heads):
+                members.decayed.append(parameter)
+            else:
+                members.others.append(parameter)
     first = {} if weight_decay is None else {"weight_decay": weight_decay}
     groups: list[dict[str, Any]] = []
-    for rate, (decayed, spared) in together.items():
+    fallback = {} if heads is None else {FALLBACK: True}
+    for rate, members in together.items():
         layer = {LAYER: rate.name, FACTOR: rate.factor} if rates else {}
-        groups.append({"params": decayed, **first, **layer})
-        groups.append({"params": spared, "weight_decay": 0.0, **layer})
+        groups.append({"params": members.decayed, **first, **layer})
+        groups.append({"params": members.others, **first, **layer, **fallback})
+        groups.append({"params": members.spared, "weight_decay": 0.0, **layer, **fallback})
     return [group for group in groups if group["params"]]
+
+
+@dataclass(frozen=True)
+class Members:
+    """Parameters of one rate: decayed ones, decayed ones of the fallback, and spared ones."""
+
+    decayed: list[nn.Parameter] = field(default_factory=list)
+    others: list[nn.Parameter] = field(default_factory=list)
+    spared: list[nn.Parameter] = field(default_factory=list)
 
 
 def plain_name(name: str) -> str:
@@ -238,6 +261,14 @@ def _is_bias(owner: nn.Module, name: str) -> bool:
     return name == "bias" or (several and "bias" in name)
 
 
+def _is_matrix(owner: nn.Module, name: str) -> bool:
+    """Whether a parameter is multiplied with features: the weight of a linear layer or of a
+    convolution, or those of torch's attention."""
+    if isinstance(owner, nn.MultiheadAttention):
+        return name.endswith("_proj_weight")
+    return name == "weight" and isinstance(owner, nn.Linear | _ConvNd)
+
+
 def build_optimizer(
     module: nn.Module,
     config: Mapping[str, Any],
@@ -246,6 +277,7 @@ def build_optimizer(
     fuse: bool = True,
     rates: Sequence[LayerRate] = (),
     later: Collection[str] = (),
+    heads: Collection[str] = (),
 ) -> Optimizer:
     """Builds an optimizer over `module`'s trainable parameters from an optimizer node.
 
@@ -257,6 +289,7 @@ def build_optimizer(
         global_batch: Images per optimizer step, over all ranks and accumulated batches.
         rates: Of layers with a rate of their own.
         later: Names of frozen parameters that will be trained.
+        heads: Names of the head's parameters, for an optimizer with a fallback.
         fuse: If `fused` is null or absent in the node: True sets it where `can_fuse` allows; False
             leaves the choice to torch.
 
@@ -273,6 +306,7 @@ def build_optimizer(
         bool(config.get("decay_norm_and_bias", False)),
         rates,
         later,
+        heads if config["_target_"] in WITH_FALLBACK else None,
     )
     if not groups:
         raise UserError.at(

@@ -42,7 +42,10 @@ _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 OURS = ("distdl/validation/child.py", "distdl/util/imports.py")
 HOOK = "check"  # the method by which a target checks its own node
 # Classes with such a method for a node whatever its target is, in packages above this one.
-OF_NODES = {("model",): "distdl.models.recompute.Check"}
+OF_NODES = {
+    ("model",): "distdl.models.recompute.Check",
+    ("optimizer",): "distdl.optim.trial.Check",
+}
 UNKNOWN = "takes no argument"
 # Functions that pass **kwargs to a model: only building the model shows which are valid.
 _BUILT_ON_META = (

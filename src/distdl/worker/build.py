@@ -213,6 +213,10 @@ def attach_optimizer(
     if not optimizer_node:
         return
     rates: list[optimizers.LayerRate] = []
+    heads: list[str] = []
+    if optimizer_node.get("_target_") in optimizers.WITH_FALLBACK:
+        layers, last = layers_in(module)
+        heads = [name for layer in last for name in layers[layer]]
     if any(optimizer_node.get(key) is not None for key in optimizers.OF_LAYERS):
         rates = optimizers.layer_rates(*layers_in(module), optimizer_node)
 
@@ -227,6 +231,7 @@ def attach_optimizer(
             fuse=may_fuse(config),
             rates=rates,
             later=self.trained_later if isinstance(self, Evaluated) else (),
+            heads=heads,
         )
         if not schedule_node:
             return optimizer

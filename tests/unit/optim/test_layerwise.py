@@ -25,6 +25,7 @@ def problems(strategy, **optimizer):
         ({"_target_": "timm.optim.Lamb"}, ("zero", "pipeline")),
         ({"_target_": "timm.optim.Lamb", "max_grad_norm": None}, ("zero",)),
         ({"_target_": "torch.optim.Muon"}, ("zero",)),
+        ({"_target_": "timm.optim.Muon"}, ("zero",)),
         ({"_target_": "torch.optim.LBFGS"}, ("zero", "pipeline")),
     ],
     ids=str,

@@ -1,0 +1,43 @@
+"""Whether an optimizer takes its arguments, found by one step of it before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from distdl.optim.optimizers import build_optimizer
+from distdl.util.errors import Problem, UserError
+
+SIZE = 8  # of the matrix that is stepped; Muon leaves smaller ones than 4 to its fallback
+
+
+class Check:
+    """What the validation asks of the optimizer, whatever its class is."""
+
+    @staticmethod
+    def check(node: Mapping[str, Any]) -> Iterator[Problem]:
+        """Steps the optimizer for a small layer, since some arguments are read only there.
+
+        Yields:
+            A problem, if the class refuses the value of an argument.
+        """
+        name = str(node.get("_target_")).rpartition(".")[2]
+        # Without a bias: some optimizers take matrices alone, or one group, as a model may have.
+        layer = nn.Linear(SIZE, SIZE, bias=False)
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        try:
+            optimizer = build_optimizer(layer, node, global_batch=1, fuse=False)
+            optimizer.step(lambda: torch.zeros(()))
+        except (ValueError, AssertionError, KeyError) as error:
+            what = f"{name} refuses a value: {str(error) or type(error).__name__}"
+            remedy = f"a value that the documentation of {name} allows"
+            yield Problem("", what, remedy, code="wrong-choice")
+        except UserError as error:
+            yield from (replace(p, path=p.path.removeprefix("optimizer.")) for p in error.problems)
+        except Exception:  # it needs more than a layer: a process group, a device
+            return
