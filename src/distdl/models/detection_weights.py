@@ -16,9 +16,9 @@ from torch import nn
 
 from distdl.checkpoint import formats
 from distdl.checkpoint.convert import plain_weights
-from distdl.config import published
 from distdl.domains.detection.categories import Categories
 from distdl.models.detection_network import body_of
+from distdl.models.weights import located
 from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -50,17 +50,15 @@ def load_detector_weights(
     """Loads a file into a detector, in place.
 
     Args:
-        file: `.pth`, `.safetensors`, or any checkpoint of distdl or Lightning, of a classifier or
-            of a detector.
+        file: `.pth`, `.safetensors`, any checkpoint of distdl or Lightning, or a run, of a
+            classifier or of a detector.
         categories: Of the detector's labels.
         new_head: Whether the layers that tell classes apart keep their initial values.
 
     Raises:
         UserError: There is no such file, or its weights belong to another network.
     """
-    if not file.exists():
-        remedy = published.instead_of(file)
-        raise UserError.at("model.weights", f"no such file: {file}", remedy, code="not-found")
+    file = located(file)
     weights = plain_weights(formats.read(file)["state_dict"])
     weights = {name: value for name, value in weights.items() if not name.endswith(COUNTED)}
     if fitting := _of_backbone(network, weights):

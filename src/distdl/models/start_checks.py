@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from torch import nn
 
-from distdl.config import published
 from distdl.models import freezing
 from distdl.models.parts import heads_of
-from distdl.models.weights import NEW, fit_to, read_weights
+from distdl.models.weights import NEW, fit_to, located, read_weights
 from distdl.util.errors import Problem, UserError
 from distdl.validation.meta import on_meta
 
@@ -42,9 +40,11 @@ def problems(
     reads = bool(file) and context is not None and bool(context["local"] or context.get("fetched"))
     if not classifies:  # of a run that exists, the checkpoint has all weights
         reads = reads and bool((context or {}).get("new", True))
-    if reads and not Path(str(file)).exists():
-        remedy = published.instead_of(file)
-        yield Problem("weights", f"no such file: {file}", remedy, code="not-found")
+    try:
+        if reads:
+            located(str(file))
+    except UserError as error:
+        yield from _within_model(error)
         return
     if context is None or not classifies or not (patterns or reads):
         return
@@ -59,8 +59,12 @@ def problems(
         if isinstance(patterns, list) and patterns:
             freezing.freeze(network, patterns, heads_of(network, classes))
     except UserError as error:
-        for problem in error.problems:
-            yield replace(problem, path=problem.path.removeprefix("model."))
+        yield from _within_model(error)
+
+
+def _within_model(error: UserError) -> Iterator[Problem]:
+    for problem in error.problems:
+        yield replace(problem, path=problem.path.removeprefix("model."))
 
 
 def network_of(

@@ -16,6 +16,8 @@ from distdl.checkpoint import formats
 from distdl.checkpoint.convert import plain_weights
 from distdl.config import published
 from distdl.models.parts import heads_of, inside
+from distdl.runs import checkpoints
+from distdl.runs.project import is_run
 from distdl.util.errors import UserError
 from distdl.util.wording import first_few
 
@@ -85,16 +87,27 @@ def _sized(name: str, value: torch.Tensor) -> str:
     return f"{name} {[*value.shape]}"
 
 
+def located(named: str | Path) -> Path:
+    """The file that `model.weights` names: of a run's directory best.ckpt, or else last.ckpt.
+
+    Raises:
+        UserError: There is none.
+    """
+    path = Path(named)
+    file = checkpoints.best_or_last(path / "checkpoints") if is_run(path) else path
+    if not file.exists():
+        what = f"no such file: {named}" if file == path else f"{named} has no checkpoint"
+        raise UserError.at(published.KEY, what, published.instead_of(named), code="not-found")
+    return file
+
+
 def read_weights(file: str | Path) -> dict[str, torch.Tensor]:
-    """The weights of a file by their names in a network. They are mapped, not read.
+    """The weights of a file or run by their names in a network. They are mapped, not read.
 
     Raises:
         UserError: There is no such file, or it cannot be read.
     """
-    if not Path(file).exists():
-        remedy = published.instead_of(file)
-        raise UserError.at("model.weights", f"no such file: {file}", remedy, code="not-found")
-    return plain_weights(formats.read(Path(file), mmap=True)["state_dict"])
+    return plain_weights(formats.read(located(file), mmap=True)["state_dict"])
 
 
 def fit_to(
@@ -132,7 +145,7 @@ def load_weights(
     A layer for another number of classes keeps its initial values, with a warning.
 
     Args:
-        file: `.pth`, `.safetensors`, or any checkpoint of distdl or Lightning.
+        file: `.pth`, `.safetensors`, any checkpoint of distdl or Lightning, or a run (`located`).
         head: "new": the head keeps its initial values, whatever the file has; how many weights were
             taken is logged.
         classes: The number of outputs by which the head is known (`parts.heads_of`).
@@ -140,6 +153,7 @@ def load_weights(
     Raises:
         UserError: There is no such file, or its weights belong to another network.
     """
+    file = located(file)
     weights = read_weights(file)
     fit = fit_to(network, file, weights, head, classes)
     if head == NEW:

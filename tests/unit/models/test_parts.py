@@ -69,6 +69,21 @@ def test_a_new_head_and_all_else_from_the_file(kind, tmp_path, caplog):
         assert f"left in the file: {head}.weight [10, " in caplog.text
 
 
+def test_a_run_stands_for_its_best_checkpoint(tmp_path):
+    (tmp_path / "attempts").mkdir()
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    network = resnet18(num_classes=3)
+    problem = refusal(load_weights, network, tmp_path)
+    assert problem.what == f"{tmp_path} has no checkpoint"
+    (tmp_path / "checkpoints").mkdir()
+    for number, name in enumerate(("last", "best")):
+        saved = resnet18(num_classes=3).state_dict()
+        saved["fc.bias"] = torch.full((3,), float(number))
+        torch.save(saved, tmp_path / f"checkpoints/{name}.ckpt")
+        load_weights(network, tmp_path)
+        assert network.fc.bias.tolist() == [number] * 3
+
+
 def test_a_file_that_lacks_the_head_and_old_counters(tmp_path):
     whole = resnet18().state_dict()
     saved = {k: v for k, v in whole.items() if k[:3] != "fc." and "num_batches" not in k}
