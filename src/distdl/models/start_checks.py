@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from distdl.config import published
 from distdl.models import freezing
 from distdl.models.parts import heads_of
 from distdl.models.weights import NEW, fit_to, located, read_weights
@@ -37,7 +38,10 @@ def problems(
         yield Problem("head", what, remedy, code="conflict")
     if config.get("unfreeze_at") is not None:
         yield from _unfreezing(patterns, context)
-    reads = bool(file) and context is not None and bool(context["local"] or context.get("fetched"))
+    # A name that nobody has fetched: nothing is about to start (`distdl plan`).
+    named = not file or published.is_name(file)
+    here = context is not None and bool(context["local"] or context.get("fetched"))
+    reads = here and not named
     if not classifies:  # of a run that exists, the checkpoint has all weights
         reads = reads and bool((context or {}).get("new", True))
     try:

@@ -32,7 +32,7 @@ class Check:
             parameter.grad = torch.ones_like(parameter)
         try:
             optimizer = build_optimizer(layer, node, global_batch=1, fuse=False)
-            optimizer.step(lambda: torch.zeros(()))
+            optimizer.step(lambda: 0.0)
         except (ValueError, AssertionError, KeyError) as error:
             what = f"{name} refuses a value: {str(error) or type(error).__name__}"
             remedy = f"a value that the documentation of {name} allows"

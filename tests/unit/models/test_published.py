@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import pickle
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,8 +144,7 @@ def test_a_pickle_is_read_without_running_its_code(hub, tmp_path):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     for path in [*hub.files]:
-        data = pickle.dumps({"fc.weight": Bomb()})
-        hub.files[path.replace(*published.FILES)] = data + bytes(500)
+        hub.files[path.replace(*published.FILES)] = pickled({"fc.weight": Bomb()})
         del hub.files[path]
     path = published.fetched(TIMMS)["path"]
     with pytest.raises(UserError):

@@ -8,7 +8,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import batches, compose, consent, grammar, own_code, programs, resources
+from distdl.config import (
+    batches,
+    compose,
+    consent,
+    grammar,
+    own_code,
+    programs,
+    published,
+    resources,
+)
 from distdl.job import Resources
 from distdl.launch.launch import root_of
 from distdl.tools.measure.estimate import Estimate, Machine, by_strategy, estimates
@@ -76,6 +85,8 @@ def plan_strategy(
             "optimizer", "the run has none", "choose one, e.g. optimizer=sgd", code="incomplete"
         )
     config.pop("hydra", None)
+    if published.name_in(config):  # a step takes as long from random weights
+        OmegaConf.update(config, published.KEY, None)
     own_code.make_importable(folders)
     global_batch = batches.global_batch_size(config, size) or devices
     measured = measure(config, global_batch)
