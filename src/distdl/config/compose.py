@@ -69,7 +69,7 @@ def composed(overrides: Sequence[Override], config_dirs: Sequence[str] = ()) -> 
             typed = prepare_overrides(overrides)
             prepared = grammar.texts_of(typed)
             config = hydra_compose(groups.PRIMARY, overrides=prepared, return_hydra_config=True)
-            _mark_missing(config, prepared, [each.key_or_group for each in overrides])
+            _mark_missing(config, prepared, overrides)
             flat = groups.group_options("experiment")
             if config.hydra.runtime.choices.get("debug"):
                 _remove_debug_keys(config, prepared)
@@ -129,7 +129,9 @@ def _chosen(prepared: Sequence[str], group: str) -> list[str]:
     return []
 
 
-def _mark_missing(config: DictConfig, prepared: Sequence[str], given: Sequence[str]) -> None:
+def _mark_missing(
+    config: DictConfig, prepared: Sequence[str], overrides: Sequence[Override]
+) -> None:
     """Marks as missing what an experiment leaves to the user (`weights: ???`). Hydra keeps a value
     of the files below, and their null would then do without being asked for."""
     from hydra.core.global_hydra import GlobalHydra
@@ -144,9 +146,16 @@ def _mark_missing(config: DictConfig, prepared: Sequence[str], given: Sequence[s
             content = OmegaConf.to_container(loaded.config, resolve=False)
             for path in flat_paths(loaded.config):
                 (needed.add if MISSING in values_at(content, path) else needed.discard)(path)
+    # An option of a group (model=resnet34) is no value for a key in it.
+    values = (o for o in overrides if not groups.is_group(o.key_or_group) or _is_mapping(o))
+    given = [each.key_or_group for each in values]
     for path in needed:
         if not any(path == key or path.startswith(f"{key}.") for key in given):
             OmegaConf.update(config, path, MISSING)
+
+
+def _is_mapping(override: Override) -> bool:
+    return isinstance(override.value(), dict)
 
 
 def _remove_debug_keys(config: DictConfig, overrides: Sequence[str]) -> None:
@@ -230,7 +239,7 @@ def prepare_overrides(overrides: Sequence[Override]) -> list[Override]:
             problems.append(Problem(key, what, words.for_key(key), code="reserved"))
         elif override.is_delete() or key.startswith("hydra"):
             options.append(override)
-        elif not groups.is_group(key) or isinstance(override.value(), dict):
+        elif not groups.is_group(key) or _is_mapping(override):
             values.append(replace(override, input_line=f"++{body}"))
         else:
             problems += groups.unknown_options(override)

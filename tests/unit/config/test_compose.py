@@ -131,7 +131,7 @@ def test_an_experiment_may_be_called_as_a_number(tmp_path, monkeypatch):
 
 def test_what_an_experiment_leaves_to_the_user_is_missing_whatever_a_preset_has(conf, tmp_path):
     (conf / "experiment").mkdir(parents=True, exist_ok=True)
-    needs = "# @package _global_\nmodel: {weights: ???}\nseed: ???\n"
+    needs = "# @package _global_\nmodel:\n  weights: ???\nseed: ???\n"
     (conf / "experiment/needs.yaml").write_text(needs)
     (conf / "experiment/gives.yaml").write_text("# @package _global_\nseed: 3\n")
 
