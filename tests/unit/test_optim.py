@@ -349,5 +349,5 @@ def test_muon_gets_matrices_and_its_fallback_the_rest_as_in_a_bare_loop():
 )
 def test_a_value_that_an_optimizer_refuses_is_found_by_a_step(changed, text):
     node = {"_target_": MUON["_target_"], "lr": 0.1, **changed}
-    assert text in " ".join(problem.what for problem in trial.Check.check(node))
-    assert bool([*trial.Check.check(node)]) == bool(text)
+    assert text in " ".join(problem.what for problem in trial.OneStep.check(node))
+    assert bool([*trial.OneStep.check(node)]) == bool(text)

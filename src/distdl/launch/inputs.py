@@ -12,12 +12,12 @@ from omegaconf import DictConfig
 
 from distdl.config import published
 from distdl.runs.directory import RunDirectory
-from distdl.runs.inputs import FOLDER, Input, sha256_in, stored
+from distdl.runs.inputs import FOLDER, StoredInput, sha256_in, stored
 from distdl.util.errors import Problem, UserError
 from distdl.util.redact import redact
 
 
-def provide(config: DictConfig, run: RunDirectory | None) -> list[Input]:
+def provide(config: DictConfig, run: RunDirectory | None) -> list[StoredInput]:
     """The files that a config names: those of the run if it has them, else fetched.
 
     Args:
@@ -44,7 +44,7 @@ def provide(config: DictConfig, run: RunDirectory | None) -> list[Input]:
 
 
 @functools.cache
-def fetch(name: str) -> Input:
+def fetch(name: str) -> StoredInput:
     """The file of a name, from the cache of its publisher's client or from the network, by
     `distdl.models.published` in a process of its own, whose progress bar goes to stderr.
 
@@ -62,4 +62,6 @@ def fetch(name: str) -> Input:
     if refused := answer.get("problem"):
         raise UserError(Problem(*map(redact, refused)))
     path = Path(answer["path"])
-    return Input(published.KEY, name, path, answer["file"], answer["sha256"], answer["source"])
+    return StoredInput(
+        published.KEY, name, path, answer["file"], answer["sha256"], answer["source"]
+    )

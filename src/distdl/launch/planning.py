@@ -26,7 +26,7 @@ from distdl.launch import launch as launches
 from distdl.launch.launch import Launch
 from distdl.runs import checkpoints
 from distdl.runs.directory import PREDICTING, Attempt, RunDirectory, shown
-from distdl.runs.inputs import Input
+from distdl.runs.inputs import StoredInput
 from distdl.util.answering import refuse_silent
 from distdl.util.errors import UserError
 from distdl.util.imports import uncollected
@@ -69,7 +69,7 @@ class Plan:
     swept: Sequence[str] = ()
     imported: Sequence[str] = ()
     started: Sequence[str] = ()
-    inputs: Sequence[Input] = ()
+    inputs: Sequence[StoredInput] = ()
     left_out: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -15,7 +15,7 @@ from distdl.util.errors import Problem, UserError
 SIZE = 8  # of the matrix that is stepped; Muon leaves smaller ones than 4 to its fallback
 
 
-class Check:
+class OneStep:
     """What the validation asks of the optimizer, whatever its class is."""
 
     @staticmethod

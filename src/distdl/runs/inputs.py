@@ -3,8 +3,8 @@
     outputs/<experiment>/<name>/inputs/
         resnet50-11ad3fa6.pth
 
-provenance.json says, for each key of the config, what its file is (`Input.record`). A bundle has
-the files too, so that no node downloads anything.
+provenance.json says, for each key of the config, what its file is (`StoredInput.record`). A bundle
+has the files too, so that no node downloads anything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECORD = "inputs"  # of provenance.json
 
 
 @dataclass(frozen=True)
-class Input:
+class StoredInput:
     """A file for a key of the config.
 
     Args:
@@ -64,7 +64,7 @@ def sha256_in(provenance: Mapping[str, Any], key: str) -> str:
     return str(entry.get("sha256") or "") if isinstance(entry, Mapping) else ""
 
 
-def stored(provenance: Mapping[str, Any], folder: Path, key: str, name: str) -> Input | None:
+def stored(provenance: Mapping[str, Any], folder: Path, key: str, name: str) -> StoredInput | None:
     """The file of a key in a run or a bundle; None: its record, or the file itself, is missing.
 
     Args:
@@ -80,14 +80,14 @@ def stored(provenance: Mapping[str, Any], folder: Path, key: str, name: str) -> 
     path = folder / FOLDER / file
     if not path.is_file():
         return None
-    found = Input(key, name, path, file, str(entry.get("sha256")), str(entry.get("source")))
+    found = StoredInput(key, name, path, file, str(entry.get("sha256")), str(entry.get("source")))
     if path.is_symlink() or sha256_of(path) != found.sha256:
         what = f"it is not the file of {name} that was stored with the run"
         raise Damaged(path, what, f"remove it, and resume the run: {name} is fetched again")
     return found
 
 
-def store(inputs: Sequence[Input], folder: Path) -> None:
+def store(inputs: Sequence[StoredInput], folder: Path) -> None:
     """Puts files into the folder of a run or a bundle, as links where the disk allows it."""
     for each in inputs:
         target = folder / FOLDER / each.file

@@ -44,7 +44,7 @@ HOOK = "check"  # the method by which a target checks its own node
 # Classes with such a method for a node whatever its target is, in packages above this one.
 OF_NODES = {
     ("model",): "distdl.models.recompute.Check",
-    ("optimizer",): "distdl.optim.trial.Check",
+    ("optimizer",): "distdl.optim.trial.OneStep",
 }
 UNKNOWN = "takes no argument"
 # Functions that pass **kwargs to a model: only building the model shows which are valid.
