@@ -34,6 +34,7 @@ pytestmark = [
 ]
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 96, 8, 3
+MORE = 32  # of another set
 STEPS = SAMPLES // GLOBAL_BATCH
 MODEL = """
 defaults:
@@ -77,6 +78,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "conf/model").mkdir(parents=True)
     (folder / "conf/model/ours.yaml").write_text(MODEL)
     prepare(folder / "photographs", train=SAMPLES, val=21)
+    prepare(folder / "more", train=MORE, val=8)
     for split in ("train", "val"):
         for number, data in enumerate(FILES * 3):
             of_class = folder / "odd" / split / f"class{number % 2}"
@@ -112,9 +114,9 @@ def workers(path: Path, rank: int) -> list[tuple[int, list[int], list[int]]]:
     return [tuple(map(json.loads, line.split(";"))) for line in lines]  # type: ignore[misc]
 
 
-def assert_equal(one: Path, other: Path) -> None:
+def assert_equal(one: Path, other: Path, steps: int = STEPS) -> None:
     first, second = ({k: last_checkpoint(each)[k] for k in EQUAL} for each in (one, other))
-    assert first["global_step"] == EPOCHS * STEPS
+    assert first["global_step"] == EPOCHS * steps
     assert differing(first, second) == []
     assert surviving(one) == surviving(other)
 
@@ -205,6 +207,26 @@ def test_a_run_that_ends_early_is_resumed_exactly(
     assert not alive, [each.cmdline() for each in alive]
     run(project, "resume", str(path))
     assert_equal(path, whole)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("word", "samples"),
+    [("data.mix=[{root: more, weight: 0.4}]", SAMPLES + MORE), ("data.order=auto", SAMPLES)],
+)
+def test_a_mixture_and_a_measured_order_are_resumed_exactly(
+    word, samples, ranks, project, background
+):
+    steps = samples // GLOBAL_BATCH
+    path = project / f"outputs/e/{word[5:8]}{ranks}"
+    whole = path.with_name(f"{path.name}whole")
+    run(project, *COMMON, *RANKS[ranks], word, f"name={whole.name}")
+    words = (word, f"name={path.name}", "callbacks.record_samples.step_seconds=0.05")
+    job = background(*COMMON, *RANKS[ranks], *words, cwd=project, module=UNCHECKED)
+    job.until(lambda: last_step(path) >= steps + 5)
+    kill_everything(job, path, ranks)
+    run(project, "resume", str(path))
+    assert_equal(path, whole, steps)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from distdl.cli.arguments import Parser
 from distdl.datasets.image_headers import MOST_PIXELS
@@ -61,8 +62,20 @@ def main(argv: Sequence[str]) -> Answer:
         for name in counts
         if (value := getattr(options, name)) is not None and value < 1
     ]
+    problems += picture_problems(options.profile)
     if problems:
         raise UserError(*problems)
     from distdl.tools.data_check import check
 
     return check.check(options)
+
+
+def picture_problems(name: str | None) -> Iterator[Problem]:
+    """Why no picture can be written to a file of this name; "" and None: none is wanted."""
+    path = Path(name or "bars.svg")
+    if path.suffix != ".svg" or path.is_dir():
+        what = f"{name} is not the name of an SVG file"
+        yield Problem("--profile", what, "--profile bars.svg", code="wrong-kind")
+    elif not path.parent.is_dir():
+        what = f"no such folder: {path.parent}"
+        yield Problem("--profile", what, "create it, or name another one", code="not-found")

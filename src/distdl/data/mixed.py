@@ -122,6 +122,9 @@ def problems(node: Mapping[str, Any]) -> Iterable[Problem]:
         if not isinstance(entry, Mapping) or entry.keys() != {"root", "weight"}:
             what = "is not a mapping with root and weight alone"
             yield Problem(path, what, usual, code="wrong-type")
+        elif not isinstance(entry["root"], str):
+            what = f"is {entry['root']!r}, not a folder or an address"
+            yield Problem(f"{path}.root", what, usual, code="wrong-type")
         elif type(entry["weight"]) not in (int, float) or not 0 < entry["weight"] < 1:
             what = f"is {entry['weight']!r}, not a share of the epoch above 0 and below 1"
             yield Problem(f"{path}.weight", what, usual, code="out-of-range")

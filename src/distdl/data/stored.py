@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,14 +14,15 @@ from distdl.data.encoded import OnDamaged
 from distdl.data.folder import FolderImages, check_folder
 from distdl.data.images import WorkerKind
 from distdl.data.listed import ListedImages
-from distdl.data.stored_data import Order, StoredData, expanded, is_prepared
+from distdl.data.stored_data import QUICK, Order, StoredData, expanded, is_prepared
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.datasets.left_out import LeftOut
 from distdl.datasets.reading import DataSet, open_data_set
 from distdl.domains.classification.domain import Classification
 from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from distdl.images.views import EvalView
-from distdl.stores.walking import ClassFolders
+from distdl.stores.walking import ClassFolders, class_names
+from distdl.util.cache_folder import default_root
 from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import AboveZero, Positive
 from distdl.util.wording import first_few, plural
@@ -157,7 +159,11 @@ class StoredImages(StoredData):
                 if isinstance(found, str):
                     wrong.append(found)
                 elif found.path in ("root", "num_classes"):
-                    wrong.append(replace(found, path=f"mix[{number}].root"))
+                    remedy = found.remedy.replace("data.root=", "root: ")
+                    wrong.append(replace(found, path=f"mix[{number}].root", remedy=remedy))
+        problems = [found for found in wrong if isinstance(found, Problem)]
+        if not problems and (context is None or context["local"]):
+            wrong += _of_other_classes(config)
         yield from wrong
         refused = any(isinstance(found, Problem) for found in wrong)
         yield from super().check({**config, "mix": None} if refused else config, context)
@@ -184,12 +190,9 @@ class StoredImages(StoredData):
             other.mix = []
             other._order = None
             other.open(stage)
-            theirs, ours = [*(other.classes or ())], [*(self.classes or ())]
-            if theirs != ours:
-                differing = sorted({*theirs} ^ {*ours})
-                what = f"{other.root} has other classes than {self.root}: {first_few(differing)}"
-                remedy = "sets whose classes have the same names, in the same order"
-                raise UserError.at(f"data.mix[{number}].root", what, remedy, code="mismatch")
+            problem = _differing(number, self.root, self.classes, other.root, other.classes)
+            if problem is not None:
+                raise UserError(replace(problem, path=f"data.{problem.path}"))
             self._others.append(other)
         every = [self, *self._others]
         for each in every:
@@ -232,3 +235,35 @@ class StoredImages(StoredData):
     def classes(self) -> list[str] | None:
         """Their names, in the order of the labels; None if `root` does not say them."""
         return getattr(self.splits.get("train"), "classes", None)
+
+
+def _of_other_classes(config: Mapping[str, Any]) -> Iterable[Problem]:
+    """Sets of a mixture that have other classes than the first one. Some other check names a set
+    that cannot be opened."""
+    with suppress(UserError, OSError):
+        ours = _classes(config["root"], config)
+        for number, entry in enumerate(config.get("mix") or ()):
+            theirs = _classes(entry["root"], config)
+            problem = _differing(number, config["root"], ours, entry["root"], theirs)
+            if problem is not None:
+                yield problem
+
+
+def _classes(root: str, config: Mapping[str, Any]) -> Sequence[str]:
+    """The names of a set's classes, in the order of the labels."""
+    if not is_prepared(expanded(root)):
+        return class_names(Path(expanded(root), "train"))
+    folder = config.get("cache_dir")
+    cache_root = Path(folder).expanduser() if folder else default_root()
+    return open_data_set(expanded(root), patience=QUICK, cache_root=cache_root).manifest.classes
+
+
+def _differing(
+    number: int, root: str, ours: Sequence[str] | None, other: str, theirs: Sequence[str] | None
+) -> Problem | None:
+    if [*(ours or ())] == [*(theirs or ())]:
+        return None
+    differing = first_few(sorted({*(theirs or ())} ^ {*(ours or ())}))
+    what = f"{other} has other classes than {root}: {differing}"
+    remedy = "sets whose classes have the same names, in the same order"
+    return Problem(f"mix[{number}].root", what, remedy, code="mismatch")

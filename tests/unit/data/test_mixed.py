@@ -103,6 +103,7 @@ def test_a_mixture_is_resumed_exactly_with_any_workers_and_ranks(roots):
     [
         ("photographs", "mix", "not a list of sets"),
         ([{"root": "x"}], "mix[0]", "root and weight alone"),
+        ([{"root": None, "weight": 0.5}], "mix[0].root", "not a folder or an address"),
         ([{"root": "x", "weight": 1.0}], "mix[0].weight", "above 0 and below 1"),
         ([{"root": "x", "weight": True}], "mix[0].weight", "above 0 and below 1"),
         ([{"root": "x", "weight": 0.5}] * 2, "mix", "nothing is left of data.root"),
@@ -129,3 +130,5 @@ def test_what_does_not_go_with_a_mixture_is_refused(roots, tmp_path):
     problem = refusal(StoredImages(str(roots / "shards"), 4, 10, num_workers=0, mix=other).setup)
     assert problem.path == "data.mix[0].root"
     assert "class 0" in problem.what
+    (before,) = StoredImages.check({**node, "mix": other})  # and before anything starts
+    assert (before.path, before.what) == ("mix[0].root", problem.what)

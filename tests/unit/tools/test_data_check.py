@@ -288,6 +288,16 @@ def test_what_is_wrong_with_objects_is_named(check, coco):
     assert "instances_train2017.json: 1 ids are of more than one annotation: 10007" in result.err
 
 
+@pytest.mark.parametrize("name", ["bars.png", "bars", ".", "absent/bars.svg"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_check(
+    check, shards, tmp_path, name
+):
+    result = check(shards, "--profile", tmp_path / name)
+    assert result.code == 2
+    assert "1 problem, nothing was started\n  --profile: " in result.err
+    assert not result.out
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_a_profile_says_where_the_time_goes(check, shards, monkeypatch, tmp_path, native):
     """Each stage apart, in a table with bars and in a picture."""

@@ -305,6 +305,7 @@ def test_tars_as_a_folder(tars, out):
         ("folder --source . --to x --workers 0", "--workers", "less than 1"),
         ("folder --source . --to x --quality 101", "--quality", "1 to 100"),
         ("folder --source . --to x --subsampling 444", "--subsampling", "encoded again, and none"),
+        ("folder --source . --to x --shard-mb nan", "--shard-mb", "is not a size"),
         ("folder --source . --to x --raw-fraction 1.5", "--raw-fraction", "a share from 0 to 1"),
         ("folder --source '' --to x", "--source", "is empty"),
         ("folder --source . --to azure://a/b", "--to", "--upload azure://a/b"),

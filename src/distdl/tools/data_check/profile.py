@@ -104,6 +104,7 @@ def draw(profile: Profile, to: Path) -> None:
     figure, axes = plt.subplots(figsize=(6.4, 0.8 + 0.3 * len(names)), layout="constrained")
     bars = axes.barh(names, [profile.stages[name] for name in names])
     axes.bar_label(bars, fmt="%.3f", padding=3)
+    axes.margins(x=0.12)  # for the longest bar's number
     axes.set_xlabel("CPU milliseconds of one image")
     axes.set_title(f"From a file to a batch, by {profile.decoder}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)

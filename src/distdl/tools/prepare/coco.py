@@ -23,6 +23,7 @@ from distdl.datasets.coco import Annotations
 from distdl.datasets.coco_layout import Images, SplitFiles
 from distdl.datasets.format import SPLITS, WORK
 from distdl.datasets.left_out import LeftOut
+from distdl.datasets.reading import Shards, open_data_set
 from distdl.datasets.zips import ZipMember
 from distdl.domains.detection import record as records
 from distdl.domains.detection.categories import Categories
@@ -32,7 +33,7 @@ from distdl.tools.prepare.source import Files, Progress, Sample, no_folder, refu
 from distdl.util import unpacking
 from distdl.util.atomic_files import atomic_file
 from distdl.util.errors import Problem, Unfinished, UserError
-from distdl.util.wording import plural
+from distdl.util.wording import first_few, plural
 
 SHOWN = 5  # of what is wrong, in one message
 LAYOUT = "annotations/instances_train2017.json and train2017/, or the zips that hold them"
@@ -235,6 +236,21 @@ class Coco:
         self.notes += checked.notes(annotations)
         if not self.skip_damaged:
             checked.refuse(self.folder)
+
+    def refuse_known(self, out: Path) -> None:
+        """Refuses images with ids that images of a prepared set have: a metric tells images apart
+        by them."""
+        data = open_data_set(str(out))
+        for split in [name for name in self.checked if name in data.manifest.splits]:
+            shards = Shards(data, split)
+            records = map(self.record.decode, map(shards.record, range(len(shards))))
+            held = {record.image["id"] for record in records}
+            if both := sorted(held.intersection(self.checked[split].found.image_ids)):
+                noun = plural("image", len(both))
+                what = f"{len(both):,} {noun} of {split} have ids that are in {out} already: "
+                ids = first_few([str(identity) for identity in both])
+                remedy = "give each image an id of its own"
+                raise UserError.at("--source", what + ids, remedy, code="ambiguous")
 
     def read(self, sample: Sample) -> bytes:
         place, name, _, _, *inner = sample.where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import shutil
 from collections import Counter
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from distdl.datasets.format import SPLITS, Manifest
+from distdl.datasets.reading import open_data_set
 from distdl.stores.files import readable
 from distdl.tools.prepare import shard_plan as plans
 from distdl.tools.prepare.images import Treatment
@@ -65,9 +67,17 @@ def run(options: argparse.Namespace, module: ModuleType) -> None:
             with Bar("reading headers") as bar:
                 plan = plans.make(source, work.settings, bar)
             if options.append:
-                manifest = Manifest.from_json(work.manifest.read_bytes(), str(work.manifest))
-                plan = plans.continued(plan, manifest)
-                print(escaped(f"{options.to} has {appended_to(manifest)}; to these are added:"))
+                data = open_data_set(str(options.to))
+                try:
+                    plan = plans.continued(plan, data)
+                    if refuse_known := getattr(source, "refuse_known", None):
+                        refuse_known(options.to)
+                except UserError:
+                    work.tidy()  # what the scan has kept there
+                    raise
+                print(
+                    escaped(f"{options.to} has {appended_to(data.manifest)}; to these are added:")
+                )
             # A source of the user's may lack it.
             left_out, notes = getattr(source, "left_out", None), getattr(source, "notes", [])
             for line in [*(left_out.lines() if left_out else ()), *notes]:
@@ -105,6 +115,9 @@ def check(options: argparse.Namespace, treatment: Treatment) -> None:
         if getattr(options, name) < least:
             what = f"{getattr(options, name)} is less than {least}"
             raise UserError.at(f"--{name.replace('_', '-')}", what, code="out-of-range")
+    if not math.isfinite(options.shard_mb):
+        what = f"{options.shard_mb} is not a size"
+        raise UserError.at("--shard-mb", what, "--shard-mb 128", code="out-of-range")
     treatment.check()
     if options.append and options.format != "shards":
         what = "appends shards, and a folder of images needs none"

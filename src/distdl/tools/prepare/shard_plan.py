@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 
 from distdl.datasets.format import BLOCK, CLASSIFICATION, SPLITS, Manifest
 from distdl.datasets.image_files import EXTENSIONS
+from distdl.datasets.reading import DataSet, Shards
 from distdl.tools.prepare.source import Progress, Sample, Source, record_of
 from distdl.util.atomic_files import atomic_file
 from distdl.util.errors import UserError
@@ -97,13 +98,15 @@ def make(source: Source, settings: dict[str, Any], progress: Progress) -> ShardP
     return ShardPlan(settings, source.classes, parts, contents)
 
 
-def continued(plan: ShardPlan, manifest: Manifest) -> ShardPlan:
-    """A plan whose shards are numbered after those of a data set, and whose classes are the set's,
-    followed by new ones.
+def continued(plan: ShardPlan, data: DataSet) -> ShardPlan:
+    """A plan whose shards are numbered after those of a data set in a folder, whose keys are not
+    in it, and whose classes are the set's, followed by new ones.
 
     Raises:
-        UserError: The plan is of another domain, or of other categories.
+        UserError: The plan is of another domain or of other categories, or its images have
+            annotations of other kinds than those of the same split.
     """
+    manifest = data.manifest
     now: dict[str, object] = {"domain": manifest.domain}
     if manifest.version != 1:
         now |= {"categories": [*manifest.categories], "federated": manifest.federated}
@@ -112,19 +115,52 @@ def continued(plan: ShardPlan, manifest: Manifest) -> ShardPlan:
     if different:
         what = f"is of other {' and '.join(different)} than the data set"
         raise UserError.at("--source", what, "prepare it into a folder of its own", code="mismatch")
-    holds = sorted({*planned.get("holds", ()), *manifest.holds})
-    contents = {**plan.contents, "holds": holds} if plan.contents else {}
+    contents = {**plan.contents, "holds": _held(plan, manifest)} if plan.contents else {}
     classes = [*dict.fromkeys((*manifest.classes, *plan.classes))]
     label_of = [classes.index(name) for name in plan.classes]
+    keys = {name: Keys(_keys(data, name)) for name in manifest.splits}
     parts = []
     for part in plan.parts:
         split = manifest.splits.get(part.split)
         number = part.number + (len(split.shards) if split else 0)
         samples = part.samples
+        if part.split in keys:
+            samples = tuple((keys[part.split].make(k), s) for k, s in samples)
         if manifest.domain == CLASSIFICATION:
-            samples = tuple((k, replace(s, label=label_of[s.label])) for k, s in part.samples)
+            samples = tuple((k, replace(s, label=label_of[s.label])) for k, s in samples)
         parts.append(Part(part.split, number, samples))
     return ShardPlan(plan.settings, classes, parts, contents)
+
+
+def _keys(data: DataSet, split: str) -> Iterator[str]:
+    """Those of the samples of a split. `Shards.member` says "shard:key.ending"."""
+    shards = Shards(data, split)
+    for index in range(len(shards)):
+        yield shards.member(index).rpartition(":")[2].partition(".")[0]
+
+
+def _held(plan: ShardPlan, manifest: Manifest) -> list[str]:
+    """What the objects of training have besides boxes, in the whole set.
+
+    Raises:
+        UserError: Those that are added have more or less of it, or a split would have images with
+            annotations and images without.
+    """
+    splits = {part.split for part in plan.parts}
+    before = {name: split for name, split in manifest.splits.items() if split.samples}
+    remedy = "annotate both alike, or prepare it into a folder of its own"
+    for name in [each for each in SPLITS if each in splits and each in before]:
+        labelled = name not in plan.contents.get("unlabelled", ())
+        if labelled != before[name].labelled:
+            ours, theirs = ("have", "have none") if labelled else ("lack", "have them")
+            what = f"its images of {name} {ours} annotations, and those of the data set {theirs}"
+            raise UserError.at("--source", what, remedy, code="mismatch")
+    holds = sorted(plan.contents.get("holds", ())) if "train" in splits else [*manifest.holds]
+    if "train" in before and holds != sorted(manifest.holds):
+        ours, theirs = (", ".join(each) or "boxes alone" for each in (holds, manifest.holds))
+        what = f"its objects have {ours}, and those of the data set {theirs}"
+        raise UserError.at("--source", what, remedy, code="mismatch")
+    return holds
 
 
 def shuffled(
@@ -160,8 +196,8 @@ def in_tar(length: int) -> int:
 class Keys:
     """Makes member names: unique, and without dots, since webdataset ends a key at the first."""
 
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
         self._times: Counter[str] = Counter()
 
     def make(self, name: str) -> str:

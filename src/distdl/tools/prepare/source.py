@@ -105,6 +105,15 @@ class Annotated(Source, Protocol):
         and the splits that are "unlabelled". Complete at the end of `scan`."""
         ...
 
+    def refuse_known(self, out: Path) -> None:
+        """Called after `scan`, if the samples are to be added to the data set in a folder. A source
+        may lack it.
+
+        Raises:
+            UserError: Some of them cannot be told from those that are there.
+        """
+        ...
+
     def annotation(self, sample: Sample) -> Annotation:
         """What is known of an image, for `SampleRecord.encode`. Called as `read` is, and raises the
         same."""

@@ -290,8 +290,11 @@ class Preparation:
 
     def damaged(self, split: str) -> int:
         """How many damaged images were left out of a split of a complete data set."""
-        left_out = self._contents()["made"]["damaged"]
-        return sum(name.startswith(f"{split}: ") for name, _ in left_out)
+        made = self._contents()["made"]
+        left_out = [
+            name for each in (made, *made.get("appended", ())) for name, _ in each["damaged"]
+        ]
+        return sum(name.startswith(f"{split}: ") for name in left_out)
 
     def _contents(self) -> dict[str, Any]:
         contents: dict[str, Any] = json.loads(self.manifest.read_bytes())

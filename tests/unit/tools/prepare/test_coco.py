@@ -326,6 +326,60 @@ def test_killed_and_run_again_it_ends_the_same(drawn, out, tmp_path):
     assert_complete(out, drawn, "train", "instances_train2017.json")
 
 
+def test_more_images_are_appended_if_they_can_be_told_from_the_others(coco, out, tmp_path):
+    """Nothing is written if a metric would take two images for one, or a split would be mixed."""
+    more = shutil.copytree(coco, tmp_path / "more")
+    assert prepare("coco", coco, out, *ONE) == 0
+    before = everything(out)
+    val = "annotations/instances_val2017.json"
+
+    def refused():
+        problem = refusal(prepare, "coco", more, out, *ONE, "--append")
+        assert everything(out) == before
+        assert problem.path == "--source"
+        return problem.what
+
+    def renumbered(value):
+        for image in value["images"]:
+            image["id"] += 10**6
+        for each in value["annotations"]:
+            each["id"] += 10**8
+            each["image_id"] += 10**6
+
+    change(more, lambda value: {**value, "info": "not the same file"})
+    assert "20 images of train have ids that are in" in refused()
+    change(more, renumbered)
+    assert "8 images of val have ids that are in" in refused()
+    change(more, renumbered, val)
+    right = {name: (more / name).read_text() for name in (TRAIN, val)}
+    change(more, lambda value: value.pop("annotations") and None, val)
+    assert "its images of val lack annotations, and those of the data set have" in refused()
+    (more / val).write_text(right[val])
+    change(more, lambda value: [each.pop("segmentation") for each in value["annotations"]] and None)
+    assert "its objects have boxes alone, and those of the data set segmentation" in refused()
+    for name in (TRAIN, val):
+        change(more, lambda value: value["categories"][0].update(name="plate"), name)
+    assert "is of other categories" in refused()
+    for name, text in right.items():
+        (more / name).write_text(text)
+    assert prepare("coco", more, out, *ONE, "--append") == 0
+    for split, name in (("train", TRAIN), ("val", val)):
+        both = independent(out, split)
+        for folder in (coco, more):
+            for image in content(folder, name)["images"]:
+                record, data = both.pop(image["id"])
+                assert record["image"] == image
+                assert data == (folder / f"{split}2017" / image["file_name"]).read_bytes()
+        assert not both
+        shards = Shards(open_data_set(str(out)), split)
+        assert {json.loads(shards.record(n))["image"]["id"] for n in range(len(shards))} == {
+            image["id"] for f in (coco, more) for image in content(f, name)["images"]
+        }
+    after = everything(out)
+    kept = [name for name in before if name != "dataset.json"]
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+
+
 def test_what_reads_classes_refuses_boxes_and_an_older_distdl_both(coco, out):
     prepare("coco", coco, out, *ONE)
     text = (out / "dataset.json").read_bytes()
