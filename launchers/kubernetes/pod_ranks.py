@@ -121,8 +121,9 @@ class PodRanks:
         job."""
         bundle = self.pod.bundle
         in_image = (bundle / "code").is_symlink()
-        provenance = json.loads((bundle / "provenance.json").read_bytes())
-        lacks_inputs = bool(provenance.get("inputs")) and not (bundle / "inputs").exists()
+        provenance = bundle / "provenance.json"
+        named = json.loads(provenance.read_bytes()).get("inputs") if provenance.exists() else None
+        lacks_inputs = bool(named) and not (bundle / "inputs").exists()
         lacks_code = not in_image and not (bundle / "code" / "project").exists()
         if self.mirror is None or not (lacks_code or lacks_inputs):
             return

@@ -19,10 +19,10 @@ def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterat
         world_size: The number of ranks.
     """
     trainer = config.get("trainer") or {}
-    batch = (config.get("data") or {}).get("batch_size")
-    if not task_facts.of(config).trains or not is_count(batch):
+    sizes = batch_sizes(config, world_size)
+    if sizes is None:
         return
-    shares = replicas(config.get("strategy"), world_size, trainer.get("num_nodes") or 1)
+    batch, shares = sizes
     batches = samples // (batch * shares)
     if not batches:
         what = (
@@ -42,6 +42,16 @@ def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterat
         what = f"is {interval}, and an epoch has {trained} batches"
         remedy = f"{trained} or less; to count over epochs: trainer.check_val_every_n_epoch=null"
         yield Problem("trainer.val_check_interval", what, remedy, code="mismatch")
+
+
+def batch_sizes(config: Mapping[str, Any], world_size: int) -> tuple[int, int] | None:
+    """Samples of a rank's batch, and how many ranks take different samples. None: the run does not
+    train, or its config names no such size."""
+    batch = (config.get("data") or {}).get("batch_size")
+    if not task_facts.of(config).trains or not is_count(batch):
+        return None
+    num_nodes = (config.get("trainer") or {}).get("num_nodes") or 1
+    return batch, replicas(config.get("strategy"), world_size, num_nodes)
 
 
 def limited(batches: int, limit: object) -> int:

@@ -63,6 +63,19 @@ def check_folder(root: Path, num_classes: int | None) -> Iterable[Problem]:
         yield Problem("num_classes", what, f"data.num_classes={len(train)}", code="mismatch")
 
 
+def count_up_to(folder: Path, enough: int) -> int:
+    """How many images the class folders of a split have; it ends where there are `enough`."""
+    folders = ClassFolders(folder.parent, "data.root")
+    left_out = LeftOut()
+    count = 0
+    for name in class_names(folder):
+        for inner, _, files in folders.walk(folder, name):
+            count += len(left_out.images(inner, files))
+            if count >= enough:
+                return count
+    return count
+
+
 class FolderImages(EncodedImages):
     """The images in the class folders of a split; see `EncodedImages` for the samples.
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from distdl.data import mixed
 from distdl.data.encoded import OnDamaged
-from distdl.data.folder import FolderImages, check_folder
+from distdl.data.folder import FolderImages, check_folder, count_up_to
 from distdl.data.images import WorkerKind
 from distdl.data.listed import ListedImages
 from distdl.data.stored_data import QUICK, Order, StoredData, expanded, is_prepared
@@ -213,6 +213,10 @@ class StoredImages(StoredData):
     @classmethod
     def count_folder(cls, root: Path, node: Mapping[str, Any]) -> int:
         return len(FolderImages(root / "train", EvalView(1, 1)))
+
+    @classmethod
+    def count_up_to(cls, root: Path, node: Mapping[str, Any], enough: int) -> int:
+        return count_up_to(root / "train", enough)
 
     @classmethod
     def misfits(cls, data: DataSet, node: Mapping[str, Any]) -> Iterable[Problem]:

@@ -123,6 +123,30 @@ class StoredData(ImageData):
         """How many training samples a folder has in which `check_folder` finds no problem."""
         raise NotImplementedError
 
+    @classmethod
+    def count_up_to(cls, root: Path, node: Mapping[str, Any], enough: int) -> int:
+        """As `count_folder`, but it may end where there are `enough` samples."""
+        return cls.count_folder(root, node)
+
+    @classmethod
+    def _check_epoch(
+        cls, root: Path, node: Mapping[str, Any], context: Mapping[str, Any] | None
+    ) -> Iterable[Problem]:
+        """What does not fit the samples of a folder. To list a large one takes seconds, so it is
+        listed no further than the check needs."""
+        config = (context or {}).get("config")
+        sizes = epochs.batch_sizes(config, (context or {}).get("world_size", 1)) if config else None
+        if sizes is None:
+            return
+        added = cls.added(node)
+        if _counts_batches(context):
+            yield from _of_epoch(context, cls.count_folder(root, node) + added)
+            return
+        batch, shares = sizes
+        count = cls.count_up_to(root, node, batch * shares) + added
+        if count < batch * shares:
+            yield from _of_epoch(context, count)
+
     def open_folder(self, root: Path, left_out: LeftOut) -> Mapping[str, EncodedData]:
         """The splits "train" and "val" of such a folder; what is no sample is added to `left_out`.
 
@@ -198,10 +222,7 @@ class StoredData(ImageData):
                 if not is_prepared(root):
                     yield from _without_windows(root, config.get("order"))
                     found = [*cls.check_folder(Path(root), config)]
-                    yield from found
-                    if not found and _counts_batches(context):
-                        count = cls.count_folder(Path(root), config) + cls.added(config)
-                        yield from _of_epoch(context, count)
+                    yield from found or cls._check_epoch(Path(root), config, context)
                     return
             data = open_data_set(
                 root, patience=QUICK, cache_root=_cache_root(config.get("cache_dir"))

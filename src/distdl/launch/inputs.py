@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from distdl.config import published
 from distdl.runs.directory import RunDirectory
 from distdl.runs.inputs import FOLDER, StoredInput, sha256_in, stored
-from distdl.util.errors import Problem, UserError
+from distdl.util.errors import UserError
 from distdl.util.redact import redact
 
 
@@ -60,7 +60,8 @@ def fetch(name: str) -> StoredInput:
         what = f"fetching {name} ended Python (exit code {child.returncode})"
         raise UserError.at(published.KEY, what, "model.weights=FILE", code="failed") from None
     if refused := answer.get("problem"):
-        raise UserError(Problem(*map(redact, refused)))
+        where, what, remedy, code = (redact(str(text)) for text in refused)
+        raise UserError.at(where, what, remedy, code=code)
     path = Path(answer["path"])
     return StoredInput(
         published.KEY, name, path, answer["file"], answer["sha256"], answer["source"]

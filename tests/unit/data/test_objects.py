@@ -289,3 +289,7 @@ def test_the_batches_of_a_folder_with_other_names_are_counted(coco):
     run = {"data": node, "task": task, "trainer": {"val_check_interval": 50}}
     (problem,) = StoredObjects.check(node, {"local": True, "config": run})
     assert "trainer.val_check_interval" in problem.what, "an epoch has 10 batches"
+    run = {"data": {**node, "batch_size": 41}, "task": task}
+    (problem,) = StoredObjects.check(node, {"local": True, "config": run})
+    assert (problem.path, problem.code) == ("batch_size", "not-enough")
+    assert "40 training samples are fewer than one global batch" in problem.what

@@ -292,3 +292,9 @@ def test_the_data_on_the_disk_are_counted(request, tmp_path, kind):
     node = {"root": str(root), "num_classes": classes, "batch_size": 4}
     (problem,) = [p for p in StoredImages.check(node, context) if not isinstance(p, str)]
     assert problem.what == "trainer.val_check_interval is 20, and an epoch has 5 batches"
+    # A batch that is larger than the set, whatever else the run counts.
+    for batch, refused in ((20, False), (21, True)):
+        config = {"data": {"batch_size": batch}, "task": {"_target_": "distdl.tasks.train"}}
+        context = {"local": True, "world_size": 2, "config": config}
+        found = [p for p in StoredImages.check(node, context) if not isinstance(p, str)]
+        assert [p.path for p in found] == (["batch_size"] if refused else []), found
