@@ -368,6 +368,9 @@ def shipped():
 def test_every_shipped_option_binds(overrides, tmp_path):
     for folder in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / folder).mkdir(parents=True)
+    if "data.num_classes=2" in overrides:
+        for number in range(256):  # one batch of the recipes
+            (tmp_path / f"train/a/{number}.jpg").touch()
     if set(COCO) & set(overrides):
         keypoints = "data.keypoints=true" in overrides
         drawn_coco.draw(tmp_path / "coco", train=4, val=2, keypoints=keypoints)
