@@ -188,6 +188,7 @@ class StoredImages(StoredData):
             other.root = expanded(str(entry["root"]))
             other.splits = {}
             other.mix = []
+            other._others = []  # a copy shares this one's list, in which it will be itself
             other._order = None
             other.open(stage)
             problem = _differing(number, self.root, self.classes, other.root, other.classes)

@@ -132,3 +132,10 @@ def test_what_does_not_go_with_a_mixture_is_refused(roots, tmp_path):
     assert "class 0" in problem.what
     (before,) = StoredImages.check({**node, "mix": other})  # and before anything starts
     assert (before.path, before.what) == ("mix[0].root", problem.what)
+
+
+def test_a_mixture_is_closed(roots):
+    mix = [{"root": str(roots / "photographs"), "weight": 0.6}]
+    data = StoredImages(str(roots / "shards"), 4, 10, draws="counter", image_size=24, mix=mix)
+    data.setup()
+    data.teardown("fit")
