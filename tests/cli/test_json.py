@@ -169,6 +169,13 @@ def test_what_is_a_programs_own_is_left_to_it(command, without_stage_2):
     assert "usage" in command("jobs", "--json", "--help").out
 
 
+def test_what_only_prints_a_text_is_refused(command):
+    said = command("--json")
+    assert said.code == 2
+    assert answer_of(said, "train")["problems"][0]["code"] == "unsupported"
+    assert "Traceback" not in said.err
+
+
 def test_an_unexpected_error_is_an_answer_too(command, monkeypatch):
     def fails(*_: object) -> None:
         raise RuntimeError("no such thing")

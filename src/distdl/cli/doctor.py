@@ -31,7 +31,7 @@ class Examination:
 
 
 def main(argv: Sequence[str]) -> Answer | int:
-    """Returns 0 if nothing fails, 1 if something does."""
+    """The exit code is 0 if nothing fails, 1 if something does."""
     parser = Parser("python -m distdl doctor", description=__doc__)
     parser.add_argument("overrides", nargs="*", default=[], help="as for a run")
     what = "of a link between two hosts (on one host: of two ranks)"

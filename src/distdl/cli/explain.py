@@ -118,9 +118,9 @@ EXAMPLES = {
         "there is no module my.images",
     ),
     "refused": Example(
-        "data check .",
-        "read the sentence",
-        "a check of your own names no code; distdl's own do",
+        "model=mine dry_run=true",
+        "read the sentence: it is the only one that knows",
+        "the class of model=mine has a check of its own, which names no code",
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -40,6 +41,11 @@ def name_of(arguments: Sequence[str], verbs: Sequence[str]) -> str:
     return "sweep" if {"-m", "--multirun"} & {*arguments} else "train"
 
 
+def _unanswered(command: str) -> UserError:
+    what = f"{command} has no answer for programs"
+    return UserError.at(OPTION, what, f"leave {OPTION} out", code="unsupported")
+
+
 def main(arguments: Sequence[str], name: str, run: Callable[[list[str]], Answer | int]) -> int:
     """Runs a command, writes its answer, and returns its exit code.
 
@@ -50,14 +56,14 @@ def main(arguments: Sequence[str], name: str, run: Callable[[list[str]], Answer 
     with as_json() as output:
         try:
             if name not in ANSWERS:
-                what = f"{name} has no answer for programs"
-                raise UserError.at(OPTION, what, f"leave {OPTION} out", code="unsupported")
+                raise _unanswered(name)
             if started_by := environment.detect():
                 what = f"{started_by} has started several processes, of which one would answer"
                 remedy = f"python -m distdl ... {OPTION}"
                 raise UserError.at(OPTION, what, remedy, code="unsupported")
             answer = run([*arguments])
-            assert isinstance(answer, Answer), name
+            if not isinstance(answer, Answer):  # it printed a help, or was Hydra's own
+                raise _unanswered(shlex.join(("distdl", *arguments)))
             output.write(document(name, answer, answer.exit_code))
             return answer.exit_code
         except (UserError, KeyboardInterrupt) as error:

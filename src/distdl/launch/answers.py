@@ -25,7 +25,7 @@ class FailedRank:
     rank: int | None
     """None: it is not known."""
     cause: str
-    """A name from docs/troubleshooting.md, or the exception's type."""
+    """A name from docs/incidents.md, or the exception's type."""
     message: str
     """One line."""
     remedy: str
@@ -156,11 +156,12 @@ def state_of(
     """
     unsure = state in (JobState.UNKNOWN, JobState.PENDING) or isinstance(job, jobs.Unqueried)
     why = plain(why) if unsure else ""
-    url = plain(job.url or "") if job else ""
     if attempt is None:
         assert job is not None
+        url = plain(job.url or "")
         reasons = [why] if why else []
         return RunState("", None, str(state), plain(job.handle), url=url, reasons=reasons)
+    url = plain((job.url if job else attempt.job().get("url")) or "")
     facts = attempt.status()
     recorded = facts.get("state")
     original = "" if recorded == state else attempt.copy_of(facts)

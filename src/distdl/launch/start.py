@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from distdl.config import recipe as configs
 from distdl.incident import incident
@@ -25,7 +26,7 @@ def answer(planned: Plan, command: Sequence[str]) -> Answer:
     """Starts a run, as `start` does, and returns what became of it."""
     with progress_events.told(planned.run):
         code = start(planned, command)
-    return Answer(ended(planned.run), code)
+    return Answer(partial(ended, planned.run), code)
 
 
 def start(planned: Plan, command: Sequence[str]) -> int:

@@ -146,12 +146,16 @@ def _run_all(planned: Sequence[PlannedMember], show: Show) -> Answer:
 
 
 def _answer(results: Sequence[Ended], code: int) -> Answer:
+    return Answer(functools.partial(_swept, results), code)
+
+
+def _swept(results: Sequence[Ended]) -> SweepState:
     best = best_of(results)
     members = [
         SweepMember(chosen, number == best, ended(each.run))
         for number, (chosen, each, _) in enumerate(results)
     ]
-    return Answer(SweepState(members, _again()), code)
+    return SweepState(members, _again())
 
 
 class MemberRunner(stopping.StopRequest):

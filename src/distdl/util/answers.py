@@ -29,7 +29,9 @@ EVENT = "event/1"
 class Answer:
     """What a verb found or did."""
 
-    value: Any  # an instance of a dataclass with a SCHEMA
+    # An instance of a dataclass with a SCHEMA; or a function that makes it, which is called only if
+    # a program listens.
+    value: Any
     exit_code: int = 0
 
 
@@ -106,7 +108,8 @@ def document(
     """
     value = None
     if answer is not None:
-        value = {"schema": answer.value.SCHEMA, **asdict(answer.value)}
+        found = answer.value() if callable(answer.value) else answer.value
+        value = {"schema": found.SCHEMA, **asdict(found)}
     listed = [
         {"path": p.path, "code": p.code, "message": p.what, "remedy": p.remedy} for p in problems
     ]
