@@ -68,7 +68,7 @@ COMPILERS = re.compile(r"/torch/(_dynamo/convert_frame|_inductor/compile_fx)\.py
 
 
 class Watchdog:
-    """The watchdog of this rank.
+    """The watchdog of this rank, made in its main thread.
 
     Args:
         attempt: Its folder gets what is written.
@@ -84,7 +84,7 @@ class Watchdog:
         self.timeout = timeout
         self.heartbeat = RankHeartbeat()
         self.peers = Peers(environment, self.heartbeat, self._report_straggler)
-        self._main = threading.main_thread().ident or 0
+        self._main_thread = stacks.ThreadStack()
         self._host = socket.gethostname()
         # It has to be written to: a store may still answer what it remembers.
         reserve = failures.reserved(attempt.errors, environment.rank)
@@ -258,7 +258,7 @@ class Watchdog:
 
     def _stack(self) -> list[Frame]:
         """That of the main thread, the innermost frame first."""
-        return stacks.of_thread(self._main)
+        return self._main_thread.read()
 
     def _limit(self, short: bool, files: Sequence[str]) -> float | None:
         """Seconds without progress until this rank hangs; None: none. `short`: the limit of a step.
@@ -283,6 +283,7 @@ class Watchdog:
         pulse = self._pulse()
         self._tell({**pulse, "limit": pulse["age"] + REPORT_S})  # the monitor acts after that
         sight = self._sight("hang")
+        # Python 3.11 may end here (see ThreadStack); the monitor reports what it was told then.
         faulthandler.dump_traceback(self._stacks)
         sight["workers"] = [*self._workers()]
         dump = os.pread(self._stacks.fileno(), 1 << 20, 0).decode(errors="replace")

@@ -147,8 +147,8 @@ def recursive(depth: int, act: Callable[[], None]) -> None:
 def looked_at(depth: int, file: str = __file__) -> list[heartbeat.Frame]:
     """The stack of this thread as another one sees it, with so many calls of a function."""
     seen: list[heartbeat.Frame] = []
-    ident = threading.get_ident()
-    looks = threading.Thread(target=lambda: seen.extend(stacks.of_thread(ident)))
+    mine = stacks.ThreadStack()
+    looks = threading.Thread(target=lambda: seen.extend(mine.read()))
 
     def look() -> None:
         looks.start()
