@@ -22,6 +22,7 @@ MATRIX := $(addprefix tests/, \
 	cli/test_agent_script.py \
 	cli/test_agents.py \
 	cli/test_explain.py \
+	cli/test_json_verbs.py \
 	cli/test_own_launcher.py \
 	cli/test_programs.py \
 	cli/test_published_weights.py \
