@@ -169,9 +169,7 @@ def test_of_a_server(copied, background):
     until(lines)
     (ready,) = lines()
     assert ready["event"] == "ready"
-    image = urllib.request.Request(
-        f"{ready['url']}/score", jpeg(1), {"Content-Type": "image/jpeg"}
-    )
+    image = urllib.request.Request(f"{ready['url']}/score", jpeg(1), {"Content-Type": "image/jpeg"})
     with urllib.request.urlopen(image) as answer:
         assert answer.status == 200
     server.process.send_signal(signal.SIGINT)
