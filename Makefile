@@ -150,7 +150,8 @@ programs: .servers/tensorflow .servers/jax .servers/mpi .servers/torchx .servers
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $@/lib/python3*/site-packages)/distdl.pth
 
 # What benchmarks/loader.py compares distdl with; FFCV is compiled (Debian: apt-get install g++
-# libopencv-dev libturbojpeg0-dev pkg-config). Its last line lets them find distdl and torch.
+# libopencv-dev libturbojpeg0-dev pkg-config), and SPDL loads FFmpeg (libavdevice59 libavfilter8).
+# The second line lets them find distdl and torch.
 .servers/loaders: $(READY)
 	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > $$(echo $@/lib/python3*/site-packages)/distdl.pth
