@@ -65,11 +65,12 @@ MATRIX := $(addprefix tests/, \
 	strategies/test_sharded.py \
 	unit/cli/test_scale.py \
 	unit/images/test_native.py \
+	unit/test_website.py \
 	unit/util/test_helpers.py \
 	unit/worker/test_compiling.py \
 )
 
-.PHONY: train test setup wheel servers programs server-packages servers-kube lint matrix lightnings bench clean
+.PHONY: train test setup wheel servers programs server-packages servers-kube docs lint matrix lightnings bench clean
 
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
@@ -159,6 +160,13 @@ programs: .servers/tensorflow .servers/jax .servers/mpi .servers/torchx .servers
 	$(BIN)/uv pip install --quiet --python $@/bin/python --no-deps litdata==0.2.76
 	$(BIN)/uv pip install --quiet --python $@/bin/python --no-deps --no-build-isolation ffcv==1.0.2
 
+docs: setup .servers/docs  ## docs/ as a site, in build/site: search, a reference, checked links
+	$(BIN)/python -m website.build
+
+.servers/docs: $(READY)
+	rm -rf $@ && $(BIN)/python -m venv --without-pip $@
+	$(BIN)/uv pip install --quiet --python $@/bin/python zensical==0.0.73 mkdocstrings-python==2.0.11
+
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -168,7 +176,7 @@ lint: setup  ## ruff and mypy
 .servers/libjpeg-turbo:
 	mkdir -p .servers && native/fuzz/sources.sh $(CURDIR)/$@
 
-matrix: setup lightnings programs .servers/libjpeg-turbo  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
+matrix: setup lightnings programs .servers/libjpeg-turbo .servers/docs  ## every strategy: into every other, resnet50, the benchmark, on simulated GPUs; every idiom killed at any batch; 60 signals and kills
 	DISTDL_MATRIX=1 $(BIN)/python -m pytest $(MATRIX)
 
 lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is allowed and the newest there is

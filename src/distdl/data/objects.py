@@ -66,9 +66,8 @@ class StoredObjects(StoredData):
         predict_split: Which split is predicted: "val", "test" or "train".
         labels, annotations, images: Of a folder in COCO's format, if its files have other names:
             what annotation files begin with, and by split the files, and the folders and zips.
-        num_workers, decoder, on_damaged, max_pixels, cache_dir, cache_gb, shuffle_window,
-            order: As for
-            `StoredImages`.
+        decoder, on_damaged, max_pixels: As for `StoredImages`.
+        cache_dir, cache_gb, shuffle_window, order, num_workers: As there.
 
     Raises:
         UserError: In setup, if there is no data, it does not fit, or the cache has no room.

@@ -36,8 +36,9 @@ class SyntheticJpegs(ImageData):
         kilobytes: Size of a JPEG in 1,000 bytes, to within a tenth if noise can reach it.
         pool_size: Number of different images; all are held in memory.
         seed: The images of the pool depend on it.
-        scale, ratio, num_workers, mean, std, decoder, augment, resize, val_crop_size,
-            val_resize_size, worker_kind, draws: As for `distdl.data.StoredImages`.
+        scale, ratio, mean, std, augment, resize: As for `distdl.data.StoredImages`.
+        val_crop_size, val_resize_size: As there.
+        decoder, num_workers, worker_kind, draws: As there.
     """
 
     domain = Classification()
