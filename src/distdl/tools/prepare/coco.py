@@ -292,7 +292,7 @@ class Coco:
         return {
             "categories": categories,
             "federated": self.federated,
-            "holds": sorted(set.intersection(*self._held)) if self._held else [],
+            "holds": sorted(set.intersection(*self._held)) if self._held else None,
             "unlabelled": self.unlabelled,
         }
 

@@ -140,7 +140,7 @@ def _keys(data: DataSet, split: str) -> Iterator[str]:
 
 
 def _held(plan: ShardPlan, manifest: Manifest) -> list[str]:
-    """What the objects of training have besides boxes, in the whole set.
+    """What objects have besides boxes, in training and validation of the whole set.
 
     Raises:
         UserError: Those that are added have more or less of it, or a split would have images with
@@ -155,12 +155,21 @@ def _held(plan: ShardPlan, manifest: Manifest) -> list[str]:
             ours, theirs = ("have", "have none") if labelled else ("lack", "have them")
             what = f"its images of {name} {ours} annotations, and those of the data set {theirs}"
             raise UserError.at("--source", what, remedy, code="mismatch")
-    holds = sorted(plan.contents.get("holds", ())) if "train" in splits else [*manifest.holds]
-    if "train" in before and holds != sorted(manifest.holds):
-        ours, theirs = (", ".join(each) or "boxes alone" for each in (holds, manifest.holds))
+    known = set(manifest.holds)
+    if plan.contents.get("holds") is None or not splits & {"train", "val"}:  # no objects to compare
+        return sorted(known)
+    added = set(plan.contents["holds"])
+    if not before.keys() & {"train", "val"}:
+        return sorted(added)
+    if "train" in splits & before.keys():
+        differs = added != known
+    else:  # validation may have more than training, which then is not used
+        differs = "train" not in splits and not known <= added
+    if differs:
+        ours, theirs = (", ".join(sorted(each)) or "boxes alone" for each in (added, known))
         what = f"its objects have {ours}, and those of the data set {theirs}"
         raise UserError.at("--source", what, remedy, code="mismatch")
-    return holds
+    return sorted(known & added)
 
 
 def shuffled(

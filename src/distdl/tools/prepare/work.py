@@ -245,7 +245,7 @@ class Preparation:
             about.get("domain", CLASSIFICATION),
             tuple(about.get("categories", ())),
             about.get("federated", False),
-            tuple(about.get("holds", ())),
+            tuple(about.get("holds") or ()),
         )
         for split in SPLITS:
             parts = [part for part in plan.parts if part.split == split]

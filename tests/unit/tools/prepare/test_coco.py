@@ -346,6 +346,10 @@ def test_more_images_are_appended_if_they_can_be_told_from_the_others(coco, out,
             each["id"] += 10**8
             each["image_id"] += 10**6
 
+    def without_masks(value):
+        for each in value["annotations"]:
+            del each["segmentation"]
+
     change(more, lambda value: {**value, "info": "not the same file"})
     assert "20 images of train have ids that are in" in refused()
     change(more, renumbered)
@@ -355,11 +359,25 @@ def test_more_images_are_appended_if_they_can_be_told_from_the_others(coco, out,
     change(more, lambda value: value.pop("annotations") and None, val)
     assert "its images of val lack annotations, and those of the data set have" in refused()
     (more / val).write_text(right[val])
-    change(more, lambda value: [each.pop("segmentation") for each in value["annotations"]] and None)
+    change(more, without_masks)
     assert "its objects have boxes alone, and those of the data set segmentation" in refused()
     for name in (TRAIN, val):
         change(more, lambda value: value["categories"][0].update(name="plate"), name)
     assert "is of other categories" in refused()
+    for name, text in right.items():
+        (more / name).write_text(text)
+    # Validation alone, of which the manifest would say that its objects have masks.
+    (more / TRAIN).unlink()
+    change(
+        more,
+        lambda value: [each.pop("segmentation") for each in value["annotations"]] and None,
+        val,
+    )
+    assert "its objects have boxes alone, and those of the data set segmentation" in refused()
+    change(more, lambda value: value["annotations"].clear(), val)
+    shutil.copytree(out, tmp_path / "with_empty")
+    assert prepare("coco", more, tmp_path / "with_empty", *ONE, "--append") == 0
+    assert open_data_set(str(tmp_path / "with_empty")).manifest.holds == ("segmentation",)
     for name, text in right.items():
         (more / name).write_text(text)
     assert prepare("coco", more, out, *ONE, "--append") == 0
