@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from distdl.data.drawing import Drawn, samplers_of, shards_itself
-from distdl.data.keyed import KeyedDataset
+from distdl.data.keyed import KeyedDataset, is_marked
 from distdl.data.own_generators import OwnGenerators
 from distdl.data.rebuilding import Striding, of_torch, rebuilt
 from distdl.data.sampling import EvalBatches, PlacedBatches, TrainBatches, TrainPosition
@@ -76,8 +76,9 @@ def distribute(
 
     Evaluation with `source.exact_evaluation = True` uses `EvalBatches`: every sample counts once.
     Samples must be dicts, in training too, and get "weight" and "index". A metric is
-    `sum(weight * value) / sum(weight)` over all ranks. Otherwise a loader is unchanged on one rank;
-    on several, the first samples are repeated until the ranks are even, with a warning.
+    `sum(weight * value) / sum(weight)` over all ranks. Otherwise a loader is unchanged on one rank,
+    unless a resume could not repeat what it draws; on several, the first samples are repeated until
+    the ranks are even, with a warning. What samples draw is the same in each validation, then.
 
     These are not sharded, and a resume in the middle of an epoch restarts it, with a warning:
 
@@ -180,7 +181,9 @@ class _Share:
         sampler = _Sampling(loader)
         if not sampler.has_length:
             return self._refuse_unsharded(loader, "its sampler has no length")
-        if self.stage in ("val", "test") and self.world_size == 1 and not self._exact:
+        if self.stage == "val":
+            self._name_unrepeatable(loader)
+        if self._repeats_itself(loader):
             return loader
         batches: TrainBatches | EvalBatches = (
             self._train(loader, sampler, resume)
@@ -199,6 +202,16 @@ class _Share:
             self._count_in(batches.global_batch, sampler.rows)
             self._name_unrepeatable(loader)
         return made
+
+    def _repeats_itself(self, loader: DataLoader[Any]) -> bool:
+        """Whether an evaluation on one rank draws the same after a resume though its samples have
+        no keys: from the generators of the process, whose states are in the checkpoint. Workers
+        that stay, and a data set's own generators in this process, go on from one to the next."""
+        if self.stage not in ("val", "test") or self.world_size > 1 or self._exact:
+            return False
+        if self.stage == "test" or is_marked(loader.dataset) or not self.position.seeds_apart:
+            return True
+        return not loader.persistent_workers if loader.num_workers else not _own(loader).places
 
     @property
     def _exact(self) -> bool:
@@ -227,7 +240,9 @@ class _Share:
         )
 
     def _evaluate(self, loader: DataLoader[Any], sampler: _Sampling) -> EvalBatches:
-        order = None if sampler.by_torch else Drawn(sampler.order).order(self.seed, 0)
+        shuffled = sampler.shuffles and self.world_size == 1 and not self._exact
+        drawn = (self.stage != "predict" and shuffled) or not sampler.by_torch
+        order = Drawn(sampler.order).order(self.seed, 0) if drawn else None
         count = len(loader.dataset) if order is None else len(order)  # type: ignore[arg-type]
         if self.stage == "predict":
             order = (np.arange(count) if order is None else order)[self.position.predicted :]
@@ -307,11 +322,25 @@ class _Share:
         """Counts a loader that is not sharded, and returns it unchanged, with its warnings."""
         if why is not None and self.world_size > 1:
             self._warn(f"{why}: it must shard itself over {self.world_size} ranks")
+        if self.stage == "val":
+            self._name_workers_that_stay(loader)
         if self.stage == "train":
             self._say_who_knows_the_place(loader)
             rows = _Sampling(loader).rows if isinstance(loader, DataLoader) else None
             self._count_in((rows or 1) * self.world_size, rows)
         return loader
+
+    def _name_workers_that_stay(self, loader: object) -> None:
+        if not isinstance(loader, DataLoader) or is_marked(loader.dataset) or self.rank:
+            return
+        if loader.persistent_workers and "workers" not in self.warned:
+            self.warned.add("workers")
+            text = (
+                "val_dataloader: what the workers of %s draw, if they do, goes on from one "
+                "validation to the next, and a resume does not repeat it: persistent_workers=False "
+                "lets it"
+            )
+            log.info(text, type(loader).__name__)
 
     def _all_keep_their_place(self, loaders: object) -> bool:
         each = all(saves_itself(loader) for loader in tree_leaves(loaders))
@@ -366,8 +395,7 @@ class _Share:
             log.info(text, name)
 
     def _name_unrepeatable(self, loader: DataLoader[Any]) -> None:
-        own = OwnGenerators(dataset=loader.dataset, collate_fn=loader.collate_fn)
-        own.look()
+        own = _own(loader)
         if own.unknown:
             text = f"a resume does not repeat what is drawn by {', '.join(own.unknown)}: keep a "
             self._warn(f"{text}generator in an attribute, or seed it by the index")
@@ -387,6 +415,13 @@ class _Share:
         if self.rank == 0 and (topic or text) not in self.warned:
             warnings.warn(f"{self.stage}_dataloader: {text}", stacklevel=2)
         self.warned.add(topic or text)
+
+
+def _own(loader: DataLoader[Any]) -> OwnGenerators:
+    """The generators that the data set of a loader and its `collate_fn` hold."""
+    own = OwnGenerators(dataset=loader.dataset, collate_fn=loader.collate_fn)
+    own.look()
+    return own
 
 
 class _Sampling:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     Sampler,
@@ -130,6 +131,86 @@ def test_workers_that_stay_get_seeds_that_leave_the_training_alone():
         before = torch.get_rng_state()
         iter(source.train_dataloader())
         assert not torch.equal(before, torch.get_rng_state())
+
+
+class OwnDraws(Dataset):
+    """Draws from a generator in an attribute."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.tensor([index, self.generator.random()])
+
+
+VALIDATIONS = {
+    "no workers": {},
+    "workers of one validation": {"num_workers": 2},
+    "workers that stay": {"num_workers": 2, "persistent_workers": True},
+    "in order of a sampler": {"num_workers": 1, "persistent_workers": True, "shuffle": True},
+}
+
+
+@pytest.mark.parametrize("dataset", [Augmented, OwnDraws])
+@pytest.mark.parametrize("options", VALIDATIONS.values(), ids=VALIDATIONS)
+def test_a_validation_on_one_rank_draws_the_same_after_a_resume(options, dataset):
+    def validated(loader):
+        """The batches; and the state of the process that a checkpoint would have after them."""
+        batches = [batch.tolist() for batch in loader]
+        return batches, torch.get_rng_state()
+
+    def made(epoch):
+        make = lambda: DataLoader(dataset(), 2, **options)  # noqa: E731
+        return share(Loaders(make), position=TrainPosition(epoch=epoch)).val_dataloader()
+
+    seed_all(1)
+    whole = made(0)
+    _, between = validated(whole)
+    states = random.getstate(), np.random.get_state()
+    expected, after = validated(whole)
+    seed_all(2)  # another process
+    random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(between)
+    resumed, after_resumed = validated(made(1))
+    assert resumed == expected
+    assert torch.equal(after, after_resumed)
+    assert sorted(row[0] for batch in resumed for row in batch) == [*range(len(dataset()))]
+
+
+def test_a_validation_loader_that_needs_no_keys_is_the_users_own():
+    stay = {"num_workers": 1, "persistent_workers": True}
+    for make in (
+        loader(),
+        loader(num_workers=1),
+        lambda: DataLoader(TensorDataset(torch.rand(4)), 2, **stay),
+    ):
+        mine = make()
+        assert share(Loaders(lambda mine=mine: mine)).val_dataloader() is mine
+    # As the runs of older checkpoints did, whose training would draw otherwise.
+    mine = DataLoader(OwnDraws(), 2, **stay)
+    older = TrainPosition(seeds_apart=False)
+    assert share(Loaders(lambda: mine), position=older).val_dataloader() is mine
+
+
+def test_what_no_resume_of_a_validation_repeats_is_named(caplog):
+    caplog.set_level("INFO")
+    stay = {"num_workers": 1, "persistent_workers": True}
+    for many in (1, 2):
+        caplog.clear()
+        share(Loaders(lambda: DataLoader(Endless(), 2, **stay)), world_size=many).val_dataloader()
+        assert "val_dataloader: what the workers of DataLoader draw, if they do," in caplog.text
+    caplog.clear()
+    share(Loaders(lambda: DataLoader(Endless(), 2, num_workers=1))).val_dataloader()
+    assert not caplog.text
+    with pytest.warns(UserWarning, match="val_dataloader: a resume does not repeat what is drawn"):
+        share(Loaders(lambda: DataLoader(Unseeded(), 2))).val_dataloader()
+
+
+class Unseeded(OwnDraws):
+    def __getitem__(self, index):
+        return torch.tensor([index, np.random.default_rng().random()])
 
 
 class Refusing(Augmented):
