@@ -10,6 +10,22 @@ from torch import Tensor, nn
 
 RANK = int(os.environ.get("RANK", 0))
 
+MEASURED = os.environ.get("MEASURED")
+if MEASURED:
+    # In place of the storage's rates, by which two runs may choose differently: the first
+    # measurement of a run chooses windows, and each further one would choose otherwise.
+    from distdl.data.reading_order import NodeRates
+    from distdl.worker import reading_order
+
+    def measured(node, ranks):
+        with Path(MEASURED).open("a+", encoding="utf-8") as lines:
+            lines.write("measured\n")
+            lines.seek(0)
+            further = len(lines.readlines()) > 1
+        return NodeRates(5000 if further else 120, 20000, 900, 2)
+
+    reading_order.measure = measured
+
 
 class Small(nn.Module):
     """Its dropout draws from the process's generators, which threads beside it must leave alone."""

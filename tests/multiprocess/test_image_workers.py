@@ -7,6 +7,7 @@ samples of one that nobody disturbed. Validation counts each sample once.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -222,6 +223,60 @@ def test_a_mixture_is_resumed_exactly(ranks, project, background):
     kill_everything(job, path, ranks)
     run(project, "resume", str(path))
     assert_equal(path, whole, steps)
+
+
+@pytest.fixture(scope="module")
+def in_windows(project: Path) -> Callable[[int], Path]:
+    """The run in windows of two shards that nobody disturbs, by the number of its ranks."""
+
+    @functools.cache
+    def of(ranks: int) -> Path:
+        words = ("data.order=windows", "data.shuffle_window=2", f"name=windows{ranks}")
+        run(project, *COMMON, *RANKS[ranks], *words)
+        return project / f"outputs/e/windows{ranks}"
+
+    return of
+
+
+# What a killed run is resumed with -> on how many ranks.
+RESUMED = {(): 0, ("trainer.devices=1", "strategy=single"): 1, RANKS[2][::2]: 2}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("resumed", RESUMED)
+def test_a_resume_keeps_the_order_that_was_chosen(
+    resumed, ranks, project, in_windows, background, tmp_path
+):
+    """It would choose the other one, if it measured again (fed.py)."""
+    if RESUMED[resumed] == ranks:
+        pytest.skip("the same as without a word")
+    path = project / f"outputs/e/chosen{ranks}{RESUMED[resumed]}"
+    env = {"MEASURED": str(tmp_path / "measured")}
+    words = ("data.order=auto", f"name={path.name}", "callbacks.record_samples.step_seconds=0.05")
+    job = background(*COMMON, *RANKS[ranks], *words, cwd=project, module=UNCHECKED, env=env)
+    job.until(lambda: last_step(path) >= STEPS + 5)
+    kill_everything(job, path, ranks)
+    assert "order: auto" in (path / "config.yaml").read_text()
+    done = distdl("resume", str(path), *resumed, cwd=project, module=UNCHECKED, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "measured").read_text() == "measured\n"
+    assert surviving(path) == surviving(in_windows(ranks))
+    if not resumed:  # another number of ranks adds up gradients in another order
+        assert_equal(path, in_windows(ranks))
+
+
+def test_the_next_start_of_a_command_keeps_the_order(project, in_windows, tmp_path):
+    path = project / "outputs/e/chosenagain"
+    words = ("data.order=auto", f"name={path.name}", "launcher.max_attempts=1")
+    slowly = "callbacks.record_samples.step_seconds=0.05"
+    env = {"MEASURED": str(tmp_path / "measured")}
+    job = Background(*COMMON, *RANKS[2], *words, slowly, cwd=project, module=UNCHECKED, env=env)
+    job.until(lambda: last_step(path) >= STEPS + 4)
+    os.kill(workers(path, 1)[-1][0], signal.SIGKILL)
+    assert job.wait() == 0, job.output()
+    assert len(list((path / "attempts").iterdir())) == 2
+    assert (tmp_path / "measured").read_text() == "measured\n"
+    assert_equal(path, in_windows(2))
 
 
 @pytest.mark.parametrize("kind", KINDS)

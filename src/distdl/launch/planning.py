@@ -11,14 +11,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distdl.config import batches, compose, consent, grammar, programs, task_facts
+from distdl.config import batches, choices, compose, consent, grammar, programs, task_facts
 from distdl.config import recipe as configs
 from distdl.job import JobState, Resources
 from distdl.launch import inputs, one_attempt, program_checks
@@ -213,6 +213,32 @@ def continue_run(planned: Plan, chosen: Sequence[str]) -> Plan:
         config = configs.merge(planned.recipe, where, changes)
         planned.launch = planned.launch.with_config(config)
     return planned
+
+
+def with_choices(planned: Plan, attempt: Attempt) -> Plan:
+    """The plan of what follows an attempt of this same command: with what that one has chosen by a
+    measurement. An attempt may have had fewer hosts; a choice whose batch does not divide the
+    global one over those of the plan is left out, and made again."""
+    before = attempt.launch()
+    made = choices.made_in(before).values()
+    changes = {path: value for each in made for path, value in each.items()}
+    if not changes:
+        return planned
+    config = configs.merge(planned.config, OmegaConf.create({}), changes)
+    try:
+        kept = batches.keep_global_batch(
+            config,
+            planned.resources,
+            before.get("global_batch_size"),
+            (),
+            batches.recorded([attempt.status()]),
+        )
+    except UserError:
+        return planned
+    changes |= kept.changes
+    config = configs.merge(config, OmegaConf.create({}), kept.changes)
+    launch = planned.launch.with_config(config)
+    return replace(planned, launch=launch, changes=planned.changes | changes)
 
 
 def check_classes(planned: Plan, *, apart: bool = False) -> None:

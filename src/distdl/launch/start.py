@@ -12,7 +12,7 @@ from distdl.incident import incident
 from distdl.job import JobBase, JobState
 from distdl.launch import following, left_out, progress_events, submitting
 from distdl.launch.answers import ended
-from distdl.launch.planning import Plan, never_trained
+from distdl.launch.planning import Plan, never_trained, with_choices
 from distdl.launch.retrying import Retries
 from distdl.runs.directory import Attempt, shown
 from distdl.runs.failures import describe
@@ -38,7 +38,10 @@ def start(planned: Plan, command: Sequence[str]) -> int:
     retries = Retries(planned.run, int(planned.config.launcher.get("max_attempts") or 0))
     slow = set[str]()
     retry = False
+    attempt = None
     while True:
+        if attempt is not None:
+            planned = with_choices(planned, attempt)
         fitted = left_out.fit(planned, slow, retry=retry)
         with submitting.interruption_recorded(fitted):
             attempt, job = submitting.submit(fitted, command)

@@ -10,7 +10,6 @@ is written into the attempt's launch.yaml, so a resume uses it and does not meas
 from __future__ import annotations
 
 import gc
-import logging
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,10 +33,9 @@ from distdl.ranks.environment import Environment
 from distdl.ranks.stopping import Stopped, StopRequest
 from distdl.runs.directory import Attempt, RunDirectory
 from distdl.util.errors import UserError
+from distdl.worker import kept_choices
 from distdl.worker.build import build
 from distdl.worker.rank_context import RankContext
-
-log = logging.getLogger(__name__)
 
 WARM_UP, MEASURED = 2, 5  # optimizer steps
 HALVINGS = 3  # how often the batch is halved at most
@@ -71,10 +69,11 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
     measured = []
     for candidate in candidates(config):
         each = measure(config, candidate, environment, context.resources, context.stop)
-        report(environment, "autotune: %s", line(each))
+        kept_choices.report(environment, "autotune: %s", line(each))
         measured.append(each)
     best = fastest(measured, "strategy.autotune").candidate
-    return freeze(config, context, best, "autotune", [*map(line, measured)])
+    lines = [*map(line, measured)]
+    return kept_choices.freeze(config, context, "autotune", best.changes, best.name, lines)
 
 
 def fastest(measured: list[Measured], path: str) -> Measured:
@@ -84,27 +83,6 @@ def fastest(measured: list[Measured], path: str) -> Measured:
         what = f"none of {len(measured)} settings can train; the last one: {measured[-1].why}"
         raise UserError.at(path, what, "try a smaller data.batch_size", code="failed")
     return min(trained, key=lambda each: each.seconds or 0.0)
-
-
-def report(environment: Environment, text: str, *arguments: object) -> None:
-    """Logs at INFO on rank 0, and at DEBUG (only in the log file) on the other ranks."""
-    log.log(logging.INFO if environment.rank == 0 else logging.DEBUG, text, *arguments)
-
-
-def freeze(
-    config: DictConfig, context: RankContext, best: Candidate, name: str, lines: list[str]
-) -> DictConfig:
-    """Applies rank 0's choice on all ranks. Writes it into the attempt's launch.yaml, from which a
-    resume takes it, with the measurements, `lines`, under the key `name`. Collective."""
-    best = process_group.broadcast(best)
-    launch = context.launch
-    text = "%s: this attempt and its resumes train with %s"
-    report(context.environment, text, name, best.name)
-    launch["changes"] = {**(launch.get("changes") or {}), **best.changes}
-    launch[name] = lines
-    if context.environment.rank == 0:
-        context.attempt.write_launch(launch)
-    return configs.merge(config, OmegaConf.create({}), best.changes)
 
 
 def candidates(config: DictConfig) -> Iterator[Candidate]:

@@ -1,7 +1,7 @@
 """`model.compile=measured`: finds the mode of torch.compile that is fastest here, if any.
 
 Before the training, each mode trains a few steps with the run's devices and data. The fastest mode
-is frozen as by `distdl.worker.autotune`.
+is frozen as by `distdl.worker.kept_choices`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from distdl.config import task_facts
 from distdl.config.schema import TrainerArguments
 from distdl.models.compilers import keep_results, refuse_without_compiler
-from distdl.worker import autotune
+from distdl.worker import autotune, kept_choices
 from distdl.worker.rank_context import RankContext
 
 # torch's names: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
@@ -51,10 +51,11 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
             survivable=Exception if mode else torch.cuda.OutOfMemoryError,
         )
         torch._dynamo.reset()
-        autotune.report(context.environment, "compile: %s", autotune.line(each))
+        kept_choices.report(context.environment, "compile: %s", autotune.line(each))
         measured.append(each)
     lines = [*map(autotune.line, measured)]
-    return autotune.freeze(config, context, fastest(measured), "compile", lines)
+    best = fastest(measured)
+    return kept_choices.freeze(config, context, "compile", best.changes, best.name, lines)
 
 
 def modes(config: DictConfig, accelerator: str) -> list[str | bool]:

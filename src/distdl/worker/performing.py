@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 
 from distdl import tracking
 from distdl.checkpoint import fetching
+from distdl.config import choices, schema
 from distdl.config import recipe as configs
-from distdl.config import schema
 from distdl.distributed import process_group, rank_table
 from distdl.job import JobState
 from distdl.ranks.stopping import Stopped
@@ -25,6 +25,7 @@ from distdl.worker import (
     autotune,
     compiling,
     described,
+    kept_choices,
     named_tools,
     reading_order,
     summary,
@@ -95,12 +96,12 @@ def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
 
 def tune(config: DictConfig, context: RankContext) -> DictConfig:
     """The config with what is to be chosen by a measurement on these devices."""
-    data = config.get("data") or {}
-    if data.get("order") == "auto" and configs.is_own(data.get("_target_")):
+    config = kept_choices.kept(config, context)
+    if choices.asks(config, "order") and configs.is_own(config.data.get("_target_")):
         config = reading_order.tuned(config, context)
-    if (config.get("strategy") or {}).get("autotune"):
+    if choices.asks(config, "autotune"):
         config = autotune.tuned(config, context)
-    if (config.get("model") or {}).get("compile") == "measured":
+    if choices.asks(config, "compile"):
         config = compiling.tuned(config, context)
     return config
 

@@ -1,5 +1,5 @@
 """`data.order=auto`: chosen by what the storage of each node can do, and frozen as by
-`distdl.worker.autotune`."""
+`distdl.worker.kept_choices`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distdl.config import recipe as configs
 from distdl.config import task_facts
 from distdl.data.reading_order import choose, measure
 from distdl.distributed import process_group
-from distdl.worker import autotune
+from distdl.worker import kept_choices
 from distdl.worker.rank_context import RankContext
 
 
@@ -24,9 +24,9 @@ def tuned(config: DictConfig, context: RankContext) -> DictConfig:
     if environment.local_rank == 0:
         measured = measure(configs.plain(config.data), environment.local_world_size)
     chosen = choose([each for each in process_group.gather(measured) if each is not None])
-    autotune.report(environment, "order: %s", chosen.reason)
+    kept_choices.report(environment, "order: %s", chosen.reason)
     changes: dict[str, Any] = {"data.order": chosen.order}
     if chosen.order == "windows":
         changes["data.shuffle_window"] = chosen.window
-    best = autotune.Candidate(changes, f"data.order={chosen.order}")
-    return autotune.freeze(config, context, best, "order", [chosen.reason])
+    name = f"data.order={chosen.order}"
+    return kept_choices.freeze(config, context, "order", changes, name, [chosen.reason])

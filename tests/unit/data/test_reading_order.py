@@ -10,7 +10,10 @@ from omegaconf import OmegaConf
 
 from distdl.data.reading_order import Choice, NodeRates, choose, measure
 from distdl.datasets import read_rates
+from distdl.job import JobState
+from distdl.runs.directory import RunDirectory
 from distdl.worker import performing
+from distdl.worker.rank_context import RankContext
 from tests.prepared import prepare
 from tests.unit.sample_data import write_photographs
 
@@ -60,21 +63,77 @@ def test_a_storage_is_measured(tmp_path, monkeypatch):
     assert "no shard" in measure(elsewhere, 1).why
 
 
-def test_what_was_chosen_is_frozen_into_the_run(monkeypatch, caplog):
+ASKING = {
+    "data": {"_target_": "distdl.data.StoredImages", "root": "x", "order": "auto"},
+    "task": {"_target_": "distdl.tasks.train"},
+    "model": {},
+}
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    """Makes another attempt of a run, and tunes it where the storage has these rates; returns the
+    attempt's config and launch.yaml."""
+    run = RunDirectory(tmp_path / "run")
+    run.create("seed: 1\n", {})
+
+    def attempted(rates=SLOW, config=ASKING, **launch):
+        launch = {"run_id": "e/r", "where": {}, "changes": {}, **launch}
+        attempt = run.begin_attempt(launch)
+        monkeypatch.setattr("distdl.worker.reading_order.measure", lambda node, ranks: rates)
+        environment = SimpleNamespace(rank=0, local_rank=0, local_world_size=1)
+        context = RankContext(attempt, attempt.launch(), None, environment, None)
+        made = performing.tune(OmegaConf.create(config), context)
+        attempt.end(JobState.FAILED)
+        return made, attempt.launch()
+
+    return attempted
+
+
+def test_what_was_chosen_is_frozen_into_the_run(tuned, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr("distdl.worker.reading_order.measure", lambda node, ranks: SLOW)
-    written = {}
-    environment = SimpleNamespace(rank=0, local_rank=0, local_world_size=1)
-    attempt = SimpleNamespace(write_launch=written.update)
-    context = SimpleNamespace(environment=environment, attempt=attempt, launch={"changes": {}})
-    data = {"_target_": "distdl.data.StoredImages", "root": "x", "order": "auto"}
-    task = {"_target_": "distdl.tasks.train"}
-    config = OmegaConf.create({"data": data, "task": task, "model": {}})
-    tuned = performing.tune(config, context)
-    assert (tuned.data.order, tuned.data.shuffle_window) == ("windows", 7)
-    assert written["changes"] == {"data.order": "windows", "data.shuffle_window": 7}
-    assert "at random 120 img/s" in written["order"][0]
+    config, launch = tuned()
+    assert (config.data.order, config.data.shuffle_window) == ("windows", 7)
+    assert launch["changes"] == {"data.order": "windows", "data.shuffle_window": 7}
+    assert launch["chosen"] == {"order": launch["changes"]}
+    assert "at random 120 img/s" in launch["order"][0]
     assert "this attempt and its resumes train with data.order=windows" in caplog.text
-    # A class of the user's may mean something else by it.
-    config.data._target_ = "mine.Data"
-    assert performing.tune(config, context).data.order == "auto"
+
+
+def test_a_class_of_the_users_may_mean_something_else_by_it(tuned):
+    data = {**ASKING["data"], "_target_": "mine.Data"}
+    config, launch = tuned(config={**ASKING, "data": data})
+    assert config.data.order == "auto"
+    assert "chosen" not in launch
+
+
+def test_later_attempts_keep_it_though_the_submitting_side_does_not_know_it(tuned, caplog):
+    """As for a job in a cloud: the next launch.yaml is written elsewhere."""
+    caplog.set_level("INFO")
+    first = tuned(EVENLY_SLOW)
+    for number in range(2):
+        caplog.clear()
+        config, launch = tuned(SLOW)
+        assert config.data == first[0].data
+        assert launch["changes"] == first[1]["changes"]
+        assert f"as attempt {number + 1} has chosen" in caplog.text
+    # One that asks for it in this attempt gets a new measurement.
+    config, _ = tuned(SLOW, changes={"data.order": "auto"})
+    assert config.data.order == "windows"
+
+
+STRANGE = [
+    {"order": {"data.order": "windows", "data._target_": "mine.Data"}},
+    {"order": {"data.order": "${oc.env:HOME}"}},
+    {"order": "windows"},
+    {"another": {"data.order": "windows"}},
+    "windows",
+]
+
+
+@pytest.mark.parametrize("chosen", STRANGE)
+def test_a_file_may_only_say_what_a_choice_can_set(tuned, chosen):
+    """Also that of a run that somebody else has made."""
+    tuned(config={**ASKING, "data": {}}, chosen=chosen)
+    config, _ = tuned(EVENLY_SLOW)
+    assert config.data == {**ASKING["data"], "order": "shuffled"}

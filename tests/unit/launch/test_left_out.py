@@ -129,6 +129,25 @@ def test_a_slow_host_stays_out_of_one_command(hosts: Path, tmp_path: Path) -> No
         attempted(fitted)
 
 
+def test_a_measured_batch_follows_the_hosts(hosts: Path, tmp_path: Path) -> None:
+    """What two of three hosts have chosen, for all three; what does not divide is chosen anew."""
+    plan = planned(tmp_path, 3)
+    keys = ("data.batch_size", "trainer.accumulate_grad_batches", "strategy.autotune")
+    attempted(plan)
+    hosts.write_text("node2\n", encoding="utf-8")
+    fitted = left_out.fit(plan, set(), retry=True)
+    attempt = attempted(fitted)
+    assert global_batch(fitted) == (18, 36)
+    for batch, accumulated, then in ((9, 2, (6, 36)), (2, 9, (12, 36))):
+        chosen = dict(zip(keys, (batch, accumulated, False), strict=True))
+        attempt.write_launch({**attempt.launch(), "chosen": {"autotune": chosen}})
+        whole = planning.with_choices(plan, attempt)
+        assert global_batch(whole) == then
+        assert (whole is plan) == (batch == 2)
+        if whole is not plan:
+            assert submitting.launch_record(whole)["changes"] == {**chosen, keys[0]: 6}
+
+
 ENDS = [
     ({}, None),
     ({"lost": "node2", "slow": {"host": "node3", "share": 0.2}}, "--exclude=node2,node3"),

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from distdl.config import compose
 from distdl.job import JobState
-from distdl.launch import start
+from distdl.launch import planning, start, submitting
 from distdl.runs import failures
 from distdl.runs.directory import RunDirectory
 from distdl.worker import failing
+from tests.conftest import TINY
 
 SIZE = {"num_nodes": 1, "devices": 2, "accelerator": "cpu", "device_ids": None}
 LAUNCH = {"run_id": "e/r", "where": {}, "resources": SIZE}
@@ -42,3 +44,30 @@ def test_the_command_to_type_after_a_failure(run, tmp_path, monkeypatch, capsys,
     assert shown == ["ended in the debugger"] == [failures.describe(newest.first_error())]
     start.print_next_command(*failure, [])
     assert not capsys.readouterr().out
+
+
+def test_the_next_start_keeps_what_the_last_one_has_measured(tmp_path, monkeypatch):
+    """Else `data.order=auto` could choose another order inside an epoch."""
+    monkeypatch.chdir(tmp_path)
+    words = ("launcher.max_attempts=2", "name=r", "model.compile=measured")
+    planned = planning.plan(compose.compose([*TINY, *words]))
+    chosen = {"model.compile": "default"}
+    states = iter([JobState.FAILED, JobState.FAILED, JobState.SUCCEEDED])
+    seen = []
+
+    def submit(fitted, command):
+        attempt = submitting.create_attempt(fitted, command, None)
+        seen.append(attempt.launch()["changes"])
+        if len(seen) == 1:
+            attempt.write_launch({**attempt.launch(), "chosen": {"compile": chosen}})
+        return attempt, SimpleNamespace(preempted_here=False)
+
+    def wait(job, attempt, planned):
+        state = next(states)
+        attempt.end(state)
+        return state
+
+    monkeypatch.setattr(submitting, "submit", submit)
+    monkeypatch.setattr(start, "wait_or_follow", wait)
+    assert start.start(planned, ["distdl"]) == 0
+    assert seen == [{}, chosen, chosen]
