@@ -14,7 +14,7 @@ from distdl.tools.compare.comparison import Comparison
 from distdl.tools.compare.facts import facts_of
 from distdl.tools.pages.writing import output_of
 from distdl.util.answers import Answer
-from distdl.util.screen import escaped
+from distdl.util.screen import escaped, say
 
 EPILOG = """\
 A RUN is a run's folder, a sweep's, or an address of either in a store (azure://, s3://). The others
@@ -56,14 +56,14 @@ def main(argv: Sequence[str]) -> Answer:
         comparison = Comparison([facts_of(run) for run in runs])
         checked = limits.check(comparison, wanted)
         for damaged in (text for run in comparison.runs for text in run.reported.damage):
-            print(escaped(f"warning: {damaged}"), file=sys.stderr)
+            say(escaped(f"warning: {damaged}"), to=sys.stderr)
         screen.show(comparison)
         if not options.no_page:
             page.write(output, comparison, checked, " ".join(["compare", *options.runs[:3]]))
-            print(f"page    {escaped(str(output))}")
+            say(f"page    {escaped(str(output))}")
         for each in checked:
             word = "ok" if each.passed else "FAILED"
-            print(escaped(f"{word:7} {each.name}: {each}"), file=sys.stderr)
+            say(escaped(f"{word:7} {each.name}: {each}"), to=sys.stderr)
         written = None if options.no_page else str(output)
         code = int(any(not each.passed for each in checked))
         return Answer(answer_of(comparison, checked, written), code)

@@ -17,6 +17,7 @@ from distdl.cli.arguments import Parser
 from distdl.runs import checkpoints
 from distdl.util.answers import Answer
 from distdl.util.errors import UserError
+from distdl.util.screen import say
 from distdl.util.suggest import closest
 
 WEIGHTS = "weights"
@@ -86,9 +87,9 @@ def main(argv: Sequence[str]) -> Answer:
         check_resumable(checkpoint, source, options.world_size)
         parts.write_checkpoint(checkpoint, source, target)
         compared = parts.compare_all(checkpoint, formats.read(target))
-    print(f"{source} -> {target.resolve()}")
+    say(f"{source} -> {target.resolve()}")
     for part, count in compared.items():
-        print(f"  equal: {part}{f', {count} tensors' if count else ''}")
+        say(f"  equal: {part}{f', {count} tensors' if count else ''}")
     if options.to != WEIGHTS:
         print_use(checkpoint, target, options.to, options.world_size)
     else:
@@ -102,10 +103,10 @@ def print_missing(checkpoint: Mapping[str, Any]) -> None:
     from distdl.checkpoint import convert as parts
 
     if parts.BEHIND_THE_AVERAGE in checkpoint:
-        print("  note: these are the averaged weights (EMA), which validations have seen")
+        say("  note: these are the averaged weights (EMA), which validations have seen")
     if settings := module_state.for_inference(checkpoint):
         names = module_state.changed(settings)
-        print(f"  note: weights lack settings that a callback changed: {names}")
+        say(f"  note: weights lack settings that a callback changed: {names}")
 
 
 def check_target(target: Path, to: str) -> None:
@@ -140,9 +141,9 @@ def print_use(checkpoint: Mapping[str, Any], target: Path, to: str, world_size: 
     from distdl.checkpoint import portable
 
     if not all(map(portable.is_named, checkpoint["optimizer_states"])):
-        print(
+        say(
             "  note: its optimizer state is keyed by position, as distdl 0.1 and Lightning write "
             "it: it fits a model with the same parameter groups"
         )
     size = f" trainer.devices={world_size}" if world_size else ""
-    print(f"  use: python -m distdl ... strategy={to}{size} checkpoint.resume_from={target}")
+    say(f"  use: python -m distdl ... strategy={to}{size} checkpoint.resume_from={target}")

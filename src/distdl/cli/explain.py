@@ -11,6 +11,7 @@ from distdl.util import table
 from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 from distdl.util.refusal_codes import CODES
+from distdl.util.screen import say
 from distdl.util.suggest import closest
 
 RUN = "outputs/default/x"
@@ -161,11 +162,11 @@ def main(argv: Sequence[str]) -> Answer:
         remedy = f"did you mean: python -m distdl explain {near}" if near else LIST
         raise UserError.at(code, "is not a code", remedy, code="wrong-choice")
     found = explained(code)
-    print(f"code     {found.code}: {found.meaning}")
-    print(f"example  {found.example}")
+    say(f"code     {found.code}: {found.meaning}")
+    say(f"example  {found.example}")
     if found.where:
-        print(f"where    {found.where}")
-    print(f"remedy   {found.remedy}")
+        say(f"where    {found.where}")
+    say(f"remedy   {found.remedy}")
     return Answer(ExplainedCodes([found]))
 
 

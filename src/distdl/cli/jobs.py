@@ -19,6 +19,7 @@ from distdl.util import table
 from distdl.util.answering import refuse_silent
 from distdl.util.answers import Answer
 from distdl.util.errors import Damaged, UserError
+from distdl.util.screen import say
 from distdl.util.tail import plain, tail
 
 VERBS = {
@@ -132,7 +133,7 @@ def status(targets: Sequence[Target]) -> Answer:
         known = answers.state_of(job, attempt, report.state, report.why)
         unknown |= report.state is JobState.UNKNOWN
         found.append(known)
-        print(*job_status.lines(known, attempt), sep="\n", flush=True)
+        say("\n".join(job_status.lines(known, attempt)))
         try:
             if attempt is not None:
                 RunDirectory(attempt.path.parents[1]).check_config()
@@ -148,7 +149,7 @@ def cancel(targets: Sequence[Target]) -> Answer:
     for job, _, report in jobs.answered(targets):
         if report.state.ended:
             done[job.handle] = f"{report.state.lower()} already"
-            print(f"{job.handle}: {done[job.handle]}", flush=True)
+            say(f"{job.handle}: {done[job.handle]}")
             continue
         try:
             if not report.reached:
@@ -160,7 +161,7 @@ def cancel(targets: Sequence[Target]) -> Answer:
             errors.append(error)
             continue
         done[job.handle] = "asked to end"
-        print(f"{job.handle}: asked to end; its checkpoint is being written", flush=True)
+        say(f"{job.handle}: asked to end; its checkpoint is being written")
     raise_all(errors)
     return Answer(answers.Asked(done))
 
@@ -181,7 +182,7 @@ def show_logs(job: JobBase, attempt: Attempt | None, follow: bool) -> Answer:
         if log is None or not log.exists():
             raise
         why = report.why if report else job.why
-        print(f"{plain(why) or f'{job.handle} is gone'}; {shown(log)}:")
+        say(f"{plain(why) or f'{job.handle} is gone'}; {shown(log)}:")
         for line in tail(log, lambda: False):
             show_line(line)
     return Answer(answers.Log(job.handle), job.state().exit_code if follow else 0)
@@ -194,7 +195,7 @@ def wait(targets: Sequence[Target]) -> Answer:
     def ended_as(job: JobBase, attempt: Attempt | None) -> str:
         job.wait()
         state = jobs.state(attempt, job) if attempt else job.state()
-        print(f"{state}  {job.handle}", flush=True)
+        say(f"{state}  {job.handle}")
         codes.append(state.exit_code)
         return str(state)
 
@@ -211,17 +212,17 @@ def ended(job: JobBase, attempt: Attempt | None) -> str:
         )
     state = one_attempt.declare_ended(attempt, job)
     path = shown(attempt.path.parents[1])
-    print(f"{path}: attempt {attempt.number} is recorded as ended ({state.lower()})", flush=True)
+    say(f"{path}: attempt {attempt.number} is recorded as ended ({state.lower()})")
     return str(state)
 
 
 def fetch(job: JobBase, attempt: Attempt | None, to: Path | None) -> str:
     if not job.is_remote:
-        print(f"{job.handle}: its files are here already")
+        say(f"{job.handle}: its files are here already")
         return shown(attempt.path.parents[1]) if attempt else ""
     target = to or (attempt.path.parents[1] if attempt else Path.cwd())
     job.fetch(target)
-    print(f"{job.handle}: fetched into {shown(target)}")
+    say(f"{job.handle}: fetched into {shown(target)}")
     return shown(target)
 
 
@@ -234,7 +235,7 @@ def list_runs(folder: Path) -> Answer:
             print_rows([job_status.row(run) for run in runs])
         found += runs
     for note in notes:
-        print(f"note: {plain(note)}", file=sys.stderr)
+        say(f"note: {plain(note)}", to=sys.stderr)
     return Answer(answers.RunStates(found, [*notes]))
 
 

@@ -22,6 +22,7 @@ from distdl.ranks import process_exit, stopping
 from distdl.util import lightning_names
 from distdl.util.answers import Answer
 from distdl.util.errors import Problem, UserError
+from distdl.util.screen import say
 
 if TYPE_CHECKING:
     from distdl.config.compose import Composed
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return answered.exit_code if isinstance(answered, Answer) else answered
     except (UserError, KeyboardInterrupt) as error:
         ending = ending_of(error)
-        print(ending.text, file=sys.stderr)
+        say(ending.text, to=sys.stderr)
         return ending.exit_code
     except BrokenPipeError:  # `distdl --help | head`: the reader has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -108,12 +109,12 @@ def run(
 
         chosen = any(word.startswith("launcher=") for word in options.overrides)
         if chosen:
-            print(texts.of_launcher(options.overrides, options.config_dir))
+            say(texts.of_launcher(options.overrides, options.config_dir))
         else:
-            print(texts.text(COMMANDS))
+            say(texts.text(COMMANDS))
         return 0
     if options.version:
-        print(f"distdl {__version__}")
+        say(f"distdl {__version__}")
         return 0
     if len(first) < len(options.overrides):  # some stand behind an option
         words.check(options.overrides, COMMANDS)

@@ -23,6 +23,7 @@ from distdl.tools.prepare.source import KINDS
 from distdl.tools.prepare.writers import FORMATS
 from distdl.util.answers import Answer
 from distdl.util.errors import UserError
+from distdl.util.screen import say
 from distdl.util.suggest import closest
 
 COMMAND = "python -m distdl prepare"
@@ -56,7 +57,7 @@ def kind_of(argv: list[str]) -> tuple[ModuleType, list[str]]:
     shown = [f"{COMMAND} {name:9} {text}" for name, (_, text) in KINDS.items()]
     name = argv[0] if argv else ""
     if name in ("-h", "--help"):
-        print("\n".join((f"{__doc__}", *shown, "", f"options: {COMMAND} imagenet --help")))
+        say("\n".join((f"{__doc__}", *shown, "", f"options: {COMMAND} imagenet --help")))
         raise SystemExit(0)
     if name[:1] in ("", "-"):
         raise UserError.at(

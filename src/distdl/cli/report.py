@@ -9,6 +9,7 @@ from distdl.cli.arguments import Parser
 from distdl.tools.report import page
 from distdl.tools.report.page import WrittenPage
 from distdl.util.answers import Answer
+from distdl.util.screen import say
 from distdl.util.tail import plain
 
 
@@ -20,6 +21,6 @@ def main(argv: Sequence[str]) -> Answer:
     options = parser.parse_args(argv)
     output, damage = page.write(options.run, options.output)
     for damaged in damage:
-        print(f"warning: {plain(damaged)}", file=sys.stderr)
-    print(output)
+        say(f"warning: {plain(damaged)}", to=sys.stderr)
+    say(str(output))
     return Answer(WrittenPage(str(output), damage))

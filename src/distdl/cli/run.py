@@ -15,13 +15,14 @@ from distdl.cli import main as command_line
 from distdl.config import programs
 from distdl.util.answers import Answer
 from distdl.util.errors import UserError
+from distdl.util.screen import say
 
 
 def main(argv: Sequence[str]) -> Answer | int:
     """Starts the program, and returns the exit code of its run."""
     words, command = programs.split(argv)
     if {"-h", "--help"} & {*words}:
-        print(f"{__doc__}\nusage: {programs.USAGE}")
+        say(f"{__doc__}\nusage: {programs.USAGE}")
         return 0
     if not command:
         _refuse_loose(words)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from distdl.cli.arguments import Parser
 from distdl.util.answers import Answer
 from distdl.util.errors import Problem, UserError
+from distdl.util.screen import say
 
 EPILOG = """\
 Every size is a run of its own in one folder, with any launcher. Started again, the command measures
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> Answer:
 
     counts = scaling_runs.sizes(devices, nodes)
     if (1, 1) not in counts:
-        print("note    one device is measured as well, for comparison")
+        say("note    one device is measured as well, for comparison")
         counts.insert(0, (1, 1))
     members = scaling_runs.members(options.overrides, options.strategy or ["ddp"], counts, modes)
     rented = results.rented_of(options.vm, options.spot, members[0].config.launcher)

@@ -20,6 +20,7 @@ from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory, read_json, shown
 from distdl.util.answers import Answer, emit
 from distdl.util.errors import UserError
+from distdl.util.screen import say
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,13 +72,13 @@ def main(argv: Sequence[str]) -> Answer:
         photo = next(photos, "photo.jpg")
 
         def ready(url: str, scorer: Scorer) -> None:
-            print(f"model   {shown(folder)}  ({len(scorer.classes)} classes)")
-            print(f"serve   {url}  (POST /score, GET /health)")
+            say(f"model   {shown(folder)}  ({len(scorer.classes)} classes)")
+            say(f"serve   {url}  (POST /score, GET /health)")
             token = f' -H "Authorization: Bearer ${TOKEN}"' if settings.token else ""
             kind = "Content-Type: application/octet-stream"
             body = shlex.quote(f"@{photo}")
-            print(f'try     curl -H "{kind}"{token} --data-binary {body} {url}/score')
-            print("stop    Ctrl-C", flush=True)
+            say(f'try     curl -H "{kind}"{token} --data-binary {body} {url}/score')
+            say("stop    Ctrl-C")
             emit("ready", url=url, model=shown(folder), classes=len(scorer.classes))
 
         counts = server.run(load, settings, ready)
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> Answer:
         raise UserError(*problems(error, values, known)) from None
     except ValueError as error:
         raise UserError.at("", str(error), code="unreadable") from None
-    print(f"done    {counts['requests']} answered  {counts['rejected']} refused")
+    say(f"done    {counts['requests']} answered  {counts['rejected']} refused")
     return Answer(Served(shown(folder), counts["requests"], counts["rejected"]))
 
 
@@ -114,7 +115,7 @@ def model(source: Path) -> Path:
         from distdl.cli import export
 
         command = f"python -m distdl export {shlex.quote(shown(run.path))} --to {format}"
-        print(f"export  {command}", flush=True)
+        say(f"export  {command}")
         with stopping.raise_on_signal():
             export.main([str(source), "--to", format])
     return export_of(run.path, checkpoint, format)

@@ -18,6 +18,7 @@ import yaml
 
 from distdl.config.own_code import in_a_run
 from distdl.util.errors import Problem, UserError
+from distdl.util.screen import say
 
 VARIABLE = "DISTDL_CONF"
 # The directories of --config-dir: their options come after distdl's and cannot shadow them.
@@ -163,7 +164,7 @@ def _entry(written: object) -> str:
 
 def print_shadowed() -> None:
     for option in shadowed():  # the documentation describes distdl's own option
-        print(f"note: {folder()}/{option}.yaml replaces distdl's own", file=sys.stderr)
+        say(f"note: {folder()}/{option}.yaml replaces distdl's own", to=sys.stderr)
 
 
 def register(config_dirs: Sequence[str] = ()) -> None:

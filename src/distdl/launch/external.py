@@ -21,6 +21,7 @@ from distdl.ranks import environment as environments
 from distdl.ranks import scratch
 from distdl.util.errors import UserError
 from distdl.util.exit_codes import EXIT_REFUSED
+from distdl.util.screen import say
 
 TARGET = "distdl.launchers.external.ExternalLauncher"
 # Rank 0's messages to the others, besides "<attempt> <run directory>".
@@ -103,10 +104,10 @@ def refuse_program(config: DictConfig) -> None:
 def _create(planned: Plan) -> str:
     """Creates the run and its attempt on rank 0; returns the message for the other ranks."""
     if planned.config.dry_run:
-        print(dry_run.render(planned))
+        say(dry_run.render(planned))
         return NOTHING_TO_DO
     if planned.finished:
-        print(start.how_to_train_longer(planned))
+        say(start.how_to_train_longer(planned))
         return NOTHING_TO_DO
     scratch.refuse(planned.config.get("data"), planned.resources.devices)
     submitting.move_failed_run(planned)

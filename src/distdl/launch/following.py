@@ -13,6 +13,7 @@ from distdl.ranks import stopping
 from distdl.runs.directory import Attempt, shown
 from distdl.util.answers import emit
 from distdl.util.errors import UserError
+from distdl.util.screen import say
 from distdl.util.tail import plain
 
 
@@ -27,21 +28,21 @@ def follow(job: JobBase, attempt: Attempt) -> JobState | None:
                 job.wait()
                 return jobs.state(attempt, job)
             except UserError as error:  # the platform cannot be reached; the job continues
-                print(f"distdl: {error}", file=sys.stderr)
+                say(f"distdl: {error}", to=sys.stderr)
                 print_left(job, attempt)
                 return JobState.UNKNOWN
             except KeyboardInterrupt:
                 if not asks_to_cancel(job):
                     print_left(job, attempt)
                     return None
-                print(f"cancelling {job.handle} ...", flush=True)
+                say(f"cancelling {job.handle} ...")
                 job.cancel()
 
 
 def show_line(line: str) -> None:
     """Prints a line of a log."""
     text = plain(line)
-    print(text, flush=True)
+    say(text)
     emit("line", text=text)
 
 
@@ -58,9 +59,9 @@ def asks_to_cancel(job: JobBase) -> bool:
 
 def print_left(job: JobBase, attempt: Attempt) -> None:
     run = shown(attempt.path.parents[1])
-    print(f"left running: {job.handle}")
-    print(f"watch   python -m distdl jobs logs --follow {run}")
-    print(f"cancel  python -m distdl jobs cancel {run}", flush=True)
+    say(f"left running: {job.handle}")
+    say(f"watch   python -m distdl jobs logs --follow {run}")
+    say(f"cancel  python -m distdl jobs cancel {run}")
 
 
 @contextmanager

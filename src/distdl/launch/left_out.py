@@ -21,6 +21,7 @@ from distdl.launch.planning import Plan
 from distdl.runs.directory import Attempt
 from distdl.util.errors import UserError
 from distdl.util.hosts import short
+from distdl.util.screen import say
 
 HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:-]{0,254}")
 LOOK_S = 30.0  # between two looks at lost hosts; twice as long for each time that some were lost
@@ -75,7 +76,7 @@ def _look(
         answers = more > fitted.resources.num_nodes
         if answers and answered and not ended.is_set():
             back.set()
-            print(f"{more} hosts answer: saving, to go on with them", file=sys.stderr)
+            say(f"{more} hosts answer: saving, to go on with them", to=sys.stderr)
             job.cancel()
             return
         answered = answers

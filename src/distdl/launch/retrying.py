@@ -15,6 +15,7 @@ from distdl.incident.incident import Incident
 from distdl.job import JobState
 from distdl.runs.checkpoints import CheckpointStore, age
 from distdl.runs.directory import Attempt, RunDirectory, shown
+from distdl.util.screen import say
 from distdl.util.tail import plain
 
 # Pauses before a start; the first start after progress has none.
@@ -74,7 +75,7 @@ class Retries:
             after = f" in {pause:.0f} s" if pause else ""
             text = f"{state.lower()}: starting again{after} ({self.left} more)"
             more = f"; {DISK_FULL}: free space until then, {shown(self.run.path)}" if full else ""
-            print(text + more, file=sys.stderr)
+            say(text + more, to=sys.stderr)
             time.sleep(pause)
             if not full or has_room(self.run.path):
                 return True
@@ -120,7 +121,7 @@ def not_again(attempt: Attempt, reason: str) -> None:
     with suppress(OSError):  # a full disk
         attempt.update(not_restarted=why)
     incident.write(attempt)
-    print(why, file=sys.stderr)
+    say(why, to=sys.stderr)
 
 
 def has_room(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from distdl.runs.failures import describe
 from distdl.util.answers import Answer
 from distdl.util.exit_codes import EXIT_REFUSED
 from distdl.util.redact import redact_command
-from distdl.util.screen import escaped
+from distdl.util.screen import escaped, say
 
 
 def answer(planned: Plan, command: Sequence[str]) -> Answer:
@@ -32,7 +32,7 @@ def answer(planned: Plan, command: Sequence[str]) -> Answer:
 def start(planned: Plan, command: Sequence[str]) -> int:
     """Writes the run, starts it, waits for it, and returns the exit code."""
     if planned.finished:
-        print(how_to_train_longer(planned))
+        say(how_to_train_longer(planned))
         return 0
     submitting.move_failed_run(planned)
     retries = Retries(planned.run, int(planned.config.launcher.get("max_attempts") or 0))
@@ -76,26 +76,26 @@ def print_next_command(
         return
     again = shlex.join(["python", "-m", "distdl", *redact_command(command[1:])])
     if state is JobState.FAILED and never_trained(planned.run):
-        print(f"failed before its first checkpoint. Fix the error, then start again:\n  {again}")
+        say(f"failed before its first checkpoint. Fix the error, then start again:\n  {again}")
         return
     if not configs.evaluates(planned.config):
         again = f"python -m distdl resume {shown(planned.run.path)}"
-    print(f"{state.lower()}. To resume:\n  {again}")
+    say(f"{state.lower()}. To resume:\n  {again}")
 
 
 def wait_or_follow(job: JobBase, attempt: Attempt, planned: Plan) -> JobState | None:
     """Waits for a job or follows it. None if it continues without this process."""
     if planned.launch.foreground:
         return job.wait()
-    print(f"submitted  {job.handle}")
+    say(f"submitted  {job.handle}")
     for note in planned.notes:
-        print(escaped(f"note       {note}"))
+        say(escaped(f"note       {note}"))
     if job.url:
-        print(f"watch      {job.url}")
+        say(f"watch      {job.url}")
     if not planned.config.follow:
         following.print_left(job, attempt)
         return None
-    print(flush=True)
+    say()
     return following.follow(job, attempt)
 
 
@@ -109,6 +109,6 @@ def report_failure(attempt: Attempt) -> None:
     """Prints which rank failed first, and why; the others usually fail because of it."""
     incident.await_monitors(attempt)
     if report := incident.write(attempt):
-        print(incident.head(report, command=False), file=sys.stderr)
+        say(incident.head(report, command=False), to=sys.stderr)
     elif (first := attempt.first_error()) and first["rank"] != 0:  # refused
-        print(f"rank {first['rank']} failed first: {describe(first)}", file=sys.stderr)
+        say(f"rank {first['rank']} failed first: {describe(first)}", to=sys.stderr)

@@ -25,7 +25,7 @@ from distdl.runs.directory import Attempt, shown
 from distdl.runs.snapshot import Snapshot
 from distdl.util.errors import UserError
 from distdl.util.redact import redact
-from distdl.util.screen import escaped
+from distdl.util.screen import escaped, say
 
 
 def move_failed_run(planned: Plan) -> None:
@@ -53,7 +53,7 @@ def submit_sweep(planned: Sequence[Plan], command: Sequence[str]) -> None:
         if same_launcher(planned):
             submitted = _submit(planned, command, sweep=True)
         for attempt, job in submitted or (submit(each, command) for each in planned):
-            print(f"submitted  {job.handle}  {shown(attempt.path.parents[1])}", flush=True)
+            say(f"submitted  {job.handle}  {shown(attempt.path.parents[1])}")
 
 
 def _submit(
@@ -73,7 +73,7 @@ def _submit(
     launcher.reach(request)
     attempts = [create_attempt(each, command, code) for each in planned]
     for line in code.lines_left_out() if code else ():
-        print(escaped(f"left out   {line}"), file=sys.stderr, flush=True)
+        say(escaped(f"left out   {line}"), to=sys.stderr)
     if attempts != expected:  # another start took the expected number in between, and has ended
         request = request_for(launcher, specs_of(planned, attempts), sweep)
     with ExitStack() as stack:
@@ -143,7 +143,7 @@ def begin_attempt(planned: Plan, command: Sequence[str]) -> Attempt:
         record = provenance.collect(command, root, planned.overrides, planned.swept)
         if unknown := record["git"].get("error"):
             note = escaped(f"note       no commit is recorded: {unknown}")
-            print(note, file=sys.stderr, flush=True)
+            say(note, to=sys.stderr)
         if planned.inputs:
             record[inputs.RECORD] = {each.key: each.record() for each in planned.inputs}
         planned.run.create(recipe, record)
@@ -190,9 +190,9 @@ def refusal_recorded(attempt: Attempt) -> Iterator[None]:
             state = stopping.state_after_exit(-stopping.signal_number(error))
         attempt.end(state, error=f"not submitted: {redact(str(error))}")
         run = shown(attempt.path.parents[1])
-        print(
+        say(
             f"{run} is kept. Once the problem is fixed:\n  python -m distdl resume {run}",
-            file=sys.stderr,
+            to=sys.stderr,
         )
         raise
 

@@ -32,6 +32,7 @@ from distdl.util.answers import Answer
 from distdl.util.errors import Problem, Unchecked, UserError
 from distdl.util.orphans import die_with_parent
 from distdl.util.redact import redact_command
+from distdl.util.screen import say
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -73,11 +74,11 @@ def main(
     planned = map_all(chosen_and_plan, members, Unchecked, named)
     check = functools.partial(planning.check_classes, apart=True)
     map_all(lambda member: check(member[1]), planned, UserError, lambda member: member[0])
-    print(f"sweep of {len(planned)} runs over {', '.join(swept) or 'nothing'}")
+    say(f"sweep of {len(planned)} runs over {', '.join(swept) or 'nothing'}")
     if planned[0][1].config.dry_run:
         names, plans = zip(*planned, strict=True)
         text = dry_run.render_sweep(plans, names)
-        print(text)
+        say(text)
         return Answer(ShownRequest([shown(each.run.path) for each in plans], text))
     if planned[0][1].launch.in_turn:
         return _run_all(planned, show)
@@ -129,9 +130,9 @@ def _run_all(planned: Sequence[PlannedMember], show: Show) -> Answer:
             state = last.state() if last else JobState.PENDING
             title = f"[{number}/{len(planned)}] {chosen}"
             if state is JobState.SUCCEEDED:
-                print(f"{title}: succeeded before, skipped", flush=True)
+                say(f"{title}: succeeded before, skipped")
             elif runner.state is None:
-                print(f"\n{title}", flush=True)
+                say(f"\n{title}")
                 each.launch = each.launch.followed()
                 state = run_one(each, runner)
                 if state in (JobState.PREEMPTED, JobState.CANCELLED) or not state.ended:
@@ -139,7 +140,7 @@ def _run_all(planned: Sequence[PlannedMember], show: Show) -> Answer:
             results.append((chosen, each, state))
     show(results)
     if runner.state is not None:
-        print(f"{runner.state.lower()}. To resume:\n  {_again()}", flush=True)
+        say(f"{runner.state.lower()}. To resume:\n  {_again()}")
         return _answer(results, runner.state.exit_code)
     _print_next(results)
     return _answer(results, int(any(state is not JobState.SUCCEEDED for _, _, state in results)))
@@ -187,7 +188,7 @@ def _submit_all(planned: Sequence[PlannedMember], show: Show) -> Answer:
     due = []
     for (chosen, each), state in zip(planned, _states_of(planned), strict=True):
         if state in (JobState.SUCCEEDED, JobState.PENDING, JobState.RUNNING):
-            print(f"{chosen}: {state.lower()}, skipped")
+            say(f"{chosen}: {state.lower()}, skipped")
         else:
             due.append(each)
     if due:
@@ -201,8 +202,8 @@ def _submit_all(planned: Sequence[PlannedMember], show: Show) -> Answer:
         return _answer(results, 0)
     print_table(results)
     folder = shown(planned[0][1].run.path.parent)
-    print(f"watch   python -m distdl jobs list {folder}")
-    print(f"cancel  python -m distdl jobs cancel {folder}")
+    say(f"watch   python -m distdl jobs list {folder}")
+    say(f"cancel  python -m distdl jobs cancel {folder}")
     return _answer(results, 0)
 
 
@@ -240,7 +241,7 @@ def start_here(planned: Plan, command: list[str], parent: int) -> None:
     except stopping.Ended as ended:  # before an attempt existed that could record the end
         sys.exit(ended.state.exit_code)
     except UserError as error:  # for example, this member is running already
-        print(f"distdl: {error}", file=sys.stderr)
+        say(f"distdl: {error}", to=sys.stderr)
         sys.exit(error.exit_code)
 
 
@@ -277,8 +278,8 @@ def _print_next(results: Sequence[Ended]) -> None:
     succeeded = [each for _, each, state in results if state is JobState.SUCCEEDED]
     failed = [each for _, each, state in results if state is not JobState.SUCCEEDED]
     if failed:
-        print(f"failed  python -m distdl jobs status {shlex.quote(shown(failed[0].run.path))}")
-        print(f"again   {_again()}")
+        say(f"failed  python -m distdl jobs status {shlex.quote(shown(failed[0].run.path))}")
+        say(f"again   {_again()}")
     best = best_of(results)
     of_programs = any(programs.is_program(each.config) for each in succeeded)
     if best is None and len(succeeded) > 1 and not of_programs:
@@ -289,22 +290,22 @@ def _print_next(results: Sequence[Ended]) -> None:
             lacks = f"the runs are judged by different metrics ({', '.join(metrics)})"
         elif judged[0].monitor is None:
             lacks = "no metric is chosen"
-        print(f"best    unknown, as {lacks}: checkpoint.monitor=NAME checkpoint.mode=min|max")
+        say(f"best    unknown, as {lacks}: checkpoint.monitor=NAME checkpoint.mode=min|max")
     chosen = succeeded[:1]
     if best is not None:
         text, each, _ = results[best]
         score = score_of(each)
-        print(f"best    {text}: {score.judged.monitor} {score.value:.4g}")
+        say(f"best    {text}: {score.judged.monitor} {score.value:.4g}")
         chosen = [each]
     for each in chosen:
         folder = shlex.quote(shown(each.run.path))
-        print(f"next    python -m distdl report {folder}")
+        say(f"next    python -m distdl report {folder}")
         if len(results) > 1:
             every = shlex.quote(shown(each.run.path.parent))
-            print(f"        python -m distdl compare {every}")
+            say(f"        python -m distdl compare {every}")
         if any(each.run.checkpoints.glob("*.ckpt")) and not configs.not_exportable(each.config):
             format = configs.export_formats(each.config).formats[0]
-            print(f"        python -m distdl export {folder} --to {format}")
+            say(f"        python -m distdl export {folder} --to {format}")
     print(end="", flush=True)
 
 

@@ -36,6 +36,7 @@ from distdl.stores import is_remote
 from distdl.util.exit_codes import EXIT_HUNG, EXIT_PREEMPTED
 from distdl.util.processes import start_time
 from distdl.util.redact import redact
+from distdl.util.screen import say
 
 log = logging.getLogger(__name__)
 
@@ -200,12 +201,12 @@ def _record_ranks(rank: ProgramRank, told: Sequence[Mapping[str, Any]]) -> None:
 def _print_start(program: Program, rank: ProgramRank, place: Environment) -> None:
     size = rank.resources
     per = "" if program.per == "rank" else ", a program per node"
-    print(f"run     {shown(rank.run.path)}  (attempt {rank.attempt.number})")
-    print(f"on      {size.num_nodes} x {size.devices} {size.accelerator}{per}")
-    print(f"program {redact(shlex.join(program.command))}")
+    say(f"run     {shown(rank.run.path)}  (attempt {rank.attempt.number})")
+    say(f"on      {size.num_nodes} x {size.devices} {size.accelerator}{per}")
+    say(f"program {redact(shlex.join(program.command))}")
     for note in rank.launch.get("notes") or []:
-        print(f"note    {note}")
-    print(flush=True)
+        say(f"note    {note}")
+    say()
 
 
 def _execute(

@@ -23,6 +23,7 @@ from distdl.tasks.evaluate import checkpoint_of
 from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import Positive
 from distdl.util.safe_paths import odd
+from distdl.util.screen import say
 from distdl.worker.build import Built
 from distdl.worker.initial_state import start
 from distdl.worker.task import Metrics, Task
@@ -108,8 +109,8 @@ class Predict(Task[Built]):
                 further = collector.kept.finish(rows.folder, rows.read, rows.columns)
                 rows.finish()
                 for name in further:
-                    print(f"rows    {shown(rows.folder / name)}")
-            print(f"rows    {shown(rows.folder)}: {samples:,} of {collector.total:,}")
+                    say(f"rows    {shown(rows.folder / name)}")
+            say(f"rows    {shown(rows.folder)}: {samples:,} of {collector.total:,}")
         metrics = {"predict/samples": float(samples)}
         counts = process_group.broadcast(rows.record["counts"])
         return metrics | collector.kept.metrics(counts, samples)

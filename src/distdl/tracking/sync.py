@@ -19,6 +19,7 @@ from distdl.tracking.outbox import Outbox, is_local, redact
 from distdl.tracking.refusals import OTHER, described, refusal
 from distdl.util.answers import Answer
 from distdl.util.errors import UserError
+from distdl.util.screen import say
 
 if TYPE_CHECKING:
     from distdl.tracking.delivery import Delivery
@@ -59,34 +60,34 @@ def sync(run: Path, experiment: str | None = None, confirmed: str | None = None)
         for node in {0, *journals(outbox.run_dir)}:
             lock = outbox.run_dir / "tracking" / f"mlflow-node{node}.lock"
             if not locks.enter_context(exclusive(lock)):
-                print("The run is still active and sends its metrics itself.")
+                say("The run is still active and sends its metrics itself.")
                 return Answer(SentMetrics(redact(uri), 0, sender.pending(), active=True))
         outbox.load()  # the run may have ended before the lock was acquired
         if experiment not in (None, outbox.state.experiment):
             outbox.state.experiment = str(experiment)
             outbox.state.run_id = None
             outbox.save()
-        print(f"Sending to {redact(uri)} ...", flush=True)
+        say(f"Sending to {redact(uri)} ...")
         try:
             with _bar(sender.pending()) as progress:
                 _send(sender, progress)
         except Exception as error:  # of MLflow, its database or its HTTP client
             stays = f"{sender.pending()} points stay in {outbox.run_dir}."
             if refused := refusal(error, uri):
-                print(f"MLflow at {redact(uri)} {refused.what}.", file=sys.stderr)
-                print(f"{stays} To send them: {refused.remedy}", file=sys.stderr)
+                say(f"MLflow at {redact(uri)} {refused.what}.", to=sys.stderr)
+                say(f"{stays} To send them: {refused.remedy}", to=sys.stderr)
                 again = f"python -m distdl track sync {shlex.quote(shown(run))}"
                 other = " --experiment <other>" if refused.remedy.endswith(OTHER) else ""
-                print(f"Then: {again}{other and f', or now: {again}{other}'}", file=sys.stderr)
+                say(f"Then: {again}{other and f', or now: {again}{other}'}", to=sys.stderr)
                 return Answer(SentMetrics(redact(uri), sender.delivered, sender.pending()), 1)
             name, later = "server", "the server is back"
             if is_local(uri):
                 name, later = "database", "it can be used again"
-            print(f"The {name} fails: {described(error, uri)}", file=sys.stderr)
-            print(f"{stays} Repeat the command when {later}.", file=sys.stderr)
+            say(f"The {name} fails: {described(error, uri)}", to=sys.stderr)
+            say(f"{stays} Repeat the command when {later}.", to=sys.stderr)
             return Answer(SentMetrics(redact(uri), sender.delivered, sender.pending()), 1)
-    print(f"{sender.delivered} points sent." if sender.delivered else "Nothing was left to send.")
-    print("To see it: " + "\n           ".join(how_to_open(uri, outbox)))
+    say(f"{sender.delivered} points sent." if sender.delivered else "Nothing was left to send.")
+    say("To see it: " + "\n           ".join(how_to_open(uri, outbox)))
     return Answer(SentMetrics(redact(uri), sender.delivered, sender.pending()))
 
 

@@ -6,25 +6,13 @@ the columns gets one line per cell, with the column's name before it.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
-from distdl.util.screen import escaped
+from distdl.util.screen import cells_of, escaped, fitted, terminal_width
 
 Row = Sequence[str]
 
 GAP = "  "
-
-
-def terminal_width() -> int | None:
-    """The characters of a line of the terminal that stdout is; None if it is a file or a pipe."""
-    if not sys.stdout.isatty():
-        return None
-    given = os.environ.get("COLUMNS", "")
-    if given.isdigit() and int(given) > 0:
-        return int(given)
-    return os.get_terminal_size(sys.stdout.fileno()).columns or None
 
 
 def show(columns: Row, rows: Sequence[Row], *, numbers: bool = False, indent: int = 0) -> None:
@@ -56,7 +44,7 @@ def text(
     margin = " " * indent
     if width is not None and needed > width:
         blocks = (_block(lines[0], line, margin) for line in lines[1:])
-        return "\n".join(blocks)
+        return fitted("\n".join(blocks), width)
     return "".join(f"{margin}{_aligned(line, widths, numbers)}".rstrip() + "\n" for line in lines)
 
 
@@ -67,15 +55,6 @@ def markdown(columns: Row, rows: Sequence[Row]) -> str:
     lines.insert(1, ["-" * width for width in widths])
     joined = (" | ".join(map(_padded, line, widths)) for line in lines)
     return "".join(f"| {line} |\n" for line in joined)
-
-
-def cells_of(cell: str) -> int:
-    """How many places a text takes in a terminal; a Chinese character takes two."""
-    if cell.isascii():
-        return len(cell)
-    from rich.cells import cell_len
-
-    return cell_len(cell)
 
 
 def _printable(row: Row) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TextIO
 from distdl.runs.directory import Attempt
 from distdl.util.imports import ignore_warnings_for_authors, log_early
 from distdl.util.redact import RedactingFilter
+from distdl.util.screen import fitted, terminal_width
 
 QUIET = ("urllib3",)  # logs each retry; its callers report the outcome
 HANDLER = "distdl"  # the name of our log handlers
@@ -27,6 +28,9 @@ class ScreenHandler(logging.StreamHandler[TextIO]):
     @stream.setter
     def stream(self, value: TextIO) -> None:
         pass
+
+    def format(self, record: logging.LogRecord) -> str:
+        return fitted(super().format(record), terminal_width(sys.stderr))
 
 
 def start_logging(attempt: Attempt, rank: int) -> None:

@@ -19,6 +19,7 @@ from distdl.optim import optimizers
 from distdl.ranks.environment import Environment
 from distdl.runs.directory import Attempt, shown
 from distdl.tracking import RunInfo
+from distdl.util.screen import say
 from distdl.util.wording import first_few
 from distdl.worker.build import Built
 
@@ -31,13 +32,13 @@ def for_rank(info: RunInfo, environment: Environment) -> RunInfo:
 def print_start(built: Built, size: Resources, launch: dict[str, Any]) -> None:
     """Prints run, devices and checkpoint; `print_batch` prints the rest once loaders are known."""
     last = built.run.last_attempt()
-    print(f"run     {shown(built.run.path)}  (attempt {last.number if last else 0})")
-    print(f"on      {size.num_nodes} x {size.devices} {size.accelerator}")
+    say(f"run     {shown(built.run.path)}  (attempt {last.number if last else 0})")
+    say(f"on      {size.num_nodes} x {size.devices} {size.accelerator}")
     for note in launch.get("notes") or []:
-        print(f"note    {note}")
+        say(f"note    {note}")
     if built.checkpoint and task_facts.of(built.config).trains:
-        print(f"resume  {shown(Path(built.checkpoint))}")
-    print(flush=True)
+        say(f"resume  {shown(Path(built.checkpoint))}")
+    say()
 
 
 def print_batch(
@@ -52,9 +53,9 @@ def print_batch(
     record: dict[str, Any] = {"parameters": counts}
     total, trainable = counts["total"], counts["trainable"]
     all_of = "all" if total == trainable else f"{trainable:,}"
-    print(f"model   {total:,} parameters, {all_of} trainable")
+    say(f"model   {total:,} parameters, {all_of} trainable")
     if blocks := recompute.blocks_in(built.module):
-        print(f"memory  {len(blocks)} blocks recompute: {first_few(blocks)}")
+        say(f"memory  {len(blocks)} blocks recompute: {first_few(blocks)}")
     config = built.config
     position = built.checkpointer.position
     declared, shares, _ = batches.factors(config, size)
@@ -63,16 +64,16 @@ def print_batch(
         rows = position.samples // shares
         record["loaders"] = dataclasses.asdict(batches.Loaders(rows, declared, shares))
         other = f" (data.batch_size is {declared})" if declared not in (None, rows) else ""
-        print(f"batch   {batches.product(rows, config, size)}{other}")
+        say(f"batch   {batches.product(rows, config, size)}{other}")
     elif declared is not None:
-        print(f"batch   {batches.describe(config, size)}")
+        say(f"batch   {batches.describe(config, size)}")
     if config.get("optimizer") and global_batch and not built.own_optimizer:
-        print(f"rate    {optimizers.describe_lr(plain(config.optimizer), global_batch)}")
+        say(f"rate    {optimizers.describe_lr(plain(config.optimizer), global_batch)}")
     if built.own_optimizer:
-        print("rate    the model's own configure_optimizers")
+        say("rate    the model's own configure_optimizers")
     elif layers := optimizers.describe_groups(groups_of(built)):
-        print(f"layers  {layers}")
-    print(flush=True)
+        say(f"layers  {layers}")
+    say()
     digest = getattr(built.datamodule, "digest", None)  # distdl's data sets have one
     if isinstance(digest, str):
         record["data"] = digest
@@ -99,23 +100,23 @@ def print_end(
     """Prints the result, where it is, and what to type next."""
     minutes, seconds = divmod(int(time.time() - started), 60)
     values = {k: v for k, v in metrics.items() if not k.startswith(("perf/", "epoch"))}
-    print()
-    print("done    " + "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items())))
+    say()
+    say("done    " + "  ".join(f"{k} {v:.4g}" for k, v in sorted(values.items())))
     line = f"time    {minutes} min {seconds} s"
     if speed := metrics.get("perf/images_per_second"):
         line += f"  {speed:,.1f} {unit_of(built.data)} (median)"
     if "perf/data_wait" in metrics:
         line += f"  data_wait {100 * metrics['perf/data_wait']:.0f} %"
-    print(line)
+    say(line)
     path = shown(built.run.path)
-    print(f"run     {path}")
+    say(f"run     {path}")
     for line in opens:
-        print(f"watch   {line}")
-    print(f"next    python -m distdl report {path}", flush=True)
+        say(f"watch   {line}")
+    say(f"next    python -m distdl report {path}")
     # A benchmark and `trainer.fast_dev_run` leave no checkpoint to resume from.
     if task_facts.of(built.config).trains and any(built.run.checkpoints.glob("*.ckpt")):
-        print(f"        python -m distdl resume {path} {longer(built.config)}")
+        say(f"        python -m distdl resume {path} {longer(built.config)}")
         if not configs.not_exportable(built.config):
             format = configs.export_formats(built.config).formats[0]
-            print(f"        python -m distdl export {path} --to {format}")
-            print(f"        python -m distdl serve {path}", flush=True)
+            say(f"        python -m distdl export {path} --to {format}")
+            say(f"        python -m distdl serve {path}")

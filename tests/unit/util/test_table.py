@@ -51,7 +51,7 @@ def test_columns_and_numbers_are_aligned():
 
 
 def test_a_block_names_each_cell_and_skips_empty_ones():
-    shown = table.text(("", "state", "run"), [("lr=1", "failed", ""), ("b", "", "r")], width=10)
+    shown = table.text(("", "state", "run"), [("lr=1", "failed", ""), ("b", "", "r")], width=14)
     assert shown == "lr=1\nstate  failed\n\nb\nrun    r\n"
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
 
 from distdl.tools.compare.comparison import Comparison, SeedSpread
 from distdl.tools.compare.facts import ComparedRun
 from distdl.tools.pages import data
 from distdl.util import table
-from distdl.util.screen import escaped
+from distdl.util.screen import escaped, say
 from distdl.util.wording import plural
 
 MOST_METRICS = 3  # columns of the table; the page has all
@@ -18,7 +17,6 @@ BESIDE = 4  # runs whose values of one setting stand beside each other
 MOST_VALUES = 4  # of a setting, if there are more runs
 MOST_ROWS = 30  # of the differences
 INDENT = 8  # characters of a note's name
-MOST_NARROW = 40  # characters of a line of notes
 
 Row = tuple[str, ...]
 
@@ -26,24 +24,21 @@ Row = tuple[str, ...]
 def show(comparison: Comparison) -> None:
     """Prints the runs, what differs, and what the seed does."""
     table.show(*runs_table(comparison))
-    print()
+    say()
     if comparison.differences:
         columns, rows = differences_table(comparison)
         table.show(columns, rows[:MOST_ROWS])
         left = len(rows) - MOST_ROWS
         if left > 0:
-            print(f"{left} more {plural('difference', left)} on the page")
-        print()
+            say(f"{left} more {plural('difference', left)} on the page")
+        say()
     for name, text in notes(comparison):
         print_note(name, text)
 
 
 def print_note(name: str, text: str) -> None:
-    """A sentence, in lines that fit into the terminal."""
-    width = max(table.terminal_width() or len(text) + INDENT, MOST_NARROW)
-    lines = textwrap.wrap(escaped(text), width - INDENT, break_long_words=False)
-    for number, line in enumerate(lines):
-        print(f"{'' if number else name:{INDENT}}{line}")
+    """A sentence behind its label."""
+    say(f"{name:{INDENT}}{escaped(text)}")
 
 
 def runs_table(comparison: Comparison) -> tuple[Row, list[Row]]:

@@ -12,6 +12,7 @@ from distdl.tools.compare.facts import facts_of
 from distdl.tools.compare.finding import FoundRun
 from distdl.tools.pages.writing import output_of
 from distdl.util import table
+from distdl.util.screen import say
 
 
 def show(results: Sequence[Ended]) -> None:
@@ -34,4 +35,4 @@ def show(results: Sequence[Ended]) -> None:
     except Exception as error:  # of drawing, too: the members' results stay what they are
         screen.print_note("note", f"there is no page of this sweep: {error}")
     else:
-        print(f"page    {shown(output)}", flush=True)
+        say(f"page    {shown(output)}")

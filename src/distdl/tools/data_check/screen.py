@@ -16,7 +16,7 @@ from distdl.tools.data_check.throughput import Rates
 from distdl.util import table
 from distdl.util.answers import Answer
 from distdl.util.progress_bar import size
-from distdl.util.screen import escaped
+from distdl.util.screen import escaped, say
 from distdl.util.wording import first_few, plural
 
 BAR, WIDTH = "#", 30  # of a profile
@@ -50,7 +50,7 @@ class Screen:
 
     def line(self, word: str, text: str) -> None:
         self._lines.append((word, escaped(text)))
-        print(f"{word:{INDENT}}{escaped(text)}", flush=True)
+        say(f"{word:{INDENT}}{escaped(text)}")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self._tables.append([dict(zip(columns, row, strict=True)) for row in rows])
@@ -183,7 +183,7 @@ def profile(screen: Screen, found: Profile) -> None:
         bar = BAR * max(1, round(WIDTH * spent / most))
         rows.append((name, f"{spent:.3f}", f"{spent / found.total:.0%}", bar, MEANING[name]))
     lines = table.text(("stage", "ms", "share", "", ""), rows, numbers=False, indent=INDENT)
-    print(lines, flush=True)
+    say(lines)
     for note in found.notes:
         screen.line("", note)
     if found.advice:

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from distdl.util import table as tables
+from distdl.util.screen import fitted, terminal_width
 
 PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "not checked"
 
@@ -75,8 +76,10 @@ def table(rows: Sequence[Finding]) -> str:
 
     The remedies of what fails are in the error that follows."""
     columns = ("check", "where", "state", "measured")
-    shown = tables.text(columns, [*_short(rows)], width=tables.terminal_width())
-    return shown + "".join(f"{row.state}: {row}\n" for row in rows if row.state == WARN)
+    width = terminal_width()
+    shown = tables.text(columns, [*_short(rows)], width=width)
+    warned = "".join(f"{row.state}: {row}\n" for row in rows if row.state == WARN)
+    return shown + fitted(warned, width)
 
 
 def _short(rows: Sequence[Finding]) -> Iterator[tuple[str, str, str, str]]:

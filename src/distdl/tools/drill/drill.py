@@ -28,6 +28,7 @@ from distdl.tools.drill.tracking_server import TrackingServer
 from distdl.tools.drill.trial import FaultRow
 from distdl.util.answers import Answer
 from distdl.util.errors import UserError
+from distdl.util.screen import say
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -105,24 +106,24 @@ def drill(config: DictConfig, options: Namespace) -> Answer:
     planned = planning.plan(short, name, typed)
     planning.check_classes(planned, apart=True)
     length = f"{subject.length()} without a fault".strip()
-    print(f"{TWIN}: {length}", flush=True)
+    say(f"{TWIN}: {length}")
     with closing(DrilledRun(planned, subject, TWIN_LIMIT_S)) as twin:
         twin.wait(lambda: False)
     seconds = time.monotonic() - began
     whole = twin.progress()
     if not twin.succeeded or not whole:
-        print(f"the run fails without a fault; see {shown(twin.log)}")
+        say(f"the run fails without a fault; see {shown(twin.log)}")
         if report := incident.read(twin.run.last_attempt() or twin.first):
-            print(incident.head(report, command=False), file=sys.stderr)
+            say(incident.head(report, command=False), to=sys.stderr)
         return Answer(Drilled(shown(twin.run.path.parent), []), 1)
-    print(f"  {seconds:.1f} s, {subject.reached(whole)}", flush=True)
+    say(f"  {seconds:.1f} s, {subject.reached(whole)}")
     if short.watchdog.timeout is None:
         short.watchdog.timeout = round(subject.timeout(seconds, whole))
     limit = max(LIMIT_S, LIMIT_TWINS * seconds)
     above = twin.run.path.parent
     rows = [FaultRow(name, _lacking(name, twin)) for name in options.faults]
     for number, row in enumerate(rows, 1):
-        print(f"[{number}/{len(rows)}] {row.fault}", flush=True)
+        say(f"[{number}/{len(rows)}] {row.fault}")
         if not row.note:
             random = Random(f"{options.seed} {row.fault}")
             moment = subject.moment(whole, random)
@@ -132,15 +133,15 @@ def drill(config: DictConfig, options: Namespace) -> Answer:
             if row.survived:  # its checkpoints may be large
                 shutil.rmtree(run.run.checkpoints)
         cells = table.cells(row, subject.columns)
-        print("  " + "  ".join(filter(None, cells[1:])), flush=True)
+        say("  " + "  ".join(filter(None, cells[1:])))
         facts = {"seed": options.seed} | subject.facts()
         table.write(above, rows[:number], subject.columns, **facts)
-    print()
+    say()
     table.show(rows, subject.columns)
-    print(f"\ntable   {shown(above / 'drill.md')}")
+    say(f"\ntable   {shown(above / 'drill.md')}")
     done = [row for row in rows if row.survived is not None]
     if failed := [row.fault for row in done if not row.survived]:
-        print(f"next    python -m distdl jobs status {shown(above / failed[0])}")
+        say(f"next    python -m distdl jobs status {shown(above / failed[0])}")
     return Answer(Drilled(shown(above), rows), 0 if done and not failed else 1)
 
 

@@ -12,6 +12,7 @@ from distdl.runs.directory import shown
 from distdl.tools.drill.drilled_run import DrilledRun
 from distdl.tools.drill.faults import BACK, FAILS, FAULTS
 from distdl.tools.drill.subjects import STEP_S
+from distdl.util.screen import say
 
 
 @dataclass
@@ -56,10 +57,7 @@ def inject(row: FaultRow, run: DrilledRun, moment: float, random: Random) -> Non
     fault = FAULTS[row.fault]
     start = time.monotonic()
     hit = [each.rank for each in fault.inject(run, random)]
-    print(
-        f"  done after {subject.reached(run.progress())}" + (f" to {hit}" if hit else ""),
-        flush=True,
-    )
+    say(f"  done after {subject.reached(run.progress())}" + (f" to {hit}" if hit else ""))
 
     def noticed() -> bool:
         state = JobState(run.first.status().get("state") or JobState.UNKNOWN)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distdl.util import table
+from distdl.util.screen import say
 
 if TYPE_CHECKING:
     from distdl.tools.measure.plan import StrategyPlan
@@ -22,14 +23,18 @@ def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
     machine = plan.machine
     # In GiB a small model would be 0.00.
     unit, scale = ("GiB", 2**30) if plan.rows[0].total >= 2**30 else ("MiB", 2**20)
-    print(
-        f"step    batch {measured.batch_size} per device, {measured.flops / 1e12:.3g} TFLOP, "
-        f"{measured.flops / machine.flops:.3g} s of work on each device",
+    flops = measured.flops
+    say(
+        f"step    batch {measured.batch_size} per device, {flops / 1e12:.3g} TFLOP, "
+        f"{flops / machine.flops:.3g} s of work on each device"
+    )
+    say(
         f"size    {measured.gradients / scale:.3g} {unit} trained weights, "
-        f"{measured.activations / scale:.3g} {unit} activations",
+        f"{measured.activations / scale:.3g} {unit} activations"
+    )
+    say(
         f"on      {machine.devices} devices of {options.device_memory:g} GiB, "
-        f"{options.link:g} Gbit/s, {options.tflops:g} TFLOP/s",
-        sep="\n",
+        f"{options.link:g} Gbit/s, {options.tflops:g} TFLOP/s"
     )
     sizes = ("weights", "gradients", "optimizer", "activations", "other", "total")
     columns = ("strategy", *sizes, "fits", "sent per step", "step, s")
@@ -51,19 +56,19 @@ def show(plan: StrategyPlan, options: argparse.Namespace) -> None:
         fits = "yes" if row.fits(machine) else "no"
         seconds = f"{row.seconds(measured, machine):.3g}"
         rows.append([row.name, *needed, fits, in_words(row.sent), seconds])
-    print(f"{unit} on the fullest device")
+    say(f"{unit} on the fullest device")
     table.show(columns, rows, numbers=True)
     for note in (*notes, *plan.notes):
-        print(f"note    {note}")
+        say(f"note    {note}")
     chosen = plan.advice.overrides
-    print(f"\nadvice  {shlex.join(chosen) or 'none'}")
-    print(f"        {plan.advice.reason}.")
+    say(f"\nadvice  {shlex.join(chosen) or 'none'}")
+    say(f"        {plan.advice.reason}.")
     if chosen:
-        print(f"        {command(options.overrides, chosen)}")
+        say(f"        {command(options.overrides, chosen)}")
     if (other := plan.recomputing) and RECOMPUTE not in chosen:
         fits = "which fits" if other.fits else "which does not fit either"
-        print(f"or      {RECOMPUTE}")
-        print(
+        say(f"or      {RECOMPUTE}")
+        say(
             f"        {other.strategy} then takes {digits(other.after / scale)} {unit} instead of "
             f"{digits(other.before / scale)}, {fits}, for {other.work:.0%} more operations."
         )

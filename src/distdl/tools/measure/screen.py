@@ -7,13 +7,14 @@ from typing import Any
 from distdl.config.recipe import unit_of
 from distdl.tools.measure import PHASES
 from distdl.util import table
+from distdl.util.screen import say
 
 PHASE_NAMES = {phase: phase for phase in PHASES} | {"data": "data wait"}
 
 
 def show(result: dict[str, Any]) -> None:
     """Prints the result of `result.assemble`."""
-    print(f"\n{setting_text(result)}")
+    say(f"\n{setting_text(result)}")
     sides = (result["real"], result["held"])
     unit = unit_of(result["setting"].get("data"))
     count = result["setting"]["world_size"]
@@ -35,11 +36,11 @@ def show(result: dict[str, Any]) -> None:
             rows.append((f"  {name}", *cells))
     table.show(("", "real input", "held input"), rows, numbers=True)
     for name, text in facts(result):
-        print(f"{name:8} {text}")
+        say(f"{name:8} {text}")
     verdict = result["verdict"]
-    print(f"\n{verdict['bound']}: {verdict['why']}")
+    say(f"\n{verdict['bound']}: {verdict['why']}")
     for remedy in verdict["remedies"]:
-        print(f"  try: {remedy}")
+        say(f"  try: {remedy}")
 
 
 def setting_text(result: dict[str, Any]) -> str:

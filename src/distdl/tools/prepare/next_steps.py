@@ -7,6 +7,7 @@ import re
 import shlex
 
 from distdl.tools.prepare.work import Preparation
+from distdl.util.screen import say
 
 NAMES = {"train": "training", "val": "validation", "test": "test"}
 # What trains on a data set, by the kind of its source.
@@ -19,18 +20,18 @@ def print_next(options: argparse.Namespace, kind: str, work: Preparation) -> Non
     empty = work.empty_splits()
     usual = {"imagenet": 1000, "coco": 80}.get(kind, 1000)
     number = "" if classes == usual else f" data.num_classes={classes}"
-    print(f"check: python -m distdl data check {shlex.quote(where)}")
+    say(f"check: python -m distdl data check {shlex.quote(where)}")
     for split in empty:
         damaged = work.damaged(split)
         state = f"all damaged ({damaged:,})" if damaged else "missing"
         remedy = "replace them, and prepare them into a new folder"
-        print(f"next:  no training yet: {NAMES[split]} images are {state}")
-        print(f"       {remedy if damaged else how_to_provide(split, kind)}")
+        say(f"next:  no training yet: {NAMES[split]} images are {state}")
+        say(f"       {remedy if damaged else how_to_provide(split, kind)}")
     root = override("data.root", where)
     if not empty:
-        print(f"next:  python -m distdl {TRAIN.get(kind, 'data=imagenet')} {root}{number}")
+        say(f"next:  python -m distdl {TRAIN.get(kind, 'data=imagenet')} {root}{number}")
     if work.has_test():
-        print(f"       python -m distdl resume RUN task=predict {root} data.predict_split=test")
+        say(f"       python -m distdl resume RUN task=predict {root} data.predict_split=test")
 
 
 def how_to_provide(split: str, kind: str) -> str:

@@ -24,7 +24,7 @@ from distdl.tools.prepare.work import Preparation
 from distdl.tools.prepare.writers import Result, Writer
 from distdl.util.errors import UserError
 from distdl.util.progress_bar import Bar, duration, size
-from distdl.util.screen import escaped
+from distdl.util.screen import escaped, say
 from distdl.util.wording import first_few
 
 
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, module: ModuleType) -> None:
         check_target(options.upload, options.to if work.complete else None)
     if work.complete and not options.dry_run:
         work.tidy_leftovers()
-        print(f"{options.to} is prepared already" + (", with these images" * options.append))
+        say(f"{options.to} is prepared already" + (", with these images" * options.append))
     else:
         if work.begun:
             plan = ShardPlan.load(work.plan_file)
@@ -75,16 +75,14 @@ def run(options: argparse.Namespace, module: ModuleType) -> None:
                 except UserError:
                     work.tidy()  # what the scan has kept there
                     raise
-                print(
-                    escaped(f"{options.to} has {appended_to(data.manifest)}; to these are added:")
-                )
+                say(escaped(f"{options.to} has {appended_to(data.manifest)}; to these are added:"))
             # A source of the user's may lack it.
             left_out, notes = getattr(source, "left_out", None), getattr(source, "notes", [])
             for line in [*(left_out.lines() if left_out else ()), *notes]:
-                print(escaped(f"note: {line}"))
+                say(escaped(f"note: {line}"))
         describe(plan, options, treatment)
         if options.dry_run:
-            print("nothing was written (--dry-run)")
+            say("nothing was written (--dry-run)")
             return
         with resumable(), work.locked():
             prepare(work, plan, source, options, treatment)
@@ -144,7 +142,7 @@ def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment)
     """Prints what will be written."""
     kind = plan.settings["source"]["kind"]
     one, several = ("category", "categories") if plan.contents else ("class", "classes")
-    print(f"{kind}: {options.source}, {counted(len(plan.classes), one, several)}")
+    say(f"{kind}: {options.source}, {counted(len(plan.classes), one, several)}")
     empty = []
     for split in SPLITS:
         parts = [part for part in plan.parts if part.split == split]
@@ -153,12 +151,12 @@ def describe(plan: ShardPlan, options: argparse.Namespace, treatment: Treatment)
         images = sum(len(part.samples) for part in parts)
         shards = f"  {counted(len(parts), 'shard')}" if options.format == "shards" else ""
         length = size(sum(part.bytes for part in parts))
-        print(f"  {split:5}  {counted(images, 'image'):>16}  {length:>8}{shards}")
+        say(f"  {split:5}  {counted(images, 'image'):>16}  {length:>8}{shards}")
         if not parts:
             empty.append(f"no {NAMES[split]} images: {how_to_provide(split, kind)}")
-    print(*empty, f"images: {treatment}", sep="\n")
+    say("\n".join([*empty, f"images: {treatment}"]))
     workers = counted(options.workers, "process", "processes")
-    print(f"to {options.to} ({options.format}), by {workers}")
+    say(f"to {options.to} ({options.format}), by {workers}")
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -180,7 +178,7 @@ def prepare(
         noun = "shards" if options.format == "shards" else "parts"
         left = len(missing)
         total_parts = len(plan.parts)
-        print(f"resuming: {total_parts - left:,} of {total_parts:,} {noun} are done")
+        say(f"resuming: {total_parts - left:,} of {total_parts:,} {noun} are done")
     else:
         plan.save(work.plan_file)
     writer = Writer(source, plan.classes, treatment, options.to, options.format)
@@ -213,13 +211,13 @@ def check_space(out: Path, missing: Sequence[Part], treatment: Treatment) -> Non
 def print_result(result: Result, out: Path, images: int, seconds: float) -> None:
     for kind, count in sorted(Counter(kind for kind, _ in result.mended).items()):
         names = [name for each, name in result.mended if each == kind]
-        print(f"repaired: {kind}: {count:,} ({first_few(names)})")
+        say(f"repaired: {kind}: {count:,} ({first_few(names)})")
     for name, reason in result.damaged[:20]:
-        print(f"left out: {name} ({reason})")
+        say(f"left out: {name} ({reason})")
     if len(result.damaged) > 20:
-        print(f"left out: {len(result.damaged) - 20:,} more; all are named in the manifest")
+        say(f"left out: {len(result.damaged) - 20:,} more; all are named in the manifest")
     rate = f", {images / seconds:,.0f} img/s" if images else ""
-    print(f"{out}: {result.samples:,} images, {size(result.bytes)}, in {duration(seconds)}{rate}")
+    say(f"{out}: {result.samples:,} images, {size(result.bytes)}, in {duration(seconds)}{rate}")
 
 
 def send(out: Path, url: str) -> None:
@@ -228,4 +226,4 @@ def send(out: Path, url: str) -> None:
     shown = url.partition("?")[0]  # the query may hold a secret
     with Bar(f"uploading to {shown}") as bar:
         upload(out, url, lambda done, total: bar(done, total, f"{size(done)} of {size(total)}"))
-    print(f"uploaded to {shown}")
+    say(f"uploaded to {shown}")

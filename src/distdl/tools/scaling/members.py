@@ -20,6 +20,7 @@ from distdl.launch import dry_run, jobs, planning, submitting, sweeps
 from distdl.runs.directory import RunDirectory, read_json, shown
 from distdl.tools.measure import FILE
 from distdl.util.errors import Problem, UserError
+from distdl.util.screen import say
 
 WEAK, STRONG = "weak", "strong"
 MODES = (WEAK, STRONG)
@@ -99,23 +100,23 @@ class Member:
                 "name", f"{path} was measured with another config", remedy, code="mismatch"
             )
         if self.is_damaged():
-            print(f"{self.name}: {shown(self.file)} could not be read")
+            say(f"{self.name}: {shown(self.file)} could not be read")
         if state in (JobState.PENDING, JobState.RUNNING):
-            print(f"{self.name}: {state.lower()}")
+            say(f"{self.name}: {state.lower()}")
             self.lacking = "under way"
         elif last is None or state is not JobState.SUCCEEDED:
             return True
         elif other := self.other_task():
-            print(f"{self.name}: measured before with {', '.join(other)}, so it is measured again")
+            say(f"{self.name}: measured before with {', '.join(other)}, so it is measured again")
             return True
         elif self.read():
-            print(f"{self.name}: measured before")
+            say(f"{self.name}: measured before")
         # If its files are on another machine, the attempt has a job that fetches them.
         elif last.job() and jobs.job_of(last).is_remote:
-            print(f"{self.name}: done; to fetch its result: python -m distdl jobs fetch {path}")
+            say(f"{self.name}: done; to fetch its result: python -m distdl jobs fetch {path}")
             self.lacking = "not fetched"
         else:
-            print(f"{self.name}: done, but it has no readable {FILE}, so it is measured again")
+            say(f"{self.name}: done, but it has no readable {FILE}, so it is measured again")
             return True
         return False
 
@@ -137,16 +138,16 @@ def measure(members: Sequence[Member]) -> int:
     code = 0
     for number, (member, plan) in enumerate(zip(due, planned, strict=True), 1):
         if plan.config.dry_run:
-            print(f"\n# {member.name}\n{dry_run.render(plan)}")
+            say(f"\n# {member.name}\n{dry_run.render(plan)}")
             continue
-        print(f"\n[{number}/{len(due)}] {member.name}", flush=True)
+        say(f"\n[{number}/{len(due)}] {member.name}")
         if member.is_damaged():
             kept = member.file.replace(member.file.with_name(f"{FILE}.damaged"))
-            print(f"the damaged file is kept as {shown(kept)}", flush=True)
+            say(f"the damaged file is kept as {shown(kept)}")
         if not plan.launch.in_turn:
             _, job = submitting.submit(plan, sys.argv)
             member.lacking = "under way"
-            print(f"submitted  {job.handle}")
+            say(f"submitted  {job.handle}")
             continue
         plan.launch = plan.launch.followed()
         state = sweeps.run_one(plan)

@@ -11,6 +11,7 @@ from distdl.tools.scaling import Prediction, plot
 from distdl.tools.scaling.members import Member
 from distdl.tools.scaling.results import Rented, ScalingRow, dollars
 from distdl.util import table
+from distdl.util.screen import say
 
 FILE, PLOT = "scale.json", "scale.png"
 
@@ -23,14 +24,14 @@ def print_rows(rows: Sequence[ScalingRow], rented: Rented | None) -> None:
     for mode in dict.fromkeys(row.mode for row in rows):
         batch = "a batch for each device" if mode == "weak" else "one batch for all devices"
         lines = [_cells(row, rented) for row in rows if row.mode == mode]
-        print(f"{mode} scaling: {batch}")
+        say(f"{mode} scaling: {batch}")
         table.show([*lines[0]], [[*line.values()] for line in lines], numbers=True)
-        print()
+        say()
     if rented and rented.price is None:
-        print(f"note    the price of {rented.name} is not known")
+        say(f"note    the price of {rented.name} is not known")
     elif rented:
         costs = f"prices: whole VMs of {rented.name} at ${rented.price} an hour (indicative)"
-        print(f"note    {costs}, at the speed measured here")
+        say(f"note    {costs}, at the speed measured here")
 
 
 def _cells(row: ScalingRow, rented: Rented | None) -> dict[str, str]:
@@ -105,10 +106,10 @@ def write(
         "missing": [m.name for m in members if not m.result],
     }
     write_json(folder / FILE, record)
-    print(f"table   {shown(folder / FILE)}")
+    say(f"table   {shown(folder / FILE)}")
     if any(row.world_size > 1 and row.efficiency for row in rows):
         title = f"Scaling on {first.result['device']}, {first.result['setting']['precision']}"
         plot.draw(folder / PLOT, rows, efficiencies, title, first.is_resnet50)
-        print(f"plot    {shown(folder / PLOT)}")
+        say(f"plot    {shown(folder / PLOT)}")
     else:  # an older plot would show rows that the table lacks
         (folder / PLOT).unlink(missing_ok=True)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distdl.util.screen import say
+
 if TYPE_CHECKING:
     from distdl.tools.scaling.members import Member
     from distdl.tools.scaling.results import Rented
@@ -48,10 +50,10 @@ def show(
 
     old = read_json(members[0].run.path.parent / printing.FILE).get("rows") or []
     before, notes = scaling_runs.measured_before(options.overrides, members, old)
-    print()
+    say()
     for state, remedy in REMEDIES.items():
         if names := [m.name for m in members if not m.result and m.lacking == state]:
-            print(f"{state}: {', '.join(names)}; {remedy}")
+            say(f"{state}: {', '.join(names)}; {remedy}")
     measured = [m for m in (*members, *before) if m.result]
     missing = {m.name: m.lacking for m in members if not m.result}
     if not measured:
@@ -62,20 +64,20 @@ def show(
     printing.print_rows(rows, rented)
     further = results.further(measured, rented, between, options.predict or 1)
     if options.predict and results.links_of(measured, rented, between)[1] is None:
-        print(
+        say(
             f"no prediction beyond the {results.per_node(measured, rented)} of a node: the network "
             "between nodes is unknown; give --between GBIT or --vm SIZE, or measure --nodes 2"
         )
     for strategy, guesses in further.items():
-        print(f"\n{strategy}, predicted from one device and the measured link (weak):")
+        say(f"\n{strategy}, predicted from one device and the measured link (weak):")
         for n, guess in guesses.items():
-            print(f"  {n:>5}  {100 * guess.efficiency:5.1f} %  {guess.why}")
+            say(f"  {n:>5}  {100 * guess.efficiency:5.1f} %  {guess.why}")
     notes += [*advice.disturbed(rows), *printing.gaps(rows, further)]
     given = advice.advise(rows)
     for note in notes:
-        print(f"note    {note}")
+        say(f"note    {note}")
     for line in given:
-        print(f"advice  {line}")
+        say(f"advice  {line}")
     vm = rented.name if rented else None
     printing.write(members, before, rows, further, notes=notes, advice=given, vm=vm)
     table = shown(members[0].run.path.parent / printing.FILE)

@@ -30,6 +30,7 @@ from distdl.tools.serving.scorer import Scorer
 from distdl.tracking.outbox import Outbox
 from distdl.util.errors import Disagrees, Unfinished, UserError
 from distdl.util.redact import redact
+from distdl.util.screen import say
 from distdl.worker.build import make, make_module
 
 IMAGES = 64  # at most so many of the validation split are compared
@@ -64,17 +65,17 @@ def export(
         Export(config, run, checkpoint, size).write(format, target)
     model = target / "artifacts/model" if format == "mlflow" else target
     description = model_folder.read(model)
-    print(f"export  {shown(target)}")
+    say(f"export  {shown(target)}")
     verified = description["verification"]
-    print(f"agrees  with the network {verified['summary']}")
+    say(f"agrees  with the network {verified['summary']}")
     for name, (before, after) in (verified.get("costs") or {}).items():
         where = f"on {verified['images']} images of the validation"
-        print(f"costs   {name} {before:.4f} of the network, {after:.4f} in this format, {where}")
+        say(f"costs   {name} {before:.4f} of the network, {after:.4f} in this format, {where}")
     if format == "mlflow" and Outbox(run.path).exists:
         registry.publish(config, run, target)
     if format != "weights":
         trust = " --trust" if description.get("runs_code") else ""
-        print(f"next    python -m distdl serve {shown(target)}{trust}", flush=True)
+        say(f"next    python -m distdl serve {shown(target)}{trust}")
     return target, verified
 
 

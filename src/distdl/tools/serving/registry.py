@@ -16,6 +16,7 @@ from distdl.tracking.outbox import Outbox, redact
 from distdl.tracking.refusals import described, refusal
 from distdl.tracking.sync import server_of
 from distdl.util.errors import Unfinished, UserError
+from distdl.util.screen import say
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -53,7 +54,7 @@ def publish(config: DictConfig, run: RunDirectory, folder: Path) -> None:
     client = import_client()(uri, registry_uri=uri)
     try:
         client.log_artifacts(run_id, str(folder), folder.name)  # again, as it may be incomplete
-        print(f"model   runs:/{run_id}/{folder.name}")
+        say(f"model   runs:/{run_id}/{folder.name}")
         if name := OmegaConf.select(config, "tracking.mlflow.register"):
             _register(client, str(name), run_id, folder, _judged(config, run))
     except (MlflowException, OSError) as error:
@@ -97,8 +98,8 @@ def _register(client: MlflowClient, name: str, run_id: str, folder: Path, best: 
     if moves:
         client.set_registered_model_alias(name, CHAMPION, version.version)
     stands = f"is version {version.version}" if moves else "does not move"
-    print(f"version models:/{name}/{version.version}")
-    print(f"alias   {CHAMPION} {stands}: {reason}")
+    say(f"version models:/{name}/{version.version}")
+    say(f"alias   {CHAMPION} {stands}: {reason}")
 
 
 def succeeds(
