@@ -79,8 +79,11 @@ def test_of_data(answers, tmp_path):
     assert (tmp_path / "pets" / MANIFEST).is_file()
     dry = answers("prepare", "folder", "--source", "source", "--to", "pets", "--dry-run")
     assert dry["written"] is False
-    checked = dict(answers("data check", "pets")["lines"])
-    assert checked["damaged"] == "none of 4"
+    checked = answers("data check", "pets")
+    assert checked["images"] == {"train": 2, "val": 2}
+    assert (checked["inspected"], checked["damaged"]) == (4, [])
+    assert checked["rates"]["read"] > 0
+    assert dict(checked["lines"])["damaged"] == "none of 4"
 
 
 def test_of_two_runs(answers, tmp_path):

@@ -49,12 +49,12 @@ def check(options: argparse.Namespace) -> Answer:
     every = sum(s.count for s in seen.values()) == data.count
     show.images(screen, seen, every, colours=data.categories is None)
     if data.categories is not None:
-        return screen.answer(data.uri, of_objects(screen, data, seen, rates, every))
+        return screen.answer(data, seen, of_objects(screen, data, seen, rates, every))
     if options.profile is not None:
         profiled(screen, data, options)
     if rates is None:
         screen.line("verdict", "none of the inspected images can be decoded")
-        return screen.answer(data.uri, 1)
+        return screen.answer(data, seen, 1)
     cores = resources.cpu_cores()
     show.rates(screen, data, rates, wanted)
     formats = [needs.Format("as they are", rates.decoding)]
@@ -74,7 +74,15 @@ def check(options: argparse.Namespace) -> Answer:
         screen.line("first", verdict.before)
     usable = [o for o in verdict.overrides if resources.visible_gpus() or "nvjpeg" not in o]
     screen.line("next", next_command(data, usable))
-    return screen.answer(data.uri, int(any(s.damaged for s in seen.values())))
+    screen.rates = show.FeedRates(
+        read=rates.reading,
+        decoded={each.name: each.per_core for each in formats},
+        needed=wanted.rate,
+        cores=cores / gpus,
+        fed=verdict.fed,
+        remedy=usable,
+    )
+    return screen.answer(data, seen, int(any(s.damaged for s in seen.values())))
 
 
 def of_objects(

@@ -31,29 +31,68 @@ class CheckedData:
     SCHEMA: ClassVar[str] = "data-check/1"
 
     uri: str
+    kind: str
+    """`shards`, or another word for how the images are stored."""
+    classes: int
+    images: Mapping[str, int]
+    """How many each split holds."""
+    inspected: int
+    """How many of them were decoded: all with --all, else a sample."""
+    damaged: Sequence[str]
+    """Each as `SPLIT: NAME: REASON`."""
+    wrong: Sequence[str]
+    """Annotations of objects that cannot be used."""
+    rates: FeedRates | None
+    """None for a detection set, and if no image can be decoded."""
     lines: Sequence[Sequence[str]]
-    """Each a word (`damaged`, `verdict`, `next`, ...) and a text, as people are shown them."""
-    tables: Sequence[Sequence[Mapping[str, str]]]
-    """Each a list of rows, by column: what the splits hold, rates, what feeds the GPUs."""
+    """What people are shown: each a word (`damaged`, `verdict`, `next`, ...) and a text."""
+
+
+@dataclass(frozen=True)
+class FeedRates:
+    """Whether this machine reads images as fast as its GPUs train, in images per second."""
+
+    read: float
+    """By one process, from the disk."""
+    decoded: Mapping[str, float]
+    """By one core, for each form of the images; the first is the one they have."""
+    needed: float
+    """By one GPU."""
+    cores: float
+    """Of this machine, per GPU."""
+    fed: bool
+    remedy: Sequence[str]
+    """Overrides of the run that help; empty: none is needed, or another machine is."""
 
 
 class Screen:
     """Prints lines with a leading word, and tables, on a terminal or in a log."""
 
     def __init__(self) -> None:
+        self.wrong: list[str] = []
+        self.rates: FeedRates | None = None
         self._lines: list[tuple[str, str]] = []
-        self._tables: list[list[dict[str, str]]] = []
 
-    def answer(self, uri: str, exit_code: int) -> Answer:
-        """All that was printed."""
-        return Answer(CheckedData(uri, self._lines, self._tables), exit_code)
+    def answer(self, data: DataAtUri, seen: Mapping[str, Findings], exit_code: int) -> Answer:
+        """What was found, and all lines that were printed."""
+        found = CheckedData(
+            data.uri,
+            data.kind,
+            len(data.classes),
+            {name: len(images.sizes) for name, images in data.splits.items()},
+            sum(each.count for each in seen.values()),
+            damaged_in(seen),
+            self.wrong,
+            self.rates,
+            self._lines,
+        )
+        return Answer(found, exit_code)
 
     def line(self, word: str, text: str) -> None:
         self._lines.append((word, escaped(text)))
         say(f"{word:{INDENT}}{escaped(text)}")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        self._tables.append([dict(zip(columns, row, strict=True)) for row in rows])
         table.show(columns, rows, numbers=True, indent=INDENT)
 
 
@@ -109,6 +148,7 @@ def objects(screen: Screen, data: DataAtUri, seen: dict[str, Findings], every: b
         for line in found.unusual():
             screen.line("", f"{name}: {line}")
         problems = [*found.twice(), *wrong, *missing]
+        screen.wrong += [f"{name}: {line}" for line in problems]
         shown = problems if every else problems[:SHOWN]
         for line in shown:
             screen.line("wrong", f"{name}: {line}")
@@ -137,7 +177,7 @@ def images(screen: Screen, seen: dict[str, Findings], every: bool, colours: bool
         mean, std = (", ".join(f"{v:.3f}" for v in values) for values in train.average())
         text = f"data.mean=[{mean}] data.std=[{std}]  (train; ImageNet's are usual)"
         screen.line("colours", text)
-    damaged = [f"{name}: {text}" for name, s in seen.items() for text in s.damaged]
+    damaged = damaged_in(seen)
     if not damaged:
         screen.line("damaged", f"none of {count:,}" + ("" if every else " (every image: --all)"))
         return
@@ -147,6 +187,10 @@ def images(screen: Screen, seen: dict[str, Findings], every: bool, colours: bool
         screen.line("", text)
     if len(damaged) > len(shown):
         screen.line("", f"... and {len(damaged) - len(shown)} more (--all names each)")
+
+
+def damaged_in(seen: Mapping[str, Findings]) -> list[str]:
+    return [f"{name}: {text}" for name, found in seen.items() for text in found.damaged]
 
 
 def rates(screen: Screen, data: DataAtUri, rates: Rates, wanted: Need) -> None:
