@@ -23,7 +23,9 @@ UNUSED = r"parameters that were not used in producing"
 FIND = "strategy.find_unused_parameters=true"
 DISK_FULL = "disk is full"  # a name of a cause
 # Of the launchers' and the programs' start, and of torch's store.
-PORT_IN_USE = r"^(PodFailed|OSError): .*port \d+ .*cannot be used|^DistNetworkError: .*EADDRINUSE"
+PORT_IN_USE = (
+    r"^(PodFailed|NotMet|OSError): .*port \d+ .*cannot be used|^DistNetworkError: .*EADDRINUSE"
+)
 # The name, a pattern of the messages of an exception, and the remedy. What speaks for a lack of
 # memory follows the message about a kill.
 MESSAGES = (
@@ -48,12 +50,24 @@ MESSAGES = (
     ("image pull", r"image pull: ", "correct launcher.image, or get the right to pull it"),
     (
         "no Python",
-        r"^PodFailed: .*\bpython\d*: (command )?not found",
+        r"^PodFailed: .*(\bpython\d*: (command )?not found|exec: .sh.: |and distdl needs 3\.)",
         "an image with Python 3.11.4 or later as python: launcher.image",
     ),
     ("an image of root's", r"runAsNonRoot", "launcher.run_as=1000, or USER in the image"),
     ("port in use", PORT_IN_USE, "another launcher.port"),
+    (
+        "no PMI",
+        r"PMI support",
+        """'launcher.srun_args=["--mpi=pmix"]', or another one of srun --mpi=list""",
+    ),
     ("not started", r"^NotStarted: ", "install the program on that host, or correct the command"),
+    (
+        "ranks missing",
+        r"^NotMet: ",
+        "their hosts, their logs, the network: distdl doctor",
+    ),
+    ("checkpoints not kept", r"^NotKept: ", "program.checkpoints=PLACE; credentials on the nodes"),
+    ("refused by the host", r"^NotRun: ", "correct on that host what the message names"),
     ("out of memory (killed)", r"\(OOMKilled\)", f"{LESS}; or more launcher.memory"),
     ("lost host", r"^HostLost: ", "resume without that host"),
     ("killed", r"^Killed: ", "dmesg on that host; the platform's log"),
@@ -74,7 +88,13 @@ CONNECTION = ("connection", "", "check the network between the hosts, and resume
 
 
 # What a program of any language prints, so clear that a line of it among others says enough.
-CLEAR = (DISK_FULL, "too many open files", "out of memory (GPU)", "out of memory (host)")
+CLEAR = (
+    DISK_FULL,
+    "too many open files",
+    "out of memory (GPU)",
+    "out of memory (host)",
+    "no PMI",
+)
 
 
 class Cause(NamedTuple):

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from distdl.ranks.stopping import StopRequest
 from distdl.stores import Store, StoreError, open_store
+from distdl.util.errors import NotRun
 from distdl.util.redact import redact
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Version(NamedTuple):
         return cls(facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
 
-class NotKept(RuntimeError):
+class NotKept(NotRun):
     """The checkpoints could not be copied to where they last, or not be restored."""
 
 

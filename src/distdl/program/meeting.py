@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from distdl.ranks.environment import Environment
 from distdl.ranks.stopping import StopRequest
+from distdl.util.errors import NotRun
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,8 @@ LONGEST = 1 << 20  # bytes of a message
 ENDED = b"ended\n"
 
 
-class NotMet(RuntimeError):
-    """Some ranks did not come, or could not be reached."""
+class NotMet(NotRun):
+    """Some ranks did not come, could not be reached, or have no port to meet at."""
 
 
 class Meeting:
@@ -79,8 +80,8 @@ def meet(
         patience: Seconds to wait for the others.
 
     Raises:
-        NotMet: Not all ranks came in time, or rank 0 is not there any more.
-        OSError: The main port cannot be used.
+        NotMet: Not all ranks came in time, rank 0 is not there any more, or the main port cannot
+            be used.
         Stopped: The rank was asked to end.
     """
     if place.world_size == 1:
@@ -92,10 +93,18 @@ def meet(
 
 
 def own_address(place: Environment) -> str:
-    """The address of this host under which rank 0's host reaches it."""
+    """The address of this host under which rank 0's host reaches it.
+
+    Raises:
+        NotMet: This host does not know the name of rank 0's.
+    """
     if place.rank == 0:
         return place.main_address
-    found = socket.getaddrinfo(place.main_address, place.main_port, type=socket.SOCK_DGRAM)
+    try:
+        found = socket.getaddrinfo(place.main_address, place.main_port, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        what = f"{socket.gethostname()} does not know {place.main_address}, the host of rank 0"
+        raise NotMet(f"{what}: {error.strerror}") from None
     family, kind, *_, address = found[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing: it only chooses a route
@@ -127,7 +136,7 @@ def _receive(
         listener = _listen(place)
     except OSError as error:
         what = f"port {place.main_port} of {socket.gethostname()} cannot be used: {error.strerror}"
-        raise OSError(error.errno, what) from None
+        raise NotMet(what) from None
     values: dict[int, Any] = {0: dict(told)}
     came: dict[int, socket.socket] = {}
     with ExitStack() as stack, listener:

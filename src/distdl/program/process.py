@@ -21,6 +21,7 @@ from distdl.incident.words import STOPPED
 from distdl.program import guard
 from distdl.ranks.stopping import StopRequest
 from distdl.util import helpers
+from distdl.util.errors import NotRun
 from distdl.util.exit_codes import EXIT_NOT_STARTED
 from distdl.util.processes import SET_CHILD_SUBREAPER, SET_PARENT_DEATH_SIGNAL, prctl, start_time
 
@@ -30,7 +31,7 @@ LEFT_S = 2.0  # for what a program leaves behind, before it is killed
 SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh", "fish", "busybox")
 
 
-class NotStarted(RuntimeError):
+class NotStarted(NotRun):
     """The system does not start the program. `code` is the one that a shell would end with."""
 
     def __init__(self, what: str, code: int) -> None:

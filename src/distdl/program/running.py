@@ -33,6 +33,7 @@ from distdl.ranks.stopping import Stopped, StopRequest
 from distdl.runs import failures
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.stores import is_remote
+from distdl.util.errors import NotRun
 from distdl.util.exit_codes import EXIT_HUNG, EXIT_PREEMPTED
 from distdl.util.processes import start_time
 from distdl.util.redact import redact
@@ -102,11 +103,19 @@ def run(config: DictConfig, rank: ProgramRank) -> None:
     Raises:
         ProgramFailed: It failed, which is recorded.
         Stopped: It was asked to end, or says by exit code 75 that it is to be started again.
-        NotMet: Other ranks did not come.
+        NotRun: The machine or the network keeps it from running: other ranks did not come, a folder
+            cannot be written.
     """
     program = Program.of(config[programs.SECTION])
     if program.per == "node" and rank.environment.local_rank != 0:
         return
+    try:
+        _run(program, rank)
+    except OSError as error:
+        raise NotRun(str(error)) from error
+
+
+def _run(program: Program, rank: ProgramRank) -> None:
     place = variables.placed(rank.environment, program.per == "node")
     # Until this rank's own program has ended, another one of the node copies no last time.
     writes = contextlib.ExitStack()
@@ -149,7 +158,11 @@ def _checkpoints(
     place = program.checkpoints or os.environ.get(PLACE)
     if not place or not is_remote(place):
         folder = Path(place).expanduser() if place else rank.run.checkpoints
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"{folder} cannot be made, for the checkpoints of the program: {error.strerror}"
+            raise NotKept(what) from None
         return folder.absolute(), None
     environment = rank.environment
     folder = Path(tempfile.gettempdir(), f"distdl-{rank.job}-{environment.node_rank}")

@@ -36,9 +36,10 @@ else in the one that is named behind it, with the reason.
   + NoRoom: the cache of shards is full
 * RuntimeError
   + SaveError: a checkpoint was not saved
-  + NotKept: checkpoints of a program (distdl/program/folder.py: of one job)
-  + NotMet: ranks of a program did not come (distdl/program/meeting.py: of one job)
-  + NotStarted: the system refuses a program (distdl/program/process.py: holds an exit code)
+  + NotRun: the machine or the network keeps a program from running
+    + NotKept: its checkpoints (distdl/program/folder.py: of one job)
+    + NotMet: its ranks did not come (distdl/program/meeting.py: of one job)
+    + NotStarted: the system refuses it (distdl/program/process.py: holds an exit code)
 * ValueError
   + Refused: a value of a typed setting
   + DamagedImage: no complete image (distdl/datasets/image_headers.py: exports hold copies)
@@ -242,6 +243,11 @@ class SaveError(RuntimeError):
     def __init__(self, message: str, of_peer: bool = False) -> None:
         super().__init__(message)
         self.of_peer = of_peer
+
+
+class NotRun(RuntimeError):
+    """The machine or the network keeps a rank from running its program. The message says it all:
+    the traceback goes only to the rank's log."""
 
 
 class Refused(ValueError):

@@ -17,7 +17,7 @@ from distdl.job import JobState
 from distdl.program.running import ProgramFailed
 from distdl.runs import failures
 from distdl.runs.directory import Attempt
-from distdl.util.errors import UserError
+from distdl.util.errors import NotRun, UserError
 from distdl.util.exit_codes import EXIT_REFUSED
 from distdl.util.redact import redact
 
@@ -78,12 +78,15 @@ def record_failure(
     first = attempt.first_error()
     quit_debugger = isinstance(error, bdb.BdbQuit)
     caused = first and first["rank"] != rank and first.get("exit_code") == EXIT_REFUSED
-    if quit_debugger or caused or isinstance(error, UserError):
+    says_all = isinstance(error, UserError | NotRun)
+    if quit_debugger or caused or says_all:
         log.debug("%s", text)  # the traceback goes only to the file
     if quit_debugger:
         log.error("ended in the debugger")
     elif first and caused and not isinstance(error, UserError):
         log.error("this rank ends because rank %s failed first", first["rank"])
+    elif isinstance(error, NotRun):
+        log.error("%s", message)
     elif not isinstance(error, UserError):
         log.error("%s%s", text, f"at {where}" if where else "")
     return code

@@ -127,7 +127,13 @@ MESSAGES = [
         "The server socket has failed to listen on any local network address. port: 29500, "
         "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
     ),
+    ("port in use", "NotMet", "port 29500 of node1 cannot be used: Address already in use"),
     ("not started", "NotStarted", "/opt/x cannot be started: it does not exist"),
+    ("no PMI", "Ended", "the program ended with exit code 1: OMPI was not built with PMI support"),
+    ("ranks missing", "NotMet", "1 of 2 ranks have not come to node0:29500: 1"),
+    ("checkpoints not kept", "NotKept", "the checkpoints are not in s3://b/x: no such bucket"),
+    ("refused by the host", "NotRun", "[Errno 13] Permission denied: '/data/x'"),
+    ("disk is full", "NotRun", "[Errno 28] No space left on device: '/data/x'"),
     ("exit", "Ended", "ended with exit code 3 on node1, without an error message"),
     ("killed", "Killed", "killed by SIGSEGV on node1"),
     ("exception", "KeyError", "'banana'"),  # has nan in it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -69,8 +70,14 @@ def test_a_stranger_is_turned_away():
 def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"port {port} of .* cannot be used"):
+        with pytest.raises(meeting.NotMet, match=f"port {port} of .* cannot be used"):
             meeting.meet(places(2, port)[0], {}, "job", StopRequest())
+
+
+def test_a_host_that_nobody_knows_is_named():
+    place = replace(places(2, free_port())[1], main_address="no-such-host.invalid")
+    with pytest.raises(meeting.NotMet, match=r"does not know no-such-host\.invalid, the host of"):
+        meeting.own_address(place)
 
 
 def test_a_signal_ends_the_wait():
