@@ -23,7 +23,7 @@ from distdl.launchers.kubernetes.names import (
     JobNames,
 )
 from distdl.launchers.kubernetes.pods import Manifest, PodTemplate
-from distdl.util.exit_codes import EXIT_PREEMPTED, EXIT_REFUSED
+from distdl.util.exit_codes import EXIT_NOT_STARTED, EXIT_PREEMPTED, EXIT_REFUSED
 from distdl.util.tail import plain
 
 # A ConfigMap holds 1 MiB: https://kubernetes.io/docs/concepts/configuration/configmap/
@@ -51,7 +51,7 @@ class KubernetesRequest(JobNames):
     def job(self) -> Manifest:
         """The Job: each node is an index. It retries pods by their exit codes:
 
-        - 2: the run was refused. The job fails.
+        - 2: the run was refused; 126, 127: the image has no Python that can run it. The job fails.
         - a disruption (eviction, lost node, preemption): replaced, as often as it comes.
         - 75: this pod has ended because of that, or because another one is gone: replaced.
         - anything else: replaced `retries` times.
@@ -59,15 +59,15 @@ class KubernetesRequest(JobNames):
         settings = self.settings
         nodes = self.spec.resources.num_nodes
 
-        def exits(code: int, action: str) -> Manifest:
-            codes = {"containerName": CONTAINER, "operator": "In", "values": [code]}
+        def exits(action: str, *values: int) -> Manifest:
+            codes = {"containerName": CONTAINER, "operator": "In", "values": [*values]}
             return {"action": action, "onExitCodes": codes}
 
         disrupted = {"type": "DisruptionTarget", "status": "True"}
         rules = [
-            exits(EXIT_REFUSED, "FailJob"),
+            exits("FailJob", EXIT_REFUSED, EXIT_NOT_STARTED - 1, EXIT_NOT_STARTED),
             {"action": "Ignore", "onPodConditions": [disrupted]},
-            exits(EXIT_PREEMPTED, "Ignore"),
+            exits("Ignore", EXIT_PREEMPTED),
         ]
         metadata = self.metadata(self.name, annotations=self.annotations())
         metadata["labels"] |= self.queued()

@@ -8,6 +8,7 @@ from typing import Any
 
 from distdl.job import variables
 from distdl.launchers.kubernetes.names import CONTAINER, RUN, JobNames
+from distdl.util.exit_codes import EXIT_NOT_STARTED as NO_PYTHON
 
 Manifest = dict[str, Any]
 
@@ -17,7 +18,13 @@ WORK = "/distdl/node"  # an empty disk
 CLAIM = "/distdl/store"  # the store, if it is a volume
 ARCHIVE = "code.tar.gz"
 MOST_PARTS = 8
-# The image has a shell and Python; `exec` makes the entry point the container's first process.
+# What the image must have; else the message is the pod's last word. NO_PYTHON, as a shell says it.
+VERSION = (
+    "import sys; sys.version_info >= (3, 11, 4) or "
+    "sys.exit('python is %d.%d.%d, and distdl needs 3.11.4 or later' % sys.version_info[:3])"
+)
+CHECK = f'python -c "{VERSION}" || exit {NO_PYTHON}; '
+# `exec` makes the entry point the container's first process.
 UNPACK = (
     f"cat {SENT}/* > {WORK}/{ARCHIVE} && "
     f"python -m tarfile --filter data -e {WORK}/{ARCHIVE} {WORK}/bundle && "
@@ -36,7 +43,7 @@ class PodTemplate:
     def command(self) -> list[str]:
         """The code is what was sent, or what the image has in the folder `launcher.code`."""
         link = f'ln -s "$0" {WORK}/bundle/code && ' if self.job.settings.code else ""
-        return ["sh", "-c", f"mkdir -p {WORK}/home && {UNPACK}{link}{ENTRY}"]
+        return ["sh", "-c", f"{CHECK}mkdir -p {WORK}/home && {UNPACK}{link}{ENTRY}"]
 
     def arguments(self) -> list[str]:
         settings = self.job.settings

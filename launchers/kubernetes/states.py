@@ -171,7 +171,7 @@ def not_created(found: JobObjects) -> JobVerdict | None:
 
 
 def replaced(found: JobObjects) -> JobVerdict | None:
-    """Pods that were disrupted, while their successors do not run yet."""
+    """Pods that were disrupted or failed, while their successors do not run yet."""
     running = [pod for pod in found.pods if phase(pod) == "Running"]
     if len(running) == found.size:
         return None
@@ -179,6 +179,11 @@ def replaced(found: JobObjects) -> JobVerdict | None:
     for pod in sorted(gone, key=started, reverse=True):
         if why := disruption(pod):
             return JobVerdict(JobState.PENDING, f"pod {name_of(pod)} {why}; it is started again")
+    retries = (found.job.get("spec") or {}).get("backoffLimit")
+    counted = first_failed(gone)
+    if retries and counted is not None:
+        why = f"{failure_of(counted)[1]}; launcher.retries={retries} starts it again"
+        return JobVerdict(JobState.PENDING, why)
     return None
 
 

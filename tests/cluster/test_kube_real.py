@@ -5,7 +5,9 @@ Service and ConfigMaps of the request, and what a newer Job controller adds (ind
 """
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import time
 
@@ -292,23 +294,23 @@ def test_a_lost_node(real, sender):
     assert [starts(real, sender, index) for index in (0, 1)] == [2, 2]
 
 
-def test_kubectl_applies_what_a_dry_run_prints(real, sender, tmp_path):
-    launcher = sender.launcher()
-    file = tmp_path / "manifests.yaml"
-    file.write_text(sender.request(launcher).render())
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl")
+def test_kubectl_sends_what_a_dry_run_writes(real, sender):
+    """The commands of docs/launchers/kubernetes.md, with this test's names."""
+    request = sender.request(sender.launcher())
+    folder = sender.folder / "run/attempts/001"  # its bundle is what `launcher.files` writes
+    write(folder, {"manifests.yaml": request.render()})
+    page = (ROOT / "docs/launchers/kubernetes.md").read_text()
+    (commands,) = re.findall(r"```bash\ncd FOLDER\S+\n(.*?)```", page, re.DOTALL)
     # 1.20 does not know some of the fields.
-    command = ["kubectl", "--kubeconfig", str(real.kubeconfig), "apply", "--validate=false", "-f"]
-    if not kubectl():
-        pytest.skip("no kubectl")
-    done = subprocess.run([*command, str(file)], capture_output=True, text=True)
+    commands = commands.replace("NAME", request.name).replace("-f man", "--validate=false -f man")
+    env = {**os.environ, "KUBECONFIG": str(real.kubeconfig)}
+    done = subprocess.run(
+        ["sh", "-ec", commands], cwd=folder, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2
-
-
-def kubectl():
-    import shutil
-
-    return shutil.which("kubectl")
+    assert len(done.stdout.splitlines()) == 3
+    until(lambda: complete(real, request.name), 120, lambda: str(real.pods())[:3000])
 
 
 def test_trainjobs(real, sender):

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from distdl.incident import causes
 from distdl.job import JobSpec, JobState, Resources
 from distdl.launchers.kubernetes import KubernetesLauncher, entry, first_process, pod_ranks, states
 from distdl.launchers.kubernetes.cluster import refusal
@@ -224,6 +226,37 @@ def test_the_shell_of_a_container_takes_every_text_for_one_word(tmp_path):
     assert os.readlink(folder / "node/bundle/code") == code
 
 
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ((3, 9, 2), "python is 3.9.2, and distdl needs 3.11.4 or later"),
+        ((2, 7, 18), "python is 2.7.18, and distdl needs 3.11.4 or later"),
+        (None, "python: not found"),
+    ],
+)
+def test_an_image_whose_python_cannot_run_it_ends_the_job(version, said, tmp_path):
+    """By an exit code that is not tried again, and words that the incident knows."""
+    for name in ("sh", "mkdir", "cat"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    if version:
+        older = f"import sys; sys.version_info = {(*version, 'final', 0)}; "
+        stub = f'#!/bin/sh\nexec {sys.executable} -c "{older}$2"\n'
+        (tmp_path / "python").write_text(stub)
+        (tmp_path / "python").chmod(0o755)
+    command = [*PodTemplate(request()).command(), "distdl"]
+    env = {"PATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    (codes,) = (
+        rule["onExitCodes"]["values"]
+        for rule in request().job()["spec"]["podFailurePolicy"]["rules"]
+        if rule["action"] == "FailJob"
+    )
+    assert done.returncode in codes
+    assert done.stderr.strip().endswith(said)
+    cause = next(c for c in causes.MESSAGES if re.search(c[1], f"PodFailed: pod x: {said}"))
+    assert cause[0] == "no Python"
+
+
 def expanded(text):
     """What the kubelet makes of a text: https://kubernetes.io/docs/tasks/inject-data-application/
     define-interdependent-environment-variables/; a variable that is not there stays."""
@@ -304,11 +337,11 @@ def ended(code, index=0, message="", reason="Error", conditions=(), at="2026-11-
     return pod("Failed", index, f"f{code}", {"terminated": state}, conditions)
 
 
-def job(*conditions, suspend=False, annotations=None, labels=None):
+def job(*conditions, suspend=False, annotations=None, labels=None, retries=0):
     held = [{"type": kind, "status": "True", "reason": reason} for kind, reason in conditions]
     return {
         "metadata": {"name": "j", "annotations": annotations or {}, "labels": labels or {}},
-        "spec": {"completions": 2, "suspend": suspend},
+        "spec": {"completions": 2, "suspend": suspend, "backoffLimit": retries},
         "status": {"conditions": held},
     }
 
@@ -360,6 +393,9 @@ TABLE = [
      JobState.PENDING, "pod j-1-f75 was evicted .a drain.; it is started again"),
     ("lost node", Found(job(), [pod(), ended(137, 1, conditions=[LOST]), pod("Pending", 1)]),
      JobState.PENDING, "is on a node that is lost"),
+    ("retried", Found(job(retries=3), [ended(75), ended(1, 1, "port 1 is taken"), pod("Pending")]),
+     JobState.PENDING, "^pod j-1-f1 ended .*: port 1 is taken; launcher.retries=3 starts it again"),
+    ("not retried", Found(job(), [pod(), ended(1, 1, "x")]), JobState.PENDING, "1 of 2 pods run"),
     ("some run", Found(job(), [pod(), pod("Pending", 1)]), JobState.PENDING, "1 of 2 pods run"),
     ("all run", Found(job(), BOTH), JobState.RUNNING, "^$"),
     ("again", Found(job(), [*BOTH, ended(137, 1, conditions=[LOST])]), JobState.RUNNING, "^$"),
