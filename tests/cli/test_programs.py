@@ -155,6 +155,10 @@ REFUSED = {
         ],
         "program.checkpoints: launcher.max_attempts=1 needs a place that lasts",
     ),
+    "a tracker's key": (
+        ["run", "tracking.mlflow.uri=http://x", "--", "./echo.sh"],
+        "tracking.mlflow.uri: MLflowLogger takes no such argument",
+    ),
     "another tracker": (["run", "tracking=csv", "--", "./echo.sh"], "tracking=mlflow"),
 }
 

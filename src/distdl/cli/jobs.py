@@ -169,7 +169,8 @@ def cancel(targets: Sequence[Target]) -> Answer:
 def show_logs(job: JobBase, attempt: Attempt | None, follow: bool) -> Answer:
     if follow and attempt is not None and not isinstance(job, jobs.Unqueried):
         state = follow_job(job, attempt)
-        return Answer(answers.Log(job.handle), 0 if state is None else state.exit_code)
+        code = 0 if state is None else jobs.exit_code(state, attempt)
+        return Answer(answers.Log(job.handle), code)
     report = None if follow else asking.ask(job)
     try:
         if report and not report.reached and report.error is None:
@@ -196,7 +197,7 @@ def wait(targets: Sequence[Target]) -> Answer:
         job.wait()
         state = jobs.state(attempt, job) if attempt else job.state()
         say(f"{state}  {job.handle}")
-        codes.append(state.exit_code)
+        codes.append(jobs.exit_code(state, attempt))
         return str(state)
 
     return Answer(answers.Asked(dict(for_each(targets, ended_as))), max(codes))

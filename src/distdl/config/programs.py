@@ -177,6 +177,15 @@ def _foreign(config: DictConfig, default: DictConfig, typed: Sequence[str]) -> I
                 "tracking=mlflow; log to others by yourself",
                 code="conflict",
             )
+            continue
+        # No class is imported for a program: its arguments are those of conf/tracking/mlflow.yaml.
+        takes = [*((before.get("tracking") or {}).get(key) or {}), "interval"]
+        for name in node if "_target_" in takes else ():
+            if name not in takes:
+                near = closest(str(name), takes)
+                remedy = f"did you mean tracking.{key}.{near}?" if near else ", ".join(takes[1:])
+                what = "MLflowLogger takes no such argument"
+                yield Problem(f"tracking.{key}.{name}", what, remedy, code="unknown-key")
 
 
 def refuse_none(config: Mapping[Any, Any]) -> None:

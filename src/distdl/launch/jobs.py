@@ -259,6 +259,13 @@ def state(
     return recorded if reported is JobState.UNKNOWN and recorded.ended else reported
 
 
+def exit_code(state: JobState, attempt: Attempt | None) -> int:
+    """That of a run which has ended: what its attempt has recorded, such as 137 of a rank that was
+    killed; else the state's."""
+    recorded = attempt.status().get("exit_code") if attempt and state.ended else None
+    return state.exit_code if recorded is None else int(recorded)
+
+
 def runs_below(folder: Path) -> list[RunDirectory]:
     """Every run in a folder of runs (or of sweeps), the newest first."""
     runs: list[RunDirectory] = []

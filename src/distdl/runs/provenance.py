@@ -24,7 +24,8 @@ def collect(
 ) -> dict[str, Any]:
     """Everything that is recorded with a new run. `command` is sys.argv, and the user's code is in
     `root`. `swept` are the overrides that differ between the members of the run's sweep."""
-    typed = ["python", "-m", "distdl"] if command[0].endswith("__main__.py") else ["distdl"]
+    started = {"__main__.py": ["python", "-m", "distdl"], "torchx": ["torchx"]}
+    typed = started.get(Path(command[0]).name, ["distdl"])
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "id": uuid.uuid4().hex,  # runs of one name in two folders may start in the same second

@@ -68,6 +68,13 @@ def attempt():
     return begun
 
 
+def test_the_exit_code_is_the_runs_own(attempt):
+    attempt.fail("killed by SIGKILL", 137)
+    assert jobs.exit_code(JobState.FAILED, attempt) == 137
+    assert jobs.exit_code(JobState.UNKNOWN, attempt) == JobState.UNKNOWN.exit_code
+    assert jobs.exit_code(JobState.CANCELLED, None) == 130
+
+
 STATES = [  # of the run, of the platform, of both
     ("PENDING", "RUNNING", "RUNNING"),
     ("PENDING", "SUCCEEDED", "SUCCEEDED"),  # the store is on another machine

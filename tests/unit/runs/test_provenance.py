@@ -49,6 +49,12 @@ def test_provenance_has_the_state_of_git(tmp_path, monkeypatch):
     assert "git is not installed" in error
 
 
+def test_the_command_that_was_typed(tmp_path):
+    typed = [["/x/distdl/__main__.py", "a=1"], ["/x/bin/torchx", "run"], ["/x/bin/distdl", "a=1"]]
+    commands = [provenance.collect(command, tmp_path)["command"] for command in typed]
+    assert commands == [["python", "-m", "distdl", "a=1"], ["torchx", "run"], ["distdl", "a=1"]]
+
+
 def test_a_renamed_and_a_conflicted_file_have_gits_short_form(tmp_path):
     git = partial(git_in, tmp_path)
     git("init", "-b", "trunk")
