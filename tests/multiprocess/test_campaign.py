@@ -233,14 +233,21 @@ if MATRIX:
     # A signal in the middle of a validation, and kill -9 inside the second of three epochs.
     ENDINGS = [("validation", signal.SIGTERM), ("training", signal.SIGKILL)]
 
+    # Averages are validated and saved, and the network has batch norm.
+    NORMED = "model.network._target_=mine.normed"
+    FREE = ("optimizer=schedulefree", "schedule=constant", NORMED)
+    ALL = [(strategy, ()) for strategy in STRATEGIES]
+    ALL += [(strategy, FREE) for strategy in ("single", "ddp", "fsdp")]
+
     @pytest.mark.parametrize(("phase", "number"), ENDINGS)
-    @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_any_strategy_ends_as_if_undisturbed(strategy, phase, number, tmp_path):
+    @pytest.mark.parametrize(("strategy", "free"), ALL)
+    def test_any_strategy_ends_as_if_undisturbed(strategy, free, phase, number, tmp_path):
         project(tmp_path, model=IMAGES)
         ranks = 1 if strategy == "single" else 2
         alone = strategy in ("single", "pipeline")  # a rank whose batch is the global one
         more = [f"data.batch_size={4 if alone else 2}", f"trainer.devices={ranks}"]
         more += ["strategy.micro_batches=2"] if strategy == "pipeline" else []
+        more += free
         words = (*COMMON, *SYNTHETIC, "checkpoint.every_n_steps=2", f"strategy={strategy}", *more)
         each = Disturbance(phase, ranks - 1, number, "rank", 0.5)
         row, wrong = disturb(undisturbed(tmp_path, words), words, each, ranks)

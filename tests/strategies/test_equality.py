@@ -115,17 +115,65 @@ def test_muon_trains_as_one_process_does_and_resumes_exactly(name, runs):
     assert exact(step(whole), step(again))
 
 
-@matrix_only
-def test_muons_state_is_stored_alike_by_ddp_fsdp_and_ddp(runs, tmp_path):
-    source = step(runs.train("muon ddp x2", TOPOLOGIES["ddp x2"].plus(*MUON)), HALF)
+def passed_on(runs, folder, name, overrides):
+    """A checkpoint of ddp that fsdp and then ddp have loaded and saved has the same bits."""
+    source = step(runs.train(f"{name} ddp x2", TOPOLOGIES["ddp x2"].plus(*overrides)), HALF)
     before = source
-    for name in ("fsdp x2", "ddp x2"):
-        file = tmp_path / f"{name}.ckpt"
+    for topology in ("fsdp x2", "ddp x2"):
+        file = folder / f"{topology}.ckpt"
         saves = "+callbacks.saves._target_=tests.strategies.small.SavesFirst"
-        topology = TOPOLOGIES[name].plus(*MUON, saves, f"+callbacks.saves.path='{file}'")
-        runs.train(f"muon through {name}", topology, resume=before)
+        more = (*overrides, saves, f"+callbacks.saves.path='{file}'")
+        runs.train(f"{name} through {topology}", TOPOLOGIES[topology].plus(*more), resume=before)
         assert exact(source, file)
         before = file
+
+
+@matrix_only
+def test_muons_state_is_stored_alike_by_ddp_fsdp_and_ddp(runs, tmp_path):
+    passed_on(runs, tmp_path, "muon", MUON)
+
+
+FREE = ("optimizer=schedulefree", "optimizer.lr=0.3", "schedule=constant")
+
+
+@matrix_only
+@pytest.mark.parametrize("name", ["ddp x2", "fsdp x2", "pipeline x2"])
+def test_schedule_free_trains_as_one_process_does_and_resumes_exactly(name, runs):
+    every = "trainer.val_check_interval"
+    single = TOPOLOGIES["single"].plus(*FREE, f"+{every}={2 * HALF}")  # of two batches a step
+    alone = runs.train("free single", single)
+    topology = TOPOLOGIES[name].plus(*FREE, f"+{every}={HALF}")
+    whole = runs.train(f"free {name}", topology)
+    halves = runs.seen["free single"].losses
+    sums = [sum(halves[i : i + 2]) for i in range(0, 2 * STEPS, 2)]
+    assert runs.seen[f"free {name}"].losses == pytest.approx(sums, abs=1e-6)
+    assert sums[-1] != pytest.approx(sums[0], abs=1e-2)
+    assert matrix.read(step(alone))["optimizer_states"][0]["param_groups"][0]["k"] == STEPS
+    again = runs.train(f"free {name} again", topology, resume=step(whole, HALF))
+    assert exact(step(whole), step(again))
+    validated = [runs.seen[f"free {n}"].metrics["val/loss"] for n in ("single", name)]
+    assert validated[0] == pytest.approx(validated[1], abs=1e-6)
+
+
+@matrix_only
+def test_its_state_is_stored_alike_by_ddp_fsdp_and_ddp(runs, tmp_path):
+    passed_on(runs, tmp_path, "free", FREE)
+
+
+@matrix_only
+def test_its_statistics_are_the_same_on_two_ranks(runs):
+    """GroupNorm would have none. What is trained differs, as each rank has its own batches."""
+    normed = (*FREE, "model.norm=batch", "trainer.max_steps=1", "checkpoint.every_n_steps=null")
+    cases = {"single": (*normed, *matrix.batch(8)), "ddp x2": normed, "fsdp x2": normed}
+    # At a rate of nothing all have the initial weights.
+    files = {
+        name: runs.train(f"free norm {name}", TOPOLOGIES[name].plus(*more, "optimizer.lr=0"))
+        for name, more in cases.items()
+    }
+    first, *others = (matrix.read(folder / "last.ckpt")["state_dict"] for folder in files.values())
+    assert any("running_mean" in name for name in first)
+    for other in others:
+        assert matrix.apart(first, other) < 1e-6
 
 
 # The small network has no blocks of several layers but its first.

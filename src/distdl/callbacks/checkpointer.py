@@ -30,11 +30,13 @@ from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
 from distdl.distributed.agreement import Agreement, least_of_all, refuse_uneven
 from distdl.domains.domain import domain_of
+from distdl.loops.averaged import Averages, averaged
 from distdl.loops.decides import Decides
 from distdl.loops.epoch_metrics import epoch_metrics, restore_epoch_metrics
 from distdl.loops.fit import fit_loop_of
 from distdl.loops.trainer import Trainer as RunTrainer
 from distdl.optim import optimizers
+from distdl.optim.averages import exchanges
 from distdl.ranks.stopping import StopRequest
 from distdl.runs.checkpoints import BETWEEN_STEPS, CheckpointStore
 from distdl.tracking.journal import Journal
@@ -50,10 +52,12 @@ BETWEEN = (
 )
 
 
-def rounds(optimizer: object) -> bool:
-    """Whether an optimizer exchanges weights for a validation by arithmetic (`eval` and `train`, as
-    schedule-free ones do): what is put back is rounded, so a validation may not be run twice."""
-    return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
+def rounds(trainer: Trainer) -> bool:
+    """Whether the module exchanges weights for a validation by its optimizer's arithmetic: what is
+    put back is rounded, so a validation may not be run twice."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    kept = any(isinstance(each, Averages) for each in callbacks)
+    return not kept and any(map(exchanges, trainer.optimizers))
 
 
 class Checkpointer(LeanCallback, Decides):
@@ -221,7 +225,7 @@ class Checkpointer(LeanCallback, Decides):
         loop = fit_loop_of(trainer).epoch_loop
         # Ranks may have different numbers of batches: exchange flags only in common ones.
         self._common_batches = least_of_all(sum(loop.val_loop.max_batches))
-        if loop.accumulates or any(map(rounds, trainer.optimizers)):
+        if loop.accumulates or rounds(trainer):
             self._common_batches = 0  # it cannot be cut short
 
     def cuts_validation(self, trainer: Trainer) -> bool:
@@ -424,7 +428,10 @@ class Checkpointer(LeanCallback, Decides):
         name = "best.ckpt" if between_steps else f"epoch_{epoch:03d}{inside}.ckpt"
         assert isinstance(trainer, RunTrainer)
         best = best or reason == "best"
-        self.saver.save(trainer, trainer.state_to_save, name, best=best, **facts)
+        # What is saved between two steps, maybe in a hurry, is to go on from.
+        settled = reason not in ("step", "time", "signal")
+        with averaged(trainer, settled=settled):
+            self.saver.save(trainer, trainer.state_to_save, name, best=best, **facts)
         if between_steps:
             return
         self._saved_step = step

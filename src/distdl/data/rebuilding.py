@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.data import (
     _get_dataloader_init_args_and_kwargs,
     _reinstantiate_wrapped_cls,
@@ -14,7 +15,15 @@ from lightning.fabric.utilities.data import (
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from distdl.data.sampling import EvalBatches, InOrder, Placed, PlacedInOrder, TrainBatches
+from distdl.data.drawing import samplers_of
+from distdl.data.sampling import (
+    EvalBatches,
+    InOrder,
+    Placed,
+    PlacedInOrder,
+    RecentBatches,
+    TrainBatches,
+)
 from distdl.data.worker_end import EndingWithRank
 from distdl.util.errors import NotRebuilt
 
@@ -55,6 +64,26 @@ def rebuilt(
     if loader.batch_sampler is None:
         return type(loader)(dataset, sampler=in_order(batches), batch_size=None, **settings)
     return type(loader)(dataset, batch_sampler=batches, **settings)
+
+
+def recent(loader: object, most: int) -> DataLoader[Any] | None:
+    """A loader of the batches that this rank was trained on last (`RecentBatches`), with workers of
+    its own; None: the training's loader does not give its batches again.
+
+    Args:
+        loader: Of the training, as `distribute` has made it.
+    """
+    of = loader if isinstance(loader, DataLoader) else None
+    samplers = [] if of is None else samplers_of(of)
+    batches = next((each for each in samplers if isinstance(each, TrainBatches)), None)
+    if of is None or batches is None:
+        return None
+    try:
+        made = rebuilt(of, of.dataset, RecentBatches(batches, most))
+    except NotRebuilt:
+        return None
+    made.generator = torch.Generator().manual_seed(batches.seed)  # the training's draws nothing
+    return made
 
 
 def in_order(batches: TrainBatches | EvalBatches) -> InOrder:

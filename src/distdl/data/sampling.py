@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -210,6 +210,47 @@ class TrainBatches(Sampler[list[SampleKey]]):
             return order
         generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
         return torch.randperm(self.num_samples, generator=generator).numpy()
+
+
+class RecentBatches(TrainBatches):
+    """The batches that a rank was trained on last, in this epoch; at its start, the first ones.
+
+    Args:
+        of: Gives their order; its position stays as it is, and its dataset is told nothing.
+        most: At most so many.
+    """
+
+    def __init__(self, of: TrainBatches, most: int) -> None:
+        first = max(0, of.position.consumed - most * of.global_batch)
+        super().__init__(
+            of.num_samples,
+            of.batch_size,
+            rank=of.rank,
+            world_size=of.world_size,
+            seed=of.seed,
+            shuffle=of.shuffle,
+            position=replace(of.position, consumed=first, sizes=[*of.position.sizes]),
+            dataset=None if of.dataset is None else _OrderAlone(of.dataset),
+            batched=of.batched,
+            groups=of.groups,
+        )
+        self.most = most
+
+    def __len__(self) -> int:
+        return min(self.most, super().__len__())
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        return itertools.islice(super().__iter__(), self.most)
+
+
+class _OrderAlone:
+    """An `Ordered` that does not tell the dataset what was reached."""
+
+    def __init__(self, dataset: Ordered) -> None:
+        self.order = dataset.order
+
+    def reached(self, seed: int, epoch: int, start: int, order: np.ndarray[Any, Any]) -> None:
+        pass
 
 
 class EvalBatches(Sampler[list[SampleKey]]):

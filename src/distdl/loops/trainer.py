@@ -10,6 +10,7 @@ from typing import Any
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer as LightningTrainer
 
+from distdl.loops.averaged import averaged
 from distdl.loops.connectors import CheckpointConnector, DataConnector, Restores, SignalConnector
 from distdl.loops.decides import who_decides
 from distdl.loops.fit import FitLoop
@@ -68,4 +69,5 @@ class Trainer(LightningTrainer):
         """
         if decides := who_decides(self):
             decides.refuse_path(filepath)
-        super().save_checkpoint(filepath, *args, **options)
+        with averaged(self, settled=False):
+            super().save_checkpoint(filepath, *args, **options)

@@ -13,16 +13,18 @@ What holds when a signal comes in a validation:
    a resumed run repeats the validation from its first batch. Other weights are not saved: the
    resumed run then continues from the checkpoint before.
 
-An undisturbed validation is Lightning's, with two differences. The strategy's
+An undisturbed validation is Lightning's, with three differences. The strategy's
 `on_validation_start`, in which ranks may agree on weights, runs before that of the callbacks, which
-may exchange them. And no resumed run begins with a sanity check, which may change what was loaded;
-Lightning leaves it out only after a resume inside an epoch.
+may exchange them. Averages that the optimizer keeps take the place of the weights (`averaged`). And
+no resumed run begins with a sanity check, which may change what was loaded; Lightning leaves it out
+only after a resume inside an epoch.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -31,6 +33,7 @@ from lightning.pytorch.loops import _EvaluationLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
+from distdl.loops.averaged import averaged
 from distdl.loops.decides import Decides, who_decides
 from distdl.loops.small_state import SmallState
 
@@ -51,6 +54,7 @@ class ValidationLoop(_EvaluationLoop):
         self.was_cut = False  # the current or last validation
         self._before: SmallState | None = None
         self._done_before: dict[str, Any] = {}
+        self._averages = ExitStack()  # open while averages are in the place of the weights
 
     @property
     def modes(self) -> dict[str, bool]:
@@ -67,7 +71,10 @@ class ValidationLoop(_EvaluationLoop):
         self._before = SmallState(self.trainer, self.decides.held) if self.decides else None
         self._done_before = self.batch_progress.state_dict()
         try:
-            return super().run()
+            with self._averages:
+                if not self.trainer.sanity_checking:
+                    self._averages.enter_context(averaged(self.trainer, settled=True))
+                return super().run()
         finally:
             self._before = None
 
@@ -106,6 +113,7 @@ class ValidationLoop(_EvaluationLoop):
         assert self.decides is not None
         before.put_back_metrics()
         self._run_hooks_at_the_end()
+        self._averages.close()
         trainer._logger_connector.reset_results()
         if not trainer.sanity_checking:
             trainer.training = True

@@ -160,6 +160,10 @@ class ImageClassifier(Evaluated):
         images, targets = self.pipeline_inputs(batch, batch_idx)
         return {"loss": self.pipeline_loss(self(images), targets)}
 
+    def statistics_step(self, batch: Labelled, batch_idx: int) -> None:
+        """A forward for the statistics of batch norms: of images that are not mixed."""
+        self(_images(batch))
+
     # The interface for strategy=pipeline (docs/strategies/pipeline.md).
 
     def pipeline_blocks(self) -> list[NamedBlock]:

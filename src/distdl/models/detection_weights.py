@@ -16,6 +16,7 @@ from torch import nn
 
 from distdl.checkpoint import formats
 from distdl.checkpoint.convert import plain_weights
+from distdl.checkpoint.settled import refuse_unsettled
 from distdl.domains.detection.categories import Categories
 from distdl.models.detection_network import body_of
 from distdl.models.weights import located
@@ -59,7 +60,9 @@ def load_detector_weights(
         UserError: There is no such file, or its weights belong to another network.
     """
     file = located(file)
-    weights = plain_weights(formats.read(file)["state_dict"])
+    checkpoint = formats.read(file)
+    refuse_unsettled(checkpoint, str(file))
+    weights = plain_weights(checkpoint["state_dict"])
     weights = {name: value for name, value in weights.items() if not name.endswith(COUNTED)}
     if fitting := _of_backbone(network, weights):
         network.load_state_dict(fitting, strict=False)

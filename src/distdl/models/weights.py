@@ -14,6 +14,7 @@ from torch import nn
 
 from distdl.checkpoint import formats
 from distdl.checkpoint.convert import plain_weights
+from distdl.checkpoint.settled import refuse_unsettled
 from distdl.config import published
 from distdl.models.parts import heads_of, inside
 from distdl.runs import checkpoints
@@ -105,9 +106,12 @@ def read_weights(file: str | Path) -> dict[str, torch.Tensor]:
     """The weights of a file or run by their names in a network. They are mapped, not read.
 
     Raises:
-        UserError: There is no such file, or it cannot be read.
+        UserError: There is no such file, it cannot be read, or it is one to go on from alone.
     """
-    return plain_weights(formats.read(located(file), mmap=True)["state_dict"])
+    path = located(file)
+    checkpoint = formats.read(path, mmap=True)
+    refuse_unsettled(checkpoint, str(path))
+    return plain_weights(checkpoint["state_dict"])
 
 
 def fit_to(

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
+from distdl.optim.averages import exchanges
 from distdl.optim.schedules import constant
 from distdl.optim.schedules import rescale_schedule as rescale_schedule
 from distdl.util.errors import UserError
@@ -324,9 +325,13 @@ def build_optimizer(
     elif fuse and can_fuse(target, groups) and not {"foreach", "differentiable"} & arguments.keys():
         arguments["fused"] = True
     optimizer = target(groups, **arguments)
-    if "fused" in optimizer.defaults:
+    if KERNELS & optimizer.defaults.keys():
         optimizer.register_state_dict_post_hook(_without_kernels)
         optimizer.register_load_state_dict_pre_hook(_with_own_kernels)
+    if exchanges(optimizer):
+        optimizer.train()
+        optimizer.state.clear()  # it has looked for states, and left empty ones
+    if "fused" in optimizer.defaults:
         optimizer.register_load_state_dict_post_hook(_match_state_layout)
         optimizer.register_step_pre_hook(_match_gradient_layout)
     return optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from distdl.optim import averages
 from distdl.optim.optimizers import build_optimizer
 from distdl.util.errors import Problem, UserError
+from distdl.validation.meta import on_meta, targets_own
 
 SIZE = 8  # of the matrix that is stepped; Muon leaves smaller ones than 4 to its fallback
 
@@ -19,13 +22,21 @@ class OneStep:
     """What the validation asks of the optimizer, whatever its class is."""
 
     @staticmethod
-    def check(node: Mapping[str, Any]) -> Iterator[Problem]:
+    def check(
+        node: Mapping[str, Any], context: Mapping[str, Any] | None = None
+    ) -> Iterator[Problem]:
         """Steps the optimizer for a small layer, since some arguments are read only there.
 
         Yields:
-            A problem, if the class refuses the value of an argument.
+            A problem, if the class refuses the value of an argument, or does not go with the rest
+            of the config (`averages.refused`).
         """
-        name = str(node.get("_target_")).rpartition(".")[2]
+        target = str(node.get("_target_"))
+        name = target.rpartition(".")[2]
+        config = (context or {}).get("config") or {}
+        if averages.exchanges(pydoc.locate(target)):
+            module = on_meta(targets_own(config["model"])) if config.get("model") else None
+            yield from averages.refused(name, config, module)
         # Without a bias: some optimizers take matrices alone, or one group, as a model may have.
         layer = nn.Linear(SIZE, SIZE, bias=False)
         for parameter in layer.parameters():

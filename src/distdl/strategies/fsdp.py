@@ -97,7 +97,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             if fits and self._layer_sync:
                 module = self._layer_sync.apply(module)
             self._shard(self.precision_plugin.convert_module(module))
-        self._reshard()
+        self.reshard()
         self.model = self.lightning_module
         if not self.offload:
             self.model_to_device()
@@ -128,7 +128,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             register_fsdp_forward_method(module, step)
             show_arguments(getattr(module, step), method)
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         """Frees weights that stay gathered after a forward without a backward."""
         for module in self.lightning_module.modules():
             if isinstance(module, FSDPModule):
@@ -145,13 +145,13 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full weights on rank 0; for a sharded checkpoint, each rank's slices. Collective."""
         sharing.agree_on_buffers(self.lightning_module)
-        self._reshard()
+        self.reshard()
         return self._outgoing(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state as in `distdl.checkpoint.portable`: full on rank 0, or slices. Collective."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        self._reshard()
+        self.reshard()
         named = portable.to_names(optimizer.state_dict(), optimizer, self.lightning_module)
         return {**named, "state": {k: self._outgoing(v) for k, v in named["state"].items()}}
 
@@ -174,14 +174,14 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._reshard()
+        self.reshard()
         slices = self.lightning_module.state_dict()
         full = checkpoint["state_dict"]
         sliced = {name: sliced_like(value, slices.get(name)) for name, value in full.items()}
         self.lightning_module.load_state_dict(sliced, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._reshard()
+        self.reshard()
         for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
             # A state by position fits these groups, which are the same as without sharding.
             named = portable.to_names(state, optimizer, self.lightning_module)

@@ -28,6 +28,7 @@ from distdl.config.schema import COLLECTIONS, COMPONENTS
 from distdl.job import adapted_launcher, is_launcher
 from distdl.util import lightning_names
 from distdl.util.errors import Problem
+from distdl.util.extras import install
 from distdl.util.imports import no_exit
 from distdl.util.redact import hide_shapes
 from distdl.util.shadowing import shadowing
@@ -247,7 +248,7 @@ class Binding:
     def absent(self, package: str, path: Path) -> None:
         if self.local:
             what = f"needs the package {package}, which is not installed"
-            self.add(path, what, "install it into this environment", code="not-installed")
+            self.add(path, what, install(package), code="not-installed")
         else:
             self.notes.append(
                 f"not checked: {path_text(path)}: package {package} is not installed here"

@@ -22,7 +22,15 @@ from distdl.util.errors import Problem
 from distdl.util.suggest import closest
 from distdl.util.typed import Path
 
-ALLOWED = ("distdl", "torch", "torchvision", "lightning", "pytorch_lightning", "timm")
+ALLOWED = (
+    "distdl",
+    "torch",
+    "torchvision",
+    "lightning",
+    "pytorch_lightning",
+    "timm",
+    "schedulefree",
+)
 # Single names outside those packages that many configs need and that can do no harm.
 HARMLESS = ("datetime.timedelta", "argparse.Namespace")
 # Sections whose target the command line itself imports, and the package that it must be in.

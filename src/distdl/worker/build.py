@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler, OptimizerLRS
 from omegaconf import DictConfig
 
 from distdl.callbacks import Checkpointer, ModuleState, Pictures, RecordSamples, StepMetrics
+from distdl.callbacks.averages import AveragedWeights
 from distdl.checkpoint import portable
 from distdl.checkpoint.formats import AnyCheckpoint
 from distdl.config import batches, schema, task_facts
@@ -37,6 +38,7 @@ from distdl.models.evaluated import Evaluated
 from distdl.models.parts import layers_in
 from distdl.models.weights import read_published_without_code
 from distdl.optim import optimizers
+from distdl.optim.averages import exchanges
 from distdl.optim.schedules import length_of
 from distdl.ranks.environment import Environment
 from distdl.ranks.stopping import StopRequest
@@ -141,7 +143,8 @@ def build(
         if isinstance(callback, RecordSamples):
             callback.run_dir = run.path
             callback.attempt = attempt.number
-    callbacks = [modules, metrics, *callbacks]
+    averages = [] if own_optimizer or not keeps_averages(config) else [AveragedWeights()]
+    callbacks = [modules, *averages, metrics, *callbacks]
     if hasattr(module, "drawing"):
         callbacks.append(Pictures(run.path, attempt.path))
     callbacks.append(checkpointer)
@@ -197,6 +200,12 @@ def make_module(node: Mapping[str, Any]) -> LightningModule:
     module: LightningModule = make(typed)
     recompute.apply(module, values.get(recompute.KEY))
     return module
+
+
+def keeps_averages(config: DictConfig) -> bool:
+    """Whether the config's optimizer exchanges the weights for their average."""
+    target = plain(config.get("optimizer")).get("_target_")
+    return bool(target) and exchanges(get_object(str(target)))
 
 
 def configures_optimizers(module: LightningModule) -> bool:

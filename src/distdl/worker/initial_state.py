@@ -6,6 +6,7 @@ of the new config. Otherwise it loads only the weights, and one warning gives th
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import re
@@ -20,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from distdl.callbacks import module_state
 from distdl.callbacks.checkpointer import KEY
 from distdl.callbacks.resume_state import built_rates
+from distdl.checkpoint.settled import refuse_unsettled
 from distdl.optim.optimizers import KERNELS
 from distdl.runs.directory import shown
 from distdl.util.errors import UserError
@@ -68,6 +70,8 @@ class InitialState:
         Raises:
             UserError: They do not fit.
         """
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            refuse_unsettled(checkpoint, self.file)
         module = self.context.module
         names = module.state_dict().keys()
         plain = {AFFIX.sub("", name): name for name in names}
@@ -183,7 +187,10 @@ def apply_settings(
     moved = {"momentum", "betas"} if any(hasattr(s, "cycle_momentum") for s in schedules) else set()
     differences: dict[str, str] = {}
     for number, (optimizer, groups) in enumerate(zip(trainer.optimizers, configured, strict=True)):
+        # Defaults that no argument sets are counts, as those of schedule-free optimizers.
+        arguments = inspect.signature(type(optimizer)).parameters
         settings = set(getattr(optimizer, "defaults", ())) - {"lr", *KERNELS, *moved}
+        settings &= arguments.keys()
         for index, (group, new) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
             for name in sorted(settings & new.keys()):
                 if group.get(name) != new[name]:

@@ -5,10 +5,11 @@ from collections import Counter
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distdl.data.sampling import EvalBatches, Groups, TrainBatches, TrainPosition
+from distdl.data.sampling import EvalBatches, Groups, RecentBatches, TrainBatches, TrainPosition
 from distdl.datasets.order import Windows, by_group
 from distdl.util.seeds import stable_seed
 from tests.prepared import refusal
@@ -201,3 +202,28 @@ def test_killed_anywhere_and_resumed_at_any_size_each_group_goes_on(data, seed, 
 def test_what_is_left_over_is_pooled_at_the_end():
     order, groups = np.array([4, 2, 7, 0, 1, 6, 3, 5]), np.array([0, 1, 0, 0, 0, 1, 1, 2])
     assert by_group(order, groups, 2).tolist() == [4, 2, 1, 6, 0, 3, 7, 5]
+
+
+@pytest.mark.parametrize(
+    ("consumed", "wanted"), [(0, [0, 1, 2]), (8, [0, 1, 2]), (16, [1, 2, 3]), (40, [7, 8, 9])]
+)
+def test_the_batches_of_before_come_again_and_nothing_notices(consumed, wanted):
+    class Told:
+        reached_by = 0
+
+        def order(self, seed, epoch):
+            return np.arange(43)[::-1].copy()
+
+        def reached(self, seed, epoch, start, order):
+            self.reached_by += 1
+
+    position = TrainPosition(1, consumed)
+    told = Told()
+    options = {"rank": 1, "world_size": 2, "seed": 3, "shuffle": True, "dataset": told}
+    batches = TrainBatches(43, 2, position=position, resume=False, **options)
+    epoch = [*batches]
+    before = told.reached_by
+    recent = RecentBatches(batches, 3)
+    assert [*recent] == [*recent] == [epoch[number] for number in wanted]
+    assert len(recent) == 3
+    assert (position, told.reached_by) == (TrainPosition(1, consumed), before)

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -10,6 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 from pytest import approx
+from schedulefree import SGDScheduleFree
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,6 +25,7 @@ from distdl.ranks.stopping import StopRequest
 from distdl.runs.directory import Attempt, RunDirectory
 from distdl.util.errors import UserError
 from distdl.worker.build import build
+from distdl.worker.initial_state import apply_settings
 
 KEYS = (
     "schedule=none",
@@ -255,3 +258,18 @@ def test_lightning_resumes_from_ours_without_distdl(ours, tmp_path, monkeypatch)
     resumed = Net(3)
     assert fit(resumed, 4, file=file).global_step == 16
     assert same(resumed, built.module)
+
+
+def test_what_an_optimizer_counts_is_no_setting():
+    """Another run's checkpoint of a schedule-free optimizer, with another momentum."""
+
+    def made(momentum):
+        return SGDScheduleFree([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=momentum)
+
+    loaded = made(0.9)
+    (group,) = loaded.param_groups
+    group |= {"k": 7, "weight_sum": 0.5, "lr_max": 0.1}
+    trainer = SimpleNamespace(optimizers=[loaded], lr_scheduler_configs=[])
+    apply_settings(trainer, [[{**g} for g in made(0.8).param_groups]], None, "a.ckpt", 1.0)
+    assert group["momentum"] == 0.8
+    assert (group["k"], group["weight_sum"], group["lr_max"]) == (7, 0.5, 0.1)
