@@ -72,7 +72,9 @@ def write(to: Path, repository: str) -> None:
         (to / page).write_text(text, encoding="utf-8")
     for picture in (ROOT / "docs").rglob("*"):
         if picture.suffix in (".svg", ".png"):
-            shutil.copy(picture, to / picture.relative_to(ROOT / "docs"))
+            copy = to / picture.relative_to(ROOT / "docs")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(picture, copy)
 
 
 def left_out(settings: Mapping[str, Any], pages: Path) -> list[str]:

@@ -11,11 +11,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from PIL import Image
 
 from distdl.cli.main import COMMANDS
 from distdl.util.refusal_codes import CODES
 from tests.conftest import ROOT, matrix_only
-from website import build, reference
+from website import build, pictures, reference
 from website.pages import copied, pages_of
 
 PAGES = pages_of(ROOT)
@@ -79,6 +80,17 @@ def test_the_reference_has_every_command_and_code():
     assert "--attempt" in commands
     refusals = reference.refusals()
     assert [code for code in CODES if f"\n## {code}\n" not in refusals] == []
+
+
+@matrix_only
+def test_the_pictures_are_drawn_anew(tmp_path):
+    if pictures.CHROMIUM is None:
+        pytest.skip("no chromium")
+    pictures.write(tmp_path / "work", tmp_path / "pictures")
+    for page, height in pictures.HEIGHTS.items():
+        with Image.open(tmp_path / f"pictures/{page}.png") as image:
+            assert image.size == (pictures.WIDTH, height)
+            assert len(image.getcolors()) > 8, "it is not empty"
 
 
 class Links(HTMLParser):
