@@ -10,7 +10,8 @@ GPUS   := $(shell nvidia-smi -L 2>/dev/null)
 DEBUG  := $(if $(GPUS),,debug=cpu)
 
 # Real servers for tests/cluster (MPI, sshd, Slurm, network namespaces, a Blob server), a store that
-# hangs (bindfs), and a compiler for tests/gpu_rehearsal and native/, with what its fuzzing needs.
+# hangs (bindfs), and a compiler for tests/gpu_rehearsal and native/,
+# with what its fuzzing needs.
 SERVERS := g++ libjpeg62-turbo-dev cmake dpkg-dev openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs
 
 # What rests on Lightning's loops.
@@ -26,6 +27,7 @@ MATRIX := $(addprefix tests/, \
 	cli/test_own_launcher.py \
 	cli/test_programs.py \
 	cli/test_published_weights.py \
+	cli/test_schema.py \
 	cluster/test_azureml.py \
 	cluster/test_azurite.py \
 	cluster/test_kubernetes.py \
@@ -107,6 +109,7 @@ server-packages:
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SERVERS)
 	command -v npm >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y -qq npm
 	command -v azurite-blob >/dev/null || npm install --silent --global azurite
+	command -v yaml-language-server >/dev/null || npm install --silent --global yaml-language-server
 
 servers-kube: .servers/kube/bin/kube-scheduler  ## a control plane of Kubernetes 1.20 (Debian, as root; about 8 CPU minutes)
 

@@ -60,6 +60,7 @@ TOOLS = [
     "tools.scaling",
     "tools.drill",
     "tools.torchx",
+    "tools.editor",
 ]
 LAYERS = [*CORE, *TOOLS, "cli"]
 WITH_TORCH = [

@@ -46,7 +46,7 @@ COMMANDS = {
     "provision": ("distdl.cli.provision", "create or complete an Azure ML workspace"),
     "report": ("distdl.cli.report", "write a run's curves and config as one HTML page"),
     "explain": ("distdl.cli.explain", "what the code of a refusal means, and what helps"),
-    "schema": ("distdl.cli.schema", "the JSON Schema of what a command answers with --json"),
+    "schema": ("distdl.cli.schema", "JSON Schemas: of config files for an editor, and of answers"),
     "compare": ("distdl.cli.compare", "what differs between runs, and which one is better"),
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),
 }

@@ -42,7 +42,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "compare": ("distdl.tools.compare.answer.ComparedRuns",),
     "track sync": ("distdl.tracking.sync.SentMetrics",),
     "explain": ("distdl.cli.explain.ExplainedCodes",),
-    "schema": ("distdl.cli.schema.Schema",),
+    "schema": ("distdl.cli.schema.Schema", "distdl.cli.schema.WrittenSchemas"),
 }
 _TEXT = {"type": "string"}
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from omegaconf import DictConfig
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
 
 from distdl.config.recipe import plain
 from distdl.util.ranges import AboveZero, Count, NotNegative, Positive
@@ -39,18 +39,20 @@ def _are_devices(value: object) -> bool:
 
 # Refuses "None", which is Python's null, and "", which an unset variable leaves.
 _NAMED = _must(lambda value: value.strip() not in ("", "None"), "null or a text")
-Text = Annotated[str, _NAMED]
+Text = Annotated[str, _NAMED, WithJsonSchema({"type": "string", "pattern": r"\S"})]
+_LETTERS = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _PLAIN = _must(
-    lambda value: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is not None,
+    lambda value: re.fullmatch(_LETTERS, value) is not None,
     "made of letters from a to z, digits, dots, underscores and dashes",
 )
-Name = Annotated[str, Field(max_length=200), _PLAIN, _NAMED]
+_NAME = WithJsonSchema({"type": "string", "maxLength": 200, "pattern": f"^{_LETTERS}$"})
+Name = Annotated[str, Field(max_length=200), _PLAIN, _NAMED, _NAME]
 MinusOneOrMore = Annotated[int, Field(ge=-1)]
 # "00:12:00:00", {hours: 12}, or a node of datetime.timedelta.
 Time = Text | dict[str, Any]
 Limit = Count | NotNegative | None
 _DEVICES = "a number of devices of each node, 1 or more, -1 or auto for all of them"
-_PRECISIONS = (
+PRECISIONS = (
     "16",
     "32",
     "64",
@@ -65,7 +67,19 @@ _PRECISIONS = (
     "transformer-engine-float16",
 )
 _PRECISION = "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true or 64-true"
-Precision = Annotated[Any, _must(lambda value: str(value) in _PRECISIONS, _PRECISION)] | None
+# What a file may say, for editors: composing makes Lightning's own words and numbers of it.
+_SHORT = WithJsonSchema({"enum": [*PRECISIONS, 16, 32, 64]})
+Precision = Annotated[Any, _must(lambda value: str(value) in PRECISIONS, _PRECISION), _SHORT] | None
+_COUNTED = WithJsonSchema(
+    {
+        "anyOf": [
+            {"enum": ["auto", -1]},
+            {"type": "integer", "minimum": 1},
+            {"type": "array", "items": {"type": "integer", "minimum": 0}},
+            {"type": "string", "pattern": r"^[\s\d,-]+$"},
+        ]
+    }
+)
 
 
 # Strict: "3" and true are not accepted as an int; an int is accepted as a float.
@@ -116,7 +130,7 @@ class Size(_Open):
     """The arguments of the Trainer that say on how many devices a run trains, and on which."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
-    devices: Annotated[Any, _must(_are_devices, _DEVICES)] = "auto"
+    devices: Annotated[Any, _must(_are_devices, _DEVICES), _COUNTED] = "auto"
     num_nodes: Positive = 1
 
     @classmethod

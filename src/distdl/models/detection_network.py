@@ -70,8 +70,9 @@ def torchvision_detector(
     return get_model(name, num_classes=num_classes + 1, **given)
 
 
-def _refuse_unknown(name: str, options: Iterable[str]) -> None:
-    """torchvision's R-CNNs take any argument in silence: they hand it to a part that ignores it."""
+def options_of(name: str) -> set[str]:
+    """The arguments that a detector of torchvision takes: those of its function, of its classes and
+    of its transform."""
     from torchvision.models import get_model_builder
     from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
@@ -79,7 +80,12 @@ def _refuse_unknown(name: str, options: Iterable[str]) -> None:
     made = inspect.signature(builder).return_annotation
     parts = [builder, GeneralizedRCNNTransform.__init__]
     parts += [vars(base)["__init__"] for base in made.__mro__ if issubclass(base, nn.Module)]
-    known = {"_skip_resize"}.union(*(inspect.signature(part).parameters for part in parts))
+    return {"_skip_resize"}.union(*(inspect.signature(part).parameters for part in parts))
+
+
+def _refuse_unknown(name: str, options: Iterable[str]) -> None:
+    """torchvision's R-CNNs take any argument in silence: they hand it to a part that ignores it."""
+    known = options_of(name)
     for key in options:
         if key not in known:
             what, hint = f"{name} takes no argument {key!r}", did_you_mean(key, known)

@@ -41,7 +41,7 @@ _PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "a string"),
 }
 
-_LISTS = (list, tuple, set, Sequence)
+LISTS = (list, tuple, set, Sequence)
 
 # The arguments of a callable by name, without `self`; `*args` and `**kwargs` are included.
 Parameters = dict[str, Parameter]
@@ -201,7 +201,7 @@ def matches(value: object, hint: object) -> bool:
         return isinstance(value, _PLAIN[hint][0]) and (hint is bool or not isinstance(value, bool))
     if hint == _dtype():
         return dtype_named(value) is not None
-    if (origin or hint) in _LISTS:
+    if (origin or hint) in LISTS:
         return not isinstance(value, (str, int, float))
     return not (isinstance(value, str) and f"{hint}" == TENSOR)
 
@@ -281,6 +281,6 @@ def _name_of(hint: object) -> str:
         return DTYPE if hint == _dtype() else "a tensor"
     if hint in (None, type(None)):
         return "null"
-    if (origin or hint) in _LISTS:
+    if (origin or hint) in LISTS:
         return "a list"
     return _PLAIN[hint][1] if isinstance(hint, type) and hint in _PLAIN else str(hint)
