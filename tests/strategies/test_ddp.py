@@ -19,7 +19,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
+from torch.nn.parallel import DistributedDataParallel
 
+from distdl import tasks
 from distdl.callbacks import StepMetrics
 from distdl.callbacks.count_traffic import CountTraffic
 from distdl.callbacks.trace import Trace
@@ -30,8 +32,9 @@ from distdl.strategies.ddp import DDPStrategy
 from distdl.strategies.fsdp import FSDPStrategy
 from distdl.strategies.local_sgd import LocalSGDStrategy
 from distdl.util.errors import UserError
+from tests.conftest import TINY
 from tests.strategies import small
-from tests.strategies.ranks import Case, shared
+from tests.strategies.ranks import Case, built_of, shared
 from tests.strategies.small import Small, Thawed, checksum, flat, loader, shard, trainer
 
 BUCKETS = {"bucket_cap_mb": 0.03}  # MiB: several of them
@@ -320,3 +323,25 @@ def test_a_bucket_search_takes_the_slowest_rank_and_the_median():
     assert sum(changes) == 3
     assert changes[STEPS - 1]
     assert search.describe() == "1 MB 900.0 ms, 5 MB 300.0 ms, 21 MB 400.0 ms: 5 MB"
+
+
+def alone(folder):
+    wrapped = []
+    seen = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: wrapped.append(
+            isinstance(trainer.strategy.model, DistributedDataParallel)
+        )
+    )
+    weights = []
+    for words in (["strategy=ddp", "strategy.bucket_cap_mb=auto"], ["strategy=auto"]):
+        typed = [*TINY, *words, "trainer.max_epochs=1", "callbacks=none"]
+        built = built_of(Case(typed, folder / words[0]))
+        built.trainer.callbacks.insert(0, seen)
+        tasks.train().run(built)
+        weights.append(flat(built.module))
+    assert wrapped == [False] * 40
+    assert weights[0].equal(weights[1])
+
+
+def test_a_single_device_has_no_wrapper(tmp_path):
+    shared(1).train(Case([], tmp_path, call="tests.strategies.test_ddp:alone"))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,7 +27,7 @@ from distdl.util.seeds import stable_seed
 
 log = logging.getLogger(__name__)
 
-Compile = bool | Literal["default", "reduce-overhead", "max-autotune", "measured"]
+Compile = bool | Literal["auto", "default", "reduce-overhead", "max-autotune", "measured"]
 Precision = Literal["highest", "high", "medium"]
 
 
@@ -52,6 +53,7 @@ class ImageClassifier(Evaluated):
         cutmix: Its alpha (Yun et al. 2019); 0: off. With both, one is chosen for each batch.
         channels_last: Memory layout of images and weights; the fast one on tensor cores.
         compile: torch.compile the network, in the default mode (true) or in the given one;
+            "auto": in the default mode, to train on a GPU, where a compiler is found;
             "measured": in the fastest one, chosen before the training (`distdl.worker.compiling`).
         matmul_precision: Of float32 matrix products (torch.set_float32_matmul_precision, for the
             whole process): "highest" is exact; "high" rounds inputs to TF32's 11 bits on GPUs
@@ -143,14 +145,21 @@ class ImageClassifier(Evaluated):
 
     def configure_model(self) -> None:
         torch.set_float32_matmul_precision(self._matmul_precision)
-        # "measured" is replaced by a mode before training or a benchmark; elsewhere it is ignored.
-        if self._compile in (False, "measured") or self.network._compiled_call_impl is not None:
+        if self.network._compiled_call_impl is not None:
             return
         device = self._trainer.strategy.root_device if self._trainer else self.device
-        compilers.refuse_without_compiler(device.type)
-        compilers.keep_results()
-        mode = "default" if self._compile is True else str(self._compile)
-        compilers.compile_in_place(self.network, mode)
+        mode = compilers.mode_of(self._compile, device.type, self._why_not_compiled())
+        if mode is not None:
+            compilers.keep_results()
+            compilers.compile_in_place(self.network, mode)
+
+    def _why_not_compiled(self) -> str:
+        """Why `compile="auto"` would gain nothing; empty: it may."""
+        if self._trainer is None or self._trainer.state.fn != TrainerFn.FITTING:
+            return "nothing is trained"
+        if not getattr(self._trainer.strategy, "compiles", True):
+            return "the stages of a pipeline are not compiled"
+        return ""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Images [B, 3, H, W] to logits [B, num_classes]."""

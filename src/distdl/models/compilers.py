@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 import sysconfig
@@ -13,6 +14,8 @@ from torch import nn
 
 from distdl.util.cache_folder import default_root
 from distdl.util.errors import UserError
+
+log = logging.getLogger(__name__)
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -36,9 +39,40 @@ def compile_in_place(network: nn.Module, mode: str) -> None:
         network._compiled_call_impl = torch.compile(lambda *a, **kw: call(*a, **kw), mode=mode)
 
 
+def mode_of(setting: bool | str, device: str, why_not: str = "") -> str | None:
+    """The mode in which `model.compile` wants the network on a device; None: uncompiled.
+
+    `auto` compiles on a GPU where a compiler is found. `measured` has been replaced by a mode
+    before a training or a benchmark, and compiles nothing elsewhere.
+
+    Args:
+        why_not: Why `auto` compiles nothing here, whatever the device.
+
+    Raises:
+        UserError: A mode is asked for, and there is no compiler.
+    """
+    if setting == "auto":
+        why_not = why_not or (missing(device) if device == "cuda" else "this is no GPU")
+        told = f"is off: {why_not}" if why_not else "compiles the network, in the default mode"
+        log.info("model.compile=auto %s", told)
+        return None if why_not else "default"
+    if setting in (False, "measured"):
+        return None
+    refuse_without_compiler(device)
+    return "default" if setting is True else str(setting)
+
+
 def refuse_without_compiler(device: str) -> None:
-    """Raises UserError if this machine lacks what torch.compile needs: it generates C++ for a CPU,
-    and Triton kernels with a launcher in C for a GPU."""
+    """Raises UserError if this machine lacks what torch.compile needs."""
+    if what := missing(device):
+        packages = "apt-get install g++ python3-dev"
+        remedy = f"install it (Debian, Ubuntu: {packages}), or model.compile=false"
+        raise UserError.at("model.compile", what, remedy, code="not-installed")
+
+
+def missing(device: str) -> str:
+    """What torch.compile needs and this machine lacks, as a sentence; empty: nothing. It generates
+    C++ for a CPU, and Triton kernels with a launcher in C for a GPU."""
     what = ""
     if device == "cpu" and not _on_path(os.environ.get("CXX"), "g++", "clang++"):
         what = "needs a C++ compiler (g++), and there is none on PATH"
@@ -49,10 +83,7 @@ def refuse_without_compiler(device: str) -> None:
     elif device in ("cpu", "gpu", "cuda") and not _has_python_headers():
         folder = sysconfig.get_path("include")
         what = f"needs Python's headers (Python.h), which are not in {folder}"
-    if what:
-        packages = "apt-get install g++ python3-dev"
-        remedy = f"install it (Debian, Ubuntu: {packages}), or model.compile=false"
-        raise UserError.at("model.compile", what, remedy, code="not-installed")
+    return what
 
 
 def _has_python_headers() -> bool:

@@ -32,3 +32,38 @@ def test_without_a_compiler_it_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv(compilers.FOLDER, "/mine")  # for what it compiles
     compilers.keep_results()
     assert os.environ[compilers.FOLDER] == "/mine"
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "why_not", "mode", "told"),
+    [
+        ("auto", "cuda", "", "default", "compiles the network"),
+        ("auto", "cuda", "nothing is trained", None, "is off: nothing is trained"),
+        ("auto", "cpu", "", None, "is off: this is no GPU"),
+        (True, "cpu", "", "default", ""),
+        ("max-autotune", "cuda", "nothing is trained", "max-autotune", ""),
+        (False, "cuda", "", None, ""),
+        ("measured", "cuda", "", None, ""),
+    ],
+)
+def test_auto_compiles_on_a_gpu_and_says_so(
+    setting, device, why_not, mode, told, monkeypatch, caplog
+):
+    monkeypatch.setattr(compilers, "missing", lambda device: "")
+    with caplog.at_level("INFO"):
+        assert compilers.mode_of(setting, device, why_not) == mode
+    assert told in caplog.text
+    assert len(caplog.messages) == bool(told)
+
+
+def test_auto_does_without_a_compiler(monkeypatch, caplog):
+    monkeypatch.setattr(compilers, "missing", lambda device: "needs gcc")
+    with caplog.at_level("INFO"):
+        assert compilers.mode_of("auto", "cuda") is None
+    assert "model.compile=auto is off: needs gcc" in caplog.text
+
+
+def test_auto_compiles_nothing_where_nothing_is_trained():
+    module = classifier(compile="auto")
+    module.configure_model()
+    assert module.network._compiled_call_impl is None

@@ -182,7 +182,7 @@ def _model(node: Mapping[str, Any], stages: int, model: object) -> Iterator[Prob
     """Builds the model on `meta` and checks its blocks."""
     if not isinstance(model, Mapping) or "_target_" not in model:
         return
-    if model.get("compile"):
+    if model.get("compile") not in (None, False, "auto"):
         yield Problem(
             "", "cannot compile the stages of a pipeline", "model.compile=false", code="unsupported"
         )

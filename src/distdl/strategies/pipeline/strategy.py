@@ -65,6 +65,7 @@ class PipelineStrategy(StagedStrategy):
         UserError: The settings do not fit the ranks, or the module cannot be split.
     """
 
+    compiles = False  # the stages are called, not the network
     ends_between_steps = False  # gradients that wait for a step are each rank's own
 
     def __init__(
