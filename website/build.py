@@ -65,6 +65,7 @@ def write(to: Path, repository: str) -> None:
     pages = pages_of(ROOT)
     texts = {page: copied(ROOT, document, pages, repository) for document, page in pages.items()}
     texts["reference/commands.md"] = reference.commands()
+    texts["reference/config.md"] = reference.config(ROOT)
     texts["reference/refusals.md"] = reference.refusals()
     texts["reference/python.md"] = reference.python(ROOT)
     for page, text in texts.items():

@@ -55,8 +55,32 @@ def help_of(*words: str) -> str:
     return said.getvalue()
 
 
-def _in_a_block(text: str) -> list[str]:
-    return ["```text", *text.rstrip().splitlines(), "```", ""]
+def _in_a_block(text: str, language: str = "text") -> list[str]:
+    return [f"```{language}", *text.rstrip().splitlines(), "```", ""]
+
+
+def config(root: Path) -> str:
+    """Each key of a config, with its default and what it means: the files of all options."""
+    lines = [
+        "# Config",
+        "",
+        "Every key, its default, and what it means, as the files in `conf/` have them. What a",
+        "class named by `_target_` takes besides: [Python](python.md).",
+        "",
+        "```bash",
+        "python -m distdl --cfg job",
+        "```",
+        "",
+        "## A whole config",
+        "",
+        *_in_a_block((root / "conf/distdl.yaml").read_text(encoding="utf-8"), "yaml"),
+    ]
+    for group in sorted(path for path in (root / "conf").iterdir() if path.is_dir()):
+        lines += [f"## {group.name}", ""]
+        for option in sorted(group.glob("*.yaml")):
+            text = option.read_text(encoding="utf-8")
+            lines += [f"### {group.name}={option.stem}", "", *_in_a_block(text, "yaml")]
+    return "\n".join(lines)
 
 
 def refusals() -> str:

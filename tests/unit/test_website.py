@@ -73,11 +73,15 @@ def test_a_page_starts_with_what_it_is_for_and_a_command(document):
     assert block
 
 
-def test_the_reference_has_every_command_and_code():
+def test_the_reference_has_every_command_option_and_code():
     commands = reference.commands()
     assert [name for name in COMMANDS if f"\n## {name}\n" not in commands] == []
     assert "### jobs cancel" in commands
     assert "--attempt" in commands
+    config = reference.config(ROOT)
+    options = (ROOT / "conf").glob("*/*.yaml")
+    assert [path for path in options if f"### {path.parent.name}={path.stem}" not in config] == []
+    assert "every_minutes: " in config
     refusals = reference.refusals()
     assert [code for code in CODES if f"\n## {code}\n" not in refusals] == []
 
