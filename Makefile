@@ -56,6 +56,7 @@ MATRIX := $(addprefix tests/, \
 	multiprocess/test_self_healing.py \
 	multiprocess/test_signals.py \
 	multiprocess/test_stopping.py \
+	multiprocess/test_tune.py \
 	multiprocess/test_torchvision_detectors.py \
 	packaging/test_added_parts.py \
 	serving/test_detector.py \

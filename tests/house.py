@@ -58,6 +58,7 @@ TOOLS = [
     "tools.report",
     "tools.compare",
     "tools.scaling",
+    "tools.search",
     "tools.drill",
     "tools.torchx",
     "tools.editor",

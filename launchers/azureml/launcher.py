@@ -50,6 +50,10 @@ class AzureMLLauncher(AzureSettings, LauncherBase[AzureMLRequest]):
         return "" if node.get("distribution") == "mpi" else "launcher.distribution=mpi"
 
     @staticmethod
+    def keeps_files_elsewhere(node: Mapping[str, Any]) -> bool:
+        return True
+
+    @staticmethod
     def network_gbps(node: Mapping[str, Any]) -> int | None:
         """Gbit/s of one node's InfiniBand; None: it has none, or the VM size is unknown."""
         vm = vm_of(node)

@@ -54,6 +54,10 @@ class KubernetesLauncher(KubernetesSettings, LauncherBase[KubernetesRequest]):
             yield f"the pods obey only the level {security} of the Pod Security Standards"
 
     @staticmethod
+    def keeps_files_elsewhere(node: Mapping[str, Any]) -> bool:
+        return True
+
+    @staticmethod
     def splits_store(node: Mapping[str, Any]) -> str:
         return "" if PVC.fullmatch(str(node.get("store"))) else "launcher.store=pvc://..."
 

@@ -65,6 +65,10 @@ class SageMakerLauncher(SageMakerSettings, LauncherBase[SageMakerRequest]):
                 yield f"launcher.inputs.{name}: each host has only its part; {SHARDED}"
 
     @staticmethod
+    def keeps_files_elsewhere(node: Mapping[str, Any]) -> bool:
+        return True
+
+    @staticmethod
     def splits_store(node: Mapping[str, Any]) -> str:
         """Each host has /opt/ml/checkpoints of its own, which SageMaker copies to one place."""
         return "trainer.num_nodes=1"

@@ -127,6 +127,7 @@ REFUSED = {
     "provision": "azuremll",
     "report": "nowhere",
     "compare": "nowhere",
+    "tune": "seed=1",
     "track sync": "nowhere",
     "explain": "strange",
     "schema": "strange",

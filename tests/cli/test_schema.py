@@ -264,7 +264,7 @@ def test_settings_keep_what_is_there(found, project, tmp_path, monkeypatch):
     assert kept["yaml.schemas"]["./.vscode/schemas/model.json"] == ["conf/model/*.yaml"]
     experiments = kept["yaml.schemas"]["./.vscode/schemas/experiment.json"]
     assert {"conf/experiment/**/*.yaml", "conf/size/tiny.yaml"} <= {*experiments}
-    assert written.schemas.keys() == {*CONFIGS, "part"}
+    assert written.schemas.keys() == {*CONFIGS, "part", "tune"}
     for text, code in (('{\n  // mine\n  "a": 1\n}', "unreadable"), ("[]", "wrong-type")):
         settings.write_text(text)
         with pytest.raises(vscode.UserError) as refused:

@@ -60,6 +60,20 @@ def test_one_mlflow_run_across_attempts(outputs, caplog):
     assert len(runs_of(database(outputs), "a")) == 2, "a new run of the same name is another one"
 
 
+def test_trials_are_children_of_their_study(outputs):
+    """Of trials that are tracked at once, too: the study has one run."""
+    study = {"distdl.study": "st/s", "distdl.study_key": "a" * 32}
+    trials = [Tracked(outputs, f"st/s/{name}", tags=study) for name in ("one", "two")]
+    ids = {each.finish("PRUNED").component.delivery.run_id for each in trials}
+    runs = {run.info.run_id: run for run in runs_of(database(outputs), "st")}
+    assert len(runs) == 3
+    (parent,) = runs.keys() - ids
+    assert runs[parent].info.run_name == "s"
+    for number in ids:
+        assert runs[number].data.tags["mlflow.parentRunId"] == parent
+        assert runs[number].info.status == "FINISHED", "pruned is no failure"
+
+
 def test_names_stay_apart_across_attempts(outputs, caplog):
     """Of metrics, parameters, tags and files; and of the runs of one name in two folders."""
     values = {

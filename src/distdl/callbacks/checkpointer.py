@@ -30,6 +30,7 @@ from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
 from distdl.distributed.agreement import Agreement, least_of_all, refuse_uneven
 from distdl.domains.domain import domain_of
+from distdl.job import JobState
 from distdl.loops.averaged import Averages, averaged
 from distdl.loops.decides import Decides
 from distdl.loops.epoch_metrics import epoch_metrics, restore_epoch_metrics
@@ -39,6 +40,7 @@ from distdl.optim import optimizers
 from distdl.optim.averages import exchanges
 from distdl.ranks.stopping import StopRequest
 from distdl.runs.checkpoints import BETWEEN_STEPS, CheckpointStore
+from distdl.runs.verdicts import DONE, Verdicts
 from distdl.tracking.journal import Journal
 from distdl.validation import misfits
 
@@ -104,6 +106,9 @@ class Checkpointer(LeanCallback, Decides):
         minutes = settings.every_minutes
         self.every_seconds = minutes * 60 if minutes else math.inf
         self.best = Best(settings.monitor, settings.mode, typed=monitor_typed)
+        self.verdicts: Verdicts | None = None  # on rank 0 of a trial of a search
+        # The step that the journal has for a validation of which the search was not asked yet.
+        self._unjudged: int | None = None
         self.rates: list[list[float]] | None = None  # as the optimizers of this run were built
         self.classes: list[Any] | None = None  # of the checkpoint that was loaded: `Domain.names`
         self._saved_step = -1
@@ -265,6 +270,7 @@ class Checkpointer(LeanCallback, Decides):
             self.best.missing(trainer, early=True)  # called for its warning
         elif trainer.state.fn == "fit":
             self.best.validated = True
+            self._unjudged = self._write_journal(trainer) if self.verdicts else None
 
     def validated(self, trainer: Trainer, *, between_steps: bool) -> None:
         if self.best.improved(trainer):
@@ -273,6 +279,7 @@ class Checkpointer(LeanCallback, Decides):
         elif not between_steps and self.best.missing(trainer, early=True):
             self._save(trainer, "monitor")
             self._refuse_missing_metric(trainer)
+        self._ask_search()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not fit_loop_of(trainer).epoch_loop.is_over:
@@ -282,12 +289,14 @@ class Checkpointer(LeanCallback, Decides):
             self.saver.settle()
 
     def epoch_ended(self, trainer: Trainer) -> None:
-        stop = self._stop_now()
         epoch = trainer.current_epoch + 1
-        self.position.epoch = epoch
-        self.position.consumed = 0
         last = trainer.fit_loop.max_epochs == epoch or trainer.should_stop
         last = last or trainer.global_step >= trainer.max_steps > -1
+        if not last:
+            self._ask_search()
+        stop = self._stop_now()
+        self.position.epoch = epoch
+        self.position.consumed = 0
         best = self.best.improved(trainer)
         missing = self.best.missing(trainer)  # the next epoch would be refused
         if stop or last or best or missing or epoch % self.settings.every_n_epochs == 0:
@@ -296,6 +305,16 @@ class Checkpointer(LeanCallback, Decides):
             self.saver.settle()
         elif stop:
             self._end(trainer)
+
+    def _ask_search(self) -> None:
+        """Raises the flag to stop, if the search whose trial this run is says so of the validation
+        that has just ended. The other ranks see the flag as they see a signal's."""
+        if self.verdicts is None or self._unjudged is None:
+            return
+        word = self.verdicts.after(self._unjudged)
+        self._unjudged = None
+        if word in DONE and not self.stop:
+            self.stop.ask(JobState.PRUNED, DONE[word])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saver.settle()
@@ -408,9 +427,7 @@ class Checkpointer(LeanCallback, Decides):
         inside = "" if reason == "epoch" else f"_step_{step:08d}"
         self._reason = reason
         self._between_steps = between_steps
-        for logger in trainer.loggers:  # a resume from here does not log its lines again
-            if isinstance(logger, Journal):
-                logger.flush()
+        self._write_journal(trainer)  # a resume from here does not log its lines again
         facts: dict[str, Any] = {
             "step": step,
             "epoch": epoch,
@@ -437,6 +454,15 @@ class Checkpointer(LeanCallback, Decides):
         self._saved_step = step
         self._saved_at = time.monotonic()
         self._agreement.withdraw(SAVE)  # this step's flags have requested the same save again
+
+    def _write_journal(self, trainer: Trainer) -> int:
+        """Writes what was logged so far; the step of its last line."""
+        step = 0
+        for logger in trainer.loggers:
+            if isinstance(logger, Journal):
+                logger.flush()
+                step = logger.last_step
+        return step
 
     def _refuse_missing_metric(self, trainer: Trainer) -> None:
         if self.best.missing(trainer):

@@ -48,10 +48,11 @@ COMMANDS = {
     "explain": ("distdl.cli.explain", "what the code of a refusal means, and what helps"),
     "schema": ("distdl.cli.schema", "JSON Schemas: of config files for an editor, and of answers"),
     "compare": ("distdl.cli.compare", "what differs between runs, and which one is better"),
+    "tune": ("distdl.cli.tune", "search for the best values: each trial is a run"),
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),
 }
 # Verbs that start runs: a signal that asks them to end is recorded in the run.
-STARTING = ("run", "resume", "scale", "export", "doctor", "drill")
+STARTING = ("run", "tune", "resume", "scale", "export", "doctor", "drill")
 # Flags that Hydra itself handles.
 HYDRAS = ("--hydra-help", "--info", "-i", "--shell-completion", "-sc")
 

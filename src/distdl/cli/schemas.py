@@ -40,6 +40,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "provision": ("distdl.cli.provision.Provisioned",),
     "report": ("distdl.tools.report.page.WrittenPage",),
     "compare": ("distdl.tools.compare.answer.ComparedRuns",),
+    "tune": ("distdl.tools.search.answer.Study", f"{_RUNS}.ShownRequest"),
     "track sync": ("distdl.tracking.sync.SentMetrics",),
     "explain": ("distdl.cli.explain.ExplainedCodes",),
     "schema": ("distdl.cli.schema.Schema", "distdl.cli.schema.WrittenSchemas"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ def hydra_session(config_dirs: Sequence[str] = ()) -> Iterator[None]:
     from hydra.core.global_hydra import GlobalHydra
 
     user_conf.register(config_dirs)
+    _options.cache_clear()
     GlobalHydra.instance().clear()
     with initialize_config_module("distdl.conf", version_base="1.3", job_name=PRIMARY):
         yield
@@ -43,10 +45,16 @@ def is_group(key: str) -> bool:
 
 def group_options(group: str) -> list[str]:
     """The options of a config group, distdl's and the user's; needs a `hydra_session`."""
+    return [*_options(group)]
+
+
+@functools.cache
+def _options(group: str) -> tuple[str, ...]:
+    """Asked of the files once a session: a start asks of some groups a dozen times."""
     from hydra.core.global_hydra import GlobalHydra
 
     loader = GlobalHydra.instance().config_loader()
-    return sorted(o for o in loader.get_group_options(group) if o != "__init__")
+    return tuple(sorted(o for o in loader.get_group_options(group) if o != "__init__"))
 
 
 def defaults() -> dict[str, list[str]]:

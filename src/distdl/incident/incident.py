@@ -30,7 +30,7 @@ LINES = 12  # and as many lines of them are shown
 SAMPLES = 8  # as many are shown
 PATIENCE = 2.5  # seconds
 ROW = {"rank", "host", "step", "phase", "where"}
-NO_FAILURE = (JobState.SUCCEEDED, JobState.CANCELLED, JobState.PREEMPTED)
+NO_FAILURE = (JobState.SUCCEEDED, JobState.PRUNED, JobState.CANCELLED, JobState.PREEMPTED)
 
 
 class Incident(Place, frozen=True):

@@ -211,6 +211,12 @@ class LauncherBase(Generic[R]):
         return ""
 
     @staticmethod
+    def keeps_files_elsewhere(node: Mapping[str, Any]) -> bool:
+        """Whether what a job writes into the run's folder is not there for this machine until
+        `fetch` copies it, so that nobody here can follow its journal."""
+        return False
+
+    @staticmethod
     def notes(node: Mapping[str, Any]) -> Iterator[str]:
         """Yields notes for the user, on what could not be checked."""
         yield from ()

@@ -21,6 +21,7 @@ class JobState(StrEnum):
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
     PREEMPTED = "PREEMPTED"
+    PRUNED = "PRUNED"  # by a search, which saw that others are better: no failure
     UNKNOWN = "UNKNOWN"
 
     @property
@@ -33,6 +34,7 @@ class JobState(StrEnum):
         """The exit code of the command line for a job with this state (`util/exit_codes.py`)."""
         return {
             JobState.SUCCEEDED: EXIT_SUCCESS,
+            JobState.PRUNED: EXIT_SUCCESS,
             JobState.PREEMPTED: EXIT_PREEMPTED,
             JobState.CANCELLED: EXIT_CANCELLED,
         }.get(self, EXIT_FAILURE)

@@ -14,7 +14,7 @@ from distdl.runs import checkpoints, failures
 from distdl.runs.directory import Attempt, RunDirectory, shown
 from distdl.util.tail import plain
 
-ASKED = (JobState.PREEMPTED, JobState.CANCELLED)
+ASKED = (JobState.PREEMPTED, JobState.CANCELLED, JobState.PRUNED)
 MISSING = "status.json is missing"
 
 
@@ -43,8 +43,8 @@ class RunState:
     attempt: int | None
     """The number of the attempt that the rest is about, from 1; None if nothing was started."""
     state: str
-    """PENDING, RUNNING, SUCCEEDED, FAILED, CANCELLED, PREEMPTED, UNKNOWN; or DAMAGED: the run's
-    files cannot be read."""
+    """PENDING, RUNNING, SUCCEEDED, FAILED, CANCELLED, PREEMPTED, UNKNOWN; PRUNED: a search has
+    ended it; or DAMAGED: the run's files cannot be read."""
     job: str
     """The handle, such as slurm://123; for a run on this machine `local` and its host."""
     newest: str = ""

@@ -9,7 +9,7 @@ import importlib
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,6 +57,8 @@ class Plan:
         inputs: Files that the config names, fetched; the config of `launch` has their paths.
         left_out: If the attempt does without some hosts of the run: these `hosts`, and `where` the
             run uses all of them.
+        metrics: What the model is known to log (`validation.logged`), once its class was checked.
+        search: Of a trial of a search, what its attempt has to know of that (`runs/verdicts.py`).
     """
 
     launch: Launch
@@ -71,6 +73,8 @@ class Plan:
     started: Sequence[str] = ()
     inputs: Sequence[StoredInput] = ()
     left_out: dict[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    search: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> DictConfig:
@@ -287,6 +291,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
     if facts.get("model_configures_optimizers") and config.get("optimizer"):
         notes.append("the model's configure_optimizers is used; optimizer= and schedule= are not")
     planned.imported = facts.get("imported") or ()
+    planned.metrics = facts.get("metrics") or {}
     planned.notes += [*notes, *launch.launcher_notes()]
 
 

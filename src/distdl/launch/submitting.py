@@ -251,5 +251,6 @@ def launch_record(planned: Plan) -> dict[str, Any]:
         "global_batch_size": batches.global_batch_size(planned.config, size),
         "notes": planned.notes,
         **({"left_out": planned.left_out} if planned.left_out else {}),
+        **({"search": planned.search} if planned.search else {}),
         "network_gbps": launch.launcher and launch.launcher.network_gbps(where["launcher"]),
     }

@@ -113,13 +113,21 @@ def plan(member: Sequence[str], swept: Sequence[str], config_dirs: Sequence[str]
     """One member: the run `<sweep>/<hash of its overrides>`."""
     composed = compose.composed(grammar.parse_checked(member), config_dirs)
     config = composed.config
-    relevant = sorted(o for o in member if _key(o) in swept or not _is_where(_key(o)))
-    common = [o for o in relevant if _key(o) not in swept]
+    common = [o for o in _relevant(member, swept) if _key(o) not in swept]
     sweep = config.name or "sweep-" + configs.hash_of("\n".join([*common, *sorted(swept)]), 6)
-    name = f"{sweep}/{configs.hash_of(chr(10).join(relevant))}"
+    name = f"{sweep}/{name_of(member, swept)}"
     planned = planning.plan(config, name, composed.typed)
     planned.swept = [o for o in member if _key(o) in swept]
     return planned
+
+
+def name_of(member: Sequence[str], swept: Sequence[str]) -> str:
+    """The name of a member in its sweep: a hash of what it does, wherever it runs."""
+    return configs.hash_of("\n".join(_relevant(member, swept)))
+
+
+def _relevant(member: Sequence[str], swept: Sequence[str]) -> list[str]:
+    return sorted(o for o in member if _key(o) in swept or not is_where(_key(o)))
 
 
 def _run_all(planned: Sequence[PlannedMember], show: Show) -> Answer:
@@ -314,7 +322,7 @@ def _again() -> str:
     return shlex.join(["python", "-m", "distdl", *redact_command(sys.argv[1:])])
 
 
-def _is_where(key: str) -> bool:
+def is_where(key: str) -> bool:
     """Whether a key only affects where or under which name a member runs."""
     return any(key == w or key.startswith(f"{w}.") for w in ("name", *configs.WHERE))
 

@@ -129,6 +129,11 @@ class StopRequest:
         set_handlers(self._previous)
         self._previous = {}
 
+    def ask(self, state: JobState, why: str) -> None:
+        """Asks to end as a signal does, with `why` in place of its name."""
+        self.state = state
+        self.signal = why
+
     def check(self) -> None:
         """Raises `Stopped` if asked to end. Only before training may a rank stop on its own."""
         if self.state is not None:

@@ -11,6 +11,7 @@ from distdl.job import JobState
 from distdl.runs import failures
 
 SILENT = "it ended without an error message"
+DONE = (JobState.SUCCEEDED, JobState.PRUNED)  # it did all that it was to do
 ASKED = "it was asked to end, and its ranks ended before they could record it"
 
 
@@ -62,7 +63,7 @@ def conclude(ending: Ending) -> Conclusion:
 
 def killed_from_outside(ending: Ending) -> Conclusion | None:
     """Unless a rank had failed before by itself, or all was done."""
-    if not ending.killed or ending.recorded is JobState.SUCCEEDED:
+    if not ending.killed or ending.recorded in DONE:
         return None
     if ending.first and not ending.first.get("lost_peer"):
         return None
@@ -82,7 +83,7 @@ def a_rank_failed(ending: Ending) -> Conclusion | None:
 
 def recorded_by_rank_0(ending: Ending) -> Conclusion | None:
     """A success is believed only if the exit code does not speak against it."""
-    contradicted = ending.recorded is JobState.SUCCEEDED and ending.code and not ending.was_asked
+    contradicted = ending.recorded in DONE and ending.code and not ending.was_asked
     if not ending.recorded.ended or contradicted:
         return None
     if ending.recorded is JobState.PREEMPTED and ending.seen is JobState.CANCELLED:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from distdl.tracking.system import SystemMetrics
 
 from distdl.tracking import services
+from distdl.tracking.outbox import STUDY as STUDY
+from distdl.tracking.outbox import STUDY_KEY as STUDY_KEY
 from distdl.tracking.outbox import redacted
 
 log = logging.getLogger(__name__)

@@ -7,13 +7,22 @@ import functools
 import logging
 import os
 import posixpath
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distdl.runs.records import journals, read
 from distdl.tracking.client import import_client, is_permanent, last_written, metric_name, set_aside
-from distdl.tracking.outbox import Cursor, Outbox, database_path, is_local, redact
+from distdl.tracking.outbox import (
+    STUDY,
+    STUDY_KEY,
+    Cursor,
+    Outbox,
+    database_path,
+    is_local,
+    redact,
+)
 from distdl.tracking.refusals import ADDRESS, OTHER, deleted, refusal
 from distdl.util.errors import LastingRefusal
 from distdl.util.wording import first_few
@@ -79,6 +88,8 @@ class Delivery:
             run_id = state.run_id if state.run_id and self._is_active(state.run_id) else None
             is_gone = state.run_id and not run_id and not self.node_rank
             run_id = run_id or self._search() or (None if self.node_rank else self._create())
+            if run_id and not self.node_rank and not state.job_run:
+                self._become_child(run_id)
             if is_gone:  # and another one could be made: its experiment is not gone, too
                 text = "MLflow at %s has no active run %s (was it deleted?); the run gets another"
                 log.warning(text, redact(self.uri), state.run_id)
@@ -150,6 +161,33 @@ class Delivery:
         name = state.name or state.distdl_run.rsplit("/", 1)[-1]
         start = int(state.start_time * 1000)
         return str(self.client.create_run(self.experiment_id, start, tags, name).info.run_id)
+
+    def _become_child(self, run_id: str) -> None:
+        """Puts the run of a trial below the one of its study, which MLflow shows as a tree. The
+        study's is found by its key, or made. Of two that trials have made at the same moment, the
+        first one counts."""
+        tags = self.outbox.state.tags
+        key = tags.get(STUDY_KEY)
+        if not key or not re.fullmatch("[0-9a-f]{32}", key):
+            return
+        study = self._study_of(key)
+        if study is None:
+            own = {STUDY: tags.get(STUDY, ""), "distdl.run_key": key}
+            name = tags.get(STUDY, "").rpartition("/")[2]
+            experiment = self.experiment_id
+            made = self.client.create_run(experiment, None, own, name).info.run_id
+            self.client.set_terminated(made)
+            study = self._study_of(key) or made
+            if study != made:
+                self.client.delete_run(made)
+        if study != run_id:
+            self.outbox.add("tags", {"mlflow.parentRunId": study})
+
+    def _study_of(self, key: str) -> str | None:
+        query = f"tags.`distdl.run_key` = '{key}'"
+        order = ["attributes.start_time ASC", "attributes.run_id ASC"]
+        runs = self.client.search_runs([self.experiment_id], query, max_results=1, order_by=order)
+        return str(runs[0].info.run_id) if runs else None
 
     def send_outbox(self) -> None:
         """Sends the pending parameters and tags."""

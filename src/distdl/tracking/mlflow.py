@@ -32,7 +32,13 @@ log = logging.getLogger(__name__)
 
 # A name in MLflow's registry.
 NAME = r"[\w.\- ]{1,100}"
-STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "PREEMPTED": "KILLED", "CANCELLED": "KILLED"}
+STATUS = {
+    "SUCCEEDED": "FINISHED",
+    "PRUNED": "FINISHED",  # MLflow has no such word: the tag of the attempt's state has it
+    "FAILED": "FAILED",
+    "PREEMPTED": "KILLED",
+    "CANCELLED": "KILLED",
+}
 LONGEST_WAIT = 30.0  # seconds between two tries while the server fails
 PATIENCE = 30.0  # seconds for which a module's query waits for the server
 IMPORT_TIMEOUT = 120.0  # seconds for which training waits for the thread's imports
@@ -183,7 +189,7 @@ class MLflowLogger:
 
     def finish(self, status: str) -> None:
         """Sends what is left, for at most `flush_timeout` seconds, and reports what could not be
-        sent. `status` is SUCCEEDED, FAILED, PREEMPTED or CANCELLED."""
+        sent. `status` is SUCCEEDED, PRUNED, FAILED, PREEMPTED or CANCELLED."""
         if self.delivery is None or self._thread is None or self._finishing:
             return
         if self.info.rank == 0:

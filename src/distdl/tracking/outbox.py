@@ -25,6 +25,9 @@ from distdl.util.secret_shapes import hide_shapes
 
 log = logging.getLogger(__name__)
 
+# Tags of a trial of a search: its study, and what identifies that.
+STUDY, STUDY_KEY = "distdl.study", "distdl.study_key"
+
 # The names that `own_artifact` makes.
 OWN_ARTIFACT = re.compile(r"(attempts/\d{3,}/)?(config\.yaml|provenance\.json|packages\.txt)")
 

@@ -16,7 +16,7 @@ EXIT_CANCELLED = 130
 
 # What each one means.
 EXIT_CODES = {
-    EXIT_SUCCESS: "succeeded, or there was nothing to do",
+    EXIT_SUCCESS: "succeeded, pruned by a search, or there was nothing to do",
     EXIT_FAILURE: "failed",
     EXIT_REFUSED: "refused: something in the config or on the command line must be fixed",
     EXIT_HUNG: "a rank made no progress, and the watchdog ended it",

@@ -34,7 +34,7 @@ from distdl.util.redact import hide_shapes
 from distdl.util.shadowing import shadowing
 from distdl.util.suggest import closest
 from distdl.util.typed import Path
-from distdl.validation import kinds, own_tasks
+from distdl.validation import kinds, logged, own_tasks
 from distdl.validation.meta import MODEL_KEYS
 from distdl.validation.resolve import Resolved
 from distdl.validation.targets import BUILT, Trust, nodes, target_problems
@@ -103,6 +103,7 @@ class Binding:
         self.compare_domains()
         for key in (*COMPONENTS, *COLLECTIONS):
             self.visit(self.config.get(key), (key,))
+        self.facts["metrics"] = logged.metrics_of(self.called.get(("model",)))
         if isinstance(self.config.get("trainer"), dict):
             from distdl.validation import lightnings
 

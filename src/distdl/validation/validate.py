@@ -139,7 +139,8 @@ def check_bindings(
     Returns:
         Problems; notes for the user ("not checked: ..."); facts: `model_configures_optimizers` is
         True or False if the model is a class, and None if it is a function or could not be
-        imported; for a job elsewhere, `imported`: the files of the user's modules.
+        imported; `metrics`: see `logged.metrics_of`; for a job elsewhere, `imported`: the files of
+        the user's modules.
     """
     known = size or Resources(accelerator="auto")
     trust = _trust(resolved, folders)

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from distdl.config import recipe as configs
 from distdl.runs import inputs
 from distdl.runs.directory import CONFIG, PROVENANCE, read_json
-from distdl.tracking import RunInfo
+from distdl.tracking import STUDY, STUDY_KEY, RunInfo
 from distdl.util.names import kept_apart
 from distdl.validation.resolve import resolve
 from distdl.worker.rank_context import RankContext
@@ -30,6 +30,8 @@ def run_info(config: DictConfig, context: RankContext) -> RunInfo:
     git = provenance.get("git") or {}
     tags = {"git.commit": git.get("commit"), "world_size": world_size}
     tags["tags"] = ",".join(config.get("tags") or ()) or None
+    if search := launch.get("search"):
+        tags |= {STUDY: run_id.rpartition("/")[0], STUDY_KEY: search.get("key")}
     return RunInfo(
         run_dir=path,
         run_id=run_id,

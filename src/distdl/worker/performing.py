@@ -19,6 +19,7 @@ from distdl.job import JobState
 from distdl.ranks.stopping import Stopped
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory
+from distdl.runs.verdicts import Verdicts
 from distdl.tracking import Tracking
 from distdl.validation.kinds import locate
 from distdl.worker import (
@@ -166,6 +167,8 @@ def build_run(
     built.metrics.on_failure = on_failure
     if watchdog:
         watchdog.heartbeat.watch(built.trainer)
+    if rank == 0 and (context.launch.get("search") or {}).get("judged"):
+        built.checkpointer.verdicts = Verdicts(context.run.path)
     if rank == 0:
         # Count now: later a strategy may leave only a part of the model on each rank.
         counts = summary.parameters_of(built.module)

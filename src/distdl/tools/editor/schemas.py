@@ -57,6 +57,13 @@ FIXED: Mapping[str, type[BaseModel]] = {
 _DOTTED = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$"
 # Hydra's own keys of a node.
 _HYDRAS = r"^_(target|partial|recursive|convert|args)_$"
+# A file of spaces: `optimizer.lr: interval(0.01, 1)`, or `optimizer: {lr: [0.1, 0.2]}`.
+SPACES, _SPACE = "tune", "space"
+_LINES: Schema = {
+    "type": "object",
+    "minProperties": 1,
+    "additionalProperties": reference(_SPACE),
+}
 _NAMES_TARGET: Schema = {"type": "object", "required": ["_target_"]}
 _NODE: Schema = {"type": ["object", "string", "null"], "pattern": WRITTEN}
 # Keys of a whole config, written into a file of a group with `# @package _global_`.
@@ -92,7 +99,7 @@ class Schemas:
     @property
     def names(self) -> list[str]:
         """Of all documents."""
-        return [CONFIG, EXPERIMENT, PART, *self.sections]
+        return [CONFIG, EXPERIMENT, PART, SPACES, *self.sections]
 
     @property
     def unread(self) -> dict[str, str]:
@@ -113,6 +120,7 @@ class Schemas:
             CONFIG: "a whole config",
             EXPERIMENT: "an experiment, or another file with # @package _global_",
             PART: "a node inside a component",
+            SPACES: "what a search varies: key: values",
         }
         title = titles.get(name, f"an option of the group {name}")
         whole = [reference(f"file.{name}")]
@@ -140,6 +148,14 @@ class Schemas:
         found[f"file.{EXPERIMENT}"] = self._experiment()
         found[f"file.{CONFIG}"] = self._config()
         found[f"file.{PART}"] = reference("any")
+        found[f"file.{SPACES}"] = _LINES
+        found[_SPACE] = {
+            "anyOf": [
+                {"type": ["string", "number", "boolean"]},
+                {"type": "array", "minItems": 2},
+                {"type": "object", "additionalProperties": reference(_SPACE)},
+            ]
+        }
         return found
 
     # ------------------------------------------------------------ classes and nodes

@@ -60,6 +60,7 @@ STATES = {
     JobState.PENDING: AppState.PENDING,
     JobState.RUNNING: AppState.RUNNING,
     JobState.SUCCEEDED: AppState.SUCCEEDED,
+    JobState.PRUNED: AppState.SUCCEEDED,
     JobState.FAILED: AppState.FAILED,
     JobState.CANCELLED: AppState.CANCELLED,
     # It ends so. For torchx a preempted app waits, and is started again by its scheduler.

@@ -1,0 +1,169 @@
+"""`python -m distdl tune [overrides] KEY=SPACE ...`: an engine searches for the best values."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distdl.cli.arguments import Parser
+from distdl.util.answers import Answer
+from distdl.util.errors import Problem, UserError
+from distdl.util.exit_codes import EXIT_FAILURE
+from distdl.util.extras import install
+from distdl.util.screen import say
+
+if TYPE_CHECKING:
+    from distdl.tools.search.preparing import PreparedSearch
+    from distdl.tools.search.search import Search
+
+EPILOG = """\
+A space is written as Hydra writes it: KEY=a,b  KEY=choice(a,b)  KEY=range(1,9)  KEY=interval(0,1)
+KEY=int(interval(1,9))  KEY=tag(log, interval(0.01,1)), or for short KEY=log(0.01,1).
+tune=NAME stands for the lines of conf/tune/NAME.yaml. The same command goes on with a study.
+
+  python -m distdl tune +experiment=resnet50_ddp 'optimizer.lr=log(0.01,1)' --trials 30 --budget 2h
+  python -m distdl tune model=resnet18 tune=sgd --pruner halving --parallel 2
+"""
+BUDGET = re.compile(r"(\d+\.?\d*)\s*(s|min|h|d)", re.ASCII)
+SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+SAMPLERS = ("tpe", "random", "grid", "qmc", "cmaes")
+PRUNERS = ("asha", "hyperband", "median", "halving")
+TRIALS = 20
+
+
+def main(argv: Sequence[str]) -> Answer:
+    """Runs the trials that are missing; the exit code is 1 if none has a value."""
+    options = parsed(argv)
+    seconds = checked(options)
+    if importlib.util.find_spec("optuna") is None:
+        raise UserError.at("tune", "needs Optuna", install("optuna"), code="not-installed")
+
+    from distdl.launch import dry_run
+    from distdl.tools.search import preparing, screen
+
+    prepared = preparing.prepare(
+        options.overrides,
+        sampler=options.sampler,
+        pruner=options.pruner,
+        metrics=options.metric,
+        parallel=options.parallel,
+    )
+    screen.spaces(prepared.searched)
+    if prepared.first.config.dry_run:
+        return dry_run.answer(prepared.first)
+    folder = prepared.first.run.path.parent
+    with alone(folder):
+        search = search_of(prepared, options, seconds)
+        screen.begin(search, options.sampler)
+        code = run(search)
+    page, following = screen.end(search, prepared)
+    from distdl.tools.search.answer import answer_of
+
+    nothing = not search.complete and not search.paused
+    answer = answer_of(search, page, screen.again(), following)
+    return Answer(answer, code or (EXIT_FAILURE if nothing else 0))
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        "python -m distdl tune",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", default=[], help="as for a run, and spaces")
+    about = f"of the study in all, earlier commands included ({TRIALS}; --sampler grid: all points)"
+    parser.add_argument("--trials", type=int, metavar="N", help=about)
+    parser.add_argument("--budget", metavar="TIME", help="no trial starts after it: 90min, 2h")
+    about = "trials at once (as many as groups of GPUs here, else 1)"
+    parser.add_argument("--parallel", type=int, metavar="N", help=about)
+    parser.add_argument("--sampler", choices=SAMPLERS, default="tpe", help="who proposes (tpe)")
+    about = "ends trials that are worse than others after some of their validations (none)"
+    parser.add_argument("--pruner", choices=PRUNERS, help=about)
+    about = "val/loss:min; may be repeated (default: the metric that chooses best.ckpt)"
+    parser.add_argument("--metric", action="append", default=[], metavar="NAME:MODE", help=about)
+    parser.add_argument("--storage", metavar="URL", help="of the study, for Optuna (a file)")
+    return parser.parse_intermixed_args(list(argv))
+
+
+def checked(options: argparse.Namespace) -> float | None:
+    """The budget in seconds; None: there is none."""
+    problems = []
+    for flag in ("trials", "parallel"):
+        value = getattr(options, flag)
+        if value is not None and value < 1:
+            what = f"must be 1 or more, not {value}"
+            problems.append(Problem(f"--{flag}", what, f"--{flag} 1", code="out-of-range"))
+    found = BUDGET.fullmatch(options.budget) if options.budget is not None else None
+    if options.budget is not None and (found is None or not float(found[1])):
+        what = f"{options.budget!r} is no time in which a trial can start"
+        problems.append(Problem("--budget", what, "--budget 90min or 2h", code="wrong-kind"))
+    if problems:
+        raise UserError(*problems)
+    return float(found[1]) * SECONDS[found[2]] if found else None
+
+
+def search_of(
+    prepared: PreparedSearch, options: argparse.Namespace, seconds: float | None
+) -> Search:
+    from distdl.tools.search import halving, pruning, screen
+    from distdl.tools.search.engine import SearchEngine
+    from distdl.tools.search.search import Search
+
+    first = prepared.first
+    folder = first.run.path.parent
+    length = halving.validations_of(first.config)
+    engine = SearchEngine(
+        prepared.searched,
+        folder,
+        folder.name,
+        prepared.objectives,
+        sampler=options.sampler,
+        seed=int(first.config.get("seed") or 0),
+        storage=options.storage,
+        pruner=pruning.of_engine(options.pruner, length),
+    )
+    return Search(
+        prepared.searched,
+        engine,
+        first,
+        prepared.slots,
+        trials=options.trials or engine.count or TRIALS,
+        seconds=seconds,
+        pruning=pruning.chosen(options.pruner, engine, length),
+        told=screen.told,
+    )
+
+
+def run(search: Search) -> int:
+    """Runs the search, and returns the exit code of a command that was asked to end, else 0."""
+    from distdl.ranks import stopping
+
+    try:
+        search.run()
+    except KeyboardInterrupt as interrupt:
+        state = stopping.state_after_exit(-stopping.signal_number(interrupt))
+        say(f"{state.lower()}: trials on this machine save and end")
+        search.stop()
+        search.finish()
+        return state.exit_code
+    return 0
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Refuses a second search of one study at the same time on this machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".tune.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            what = "another search of this study is at work"
+            raise UserError.at(str(folder), what, "wait for it", code="under-way") from None
+        yield

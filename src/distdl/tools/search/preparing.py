@@ -1,0 +1,133 @@
+"""Everything that is checked of a search before it starts, and what it needs to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from distdl.config import programs
+from distdl.config import recipe as configs
+from distdl.launch import planning, sweeps
+from distdl.launch.planning import Plan
+from distdl.tools.search import files, objectives, pruning, slots, spaces
+from distdl.tools.search.engine import sampler_problems
+from distdl.tools.search.objectives import Objective
+from distdl.tools.search.slots import Slot
+from distdl.tools.search.spaces import Searched, Space
+from distdl.util.errors import Problem, UserError
+
+FREE_DEVICES = ("auto", -1, None)  # of trainer.devices: as many as there are
+
+
+@dataclass(frozen=True)
+class PreparedSearch:
+    """A search that may start.
+
+    Args:
+        own: The words that the user has typed, without the spaces.
+        first: The plan of some trial, whose classes were checked.
+    """
+
+    searched: Searched
+    own: Sequence[str]
+    first: Plan
+    objectives: Sequence[Objective]
+    slots: Sequence[Slot]
+
+
+def prepare(
+    words: Sequence[str],
+    *,
+    sampler: str,
+    pruner: str | None,
+    metrics: Sequence[str],
+    parallel: int | None,
+) -> PreparedSearch:
+    """
+    Args:
+        words: Of the command line: overrides, spaces, and `tune=NAME`.
+        metrics: Of `--metric`.
+        parallel: How many trials run at once; None: as many as the devices allow.
+
+    Raises:
+        UserError: What is wrong with any of it.
+    """
+    searched = spaces.parsed(files.expanded(words))
+    own = searched.fixed
+    typed = {_key(word) for word in own}
+    searched = replace(searched, fixed=(*own, *objectives.of_words(metrics, typed)))
+    searched = _named(searched)
+    if problems := [*sampler_problems(sampler, searched.spaces)]:
+        raise UserError(*problems)
+    plans = _planned(searched)
+    programs.refuse(plans[0].config, "tune")
+    if plans[0].launch.is_local and plans[0].config.trainer.get("devices") in FREE_DEVICES:
+        # More devices make a training faster, and a search slower: they would exchange gradients.
+        searched = replace(searched, fixed=(*searched.fixed, "trainer.devices=1"))
+        plans = [sweeps.plan(words, searched.keys, ()) for words in _options_of(searched)]
+    first = plans[0]
+    for plan in plans[: len(_options_of(searched))]:
+        planning.check_classes(plan, apart=True)
+    found = objectives.chosen(metrics, first, typed)
+    if problems := pruning.problems(pruner, found, first, searched.keys):
+        raise UserError(*problems)
+    return PreparedSearch(searched, own, first, found, slots.slots_of(first, parallel))
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
+
+
+def _named(searched: Searched) -> Searched:
+    """With a name that the same command has again."""
+    if any(_key(word) == "name" for word in searched.fixed):
+        return searched
+    common = (word for word in searched.fixed if not sweeps.is_where(_key(word)))
+    parts = (*sorted(common), *sorted(repr(space) for space in searched.spaces))
+    name = f"tune-{configs.hash_of(chr(10).join(parts), 6)}"
+    return replace(searched, fixed=(*searched.fixed, f"name={name}"))
+
+
+def _planned(searched: Searched) -> list[Plan]:
+    """Trials at each corner of the spaces, after the first stage of validation; those of
+    `_options_of` come first.
+
+    Raises:
+        UserError: All problems, each once.
+    """
+    swept = searched.keys
+    parsed = {space.key: space for space in searched.spaces}
+
+    def plan(words: Sequence[str]) -> Plan:
+        try:
+            return sweeps.plan(words, swept, ())
+        except UserError as error:
+            raise type(error)(*_with_spaces(error.problems, parsed)) from error
+
+    corners = [searched.overrides(values) for values in searched.corners()]
+    options = _options_of(searched)
+    others = [words for words in corners if words not in options]
+    return sweeps.map_all(plan, [*options, *others], UserError, " ".join)
+
+
+def _options_of(searched: Searched) -> list[list[str]]:
+    """The overrides of some trial, and of one with each other option of the spaces that choose
+    something, rather than a number: their classes may be others."""
+    first = searched.first()
+    chosen = [first]
+    for space in searched.spaces:
+        others = [] if space.is_numeric else space.others
+        chosen += [{**first, space.key: value} for value in others]
+    return [searched.overrides(values) for values in chosen]
+
+
+def _with_spaces(problems: Sequence[Problem], known: Mapping[str, Space]) -> Iterator[Problem]:
+    """Problems with a remedy for a space, where they are about one of its values."""
+    for problem in problems:
+        space = known.get(problem.path)
+        if space is not None and not space.choices and problem.code == "wrong-type":
+            whole = f"int(interval({space.low:g},{space.high:g}))"
+            remedy = f"{space.key}={whole}, or {space.key}=choice(a,b)"
+            yield replace(problem, remedy=remedy)
+        else:
+            yield problem

@@ -1,0 +1,398 @@
+"""The search itself: asks the engine, runs what it proposes, and tells it how that ended."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from distdl.job import JobState
+from distdl.launch import jobs, planning, sweeps
+from distdl.launch.planning import Plan
+from distdl.runs.directory import RunDirectory, shown
+from distdl.tools.search.engine import Proposal, SearchEngine, TrialEnd
+from distdl.tools.search.objectives import Objective
+from distdl.tools.search.pruning import Pruning
+from distdl.tools.search.slots import Slot
+from distdl.tools.search.spaces import Searched
+from distdl.tools.search.trials import SearchTrial, TrialCurve
+from distdl.util.errors import Damaged, UserError
+from distdl.util.screen import escaped, say
+
+POLL_LOCAL_S, POLL_PLATFORM_S = 0.1, 5.0  # between two looks at the trials
+ENOUGH = 2  # trials that are refused, before any has a value
+MOST_RESTARTS = 3  # of a trial that was preempted or killed
+PATIENCE_S = 300.0  # for which a platform may refuse a trial after it took others
+
+Told = Callable[["Search", SearchTrial], None]
+
+
+class Search:
+    """One command's part of a study.
+
+    Args:
+        first: The plan of some trial, whose classes were checked.
+        trials: How many the study gets, those of earlier commands included.
+        seconds: After which no trial is started; None: no limit.
+        told: Called with each trial that has ended.
+    """
+
+    def __init__(
+        self,
+        searched: Searched,
+        engine: SearchEngine,
+        first: Plan,
+        slots: Sequence[Slot],
+        *,
+        trials: int,
+        seconds: float | None,
+        pruning: Pruning | None = None,
+        told: Told | None = None,
+    ) -> None:
+        self.searched = searched
+        self.engine = engine
+        self.objective: Objective = engine.objectives[0]
+        self.folder = first.run.path.parent
+        self.settings: Mapping[str, Any] = first.config.get("checkpoint") or {}
+        self.is_local = first.launch.in_turn
+        self.checked: dict[tuple[object, ...], Plan] = {}
+        self.free = [*slots]
+        self.most = trials if engine.count is None else min(trials, engine.count)
+        self.began = time.monotonic()
+        self.deadline = math.inf if seconds is None else self.began + seconds
+        self.pruning = pruning
+        self.told = told
+        self.trials: list[SearchTrial] = []
+        self.left: list[SearchTrial] = []
+        self.stopped = False
+        self._unsent: tuple[float, float] | None = None  # since when, and when to try again
+        self._by_run: dict[RunDirectory, SearchTrial] = {}
+        self._refusals = 0
+
+    # ------------------------------------------------------------------------ what is known
+
+    @property
+    def under_way(self) -> list[SearchTrial]:
+        return [trial for trial in self.trials if trial.slot is not None]
+
+    @property
+    def complete(self) -> list[SearchTrial]:
+        return [trial for trial in self.trials if trial.end is TrialEnd.COMPLETE]
+
+    @property
+    def paused(self) -> list[SearchTrial]:
+        """Those that wait for a rung to be full; at the end of a command, for the next one."""
+        return [t for t in self.trials if t.end is None and t.slot is None and t not in self.left]
+
+    @property
+    def best(self) -> SearchTrial | None:
+        """By the first objective; None if no trial is complete."""
+        best: SearchTrial | None = None
+        for trial in self.complete:
+            if best is None or self.objective.better(trial.results[0], best.results[0]):
+                best = trial
+        return best
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is used up."""
+        return time.monotonic() >= self.deadline
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further trial will be proposed to this study."""
+        return len(self.trials) >= self.most
+
+    def seconds_left(self) -> float | None:
+        """An estimate by the trials that have ended; None: nobody knows."""
+        took = [trial.seconds for trial in self.trials if trial.end and trial.seconds]
+        if not took:
+            return None
+        left = self.most - sum(trial.end is not None for trial in self.trials)
+        places = max(1, len(self.free) + len(self.under_way))
+        until = statistics.fmean(took) * left / places
+        return max(0.0, min(until, self.deadline - time.monotonic()))
+
+    # ---------------------------------------------------------------------------- the loop
+
+    def run(self) -> None:
+        """Until all trials have ended, the time is used up, or `stop` was called.
+
+        Raises:
+            UserError: Trials are refused, each for the reason that holds for all.
+        """
+        for proposal in self.engine.known():
+            self._join(proposal)
+        self.finish()
+
+    def finish(self) -> None:
+        """The rest of `run`, from where it was interrupted."""
+        while True:
+            self._fill()
+            if not self.under_way and (self.stopped or self._unsent is None):
+                return
+            time.sleep(POLL_LOCAL_S if self.is_local else POLL_PLATFORM_S)
+            self._look()
+
+    def stop(self) -> None:
+        """Asks the trials of this machine to end; jobs of a platform go on. Nothing is started."""
+        self.stopped = True
+        for trial in self.under_way:
+            trial.stop()
+            if not self.is_local:
+                self.free.append(trial.free())
+
+    def _join(self, proposal: Proposal) -> SearchTrial:
+        """Makes a trial of a proposal. One that has ended, or must be started, is known as such."""
+        text = self.searched.text(proposal.values)
+        words = self.searched.overrides(proposal.values)
+        run = RunDirectory(self.folder / sweeps.name_of(words, self.searched.keys))
+        curve = TrialCurve(run.path, self.objective.metric)
+        trial = SearchTrial(proposal, text, run, curve, self.settings, end=proposal.end)
+        trial.results = [*proposal.results]
+        trial.repeats = self._by_run.get(run)
+        self._by_run.setdefault(run, trial)
+        self.trials.append(trial)
+        trial.curve.read()
+        if trial.end is None and trial.repeats is None:
+            self.left.append(trial)
+        elif trial.end is None:
+            self._follow_repeats()
+        return trial
+
+    def _fill(self) -> None:
+        """Starts what may be started: first what was under way, then what is resumed, then new
+        trials."""
+        if self._unsent is not None and time.monotonic() < self._unsent[1]:
+            return
+        if self.pruning is not None:
+            for lost in self.pruning.lost(self.trials, closed=self.closed):
+                self._end(lost, TrialEnd.PRUNED)
+        while self.free and not self.stopped:
+            trial = self._next()
+            if trial is None or not self._start(trial):
+                return
+
+    def _next(self) -> SearchTrial | None:
+        """The trial to start now; None: there is none."""
+        while self.left:
+            trial = self.left.pop(0)
+            if not self._settled(trial):
+                return trial
+        if self.is_over:
+            return None
+        if self.pruning is not None:
+            due = self.pruning.resumable(self.trials, closed=self.closed)
+            if due:
+                return due[0]
+        while not self.closed:
+            trial = self._join(self.engine.propose())
+            self.left = [each for each in self.left if each is not trial]
+            if trial.repeats is None and not self._settled(trial):
+                return trial
+        return None
+
+    def _settled(self, trial: SearchTrial) -> bool:
+        """Whether the run of a trial needs no start, as it has ended before: the command was killed
+        before it told the engine. A run that was lost with its process, or preempted, goes on."""
+        recorded = trial.recorded
+        if recorded is JobState.PRUNED:
+            if self.pruning is None or not self.pruning.pauses:
+                self._end(trial, TrialEnd.PRUNED)
+            return True
+        if recorded in (JobState.SUCCEEDED, JobState.FAILED):
+            self._conclude(trial, recorded)
+            return True
+        return False
+
+    def _start(self, trial: SearchTrial) -> bool:
+        """Starts a trial; False if its platform does not take it now."""
+        slot = self.free.pop(0)
+        try:
+            judged = self.pruning is not None
+            trial.start(self._planned(trial), slot, key=self.engine.key, judged=judged)
+        except UserError as error:
+            trial.slot = None
+            self.free.insert(0, slot)
+            return self._refused(trial, error)
+        except BaseException:
+            trial.slot = None
+            self.free.insert(0, slot)
+            raise
+        self._unsent = None
+        self.engine.note_run(trial.number, str(trial.run.path))
+        return True
+
+    def _planned(self, trial: SearchTrial) -> Plan:
+        """The next attempt of the trial's run. Trials with the same options share one check of
+        their classes, unless it fetches files for each run."""
+        values = trial.proposal.values
+        plan = sweeps.plan(self.searched.overrides(values), self.searched.keys, ())
+        spaces = self.searched.spaces
+        options = tuple(values[space.key] for space in spaces if not space.is_numeric)
+        known = self.checked.get(options)
+        if known is None:
+            planning.check_classes(plan, apart=True)
+            if not plan.inputs:
+                self.checked[options] = plan
+        else:
+            plan = replace(plan, imported=known.imported, started=known.started)
+        return plan
+
+    def _refused(self, trial: SearchTrial, error: UserError) -> bool:
+        """A trial that could not be started: its values do not go together, or its platform does
+        not take it. False: it is tried again later."""
+        codes = {problem.code for problem in error.problems}
+        if codes <= {"unreachable", "platform-refuses"}:
+            self._wait_for_platform(error)
+            self.left.insert(0, trial)
+            return False
+        trial.why = error.problems[0].what
+        self._refuse_all(error)
+        self._end(trial, TrialEnd.FAILED)
+        return True
+
+    def _wait_for_platform(self, error: UserError) -> None:
+        """Raises the error, if the platform has taken no trial, or none for minutes."""
+        now = time.monotonic()
+        since = self._unsent[0] if self._unsent else now
+        taken = self.under_way or any(trial.end or trial.run.exists for trial in self.trials)
+        if not taken or now - since > PATIENCE_S:
+            raise error
+        if self._unsent is None:
+            say(f"note    {error.problems[0].what}: trying again")
+        self._unsent = (since, now + min(30.0, max(1.0, now - since)))
+
+    def _refuse_all(self, error: UserError) -> None:
+        """Raises an error for which a trial was refused, if it seems to hold for all of them."""
+        self._refusals += 1
+        has_results = any(trial.curve.values or trial.results for trial in self.trials)
+        if not has_results and self._refusals >= min(ENOUGH, self.most):
+            raise error
+
+    # ---------------------------------------------------------------------- trials under way
+
+    def _look(self) -> None:
+        trials = self.under_way
+        states = self._states(trials)
+        for trial, state in zip(trials, states, strict=True):
+            if trial.curve.read() and self.pruning is not None and not state.ended:
+                self._judge(trial, self.pruning)
+            if state.ended:
+                self._ended(trial, state)
+
+    def _states(self, trials: Sequence[SearchTrial]) -> list[JobState]:
+        """RUNNING until a trial's process, or its job, has ended."""
+        own = [trial for trial in trials if trial.process is not None]
+        ended = {id(trial) for trial in own if trial.process_ended()}
+        others = [trial for trial in trials if trial not in own]
+        last = [trial.last_attempt for trial in others]
+        asked = iter(jobs.states([attempt for attempt in last if attempt is not None]))
+        by_others = {
+            id(trial): JobState.FAILED if attempt is None else next(asked)
+            for trial, attempt in zip(others, last, strict=True)
+        }
+        return [
+            by_others[id(trial)] if id(trial) in by_others else self._state_here(trial, ended)
+            for trial in trials
+        ]
+
+    @staticmethod
+    def _state_here(trial: SearchTrial, ended: set[int]) -> JobState:
+        if id(trial) not in ended:
+            return JobState.RUNNING
+        last = trial.last_attempt
+        try:
+            return last.state() if last else JobState.FAILED
+        except Damaged:
+            return JobState.FAILED
+
+    def _judge(self, trial: SearchTrial, pruning: Pruning) -> None:
+        word = pruning.word(trial)
+        try:
+            trial.say(word)
+        except OSError as error:  # the run trains on, and asks again after its next validation
+            say(f"note    trial {trial.number} cannot be told ({error})")
+
+    def _ended(self, trial: SearchTrial, state: JobState) -> None:
+        self.free.append(trial.free())
+        self._fetch(trial)
+        trial.curve.read()
+        if self.pruning is not None:
+            self.pruning.word(trial)  # the engine gets to know the last values, too
+        if trial.refused:
+            self._refuse_all(self._refusal(trial))
+        lost = state is JobState.FAILED and not trial.recorded.ended and not trial.refused
+        if state is JobState.PRUNED:
+            if self.pruning is None or not self.pruning.pauses:
+                self._end(trial, TrialEnd.PRUNED)
+        elif (state is JobState.PREEMPTED or lost) and self.stopped:
+            return  # it stays open in the study, and the same command resumes it
+        elif state is JobState.CANCELLED and self.stopped:
+            return
+        elif (state is JobState.PREEMPTED or lost) and trial.restarts < MOST_RESTARTS:
+            trial.restarts += 1
+            self.left.insert(0, trial)
+        else:
+            self._conclude(trial, state)
+
+    @staticmethod
+    def _fetch(trial: SearchTrial) -> None:
+        """Copies what a job has written, if its platform keeps that elsewhere."""
+        last = trial.last_attempt
+        if last is None or not last.job():
+            return
+        job = jobs.job_of(last)
+        if job.is_remote:
+            try:
+                job.fetch(trial.run.path)
+            except UserError as error:
+                text = f"note    trial {trial.number} is not fetched: {error.problems[0].what}"
+                say(escaped(text))
+
+    def _refusal(self, trial: SearchTrial) -> UserError:
+        last = trial.last_attempt
+        why = str(last.status().get("error") or "") if last else ""
+        what = f"is refused, as the trials before it: {why or f'see {shown(trial.log)}'}"
+        remedy = "change the command, and name=STUDY"
+        return UserError.at(f"trial {trial.number}", what, remedy, code="failed")
+
+    def _conclude(self, trial: SearchTrial, state: JobState) -> None:
+        """Tells how the run of a trial ended."""
+        values = [trial.value_of(objective) for objective in self.engine.objectives]
+        if state is JobState.SUCCEEDED and all(map(math.isfinite, values)):
+            trial.results = values
+            self._end(trial, TrialEnd.COMPLETE)
+            return
+        last = trial.last_attempt
+        error = str(last.status().get("error") or "") if last else ""
+        lacking = ", ".join(
+            objective.metric
+            for objective, value in zip(self.engine.objectives, values, strict=True)
+            if not math.isfinite(value)
+        )
+        unvalued = f"it has no finite {lacking}" if state is JobState.SUCCEEDED else ""
+        trial.why = error or unvalued or state.lower()
+        self._end(trial, TrialEnd.FAILED)
+
+    def _end(self, trial: SearchTrial, end: TrialEnd) -> None:
+        self.engine.tell(trial.number, end, trial.results)
+        trial.end = end
+        if self.told is not None:
+            self.told(self, trial)
+        self._follow_repeats()
+
+    def _follow_repeats(self) -> None:
+        """A trial with the values of an earlier one ends as that did: nothing is trained twice."""
+        for trial in self.trials:
+            before = trial.repeats
+            if trial.end is None and before is not None and before.end is not None:
+                trial.results = [*before.results]
+                trial.why = f"as trial {before.number}, with the same values"
+                self.engine.tell(trial.number, before.end, trial.results)
+                trial.end = before.end
+                if self.told is not None:
+                    self.told(self, trial)

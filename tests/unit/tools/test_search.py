@@ -1,0 +1,421 @@
+"""`distdl tune`: spaces, what is refused, the engine's file, halving, and the loop over trials."""
+
+import importlib.util
+import json
+import math
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from distdl.cli import tune
+from distdl.config import recipe as configs
+from distdl.config import resources
+from distdl.job import JobState, Resources
+from distdl.runs import verdicts
+from distdl.runs.records import encode
+from distdl.runs.verdicts import SearchVerdict, Verdicts, Word
+from distdl.tools.search import files, halving, slots, spaces, trials
+from distdl.tools.search.engine import JOURNAL, SearchEngine, TrialEnd
+from distdl.tools.search.halving import Rungs, Standing
+from distdl.tools.search.objectives import Objective
+from distdl.util.errors import UserError
+from tests.conftest import TINY
+
+pytest.importorskip("optuna")
+
+ACCURACY = Objective("val/acc1", "max")
+LOGGED = {"main": ["val/acc1", "max"], "logged": ["val/acc1", "val/acc5", "val/loss"]}
+
+
+# ------------------------------------------------------------------------------------- spaces
+
+
+def test_hydras_syntax_and_the_short_form():
+    found = spaces.parsed(
+        [
+            "optimizer.lr=log(0.01,1)",
+            "optimizer=sgd,adamw",
+            "+a.b=range(0.1,0.5,0.1)",
+            "c=int(interval(1,9))",
+            "seed=1",
+        ]
+    )
+    rate, kind, stepped, whole = found.spaces
+    assert found.rewritten == {
+        "optimizer.lr=log(0.01,1)": "optimizer.lr=tag(log, interval(0.01,1))"
+    }
+    assert (rate.low, rate.high, rate.log) == (0.01, 1.0, True)
+    assert kind.choices == ("sgd", "adamw")
+    assert whole.whole
+    assert whole.first == 1
+    values = {"optimizer.lr": 0.5, "optimizer": "sgd", "a.b": stepped.listed[2], "c": 3}
+    # 0.1 + 2 * 0.1 is not 0.3, and a run must not be named by that.
+    assert found.overrides(values) == [
+        "seed=1",
+        "optimizer.lr=0.5",
+        "optimizer=sgd",
+        "+a.b=0.3",
+        "c=3",
+    ]
+    assert len([*found.corners()]) == 5
+
+
+def test_spaces_in_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf/tune").mkdir(parents=True)
+    lines = {
+        "optimizer.lr": "tag(log, interval(0.01, 1))",
+        "data": {"scale": [[0.1, 1.0], [0.5, 1]]},
+    }
+    (tmp_path / "conf/tune/mine.yaml").write_text(
+        yaml.safe_dump({**lines, "seed": [1, 2]}, sort_keys=False)
+    )
+    words = files.expanded(["tune=mine", "seed=3,4"])
+    assert words == [
+        "optimizer.lr=tag(log, interval(0.01, 1))",
+        "data.scale=choice([0.1, 1.0],[0.5, 1])",
+        "seed=3,4",
+    ]
+    assert spaces.parsed(words).spaces[1].choices == ("[0.1,1.0]", "[0.5,1]")
+    with pytest.raises(UserError, match="did you mean tune=mine"):
+        files.expanded(["tune=mien"])
+
+
+# Words, and what is said of them before anything is written or imported.
+WRONG = {
+    "checkpoint.keep_lst=1,2": "checkpoint.keep_lst: unknown key",
+    "optimizer=interval(0,1)": "optimizer: is a group of options",
+    "optimizer.lr=interval(1,0)": "holds no values",
+    "optimizer.lr=tag(log,interval(0,1))": "no logarithm",
+    "optimizer.lr=log(0.1,fast)": "is not an override",
+    "checkpoint.keep_last=interval(1,9)": "checkpoint.keep_last=int(interval(1,9))",
+    "seed=1": "nothing to search",
+    "seed=3,3": "twice",
+    "model=glob(*)": "a pattern is no space",
+    "name=a,b": "names the study",
+    "trainer.devices=1,2": "says where a run runs",
+    "checkpoint.mode=min,max": "judges the trials",
+    "seed=1,2 --trials 0": "--trials: must be 1 or more",
+    "seed=1,2 --budget 0h": "--budget: '0h' is no time",
+    "seed=1,2 --budget soon": "--budget: 'soon' is no time",
+    "seed=1,2 --parallel 0": "--parallel: must be 1 or more",
+    "optimizer.lr=log(0.1,1) --sampler grid": "an interval has no step",
+    "optimizer=sgd,adamw --sampler cmaes": "optimizer is a choice",
+    "optimizer.lr=log(0.1,1) --sampler cmaes": "needs the package cmaes",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_refused_before_anything_starts(words, command, no_child, tmp_path):
+    if "package" in WRONG[words] and importlib.util.find_spec("cmaes"):
+        pytest.skip("the package is installed")
+    said = command("tune", *TINY, *words.split())
+    assert said.code == 2, said
+    assert WRONG[words] in said.err
+    assert [*tmp_path.iterdir()] == []
+
+
+# Those for which the model's class must be known.
+LATER = {
+    "--metric val/acc2:max": "val/acc2 is never logged",
+    "--metric val/loss": "does not say whether more",
+    "checkpoint.monitor=val/loss": "checkpoint.mode: is missing",
+    "checkpoint.monitor=null": "no metric judges",
+    "--metric val/acc1:max --metric val/loss:min --pruner asha": "several objectives",
+    "--metric val/loss:min --metric val/loss:min": "twice",
+    "--metric train/loss:min --pruner asha": "no result of one",
+    "trainer.max_epochs=1 --pruner halving": "nothing to halve",
+    "launcher=sagemaker trainer.devices=1 launcher.instance_type=ml.g5.xlarge --pruner asha": (
+        "not on this machine"
+    ),
+    "trainer.max_steps=5 --pruner halving": "must know how many validations",
+    "launcher=mpi trainer.devices=1 --parallel 2": "has no queue",
+}
+
+
+@pytest.fixture
+def known_metrics(without_stage_2, monkeypatch):
+    facts = {"problems": [], "notes": [], "facts": {"metrics": LOGGED}}
+    monkeypatch.setattr("distdl.validation.validate._check_in_child", lambda request: facts)
+
+
+@pytest.mark.parametrize("words", LATER)
+def test_what_is_refused_once_the_metrics_are_known(words, command, known_metrics, tmp_path):
+    said = command("tune", *TINY, "optimizer.lr=0.1,0.2", *words.split())
+    assert said.code == 2, said
+    assert LATER[words] in said.err
+    assert [*tmp_path.iterdir()] == []
+
+
+# ------------------------------------------------------------------------------------- slots
+
+
+def test_each_trial_has_devices_of_its_own(monkeypatch):
+    def plan(devices, ids=None):
+        size = Resources(1, devices, "gpu", ids)
+        return SimpleNamespace(resources=size, launch=SimpleNamespace(is_local=True, in_turn=True))
+
+    monkeypatch.setattr(resources, "visible", lambda: ["4", "5", "6", "7", "8"])
+    assert [slot.gpus for slot in slots.slots_of(plan(2), None)] == [("4", "5"), ("6", "7")]
+    assert [slot.gpus for slot in slots.slots_of(plan(1), 3)] == [("4",), ("5",), ("6",)]
+    with pytest.raises(UserError, match="--parallel 2"):
+        slots.slots_of(plan(2), 3)
+    with pytest.raises(UserError, match="would share them"):
+        slots.slots_of(plan(2, ("4", "5")), 2)
+
+
+def test_cores_are_shared_equally(monkeypatch):
+    plan = SimpleNamespace(resources=Resources(), launch=SimpleNamespace(is_local=True))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 6})
+    assert [slot.cores for slot in slots.slots_of(plan, 2)] == [(0, 1), (2, 3)]
+    assert [slot.cores for slot in slots.slots_of(plan, 7)][4:] == [(6,), (0,), (1,)]
+    assert [slot.cores for slot in slots.slots_of(plan, None)] == [()]
+
+
+# ------------------------------------------------------------------------------------ engine
+
+
+def searched(*words):
+    return spaces.parsed(words or ("optimizer.lr=log(0.01,1)", "optimizer=sgd,adamw"))
+
+
+def test_a_study_goes_on_behind_a_line_that_was_cut(tmp_path):
+    engine = SearchEngine(searched(), tmp_path, "s", [ACCURACY], seed=0)
+    first = engine.propose()
+    engine.tell(first.number, TrialEnd.COMPLETE, [0.5])
+    second = engine.propose()
+    with (tmp_path / JOURNAL).open("ab") as file:
+        file.write(b'{"op_code": 5, "tri')
+    engine = SearchEngine(searched(), tmp_path, "s", [ACCURACY], seed=0)
+    third = engine.propose()
+    again = SearchEngine(searched(), tmp_path, "s", [ACCURACY], seed=0).known()
+    assert [(each.number, each.end) for each in again] == [
+        (0, TrialEnd.COMPLETE),
+        (1, None),
+        (2, None),
+    ]
+    assert again[1].values == second.values
+    assert len({each.values["optimizer.lr"] for each in (first, second, third)}) == 3
+    with pytest.raises(UserError, match="other spaces"):
+        SearchEngine(searched("seed=1,2"), tmp_path, "s", [ACCURACY])
+
+
+def test_a_full_disk_loses_no_trial(tmp_path, monkeypatch):
+    from optuna.storages.journal import JournalFileBackend
+
+    engine = SearchEngine(searched(), tmp_path, "s", [ACCURACY], seed=0)
+    number = engine.propose().number
+    write = JournalFileBackend.append_logs
+    failures = iter([True, True])
+
+    def append_logs(self, logs):
+        if next(failures, False):
+            with (tmp_path / JOURNAL).open("ab") as file:
+                file.write(b'{"half')
+            raise OSError(28, "No space left on device")
+        write(self, logs)
+
+    monkeypatch.setattr(JournalFileBackend, "append_logs", append_logs)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    engine.tell(number, TrialEnd.COMPLETE, [0.5])
+    (known,) = SearchEngine(searched(), tmp_path, "s", [ACCURACY]).known()
+    assert known.results == [0.5]
+
+
+def test_a_grid_is_seen_once_and_in_an_order_of_the_seed(tmp_path):
+    grid = searched("seed=range(1,5)", "optimizer=sgd,adamw")
+    orders = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        engine = SearchEngine(grid, tmp_path, name, [ACCURACY], sampler="grid", seed=seed)
+        points = [tuple(engine.propose().values.values()) for _ in range(engine.count)]
+        assert len({*points}) == 8
+        orders.append(points)
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+
+
+# ----------------------------------------------------------------------------------- halving
+
+
+def decided(values, *, complete=True, validations=9):
+    bracket = {number: Standing(each) for number, each in enumerate(values)}
+    return halving.decide(bracket, Rungs.of(validations), ACCURACY, complete=complete)
+
+
+def test_a_rung_is_decided_when_it_is_full():
+    first = [[n / 10] for n in range(9)]
+    assert decided(first) == {**dict.fromkeys(range(6), 0), 6: 3, 7: 3, 8: 3}
+    assert decided(first, complete=False) == dict.fromkeys(range(9), 1)
+    assert decided([*first[:8], []]) == dict.fromkeys(range(9), 1)
+    # The same decision again, after some have gone on.
+    second = [*first[:6], [0.6, 0, 0.9], [0.7, 0, 0.1], [0.8, 0, 0.2]]
+    assert decided(second) == {**dict.fromkeys((*range(6), 7, 8), 0), 6: 9}
+    assert decided([*second[:8], [0.8]])[6] == 3, "one has not reached the second rung"
+
+
+def test_what_fails_or_has_no_value_is_behind_all_others():
+    bracket = {n: Standing([n / 10]) for n in range(8)} | {8: Standing([], is_out=True)}
+    allowed = halving.decide(bracket, Rungs.of(9), ACCURACY, complete=True)
+    assert [number for number, until in allowed.items() if until == 3] == [5, 6, 7]
+    assert decided([[math.nan], [0.1], [0.2]], validations=2) == {0: 0, 1: 0, 2: 2}
+
+
+# ---------------------------------------------------------------------------------- verdicts
+
+
+def test_a_rank_waits_for_its_verdict_but_not_for_ever(tmp_path):
+    waits = Verdicts(tmp_path, patience=0.2)
+    verdicts.write(tmp_path, SearchVerdict(Word.GO_ON, 4))
+    assert waits.after(4) is Word.GO_ON
+    began = time.monotonic()
+    assert waits.after(9) is Word.GO_ON, "nobody has answered to step 9"
+    assert 0.15 < time.monotonic() - began < 2
+    began = time.monotonic()
+    assert waits.after(14) is Word.GO_ON
+    assert time.monotonic() - began < 0.15, "a search that is gone is not waited for again"
+    verdicts.write(tmp_path, SearchVerdict(Word.PRUNE, 9))
+    assert waits.after(19) is Word.PRUNE, "it came late"
+    (tmp_path / verdicts.FILE).write_text("{")
+    assert Verdicts(tmp_path, patience=0.0).after(1) is Word.GO_ON
+
+
+# ---------------------------------------------------------------------------------- the loop
+
+
+@pytest.fixture
+def trained(known_metrics, monkeypatch):
+    """Trials train at once, in this process: the n-th validation of a rate has 1 - rate + n / 100.
+    What was trained: (rate, epoch)."""
+    epochs = []
+
+    def start(trial, plan, slot, *, key, judged):
+        trial.plan, trial.slot, trial.began = plan, slot, time.monotonic()
+        rate = plan.config.optimizer.lr
+        if not trial.run.exists:
+            trial.run.create(configs.to_yaml(plan.recipe), {})
+        record = {"run_id": plan.run_id, "where": {"task": {"_target_": "t"}, "launcher": {}}}
+        attempt = trial.run.begin_attempt(record)
+        state = outcome.pop(rate, JobState.SUCCEEDED)
+        trial.curve.path.parent.mkdir(exist_ok=True)
+        for epoch in range(len(trial.curve.values), plan.config.trainer.max_epochs):
+            epochs.append((rate, epoch))
+            value = 1 - rate + epoch / 100
+            line = encode(0.0, 10 * epoch + 9, attempt.number, {"val/acc1": value})
+            with trial.curve.path.open("ab") as journal:
+                journal.write(line)
+            trial.curve.read()
+            if judged and state is JobState.SUCCEEDED:
+                search = seen["search"]
+                if search.pruning.word(trial) is not Word.GO_ON:
+                    state = JobState.PRUNED
+            if state is not JobState.SUCCEEDED:
+                break
+        values = trial.curve.values or [math.nan]
+        error = None if state is JobState.SUCCEEDED else f"it ended {state}"
+        attempt.end(state, metrics={"val/acc1": values[-1]}, error=error)
+
+    seen = {}
+    outcome = {}
+    made = tune.search_of
+
+    def search_of(*arguments):
+        seen["search"] = made(*arguments)
+        return seen["search"]
+
+    monkeypatch.setattr(trials.SearchTrial, "start", start)
+    monkeypatch.setattr(tune, "search_of", search_of)
+    monkeypatch.setattr("distdl.tools.search.search.POLL_LOCAL_S", 0.0)
+    monkeypatch.setattr("distdl.tools.search.study_page.write", lambda search: "page.html")
+    return SimpleNamespace(epochs=epochs, outcome=outcome, seen=seen)
+
+
+def answer(said, code=0):
+    assert said.code == code, said
+    return json.loads(said.out.splitlines()[-1])["answer"]
+
+
+def tuned(command, *words, code=0):
+    base = ("tune", *TINY, "name=s", "trainer.max_epochs=9", "--json")
+    return answer(command(*base, *words), code)
+
+
+def test_a_search_and_the_same_command_again(command, trained, tmp_path):
+    words = ("optimizer.lr=0.1,0.2,0.3", "--sampler", "grid")
+    found = tuned(command, *words)
+    assert [each["end"] for each in found["trials"]] == ["COMPLETE"] * 3
+    best = found["trials"][found["best"]]
+    assert best["overrides"] == "optimizer.lr=0.1"
+    assert best["values"] == [pytest.approx(0.98)]
+    assert "optimizer.lr=0.1" in found["next"]
+    assert "trainer.max_epochs=18" in found["next"]
+    assert len(trained.epochs) == 27
+    assert len({trial["run"] for trial in found["trials"]}) == 3
+    assert tuned(command, *words)["best"] == found["best"]
+    assert len(trained.epochs) == 27, "nothing was left to do"
+
+
+def test_what_is_proposed_twice_is_trained_once(command, trained):
+    found = tuned(command, "optimizer.lr=0.1,0.2", "--trials", "8", "--sampler", "random")
+    assert len(found["trials"]) == 8
+    assert len(trained.epochs) == 18
+    repeated = [each for each in found["trials"] if each["repeats"] is not None]
+    assert len(repeated) == 6
+    for each in repeated:
+        assert each["values"] == found["trials"][each["repeats"]]["values"]
+
+
+def test_failed_and_preempted_trials(command, trained):
+    trained.outcome |= {0.1: JobState.FAILED, 0.2: JobState.PREEMPTED}
+    found = tuned(command, "optimizer.lr=0.1,0.2,0.3", "--sampler", "grid")
+    ends = {each["overrides"]: (each["end"], each["why"]) for each in found["trials"]}
+    assert ends == {
+        "optimizer.lr=0.1": ("FAIL", "it ended FAILED"),
+        "optimizer.lr=0.2": ("COMPLETE", ""),
+        "optimizer.lr=0.3": ("COMPLETE", ""),
+    }
+    assert len(trained.epochs) == len({*trained.epochs}), "the resumed one goes on"
+
+
+def test_halving_trains_no_epoch_twice(command, trained):
+    words = ("optimizer.lr=range(0.05,0.475,0.05)", "--sampler", "grid", "--pruner", "halving")
+    found = tuned(command, *words)
+    assert len(trained.epochs) == len({*trained.epochs})
+    assert len(trained.epochs) == 9 * 1 + 3 * 2 + 1 * 6
+    ends = [each["end"] for each in found["trials"]]
+    assert (ends.count("COMPLETE"), ends.count("PRUNED")) == (1, 8)
+    assert found["trials"][found["best"]]["overrides"] == "optimizer.lr=0.05"
+
+
+def test_asha_ends_trials_for_good(command, trained):
+    words = ("optimizer.lr=range(0.05,0.475,0.05)", "--sampler", "grid", "--pruner", "asha")
+    found = tuned(command, *words)
+    ends = [each["end"] for each in found["trials"]]
+    assert ends.count("PRUNED") >= 4
+    assert found["trials"][found["best"]]["overrides"] == "optimizer.lr=0.05"
+    assert len(trained.epochs) == len({*trained.epochs}) < 50
+
+
+def test_a_budget_that_is_used_up_leaves_the_best_open(command, trained, monkeypatch):
+    words = ("optimizer.lr=0.1,0.2,0.3", "--sampler", "grid", "--pruner", "halving")
+    monkeypatch.setattr("distdl.tools.search.search.Search.is_over", property(over := _After(3)))
+    found = tuned(command, *words, "--budget", "1h")
+    ends = [each["end"] for each in found["trials"]]
+    assert (ends.count("PRUNED"), ends.count(None)) == (2, 1), "the best of the rung is paused"
+    over.calls = -1000
+    found = tuned(command, *words, "--budget", "1h")
+    assert {each["end"] for each in found["trials"]} == {"COMPLETE", "PRUNED"}
+    assert len(trained.epochs) == len({*trained.epochs})
+
+
+class _After:
+    """True from some call on."""
+
+    def __init__(self, calls):
+        self.calls = -calls
+
+    def __call__(self, search):
+        self.calls += 1
+        return self.calls > 0
