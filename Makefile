@@ -73,7 +73,7 @@ MATRIX := $(addprefix tests/, \
 	unit/worker/test_compiling.py \
 )
 
-.PHONY: train test setup wheel servers programs server-packages servers-kube docs lint matrix lightnings bench clean
+.PHONY: train test setup wheel servers programs server-packages servers-kube docs lint matrix lightnings gpu-proof bench clean
 
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
@@ -190,6 +190,9 @@ lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is 
 		PYTHONPATH=.lightnings $(BIN)/python -c 'import lightning; print("lightning", lightning.__version__)' && \
 		PYTHONPATH=.lightnings $(BIN)/python -m pytest $(ASSUME) || exit 1; \
 	done
+
+gpu-proof: setup  ## what a lent GPU can still show in MINUTES=14, most valuable first; goes on where it stopped
+	$(BIN)/python -m benchmarks.gpu_proof --minutes $(or $(MINUTES),14)
 
 bench: setup  ## every benchmark that fits this machine, each against its competitor
 	$(BIN)/python -m benchmarks.run

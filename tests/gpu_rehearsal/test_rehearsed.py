@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from tests.conftest import TINY, UNCHECKED, distdl, environment, free_port
+from benchmarks import gpu_proof
+from tests.conftest import ROOT, TINY, UNCHECKED, distdl, environment, free_port
 from tests.gpu_rehearsal.machine import Machine
 from tests.strategies import matrix
 from tests.strategies.matrix import MATRIX
@@ -178,3 +179,27 @@ def test_measures_a_step(strategy, size, machine, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = json.loads((tmp_path / "outputs/default/here/benchmark.json").read_text())["ranks"]
     assert [rank["device"] for rank in ranks] == [f"Simulated GPU {n}" for n in range(size)]
+
+
+@pytest.mark.skipif(not MATRIX, reason="make matrix")
+def test_the_proof_on_one_gpu_goes_to_its_end_and_goes_on(machine, tmp_path):
+    """make gpu-proof: small, and nothing is compiled; its results say so."""
+    folder = gpu_proof.ProofFolder(tmp_path / "proof", rounds=1)
+    command = [sys.executable, "-m", "benchmarks.gpu_proof", "--rehearse", "--rounds", "1"]
+    command += ["--to", str(folder.path)]
+    options = {"cwd": ROOT, "env": machine.environment(2), "text": True, "capture_output": True}
+    done = subprocess.run(command, **options, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "lost" not in done.stdout, done.stdout + done.stderr
+    files = {folder.file(arm) for arm in gpu_proof.arms(devices=2, rounds=1)}
+    assert files == {*folder.path.glob("*.json")}
+    text = (folder.path / "RESULTS_GPU.md").read_text()
+    assert "A rehearsal: simulated GPUs" in text
+    assert text.count("replaced: nothing was compiled") == len(gpu_proof.COMPILES)
+    cut_off = folder.path / "round-1-distdl.json"
+    before = {path: path.stat().st_mtime for path in files - {cut_off}}
+    cut_off.write_text('{"arm": "rou')
+    done = subprocess.run(command, **options, timeout=500)
+    assert done.stdout.count("running ") == 1, done.stdout
+    assert json.loads(cut_off.read_text())["value"] > 0
+    assert {path: path.stat().st_mtime for path in before} == before

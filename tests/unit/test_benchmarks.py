@@ -1,15 +1,18 @@
 """`make bench`: its tables and goals, a part that fails, and its parts with tiny counts."""
 
 import importlib
+import os
 from pathlib import Path
 
+import psutil
 import pytest
 
-from benchmarks import detection, goodput, gpu, run, runs, table
+from benchmarks import detection, goodput, gpu, gpu_proof, run, runs, table
 from benchmarks.table import Goal, Result
 from distdl.config import compose
 from distdl.validation.validate import problems_of
 from distdl.worker import main
+from tests.waiting import until
 
 GOALS = [
     ("at least 0.99", 0.95, (0.96, 1.03), "**not reached**"),
@@ -135,3 +138,61 @@ def test_detectors_are_compared_by_the_means_of_their_seeds():
     config = compose.compose(detection.overrides(Path("coco"), size, seed=3))
     assert config.model.network.items() >= detection.NETWORK.items()
     assert problems_of(config, local=False) == []
+
+
+@pytest.fixture
+def proof(monkeypatch, tmp_path):
+    """The results of a GPU's arms, of which none has run."""
+    monkeypatch.setattr(gpu_proof, "machine", lambda: "one GPU")
+    monkeypatch.setattr(gpu_proof.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu_proof.ProofFolder, "caches", lambda self: {})
+    return gpu_proof.ProofFolder(tmp_path, rounds=2)
+
+
+def test_the_proof_on_a_gpu_goes_on_where_it_was_cut_off(proof, tmp_path, monkeypatch):
+    started = []
+
+    def ended(command, env, seconds):
+        name = command[command.index("--arm") + 1]
+        (arm,) = (arm for arm in proof.arms if arm.name == name)
+        started.append(name)
+        if len(started) == 5:  # the machine is gone in the middle of this one
+            proof.file(arm).write_text('{"arm": "rou')
+            raise KeyboardInterrupt
+        proof.keep(arm, gpu_proof.ArmResult(name, 1.0, 100.0, "img/s"))
+        return True
+
+    monkeypatch.setattr(gpu_proof, "ended", ended)
+    results = tmp_path / "RESULTS_GPU.md"
+    results.write_text("# Mine\n")
+    with pytest.raises(KeyboardInterrupt):
+        gpu_proof.prove(proof, 60, results, rehearse=False)
+    assert f"4 of {len(proof.arms)} arms have ended" in results.read_text()
+    gpu_proof.prove(proof, 60, results, rehearse=False)
+    names = [arm.name for arm in proof.arms]
+    assert started == [*names[:5], *names[4:]], "what had ended was not run again"
+    text = results.read_text()
+    assert text.startswith("# Mine\n")
+    assert text.count(gpu_proof.BEGIN) == 1
+    gpu_proof.prove(proof, 60, results, rehearse=False)
+    assert results.read_text() == text
+
+
+def test_the_proof_on_a_gpu_starts_nothing_for_which_no_time_is_left(proof, tmp_path, capsys):
+    gpu_proof.prove(proof, 0, tmp_path / "RESULTS_GPU.md", rehearse=False)
+    assert capsys.readouterr().out.count("no time ") == len(proof.arms)
+
+
+def test_the_proofs_goals_are_of_the_rounds_that_both_arms_have(proof):
+    rates = {gpu_proof.AUTO: [150.0, 160.0, 1.0], gpu_proof.LOOP: [100.0, 100.0]}
+    first, *others = gpu_proof.goals(rates)
+    assert first.measured == pytest.approx(1.55)
+    assert [goal.state for goal in others] == ["not run", "not run"]
+
+
+def test_an_arm_that_takes_too_long_is_ended_with_its_processes(tmp_path):
+    (tmp_path / "child.sh").write_text("sleep 99 & echo $! > child; wait")
+    words = ["bash", "-c", f"cd {tmp_path} && . ./child.sh"]
+    assert not gpu_proof.ended(words, dict(os.environ), 1.0)
+    child = int((tmp_path / "child").read_text())
+    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", 10)
