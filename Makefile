@@ -26,6 +26,7 @@ MATRIX := $(addprefix tests/, \
 	cli/test_json_verbs.py \
 	cli/test_own_launcher.py \
 	cli/test_programs.py \
+	cli/test_new_project.py \
 	cli/test_published_weights.py \
 	cli/test_schema.py \
 	cluster/test_azureml.py \
@@ -59,6 +60,7 @@ MATRIX := $(addprefix tests/, \
 	multiprocess/test_tune.py \
 	multiprocess/test_torchvision_detectors.py \
 	packaging/test_added_parts.py \
+	packaging/test_wheel.py \
 	serving/test_detector.py \
 	serving/test_foreign_exports.py \
 	serving/test_hostile.py \

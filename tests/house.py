@@ -62,6 +62,7 @@ TOOLS = [
     "tools.drill",
     "tools.torchx",
     "tools.editor",
+    "tools.project",
 ]
 LAYERS = [*CORE, *TOOLS, "cli"]
 WITH_TORCH = [

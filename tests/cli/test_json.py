@@ -131,6 +131,7 @@ REFUSED = {
     "track sync": "nowhere",
     "explain": "strange",
     "schema": "strange",
+    "new project": "import",
 }
 
 

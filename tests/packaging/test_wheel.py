@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, environment, matrix_only
 
 
 def output(*command: str | Path, cwd: Path = ROOT) -> str:
@@ -58,3 +58,14 @@ def test_every_module_option_and_template_is_in_the_wheel(installed):
     sources = files("conf", "launchers", "src/distdl")
     expected = {"distdl/" + name.removeprefix("src/distdl/") for name in sources}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
+
+
+@matrix_only
+def test_a_new_project_trains_and_passes_its_tests(installed, tmp_path):
+    distdl = installed / "bin/distdl"
+    output(distdl, "new", "project", "x", cwd=tmp_path)
+    assert "done " in output(
+        distdl, "experiment=first", "trainer.accelerator=cpu", cwd=tmp_path / "x"
+    )
+    said = output(installed / "bin/python", "-m", "pytest", "-q", cwd=tmp_path / "x")
+    assert "3 passed" in said

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Verbs besides a training: module and one line for --help.
 COMMANDS = {
+    "new": ("distdl.cli.new", "make a project that trains at once: distdl new project NAME"),
     "run": ("distdl.cli.run", "start a program of your own: distdl run [key=value] -- COMMAND"),
     "resume": ("distdl.cli.resume", "resume a run"),
     "jobs": ("distdl.cli.jobs", "list, follow, cancel or resubmit runs, wherever they are"),

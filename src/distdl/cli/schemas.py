@@ -42,6 +42,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "compare": ("distdl.tools.compare.answer.ComparedRuns",),
     "tune": ("distdl.tools.search.answer.Study", f"{_RUNS}.ShownRequest"),
     "track sync": ("distdl.tracking.sync.SentMetrics",),
+    "new project": ("distdl.tools.project.make.NewProject",),
     "explain": ("distdl.cli.explain.ExplainedCodes",),
     "schema": ("distdl.cli.schema.Schema", "distdl.cli.schema.WrittenSchemas"),
 }
