@@ -176,6 +176,21 @@ def test_its_statistics_are_the_same_on_two_ranks(runs):
         assert matrix.apart(first, other) < 1e-6
 
 
+@matrix_only
+def test_adapters_train_under_fsdp_as_under_ddp_and_are_all_that_is_saved(runs):
+    more = ("+model.lora.rank=2", "model.norm=batch")
+    files = {n: runs.train(f"lora {n}", TOPOLOGIES[n].plus(*more)) for n in ("ddp x2", "fsdp x2")}
+    assert difference(*(step(folder) for folder in files.values())) < SAME_TO
+    saved = matrix.read(step(files["fsdp x2"]))["state_dict"]
+    assert any("lora_A" in name for name in saved)
+    assert not any("base_layer" in name for name in saved)
+    for name, folder in files.items():
+        resumed = runs.train(
+            f"lora {name} again", TOPOLOGIES[name].plus(*more), resume=step(folder, HALF)
+        )
+        assert exact(step(folder), step(resumed))
+
+
 # The small network has no blocks of several layers but its first.
 RECOMPUTED = "blocks" if MATRIX else "[network.stem,network.wide]"
 

@@ -76,10 +76,12 @@ def main(argv: Sequence[str]) -> Answer:
 
     from distdl.checkpoint import convert as parts
     from distdl.checkpoint import formats
+    from distdl.checkpoint.adapters import refuse_adapters
     from distdl.checkpoint.settled import refuse_unsettled
 
     checkpoint = formats.read(source) if not options.trust_pickle else parts.load_trusted(source)
     if options.to == WEIGHTS:
+        refuse_adapters(checkpoint, str(source))
         refuse_unsettled(checkpoint, str(source))
         weights = parts.plain_weights(checkpoint["state_dict"])
         parts.write_weights(weights, target)

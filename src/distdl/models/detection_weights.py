@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from distdl.checkpoint import formats
+from distdl.checkpoint.adapters import refuse_adapters
 from distdl.checkpoint.convert import plain_weights
 from distdl.checkpoint.settled import refuse_unsettled
 from distdl.domains.detection.categories import Categories
@@ -61,6 +62,7 @@ def load_detector_weights(
     """
     file = located(file)
     checkpoint = formats.read(file)
+    refuse_adapters(checkpoint, str(file))
     refuse_unsettled(checkpoint, str(file))
     weights = plain_weights(checkpoint["state_dict"])
     weights = {name: value for name, value in weights.items() if not name.endswith(COUNTED)}

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from distdl.checkpoint import formats
+from distdl.checkpoint.adapters import refuse_adapters
 from distdl.checkpoint.convert import plain_weights
 from distdl.checkpoint.settled import refuse_unsettled
 from distdl.config import published
@@ -110,6 +111,7 @@ def read_weights(file: str | Path) -> dict[str, torch.Tensor]:
     """
     path = located(file)
     checkpoint = formats.read(path, mmap=True)
+    refuse_adapters(checkpoint, str(path))
     refuse_unsettled(checkpoint, str(path))
     return plain_weights(checkpoint["state_dict"])
 

@@ -43,9 +43,9 @@ _SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 OURS = ("distdl/validation/child.py", "distdl/util/imports.py")
 HOOK = "check"  # the method by which a target checks its own node
 # Classes with such a method for a node whatever its target is, in packages above this one.
-OF_NODES = {
-    ("model",): "distdl.models.recompute.Check",
-    ("optimizer",): "distdl.optim.trial.OneStep",
+OF_NODES: dict[Path, tuple[str, ...]] = {
+    ("model",): ("distdl.models.recompute.Check", "distdl.models.lora.LoraCheck"),
+    ("optimizer",): ("distdl.optim.trial.OneStep",),
 }
 UNKNOWN = "takes no argument"
 # Functions that pass **kwargs to a model: only building the model shows which are valid.
@@ -206,8 +206,8 @@ class Binding:
             # A hook may rely on values that are known to be wrong; only unknown keys do no harm.
             if built and all(UNKNOWN in problem.what for problem in self.problems[before:]):
                 self.hook(called, node, location)
-                if location in OF_NODES:
-                    ours: Any = pydoc.locate(OF_NODES[location])
+                for name in OF_NODES.get(location, ()):
+                    ours: Any = pydoc.locate(name)
                     self.hook(ours, node, location)
 
     def add(self, path: Path, what: str, remedy: str = "", *, code: str) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Arguments that are left out, because they download weights.
 WEIGHTS = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "pretrained_cfg")
 # Keys of `model` that the builder takes, whatever the model is (`worker.build.make_module`).
-MODEL_KEYS = ("recompute",)
+MODEL_KEYS = ("recompute", "lora")
 _UNEXPECTED = re.compile(r"([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'")
 
 WITH_BACKBONE = ("torchvision.models.detection", "torchvision.models.segmentation")

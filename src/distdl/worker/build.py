@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler, OptimizerLRS
 from omegaconf import DictConfig
 
 from distdl.callbacks import Checkpointer, ModuleState, Pictures, RecordSamples, StepMetrics
+from distdl.callbacks.adapters import Adapters
 from distdl.callbacks.averages import AveragedWeights
 from distdl.checkpoint import portable
 from distdl.checkpoint.formats import AnyCheckpoint
@@ -33,7 +34,7 @@ from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
 from distdl.job import Resources
 from distdl.loops.trainer import Trainer
-from distdl.models import recompute
+from distdl.models import lora, recompute
 from distdl.models.evaluated import Evaluated
 from distdl.models.parts import layers_in
 from distdl.models.weights import read_published_without_code
@@ -148,6 +149,8 @@ def build(
     if hasattr(module, "drawing"):
         callbacks.append(Pictures(run.path, attempt.path))
     callbacks.append(checkpointer)
+    if config.model.get(lora.KEY) is not None:
+        callbacks.append(Adapters(module))
     trainer = build_trainer(config, strategy, environment, resources, callbacks, loggers, run)
     parts = (config, run, trainer, module, datamodule, metrics, checkpointer)
     return Built(*parts, checkpoint, own_optimizer)
@@ -190,14 +193,16 @@ def make(node: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - whatever the 
 
 
 def make_module(node: Mapping[str, Any]) -> LightningModule:
-    """The model, of which some blocks recompute their activations (`model.recompute`).
+    """The model, with adapters (`model.lora`), and of which some blocks recompute their activations
+    (`model.recompute`).
 
     Raises:
-        UserError: It has no such blocks.
+        UserError: It has no such layers or blocks.
     """
     values = plain(node) if isinstance(node, DictConfig) else node
     typed: Any = with_dtypes(targets_own(values))
     module: LightningModule = make(typed)
+    lora.apply(module, values.get(lora.KEY))
     recompute.apply(module, values.get(recompute.KEY))
     return module
 

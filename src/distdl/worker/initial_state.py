@@ -19,9 +19,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from distdl.callbacks import module_state
+from distdl.callbacks.adapters import adapters_of
 from distdl.callbacks.checkpointer import KEY
 from distdl.callbacks.resume_state import built_rates
 from distdl.checkpoint.settled import refuse_unsettled
+from distdl.models import lora
 from distdl.optim.optimizers import KERNELS
 from distdl.runs.directory import shown
 from distdl.util.errors import UserError
@@ -72,6 +74,8 @@ class InitialState:
         """
         if self.trainer.state.fn != TrainerFn.FITTING:
             refuse_unsettled(checkpoint, self.file)
+        adapters = adapters_of(self.trainer)
+        lora.refuse_others(checkpoint, self.file, adapters.beside if adapters else "")
         module = self.context.module
         names = module.state_dict().keys()
         plain = {AFFIX.sub("", name): name for name in names}
@@ -79,6 +83,9 @@ class InitialState:
             saved = checkpoint["state_dict"].items()
             named = {k if k in names else plain.get(AFFIX.sub("", k), k): v for k, v in saved}
             checkpoint = {**checkpoint, "state_dict": named}
+            if adapters:
+                lora.refuse_missing(adapters.trained, named, self.file)
+                strict = False  # what is beside them is there already
         try:
             self.trainer.strategy.load_model_state_dict(checkpoint, strict=strict)
         except RuntimeError as error:
@@ -93,6 +100,8 @@ class InitialState:
         if self.trainer.state.fn != TrainerFn.FITTING:  # Lightning loads only the weights
             step, epoch = checkpoint.get("global_step"), checkpoint.get("epoch")
             self.trainer.fit_loop.stand_at(int(step or 0), int(epoch or 0))
+            if adapters:
+                lora.merge(module)
 
     def training(self, checkpoint: Mapping[str, Any]) -> None:
         """Restores all of the state if it fits, with the rates and settings of the new config.

@@ -16,12 +16,15 @@ from torch import nn
 
 from distdl.callbacks.checkpointer import KEY
 from distdl.callbacks.module_state import apply, changed, for_inference
+from distdl.checkpoint import adapters
 from distdl.checkpoint.formats import read
+from distdl.checkpoint.settled import refuse_unsettled
 from distdl.config.recipe import export_formats, plain
 from distdl.data.encoded import EncodedData
 from distdl.domains.answers import Answers
 from distdl.domains.domain import domain_of
 from distdl.domains.exports import Exports
+from distdl.models import lora
 from distdl.models.weights import load_weights
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory, shown
@@ -79,9 +82,14 @@ def export(
     return target, verified
 
 
+def without_lora(node: DictConfig) -> dict[str, Any]:
+    """A model's node for weights of which adapters are a part."""
+    return {key: value for key, value in plain(node).items() if key != lora.KEY}
+
+
 def random_network(config: DictConfig) -> nn.Module:
     """The network of a run's config as its module has it, with any weights."""
-    module: Any = make_module(config.model)
+    module: Any = make_module(without_lora(config.model))
     network: nn.Module = module.network
     return network
 
@@ -114,9 +122,26 @@ class Export:
         self.leaves = self._exports(self.module)
 
     def _module(self, weights: Path) -> LightningModule:
-        module: Any = make_module(self.config.model)
-        load_weights(module.network, weights)
+        module: Any = self._adapted(weights)
+        if module is None:
+            module = make_module(without_lora(self.config.model))
+            load_weights(module.network, weights)
         module.float().eval().requires_grad_(False)
+        return module
+
+    def _adapted(self, file: Path) -> LightningModule | None:
+        """The module with the adapters of a checkpoint merged; None: the file has all weights."""
+        saved = read(file, mmap=True)
+        if adapters.KEY not in saved:
+            return None
+        refuse_unsettled(saved, shown(file))
+        module = make_module(self.config.model)
+        trained = lora.trained_names(module)
+        digest = lora.digest_of(module, trained) if self.config.model.get(lora.KEY) else ""
+        lora.refuse_others(saved, shown(file), digest)
+        lora.refuse_missing(trained, saved["state_dict"], shown(file))
+        module.load_state_dict(saved["state_dict"], strict=False)
+        lora.without_adapters(module)
         return module
 
     def _exports(self, module: LightningModule) -> Exports[Any]:
@@ -169,7 +194,7 @@ class Export:
         # First: an exporter may leave its own tensors in what the network keeps.
         expected = self.leaves.expected(answers, samples)
         description = dict(self._description(kind, answers))
-        node = plain(self.config.model)
+        node = without_lora(self.config.model)
         description |= formats.write(kind, self.leaves, answers, samples, folder, node)
         model_folder.describe(folder, description)
         scored = self._scored(kind, answers, samples, folder)
