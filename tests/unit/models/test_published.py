@@ -118,7 +118,9 @@ def test_a_hub_that_refuses_is_quoted(hub, status):
     hub.status = status
     text = refused(TIMMS)
     assert f"HTTP {status}" in text
+    assert ("it needs a token, or does not take yours" in text) == (status in (401, 403))
     assert "model.weights=FILE" in text
+    assert text.count("model.weights: ") == 1
 
 
 def test_weights_that_the_hub_does_not_have(hub):
