@@ -10,9 +10,9 @@ GPUS   := $(shell nvidia-smi -L 2>/dev/null)
 DEBUG  := $(if $(GPUS),,debug=cpu)
 
 # Real servers for tests/cluster (MPI, sshd, Slurm, network namespaces, a Blob server), a store that
-# hangs (bindfs), and a compiler for tests/gpu_rehearsal and native/,
+# hangs (bindfs), shells that complete (zsh, fish), and a compiler for tests/gpu_rehearsal and native/,
 # with what its fuzzing needs.
-SERVERS := g++ libjpeg62-turbo-dev cmake dpkg-dev openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs
+SERVERS := g++ libjpeg62-turbo-dev cmake dpkg-dev openmpi-bin mpich openssh-server munge slurm-wlm iproute2 bindfs zsh fish
 
 # What rests on Lightning's loops.
 ASSUME := $(addprefix tests/unit/,test_lightning_assumptions.py callbacks/test_checkpointer.py callbacks/test_lean.py loops/test_validation.py worker/test_initial_state.py)
@@ -22,6 +22,7 @@ MATRIX := $(addprefix tests/, \
 	adoption \
 	cli/test_agent_script.py \
 	cli/test_agents.py \
+	cli/test_completion.py \
 	cli/test_explain.py \
 	cli/test_json_verbs.py \
 	cli/test_own_launcher.py \

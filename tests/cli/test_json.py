@@ -132,6 +132,7 @@ REFUSED = {
     "explain": "strange",
     "schema": "strange",
     "new project": "import",
+    "completion": "csh",
 }
 
 

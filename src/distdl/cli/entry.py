@@ -16,6 +16,10 @@ from distdl.util.shadowing import shadowing
 
 def command() -> None:
     """Runs `distdl.cli.main.main` and ends the process."""
+    if "_ARGCOMPLETE" in os.environ and "COMP_LINE" in os.environ:  # a shell, at the TAB key
+        from distdl.cli import completing
+
+        completing.complete_and_exit()
     codes: list[int] = []
     if not atexit._ncallbacks():  # `end` must be the last callback, which is registered first
         atexit.register(end, codes)

@@ -38,7 +38,6 @@ flags:
   --cfg job                 print the composed config (also with -m) and stop
   --resolve, -p PACKAGE     with --cfg: resolve interpolations; print only a part
   -cd, --config-dir DIR     a folder with more options; those of ./conf may replace distdl's
-  -sc install=bash          shell completion: eval "$(python -m distdl -sc install=bash)"
   --info, --hydra-help      Hydra's own
 
 A run with a name=... can be started again; dry_run=true prints what would run.

@@ -48,6 +48,7 @@ COMMANDS = {
     "report": ("distdl.cli.report", "write a run's curves and config as one HTML page"),
     "explain": ("distdl.cli.explain", "what the code of a refusal means, and what helps"),
     "schema": ("distdl.cli.schema", "JSON Schemas: of config files for an editor, and of answers"),
+    "completion": ("distdl.cli.completion", "what a shell needs to complete at the TAB key"),
     "compare": ("distdl.cli.compare", "what differs between runs, and which one is better"),
     "tune": ("distdl.cli.tune", "search for the best values: each trial is a run"),
     "track": ("distdl.cli.track", "deliver metrics that a tracking server missed"),

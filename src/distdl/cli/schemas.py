@@ -43,6 +43,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "tune": ("distdl.tools.search.answer.Study", f"{_RUNS}.ShownRequest"),
     "track sync": ("distdl.tracking.sync.SentMetrics",),
     "new project": ("distdl.tools.project.make.NewProject",),
+    "completion": ("distdl.cli.completion.ShellCode",),
     "explain": ("distdl.cli.explain.ExplainedCodes",),
     "schema": ("distdl.cli.schema.Schema", "distdl.cli.schema.WrittenSchemas"),
 }
