@@ -71,6 +71,7 @@ MATRIX := $(addprefix tests/, \
 	strategies/test_sharded.py \
 	unit/cli/test_scale.py \
 	unit/images/test_native.py \
+	unit/launch/test_would_fit.py \
 	unit/test_website.py \
 	unit/util/test_helpers.py \
 	unit/worker/test_compiling.py \

@@ -64,6 +64,21 @@ def test_a_project_of_the_template_is_taken_over(tmp_path):
     assert max(steps) == 50
 
 
+@matrix_only
+def test_what_does_not_fit(tmp_path):
+    """The numbers of the page are those that its commands print."""
+    printed = " ".join(run_page("memory.md", tmp_path, "tracking=none").split())
+    quoted = [body for language, _, body in fences("memory.md") if language != "bash"]
+    lines = [line for body in quoted for line in body.splitlines()]
+    told = ("ddp ", "pipeline ", "advice ", "or ", "note ", "memory ")
+    lines = [" ".join(line.removesuffix("...").split()) for line in lines if line.startswith(told)]
+    assert len(lines) == 6
+    assert [line for line in lines if line not in printed] == []
+    launch = (tmp_path / "outputs/default/largest/attempts/002/launch.yaml").read_text()
+    assert "data.batch_size: 64" in launch
+    assert "64: an epoch has no more than 64 samples" in printed
+
+
 def test_fine_tuning(tmp_path):
     printed = run_page("fine-tuning.md", tmp_path, "tracking=none")
     page = (ROOT / "docs/fine-tuning.md").read_text()

@@ -2,12 +2,14 @@
 resumes, and nothing waits in a step; the cards that a run starts on; `task=benchmark`."""
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 
 import pytest
+import yaml
 
 from benchmarks import gpu_proof
 from tests.conftest import ROOT, TINY, UNCHECKED, distdl, environment, free_port
@@ -111,6 +113,59 @@ ONE_STEP = (
     "trainer.max_steps=1",
     "name=here",
 )
+# Strategy -> its ranks.
+BUCKETS = "strategy.allgather_bucket_size=1000000 strategy.reduce_bucket_size=1000000"
+SIZED = {
+    "single": 1,
+    "ddp": 2,
+    "fsdp strategy.min_parameters=10000": 2,
+    f"deepspeed_zero2 {BUCKETS}": 2,
+}
+
+
+@pytest.mark.skipif(not MATRIX, reason="make matrix")
+@pytest.mark.parametrize("strategy", SIZED)
+def test_the_largest_batch_is_found_by_trying(strategy, machine, tmp_path):
+    """On cards of 256 MiB; a batch larger by a tenth is out of memory, which the run never is."""
+    size = SIZED[strategy]
+    env = machine.environment(size, SIMULATED_MEMORY_MB="256")
+    if strategy in ("single", "ddp"):  # others read what is fresh memory without the cache
+        del env["PYTORCH_NO_CUDA_MEMORY_CACHING"]
+    words = [word for word in ONE_STEP if not word.startswith(("data.batch_size", "name"))]
+    words += [f"strategy={strategy.split()[0]}", *strategy.split()[1:], f"trainer.devices={size}"]
+    words += ["data.train_samples=100000"]
+
+    def started(*more, code):
+        done = distdl(*words, *more, cwd=tmp_path, env=env, module=UNCHECKED, timeout=500)
+        assert (done.returncode != 0) == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    said = started("data.batch_size=auto", "name=auto", code=0)
+    run = tmp_path / "outputs/default/auto"
+    launch = yaml.safe_load((run / "attempts/001/launch.yaml").read_text())
+    chosen = launch["changes"]["data.batch_size"]
+    assert launch["global_batch_size"] == size * chosen
+    assert f"batch   {chosen} x {size} device" in said
+    assert "batch_size: auto" in (run / "config.yaml").read_text()
+    assert "out of memory" in launch["batch_size"][-1] + launch["batch_size"][-2]
+    for rank in range(size):
+        log = (run / f"attempts/001/logs/rank_{rank}.log").read_text()
+        assert f"this attempt and its resumes train with data.batch_size={chosen}" in log
+    started(f"data.batch_size={chosen}", "name=fits", code=0)
+    tenth = math.ceil(1.1 * chosen)
+    assert "out of memory" in started(f"data.batch_size={tenth}", "name=larger", code=1)
+    again = distdl(
+        *("resume", str(run), "trainer.max_steps=2"),
+        cwd=tmp_path,
+        env=env,
+        module=UNCHECKED,
+        timeout=500,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "batch_size:" not in again.stdout + again.stderr
+    assert f"batch   {chosen} x {size} device" in again.stdout + again.stderr
+
+
 CARDS = 8
 # $CUDA_VISIBLE_DEVICES, trainer.devices -> the cards
 VISIBLE = {

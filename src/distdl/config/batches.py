@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from distdl.config import choices
 from distdl.config.recipe import is_own
 from distdl.config.resources import replicas, share_kind
 from distdl.config.schema import TrainerArguments
@@ -44,10 +45,12 @@ def recorded(statuses: Iterable[Mapping[str, Any]]) -> Loaders | None:
 
 
 def factors(config: DictConfig, size: Resources) -> tuple[int | None, int, int]:
-    """(`data.batch_size`, number of shares of the data, accumulation)."""
+    """(`data.batch_size`, number of shares of the data, accumulation). The first is None if there
+    is none, or none yet (auto)."""
     shares = replicas(config.get("strategy"), size.world_size, size.num_nodes)
     accumulate = TrainerArguments.of(config.trainer).accumulate_grad_batches
-    return (config.get("data") or {}).get("batch_size"), shares, accumulate
+    batch_size = (config.get("data") or {}).get("batch_size")
+    return None if choices.asks(config, "batch_size") else batch_size, shares, accumulate
 
 
 def global_batch_size(config: DictConfig, size: Resources) -> int | None:
@@ -61,6 +64,8 @@ def describe(config: DictConfig, size: Resources) -> str:
 
     Only distdl's own data modules are known to pass `data.batch_size` to their loaders.
     """
+    if choices.asks(config, "batch_size"):
+        return f"auto x {_parts(config, size)}: chosen before the training starts"
     batch_size = factors(config, size)[0]
     if batch_size is None:
         return "shown when training starts (there is no data.batch_size)"

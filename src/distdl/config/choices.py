@@ -22,6 +22,7 @@ class MeasuredChoice(NamedTuple):
 
 
 CHOICES = {
+    "batch_size": MeasuredChoice("data.batch_size", "auto", ("data.batch_size",)),
     "order": MeasuredChoice("data.order", "auto", ("data.order", "data.shuffle_window")),
     "autotune": MeasuredChoice(
         "strategy.autotune",

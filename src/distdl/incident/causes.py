@@ -21,7 +21,9 @@ AWAKE = "find what stops it: a debugger, Ctrl-Z, a scheduler; if it must: watchd
 # Of torch's DistributedDataParallel, and of Lightning, which replaces its text.
 UNUSED = r"parameters that were not used in producing"
 FIND = "strategy.find_unused_parameters=true"
-DISK_FULL = "disk is full"  # a name of a cause
+# Names of causes.
+DISK_FULL = "disk is full"
+DEVICE_MEMORY = "out of memory (GPU)"
 # Of the launchers' and the programs' start, and of torch's store.
 PORT_IN_USE = (
     r"^(PodFailed|NotMet|OSError): .*port \d+ .*cannot be used|^DistNetworkError: .*EADDRINUSE"
@@ -43,7 +45,7 @@ MESSAGES = (
         r"No space left|quota exceeded|file write failed|unexpected pos|File too large|SIGXFSZ",
         "free space, or raise the limit (quota, ulimit -f)",
     ),
-    ("out of memory (GPU)", r"OutOfMemoryError|CUDA.*out of memory", "data.batch_size= half"),
+    (DEVICE_MEMORY, r"OutOfMemoryError|CUDA.*out of memory", "data.batch_size= half"),
     ("data worker killed", r"DataLoader worker \(pid", f"{LESS}; dmesg on that host"),
     ("out of memory (killed)", r"^Killed: .*(SIGKILL|gone).*; ", f"{LESS}; or more memory"),
     ("out of memory (host)", r"MemoryError|n't allocate memory|cannot allocate memory", LESS),
@@ -91,7 +93,7 @@ CONNECTION = ("connection", "", "check the network between the hosts, and resume
 CLEAR = (
     DISK_FULL,
     "too many open files",
-    "out of memory (GPU)",
+    DEVICE_MEMORY,
     "out of memory (host)",
     "no PMI",
 )

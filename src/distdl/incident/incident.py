@@ -45,6 +45,7 @@ class Incident(Place, frozen=True):
         ranks: What is known of each rank.
         straggler: Which rank was slow before, and in what; "" if none was.
         not_restarted: Why distdl did not start the run again; "" if it did, or was not to.
+        would_fit: After a lack of device memory, lines on what would have fit; none if unknown.
         report, log: Paths, of files that may not exist.
     """
 
@@ -58,6 +59,7 @@ class Incident(Place, frozen=True):
     ranks: list[dict[str, Any]]
     straggler: Text
     not_restarted: Text
+    would_fit: list[Text]
     report: str
     log: str
 
@@ -144,6 +146,7 @@ def read(attempt: Attempt) -> Incident | None:
         ranks=[{**rank.sight.model_dump(include=ROW), "state": _state(rank)} for rank in ranks],
         straggler=str(status.get("straggler") or ""),
         not_restarted=str(status.get("not_restarted") or ""),
+        would_fit=[str(each) for each in status.get("would_fit") or ()],
         report=shown(attempt.path / MARKDOWN),
         log=shown(log),
     )
@@ -179,6 +182,7 @@ def markdown(incident: Incident) -> str:
     blocks = {
         f"Rank {incident.rank}: {incident.cause}": head(incident).splitlines(),
         "What it was doing": [doing, samples, memory, kills, incident.straggler],
+        "What would have fit": incident.would_fit,
         "Restarts": [incident.not_restarted] if incident.not_restarted else [],
         "All ranks": [" | ".join("" if v is None else str(v) for v in row) for row in rows],
         f"The last lines of rank {incident.rank}": incident.log_tail,

@@ -224,8 +224,8 @@ def with_choices(planned: Plan, attempt: Attempt) -> Plan:
     measurement. An attempt may have had fewer hosts; a choice whose batch does not divide the
     global one over those of the plan is left out, and made again."""
     before = attempt.launch()
-    made = choices.made_in(before).values()
-    changes = {path: value for each in made for path, value in each.items()}
+    made = choices.made_in(before)
+    changes = {path: value for each in made.values() for path, value in each.items()}
     if not changes:
         return planned
     config = configs.merge(planned.config, OmegaConf.create({}), changes)
@@ -238,6 +238,8 @@ def with_choices(planned: Plan, attempt: Attempt) -> Plan:
             batches.recorded([attempt.status()]),
         )
     except UserError:
+        if "batch_size" in made:  # which decides the global batch: another one is another run
+            raise
         return planned
     changes |= kept.changes
     config = configs.merge(config, OmegaConf.create({}), kept.changes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import compose, consent, grammar, groups, programs
+from distdl.config import choices, compose, consent, grammar, groups, programs
 from distdl.config import recipe as configs
 from distdl.config.own_code import make_importable, own_folders
 from distdl.launch import external, jobs, planning
@@ -133,6 +133,10 @@ def apply(
             OmegaConf.update(where, path, value, force_add=True)
         elif programs.is_about(path) and OmegaConf.select(recipe, path) == value:
             continue  # only said again, in consent
+        elif (path, value) == choices.CHOICES["batch_size"][:2]:
+            if OmegaConf.select(recipe, path) != value:
+                what = "a run keeps the batch that it was started with"
+                problems.append(Problem(path, what, "a number, or a new run", code="mismatch"))
         elif path in changeable or path.startswith(("strategy.", "tracking.")):
             changes[path] = value
         else:

@@ -10,7 +10,7 @@ from functools import partial
 from distdl.config import recipe as configs
 from distdl.incident import incident
 from distdl.job import JobBase, JobState
-from distdl.launch import following, left_out, progress_events, submitting
+from distdl.launch import following, left_out, progress_events, submitting, would_fit
 from distdl.launch.answers import ended
 from distdl.launch.planning import Plan, never_trained, with_choices
 from distdl.launch.retrying import Retries
@@ -65,6 +65,8 @@ def start(planned: Plan, command: Sequence[str]) -> int:
             raise
     if state is not JobState.SUCCEEDED and code != EXIT_REFUSED:  # a refusal has its own remedy
         print_next_command(planned, attempt, state, command)
+    if state is JobState.FAILED:
+        would_fit.say(attempt)
     return code
 
 

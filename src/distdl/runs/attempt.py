@@ -29,6 +29,7 @@ STATUS_SHAPE: files.Shape = {
     **dict.fromkeys(("pid", "inode", "exit_code", "restarts"), int),
     **dict.fromkeys(("started", "ended"), NUMBER),
     **dict.fromkeys(("metrics", "parameters", "slow"), dict),
+    "would_fit": list,
     "killed": bool,
 }
 LAUNCH_SHAPE: files.Shape = {"run_id": str, "where": dict}

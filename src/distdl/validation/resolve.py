@@ -23,7 +23,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from distdl.config import published
+from distdl.config import choices, published
 from distdl.config import recipe as configs  # (it registers ${input:NAME})
 from distdl.config.hints import words
 from distdl.config.paths import path_text
@@ -49,6 +49,7 @@ class Resolved:
 
     values: dict[str, Any] = field(default_factory=dict)  # None where resolving failed
     written: dict[str, Any] = field(default_factory=dict)
+    batch_chosen_later: bool = False  # data.batch_size=auto; here it is 1, which any check takes
     expressions: dict[Path, str] = field(default_factory=dict)  # the interpolations, as written
     problems: list[Problem] = field(default_factory=list)
 
@@ -107,6 +108,10 @@ def resolve(config: DictConfig | Mapping[str, Any]) -> Resolved:
     # A value that refers to a broken one fails too: only the broken one is reported.
     reported = " ".join(problem.what for problem in resolved.problems)
     resolved.problems += [item for name, item in deferred.items() if name not in reported]
+    data = resolved.section("data")
+    if data.get("batch_size") == choices.CHOICES["batch_size"].word:
+        data["batch_size"] = 1
+        resolved.batch_chosen_later = True
     _last[:] = written, {**os.environ}, resolved
     return resolved
 

@@ -15,7 +15,7 @@ from distdl.config import epochs, task_facts
 from distdl.config import recipe as configs
 from distdl.config.hints import lightning_1, words
 from distdl.config.paths import path_text, walk
-from distdl.config.resources import replicas, share_kind
+from distdl.config.resources import is_tensor_parallel, replicas, share_kind
 from distdl.config.schema import COLLECTIONS, COMPONENTS, known_paths
 from distdl.job import Resources, unprintable, variable_problems
 from distdl.util.errors import Problem
@@ -293,6 +293,20 @@ def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:
         what += ", and not divisible"
     if total != batch * parts:
         yield Problem("data.global_batch_size", what, remedy, code="mismatch")
+
+
+def chosen_batch(resolved: Resolved) -> Iterator[Problem]:
+    """Where `data.batch_size=auto` means nothing."""
+    path, number = "data.batch_size", "a number, as data.batch_size=32"
+    if not resolved.batch_chosen_later:
+        return
+    strategy = resolved.section("strategy")
+    if "stages" in strategy or is_tensor_parallel(strategy):
+        what = "auto is for strategies in which each device has a batch of its own"
+        yield Problem(path, what, number, code="unsupported")
+    elif not task_facts.of(resolved.values).trains:
+        what = "auto is chosen by a training, and this task does not train"
+        yield Problem(path, what, number, code="unsupported")
 
 
 def secrets(resolved: Resolved) -> Iterator[Problem]:

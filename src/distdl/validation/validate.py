@@ -77,6 +77,7 @@ def problems_in(
         *rules.topology(resolved, topology, local),
         *rules.classes(resolved),
         *rules.layer_rates(resolved),
+        *rules.chosen_batch(resolved),
         *rules.secrets(resolved),
     ]
     # A value that did not resolve is None now, and must not be reported a second time.

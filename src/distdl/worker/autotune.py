@@ -10,11 +10,9 @@ is written into the attempt's launch.yaml, so a resume uses it and does not meas
 from __future__ import annotations
 
 import gc
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +29,9 @@ from distdl.job import Resources
 from distdl.loops.fit import fit_loop_of
 from distdl.ranks.environment import Environment
 from distdl.ranks.stopping import Stopped, StopRequest
-from distdl.runs.directory import Attempt, RunDirectory
 from distdl.util.errors import UserError
 from distdl.worker import kept_choices
-from distdl.worker.build import build
+from distdl.worker.briefly import train_briefly
 from distdl.worker.rank_context import RankContext
 
 WARM_UP, MEASURED = 2, 5  # optimizer steps
@@ -127,39 +124,22 @@ def measure(
         Stopped: A rank was asked to end before the measurement was complete.
     """
     stop.check()
-    short = {
-        "max_steps": warm_up + steps,
-        "max_epochs": -1,
-        "limit_val_batches": 0,
-        "num_sanity_val_steps": 0,
-        "enable_model_summary": False,
-    }
-    changes = candidate.changes | {f"trainer.{k}": v for k, v in short.items()}
+    changes = {**candidate.changes, "trainer.max_steps": warm_up + steps}
     settings = configs.merge(config, OmegaConf.create({}), changes)
     settings.callbacks = {}
     clock = Clock(warm_up, steps)
     why = ""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder:
-        run = RunDirectory(Path(folder))
-        attempt = Attempt(run.path / "attempts/001")
-        try:
-            built = build(settings, run, attempt, environment, resources, stop, [])
-            trainer: Any = built.trainer
-            removed = (Checkpointer, StepMetrics)
-            others = [c for c in trainer.callbacks if not isinstance(c, removed)]
-            trainer.callbacks = [*others, clock]
-            trainer.fit(built.module, datamodule=built.datamodule)
-            if (engine := getattr(trainer.strategy, "_engine", None)) is not None:
-                engine.destroy()
-        except torch.cuda.OutOfMemoryError:
-            why = "out of memory"
-        except (Stopped, UserError):
-            raise
-        except survivable as error:
-            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    built = trainer = engine = None  # type: ignore[assignment]
+    try:
+        without = (Checkpointer, StepMetrics)
+        train_briefly(settings, environment, resources, stop, without, [clock])
+    except torch.cuda.OutOfMemoryError:
+        why = "out of memory"
+    except (Stopped, UserError):
+        raise
+    except survivable as error:
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
     gc.collect()
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
-from distdl.config import choices
+from distdl.config import batches, choices
 from distdl.config import recipe as configs
 from distdl.config.choices import Value
 from distdl.distributed import process_group
@@ -53,25 +53,39 @@ def freeze(
 def kept(config: DictConfig, context: RankContext) -> DictConfig:
     """The config with what earlier attempts have chosen, where it still asks for that choice and
     nobody has asked for it anew in this attempt. Collective."""
-    made: dict[str, tuple[int, dict[str, Value]]] = {}
+    made: dict[str, tuple[int, dict[str, Value], int | None]] = {}
     if context.environment.rank == 0:
         for attempt in context.run.attempts():
-            found = choices.made_in(attempt.launch())
-            made |= {choice: (attempt.number, changes) for choice, changes in found.items()}
-    for choice, (number, changes) in process_group.broadcast(made).items():
+            launch = attempt.launch()
+            total = launch.get("global_batch_size")
+            for choice, changes in choices.made_in(launch).items():
+                made[choice] = (attempt.number, changes, total)
+    for choice, (number, changes, total) in process_group.broadcast(made).items():
         anew = choices.CHOICES[choice].key in (context.launch.get("changes") or {})
         if choices.asks(config, choice) and not anew:
             report(context.environment, "%s: as attempt %d has chosen", choice, number)
-            config = _applied(config, context, choice, changes)
+            config = _applied(config, context, choice, changes, total)
     return config
 
 
 def _applied(
-    config: DictConfig, context: RankContext, choice: str, changes: Mapping[str, Value]
+    config: DictConfig,
+    context: RankContext,
+    choice: str,
+    changes: Mapping[str, Value],
+    global_batch: int | None = None,
 ) -> DictConfig:
+    """`global_batch`: that of the attempt that has chosen, which may have had other devices; it is
+    kept. Raises a UserError if these do not divide it."""
+    made = configs.merge(config, OmegaConf.create({}), dict(changes))
+    if "data.batch_size" in changes:
+        kept = batches.keep_global_batch(made, context.resources, global_batch, ())
+        changes = {**changes, **kept.changes}
+        made = configs.merge(config, OmegaConf.create({}), dict(changes))
+        context.launch["global_batch_size"] = batches.global_batch_size(made, context.resources)
     launch = context.launch
     launch["changes"] = {**(launch.get("changes") or {}), **changes}
     launch["chosen"] = {**choices.made_in(launch), choice: {**changes}}
     if context.environment.rank == 0:
         context.attempt.write_launch(launch)
-    return configs.merge(config, OmegaConf.create({}), dict(changes))
+    return made

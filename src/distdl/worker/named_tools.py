@@ -20,6 +20,7 @@ from distdl.util.errors import UserError
 from distdl.worker.rank_context import RankContext
 
 EXAMINER, EXPORT = "distdl.tools.doctor.examiner", "distdl.tools.serving.export"
+PLANNER = "distdl.tools.measure.largest_batch"
 
 
 class Examiner(Protocol):
@@ -42,6 +43,19 @@ class Exporter(Protocol):
         """Writes the model of a checkpoint in a form that answers without distdl."""
 
 
+class LargestBatch(Protocol):
+    """A batch of a device, and the numbers that say so."""
+
+    batch: int
+    reason: str
+
+
+class Planner(Protocol):
+    def largest_batch(self, config: DictConfig, devices: int, memory: float) -> LargestBatch:
+        """The largest batch of a device whose step takes no more than `memory` bytes, by a
+        measurement without memory (`distdl plan`); raises a UserError if not one sample fits."""
+
+
 def examiner(config: DictConfig) -> Examiner | None:
     """What examines this job at its start; None: nothing."""
     if config.get("preflight") or task_facts.of(config).examines:
@@ -55,6 +69,11 @@ def exporter() -> Exporter:
     return tool
 
 
+def planner() -> Planner:
+    tool: Any = _tool("data.batch_size", PLANNER)
+    return tool
+
+
 def _tool(key: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
@@ -63,5 +82,5 @@ def _tool(key: str, name: str) -> ModuleType:
             raise
         what = f"needs {name}, which is not in this installation of distdl"
         raise UserError.at(
-            key, what, f"install distdl whole, or {key}=false", code="not-installed"
+            key, what, f"install distdl whole, or leave out {key}", code="not-installed"
         ) from error

@@ -24,6 +24,7 @@ from distdl.tracking import Tracking
 from distdl.validation.kinds import locate
 from distdl.worker import (
     autotune,
+    batch_size,
     compiling,
     described,
     kept_choices,
@@ -98,6 +99,8 @@ def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:
 def tune(config: DictConfig, context: RankContext) -> DictConfig:
     """The config with what is to be chosen by a measurement on these devices."""
     config = kept_choices.kept(config, context)
+    if choices.asks(config, "batch_size"):
+        config = batch_size.tuned(config, context)
     if choices.asks(config, "order") and configs.is_own(config.data.get("_target_")):
         config = reading_order.tuned(config, context)
     if choices.asks(config, "autotune"):

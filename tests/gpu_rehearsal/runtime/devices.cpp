@@ -81,7 +81,7 @@ cudaDeviceProp properties(int device) {
     snprintf(of.name, sizeof of.name, "Simulated GPU %d", card);
     const int marked = card + 1;  // the first four bytes of the UUID, big-endian
     for (int byte = 0; byte < 4; ++byte) of.uuid.bytes[byte] = char(marked >> (8 * (3 - byte)));
-    of.totalGlobalMem = CARD_MEMORY;
+    of.totalGlobalMem = card_memory();
     of.major = 9;
     of.minor = 0;
     of.multiProcessorCount = 132;

@@ -1,9 +1,10 @@
 // Device memory and pinned memory are the host's, and a copy is a copy: what is moved arrives.
-// A card has 80 GiB, of which only what is written takes memory of the machine.
+// Of a card's 80 GiB (or less) only what is written takes memory of the machine.
 
 #include <sys/mman.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -30,7 +31,7 @@ cudaError_t take(void** address, size_t size, Kind kind) {
     if (size == 0) size = 1;
     const int device = current_device();
     std::lock_guard<std::mutex> guard{lock};
-    if (kind == Kind::device && used[device] + size > CARD_MEMORY) return cudaErrorMemoryAllocation;
+    if (kind == Kind::device && used[device] + size > card_memory()) return cudaErrorMemoryAllocation;
     void* found = mmap(nullptr, size, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (found == MAP_FAILED) return cudaErrorMemoryAllocation;
@@ -93,6 +94,12 @@ void copy(void* to, const void* from, size_t size) {
 
 }  // namespace
 
+size_t card_memory() {
+    static const char* const megabytes = std::getenv("SIMULATED_MEMORY_MB");
+    static const size_t bytes = megabytes ? std::strtoull(megabytes, nullptr, 10) << 20 : 80 * GIB;
+    return bytes;
+}
+
 size_t allocated(int device) {
     std::lock_guard<std::mutex> guard{lock};
     return used[device];
@@ -130,8 +137,8 @@ RUNTIME cudaError_t cudaHostRegister(void* address, size_t size, unsigned) {
 RUNTIME cudaError_t cudaHostUnregister(void* address) { return release(address); }
 
 RUNTIME cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-    *total = CARD_MEMORY;
-    *free = CARD_MEMORY - allocated(current_device());
+    *total = card_memory();
+    *free = card_memory() - allocated(current_device());
     return cudaSuccess;
 }
 

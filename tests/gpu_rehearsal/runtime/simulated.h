@@ -29,7 +29,8 @@ struct Counters {
 extern Counters counters;
 
 constexpr size_t GIB = size_t{1} << 30;
-constexpr size_t CARD_MEMORY = 80 * GIB;
+// Bytes of each card: those of SIMULATED_MEMORY_MB, or 80 GiB.
+size_t card_memory();
 
 // Where REHEARSAL_TRACE is `what`, has Python print its stacks (counting.py sets that up): whoever
 // looks for the line of Python that made the host wait.

@@ -43,7 +43,7 @@ def test_a_signal_while_it_measures_decides_nothing(monkeypatch):
         stop.signal = "SIGTERM"
         raise RuntimeError("CppCompileError: C++ compile error")
 
-    monkeypatch.setattr(autotune, "build", killed)
+    monkeypatch.setattr(autotune, "train_briefly", killed)
     monkeypatch.setattr(autotune.configs, "merge", lambda *_: OmegaConf.create({}))
     with pytest.raises(Stopped, match="SIGTERM before training began") as error:
         autotune.measure({}, compiling.candidate("default"), None, None, stop, survivable=Exception)

@@ -130,7 +130,9 @@ def _shm_needed(data: Mapping[str, Any], environment: Environment) -> int:
     """Bytes of /dev/shm for a host's ranks: batches in the loaders' queues, and own buffers."""
     workers = data.get("num_workers")
     size = data.get("image_size")
+    samples = data.get("batch_size") or 1
     batch = 0
-    if isinstance(size, int) and isinstance(workers, int) and workers:
-        batch = (2 * workers + 1) * int(data.get("batch_size") or 1) * 3 * size**2
+    # A batch that is still to be chosen (auto) is not known.
+    if isinstance(size, int) and isinstance(workers, int) and workers and samples != "auto":
+        batch = (2 * workers + 1) * int(samples) * 3 * size**2
     return environment.local_world_size * (findings.SHM_PER_RANK + batch)

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import (
     batches,
+    choices,
     compose,
     consent,
     grammar,
@@ -21,6 +22,7 @@ from distdl.config import (
 from distdl.job import Resources
 from distdl.launch.launch import root_of
 from distdl.tools.measure.estimate import Estimate, Machine, by_strategy, estimates
+from distdl.tools.measure.largest_batch import KEY, largest_batch
 from distdl.tools.measure.recommendation import StrategyAdvice, advise, gib
 from distdl.tools.measure.step_profile import MeasuredStep, measure
 from distdl.util.errors import UserError
@@ -88,6 +90,10 @@ def plan_strategy(
     if published.name_in(config):  # a step takes as long from random weights
         OmegaConf.update(config, published.KEY, None)
     own_code.make_importable(folders)
+    if choices.asks(config, "batch_size"):
+        found = largest_batch(config, devices, memory)
+        OmegaConf.update(config, KEY, found.batch)
+        notes = [f"{KEY}=auto is {found.batch}: {found.reason}", *notes]
     global_batch = batches.global_batch_size(config, size) or devices
     measured = measure(config, global_batch)
     machine = Machine(devices, memory, link, flops)

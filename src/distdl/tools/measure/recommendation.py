@@ -60,7 +60,7 @@ def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -
             "data.batch_size before more devices"
         )
         return StrategyAdvice(("strategy=ddp",), reason)
-    if smaller := _accumulated(measured, ddp, machine):
+    if smaller := accumulated(measured, ddp, machine):
         reason = (
             f"weights, gradients and optimizer take {gib(ddp.fixed)} {memory}, the rest is "
             "activations, of which ZeRO and FSDP save nothing: accumulate smaller batches"
@@ -71,7 +71,7 @@ def advise(measured: MeasuredStep, rows: Sequence[Estimate], machine: Machine) -
         reason = f"DDP would take {gib(ddp.total)} {memory}; {why}"
         if row.fits(machine):
             return StrategyAdvice((f"strategy={name}",), f"{reason} ({gib(row.total)} GiB)")
-        if name != "pipeline" and (smaller := _accumulated(measured, row, machine)):
+        if name != "pipeline" and (smaller := accumulated(measured, row, machine)):
             return StrategyAdvice((f"strategy={name}", *smaller), reason)
     reason = (
         f"no strategy fits {gib(machine.memory)} GiB: fsdp, which partitions most, takes "
@@ -87,9 +87,9 @@ def _alone(
     if single.fits(machine):
         return StrategyAdvice(("strategy=single",), f"all of it {needed}")
     reason = f"the whole batch {needed}: accumulate smaller batches"
-    if smaller := _accumulated(measured, single, machine):
+    if smaller := accumulated(measured, single, machine):
         return StrategyAdvice(("strategy=single", *smaller), reason)
-    if smaller := _accumulated(measured, offload, machine):
+    if smaller := accumulated(measured, offload, machine):
         reason += ", and keep the optimizer in host memory"
         return StrategyAdvice(("strategy=deepspeed_offload", *smaller), reason)
     reason = f"the model takes {gib(single.fixed)} GiB before the first sample: use several "
@@ -101,7 +101,7 @@ def _too_slow(
 ) -> StrategyAdvice | None:
     """The advice for a link that makes DDP wait; None if DDP is fast enough."""
     ddp, half = by_name["ddp"], by_name["ddp comm_hook=bf16"]
-    smaller = () if ddp.fits(machine) else _accumulated(measured, ddp, machine)
+    smaller = () if ddp.fits(machine) else accumulated(measured, ddp, machine)
     if smaller is None:
         return None  # memory is the first problem to solve
 
@@ -138,7 +138,7 @@ def _too_slow(
     return StrategyAdvice(overrides, reason)
 
 
-def _accumulated(measured: MeasuredStep, row: Estimate, machine: Machine) -> tuple[str, ...] | None:
+def accumulated(measured: MeasuredStep, row: Estimate, machine: Machine) -> tuple[str, ...] | None:
     """The overrides that accumulate a batch from parts that fit; None if that is impossible."""
     size = measured.batch_size
     for parts in range(2, min(size, MOST_PARTS) + 1):

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from distdl.config import compose, grammar, groups, programs, resources
+from distdl.config import choices, compose, grammar, groups, programs, resources
 from distdl.config import recipe as configs
 from distdl.job import JobState
 from distdl.launch import dry_run, jobs, planning, submitting, sweeps
@@ -213,6 +213,9 @@ def _composed(
     first = compose.compose(list(overrides))
     programs.refuse(first, "scale")
     batch = (first.get("data") or {}).get("batch_size")
+    if choices.asks(first, "batch_size"):
+        what = "is auto, and members are compared at batches that are known"
+        return [], [Problem("data.batch_size", what, "data.batch_size=32", code="conflict")]
     if batch is None and any(mode == STRONG for *_, mode in wanted):
         what = "strong scaling divides data.batch_size, which this data does not have"
         return [], [Problem("--mode", what, "--mode weak", code="incomplete")]
