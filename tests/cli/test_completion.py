@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from distdl.cli import completing, completion_index, config_files
 from distdl.cli.completion import SHELLS
 from distdl.cli.main import COMMANDS
+from distdl.cli.schemas import of_command
 from tests.conftest import ROOT, environment, matrix_only
 
 HEAVY = {
@@ -176,6 +178,8 @@ def test_the_command(command, monkeypatch):
     monkeypatch.setattr(completion_index, "make", lambda: None)
     for shell in SHELLS:
         assert "distdl" in command("completion", shell).out
+    last = json.loads(command("completion", "bash", "--json").out)
+    Draft202012Validator(of_command("completion")).validate(last)
     assert "one of bash, zsh, fish" in command("completion", "powershell").err
 
 

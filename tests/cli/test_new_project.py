@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from distdl.cli.new import TASKS as OFFERED
+from distdl.cli.schemas import of_command
 from distdl.tools.project import make
 from tests.conftest import distdl, environment, matrix_only
 
@@ -46,6 +48,13 @@ def test_the_command(command, tmp_path, without_schemas):
     assert (tmp_path / "my-project/my_project/network.py").is_file()
     assert len([*(tmp_path / "my-project/data/shapes/train/disc").iterdir()]) == 16
     assert [each.name for each in tmp_path.iterdir()] == ["my-project"]
+
+
+def test_a_program_is_told_what_was_written(command, without_schemas):
+    said = command("new", "project", "mine", "--json")
+    last = json.loads(said.out)
+    Draft202012Validator(of_command("new project")).validate(last)
+    assert "conf/experiment/first.yaml" in last["answer"]["files"]
 
 
 def test_nothing_is_overwritten(command, tmp_path, without_schemas):
