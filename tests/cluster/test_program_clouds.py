@@ -1,16 +1,19 @@
-"""Programs of each framework on SageMaker and Azure: the dry run, and what the platform does then
-to start the job on two nodes, around the real entry points (test_sagemaker.py, nodes.py)."""
+"""Programs of each framework on SageMaker, Azure and Kubernetes: the dry run, and what the platform
+does then to start the job on two nodes, around the real entry points (test_sagemaker.py, nodes.py,
+kube.py)."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.cli.test_programs import PAGE
 from tests.cluster.azurite import needs_azurite
+from tests.cluster.kube import why_not
 from tests.cluster.nodes import KEPT
 from tests.cluster.test_azureml import (  # noqa: F401 - fixtures
     TWO_NODES,
@@ -20,9 +23,11 @@ from tests.cluster.test_azureml import (  # noqa: F401 - fixtures
     project,
     shared_azure,
 )
+from tests.cluster.test_kubernetes import TRAINING, moto, training_kube  # noqa: F401 - fixtures
+from tests.cluster.test_kubernetes import project as pods  # noqa: F401 - a fixture
 from tests.cluster.test_sagemaker import JOB, Containers
 from tests.cluster.test_sagemaker import cloud as sagemaker  # noqa: F401 - a fixture
-from tests.conftest import ROOT, matrix_only
+from tests.conftest import ROOT, free_port, matrix_only
 from tests.written import write
 
 pytestmark = [matrix_only, pytest.mark.timeout(600), pytest.mark.xdist_group("programs")]
@@ -32,6 +37,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 STARTED = {
     "": ("", ["ddp.py", "3"], "done"),
     "shell": ("", ["./counting.sh", "3"], "done"),
+    "compiled": ("", ["./counting", "3"], "done"),
     "tensorflow": ("tensorflow", ["tf_sum.py"], "sum 3"),
     "jax": ("jax", ["jax_sum.py"], "sum 3"),
     "mpi": ("mpi", ["mpi_sum.py"], "sum 3"),
@@ -55,6 +61,7 @@ def fill(folder):
     write(folder, PAGE)
     for path in PROGRAMS.iterdir():
         shutil.copy(path, folder)
+    subprocess.run(["cc", "-o", "counting", "counting.c"], cwd=folder, check=True)
 
 
 @pytest.fixture
@@ -97,7 +104,7 @@ def test_sagemaker_starts_no_ranks_of_mpi(sagemaker):  # noqa: F811
 
 
 @needs_azurite
-@pytest.mark.parametrize("framework", ["", "shell", "jax", "mpi"])
+@pytest.mark.parametrize("framework", STARTED)
 @pytest.mark.filterwarnings("ignore")
 def test_on_azureml(framework, azure, project, distdl):  # noqa: F811
     fill(project)
@@ -115,3 +122,22 @@ def test_on_azureml(framework, azure, project, distdl):  # noqa: F811
     for rank in (0, 1):
         assert STARTED[framework][2] in (run / f"attempts/001/logs/rank_{rank}.log").read_text()
     assert json.loads((run / "attempts/001/status.json").read_text())["state"] == "SUCCEEDED"
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("framework", [name for name in STARTED if name != "mpi"])
+def test_on_kubernetes(framework, training_kube, pods):  # noqa: F811
+    fill(pods.folder)
+    settings, command = words_of(framework)
+    where = [word for word in TRAINING if word.startswith("launcher")]
+    where += ["launcher.store=pvc://runs/programs", f"launcher.port={free_port() + 1}"]
+    size = ["trainer.num_nodes=2", "trainer.devices=1", f"name=p-{framework or 'torch'}"]
+    words = ["run", *settings, *where, *size]
+    shown = pods(*words, "dry_run=true", "--", *command)
+    assert f"program    {' '.join(command)}" in shown
+    pods(*words, "follow=false", "--", *command)
+    run = str(pods.folder / "outputs/default" / size[-1].removeprefix("name="))
+    assert "SUCCEEDED" in pods("jobs", "wait", run)
+    lines = pods("jobs", "logs", run).splitlines()
+    for label in ("", "[1] "):  # of the second pod's lines
+        assert any(line.startswith(f"{label}{STARTED[framework][2]}") for line in lines)

@@ -1,6 +1,6 @@
-"""Programs on two ranks of this machine, and on two hosts by mpirun: each is asked to end, killed
-with -9, asked again, and continues where it was. `make programs` makes the environments of the
-frameworks.
+"""Programs of each framework, by each launcher that can run here: on two ranks, two hosts with sshd
+and mpirun, and two nodes of a real Slurm. Each is asked to end once, killed with -9 once, and
+continues where it was. `make programs` makes the virtual environments of the frameworks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
+from distdl.config import recipe
 from tests import hostile_words
 from tests.cli.test_programs import PAGE
 from tests.cluster.hosts import Hosts, why_not
+from tests.cluster.test_slurm import handle_of, on_cluster, slurm  # noqa: F401 - fixtures
 from tests.conftest import ROOT, environment, matrix_only, status
 from tests.waiting import until
 
@@ -37,11 +40,13 @@ class Kind(NamedTuple):
 
 KINDS = {
     "torchrun": Kind("ddp.py"),
+    "tensorflow": Kind("counting_tensorflow.py", "tensorflow", "tensorflow"),
     "jax": Kind("counting_jax.py", "jax", "jax"),
+    "mpi4py": Kind("counting_mpi.py", "mpi", "mpi"),
+    "hugging face": Kind("hf_trainer.py", "transformers"),
     "shell": Kind("counting.sh"),
     "compiled": Kind("counting"),
 }
-BY_MPIRUN = ("shell", "compiled")
 ROOT_MAY = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
 COMMON = ("name=a", "tracking=none", "trainer.accelerator=cpu")
 SECONDS = 240
@@ -144,7 +149,7 @@ def journey(run, start, resume, ask):
     assert third.wait(SECONDS) == 75, third.output()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "mpi4py"])
 def test_on_two_ranks_of_this_machine(name, project, background):
     kind = KINDS[name]
     run = project / "outputs/default/a"
@@ -189,7 +194,7 @@ def hosts():
         yield both
 
 
-@pytest.mark.parametrize("name", BY_MPIRUN)
+@pytest.mark.parametrize("name", KINDS)
 def test_on_two_hosts_by_mpirun(name, project, hosts):
     kind = KINDS[name]
     run = project / "outputs/default/a"
@@ -211,13 +216,117 @@ def test_on_two_hosts_by_mpirun(name, project, hosts):
     )
 
 
+def by_mpich(words, project):
+    """Debian's Open MPI does not speak with Debian's Slurm. mpi4py looks for MPICH by the name that
+    MPICH itself gives its library."""
+    found = [*Path("/usr/lib").glob("*/libmpich.so.12")]
+    if not found:
+        pytest.skip("no MPICH: make servers")
+    folder = project.parent / f"{project.name}-mpich"
+    folder.mkdir()
+    (folder / "libmpi.so.12").symlink_to(found[0])
+    script = 'LD_LIBRARY_PATH="$0" MPI4PY_MPIABI=mpich exec "$@"'
+    return ["sh", "-c", script, str(folder), *words]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_on_two_nodes_of_slurm(name, project, slurm, on_cluster, monkeypatch):  # noqa: F811
+    """Requeued by hand, killed, resumed and cancelled."""
+    kind = KINDS[name]
+    monkeypatch.chdir(project)
+    for variable, value in ROOT_MAY.items():
+        monkeypatch.setenv(variable, value)
+    run = project / "outputs/default/a"
+    where = (
+        "launcher=slurm",
+        "trainer.num_nodes=2",
+        "trainer.devices=1",
+        "launcher.poll_seconds=0.5",
+        "follow=false",
+    )
+    program = command(kind, project)
+    pmi = []
+    if kind.framework == "mpi":
+        pmi = ['launcher.srun_args=["--mpi=pmi2"]']  # a run's own files cannot ask for it
+        program = by_mpich(program, project)
+    on_cluster("run", *COMMON, *settings(kind), *where, *pmi, "--", *program)
+    first = run / "attempts/001"
+
+    def reached(attempt, condition):
+        until(condition, SECONDS, lambda: logs_of(attempt) + slurm.logs())
+
+    reached(first, lambda: begun(first) and saved(run))
+    job = handle_of(run)
+    slurm.run("scontrol", "requeue", job)
+    slurm.start_again(job, "now+2")
+    reached(first, lambda: min(begun(first)) > 0)
+    assert status(run)["restarts"] == 1
+    before = begun(first)
+    kill_rank_1(run)
+    on_cluster("jobs", "wait", str(run), code=137)
+    on_cluster("jobs", "status", str(run))
+    check_killed(run, first)
+
+    second = run / "attempts/002"
+    on_cluster("resume", str(run), "follow=false", *pmi)
+    reached(second, lambda: begun(second))
+    assert min(begun(second)) >= min(before)
+    on_cluster("jobs", "cancel", str(run))
+    on_cluster("jobs", "wait", str(run), code=130)
+    assert status(run, 2)["state"] == "CANCELLED"
+
+
 WORDS = hostile_words.words()
+# A setting is refused if it looks like an interpolation, or like a value that is missing.
+TAKEN = [word for word in WORDS if "${" not in word and word != "???"]
+VALUES = {f"HOSTILE_{number}": word for number, word in enumerate(TAKEN)}
 
 
-def test_hostile_words_arrive_as_typed(project, background):
-    words = ("name=a", "tracking=none", "trainer.accelerator=cpu", "trainer.devices=2")
-    done = background("run", *words, "--", "words.py", *WORDS, cwd=project)
-    assert done.wait(SECONDS) == 0, done.output()
+def given(project):
+    """The overrides and the command of a program that writes down 200 words and 200 values."""
+    env = recipe.to_yaml(OmegaConf.create({"launcher": {"env": VALUES}}))
+    (project / "conf/experiment").mkdir(parents=True)
+    (project / "conf/experiment/values.yaml").write_text(f"# @package _global_\n{env}")
+    return "words.py", *WORDS
+
+
+def check_given(run, values=True):
     for rank in (0, 1):
-        written = project / f"outputs/default/a/checkpoints/words-{rank}.json"
-        assert json.loads(written.read_text())["words"] == WORDS
+        written = json.loads((run / f"checkpoints/words-{rank}.json").read_text())
+        assert written["words"] == WORDS
+        assert not values or written["values"] == VALUES
+
+
+def test_hostile_words_on_two_hosts_by_mpirun(project, hosts):
+    words = given(project)
+    where = (
+        "launcher=mpi",
+        "launcher.mpirun=mpirun.openmpi",
+        "launcher.hosts=[node1,node2]",
+        f"launcher.ssh={hosts.ssh}",
+        "trainer.num_nodes=2",
+        "trainer.devices=1",
+    )
+    done = OnHost(hosts, project, ("run", *COMMON, *where, "+experiment=values", "--", *words))
+    assert done.wait(SECONDS) == 0, done.output()
+    check_given(project / "outputs/values/a")
+
+
+def test_hostile_words_on_two_nodes_of_slurm(project, slurm, on_cluster, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(project)
+    words = given(project)
+    where = (
+        "launcher=slurm",
+        "trainer.num_nodes=2",
+        "trainer.devices=1",
+        "launcher.poll_seconds=0.5",
+    )
+    on_cluster("run", *COMMON, *where, "+experiment=values", "--", *words)
+    check_given(project / "outputs/values/a")
+
+
+def test_hostile_words_on_this_machine(project, background):
+    words = given(project)
+    done = background("run", *COMMON, "trainer.devices=2", "--", *words, cwd=project)
+    assert done.wait(SECONDS) == 0, done.output()
+    check_given(project / "outputs/default/a", values=False)
