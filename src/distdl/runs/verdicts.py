@@ -59,30 +59,31 @@ def read(run: Path) -> SearchVerdict | None:
 class Verdicts:
     """Waits for the verdicts of one run, on rank 0.
 
-    A search that did not answer in time is not waited for again until it has answered: the run
-    trains on, and each validation looks once.
+    A search that has not answered to the last validation when the next one ends is not waited for:
+    it is gone, and the run trains on.
     """
 
     def __init__(self, run: Path, patience: float = PATIENCE_S) -> None:
         self.run = run
         self.patience = patience
-        self._answers = True
+        self._asked: int | None = None  # the step of the last validation
         self._thread: threading.Thread | None = None
         self._found: SearchVerdict | None = None
 
     def after(self, step: int) -> Word:
         """What the search says of the validation at a step; GO_ON without an answer. Takes no
         longer than the patience, even if the store does not answer."""
-        until = time.monotonic() + (self.patience if self._answers else 0.0)
-        while True:
-            verdict = self._look(max(until - time.monotonic(), 2 * LOOK_S))
-            if verdict is not None and (verdict.word is not Word.GO_ON or verdict.step >= step):
-                self._answers = True
-                return verdict.word
+        until = time.monotonic() + self.patience
+        verdict = self._look(self.patience)
+        if self._asked is not None and (verdict is None or verdict.step < self._asked):
+            until = 0.0
+        self._asked = step
+        while verdict is None or (verdict.word is Word.GO_ON and verdict.step < step):
             if time.monotonic() >= until:
-                self._answers = False
                 return Word.GO_ON
             time.sleep(LOOK_S)
+            verdict = self._look(max(until - time.monotonic(), LOOK_S))
+        return verdict.word
 
     def _look(self, seconds: float) -> SearchVerdict | None:
         """The newest verdict, if the store gives it in so many seconds."""

@@ -276,8 +276,12 @@ def test_a_rank_waits_for_its_verdict_but_not_for_ever(tmp_path):
     began = time.monotonic()
     assert waits.after(14) is Word.GO_ON
     assert time.monotonic() - began < 0.15, "a search that is gone is not waited for again"
-    verdicts.write(tmp_path, SearchVerdict(Word.PRUNE, 9))
-    assert waits.after(19) is Word.PRUNE, "it came late"
+    verdicts.write(tmp_path, SearchVerdict(Word.GO_ON, 14))
+    began = time.monotonic()
+    assert waits.after(19) is Word.GO_ON
+    assert time.monotonic() - began > 0.15, "it was late, but is there"
+    verdicts.write(tmp_path, SearchVerdict(Word.PRUNE, 14))
+    assert waits.after(24) is Word.PRUNE
     (tmp_path / verdicts.FILE).write_text("{")
     assert Verdicts(tmp_path, patience=0.0).after(1) is Word.GO_ON
 
@@ -327,7 +331,7 @@ def trained(known_metrics, monkeypatch):
 
     monkeypatch.setattr(trials.SearchTrial, "start", start)
     monkeypatch.setattr(tune, "search_of", search_of)
-    monkeypatch.setattr("distdl.tools.search.search.POLL_LOCAL_S", 0.0)
+    monkeypatch.setattr("distdl.tools.search.search.POLL_S", 0.0)
     monkeypatch.setattr("distdl.tools.search.study_page.write", lambda search: "page.html")
     return SimpleNamespace(epochs=epochs, outcome=outcome, seen=seen)
 

@@ -22,7 +22,8 @@ from distdl.tools.search.trials import SearchTrial, TrialCurve
 from distdl.util.errors import Damaged, UserError
 from distdl.util.screen import escaped, say
 
-POLL_LOCAL_S, POLL_PLATFORM_S = 0.1, 5.0  # between two looks at the trials
+POLL_S = 0.1  # between two looks at the trials
+ASK_S = 5.0  # between two questions to a platform
 ENOUGH = 2  # trials that are refused, before any has a value
 MOST_RESTARTS = 3  # of a trial that was preempted or killed
 PATIENCE_S = 300.0  # for which a platform may refuse a trial after it took others
@@ -71,6 +72,7 @@ class Search:
         self._unsent: tuple[float, float] | None = None  # since when, and when to try again
         self._by_run: dict[RunDirectory, SearchTrial] = {}
         self._refusals = 0
+        self._asked_at = -math.inf
 
     # ------------------------------------------------------------------------ what is known
 
@@ -134,7 +136,7 @@ class Search:
             self._fill()
             if not self.under_way and (self.stopped or self._unsent is None):
                 return
-            time.sleep(POLL_LOCAL_S if self.is_local else POLL_PLATFORM_S)
+            time.sleep(POLL_S)
             self._look()
 
     def stop(self) -> None:
@@ -277,7 +279,10 @@ class Search:
 
     def _look(self) -> None:
         trials = self.under_way
-        states = self._states(trials)
+        is_due = self.is_local or time.monotonic() >= self._asked_at + ASK_S
+        states = self._states(trials) if is_due else [JobState.RUNNING] * len(trials)
+        if is_due:
+            self._asked_at = time.monotonic()
         for trial, state in zip(trials, states, strict=True):
             if trial.curve.read() and self.pruning is not None and not state.ended:
                 self._judge(trial, self.pruning)
