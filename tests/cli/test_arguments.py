@@ -45,5 +45,8 @@ def test_argparse_refuses(line, capsys):
 
 def test_every_verb_uses_that_parser():
     verbs = {name: path.read_text() for name, path in FILES.items() if package(name) == "cli"}
+    # argcomplete asks for a parser of argparse's own, which parses nothing.
+    completion = ("distdl.cli.completing", "distdl.cli.completion_index")
+    verbs = {name: text for name, text in verbs.items() if name not in completion}
     assert [name for name, text in verbs.items() if "ArgumentParser(" in text] == []
     assert issubclass(Parser, argparse.ArgumentParser)

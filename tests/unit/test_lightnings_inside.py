@@ -27,6 +27,8 @@ VALUES = {
     "callbacks/resume_state.py": "setattr(part, count)",
     "loops/epoch_metrics.py": "setattr(metric, name)",
     "models/classifier.py": "setattr(module, name)",  # a layer
+    "models/lora.py": "setattr(module.get_submodule(parent), attribute)",  # a layer
+    "cli/completion_index.py": "setattr(argparse.ArgumentParser, name)",  # of no object of theirs
     "tracking/outbox.py": "setattr(self.state, kind)",
 }
 OF_ARGPARSE = ("tools/prepare/prepare.py", "options.to")

@@ -54,7 +54,7 @@ class ValidationLoop(_EvaluationLoop):
         self.was_cut = False  # the current or last validation
         self._before: SmallState | None = None
         self._done_before: dict[str, Any] = {}
-        self._averages = ExitStack()  # open while averages are in the place of the weights
+        self.averages = ExitStack()  # open while averages are in the place of the weights
 
     @property
     def modes(self) -> dict[str, bool]:
@@ -71,9 +71,9 @@ class ValidationLoop(_EvaluationLoop):
         self._before = SmallState(self.trainer, self.decides.held) if self.decides else None
         self._done_before = self.batch_progress.state_dict()
         try:
-            with self._averages:
+            with self.averages:
                 if not self.trainer.sanity_checking:
-                    self._averages.enter_context(averaged(self.trainer, settled=True))
+                    self.averages.enter_context(averaged(self.trainer, settled=True))
                 return super().run()
         finally:
             self._before = None
@@ -113,7 +113,7 @@ class ValidationLoop(_EvaluationLoop):
         assert self.decides is not None
         before.put_back_metrics()
         self._run_hooks_at_the_end()
-        self._averages.close()
+        self.averages.close()
         trainer._logger_connector.reset_results()
         if not trainer.sanity_checking:
             trainer.training = True

@@ -27,6 +27,7 @@ else in the one that is named behind it, with the reason.
   + ProgramFailed: a program, which is recorded (distdl/program/running.py: holds an exit code)
   + NotSmall: a value that is not copied (distdl/loops/small_state.py: caught there)
   + UploadStopped: another file failed (distdl/tools/prepare/upload.py: caught there)
+  + _Seen: a command has made its parser (distdl/cli/completion_index.py: caught there)
   + _Closed: nobody waits for a download (distdl/datasets/prefetch.py: caught there)
   + _NotTrusted: a pickle in a checkpoint (distdl/checkpoint/plain_state.py: caught there)
 * OSError
