@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distdl.cli.arguments import Parser, not_empty
 from distdl.util.answers import Answer
-from distdl.util.screen import escaped
+from distdl.util.screen import escaped, say
 
 # As `tools.project.make` has them, which takes longer to import.
 TASKS = ("classify", "detect", "own")
@@ -25,6 +25,6 @@ def main(argv: Sequence[str]) -> Answer:
     from distdl.tools.project.make import make
 
     made = make(Path(options.name), options.task)
-    print(escaped(f"{made.folder}: {len(made.files)} files"))
-    print(escaped(f"next    {' && '.join(made.next)}"))
+    say(escaped(f"{made.folder}: {len(made.files)} files"))
+    say(escaped(f"next    {' && '.join(made.next)}"))
     return Answer(made)

@@ -16,7 +16,7 @@ from distdl.config.recipe import LAYERS
 from distdl.config.schema import COLLECTIONS, COMPONENTS
 from distdl.util.answers import Answer
 from distdl.util.errors import UserError
-from distdl.util.screen import escaped
+from distdl.util.screen import escaped, say
 from distdl.util.suggest import closest
 
 EVENTS = "events"
@@ -96,10 +96,9 @@ def _write(folder: Path) -> Answer:
     written = vscode.write(found, folder)
     _print_unread(found.unread)
     for path, patterns in written.mapping.items():
-        print(escaped(f"{path:<36} {'  '.join(patterns)}"))
-    print(
-        escaped(f"{written.settings} maps them; repeat the command after new options or arguments")
-    )
+        say(escaped(f"{path:<36}  {'  '.join(patterns)}"))
+    again = "repeat the command after new options or arguments"
+    say(escaped(f"{written.settings} maps them; {again}"))
     files = {name: str(path) for name, path in written.schemas.items()}
     mapping = {path: [*patterns] for path, patterns in written.mapping.items()}
     return Answer(WrittenSchemas(files, str(written.settings), mapping, dict(found.unread)))
@@ -107,4 +106,4 @@ def _write(folder: Path) -> Answer:
 
 def _print_unread(unread: Mapping[str, str]) -> None:
     for what, why in unread.items():
-        print(escaped(f"note: {what} is not checked: {why}"), file=sys.stderr)
+        say(escaped(f"note: {what} is not checked: {why}"), to=sys.stderr)

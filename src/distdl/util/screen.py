@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TextIO
 
-COMMAND = re.compile(r"(?:python -m distdl|distdl|pip install) ")
+COMMAND = re.compile(r"(?:python -m distdl|pip install) ")
 # A word, with the blanks before it. A blank inside quotes does not end it.
 WORD = re.compile(r"""\s*(?:(?<![^\s=])'[^']*'|(?<![^\s=])"[^"]*"|\S)+""")
 # Words between which only one blank stands: `val/loss 2.31`, where two stand before the next.

@@ -8,6 +8,7 @@ from contextlib import suppress
 from difflib import SequenceMatcher
 
 _CLOSE = 0.65  # "lrr" and "lr" score 0.8, "epochs" and "max_epochs" 0.75, unrelated words below 0.6
+_SWAPPED = 0.95  # of words in which two letters have changed places
 _NUMBERS = 0.3  # the most that numbers reduce the similarity
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _OTHER_SECTION = 0.05  # of equal names, that in the section that the user wrote is preferred
@@ -18,13 +19,21 @@ def _ratio(left: str, right: str) -> float:
     numbers are: resnet51 is more like resnet50 than like resnet18."""
     left = left.lower()
     right = right.lower()
-    spelt = SequenceMatcher(None, left, right).ratio()
+    spelt = max(SequenceMatcher(None, left, right).ratio(), _SWAPPED * _is_swapped(left, right))
     words = _NUMBER.sub("#", left)
     numbers = [[*map(int, _NUMBER.findall(each))] for each in (left, right)]
     if words != _NUMBER.sub("#", right) or not numbers[0] or len(words.replace("#", "")) < 3:
         return spelt
     apart = max(abs(a - b) / max(a, b, 1) for a, b in zip(*numbers, strict=True))
     return max(spelt, 1 - _NUMBERS * apart)
+
+
+def _is_swapped(left: str, right: str) -> bool:
+    """Whether two neighbouring letters have changed places: modle, model."""
+    apart = [at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]]
+    if len(left) != len(right) or len(apart) != 2 or apart[1] - apart[0] != 1:
+        return False
+    return left[apart[0]] == right[apart[1]] and left[apart[1]] == right[apart[0]]
 
 
 def closest(word: str, choices: Iterable[str], least: float = _CLOSE) -> str:

@@ -89,6 +89,7 @@ WRONG = {
     "checkpoint.keep_lst=1,2": "checkpoint.keep_lst: unknown key",
     "optimizer=interval(0,1)": "optimizer: is a group of options",
     "optimizer.lr=interval(1,0)": "holds no values",
+    "optimizer.lr=log(1,0.01)": "'optimizer.lr=log(0.01,1)'",
     "optimizer.lr=tag(log,interval(0,1))": "no logarithm",
     "optimizer.lr=log(0.1,fast)": "is not an override",
     "checkpoint.keep_last=interval(1,9)": "checkpoint.keep_last=int(interval(1,9))",

@@ -16,3 +16,8 @@ def test_suggestions_compare_numbers_as_numbers():
     assert closest("x" + "9" * 5000, depths) == "" == closest("a1", ["a9"])
     with pytest.raises(UserError, match="did you mean model=resnet50"):
         compose.compose(["model=resnet51"])
+
+
+def test_two_letters_that_changed_places_are_a_near_miss():
+    known = ["model", "checkpoint.mode", "trainer.max_epochs"]
+    assert did_you_mean("modle", known) == "did you mean model?"

@@ -19,7 +19,7 @@ from distdl.tools.search.pruning import Pruning
 from distdl.tools.search.slots import Slot
 from distdl.tools.search.spaces import Searched
 from distdl.tools.search.trials import SearchTrial, TrialCurve
-from distdl.util.errors import Damaged, UserError
+from distdl.util.errors import Damaged, Unfinished, UserError
 from distdl.util.screen import escaped, say
 
 POLL_S = 0.1  # between two looks at the trials
@@ -363,7 +363,7 @@ class Search:
         why = str(last.status().get("error") or "") if last else ""
         what = f"is refused, as the trials before it: {why or f'see {shown(trial.log)}'}"
         remedy = "change the command, and name=STUDY"
-        return UserError.at(f"trial {trial.number}", what, remedy, code="failed")
+        return Unfinished.at(f"trial {trial.number}", what, remedy, code="failed")
 
     def _conclude(self, trial: SearchTrial, state: JobState) -> None:
         """Tells how the run of a trial ended."""

@@ -222,7 +222,9 @@ def _of_interval(key: str, interval: object) -> Iterator[Problem]:
     tags = {*interval.tags}  # type: ignore[attr-defined]
     if not (math.isfinite(start) and math.isfinite(end) and start < end):
         what = f"the interval from {start:g} to {end:g} holds no values"
-        yield Problem(key, what, f"{key}=interval(0.01,1)", code="out-of-range")
+        low, high = sorted((start, end)) if end < start else (0.01, 1.0)
+        name = "log" if "log" in tags else "interval"
+        yield Problem(key, what, f"'{key}={name}({low:g},{high:g})'", code="out-of-range")
     elif "log" in tags and start <= 0:
         what = f"begins at {start:g}, which has no logarithm"
         yield Problem(key, what, f"{key}=tag(log, interval(0.0001,{end:g}))", code="out-of-range")
