@@ -62,10 +62,11 @@ def serve() -> None:
     # A spawned worker receives its parent's process settings before its data set, whose module may
     # import Lightning.
     multiprocessing.current_process()._config["distdl"] = Spawned()  # type: ignore[attr-defined]
-    both = {name: real for name in sys.modules if (real := real_name(name))}
-    second = [n for n, real in both.items() if sys.modules[n] is not sys.modules.get(real)]
+    loaded = [*sys.modules]  # another thread may import meanwhile
+    both = {name: real for name in loaded if (real := real_name(name))}
+    second = [n for n, real in both.items() if sys.modules.get(n) is not sys.modules.get(real)]
     for name in second:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
     if second:
         text = "%s was imported before distdl: its subclasses do not count as Lightning's"
         log.warning(text, second[0])

@@ -161,3 +161,14 @@ def test_names_of_strategies_lead_to_options_of_ours():
         ours = strategy_for(name)
         assert bool(ours) != bool(re.search("xla|tpu|nvme", name))
         compose.compose([word for word in ours.split() if "=" in word])
+
+
+def test_another_thread_may_import_meanwhile(monkeypatch):
+    """The classes are checked while a thread imports what the run will need."""
+
+    def real_name(name: str) -> str:
+        monkeypatch.setitem(sys.modules, f"imported_beside_{name}", sys)
+        return ""
+
+    monkeypatch.setattr(lightning_names, "real_name", real_name)
+    lightning_names.serve()
