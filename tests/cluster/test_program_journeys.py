@@ -194,11 +194,9 @@ def hosts():
         yield both
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_on_two_hosts_by_mpirun(name, project, hosts):
-    kind = KINDS[name]
-    run = project / "outputs/default/a"
-    where = (
+def by_mpirun(hosts):
+    """What starts one rank on each of two network hosts."""
+    return (
         "launcher=mpi",
         "launcher.mpirun=mpirun.openmpi",
         "launcher.hosts=[node1,node2]",
@@ -206,6 +204,13 @@ def test_on_two_hosts_by_mpirun(name, project, hosts):
         "trainer.num_nodes=2",
         "trainer.devices=1",
     )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_on_two_hosts_by_mpirun(name, project, hosts):
+    kind = KINDS[name]
+    run = project / "outputs/default/a"
+    where = by_mpirun(hosts)
     words = ("run", *COMMON, *settings(kind), *where, "--", *command(kind, project))
     reached = where[1:2] + where[3:4]
     journey(
@@ -299,14 +304,7 @@ def check_given(run, values=True):
 
 def test_hostile_words_on_two_hosts_by_mpirun(project, hosts):
     words = given(project)
-    where = (
-        "launcher=mpi",
-        "launcher.mpirun=mpirun.openmpi",
-        "launcher.hosts=[node1,node2]",
-        f"launcher.ssh={hosts.ssh}",
-        "trainer.num_nodes=2",
-        "trainer.devices=1",
-    )
+    where = by_mpirun(hosts)
     done = OnHost(hosts, project, ("run", *COMMON, *where, "+experiment=values", "--", *words))
     assert done.wait(SECONDS) == 0, done.output()
     check_given(project / "outputs/values/a")

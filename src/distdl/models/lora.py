@@ -25,7 +25,7 @@ from distdl.checkpoint.adapters import KEY as SAVED
 from distdl.checkpoint.convert import raw
 from distdl.models.evaluated import Evaluated
 from distdl.models.freezing import Frozen
-from distdl.models.parts import chosen, heads_of, inside
+from distdl.models.parts import chosen, heads_of_module, inside
 from distdl.optim.averages import norms_of
 from distdl.util import typed
 from distdl.util.errors import Problem, UserError
@@ -86,8 +86,7 @@ def layers_with(module: nn.Module, settings: LoraSettings) -> tuple[list[str], t
         UserError: A name fits nothing, or a layer that can have no adapter.
     """
     network = network_of(module)
-    classes = getattr(module, "num_classes", None)
-    heads = heads_of(network, classes if isinstance(classes, int) else None)
+    heads = heads_of_module(module, network)
     fitting = [name for name, layer in network.named_modules() if _fits(layer, settings.rank)]
     if settings.targets is None:
         found = [name for name in fitting if not inside(name, heads)]

@@ -113,6 +113,12 @@ def layers_of(network: nn.Module, heads: Sequence[str]) -> dict[str, list[str]]:
     return {**ordered, ", ".join(heads): last} if last else ordered
 
 
+def heads_of_module(module: nn.Module, network: nn.Module) -> tuple[str, ...]:
+    """As `heads_of`, for the network of a module, which may know its number of classes."""
+    count = getattr(module, "num_classes", None)
+    return heads_of(network, count if isinstance(count, int) else None)
+
+
 def layers_in(module: nn.Module) -> tuple[dict[str, list[str]], tuple[str, ...]]:
     """The layers of a LightningModule, in order, and which of them are the head.
 
@@ -123,8 +129,7 @@ def layers_in(module: nn.Module) -> tuple[dict[str, list[str]], tuple[str, ...]]
     inner = network if isinstance(network, nn.Module) else module
     if not all(name.startswith(prefix) for name, _ in module.named_parameters()):
         inner, prefix = module, ""
-    count = getattr(module, "num_classes", None)
-    heads = heads_of(inner, count if isinstance(count, int) else None)
+    heads = heads_of_module(module, inner)
     backbone = part_of(inner, BACKBONE)
     if backbone is None:
         layers = layers_of(inner, heads)
