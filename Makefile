@@ -63,11 +63,15 @@ MATRIX := $(addprefix tests/, \
 	packaging/test_added_parts.py \
 	packaging/test_wheel.py \
 	serving/test_detector.py \
+	serving/test_export.py \
 	serving/test_foreign_exports.py \
 	serving/test_hostile.py \
+	serving/test_server.py \
+	strategies/test_convert.py \
 	strategies/test_detectors.py \
 	strategies/test_equality.py \
 	strategies/test_fine_tuning.py \
+	strategies/test_pipeline.py \
 	strategies/test_sharded.py \
 	unit/cli/test_scale.py \
 	unit/images/test_native.py \

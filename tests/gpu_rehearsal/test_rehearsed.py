@@ -47,7 +47,7 @@ STRATEGIES = {
     "ddp ema": ("ddp callbacks=[default,ema]", (2,)),
 }
 EVERY = [(name, size) for name, (_, sizes) in STRATEGIES.items() for size in sizes]
-FEW = [("ddp", 2), ("pipeline", 2)]
+FEW = [("ddp", 2)]
 CASES = EVERY if MATRIX else FEW
 
 

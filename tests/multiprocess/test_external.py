@@ -46,7 +46,12 @@ def test_two_ranks_make_one_run(tmp_path):
     assert "devices" not in OmegaConf.load(run / "config.yaml").trainer
     assert printed.count("run     outputs/default/x  (attempt 1)") == 1
 
-    # The loss of the validation, in which one rank had a sample less, is that of one process.
+
+@matrix_only
+def test_one_process_validates_as_two_ranks_did(tmp_path):
+    """Also where one of the two had a sample less."""
+    succeeds(tmp_path, *SHORT, "data.batch_size=4")
+    (run,) = (tmp_path / "outputs/default").iterdir()
     alone = ("task=validate", "task.checkpoint=last", "trainer.devices=1", "data.batch_size=8")
     succeeds(tmp_path, "resume", str(run), *alone, module=UNCHECKED)
     two, one = (status(run, attempt)["metrics"]["val/loss"] for attempt in (1, 2))

@@ -24,7 +24,7 @@ from distdl.tools.serving.registry import DATA as DATA_TAG
 from distdl.tools.serving.registry import METRIC, SHA256, VALUE, _register, succeeds
 from distdl.tools.serving.scorer import Scorer
 from distdl.util.errors import Disagrees, UserError
-from tests.conftest import UNCHECKED, status
+from tests.conftest import UNCHECKED, matrix_only, status
 from tests.serving.conftest import RUN, VAL, accuracy, export, outside, validation_images
 
 # Both print what each image is answered with, by a Python of its own that has no distdl.
@@ -44,7 +44,10 @@ print(json.dumps([mlflow.pyfunc.load_model(".").predict(frame).to_dict("records"
 """
 
 
-@pytest.mark.parametrize("kinds", [("pt2", "onnx"), ("mlflow",)], ids=str)
+AS_MLFLOW = pytest.param(("mlflow",), marks=matrix_only)
+
+
+@pytest.mark.parametrize("kinds", [("pt2", "onnx"), AS_MLFLOW], ids=str)
 def test_it_answers_without_distdl_as_the_validation_did(project, pt2, kinds):
     code = MLFLOW if "mlflow" in kinds else SCORES
     if "onnx" in kinds:

@@ -14,7 +14,7 @@ import pytest
 
 from distdl.cli.serve import model as find_model
 from distdl.tools.serving.batching import DECODERS
-from tests.conftest import UNCHECKED, status
+from tests.conftest import UNCHECKED, matrix_only, status
 from tests.serving.colours import Gated, Server, photo, without_distdl, write_model
 from tests.serving.conftest import RUN, accuracy, validation_images
 from tests.waiting import until
@@ -291,6 +291,7 @@ def test_readiness_is_red_while_all_decoders_hang_and_green_again(
     assert server.started.wait() == 0
 
 
+@matrix_only
 def test_a_second_sigterm_ends_it_at_once(background, model, tmp_path, pool):
     server = Gated(background, model, tmp_path, "serve.timeout_s=600").make_ready()
     server.set("hung")
