@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,15 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
 
-from distdl.data.drawing import Drawn, samplers_of, shards_itself
+from distdl.data.drawing import Drawn, shards_itself
 from distdl.data.keyed import KeyedDataset, is_marked
-from distdl.data.own_generators import OwnGenerators
+from distdl.data.loader_notes import LoaderNotes, own_generators, saves_itself
 from distdl.data.rebuilding import Striding, of_torch, rebuilt
 from distdl.data.sampling import EvalBatches, PlacedBatches, TrainBatches, TrainPosition
 from distdl.data.worker_end import EndingWithRank
@@ -33,24 +30,8 @@ from distdl.util.errors import NotRebuilt, UserError
 from distdl.util.ordinals import ordinal
 from distdl.util.seeds import stable_seed
 
-log = logging.getLogger(__name__)
-
 Loader = TypeVar("Loader")
 LEAVE = "trainer.use_distributed_sampler=false"
-
-
-def saves_itself(loader: object) -> bool:
-    """Whether a loader saves its own state, which Lightning writes into checkpoints."""
-    return callable(getattr(loader, "state_dict", None)) and callable(
-        getattr(loader, "load_state_dict", None)
-    )
-
-
-def restores_itself(source: LightningDataModule | LightningModule) -> bool:
-    """Whether a data module, or a module that has loaders, restores some state of its own."""
-    base = LightningModule if isinstance(source, LightningModule) else LightningDataModule
-    hooks = ("load_state_dict", "on_load_checkpoint")
-    return any(getattr(type(source), hook, None) is not getattr(base, hook, None) for hook in hooks)
 
 
 def distribute(
@@ -104,7 +85,8 @@ def distribute(
     for stage in ("train", "val", "test", "predict"):
         hook = getattr(source, f"{stage}_dataloader")
         if hook is not None:  # else the data module has no such data
-            part = _Share(stage, source, rank, world_size, seed, position, shuffle, share)
+            notes = LoaderNotes(stage, source, rank, world_size, position)
+            part = _Share(stage, source, rank, world_size, seed, position, shuffle, share, notes)
             setattr(source, f"{stage}_dataloader", _wrapped(hook, part))
 
 
@@ -128,7 +110,7 @@ class _Share:
     position: TrainPosition
     shuffle: bool | None
     share: bool
-    warned: set[str] = field(default_factory=set)
+    notes: LoaderNotes
     seeded: int = 0  # loaders with a generator of their own
 
     def apply(self, loaders: object) -> object:
@@ -139,9 +121,8 @@ class _Share:
         if self.stage == "train":
             self.position.per_batch = 0
             self.position.samples = 0
-            if several and not self._all_keep_their_place(loaders):
-                again = "several loaders start the epoch again: samples repeat"
-                self._say_not_exact("several loaders", again)
+            if several:
+                self.notes.say_several(loaders)
         return tree_map(functools.partial(self._one, resume=not several), loaders)
 
     def _one(self, loader: object, resume: bool) -> object:
@@ -176,13 +157,13 @@ class _Share:
         if isinstance(loader.dataset, IterableDataset):
             return self._stream(loader)
         if shards_itself(loader):
-            self._name_repeated(loader)
+            self.notes.say_repeated_by_torch(loader)
             return self._unchanged(loader)
         sampler = _Sampling(loader)
         if not sampler.has_length:
             return self._refuse_unsharded(loader, "its sampler has no length")
         if self.stage == "val":
-            self._name_unrepeatable(loader)
+            self.notes.say_drawn_unseeded(loader)
         if self._repeats_itself(loader):
             return loader
         batches: TrainBatches | EvalBatches = (
@@ -200,7 +181,7 @@ class _Share:
             return self._refuse_unsharded(loader, str(error))
         if isinstance(batches, TrainBatches):
             self._count_in(batches.global_batch, sampler.rows)
-            self._name_unrepeatable(loader)
+            self.notes.say_drawn_unseeded(loader)
         return made
 
     def _repeats_itself(self, loader: DataLoader[Any]) -> bool:
@@ -211,7 +192,9 @@ class _Share:
             return False
         if self.stage == "test" or is_marked(loader.dataset) or not self.position.seeds_apart:
             return True
-        return not loader.persistent_workers if loader.num_workers else not _own(loader).places
+        if loader.num_workers:
+            return not loader.persistent_workers
+        return not own_generators(loader).places
 
     @property
     def _exact(self) -> bool:
@@ -249,8 +232,8 @@ class _Share:
             count -= self.position.predicted
         twice = -count % self.world_size
         if twice and not self._exact and self.stage != "predict":
-            text = f"{count} {'batches' if sampler.batched else 'samples'} over {self.world_size} "
-            self._warn(f"{text}ranks: {twice} of them are counted twice. {self._to_count_once}")
+            unit = "batches" if sampler.batched else "samples"
+            self.notes.say_counted_twice(twice, count, unit)
         return EvalBatches(
             count,
             sampler.batch_size,
@@ -261,24 +244,6 @@ class _Share:
             order=order,
             batched=sampler.batched,
         )
-
-    @property
-    def _to_count_once(self) -> str:
-        name = type(self.source).__name__
-        text = (
-            f"To count each once, return dict samples, set exact_evaluation = True on {name} and "
-        )
-        return f'{text}weigh metrics by batch["weight"]'
-
-    def _name_repeated(self, loader: DataLoader[Any]) -> None:
-        """What torch's DistributedSampler repeats to give each rank as many samples."""
-        for sampler in samplers_of(loader) if self.stage in ("val", "test") else ():
-            if isinstance(sampler, DistributedSampler):
-                count = len(sampler.dataset)  # type: ignore[arg-type]
-                twice = sampler.total_size - count
-                if twice > 0:
-                    text = f"a DistributedSampler gives {twice} of {count} samples twice. "
-                    self._warn(f"{text}{self._to_count_once}, without the sampler")
 
     def _stream(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Refuses an iterable training dataset on several ranks without `shards_itself`."""
@@ -293,7 +258,7 @@ class _Share:
                     "each rank reads the whole iterable dataset, and uses one sample in {0}; "
                     "fewer than {0} that are left at the end (of each worker) are not used"
                 )
-                self._warn(text.format(self.world_size))
+                self.notes.warn(text.format(self.world_size))
             return self._unchanged(loader, "an iterable dataset" if shards is None else None)
         name = type(loader.dataset).__name__
         what = (
@@ -321,84 +286,14 @@ class _Share:
     def _unchanged(self, loader: Loader, why: str | None = None) -> Loader:
         """Counts a loader that is not sharded, and returns it unchanged, with its warnings."""
         if why is not None and self.world_size > 1:
-            self._warn(f"{why}: it must shard itself over {self.world_size} ranks")
+            self.notes.warn(f"{why}: it must shard itself over {self.world_size} ranks")
         if self.stage == "val":
-            self._name_workers_that_stay(loader)
+            self.notes.say_workers_stay(loader)
         if self.stage == "train":
-            self._say_who_knows_the_place(loader)
+            self.notes.say_where_it_resumes(loader)
             rows = _Sampling(loader).rows if isinstance(loader, DataLoader) else None
             self._count_in((rows or 1) * self.world_size, rows)
         return loader
-
-    def _name_workers_that_stay(self, loader: object) -> None:
-        if not isinstance(loader, DataLoader) or is_marked(loader.dataset) or self.rank:
-            return
-        if loader.persistent_workers and "workers" not in self.warned:
-            self.warned.add("workers")
-            text = (
-                "val_dataloader: what the workers of %s draw, if they do, goes on from one "
-                "validation to the next, and a resume does not repeat it: persistent_workers=False "
-                "lets it"
-            )
-            log.info(text, type(loader).__name__)
-
-    def _all_keep_their_place(self, loaders: object) -> bool:
-        each = all(saves_itself(loader) for loader in tree_leaves(loaders))
-        return each and (self.position.has_states or not self.position.consumed)
-
-    def _say_who_knows_the_place(self, loader: object) -> None:
-        """What a resume inside an epoch does with a loader that is left as it is."""
-        name = type(loader).__name__
-        source = type(self.source)
-        if saves_itself(loader):
-            self._name_unrepeatable_of_stateful(loader)
-            if self.position.consumed and not self.position.has_states:
-                text = f"{name} starts the epoch again: the checkpoint has no state for this rank"
-                self._warn(text, topic="again")
-        elif restores_itself(self.source):
-            if self.position.consumed:
-                text = f"{name} goes on inside the epoch as {source.__name__} lets it, with the "
-                whose = "that rank 0 has saved" if self.world_size > 1 else "that it has saved"
-                self._warn(f"{text}state {whose}", topic="again")
-        else:
-            self._say_not_exact(name, f"{name} starts the epoch again")
-
-    def _name_unrepeatable_of_stateful(self, loader: object) -> None:
-        dataset = getattr(loader, "dataset", None)
-        own = OwnGenerators(dataset=dataset, collate_fn=getattr(loader, "collate_fn", None))
-        own.look()
-        places = [*own.places, *own.unknown]
-        if places and not saves_itself(dataset) and not restores_itself(self.source):
-            name = type(loader).__name__
-            drawn = ", ".join(places)
-            text = f"{name} goes on at its place, but a resume does not repeat what is drawn by "
-            self._warn(f"{text}{drawn}: give {type(dataset).__name__} a state_dict")
-        if getattr(loader, "num_workers", 0) and self.rank == 0 and "workers" not in self.warned:
-            self.warned.add("workers")
-            text = (
-                "train_dataloader: what the workers of %s draw from the global generators of "
-                "Python, NumPy and torch, if they do, is not repeated by a resume: keep a "
-            )
-            log.info(
-                f"{text}generator in the state of %s", type(loader).__name__, type(dataset).__name__
-            )
-
-    def _say_not_exact(self, name: str, again: str) -> None:
-        if self.position.consumed:
-            self._warn(again, topic="again")
-        elif self.rank == 0 and "first" not in self.warned:
-            self.warned.add("first")
-            text = (
-                "train_dataloader: %s cannot be resumed exactly: inside an epoch a resume "
-                "starts the epoch again, and what it draws at random is not repeated"
-            )
-            log.info(text, name)
-
-    def _name_unrepeatable(self, loader: DataLoader[Any]) -> None:
-        own = _own(loader)
-        if own.unknown:
-            text = f"a resume does not repeat what is drawn by {', '.join(own.unknown)}: keep a "
-            self._warn(f"{text}generator in an attribute, or seed it by the index")
 
     def _count_in(self, per_batch: int, rows: int | None) -> None:
         """Adds one more loader to the size of a global batch."""
@@ -408,20 +303,6 @@ class _Share:
             position.samples = None
         else:
             position.samples += rows * self.world_size
-
-    def _warn(self, text: str, topic: str = "") -> None:
-        """Once for each topic, which is the text itself by default: of several loaders each may
-        have something to say."""
-        if self.rank == 0 and (topic or text) not in self.warned:
-            warnings.warn(f"{self.stage}_dataloader: {text}", stacklevel=2)
-        self.warned.add(topic or text)
-
-
-def _own(loader: DataLoader[Any]) -> OwnGenerators:
-    """The generators that the data set of a loader and its `collate_fn` hold."""
-    own = OwnGenerators(dataset=loader.dataset, collate_fn=loader.collate_fn)
-    own.look()
-    return own
 
 
 class _Sampling:

@@ -62,7 +62,7 @@ def start_logging(attempt: Attempt, rank: int) -> None:
     logging.getLogger("distdl.worker").setLevel(logging.DEBUG)  # shows which variable gave the rank
     logging.captureWarnings(True)
     ignore_warnings_for_authors()
-    # Lightning does not know that our loaders resume; distdl.data.loading warns of others.
+    # Lightning does not know that our loaders resume; distdl.data.loader_notes warns of others.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
     # Lightning warns if srun is available and unused. Our launcher uses Slurm in another way.
     warnings.filterwarnings("ignore", message="The `srun` command is available")
