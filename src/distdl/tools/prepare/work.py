@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import shlex
 import shutil
-import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +34,17 @@ from distdl.datasets.format import (
     load_index,
     write_index,
 )
-from distdl.tools.prepare import interrupts
 from distdl.tools.prepare import shard_plan as plans
+from distdl.tools.prepare.processes import Advance, write_in_parallel
 from distdl.tools.prepare.shard_plan import Part, ShardPlan
 from distdl.tools.prepare.writers import WORK, Result, Writer, result_file, rows_of
 from distdl.util.atomic_files import remove_leftovers, write_bytes
 from distdl.util.errors import Problem, Unfinished, UserError
-from distdl.util.orphans import end_with_parent
 from distdl.util.wording import first_few
 
 FOLDER_MANIFEST = "prepared.json"
 # How many images per kind of oddity the manifest names.
 NAMED = 100
-
-# advance(images, bytes): both since the last call
-Advance = Callable[[int, int], None]
 
 
 class Preparation:
@@ -193,7 +185,7 @@ class Preparation:
                 for part in parts:
                     writer.write(part, lambda count: advance(1, count))
             else:
-                _in_parallel(parts, writer, workers, advance)
+                write_in_parallel(parts, writer, workers, advance)
         except BrokenProcessPool as error:
             what = "a worker process was killed, perhaps for lack of memory"
             remedy = "the same command resumes where it stopped; with fewer processes: --workers N"
@@ -252,16 +244,19 @@ class Preparation:
             before = old.splits.get(split) if old is not None else None
             if before is not None and not parts:
                 manifest.splits[split] = before
-            elif parts or split != "test":
-                shards = [s for part in parts if (s := results[part.name].shard)]
-                rows, labelled = rows_of(self.out, parts, manifest.row), about.get("unlabelled", ())
-                name = ""
-                if before is not None:
-                    shards = [*before.shards, *shards]
-                    rows = np.concatenate([self._rows(before, manifest), rows])
-                    name = f"{split}.index-{len(made['appended'])}.npy"
-                index = write_index(self.out, split, shards, rows, split not in labelled, name)
-                manifest.splits[split] = index
+                continue
+            if not parts and split == "test":
+                continue
+            written = [results[part.name].shard for part in parts]
+            shards = [shard for shard in written if shard]
+            rows = rows_of(self.out, parts, manifest.row)
+            name = ""
+            if before is not None:
+                shards = [*before.shards, *shards]
+                rows = np.concatenate([self._rows(before, manifest), rows])
+                name = f"{split}.index-{len(made['appended'])}.npy"
+            labelled = split not in about.get("unlabelled", ())
+            manifest.splits[split] = write_index(self.out, split, shards, rows, labelled, name)
         return manifest
 
     def _rows(self, split: Split, manifest: Manifest) -> np.ndarray[Any, Any]:
@@ -346,81 +341,3 @@ def _by_kind(repaired: list[tuple[str, str]]) -> dict[str, Any]:
     for kind, name in repaired:
         kinds[kind].append(name)
     return {k: {"images": len(v), "names": v[:NAMED]} for k, v in sorted(kinds.items())}
-
-
-def _in_parallel(parts: list[Part], writer: Writer, workers: int, advance: Advance) -> None:
-    # Not forked: this process has threads (the bar's), whose locks a child would inherit.
-    context = multiprocessing.get_context("spawn")
-    seen = [0, 0]
-
-    def report() -> None:
-        now = counts[:]
-        advance(now[0] - seen[0], now[1] - seen[1])
-        seen[:] = now
-        check()
-
-    # Entered before the pool exists, since an interrupted pool would leak a semaphore.
-    with interrupts.held_back() as check:
-        counts = context.Array("q", 2)
-        with ProcessPoolExecutor(workers, context, _enter_worker, (writer, counts)) as pool:
-            try:
-                _keep_busy(pool, parts, 2 * workers, report)
-            except BaseException:
-                for process in multiprocessing.active_children():
-                    process.terminate()
-                # Wait, since a pool that is still alive at Python's exit may raise an error.
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-    report()
-
-
-def _keep_busy(
-    pool: ProcessPoolExecutor, parts: list[Part], queued: int, report: Callable[[], None]
-) -> None:
-    """Submits parts until all are written, or until `report` raises (Ctrl-C or SIGTERM)."""
-    waiting = iter(parts)
-    running = set[Future[None]]()
-    while True:
-        # A few more than there are workers, but not all: a queued part carries all its samples.
-        while len(running) < queued and (part := next(waiting, None)):
-            with _uninterrupted():
-                running.add(pool.submit(_write_in_worker, part))
-        if not running:
-            return
-        done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-        for future in done:
-            future.result()
-        report()
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Blocks Ctrl-C and SIGTERM during the block, also in the processes that are started in it.
-
-    Those processes later unblock SIGTERM: on Ctrl-C, this process sends it to them.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_WORKER: dict[str, Any] = {}
-
-
-def _enter_worker(writer: Writer, counts: SynchronizedArray[int]) -> None:
-    _WORKER.update(writer=writer, counts=counts)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    end_with_parent()
-
-
-def _write_in_worker(part: Part) -> None:
-    counts = _WORKER["counts"]
-
-    def advance(length: int) -> None:
-        with counts.get_lock():
-            counts[0] += 1
-            counts[1] += length
-
-    _WORKER["writer"].write(part, advance)
