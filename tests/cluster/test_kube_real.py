@@ -110,7 +110,7 @@ def sender(real, tmp_path, monkeypatch):
     for job in real.all("jobs", "apis/batch/v1"):
         place = path_of("Job", "train", job["metadata"]["name"])
         real.call("DELETE", place, {"propagationPolicy": "Background"})
-    until(lambda: not real.pods(), 60, lambda: str(real.pods())[:3000])
+    until(lambda: not real.pods(), 150, lambda: str(real.pods())[:3000])
     for resource in ("services", "configmaps", "secrets"):
         for each in real.all(resource):
             name = each["metadata"]["name"]
