@@ -36,7 +36,7 @@ from distdl.loops.decides import Decides
 from distdl.loops.epoch_metrics import epoch_metrics, restore_epoch_metrics
 from distdl.loops.fit import fit_loop_of
 from distdl.loops.trainer import Trainer as RunTrainer
-from distdl.optim import optimizers
+from distdl.optim import learning_rates
 from distdl.optim.averages import exchanges
 from distdl.ranks.stopping import StopRequest
 from distdl.runs.checkpoints import BETWEEN_STEPS, CheckpointStore
@@ -405,7 +405,8 @@ class Checkpointer(LeanCallback, Decides):
         now = self.global_batch_size
         if not (before and now and self.optimizer):
             return 1.0
-        return optimizers.rate_of(self.optimizer, now) / optimizers.rate_of(self.optimizer, before)
+        rate = learning_rates.rate_of(self.optimizer, now)
+        return rate / learning_rates.rate_of(self.optimizer, before)
 
     # --------------------------------------------------------------------------------- saving
 

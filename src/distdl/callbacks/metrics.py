@@ -24,7 +24,7 @@ from distdl.callbacks.lean import LeanCallback
 from distdl.data.sampling import TrainPosition
 from distdl.data.side_stream import QueueLimit
 from distdl.loops.fit import fit_loop_of
-from distdl.optim import optimizers as optim
+from distdl.optim.learning_rates import LAYER
 from distdl.runs.directory import Attempt
 
 log = logging.getLogger(__name__)
@@ -231,9 +231,7 @@ def rates(optimizers: list[Any]) -> dict[str, float]:
     their own (`optimizer.layer_decay`) are `lr-SGD/layer4.1`."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     named = {"lr": float(groups[0]["lr"])} if groups else {}
-    one = len(groups) < 2 or all(
-        "reference_lr" in group and optim.LAYER not in group for group in groups
-    )
+    one = len(groups) < 2 or all("reference_lr" in group and LAYER not in group for group in groups)
     seen = Counter[str]()
     for optimizer in () if one else optimizers:
         name = kind = f"lr-{type(optimizer).__name__}"
@@ -242,7 +240,7 @@ def rates(optimizers: list[Any]) -> dict[str, float]:
         seen[kind] += 1
         for number, group in enumerate(optimizer.param_groups, 1):
             label = f"pg{number}" if len(optimizer.param_groups) > 1 else ""
-            label = group.get("name", group.get(optim.LAYER, label))
+            label = group.get("name", group.get(LAYER, label))
             named[f"{name}/{label}" if label else name] = float(group["lr"])
     return named
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from distdl.data.held_generators import HeldGenerators
 from distdl.distributed import process_group
 from distdl.loops.generators import set_rng_state
+from distdl.optim import learning_rates
 from distdl.optim import optimizers as optim
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def rescale(
     if not optimizer:
         log.warning("the global batch was %d and is %d: the rate does not change", before, now)
         return
-    old, new = optim.rate_of(optimizer, before), optim.rate_of(optimizer, now)
+    old, new = learning_rates.rate_of(optimizer, before), learning_rates.rate_of(optimizer, now)
     for schedule in (entry.scheduler for entry in trainer.lr_scheduler_configs):
         rates = {"old_lr": old, "new_lr": new, "step_ratio": before / now}
         optim.rescale_schedule(schedule, schedule.optimizer, **rates)
@@ -92,7 +93,7 @@ def rescale(
         now,
         old,
         new,
-        optim.RateScaling.of(optimizer).rule,
+        learning_rates.RateScaling.of(optimizer).rule,
     )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from distdl.models.parts import chosen, inside
-from distdl.optim.optimizers import plain_name
+from distdl.optim.parameter_groups import plain_name
 from distdl.util.errors import UserError
 
 KEY = "model.freeze"

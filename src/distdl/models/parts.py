@@ -10,7 +10,7 @@ from torch import nn
 
 from distdl.domains.detection.network_parts import part_of
 from distdl.models.blocks import blocks_of
-from distdl.optim.optimizers import is_norm
+from distdl.optim.parameter_groups import is_norm
 from distdl.util.errors import UserError
 from distdl.util.suggest import did_you_mean_word
 

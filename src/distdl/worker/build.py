@@ -38,7 +38,7 @@ from distdl.models import lora, recompute
 from distdl.models.evaluated import Evaluated
 from distdl.models.parts import layers_in
 from distdl.models.weights import read_published_without_code
-from distdl.optim import optimizers
+from distdl.optim import learning_rates, optimizers, parameter_groups
 from distdl.optim.averages import exchanges
 from distdl.optim.schedules import length_of
 from distdl.ranks.environment import Environment
@@ -226,17 +226,17 @@ def attach_optimizer(
     schedule_node = plain(config.get("schedule"))
     if not optimizer_node:
         return
-    rates: list[optimizers.LayerRate] = []
+    rates: list[learning_rates.LayerRate] = []
     heads: list[str] = []
-    if optimizer_node.get("_target_") in optimizers.WITH_FALLBACK:
+    if optimizer_node.get("_target_") in parameter_groups.WITH_FALLBACK:
         layers, last = layers_in(module)
         heads = [name for layer in last for name in layers[layer]]
-    if any(optimizer_node.get(key) is not None for key in optimizers.OF_LAYERS):
-        rates = optimizers.layer_rates(*layers_in(module), optimizer_node)
+    if any(optimizer_node.get(key) is not None for key in learning_rates.OF_LAYERS):
+        rates = learning_rates.layer_rates(*layers_in(module), optimizer_node)
 
     def configure_optimizers(self: LightningModule) -> OptimizerLRScheduler:
         self.trainer.fit_loop.setup_data()  # rate and schedule depend on the loaders
-        reference = optimizers.RateScaling.of(optimizer_node).reference
+        reference = learning_rates.RateScaling.of(optimizer_node).reference
         per_step = (position.samples or 0) * self.trainer.accumulate_grad_batches
         optimizer = optimizers.build_optimizer(
             self,

@@ -15,7 +15,7 @@ from distdl.config import recipe as configs
 from distdl.config.recipe import longer, plain, unit_of
 from distdl.job import Resources
 from distdl.models import recompute
-from distdl.optim import optimizers
+from distdl.optim import learning_rates
 from distdl.ranks.environment import Environment
 from distdl.runs.directory import Attempt, shown
 from distdl.tracking import RunInfo
@@ -68,10 +68,10 @@ def print_batch(
     elif declared is not None:
         say(f"batch   {batches.describe(config, size)}")
     if config.get("optimizer") and global_batch and not built.own_optimizer:
-        say(f"rate    {optimizers.describe_lr(plain(config.optimizer), global_batch)}")
+        say(f"rate    {learning_rates.describe_lr(plain(config.optimizer), global_batch)}")
     if built.own_optimizer:
         say("rate    the model's own configure_optimizers")
-    elif layers := optimizers.describe_groups(groups_of(built)):
+    elif layers := learning_rates.describe_groups(groups_of(built)):
         say(f"layers  {layers}")
     say()
     digest = getattr(built.datamodule, "digest", None)  # distdl's data sets have one

@@ -16,7 +16,8 @@ from distdl.models import Detector, ImageClassifier, torchvision_detector
 from distdl.models.freezing import freeze
 from distdl.models.parts import heads_of, layers_in, layers_of
 from distdl.models.weights import load_weights
-from distdl.optim.optimizers import build_optimizer, describe_groups, layer_rates
+from distdl.optim.learning_rates import describe_groups, layer_rates
+from distdl.optim.optimizers import build_optimizer
 from tests.prepared import refusal
 
 

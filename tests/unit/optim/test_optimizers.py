@@ -14,7 +14,7 @@ from timm.optim import Muon
 from torch import nn
 from torchvision.models import resnet50
 
-from distdl.optim import optimizers, trial
+from distdl.optim import learning_rates, optimizers, trial
 from distdl.optim.schedules import length_of
 from tests.prepared import refusal
 
@@ -58,7 +58,7 @@ def test_scaling_rules():
         ("sqrt", 1024, "lr 0.1 per 256 images x sqrt(1024/256) (sqrt) = 0.2"),
         ("none", 512, "lr 0.1 (not scaled by the global batch of 512)"),
     ):
-        assert optimizers.describe_lr({**SGD, "lr_scaling": rule}, batch) == line
+        assert learning_rates.describe_lr({**SGD, "lr_scaling": rule}, batch) == line
     for module, node, path, message in (
         (None, {**SGD, "lr_scaling": "cubic"}, "optimizer.lr_scaling", "linear, sqrt"),
         (nn.ReLU(), SGD, "model", "no trainable parameter"),
