@@ -4,13 +4,14 @@ import re
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from pytest import approx
 from torch.utils._pytree import tree_leaves
 
 from distdl.config import compose
 from distdl.tools.measure import estimate
 from distdl.tools.measure.estimate import GIB, Estimate, Machine, by_strategy, estimates
-from distdl.tools.measure.plan import how_many
+from distdl.tools.measure.plan import fast_path, how_many
 from distdl.tools.measure.recommendation import advise
 from distdl.tools.measure.step_profile import MeasuredBlock, MeasuredStep, measure
 from distdl.util.errors import UserError
@@ -253,6 +254,18 @@ def test_recomputing_is_counted_and_proposed(command, without_stage_2):
     (single,) = [line.split() for line in again.out.splitlines() if line.startswith("single ")]
     assert float(single[6]) == approx(after, rel=0.01)
     assert "or      model" not in again.out
+
+
+def test_what_compiling_and_one_device_change_is_said():
+    one = machine(devices=1)
+    two = machine(devices=2)
+    compiled, plain = (OmegaConf.create({"model": {"compile": c}}) for c in ("auto", False))
+    assert fast_path(OmegaConf.create({"model": {}}), two) == []
+    (note,) = fast_path(compiled, two)
+    assert note.startswith("model.compile=auto: computed as not compiled")
+    first, second = fast_path(plain, one)
+    assert first.startswith("model.compile=false: with auto")
+    assert second.startswith("ddp: on one device it has no wrapper")
 
 
 def test_how_many_devices(monkeypatch):
