@@ -59,7 +59,7 @@ distdl.launchers: azureml.launcher.AzureMLLauncher kubernetes.KubernetesLauncher
 distdl.launchers: local.LocalLauncher mpi.MpiLauncher
 distdl.launchers: sagemaker.SageMakerLauncher slurm.SlurmLauncher
 distdl.models: Detector ImageClassifier torchvision_detector
-distdl.optim: constant warmup_cosine warmup_step
+distdl.optim: constant warmup_cosine warmup_linear warmup_step
 distdl.strategies: DDPStrategy DeepSpeedStrategy FSDPStrategy LocalSGDStrategy PipelineStrategy
 distdl.strategies: auto single
 distdl.tasks: benchmark doctor predict test train validate

@@ -1,4 +1,4 @@
-"""Learning rate schedules per optimizer step: warm-up, then a cosine, steps or a constant."""
+"""Learning rate schedules per optimizer step: warm-up, then a cosine, a line, steps, a constant."""
 
 from __future__ import annotations
 
@@ -66,6 +66,27 @@ def warmup_cosine(
     def after(step: int) -> float:
         cosine = (1 + math.cos(math.pi * min(1.0, (step - warmup) / decay))) / 2
         return min_lr_ratio + (1 - min_lr_ratio) * cosine
+
+    return _warmed_up(optimizer, warmup, warmup_from, after)
+
+
+def warmup_linear(
+    optimizer: Optimizer,
+    steps_per_epoch: int,
+    max_epochs: int,
+    warmup_epochs: NotNegative = 5,
+    min_lr_ratio: NotNegative = 0.0,
+    warmup_from: float | str = 0.0,
+    total_steps: float | None = None,
+) -> LambdaLR:
+    """Linear warm-up, then a line down to `min_lr_ratio` of the full rate (Li et al. 2020,
+    "Budgeted Training", https://arxiv.org/abs/1905.04753). Arguments: see `warmup_cosine`."""
+    warmup, total = _steps(steps_per_epoch, max_epochs, total_steps, warmup_epochs)
+    decay = max(1, total - warmup)
+
+    def after(step: int) -> float:
+        left = 1 - min(1.0, (step - warmup) / decay)
+        return min_lr_ratio + (1 - min_lr_ratio) * left
 
     return _warmed_up(optimizer, warmup, warmup_from, after)
 

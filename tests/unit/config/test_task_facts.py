@@ -116,4 +116,10 @@ def test_functions_of_a_kind_are_known_by_what_they_return():
                 functions = filter(inspect.isfunction, (each, *methods))
                 taken[section] |= {x.__name__ for x in functions if KINDS[section].takes(x)}
     assert taken["task"] == {"_evaluate"}, "its name is private, so that it is refused"
-    assert taken["schedule"] == {"constant", "warmup_cosine", "warmup_step", "_warmed_up"}
+    assert taken["schedule"] == {
+        "constant",
+        "warmup_cosine",
+        "warmup_linear",
+        "warmup_step",
+        "_warmed_up",
+    }

@@ -159,6 +159,10 @@ def cosine(steps, low):
     return [0.2 * (low + (1 - low) * (1 + math.cos(math.pi * k / 80)) / 2) for k in range(steps)]
 
 
+def line(steps, low):
+    return [0.2 * (low + (1 - low) * (1 - k / 80)) for k in range(steps)]
+
+
 # Goyal et al., k = 8: from 0.1 to 0.8, then a tenth at each milestone.
 GOYAL = [0.1 + 0.7 * (k + 1) / 50 for k in range(50)]
 GOYAL += [0.8] * 250 + [0.08] * 300 + [8e-3] * 200 + [8e-4] * 100
@@ -171,6 +175,7 @@ GOYAL += [0.8] * 250 + [0.08] * 300 + [8e-3] * 200 + [8e-4] * 100
         # The warm-up may fill the whole training.
         ("warmup_cosine", 512, {"epochs": 1, "warmup_epochs": 1}, WARMUP[1::2]),
         ("warmup_cosine", 512, {"warmup_epochs": 2, "min_lr_ratio": 0.1}, WARMUP + cosine(81, 0.1)),
+        ("warmup_linear", 512, {"warmup_epochs": 2, "min_lr_ratio": 0.1}, WARMUP + line(81, 0.1)),
         ("warmup_step", 2048, {"epochs": 90}, GOYAL),
         (f"{TORCHS}.StepLR", 512, {"step_size": 2}, [0.2, 0.2, 0.02]),
     ],
