@@ -348,9 +348,9 @@ def shipped():
     stored = ["data.root={root}", "data.num_classes=2"]
     more = {"model=timm": ["model.network.model_name=resnet10t"], "data=imagenet": stored}
     more |= {f"task={name}": ["data=imagenet", *stored] for name in ("predict", "export")}
-    by_budget = [f"resnet50_{epochs}_epochs" for epochs in (16, 40, 88)]
-    for name in ("resnet50_imagenet", "imagenette_cpu", *by_budget):
-        more[f"experiment={name}"] = stored
+    more |= {f"experiment={name}": stored for name in ("resnet50_imagenet", "imagenette_cpu")}
+    for epochs in (16, 40, 88):
+        more[f"experiment=resnet50_{epochs}_epochs"] = [*stored, "data.batch_size=256"]
     more["experiment=finetune_cpu"] = [*stored, WEIGHTS]
     more["data=coco"] = ["model=retinanet", *COCO]
     detectors = ("fasterrcnn", "keypointrcnn", "maskrcnn", "maskrcnn_v2", "retinanet", "detector")
