@@ -146,6 +146,13 @@ def test_contributing_draws_the_tree_as_it_is():
     assert sorted(drawn) == sorted(rooms - {"launchers"})
 
 
+def test_the_readmes_tree_names_every_room():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = text.split("## The tree\n")[1].split("## Examples")[0]
+    rooms = {name.removeprefix("tools.") for name in LAYERS}
+    assert rooms - {*re.findall(r"[a-z_]+", tree)} == set()
+
+
 def test_names_in_the_configs_of_runs_stay():
     target = re.compile(r"_target_: (distdl\.\S+)")
     written = {n for p in ROOT.glob("conf/**/*.yaml") for n in target.findall(p.read_text())}
