@@ -20,13 +20,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 from omegaconf import DictConfig
 
 from distdl.config.heaviest import heaviest
 from distdl.config.recipe import plain
 from distdl.distributed import process_group
+from distdl.health import machine
 from distdl.util import loopback
 from distdl.util.errors import UserError
 from distdl.worker import batch_trial, kept_choices, named_tools
@@ -43,7 +43,6 @@ EVEN, LARGE = 8, 160
 LOOK_S = 0.3  # between two looks at the trials
 # Data whose batches are not all of one shape.
 OF_ALL_SIZES = ("distdl.data.StoredObjects",)
-GROUP = Path("/sys/fs/cgroup")
 GRACE_S = 5.0  # for the processes of other ranks, once one has failed
 
 # Tries batches in a fresh process of each rank, in order, up to the first that does not train.
@@ -241,11 +240,10 @@ def free_memory(accelerator: str) -> float:
     """Bytes for all ranks of this machine."""
     if accelerator == "mps":
         return float(torch.mps.recommended_max_memory())
-    free = psutil.virtual_memory().available
-    # A container may have less than its machine: https://docs.kernel.org/admin-guide/cgroup-v2.html
-    with suppress(OSError, ValueError):  # no such limit
-        limit, used = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, limit - used)
+    known = machine.memory(os.getpid())
+    free = known["available"]
+    if "limit" in known:  # of a container, which may have less than its machine
+        free = min(free, known["limit"] - known["used"])
     return float(free)
 
 
