@@ -14,6 +14,7 @@ import shutil
 import sqlite3
 import subprocess
 import tempfile
+import threading
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from tests.cluster import witness
 from tests.conftest import (
     KERNELS,
     TINY,
+    UNCHECKED,
     free_port,
     last_step,
     losses,
@@ -304,6 +306,69 @@ def test_a_job_resumes_after_requeue_and_preemption(slurm, on_cluster, tmp_path)
     assert list((run / "checkpoints").glob("*.manifest.json"))
     assert mlflow_runs() == before
     assert len(before) == 1
+
+
+class Queue(threading.Thread):
+    """Counts how many jobs the cluster has at once, as long as a search is at work."""
+
+    def __init__(self, slurm):
+        super().__init__(daemon=True)
+        self.slurm = slurm
+        self.over = threading.Event()
+        self.most = 0
+        self.jobs = set()
+
+    def run(self):
+        while not self.over.wait(0.2):
+            now = self.slurm.run("squeue", "-h", "-t", "PD,R,CF,S", "-o", "%i").split()
+            self.jobs |= {*now}
+            self.most = max(self.most, len(now))
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *error):
+        self.over.set()
+        self.join()
+
+
+@matrix_only
+def test_a_search_has_four_jobs_at_once_prunes_and_goes_on(slurm, on_cluster, background, tmp_path):
+    """Each trial is one job, killed searches or not; no more than four are queued or run; what is
+    pruned is a success for Slurm, and no step is trained twice."""
+    pytest.importorskip("optuna")
+    space = ("optimizer.lr=range(0.01,0.085,0.01)", "--sampler", "grid", "--parallel", "4")
+    words = (*SLURM, "data.train_samples=80", "data.val_samples=8", "trainer.max_epochs=4")
+    typed = ("tune", *words, "name=t", "--pruner", "asha", "--metric", "val/loss:min", "--json")
+    study = tmp_path / "outputs/default/t"
+    with Queue(slurm) as queue:
+        job = background(*typed, *space, cwd=tmp_path, module=UNCHECKED)
+        job.until(lambda: len([*study.glob("*/attempts/001/job.json")]) >= 5)
+        job.process.kill()  # while jobs are under way
+        job.process.wait()
+        under_way = slurm.run("squeue", "-h", "-o", "%i").split()
+        said = on_cluster(*typed, *space)
+    found = json.loads(said.out.splitlines()[-1])["answer"]
+    assert under_way, "what the second command has to follow"
+    ends = [each["end"] for each in found["trials"]]
+    assert {*ends} == {"COMPLETE", "PRUNED"}
+    assert [each["number"] for each in found["trials"]] == [*range(8)]
+    runs = [tmp_path / each["run"] for each in found["trials"]]
+    handles = {handle_of(run) for run in runs}
+    assert len(handles) == 8
+    assert queue.jobs == handles, "every job that the cluster has seen is a trial's only one"
+    assert queue.most == 4
+    listed = on_cluster("jobs", "list").out
+    for run, end in zip(runs, ends, strict=True):
+        (attempt,) = samples(run).values()  # epoch and step, each once
+        assert [step for _, step in attempt] == [*range(1, len(attempt) + 1)]
+        recorded = status(run)
+        state = "PRUNED" if end == "PRUNED" else "SUCCEEDED"
+        assert (recorded["state"], recorded["exit_code"]) == (state, 0)
+        assert slurm.show(handle_of(run))["JobState"] == "COMPLETED"
+        assert state in next(line for line in listed.splitlines() if run.name in line)
+        assert (len(attempt) < 40) == (end == "PRUNED")
 
 
 @matrix_only
