@@ -37,12 +37,14 @@ class LocalRequest:
         return {"DISTDL_LAUNCHER": launcher, **visible, **self.spec.env}
 
     def render(self) -> str:
-        command = shlex.join(["python", *self.spec.worker()])
-        variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in self.env.items())
+        module, name, bundle, store, *options = self.spec.worker()
+        variables = [f"{key}={shlex.quote(value)}" for key, value in self.env.items()]
+        words = [["python", module, name], [bundle], [store], options]
+        command = " \\\n  ".join([*variables, *map(shlex.join, words)])
         count = self.spec.resources.devices
         where = f"{count} processes" if count > 1 else "a process of its own"
         where += f" under torch's elastic agent{', each' if count > 1 else ''}:"
-        return f"# {'in this process' if self.in_process else where}\n{variables} {command}"
+        return f"# {'in this process' if self.in_process else where}\n{command}"
 
 
 class LocalLauncher(LauncherSettings, LauncherBase[LocalRequest]):

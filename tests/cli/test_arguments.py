@@ -27,7 +27,7 @@ drill --seed 1 | drill: missing: RUN|OVERRIDES
 data check x --gpu | --gpu: needs a value
 prepare imagenet --source a | prepare imagenet: missing: --to | imagenet --source DIR --to OUT
 track snyc | track: there is no 'snyc' | did you mean sync?
-serve r --max-batch 3 | --max-batch: is not an option of serve | serve.max_batch=<value>
+serve r --max-batch 3 | --max-batch: is not an option of serve | serve.max_batch=VALUE
 plan --foo | --foo: is not an option of plan | python -m distdl plan --help
 """
 

@@ -149,7 +149,7 @@ def test_a_dry_run_shows_what_would_run_and_writes_nothing(said, without_stage_2
         "run        outputs/resnet50_ddp/x\n",
         "resources  1 x 1 cpu",
         "batch      8 x 1 device = 8 per step",
-        "# in this process\nDISTDL_LAUNCHER=single python -m distdl.worker",
+        "# in this process\nDISTDL_LAUNCHER=single \\\n  python -m distdl.worker \\\n",
     ):
         assert text in shown
     shown = said("trainer.devices=2", "trainer.accelerator=cpu", "name=x", "dry_run=true")

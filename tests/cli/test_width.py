@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from distdl.cli.main import COMMANDS
 from distdl.cli.schemas import ANSWERS
 from tests.cli.test_json import REFUSED
 from tests.conftest import ROOT, Said
@@ -51,7 +52,7 @@ def too_wide(said: Said, columns: int) -> list[str]:
         line
         for line in (said.out + said.err).splitlines()
         # A path or an address is not cut.
-        if len(line) > columns and len(line.split()) > 1
+        if len(line) > columns and len(line.removesuffix(" \\").split()) > 1
     ]
 
 
@@ -73,6 +74,23 @@ def test_an_answer_fits_into_the_terminal(words, said, tmp_path):
         assert told.code == 0, told.err
         assert told.out
         assert too_wide(told, columns) == []
+
+
+def test_the_help_of_each_verb_fits_into_the_terminal(said):
+    for verb in COMMANDS:
+        told = said([verb, "--help"], 60)
+        assert (told.code, too_wide(told, 60)) == (0, []), verb
+
+
+def test_a_dry_run_fits_into_the_terminal(said, without_stage_2):
+    words = ("model=resnet18", "data=synthetic", "trainer.accelerator=cpu", "trainer.devices=1")
+    told = said([*words, "name=x", "launcher.max_attempts=3", "dry_run=true"], 60)
+    assert told.code == 0, told.err
+    command = told.out.rstrip().splitlines()[-5:]
+    assert command[0] == "DISTDL_LAUNCHER=local \\"
+    assert command[-1] == "  --attempt 1"
+    assert all(line.endswith(" \\") for line in command[:-1])
+    assert too_wide(told, 60) == []
 
 
 @pytest.mark.parametrize("name", [name for name in ANSWERS if "nowhere" in REFUSED[name]])

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from distdl.util.errors import Problem, UserError
+from distdl.util.screen import fitted, terminal_width
 from distdl.util.suggest import closest, did_you_mean_word
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 NO_OPTION = "unrecognized arguments: "
 REQUIRED = "the following arguments are required: "
@@ -27,6 +31,10 @@ class Parser(argparse.ArgumentParser):
         """With the option of every verb, which `cli/main.py` takes away before a verb sees it."""
         return f"{super().format_help()}\nwith --json the answer is JSON, for programs\n"
 
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """Fitted to the terminal, with the examples, which argparse prints as they are."""
+        print(fitted(self.format_help(), terminal_width()), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         raise UserError(*self._problems(message))
 
@@ -38,7 +46,7 @@ class Parser(argparse.ArgumentParser):
             )
         option = word.partition("=")[0]
         own = [n for n in self.settings if n.endswith(f".{option.strip('-').replace('-', '_')}")]
-        near = f"{own[0]}=<value>" if own else closest(option, self._options())
+        near = f"{own[0]}=VALUE" if own else closest(option, self._options())
         remedy = f"did you mean: {near}" if near else f"{self.prog} --help"
         return Problem(word, f"is not an option of {self._verb()}", remedy, code="unknown-key")
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from distdl.cli.arguments import Parser
 from distdl.util.answers import Answer
 from distdl.util.errors import Problem, UserError
+from distdl.util.screen import say
 from distdl.util.suggest import closest
 
 SPECIAL = ("sas", "prices")
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> Answer:
 
     helps = {"sas": sas.HELP, "prices": prices.HELP, "": USAGE + settings.text()}
     if options.help or not platform:
-        print(helps[special])
+        say(helps[special])
         return Answer(Provisioned(helps[special]))
     if special:
         text = (sas.run if special == "sas" else prices.run)(values(words[1:]))

@@ -22,19 +22,31 @@ from distdl.runs.snapshot import Snapshot
 from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 from distdl.util.redact import redact
-from distdl.util.screen import escaped
+from distdl.util.screen import escaped, say
 
 
 def answer(planned: Plan) -> Answer:
     """Prints what one run would be."""
-    text = render(planned)
-    print(text)
-    return Answer(ShownRequest([shown(planned.run.path)], text))
+    return Answer(ShownRequest([shown(planned.run.path)], show(planned)))
+
+
+def show(planned: Plan) -> str:
+    """Prints what one run would be: sentences fitted to the terminal, the request as it is. Returns
+    the same as text."""
+    head, request = _parts(planned)
+    say(head)
+    print(f"\n{request}", flush=True)
+    return f"{head}\n\n{request}"
 
 
 def render(planned: Plan) -> str:
     """One run as text, without control characters. Starts nothing, and writes only the files of
     `launcher.files`."""
+    return "\n\n".join(_parts(planned))
+
+
+def _parts(planned: Plan) -> tuple[str, str]:
+    """Sentences about a run, and its request."""
     attempt = submitting.next_attempt(planned)
     unset = submitting.unset_names(planned)
     code = submitting.snapshot_of(planned)
@@ -56,10 +68,8 @@ def render(planned: Plan) -> str:
         *(f"note       ${name} is not set: submitting needs it" for name in unset),
         *settings(launcher),
         *(f"file       {shown(file)}" for file in files),
-        "",
-        request.render(),
     ]
-    return escaped("\n".join(lines))
+    return escaped("\n".join(lines)), escaped(request.render())
 
 
 def program_lines(planned: Plan) -> Iterator[str]:
@@ -71,18 +81,24 @@ def program_lines(planned: Plan) -> Iterator[str]:
         yield f"started    once per {program.per}, in {planned.launch.folder}{extra}"
 
 
-def render_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
-    """All members of a sweep, as one request if the launcher supports that. The names are what each
-    member varies, such as "seed=1 optimizer.lr=0.1"."""
+def show_sweep(planned: Sequence[Plan], names: Sequence[str]) -> str:
+    """Prints all members of a sweep, as one request if the launcher supports that. The names are
+    what each member varies, such as "seed=1 optimizer.lr=0.1". Returns the same as text."""
     if submitting.same_launcher(planned):
         launcher = _launcher(planned[0])
         attempts = [submitting.next_attempt(each) for each in planned]
         request = launcher.request_sweep(submitting.specs_of(planned, attempts))
         if request is not None:
             numbered = (f"# {i}: {n}" for i, n in enumerate(names))
-            return escaped("\n".join([*numbered, request.render()]))
-    members = zip(names, planned, strict=True)
-    return "\n".join(f"\n# {escaped(n)}\n{render(p)}" for n, p in members)
+            text = escaped("\n".join([*numbered, request.render()]))
+            print(text, flush=True)
+            return text
+    texts = []
+    for name, each in zip(names, planned, strict=True):
+        title = f"\n# {escaped(name)}"
+        say(title)
+        texts += [title, show(each)]
+    return "\n".join(texts)
 
 
 def settings(launcher: LauncherBase[Any]) -> Iterator[str]:

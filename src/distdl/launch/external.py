@@ -104,7 +104,7 @@ def refuse_program(config: DictConfig) -> None:
 def _create(planned: Plan) -> str:
     """Creates the run and its attempt on rank 0; returns the message for the other ranks."""
     if planned.config.dry_run:
-        say(dry_run.render(planned))
+        dry_run.show(planned)
         return NOTHING_TO_DO
     if planned.finished:
         say(start.how_to_train_longer(planned))

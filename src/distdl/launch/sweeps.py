@@ -59,7 +59,7 @@ def main(
     swept = grammar.sweep_keys(overrides)
     if "name" in swept:
         raise UserError.at(
-            "name", "cannot be swept: a sweep names its members", "name=<sweep>", code="unsupported"
+            "name", "cannot be swept: a sweep names its members", "name=SWEEP", code="unsupported"
         )
 
     def chosen_and_plan(member: Sequence[str]) -> PlannedMember:
@@ -77,8 +77,7 @@ def main(
     say(f"sweep of {len(planned)} runs over {', '.join(swept) or 'nothing'}")
     if planned[0][1].config.dry_run:
         names, plans = zip(*planned, strict=True)
-        text = dry_run.render_sweep(plans, names)
-        say(text)
+        text = dry_run.show_sweep(plans, names)
         return Answer(ShownRequest([shown(each.run.path) for each in plans], text))
     if planned[0][1].launch.in_turn:
         return _run_all(planned, show)

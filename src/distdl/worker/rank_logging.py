@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
 from typing import TextIO
@@ -14,6 +15,8 @@ from distdl.util.screen import fitted, terminal_width
 
 QUIET = ("urllib3",)  # logs each retry; its callers report the outcome
 HANDLER = "distdl"  # the name of our log handlers
+WARNINGS = "py.warnings"  # the logger of Python's warnings, which begin with a file
+PACKAGES = re.compile(r"\S*/site-packages/")  # the part of its path that tells nothing
 # Loggers whose INFO lines the terminal shows: ours, and the one that prints `debug=profile`.
 SHOWN = ("distdl", "lightning.pytorch.profilers")
 
@@ -30,7 +33,10 @@ class ScreenHandler(logging.StreamHandler[TextIO]):
         pass
 
     def format(self, record: logging.LogRecord) -> str:
-        return fitted(super().format(record), terminal_width(sys.stderr))
+        text = super().format(record)
+        if record.name == WARNINGS:
+            text = PACKAGES.sub("", text, count=1)
+        return fitted(text, terminal_width(sys.stderr))
 
 
 def start_logging(attempt: Attempt, rank: int) -> None:

@@ -138,7 +138,8 @@ def measure(members: Sequence[Member]) -> int:
     code = 0
     for number, (member, plan) in enumerate(zip(due, planned, strict=True), 1):
         if plan.config.dry_run:
-            say(f"\n# {member.name}\n{dry_run.render(plan)}")
+            say(f"\n# {member.name}")
+            dry_run.show(plan)
             continue
         say(f"\n[{number}/{len(due)}] {member.name}")
         if member.is_damaged():
