@@ -2,7 +2,7 @@
 
     python -m distdl.launchers.azureml.entry BUNDLE STORE --attempt N
         --input imagenet=/mnt/... --output model=/mnt/...
-        --secret HF_TOKEN=<name in the Key Vault> [--identity user]
+        --secret HF_TOKEN=NAME_IN_KEY_VAULT [--identity user]
 
 A job's definition has only the names of secrets. This program reads their values as the job's
 identity, and only its own environment has them.

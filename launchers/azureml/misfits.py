@@ -85,9 +85,7 @@ def _network(settings: AzureSettings) -> Iterator[Problem]:
         )
     if settings.subnet and not settings.vnet and not settings.subnet.startswith("/subscriptions/"):
         what = "without launcher.vnet it must be the subnet's full ARM id"
-        yield Problem(
-            "subnet", what, "write launcher.vnet=<name of the network> as well", code="incomplete"
-        )
+        yield Problem("subnet", what, "write launcher.vnet=NETWORK as well", code="incomplete")
     if not settings.public_ip and not settings.subnet:
         what = "nodes without a public IP address need a subnet"
         yield Problem(
@@ -161,7 +159,7 @@ def _kubernetes(settings: AzureSettings) -> Iterator[Problem]:
     if not settings.on_kubernetes:
         return
     if not settings.compute:
-        remedy = "write launcher.compute=<its name in the workspace>"
+        remedy = "write launcher.compute=NAME, as in the workspace"
         yield Problem("compute", "missing: which Kubernetes compute", remedy, code="missing-key")
     if settings.spot:
         what = f"{settings.tier}, but a Kubernetes cluster has no tiers"

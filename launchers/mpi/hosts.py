@@ -126,7 +126,7 @@ class Setup:
             )
         lacks = done.stdout.splitlines()
         if "no python" in lacks:
-            remedy = "install the same environment there, or write launcher.python=<its path>"
+            remedy = "install the same environment there, or write launcher.python=PATH"
             return Problem(
                 "launcher.python", f"{host} has no {self.python}", remedy, code="not-installed"
             )

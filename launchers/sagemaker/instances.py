@@ -64,7 +64,7 @@ def misfits(name: str, at: str, context: Mapping[str, Any]) -> Iterator[Problem]
         yield Problem(
             at,
             f"{name} has {instance.gpus} {instance.gpu.split()[0]}, but trainer.devices={devices}",
-            f"trainer.devices={instance.gpus} trainer.num_nodes=<hosts>{hint}",
+            f"trainer.devices={instance.gpus} trainer.num_nodes=HOSTS{hint}",
             code="conflict",
         )
 

@@ -31,10 +31,10 @@ from distdl.util.errors import Problem, Refused
 from distdl.util.suggest import did_you_mean_word
 
 REQUIRED = {
-    "role": "launcher.role=arn:aws:iam::<account>:role/<name>: the job's permissions",
-    "image": "launcher.image=<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>; "
+    "role": "launcher.role=arn:aws:iam::ACCOUNT:role/NAME: the job's permissions",
+    "image": "launcher.image=ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG; "
     "launchers/sagemaker/Dockerfile builds one",
-    "bucket": "launcher.bucket=<name>, in the region of the job",
+    "bucket": "launcher.bucket=NAME, in the region of the job",
     "instance_type": "launcher.instance_type=ml.g5.12xlarge, for example",
 }
 BUNDLE = "bundle"  # the channel (SageMaker's word for an input) with the code

@@ -390,14 +390,14 @@ def test_a_deleted_experiment_is_named_with_both_remedies(outputs, caplog, capsy
     until(lambda: "was deleted" in caplog.text)
     tracked.finish()
     restore = f"mlflow experiments restore --experiment-id {number}"
-    for fragment in (restore, "tracking.mlflow.experiment_name=<other>", "once that is done"):
+    for fragment in (restore, "tracking.mlflow.experiment_name=NAME", "once that is done"):
         assert fragment in caplog.text
     assert caplog.text.count("was deleted") == 1
     assert "server is back" not in caplog.text
     assert tracked.sync() == 1
     error = capsys.readouterr().err
     assert restore in error
-    assert "--experiment <other>" in error
+    assert "--experiment NAME" in error
     assert "is back" not in error
     node = {"config": {"output_dir": str(outputs), "experiment_name": "bin"}, "local": True}
     (problem,) = MLflowLogger.check({}, {**node, "new": True})

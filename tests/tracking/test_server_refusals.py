@@ -50,7 +50,7 @@ def server():
         (404, b"<html>not here</html>", "answer like an MLflow server", "MLFLOW_TRACKING_URI"),
         (200, b"<html>log in</html>", "answer like an MLflow server", "MLFLOW_TRACKING_URI"),
         (200, b"{}", "answer like an MLflow server", "MLFLOW_TRACKING_URI"),
-        (400, NAME, "absolute path", "tracking.mlflow.experiment_name=<other>"),
+        (400, NAME, "absolute path", "tracking.mlflow.experiment_name=NAME"),
         (503, b"busy", None, None),
         (429, QUOTA, None, None),
         (500, b"oops", None, None),

@@ -130,7 +130,7 @@ def keep_global_batch(
             "trainer.devices",
             f"the run's global batch of {before} is not divisible by {_parts(config, size)}",
             "choose a number of devices that divides it, or set the new batch: "
-            "data.batch_size=<per device>",
+            "data.batch_size=N, of each device",
             code="indivisible",
         )
     note = f"data.batch_size is {per_device} on {_shares(config, size)}: "

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import yaml
@@ -43,6 +44,7 @@ WHERE = (
 )
 _BREAKS = re.compile("[\x85\u2028\u2029]")  # line breaks to YAML, and text to everybody else
 _CLOCK = re.compile(r"\$\{(hydra|now):[^{}]*\}")
+UNITS_OF_TIME = ("days", "hours", "minutes", "seconds")  # of trainer.max_time, as text
 # Keys of the recipe that an attempt may change, besides those of WHERE.
 CHANGEABLE = (
     "model.recompute",  # changes no value, and a run that does not fit needs it
@@ -148,10 +150,36 @@ def same_recipe(one: DictConfig, other: DictConfig) -> bool:
 
 
 def longer(config: DictConfig) -> str:
-    """The overrides that let a resume train longer than the config does."""
-    limits = ("trainer.max_epochs", "trainer.max_steps", "trainer.max_time")
-    limited = [key for key in limits if OmegaConf.select(config, key) not in (None, -1)]
-    return " ".join(f"{key}=<more>" for key in limited or limits[:2])
+    """The overrides that let a resume train twice as long as the config does; empty if it has no
+    limit, so that the training ended by itself."""
+    limits = {
+        "trainer.max_epochs": _twice_count,
+        "trainer.max_steps": _twice_count,
+        "trainer.max_time": twice_time,
+    }
+    twice_each = {key: twice(OmegaConf.select(config, key)) for key, twice in limits.items()}
+    return " ".join(f"{key}={value}" for key, value in twice_each.items() if value)
+
+
+def _twice_count(value: object) -> str:
+    return str(2 * value) if isinstance(value, int) and value > 0 else ""
+
+
+def twice_time(value: object) -> str:
+    """Twice a `trainer.max_time`, as `dd:hh:mm:ss`, which Lightning reads; empty if it is none."""
+    try:
+        if isinstance(value, Mapping):
+            parts = {str(key): float(part) for key, part in value.items() if key != "_target_"}
+        else:
+            words = str(value).split(":")
+            parts = dict(zip(UNITS_OF_TIME, map(float, words), strict=True))
+        seconds = round(2 * timedelta(**parts).total_seconds())
+    except (TypeError, ValueError):
+        return ""
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days:02}:{hours:02}:{minutes:02}:{seconds:02}"
 
 
 def unit_of(data: object) -> str:

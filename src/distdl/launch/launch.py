@@ -167,7 +167,7 @@ def checked_size(
         Problem(
             group,
             "missing",
-            f"write {group}=<option>; --help lists the options",
+            f"write {group}=OPTION; --help lists the options",
             code="missing-key",
         )
         for group in (REQUIRED_BY_PROGRAM if programs.is_program(config) else REQUIRED)

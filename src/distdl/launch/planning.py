@@ -171,7 +171,8 @@ def _resume_arguments(planned: Plan, stored: DictConfig) -> str:
             changed.append(shlex.quote(written(f"{section}.{key}", after[key])))
     if old == new:
         return f" {' '.join(changed)}"
-    return f" {configs.longer(stored)}" if planned.finished else ""
+    longer = configs.longer(stored) if planned.finished else ""
+    return f" {longer}" if longer else ""
 
 
 def never_trained(run: RunDirectory) -> bool:

@@ -103,8 +103,11 @@ def wait_or_follow(job: JobBase, attempt: Attempt, planned: Plan) -> JobState | 
 
 def how_to_train_longer(planned: Plan) -> str:
     path = shown(planned.run.path)
-    command = f"python -m distdl resume {path} {configs.longer(planned.config)}"
-    return f"{path} has finished: nothing to do. To train longer:\n  {command}"
+    what = f"{path} has finished: nothing to do"
+    longer = configs.longer(planned.config)
+    if not longer:
+        return what
+    return f"{what}. To train longer:\n  python -m distdl resume {path} {longer}"
 
 
 def report_failure(attempt: Attempt) -> None:

@@ -198,7 +198,7 @@ def build_schedule(
     endless = {"max_epochs", "total_steps"} if total_steps == math.inf else set()
     if endless & taken.keys() - config.keys() and target is not constant:
         what = "depends on the length of the training, which is unknown"
-        remedy = "trainer.max_steps=<optimizer steps>, or schedule=constant"
+        remedy = "trainer.max_steps=STEPS, or schedule=constant"
         raise UserError.at("schedule", what, remedy, code="unreadable")
     arguments = {name: value for name, value in supplied.items() if name in taken}
     arguments |= {k: v for k, v in config.items() if k not in OUR_SCHEDULE_KEYS}

@@ -233,7 +233,7 @@ def _read(
     if not address:
         if local_world < world:
             what = f"{row.name}: {world} processes on several nodes, but no address of rank 0"
-            remedy = "export MASTER_ADDR=<host of rank 0> on every node"
+            remedy = "export MASTER_ADDR=HOST on every node, that of rank 0"
             raise UserError.at("MASTER_ADDR", what, remedy, code="missing-key")
         address = loopback.address()
         sources["main_address"] = "one node"

@@ -7,6 +7,7 @@ import logging
 from lightning.pytorch.callbacks import Timer
 
 from distdl.callbacks.metrics import steps_of
+from distdl.config.recipe import twice_time
 from distdl.runs.directory import shown
 from distdl.worker.build import Built
 from distdl.worker.initial_state import start
@@ -57,7 +58,8 @@ def warn_of_time_limit(context: Built) -> None:
     if not trainer.should_stop or all((timer.time_remaining() or 1) > 0 for timer in timers):
         return
     cause = f"trainer.max_time={limit} is used up" if limit else "the Timer's time is used up"
-    resume = f"python -m distdl resume {shown(context.run.path)} trainer.max_time=<more>"
+    twice = f"trainer.max_time={twice_time(limit)}"
+    resume = f"python -m distdl resume {shown(context.run.path)} {twice}"
     text = "%s, in all attempts together: the training ended at step %d, in epoch %d%s"
     more = f". To continue: {resume}" if limit else ""
     log.warning(text, cause, steps_of(trainer), trainer.current_epoch, more)

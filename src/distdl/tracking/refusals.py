@@ -22,7 +22,7 @@ QUOTA = "delete what is not needed there, or ask its administrator for more"
 ADDRESS = "correct the address: MLFLOW_TRACKING_URI or tracking.mlflow.tracking_uri"
 WRITABLE = "make the database and its folder writable, or choose another: MLFLOW_TRACKING_URI"
 STORE = "give this machine the right to write to the experiment's artifacts"
-OTHER = "tracking.mlflow.experiment_name=<other>"
+OTHER = "tracking.mlflow.experiment_name=NAME"
 
 # By MLflow's code or the status of HTTP: what it means, and what helps.
 ANSWERS = {

@@ -77,7 +77,7 @@ def sync(run: Path, experiment: str | None = None, confirmed: str | None = None)
                 say(f"MLflow at {redact(uri)} {refused.what}.", to=sys.stderr)
                 say(f"{stays} To send them: {refused.remedy}", to=sys.stderr)
                 again = f"python -m distdl track sync {shlex.quote(shown(run))}"
-                other = " --experiment <other>" if refused.remedy.endswith(OTHER) else ""
+                other = " --experiment NAME" if refused.remedy.endswith(OTHER) else ""
                 say(f"Then: {again}{other and f', or now: {again}{other}'}", to=sys.stderr)
                 return Answer(SentMetrics(redact(uri), sender.delivered, sender.pending()), 1)
             name, later = "server", "the server is back"

@@ -115,7 +115,8 @@ def print_end(
     say(f"next    python -m distdl report {path}")
     # A benchmark and `trainer.fast_dev_run` leave no checkpoint to resume from.
     if task_facts.of(built.config).trains and any(built.run.checkpoints.glob("*.ckpt")):
-        say(f"        python -m distdl resume {path} {longer(built.config)}")
+        if twice := longer(built.config):
+            say(f"        python -m distdl resume {path} {twice}")
         if not configs.not_exportable(built.config):
             format = configs.export_formats(built.config).formats[0]
             say(f"        python -m distdl export {path} --to {format}")

@@ -1,4 +1,7 @@
-"""What of a config makes a model that can be exported."""
+"""What of a config makes a model that can be exported, and what trains a run for longer."""
+
+import pytest
+from omegaconf import OmegaConf
 
 from distdl.config import recipe
 
@@ -12,3 +15,22 @@ def test_an_export_that_is_refused_says_what_to_type():
     assert synthetic.endswith(weights)
     stored = {"_target_": "distdl.data.StoredImages"}
     assert recipe.exportable_instead({"model": own, "data": stored}, "outputs/r") == weights
+
+
+@pytest.mark.parametrize(
+    ("trainer", "text"),
+    [
+        ({"max_epochs": 3, "max_steps": -1}, "trainer.max_epochs=6"),
+        ({"max_epochs": -1, "max_steps": 50}, "trainer.max_steps=100"),
+        ({"max_time": "00:13:30:00"}, "trainer.max_time=01:03:00:00"),
+        ({"max_time": {"minutes": 45}}, "trainer.max_time=00:01:30:00"),
+        (
+            {"max_time": {"_target_": "datetime.timedelta", "hours": 1}},
+            "trainer.max_time=00:02:00:00",
+        ),
+        ({"max_epochs": -1}, ""),  # it ended by itself, and would end again
+        ({"max_time": "soon"}, ""),
+    ],
+)
+def test_a_longer_training_can_be_typed(trainer, text):
+    assert recipe.longer(OmegaConf.create({"trainer": trainer})) == text

@@ -199,5 +199,5 @@ def transports(ways: Mapping[str, Facts], nodes: int) -> Iterator[Finding]:
             what = f"gloo: {way['interface']}"
             what += f", {way['gbits']:g} Gb/s" if way["gbits"] > 0 else ""
             if nodes > 1 and way["interface"] == "lo":
-                remedy = "export GLOO_SOCKET_IFNAME=<interface between the hosts>"
+                remedy = "export GLOO_SOCKET_IFNAME=INTERFACE, the one between the hosts"
         yield Finding("transport", where, FAIL if remedy else PASS, None, what, remedy)

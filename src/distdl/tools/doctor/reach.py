@@ -22,7 +22,7 @@ ANSWER_S = 8.0  # a host that is up answers, if only that nobody listens at the 
 LISTEN_S = 60.0  # until rank 0 listens, since hosts do not start at the same time
 PORT_S = 3.0  # for one connection to another host
 MOST = 3  # problems that a host reports
-OR_EXPORT = "or export GLOO_SOCKET_IFNAME=<interface>"
+OR_EXPORT = "or export GLOO_SOCKET_IFNAME=INTERFACE"
 NAMES = "give the hosts names by DNS or /etc/hosts, or use addresses"
 OPEN = "let the job's hosts reach each other at all TCP ports (firewall, network security group)"
 

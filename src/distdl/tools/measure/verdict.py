@@ -92,7 +92,7 @@ def judge(
     if lost_to_data > WORTH:  # and most of it is not waiting
         cause = "the machine was busy (compare the windows)"
         if setting.get("workers"):
-            workers = "loader workers take cores from the training (data.num_workers=<fewer>)"
+            workers = "loader workers take cores from the training (fewer data.num_workers)"
             cause = f"{workers}, or {cause}"
         remedies.insert(0, f"real input costs {lost}, and waiting for it is only {waits}: {cause}")
     return Verdict(COMPUTE, why, remedies)
@@ -113,21 +113,27 @@ def communication_remedies(setting: Mapping[str, Any]) -> list[str]:
     if name == "pipeline":
         return [
             *remedies,
-            "strategy.micro_batches=<more>: a smaller bubble",
+            "more strategy.micro_batches: a smaller bubble",
             "strategy.schedule=interleaved or zero_bubble",
-            "fewer stages: strategy.stages=<less>, the other devices as replicas",
+            "fewer strategy.stages, the other devices as replicas",
         ]
     hooked = setting.get("comm_hook") not in (None, "none")
     if name == "ddp" and not hooked and setting.get("precision") not in ("16-true", "bf16-true"):
         remedies.append("strategy.comm_hook=bf16: half the bytes (gradients rounded to bfloat16)")
     if name in PARTITIONED:
         remedies.append("strategy=ddp sends two thirds of the bytes, where the model fits a device")
-    if batch := setting.get("data_batch"):
-        remedies.append(f"data.batch_size=<more than {batch}>: as many bytes, less often")
+    if batch := larger_batch(setting):
+        remedies.append(f"{batch}: as many bytes, less often")
     if name not in PARTITIONED:
         more = 2 * int(setting.get("accumulate") or 1)
         remedies.append(f"trainer.accumulate_grad_batches={more}: half as many exchanges")
     return remedies
+
+
+def larger_batch(setting: Mapping[str, Any]) -> str:
+    """The override for twice the batch; empty if there is no number of samples."""
+    batch = setting.get("data_batch")
+    return f"data.batch_size={2 * batch}" if isinstance(batch, int) and batch > 0 else ""
 
 
 def host_remedies(setting: Mapping[str, Any]) -> list[str]:
@@ -138,8 +144,8 @@ def host_remedies(setting: Mapping[str, Any]) -> list[str]:
         remedies.append("model.compile=true: fewer kernels")
     elif compiled in (True, "default") and int(setting.get("accumulate") or 1) == 1:
         remedies.append("model.compile=reduce-overhead: CUDA graphs start many kernels at once")
-    if batch := setting.get("data_batch"):
-        remedies.append(f"data.batch_size=<more than {batch}>: each kernel works longer")
+    if batch := larger_batch(setting):
+        remedies.append(f"{batch}: each kernel works longer")
     return remedies or ["a larger batch, or fewer and larger operations in training_step"]
 
 
@@ -147,16 +153,16 @@ def compute_remedies(setting: Mapping[str, Any], other: float, mfu: float | None
     remedies = []
     if other > MUCH_OTHER:
         text = f"{100 * other:.0f} % of a step is outside forward, backward and optimizer"
-        remedies.append(f"{text}: steps are too small for the device; data.batch_size=<more>")
+        remedies.append(f"{text}: steps are too small for the device; a larger data.batch_size")
     on_gpu = setting.get("accelerator") == "gpu"
     if on_gpu and str(setting.get("precision")).startswith("32"):
         remedies.append("trainer.precision=bf16-mixed")
     if on_gpu and setting.get("compile") is False:
         remedies.append("model.compile=true")
     good = mfu is not None and mfu >= GOOD_MFU
-    batch = setting.get("data_batch")
+    batch = larger_batch(setting)
     if batch and not good:
-        remedies.append(f"data.batch_size=<more than {batch}>, while memory lasts")
+        remedies.append(f"{batch}, while memory lasts")
     elif good or not remedies:
         remedies.append("more devices: python -m distdl scale measures what they bring")
     return remedies
