@@ -117,6 +117,18 @@ def test_the_code_and_the_changes_of_a_resume_count_as_differences(folder, capsy
     }
 
 
+def test_whose_commit_or_data_is_unknown(folder, capsys):
+    run(folder, "a")
+    path = run(folder, "b")
+    Attempt(path / "attempts/001").update(data="")
+    provenance = json.loads((path / "provenance.json").read_text())
+    (path / "provenance.json").write_text(json.dumps({**provenance, "git": {}}))
+    compared("a", "b", "--no-page")
+    shown = capsys.readouterr().out
+    assert "unknown the commit of b, started outside git" in shown
+    assert "unknown the data set of b, of which no digest" in shown
+
+
 @pytest.mark.parametrize(
     ("limit", "code"),
     [
@@ -160,6 +172,7 @@ def test_a_run_that_ended_with_nan_is_worse(folder, capsys):
         (("a", "b", "--fail-worse", "val/f1:1%"), "val/f1 was not logged by a, b"),
         (("a", "b", "--fail-worse", "own:1%"), "nobody knows whether more or less of own"),
         (("a", "b", "--fail-slower", "5"), "'5' is no share of a speed"),
+        (("a", "b", "short", "--fail-slower", "5%"), "no speed was recorded in short\n"),
         (("a", "b", "--output", "own.html"), "is not a page of distdl compare"),
         (("a", "s3://"), "names no bucket"),
         (("a", ""), "is empty"),
@@ -170,6 +183,8 @@ def test_wrong_input_gets_one_message(folder, words, what, capsys):
         path = run(folder, name)
         with (path / "logs/metrics.jsonl").open("ab") as file:
             file.write(encode(2000.0, 90, 1, {"own": 1.0}))
+    journal = run(folder, "short") / "logs/metrics.jsonl"
+    journal.write_bytes(encode(1000.0, 1, 1, {"val/acc1": 0.5}))
     (folder / "own.html").write_text("mine")
     assert what in refused(*words)
     assert (folder / "own.html").read_text() == "mine"

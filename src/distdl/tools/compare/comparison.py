@@ -80,10 +80,13 @@ class Comparison:
         return [(key, first[key]) for key in keys if first[key] != UNKNOWN]
 
     @cached_property
-    def unknown(self) -> list[str]:
-        """Of code and data, what is not known of some run."""
-        keys = (COMMIT, DATA)
-        return [key for key in keys if any(run.facts[key] == UNKNOWN for run in self.runs)]
+    def unknown(self) -> dict[str, list[str]]:
+        """Of code and data, the names of the runs of which it is not known."""
+        found = {
+            key: [run.name for run in self.runs if run.facts[key] == UNKNOWN]
+            for key in (COMMIT, DATA)
+        }
+        return {key: names for key, names in found.items() if names}
 
     @cached_property
     def best(self) -> int | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from distdl.tools.compare.comparison import Comparison
 from distdl.tools.compare.facts import SPEED, ComparedRun
 from distdl.util.errors import Problem, UserError
+from distdl.util.wording import first_few
 
 AMOUNT = re.compile(r"(\d+\.?\d*|\.\d+)(%?)", re.ASCII)
 AMOUNTS = "0.5% (of the first run's value) or 0.005"
@@ -112,11 +113,17 @@ def check(comparison: Comparison, limits: Sequence[RunLimit]) -> list[LimitResul
 
 
 def _problems(comparison: Comparison, limit: RunLimit) -> Iterator[Problem]:
-    lacking = [run.name for run in comparison.runs if limit.metric not in run.values]
     flag, metric = limit.flag, limit.metric
+    unmeasured = [run.name for run in comparison.runs if metric == SPEED and math.isnan(run.speed)]
+    if unmeasured:
+        what = f"no speed was recorded in {', '.join(unmeasured)}"
+        remedy = f"no {flag}, or in a run that short trainer.log_every_n_steps=1"
+        yield Problem(flag, what, remedy, code="not-found")
+        return
+    lacking = [run.name for run in comparison.runs if metric not in run.values]
     if lacking:
         known = ", ".join(comparison.metrics) or "nothing was logged"
-        what = f"{metric} was not logged by {', '.join(lacking[:3])}"
+        what = f"{metric} was not logged by {first_few(lacking)}"
         yield Problem(flag, what, f"one of: {known}", code="not-found")
         return
     if not (limit.mode or comparison.mode(metric)):

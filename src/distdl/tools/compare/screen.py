@@ -6,17 +6,23 @@ import math
 from collections.abc import Iterator, Sequence
 
 from distdl.tools.compare.comparison import Comparison, SeedSpread
-from distdl.tools.compare.facts import ComparedRun
+from distdl.tools.compare.facts import COMMIT, DATA, ComparedRun
 from distdl.tools.pages import data
 from distdl.util import table
 from distdl.util.screen import escaped, say
-from distdl.util.wording import plural
+from distdl.util.wording import first_few, plural
 
 MOST_METRICS = 3  # columns of the table; the page has all
 BESIDE = 4  # runs whose values of one setting stand beside each other
 MOST_VALUES = 4  # of a setting, if there are more runs
 MOST_ROWS = 30  # of the differences
 INDENT = 8  # characters of a note's name
+
+# Why a fact may be unknown.
+UNKNOWN_BECAUSE = {
+    COMMIT: "started outside git or before the first commit",
+    DATA: "of which no digest was recorded",
+}
 
 Row = tuple[str, ...]
 
@@ -84,8 +90,9 @@ def notes(comparison: Comparison) -> Iterator[tuple[str, str]]:
     same = ", ".join(f"{key} {text}" for key, text in comparison.same)
     if same:
         yield "same", same
-    if comparison.unknown:
-        yield "unknown", f"{' and '.join(comparison.unknown)} of some runs"
+    for key, names in comparison.unknown.items():
+        of = "all runs" if len(names) == len(comparison.runs) else first_few(names)
+        yield "unknown", f"the {key} of {of}, {UNKNOWN_BECAUSE[key]}"
     if not comparison.differences:
         yield "same", "the settings of all runs, too: they should agree"
     for spread in comparison.seeds:
