@@ -57,6 +57,8 @@ def project(cache, tmp_path, monkeypatch) -> Path:
     for run in ("first", "second"):
         (tmp_path / "outputs/forecast" / run / "attempts/001").mkdir(parents=True)
     (tmp_path / "outputs/forecast/notes").mkdir()
+    for member in ("a1", "b2"):
+        (tmp_path / "outputs/forecast/rates" / member / "attempts/001").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DISTDL_CACHE", str(tmp_path / "cache"))
     (index,) = cache.glob("*.json")
@@ -94,12 +96,20 @@ def offered(line: str) -> list[str]:
         ("resume outputs/forecast/f", ["outputs/forecast/first"]),
         ("resume outputs/forecast/first trainer.max_ep", ["trainer.max_epochs="]),
         ("resume outputs/forecast/first out", ["output_dir="]),
-        ("report outputs", ["outputs/forecast/first", "outputs/forecast/second"]),
+        ("report outputs/forecast/f", ["outputs/forecast/first"]),
+        (
+            "compare outputs/forecast/r",
+            [f"outputs/forecast/rates{member}" for member in ("", "/a1", "/b2")],
+        ),
         ("compare outputs/forecast/first outputs/forecast/s", ["outputs/forecast/second"]),
         ("export outputs/forecast/first --to on", ["onnx"]),
         ("export --to=on", ["--to=onnx"]),
         ("explain unkn", ["unknown-key"]),
         ("schema opti", ["optimizer"]),
+        ("schema job", ["jobs"]),
+        ("schema spa", ["spaces"]),
+        ("schema jobs lo", ["logs"]),
+        ("schema tune ", []),
         ("serve outputs/forecast/first serve.po", ["serve.port="]),
         ("plan --js", ["--json"]),
         ("run -- python trai", []),

@@ -262,9 +262,10 @@ def test_settings_keep_what_is_there(found, project, tmp_path, monkeypatch):
     assert kept["yaml.yamlVersion"] == "1.1"
     assert kept["yaml.schemas"]["./mine.json"] == ["a.yaml"]
     assert kept["yaml.schemas"]["./.vscode/schemas/model.json"] == ["conf/model/*.yaml"]
+    assert kept["yaml.schemas"]["./.vscode/schemas/spaces.json"] == ["conf/tune/*.yaml"]
     experiments = kept["yaml.schemas"]["./.vscode/schemas/experiment.json"]
     assert {"conf/experiment/**/*.yaml", "conf/size/tiny.yaml"} <= {*experiments}
-    assert written.schemas.keys() == {*CONFIGS, "part", "tune"}
+    assert written.schemas.keys() == {*CONFIGS, "part"}
     for text, code in (('{\n  // mine\n  "a": 1\n}', "unreadable"), ("[]", "wrong-type")):
         settings.write_text(text)
         with pytest.raises(vscode.UserError) as refused:

@@ -107,6 +107,7 @@ def _words(
     if len(places) >= len(kinds) and not kind["more"]:
         return ()
     found = [*kind["choices"], *(f"{name}=" for name in kind["settings"])]
+    found += _next_words(kind["phrases"], places)
     if kind["runs"]:
         found += runs(index["runs"])
     if kind["overrides"]:
@@ -114,14 +115,29 @@ def _words(
     return found
 
 
+def _next_words(phrases: Iterable[str], before: Sequence[str]) -> Iterator[str]:
+    """The words that go on with a phrase, once each."""
+    place = len(before)
+    split = (phrase.split() for phrase in phrases)
+    fitting = (words for words in split if words[:place] == [*before] and len(words) > place)
+    yield from dict.fromkeys(words[place] for words in fitting)
+
+
 def runs(folder: str) -> Iterator[str]:
-    """The folders of runs below the folder of all runs, the newest first."""
+    """The folders of runs below the folder of all runs, and of sweeps and their members, the newest
+    first."""
     found = list[tuple[float, str]]()
     for group in _folders(folder):
         for run in _folders(group):
-            if os.path.isdir(os.path.join(run, "attempts")):
+            if _is_run(run):
                 found.append((os.stat(run).st_mtime, run))
+            elif members := [each for each in _folders(run) if _is_run(each)]:
+                found += [(os.stat(each).st_mtime, each) for each in (run, *members)]
     yield from (run for _, run in sorted(found, reverse=True)[:_MOST_RUNS])
+
+
+def _is_run(folder: str) -> bool:
+    return os.path.isdir(os.path.join(folder, "attempts"))
 
 
 def _folders(folder: str) -> list[str]:

@@ -33,7 +33,7 @@ def make() -> None:
     """Writes the index anew."""
     known = config_files.empty()
     known["verbs"] = {verb: _of(_parser_of(verb)) for verb in ("", *command_line.COMMANDS)}
-    known["verbs"]["schema"]["words"][0]["choices"] += _schemas()
+    known["verbs"]["schema"]["words"][0]["phrases"] += _schemas()
     known["verbs"]["explain"]["words"][0]["choices"] += _codes()
     known["keys"] = [key for key in schema.known_paths() if key not in _sections()]
     known["values"] = dict(_values(schema.Config, ""))
@@ -48,9 +48,9 @@ def _sections() -> tuple[str, ...]:
 
 
 def _schemas() -> list[str]:
-    from distdl.cli.schema import CONFIGS
+    from distdl.cli.schema import NAMES
 
-    return [*CONFIGS]
+    return [*NAMES]
 
 
 def _codes() -> list[str]:
@@ -115,6 +115,7 @@ def _word(
     settings = [*parser.settings] if isinstance(parser, Parser) else []
     return {
         "choices": choices,
+        "phrases": [],  # of several words: `jobs list`
         "more": action.nargs in ("*", "+"),
         "overrides": action.dest == "overrides" or "override" in str(action.help),
         "settings": settings if action.dest == "settings" else [],

@@ -17,7 +17,7 @@ from typing import Any
 import distdl.conf
 from distdl.util.cache_folder import default_root
 
-VERSION = 1
+VERSION = 2
 _SHIPPED = os.path.dirname(distdl.conf.__file__)
 # What the part of the index that no config file gives is made of.
 _SOURCES = ("cli", "config/schema.py", "util/refusal_codes.py")

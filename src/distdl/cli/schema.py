@@ -21,8 +21,10 @@ from distdl.util.suggest import closest
 
 EVENTS = "events"
 GROUPS = sorted({*COMPONENTS, *COLLECTIONS, "trainer"})
-# Of config files: a whole one, an experiment, and an option of each group.
-CONFIGS = ("config", "experiment", *GROUPS)
+SPACES = "spaces"
+# Of config files: a whole one, an experiment, an option of each group, and what a search varies.
+CONFIGS = ("config", "experiment", *GROUPS, SPACES)
+NAMES = (*CONFIGS, *LAYERS, *ANSWERS, EVENTS)
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,8 @@ def main(argv: Sequence[str]) -> Answer:
         raise UserError.at("schema", what, remedy, code="missing-key" if not name else "conflict")
     if options.write:
         return _write(Path(options.write))
-    names = [*CONFIGS, *LAYERS, *ANSWERS, EVENTS]
-    if name not in names:
-        near = closest(name, names)
+    if name not in NAMES:
+        near = closest(name, NAMES)
         remedy = f"did you mean: python -m distdl schema {near}" if near else listed
         raise UserError.at(name, "there is no schema of it", remedy, code="wrong-choice")
     document = _document(name)

@@ -57,8 +57,9 @@ FIXED: Mapping[str, type[BaseModel]] = {
 _DOTTED = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$"
 # Hydra's own keys of a node.
 _HYDRAS = r"^_(target|partial|recursive|convert|args)_$"
-# A file of spaces: `optimizer.lr: interval(0.01, 1)`, or `optimizer: {lr: [0.1, 0.2]}`.
-SPACES, _SPACE = "tune", "space"
+# A file of the group `tune`: `optimizer.lr: interval(0.01, 1)`, or `optimizer: {lr: [0.1, 0.2]}`.
+# `distdl schema tune` is another schema, of what that command answers.
+SPACES, SPACES_GROUP, _SPACE = "spaces", "tune", "space"
 _LINES: Schema = {
     "type": "object",
     "minProperties": 1,

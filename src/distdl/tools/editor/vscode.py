@@ -13,7 +13,7 @@ from distdl.config import user_conf
 from distdl.config.recipe import LAYERS
 from distdl.tools.editor.arguments import PART
 from distdl.tools.editor.options import OptionFile
-from distdl.tools.editor.schemas import CONFIG, EXPERIMENT, SPACES, Schemas
+from distdl.tools.editor.schemas import CONFIG, EXPERIMENT, SPACES, SPACES_GROUP, Schemas
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import UserError
 
@@ -67,7 +67,7 @@ def files_of(schemas: Schemas) -> dict[str, list[str]]:
     globs = {EXPERIMENT: [f"{top}/{layer}/**/*.yaml" for layer in LAYERS]}
     globs |= {section: [f"{top}/{section}/*.yaml"] for section in schemas.sections}
     globs[CONFIG] = ["outputs/**/config.yaml"]
-    globs[SPACES] = [f"{top}/{SPACES}/*.yaml"]
+    globs[SPACES] = [f"{top}/{SPACES_GROUP}/*.yaml"]
     globs[PART] = []
     for option in schemas.options.all():
         name = _of_own_group(option, schemas)
