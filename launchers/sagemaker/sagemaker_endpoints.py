@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import secrets
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distdl.launchers.common import refuse
 from distdl.launchers.deploying import Platform, is_ours
 from distdl.launchers.sagemaker import limits
 from distdl.launchers.sagemaker.aws import aws_errors
@@ -57,21 +56,9 @@ class HostedEndpoint(Platform[SageMakerLauncher]):
 
         launcher = self.launcher
         options = self.options
-        absent = [key for key in ("role", "bucket") if not getattr(launcher, key)]
-        refuse(Problem(key, "missing", REQUIRED[key], code="missing-key") for key in absent)
-        if not options.image:
-            remedy = "--image ADDRESS; launchers/sagemaker/endpoint/Dockerfile builds one"
-            raise UserError.at("--image", "missing", remedy, code="missing-key")
         service = Session().get_service_model("sagemaker")
-        known = service.shape_for(self.types).enum
-        if options.instance_type not in known:
-            remedy = did_you_mean_word(options.instance_type, known)
-            raise UserError.at(
-                "--instance-type",
-                f"there is no {options.instance_type}",
-                remedy,
-                code="wrong-choice",
-            )
+        if problems := [*self.problems(service.shape_for(self.types).enum)]:
+            raise UserError(*problems)
         container = {
             "Image": options.image,
             "ModelDataUrl": f"s3://{launcher.bucket}/{self.key(name)}",
@@ -92,6 +79,19 @@ class HostedEndpoint(Platform[SageMakerLauncher]):
             validate_parameters(body, shape)
             refuse_forbidden(limits.violations(shape, body))
         return documents
+
+    def problems(self, types: Sequence[str]) -> Iterator[Problem]:
+        """All that is wrong with the settings and options. `types`: those of instances."""
+        for key in ("role", "bucket"):
+            if not getattr(self.launcher, key):
+                yield Problem(f"launcher.{key}", "missing", REQUIRED[key], code="missing-key")
+        if not self.options.image:
+            remedy = "--image ADDRESS; launchers/sagemaker/endpoint/Dockerfile builds one"
+            yield Problem("--image", "missing", remedy, code="missing-key")
+        chosen = self.options.instance_type
+        if chosen not in types:
+            remedy = did_you_mean_word(chosen, types)
+            yield Problem("--instance-type", f"there is no {chosen}", remedy, code="wrong-choice")
 
     def key(self, name: str) -> str:
         """Of the model in the bucket."""
@@ -188,12 +188,15 @@ class Transform(HostedEndpoint):
         super().__init__(launcher, options)
         self.options.job = secrets.token_hex(4)  # a job's name can be used only once
 
+    def problems(self, types: Sequence[str]) -> Iterator[Problem]:
+        yield from super().problems(types)
+        for flag in ("--input", "--output"):
+            if not str(getattr(self.options, flag.strip("-"))).startswith("s3://"):
+                remedy = f"{flag} s3://BUCKET/FOLDER"
+                yield Problem(flag, "must be in S3", remedy, code="wrong-type")
+
     def use(self, name: str) -> dict[str, dict[str, Any]]:
         options = self.options
-        if not all(str(address).startswith("s3://") for address in (options.input, options.output)):
-            raise UserError.at(
-                "--input, --output", "must be in S3", "s3://BUCKET/FOLDER", code="wrong-type"
-            )
         source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": options.input}}
         job = {
             "TransformJobName": name,

@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from distdl.cli.arguments import Parser
 from distdl.launchers import deploying
 from distdl.util.answers import Answer
-from distdl.util.errors import UserError
+from distdl.util.errors import Problem, UserError
 from distdl.util.screen import escaped
 from distdl.util.suggest import did_you_mean
 
@@ -81,23 +81,10 @@ def main(argv: Sequence[str]) -> Answer:
         help="delete the endpoint",
     )
     options = parser.parse_intermixed_args(argv)
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{1,21}[A-Za-z0-9]", options.name):
-        raise UserError.at(
-            "--name",
-            f"{options.name} is not a name for an endpoint",
-            "see --help",
-            code="wrong-kind",
-        )
-    if options.instances < 1:
-        raise UserError.at(
-            "--instances", f"{options.instances} is less than 1", code="out-of-range"
-        )
     words = vars(options).pop("words")
     trust = vars(options).pop("trust")
-    if not (words or options.change):
-        raise UserError.at(
-            "RUN", "missing: the folder of a run, or of an exported model", code="missing-key"
-        )
+    if problems := [*_problems(options, words)]:
+        raise UserError(*problems)
     source = None if options.change else Path(words.pop(0))
     platform, dry_run = read(options, words)
 
@@ -116,6 +103,18 @@ def main(argv: Sequence[str]) -> Answer:
                 text = deploying.deploy(platform, folder, request, expected)
     print(escaped(text))
     return Answer(DeployedModel(options.platform, options.name, dry_run, escaped(text)))
+
+
+def _problems(options: argparse.Namespace, words: Sequence[str]) -> Iterator[Problem]:
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{1,21}[A-Za-z0-9]", options.name):
+        what = f"{options.name} is not a name for an endpoint"
+        yield Problem("--name", what, "3 to 23 letters, digits and hyphens", code="wrong-kind")
+    if options.instances < 1:
+        what = f"{options.instances} is less than 1"
+        yield Problem("--instances", what, "--instances 1", code="out-of-range")
+    if not (words or options.change):
+        what = "missing: the folder of a run, or of an exported model"
+        yield Problem("RUN", what, code="missing-key")
 
 
 def read(options: argparse.Namespace, words: Sequence[str]) -> tuple[deploying.Platform, bool]:

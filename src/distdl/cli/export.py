@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,11 +14,12 @@ from distdl.config.recipe import export_formats, exportable_instead, not_exporta
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory, shown
 from distdl.util.answers import Answer
-from distdl.util.errors import UserError
+from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import written
 
 FORMATS = ("pt2", "onnx", "package", "mlflow", "weights")
 SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
+CHECKPOINT = "task.checkpoint"
 # On this machine's CPU.
 HERE = (
     "task=predict",
@@ -80,7 +81,11 @@ def main(argv: Sequence[str]) -> Answer:
     why_not = export_formats(run.recipe()).refused.get(options.to)
     if why_not is not None:
         raise UserError.at("--to", f"{options.to}: {why_not}", code="unsupported")
-    words = [*here(run), written("task.checkpoint", checkpoint)]
+    if not checkpoint.exists():
+        what = "there is no such checkpoint" if named else "this run has no checkpoint"
+        remedy = f"python -m distdl resume {shlex.quote(shown(run.path))} writes one"
+        raise UserError.at(options.source, what, remedy, code="not-found")
+    words = [*here(run), written(CHECKPOINT, checkpoint)]
     if options.to != "mlflow":  # nothing is sent to the run's server, which may be somebody else's
         words.append("tracking=none")
     if options.register:
@@ -103,9 +108,17 @@ def main(argv: Sequence[str]) -> Answer:
     from distdl.launch import resuming
     from distdl.tools.serving.export import export
 
-    config = resuming.plan(run, [*words, *options.overrides]).config
+    try:
+        config = resuming.plan(run, [*words, *options.overrides]).config
+    except UserError as error:
+        raise type(error)(*(_as_typed(each, options.source) for each in error.problems)) from error
     folder, verified = export(config, run, checkpoint, options.to, size)
     return Answer(ExportedModel(shown(folder), options.to, verified))
+
+
+def _as_typed(problem: Problem, source: str) -> Problem:
+    """A problem of the checkpoint names what was typed, and not the key that has it here."""
+    return replace(problem, path=source) if problem.path.startswith(CHECKPOINT) else problem
 
 
 def here(run: RunDirectory) -> list[str]:

@@ -36,12 +36,12 @@ REFUSED = [
     (f"azureml {MODEL} --instance-type big", "--instance-type: big is not a VM size"),
     (f"azureml {MODEL} --batch", "launcher.compute=NAME"),
     (f"azureml {MODEL}", "launcher.workspace: missing"),
-    (f"sagemaker {MODEL} {BUCKET} --image x", "launcher.role=arn:aws:iam::<account>"),
+    (f"sagemaker {MODEL} {BUCKET} --image x", "launcher.role=arn:aws:iam::ACCOUNT"),
     (f"sagemaker {MODEL} {ROLE} {BUCKET}", "endpoint/Dockerfile builds one"),
     (f"{AWS} --instance-type ml.m5.larg", "did you mean ml.m5.large?"),
     (f"{AWS}{'x' * 255}", " characters; SageMaker allows at most 255"),
     (f"{AWS} launcher.subnets=[a_b] launcher.security_groups=[sg-1]", "launcher.subnets: "),
-    (f"{AWS} --batch --output s3://b/o", "--input, --output: must be in S3"),
+    (f"{AWS} --batch --output s3://b/o", "--input: must be in S3"),
     (f"{AWS} --batch --delete".replace("MODEL ", ""), "ends by itself"),
 ]
 
@@ -61,6 +61,24 @@ def test_refused_before_anything_is_created(words, expected, folders, command, m
     assert output.code == 2, output
     assert expected in output.err, output
     assert "Traceback" not in output.err, output
+
+
+@pytest.mark.parametrize(
+    ("words", "paths"),
+    [
+        (f"sagemaker {MODEL}", ["launcher.role", "launcher.bucket", "--image"]),
+        (
+            f"sagemaker {MODEL} {ROLE} --batch --instance-type big",
+            ["launcher.bucket", "--image", "--instance-type", "--input", "--output"],
+        ),
+        ("azureml --name a --instances 0", ["--name", "--instances", "RUN"]),
+    ],
+)
+def test_all_that_is_missing_is_named_at_once(words, paths, folders, command, monkeypatch):
+    monkeypatch.chdir(folders)
+    said = command("deploy", *words.split(), "--json")
+    problems = json.loads(said.out)["problems"]
+    assert [each["path"] for each in problems] == paths
 
 
 def test_an_answer_is_compared():
