@@ -60,7 +60,7 @@ def of_command(command: str) -> dict[str, Any]:
             "path": _TEXT | {"description": "where, as a user writes it: strategy.stages"},
             "code": {"enum": [*CODES]},
             "message": _TEXT,
-            "remedy": _TEXT | {"description": "what to type instead; empty if it is unknown"},
+            "remedy": _TEXT | {"description": "what to write instead, in words; empty if unknown"},
         },
         "required": ["path", "code", "message", "remedy"],
         "additionalProperties": False,

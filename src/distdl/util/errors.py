@@ -75,7 +75,9 @@ class Problem:
 
     path: str  # in the config, as the user writes it (`strategy.stages`); empty if there is none
     what: str  # one sentence without the path
-    remedy: str = ""  # what to write instead, as the user would type it; empty if it is unknown
+    # What to write instead, in words: the keys, values and commands in it as the user would type
+    # them. Empty if it is unknown.
+    remedy: str = ""
     # Which kind of problem it is: one of `refusal_codes.CODES`. Every refusal of distdl names it.
     code: str = field(default=OTHER, compare=False)
 

@@ -251,9 +251,8 @@ class Binding:
             what = f"needs the package {package}, which is not installed"
             self.add(path, what, install(package), code="not-installed")
         else:
-            self.notes.append(
-                f"not checked: {path_text(path)}: package {package} is not installed here"
-            )
+            what = f"not checked: {path_text(path)}: package {package} is not installed here"
+            self.notes.append(f"{what}; to check it: {install(package)}")
 
     def accepted(
         self, called: object, node: dict[str, Any], path: Path

@@ -296,6 +296,7 @@ def test_what_only_the_nodes_have_is_noted(project):
     (refused, (note,)) = remote(absent, project)
     assert refused == []
     assert note.startswith("not checked: callbacks.x._target_: package absent is")
+    assert note.endswith("; to check it: pip install absent")
     assert remote({"data": node("mine.Data", root="nowhere")}, project) == ([], [])
 
 
