@@ -19,10 +19,9 @@ MEMORY = 64 << 20  # bytes
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    """2 MiB."""
+def small_disk(folder: Path, megabytes: int = 2) -> Iterator[None]:
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "distdl-test", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "distdl-test", str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no tmpfs can be mounted: {done.stderr}")

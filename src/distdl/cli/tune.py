@@ -6,6 +6,7 @@ import argparse
 import fcntl
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from distdl.util.screen import say
 if TYPE_CHECKING:
     from distdl.tools.search.preparing import PreparedSearch
     from distdl.tools.search.search import Search
+    from distdl.tools.search.storage import Address
 
 EPILOG = """\
 A space is written as Hydra writes it: KEY=a,b  KEY=choice(a,b)  KEY=range(1,9)  KEY=interval(0,1)
@@ -34,6 +36,7 @@ BUDGET = re.compile(r"(\d+\.?\d*)\s*(s|min|h|d)", re.ASCII)
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 SAMPLERS = ("tpe", "random", "grid", "qmc", "cmaes")
 PRUNERS = ("asha", "hyperband", "median", "halving")
+CHECKPOINTS = ("keep", "remove")
 TRIALS = 20
 
 
@@ -46,7 +49,11 @@ def main(argv: Sequence[str]) -> Answer:
 
     from distdl.launch import dry_run
     from distdl.tools.search import preparing, screen
+    from distdl.tools.search.storage import Address
 
+    address = None if options.storage is None else Address.of(options.storage)
+    if address is not None:  # what is recorded of this command has no password
+        sys.argv = [word.replace(address.typed, address.shown) for word in sys.argv]
     prepared = preparing.prepare(
         options.overrides,
         sampler=options.sampler,
@@ -59,7 +66,7 @@ def main(argv: Sequence[str]) -> Answer:
         return dry_run.answer(prepared.first)
     folder = prepared.first.run.path.parent
     with alone(folder):
-        search = search_of(prepared, options, seconds)
+        search = search_of(prepared, options, seconds, address)
         screen.begin(search, options.sampler)
         code = run(search)
     page, following = screen.end(search, prepared)
@@ -86,9 +93,12 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sampler", choices=SAMPLERS, default="tpe", help="who proposes (tpe)")
     about = "ends trials that are worse than others after some of their validations (none)"
     parser.add_argument("--pruner", choices=PRUNERS, help=about)
+    about = "what becomes of those that are pruned for good (keep)"
+    parser.add_argument("--pruned-checkpoints", choices=CHECKPOINTS, default="keep", help=about)
     about = "val/loss:min; may be repeated (default: the metric that chooses best.ckpt)"
     parser.add_argument("--metric", action="append", default=[], metavar="NAME:MODE", help=about)
-    parser.add_argument("--storage", metavar="URL", help="of the study, for Optuna (a file)")
+    about = "of the study, for Optuna: sqlite:///study.db (a file in its folder)"
+    parser.add_argument("--storage", metavar="URL", help=about)
     return parser.parse_intermixed_args(list(argv))
 
 
@@ -100,6 +110,10 @@ def checked(options: argparse.Namespace) -> float | None:
         if value is not None and value < 1:
             what = f"must be 1 or more, not {value}"
             problems.append(Problem(f"--{flag}", what, f"--{flag} 1", code="out-of-range"))
+    if options.pruned_checkpoints == "remove" and options.pruner is None:
+        what = "no trial is pruned without --pruner"
+        flag = "--pruned-checkpoints remove"
+        problems.append(Problem(flag, what, f"{flag} --pruner halving", code="conflict"))
     found = BUDGET.fullmatch(options.budget) if options.budget is not None else None
     if options.budget is not None and (found is None or not float(found[1])):
         what = f"{options.budget!r} is no time in which a trial can start"
@@ -110,7 +124,10 @@ def checked(options: argparse.Namespace) -> float | None:
 
 
 def search_of(
-    prepared: PreparedSearch, options: argparse.Namespace, seconds: float | None
+    prepared: PreparedSearch,
+    options: argparse.Namespace,
+    seconds: float | None,
+    address: Address | None,
 ) -> Search:
     from distdl.tools.search import halving, pruning, screen
     from distdl.tools.search.engine import SearchEngine
@@ -126,7 +143,7 @@ def search_of(
         prepared.objectives,
         sampler=options.sampler,
         seed=int(first.config.get("seed") or 0),
-        storage=options.storage,
+        address=address,
         pruner=pruning.of_engine(options.pruner, length),
     )
     return Search(
@@ -137,6 +154,7 @@ def search_of(
         trials=options.trials or engine.count or TRIALS,
         seconds=seconds,
         pruning=pruning.chosen(options.pruner, engine, length),
+        discards=options.pruned_checkpoints == "remove",
         told=screen.told,
     )
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 import zipfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -93,6 +94,29 @@ class CheckpointStore:
         # A manifest is itself written under a temporary name first: `.x.manifest.json.tmp.*.part`.
         for left in (*self.folder.glob(".*.ckpt.tmp"), *self.folder.glob(f".*{SUFFIX}.tmp*")):
             remove(left)
+
+    def clear(self) -> int:
+        """Removes all checkpoints, and what a killed process has left of them; files of others
+        stay. Returns how many bytes that has freed: what is linked elsewhere, too, is still there.
+        """
+        before = self._own_files()
+        self.prune(0)
+        for alias in ALIASES:
+            if manifest_of(self.folder / alias).exists():
+                remove(self.folder / alias)
+                manifest_of(self.folder / alias).unlink()
+        after = self._own_files()
+        return sum(size for file, size in before.items() if file not in after)
+
+    def _own_files(self) -> dict[tuple[int, int], int]:
+        """Device and inode to size, of the files all of whose names are in this folder."""
+        found = [path.lstat() for path in self.folder.rglob("*") if path.is_file()]
+        names = Counter((each.st_dev, each.st_ino) for each in found)
+        return {
+            (each.st_dev, each.st_ino): each.st_size
+            for each in found
+            if names[each.st_dev, each.st_ino] == each.st_nlink
+        }
 
     def all(self) -> list[Path]:
         """Checkpoints that have a manifest, sorted by step, then by time, the newest first."""

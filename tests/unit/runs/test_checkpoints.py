@@ -52,6 +52,19 @@ def test_the_manifest_describes_the_file_and_the_newest_has_most_steps(store):
     assert {p.name for p in store.folder.iterdir()} == kept
 
 
+def test_clearing_frees_what_has_no_name_elsewhere(store, tmp_path):
+    paths = [save(store, step, b"x" * 1000, folder=step == 2) for step in (1, 2, 3)]
+    store.alias("best.ckpt", paths[2])  # a name more, and no byte
+    os.link(paths[0], tmp_path / "exported.ckpt")
+    (store.folder / "mine.ckpt").write_bytes(b"without a manifest: somebody else's")
+    store.temporary("step_7.ckpt").write_bytes(b"half")
+    manifests = sum(p.stat().st_size for p in store.folder.glob("*.manifest.json"))
+    assert store.clear() == manifests + 3 * 1001 + len(b"half")
+    assert {p.name for p in store.folder.iterdir()} == {"mine.ckpt"}
+    assert (tmp_path / "exported.ckpt").exists()
+    assert store.clear() == 0
+
+
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 

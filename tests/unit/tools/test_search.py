@@ -15,12 +15,15 @@ from distdl.config import recipe as configs
 from distdl.config import resources
 from distdl.job import JobState, Resources
 from distdl.runs import verdicts
+from distdl.runs.checkpoints import CheckpointStore
+from distdl.runs.directory import RunDirectory
 from distdl.runs.records import encode
 from distdl.runs.verdicts import SearchVerdict, Verdicts, Word
 from distdl.tools.search import files, halving, slots, spaces, trials
-from distdl.tools.search.engine import JOURNAL, SearchEngine, TrialEnd
+from distdl.tools.search.engine import SearchEngine, TrialEnd
 from distdl.tools.search.halving import Rungs, Standing
 from distdl.tools.search.objectives import Objective
+from distdl.tools.search.storage import JOURNAL
 from distdl.util.errors import UserError
 from tests.conftest import TINY
 
@@ -103,6 +106,7 @@ WRONG = {
     "seed=1,2 --budget 0h": "--budget: '0h' is no time",
     "seed=1,2 --budget soon": "--budget: 'soon' is no time",
     "seed=1,2 --parallel 0": "--parallel: must be 1 or more",
+    "seed=1,2 --pruned-checkpoints remove": "no trial is pruned without --pruner",
     "optimizer.lr=log(0.1,1) --sampler grid": "an interval has no step",
     "optimizer=sgd,adamw --sampler cmaes": "optimizer is a choice",
     "optimizer.lr=log(0.1,1) --sampler cmaes": "needs the package cmaes",
@@ -202,6 +206,26 @@ def test_a_study_goes_on_behind_a_line_that_was_cut(tmp_path):
     assert len({each.values["optimizer.lr"] for each in (first, second, third)}) == 3
     with pytest.raises(UserError, match="other spaces"):
         SearchEngine(searched("seed=1,2"), tmp_path, "s", [ACCURACY])
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "grid"])
+def test_a_proposal_that_was_cut_short_is_finished(sampler, tmp_path):
+    """The command was killed, or its storage failed, between two values."""
+    space = searched("seed=range(1,5)", "optimizer=sgd,adamw")
+    engine = SearchEngine(space, tmp_path, "s", [ACCURACY], sampler=sampler, seed=0)
+    done = engine.propose()
+    if sampler == "grid":
+        engine._enqueue_next()
+    half = engine.study.ask()
+    kept = half._suggest("seed", engine.spaces["seed"])
+    engine = SearchEngine(space, tmp_path, "s", [ACCURACY], sampler=sampler, seed=0)
+    assert [each.number for each in engine.known()] == [done.number]
+    proposal = engine.propose()
+    assert proposal.number == half.number
+    assert proposal.values["seed"] == kept
+    assert proposal.values.keys() == engine.spaces.keys()
+    assert sampler == "tpe" or proposal.values != done.values
+    assert engine.propose().number == half.number + 1
 
 
 def test_a_full_disk_loses_no_trial(tmp_path, monkeypatch):
@@ -320,6 +344,11 @@ def trained(known_metrics, monkeypatch):
                 break
         values = trial.curve.values or [math.nan]
         error = None if state is JobState.SUCCEEDED else f"it ended {state}"
+        if "checkpoint" in seen:
+            store = CheckpointStore(trial.run.checkpoints)
+            store.temporary("last-epoch.ckpt").write_bytes(seen["checkpoint"])
+            store.alias("last.ckpt", store.publish("last-epoch.ckpt", step=1))
+            (store.folder / "notes.txt").write_text("a user's")
         attempt.end(state, metrics={"val/acc1": values[-1]}, error=error)
 
     seen = {}
@@ -401,6 +430,31 @@ def test_asha_ends_trials_for_good(command, trained):
     assert ends.count("PRUNED") >= 4
     assert found["trials"][found["best"]]["overrides"] == "optimizer.lr=0.05"
     assert len(trained.epochs) == len({*trained.epochs}) < 50
+
+
+@pytest.mark.parametrize("pruner", ["asha", "halving"])
+def test_checkpoints_of_pruned_trials_are_removed_if_that_is_said(command, trained, pruner):
+    trained.seen["checkpoint"] = b"x" * 1000
+    rates = ("optimizer.lr=range(0.05,0.475,0.05)", "--sampler", "grid", "--pruner", pruner)
+    kept = tuned(command, *rates)
+    pruned = [each for each in kept["trials"] if each["end"] == "PRUNED"]
+    assert len(pruned) >= 4
+    assert {each["freed"] for each in kept["trials"]} == {0}
+    resumed, linked, *others = (RunDirectory.open(each["run"]) for each in pruned)
+    record = {"run_id": "r", "where": {"task": {"_target_": "t"}, "launcher": {}}}
+    resumed.begin_attempt(record).end(JobState.SUCCEEDED, metrics={}, error=None)
+    os.link(linked.checkpoints / "last.ckpt", "elsewhere.ckpt")
+    said = command(
+        "tune", *TINY, "name=s", "trainer.max_epochs=9", *rates, "--pruned-checkpoints", "remove"
+    )
+    assert said.code == 0, said
+    assert f"the checkpoints of {len(pruned) - 1} pruned trials" in said.out
+    for run in [linked, *others]:
+        assert [path.name for path in run.checkpoints.iterdir()] == ["notes.txt"]
+    assert (resumed.checkpoints / "last.ckpt").exists(), "somebody has trained it since"
+    for each in kept["trials"]:
+        if each["end"] == "COMPLETE":
+            assert (RunDirectory.open(each["run"]).checkpoints / "last.ckpt").exists()
 
 
 def test_a_budget_that_is_used_up_leaves_the_best_open(command, trained, monkeypatch):

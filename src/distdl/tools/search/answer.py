@@ -30,6 +30,8 @@ class SearchedTrial:
     """The trial before it that has the same values, whose run is its own."""
     why: str
     """Why it failed; empty if it did not."""
+    freed: int
+    """Bytes of its checkpoints that this command has removed (`--pruned-checkpoints remove`)."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def answer_of(search: Search, page: str | None, again: str, following: str) -> S
                 run=shown(trial.run.path),
                 repeats=None if trial.repeats is None else trial.repeats.number,
                 why=trial.why,
+                freed=trial.freed,
             )
             for trial in search.trials
         ],

@@ -10,41 +10,35 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import random
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distdl.runs.directory import shown
+from distdl.tools.search import storage
 from distdl.tools.search.objectives import Objective
 from distdl.tools.search.spaces import Searched, Space, Value
+from distdl.tools.search.storage import Address, Direction
 from distdl.util.errors import Problem, UserError
 from distdl.util.extras import install
-from distdl.util.redact import redact
-from distdl.util.screen import say
+from distdl.util.screen import escaped, say
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
-    from optuna.storages import BaseStorage
 
-JOURNAL = "study.journal"
 SAMPLERS = ("tpe", "random", "grid", "qmc", "cmaes")
 # Attributes of the study and of its trials.
 SEARCHED = "distdl.searched"
 SEED = "distdl.seed"
 RUN = "distdl.run"
-KEY = "distdl.key"
-DIRECTIONS: Mapping[str, Literal["maximize", "minimize"]] = {"max": "maximize", "min": "minimize"}
-LOCK_S = 5  # after which a lock is taken for one of a process that was killed
+DIRECTIONS: Mapping[str, Direction] = {"max": "maximize", "min": "minimize"}
 PATIENCE_S = 300.0  # for which a storage may fail
 MOST_POINTS = 1_000_000  # of a grid
 
@@ -80,7 +74,7 @@ class SearchEngine:
     """One study. Opened again, it knows the trials that it has proposed before.
 
     Args:
-        folder: Of the study's file, unless `storage` is an address that Optuna knows.
+        folder: Of the study's file, unless the study has an address.
         seed: Of the values; that of the first command counts.
         pruner: One of Optuna's; None: every trial is trained to its end.
     """
@@ -94,49 +88,49 @@ class SearchEngine:
         *,
         sampler: str = "tpe",
         seed: int | None = None,
-        storage: str | None = None,
+        address: Address | None = None,
         pruner: Callable[[], BasePruner] | None = None,
     ) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.searched = searched
-        self.place = redact(storage) if storage else shown(folder / JOURNAL)
+        self.address = address
+        self.place = address.shown if address else shown(folder / storage.JOURNAL)
         self.objectives = objectives
         self.spaces = {space.key: space.distribution() for space in searched.spaces}
         self.grid = _grid(searched.spaces) if sampler == "grid" else None
-        self.study: Study = _opened(
-            lambda: optuna.create_study(
-                storage=storage or _journal(folder / JOURNAL),
-                study_name=name,
-                directions=[DIRECTIONS[each.mode] for each in objectives],
-                load_if_exists=True,
-                pruner=pruner() if pruner else optuna.pruners.NopPruner(),
-            ),
-            storage,
-        )
-        self._refuse_another()
+        directions = [DIRECTIONS[each.mode] for each in objectives]
+        self.study: Study = storage.opened(address, folder, name, directions)
+        self.study.pruner = pruner() if pruner else optuna.pruners.NopPruner()
+        mine = self._described()
+        self._refuse_another(mine, directions)
+        self.key = storage.claimed(self.study, folder, address)
+        if self.study.user_attrs.get(SEARCHED) is None:
+            self.study.set_user_attr(SEARCHED, mine)
         if self.study.user_attrs.get(SEED) is None:
             self.study.set_user_attr(SEED, seed)
         self.seed: int | None = self.study.user_attrs.get(SEED)
-        if self.study.user_attrs.get(KEY) is None:
-            self.study.set_user_attr(KEY, uuid.uuid4().hex)
-        self.key = str(self.study.user_attrs[KEY])  # by which trackers know the study
         # A sampler has no memory of its own: with the seed alone it would propose its first values
         # again when a search goes on.
         begun = len(self.study.get_trials(deepcopy=False))
         moved = None if self.seed is None else self.seed + begun
         self.study.sampler = _sampler(sampler, moved)
 
-    def _refuse_another(self) -> None:
-        directions = [str(each) for each in self.objectives]
+    def _described(self) -> str:
+        """What a study searches: a search of something else may not go on with it."""
+        names = [str(each) for each in self.objectives]
         spaces = sorted(repr(space) for space in self.searched.spaces)
-        mine = json.dumps([sorted(self.searched.fixed), spaces, directions])
+        return json.dumps([sorted(self.searched.fixed), spaces, names])
+
+    def _refuse_another(self, mine: str, directions: Sequence[Direction]) -> None:
         theirs = self.study.user_attrs.get(SEARCHED)
-        if theirs is None:
-            self.study.set_user_attr(SEARCHED, mine)
-        elif theirs != mine:
+        if theirs not in (None, mine):
             what = f"the study {self.study.study_name} has other spaces, settings or objectives"
+            raise UserError.at("name", what, "choose another name=STUDY", code="mismatch")
+        differs = [each.name.lower() for each in self.study.directions] != [*directions]
+        if differs or (theirs is None and self.study.get_trials(deepcopy=False)):
+            what = f"the study {self.study.study_name} was made by another program than distdl tune"
             raise UserError.at("name", what, "choose another name=STUDY", code="mismatch")
 
     @property
@@ -145,8 +139,8 @@ class SearchEngine:
         return None if self.grid is None else len(self.grid)
 
     def known(self) -> list[Proposal]:
-        """All trials so far, by their numbers. One that was proposed only in part, by a command
-        that was killed, is told as failed."""
+        """All trials so far, by their numbers, but for one that a command has proposed only in part
+        before it was killed: `propose` goes on with that."""
         return self._patiently(self._known)
 
     def _known(self) -> list[Proposal]:
@@ -160,8 +154,6 @@ class SearchEngine:
                 end = TrialEnd(trial.state.name) if trial.state.is_finished() else None
                 results = trial.values or () if end is TrialEnd.COMPLETE else ()
                 found.append(Proposal(trial.number, trial.params, end, results))
-            elif not trial.state.is_finished():
-                self.study.tell(trial.number, state=TrialState.FAIL)
         return found
 
     def propose(self) -> Proposal:
@@ -169,10 +161,26 @@ class SearchEngine:
         return self._patiently(self._propose)
 
     def _propose(self) -> Proposal:
-        if self.grid is not None:
-            self._enqueue_next()
-        trial = self.study.ask(self.spaces)
+        if self.study.user_attrs.get(storage.KEY) != self.key:  # both began at the same time
+            raise storage.not_ours(self.study, self.address)
+        if (begun := self._begun()) is not None:
+            trial = self._trial(begun)
+        else:
+            if self.grid is not None:
+                self._enqueue_next()
+            trial = self.study.ask()
+        for key, distribution in self.spaces.items():
+            trial._suggest(key, distribution)  # as `ask` does; what was suggested before is kept
         return Proposal(trial.number, trial.params)
+
+    def _begun(self) -> int | None:
+        """The trial of which some values are missing: the command that asked for it was killed, or
+        the storage failed."""
+        from optuna.trial import TrialState
+
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        partial = (each.number for each in running if each.params.keys() != self.spaces.keys())
+        return next(partial, None)
 
     def _enqueue_next(self) -> None:
         """Lets the next trial have the first point of the grid that no trial has, in an order that
@@ -245,77 +253,14 @@ class SearchEngine:
                 warnings.simplefilter("ignore")
                 try:
                     return action()
-                except _storage_errors() as error:
+                except storage.errors() as error:
                     if time.monotonic() > until:
                         raise
                     if pause < 1:
-                        say(f"note    the study cannot be written ({error}): trying again")
+                        why = self.address.hidden(str(error)) if self.address else error
+                        say(escaped(f"note    the study cannot be written ({why}): trying again"))
             time.sleep(pause)
             pause = min(2 * pause, 10.0)
-
-
-def _storage_errors() -> tuple[type[Exception], ...]:
-    from optuna.exceptions import StorageInternalError
-
-    return (OSError, StorageInternalError)
-
-
-def _opened(create: Callable[[], Study], storage: str | None) -> Study:
-    """
-    Raises:
-        UserError: The storage is none, or a study of that name has another number of objectives.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return create()
-        except ValueError as error:  # of Optuna: the directions differ
-            remedy = "choose another name=STUDY"
-            raise UserError.at("name", str(error), remedy, code="mismatch") from error
-        except Exception as error:  # a database's driver has its own errors, and may be missing
-            if storage is None:
-                raise
-            what = f"cannot be used: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            remedy = "--storage sqlite:///FILE, or without it a file in the study's folder"
-            raise UserError.at("--storage", what, remedy, code="unreachable") from error
-
-
-def _journal(path: Path) -> BaseStorage:
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
-
-    class WholeLines(JournalFileBackend):
-        """Removes what a write left behind that was cut short, by a kill or a full disk: Optuna
-        would take it for the beginning of the next line, and could not read the file again."""
-
-        def append_logs(self, logs: list[dict[str, Any]]) -> None:
-            _end_with_a_line(path)
-            try:
-                super().append_logs(logs)
-            except OSError:
-                with suppress(OSError):
-                    _end_with_a_line(path)
-                raise
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = JournalFileSymlinkLock(str(path), grace_period=LOCK_S)
-    return JournalStorage(WholeLines(str(path), lock))
-
-
-def _end_with_a_line(path: Path) -> None:
-    with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        end = size
-        while end:
-            start = max(0, end - 4096)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-        if end < size:
-            file.truncate(end)
 
 
 def sampler_problems(name: str, spaces: Sequence[Space]) -> Iterator[Problem]:

@@ -62,7 +62,8 @@ class EnginePruning(Pruning):
         values = trial.curve.values
         is_pruned = False
         for position in range(trial.reported, len(values)):
-            is_pruned = self.engine.report(trial.number, position + 1, values[position])
+            # Several have come at once, if the trial did not wait: the first "no" counts.
+            is_pruned |= self.engine.report(trial.number, position + 1, values[position])
         trial.reported = len(values)
         return Word.PRUNE if is_pruned else Word.GO_ON
 

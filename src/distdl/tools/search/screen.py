@@ -19,6 +19,7 @@ from distdl.tools.search.search import Search
 from distdl.tools.search.spaces import Searched
 from distdl.tools.search.trials import SearchTrial
 from distdl.util import table
+from distdl.util.progress_bar import size
 from distdl.util.redact import redact_command
 from distdl.util.screen import escaped, say
 from distdl.util.wording import plural
@@ -52,6 +53,8 @@ def told(search: Search, trial: SearchTrial) -> None:
     parts.append(trial.text)
     if trial.why:
         parts.append(f"({trial.why})")
+    if trial.freed:
+        parts.append(f"({size(trial.freed)} freed)")
     best = search.best
     ending = []
     if best is not None:
@@ -97,6 +100,9 @@ def end(search: Search, prepared: PreparedSearch) -> tuple[str | None, str]:
     if left_out > 0:
         say(f"{left_out} more {plural('trial', left_out)} on the page")
     print_note("trials", counts(search))
+    if freed := [trial.freed for trial in search.trials if trial.freed]:
+        whose = f"the checkpoints of {len(freed)} pruned {plural('trial', len(freed))}"
+        say(f"freed   {size(sum(freed))}: {whose}")
     page = None
     try:
         page = study_page.write(search)

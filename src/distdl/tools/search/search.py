@@ -15,6 +15,7 @@ from distdl.launch.planning import Plan
 from distdl.runs.directory import RunDirectory, shown
 from distdl.tools.search.engine import Proposal, SearchEngine, TrialEnd
 from distdl.tools.search.objectives import Objective
+from distdl.tools.search.patience import Patience, store_fails, try_store, unwritable
 from distdl.tools.search.pruning import Pruning
 from distdl.tools.search.slots import Slot
 from distdl.tools.search.spaces import Searched
@@ -26,7 +27,6 @@ POLL_S = 0.1  # between two looks at the trials
 ASK_S = 5.0  # between two questions to a platform
 ENOUGH = 2  # trials that are refused, before any has a value
 MOST_RESTARTS = 3  # of a trial that was preempted or killed
-PATIENCE_S = 300.0  # for which a platform may refuse a trial after it took others
 
 Told = Callable[["Search", SearchTrial], None]
 
@@ -38,6 +38,7 @@ class Search:
         first: The plan of some trial, whose classes were checked.
         trials: How many the study gets, those of earlier commands included.
         seconds: After which no trial is started; None: no limit.
+        discards: Whether pruned trials lose their checkpoints.
         told: Called with each trial that has ended.
     """
 
@@ -51,6 +52,7 @@ class Search:
         trials: int,
         seconds: float | None,
         pruning: Pruning | None = None,
+        discards: bool = False,
         told: Told | None = None,
     ) -> None:
         self.searched = searched
@@ -65,11 +67,12 @@ class Search:
         self.began = time.monotonic()
         self.deadline = math.inf if seconds is None else self.began + seconds
         self.pruning = pruning
+        self.discards = discards
         self.told = told
         self.trials: list[SearchTrial] = []
         self.left: list[SearchTrial] = []
         self.stopped = False
-        self._unsent: tuple[float, float] | None = None  # since when, and when to try again
+        self.patience = Patience()
         self._by_run: dict[RunDirectory, SearchTrial] = {}
         self._refusals = 0
         self._asked_at = -math.inf
@@ -127,14 +130,14 @@ class Search:
             UserError: Trials are refused, each for the reason that holds for all.
         """
         for proposal in self.engine.known():
-            self._join(proposal)
+            self._discard(self._join(proposal))
         self.finish()
 
     def finish(self) -> None:
         """The rest of `run`, from where it was interrupted."""
         while True:
             self._fill()
-            if not self.under_way and (self.stopped or self._unsent is None):
+            if not self.under_way and (self.stopped or not self.patience.waits):
                 return
             time.sleep(POLL_S)
             self._look()
@@ -168,14 +171,17 @@ class Search:
     def _fill(self) -> None:
         """Starts what may be started: first what was under way, then what is resumed, then new
         trials."""
-        if self._unsent is not None and time.monotonic() < self._unsent[1]:
+        if self.patience.is_early:
             return
         if self.pruning is not None:
             for lost in self.pruning.lost(self.trials, closed=self.closed):
                 self._end(lost, TrialEnd.PRUNED)
         while self.free and not self.stopped:
             trial = self._next()
-            if trial is None or not self._start(trial):
+            if trial is None:
+                self.patience.end()
+                return
+            if not self._start(trial):
                 return
 
     def _next(self) -> SearchTrial | None:
@@ -205,26 +211,36 @@ class Search:
             if self.pruning is None or not self.pruning.pauses:
                 self._end(trial, TrialEnd.PRUNED)
             return True
+        if recorded is JobState.FAILED and trial.failed_with_store:
+            trial.failed_with_store = False
+            return False
         if recorded in (JobState.SUCCEEDED, JobState.FAILED):
             self._conclude(trial, recorded)
             return True
         return False
 
     def _start(self, trial: SearchTrial) -> bool:
-        """Starts a trial; False if its platform does not take it now."""
+        """Starts a trial; False if its platform does not take it now, or the disk is full."""
         slot = self.free.pop(0)
         try:
+            try_store(self.folder)
             judged = self.pruning is not None
             trial.start(self._planned(trial), slot, key=self.engine.key, judged=judged)
         except UserError as error:
             trial.slot = None
             self.free.insert(0, slot)
             return self._refused(trial, error)
+        except OSError as error:
+            trial.slot = None
+            self.free.insert(0, slot)
+            self.patience.wait(unwritable(self.folder, error))
+            self.left.insert(0, trial)
+            return False
         except BaseException:
             trial.slot = None
             self.free.insert(0, slot)
             raise
-        self._unsent = None
+        self.patience.end()
         self.engine.note_run(trial.number, str(trial.run.path))
         return True
 
@@ -259,14 +275,9 @@ class Search:
 
     def _wait_for_platform(self, error: UserError) -> None:
         """Raises the error, if the platform has taken no trial, or none for minutes."""
-        now = time.monotonic()
-        since = self._unsent[0] if self._unsent else now
-        taken = self.under_way or any(trial.end or trial.run.exists for trial in self.trials)
-        if not taken or now - since > PATIENCE_S:
+        if not self.under_way and not any(t.end or t.run.exists for t in self.trials):
             raise error
-        if self._unsent is None:
-            say(f"note    {error.problems[0].what}: trying again")
-        self._unsent = (since, now + min(30.0, max(1.0, now - since)))
+        self.patience.wait(error)
 
     def _refuse_all(self, error: UserError) -> None:
         """Raises an error for which a trial was refused, if it seems to hold for all of them."""
@@ -330,7 +341,9 @@ class Search:
             self.pruning.word(trial)  # the engine gets to know the last values, too
         if trial.refused:
             self._refuse_all(self._refusal(trial))
-        lost = state is JobState.FAILED and not trial.recorded.ended and not trial.refused
+        failed = state is JobState.FAILED and not trial.refused
+        trial.failed_with_store = failed and trial.recorded.ended and store_fails(self.folder)
+        lost = failed and (not trial.recorded.ended or trial.failed_with_store)
         if state is JobState.PRUNED:
             if self.pruning is None or not self.pruning.pauses:
                 self._end(trial, TrialEnd.PRUNED)
@@ -386,9 +399,19 @@ class Search:
     def _end(self, trial: SearchTrial, end: TrialEnd) -> None:
         self.engine.tell(trial.number, end, trial.results)
         trial.end = end
+        self._discard(trial)
         if self.told is not None:
             self.told(self, trial)
         self._follow_repeats()
+
+    def _discard(self, trial: SearchTrial) -> None:
+        """Removes the checkpoints of a trial that is pruned for the engine, so for good."""
+        if not self.discards or trial.end is not TrialEnd.PRUNED or trial.repeats is not None:
+            return
+        try:
+            trial.discard()
+        except OSError as error:
+            say(escaped(f"note    trial {trial.number} keeps its checkpoints ({error})"))
 
     def _follow_repeats(self) -> None:
         """A trial with the values of an earlier one ends as that did: nothing is trained twice."""

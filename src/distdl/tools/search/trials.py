@@ -21,6 +21,7 @@ from distdl.launch import submitting, sweeps
 from distdl.launch.planning import Plan
 from distdl.ranks import stopping
 from distdl.runs import judging, records, verdicts
+from distdl.runs.checkpoints import CheckpointStore
 from distdl.runs.directory import Attempt, RunDirectory
 from distdl.runs.verdicts import SearchVerdict, Word
 from distdl.tools.search.engine import Proposal, TrialEnd
@@ -78,6 +79,8 @@ class SearchTrial:
         why: Why it ended so, if it is no plain end.
         seconds: For which it was under way.
         repeats: The trial before it that has the same values, whose run is its own.
+        freed: The bytes of its checkpoints, if they were removed.
+        failed_with_store: Whether its run has failed while nothing could be written, and goes on.
     """
 
     proposal: Proposal
@@ -96,6 +99,8 @@ class SearchTrial:
     began: float = 0.0
     repeats: SearchTrial | None = None
     refused: bool = False
+    freed: int = 0
+    failed_with_store: bool = False
     reported: int = 0  # validations that the engine knows
 
     @property
@@ -166,6 +171,12 @@ class SearchTrial:
     def say(self, word: Word) -> None:
         """Raises an OSError if the run's store fails."""
         verdicts.write(self.run.path, SearchVerdict(word, self.curve.last_step))
+
+    def discard(self) -> None:
+        """Removes the checkpoints of a run that was pruned, unless somebody has trained it since.
+        Raises an OSError if the run's store fails."""
+        if self.recorded is JobState.PRUNED and not self.run.checkpoints.is_symlink():
+            self.freed += CheckpointStore(self.run.checkpoints).clear()
 
     def process_ended(self) -> bool:
         """Whether its process on this machine has ended; True, too, if there is none."""
