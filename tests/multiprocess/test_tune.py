@@ -279,7 +279,7 @@ def test_a_killed_search_goes_on(pruner, moment, storage, background, tmp_path):
 def test_a_disk_that_is_full_for_a_while(background, tmp_path):
     """What fails then is tried again, and the study knows each trial once."""
     words = ("trainer.max_epochs=3", *RATES, "--pruner", "asha")
-    with small_disk(tmp_path / "outputs", megabytes=300):
+    with small_disk(tmp_path / "outputs", megabytes=64):
         job = background("tune", *TINY, *SHORT, *words, cwd=tmp_path, module=UNCHECKED)
         job.until(lambda: [*(tmp_path / STUDY).glob("*/checkpoints/*.ckpt")])
         fill(tmp_path / "outputs/ballast")

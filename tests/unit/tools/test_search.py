@@ -1,10 +1,12 @@
 """`distdl tune`: spaces, what is refused, the engine's file, halving, and the loop over trials."""
 
 import importlib.util
+import itertools
 import json
 import math
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,7 @@ from distdl.tools.search import files, halving, slots, spaces, trials
 from distdl.tools.search.engine import SearchEngine, TrialEnd
 from distdl.tools.search.halving import Rungs, Standing
 from distdl.tools.search.objectives import Objective
+from distdl.tools.search.patience import Patience, unwritable
 from distdl.tools.search.storage import JOURNAL
 from distdl.util.errors import UserError
 from tests.conftest import TINY
@@ -132,7 +135,8 @@ LATER = {
     "--metric val/acc1:max --metric val/loss:min --pruner asha": "several objectives",
     "--metric val/loss:min --metric val/loss:min": "twice",
     "--metric train/loss:min --pruner asha": "no result of one",
-    "trainer.max_epochs=1 --pruner halving": "nothing to halve",
+    "trainer.max_epochs=1 --pruner halving": "nothing to end early",
+    "trainer.max_epochs=1 --pruner median": "nothing to end early",
     "launcher=sagemaker trainer.devices=1 launcher.instance_type=ml.g5.xlarge --pruner asha": (
         "not on this machine"
     ),
@@ -411,6 +415,37 @@ def test_failed_and_preempted_trials(command, trained):
         "optimizer.lr=0.3": ("COMPLETE", ""),
     }
     assert len(trained.epochs) == len({*trained.epochs}), "the resumed one goes on"
+
+
+def test_a_trial_that_fails_while_nothing_can_be_written_goes_on(command, trained, monkeypatch):
+    trained.outcome[0.1] = JobState.FAILED
+    calls = itertools.count()
+
+    def try_store(folder):
+        if (0.1, 0) in trained.epochs and next(calls) < 3:
+            raise OSError(28, "No space left on device")
+
+    for place in ("patience", "search"):
+        monkeypatch.setattr(f"distdl.tools.search.{place}.try_store", try_store)
+    monkeypatch.setattr("distdl.tools.search.patience.LONGEST_S", 0.0)
+    found = tuned(command, "optimizer.lr=0.1,0.2,0.3", "--sampler", "grid")
+    assert {each["end"] for each in found["trials"]} == {"COMPLETE"}
+    assert len(trained.epochs) == len({*trained.epochs}) == 27
+    assert next(calls) > 3
+
+
+def test_what_cannot_be_written_for_minutes_ends_the_search(monkeypatch, capsys):
+    patience = Patience()
+    error = unwritable(Path("study"), OSError(28, "No space left on device"))
+    patience.wait(error)
+    patience.wait(error)
+    assert capsys.readouterr().out.count("No space left on device") == 1
+    assert patience.is_early
+    monkeypatch.setattr("distdl.tools.search.patience.PATIENCE_S", -1.0)
+    with pytest.raises(UserError, match="study: cannot be written"):
+        patience.wait(error)
+    patience.end()
+    assert not patience.is_early
 
 
 def test_halving_trains_no_epoch_twice(command, trained):

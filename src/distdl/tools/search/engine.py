@@ -257,7 +257,9 @@ class SearchEngine:
                     if time.monotonic() > until:
                         raise
                     if pause < 1:
-                        why = self.address.hidden(str(error)) if self.address else error
+                        # Optuna's own error says nothing of what the database has said.
+                        why = str(error.__cause__ or error).partition("\n")[0]
+                        why = self.address.hidden(why) if self.address else why
                         say(escaped(f"note    the study cannot be written ({why}): trying again"))
             time.sleep(pause)
             pause = min(2 * pause, 10.0)

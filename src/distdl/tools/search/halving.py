@@ -15,12 +15,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from distdl.tools.search.objectives import Objective
 from distdl.util.errors import Problem
 
 FACTOR = 3  # of the validations of two rungs, and of the trials that reach them
+LENGTHS = ("trainer.max_epochs", "trainer.max_steps", "trainer.max_time")
 MOST_RUNGS = 3  # before the end of the training, which is the last one
 
 
@@ -112,21 +113,14 @@ def validations_of(config: DictConfig) -> int | None:
 
 def problem_of(config: DictConfig, searched: Sequence[str]) -> Problem | None:
     """Why trials of this config cannot be halved."""
-    limits = ("trainer.max_epochs", "trainer.max_steps", "trainer.max_time")
-    varied = [key for key in limits if key in searched]
+    varied = [key for key in LENGTHS if key in searched]
     if varied:
         what = f"needs trainings of one length, and {varied[0]} is searched"
         return Problem("--pruner halving", what, "--pruner asha", code="conflict")
-    count = validations_of(config)
-    if count is None:
+    if validations_of(config) is None:
         what = (
             "must know how many validations a training has, and its length is no number of epochs"
         )
         remedy = "trainer.max_epochs=9, without max_steps and max_time; or --pruner asha"
         return Problem("--pruner halving", what, remedy, code="incomplete")
-    if count <= 1:
-        epochs = OmegaConf.select(config, "trainer.max_epochs")
-        what = f"has nothing to halve: {epochs} epochs have {count} validation"
-        remedy = "trainer.max_epochs=9, or no --pruner"
-        return Problem("--pruner halving", what, remedy, code="not-enough")
     return None

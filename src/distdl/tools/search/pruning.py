@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from omegaconf import DictConfig
+
 from distdl.config import recipe as configs
 from distdl.launch.planning import Plan
 from distdl.runs.verdicts import Word
@@ -16,6 +18,7 @@ from distdl.tools.search.halving import Rungs, Standing
 from distdl.tools.search.objectives import Objective
 from distdl.tools.search.trials import SearchTrial
 from distdl.util.errors import Problem
+from distdl.util.wording import plural
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
@@ -177,4 +180,17 @@ def problems(
         what = f"compares validations, and {objectives[0].metric} is no result of one"
         return [Problem(flag, what, "--metric val/loss:min, or no --pruner", code="conflict")]
     problem = halving.problem_of(first.config, searched) if name == HALVING else None
+    if problem is None and not {*halving.LENGTHS} & {*searched}:
+        problem = _too_short(flag, first.config)
     return [problem] if problem else []
+
+
+def _too_short(flag: str, config: DictConfig) -> Problem | None:
+    """Nobody asks for a verdict after the last validation of a training."""
+    count = halving.validations_of(config)
+    if count is None or count > 1:
+        return None
+    epochs = config.trainer.max_epochs
+    length = f"{epochs} {plural('epoch', epochs)} with {count} {plural('validation', count)}"
+    what = f"has nothing to end early in {length}"
+    return Problem(flag, what, "trainer.max_epochs=9, or no --pruner", code="not-enough")

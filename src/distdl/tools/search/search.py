@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,7 @@ from distdl.util.screen import escaped, say
 POLL_S = 0.1  # between two looks at the trials
 ASK_S = 5.0  # between two questions to a platform
 ENOUGH = 2  # trials that are refused, before any has a value
+DISK_FULL = os.strerror(errno.ENOSPC)
 MOST_RESTARTS = 3  # of a trial that was preempted or killed
 
 Told = Callable[["Search", SearchTrial], None]
@@ -212,7 +215,6 @@ class Search:
                 self._end(trial, TrialEnd.PRUNED)
             return True
         if recorded is JobState.FAILED and trial.failed_with_store:
-            trial.failed_with_store = False
             return False
         if recorded in (JobState.SUCCEEDED, JobState.FAILED):
             self._conclude(trial, recorded)
@@ -241,6 +243,7 @@ class Search:
             self.free.insert(0, slot)
             raise
         self.patience.end()
+        trial.failed_with_store = False
         self.engine.note_run(trial.number, str(trial.run.path))
         return True
 
@@ -342,8 +345,7 @@ class Search:
         if trial.refused:
             self._refuse_all(self._refusal(trial))
         failed = state is JobState.FAILED and not trial.refused
-        trial.failed_with_store = failed and trial.recorded.ended and store_fails(self.folder)
-        lost = failed and (not trial.recorded.ended or trial.failed_with_store)
+        lost = failed and (not trial.recorded.ended or self._wanted_disk(trial))
         if state is JobState.PRUNED:
             if self.pruning is None or not self.pruning.pauses:
                 self._end(trial, TrialEnd.PRUNED)
@@ -356,6 +358,11 @@ class Search:
             self.left.insert(0, trial)
         else:
             self._conclude(trial, state)
+
+    def _wanted_disk(self, trial: SearchTrial) -> bool:
+        """Whether a failed trial would not have failed with a disk that it can write to."""
+        trial.failed_with_store = DISK_FULL in trial.error or store_fails(self.folder)
+        return trial.failed_with_store
 
     @staticmethod
     def _fetch(trial: SearchTrial) -> None:
@@ -372,9 +379,7 @@ class Search:
                 say(escaped(text))
 
     def _refusal(self, trial: SearchTrial) -> UserError:
-        last = trial.last_attempt
-        why = str(last.status().get("error") or "") if last else ""
-        what = f"is refused, as the trials before it: {why or f'see {shown(trial.log)}'}"
+        what = f"is refused, as the trials before it: {trial.error or f'see {shown(trial.log)}'}"
         remedy = "change the command, and name=STUDY"
         return Unfinished.at(f"trial {trial.number}", what, remedy, code="failed")
 
@@ -385,15 +390,13 @@ class Search:
             trial.results = values
             self._end(trial, TrialEnd.COMPLETE)
             return
-        last = trial.last_attempt
-        error = str(last.status().get("error") or "") if last else ""
         lacking = ", ".join(
             objective.metric
             for objective, value in zip(self.engine.objectives, values, strict=True)
             if not math.isfinite(value)
         )
         unvalued = f"it has no finite {lacking}" if state is JobState.SUCCEEDED else ""
-        trial.why = error or unvalued or state.lower()
+        trial.why = trial.error or unvalued or state.lower()
         self._end(trial, TrialEnd.FAILED)
 
     def _end(self, trial: SearchTrial, end: TrialEnd) -> None:

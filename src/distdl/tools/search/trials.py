@@ -125,6 +125,12 @@ class SearchTrial:
                 return JobState(last.status().get("state") or "UNKNOWN")
         return JobState.UNKNOWN
 
+    @property
+    def error(self) -> str:
+        """What the run's last attempt says of its end; empty: nothing."""
+        last = self.last_attempt
+        return str(last.status().get("error") or "") if last else ""
+
     def value_of(self, objective: Objective) -> float:
         """The run's value: the best one of the metric that chooses its best.ckpt, else the last one
         of its training; NaN: it has none."""
