@@ -21,7 +21,7 @@ from distdl.runs.checkpoints import CheckpointStore
 from distdl.runs.directory import RunDirectory
 from distdl.runs.records import encode
 from distdl.runs.verdicts import SearchVerdict, Verdicts, Word
-from distdl.tools.search import files, halving, slots, spaces, trials
+from distdl.tools.search import files, halving, pruning, slots, spaces, trials
 from distdl.tools.search.engine import SearchEngine, TrialEnd
 from distdl.tools.search.halving import Rungs, Standing
 from distdl.tools.search.objectives import Objective
@@ -264,6 +264,22 @@ def test_a_grid_is_seen_once_and_in_an_order_of_the_seed(tmp_path):
         orders.append(points)
     assert orders[0] == orders[1]
     assert orders[0] != orders[2]
+
+
+def test_of_several_validations_at_once_each_counts(tmp_path):
+    """The trial did not wait for its verdict: a rung that it has lost is not forgotten."""
+    engine = SearchEngine(
+        searched(), tmp_path, "s", [ACCURACY], pruner=pruning.of_engine("asha", 9)
+    )
+    decides = pruning.EnginePruning(engine)
+
+    def word(values):
+        trial = SimpleNamespace(number=engine.propose().number, reported=0)
+        trial.curve = SimpleNamespace(values=values)
+        return decides.word(trial)
+
+    assert word([0.9]) is Word.GO_ON
+    assert word([0.1, 0.2]) is Word.PRUNE
 
 
 # ----------------------------------------------------------------------------------- halving
