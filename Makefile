@@ -57,6 +57,7 @@ MATRIX := $(addprefix tests/, \
 	multiprocess/test_retries.py \
 	multiprocess/test_self_healing.py \
 	multiprocess/test_signals.py \
+	multiprocess/test_speedrun_ranks.py \
 	multiprocess/test_stopping.py \
 	multiprocess/test_tune.py \
 	multiprocess/test_torchvision_detectors.py \
@@ -81,7 +82,7 @@ MATRIX := $(addprefix tests/, \
 	unit/worker/test_compiling.py \
 )
 
-.PHONY: train test setup wheel servers programs server-packages servers-kube docs lint matrix lightnings gpu-proof bench clean
+.PHONY: train test setup wheel servers programs server-packages servers-kube docs lint matrix lightnings gpu-proof speedrun bench clean
 
 train: setup  ## the main job: ResNet-50 with DDP, tracked in MLflow
 	$(BIN)/python -m distdl +experiment=resnet50_ddp $(DEBUG)
@@ -201,6 +202,9 @@ lightnings: setup  ## what distdl assumes of Lightning, with the oldest that is 
 
 gpu-proof: setup  ## what a lent GPU can still show in MINUTES=14, most valuable first; goes on where it stopped
 	$(BIN)/python -m benchmarks.gpu_proof --minutes $(or $(MINUTES),14)
+
+speedrun: setup  ## the most accurate training in the CPU time of the first, three seeds: PHOTOGRAPHS="DIR DIR2"
+	$(BIN)/python -m benchmarks.speedrun --photographs $(PHOTOGRAPHS)
 
 bench: setup  ## every benchmark that fits this machine, each against its competitor
 	$(BIN)/python -m benchmarks.run

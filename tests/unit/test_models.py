@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision.models import resnet18
 
+from distdl.config.compose import compose
 from distdl.models import ImageClassifier
 from distdl.models.classifier import with_group_norm
 from distdl.models.mixing import mix
+from distdl.validation.child import Binding
+from distdl.validation.resolve import resolve
 from tests.prepared import quiet_trainer, refusal
 from tests.unit.sample_data import classifier, share, synthetic
 
@@ -177,3 +181,21 @@ def test_a_resumed_step_mixes_as_before_and_with_both_ways_each_comes_up():
     assert loss(3) == loss(3) != loss(4)
     boxes = [len(mixed(seed, 1.0, 1.0)[1][0].unique()) > 1 for seed in range(40)]
     assert 10 < sum(boxes) < 30
+
+
+def test_the_network_for_small_images_keeps_twice_the_positions():
+    config = compose(["model=resnet_small", "data.num_classes=10", "debug=cpu"])
+    values = resolve(config).values
+    binding = Binding(
+        {"config": values, "context": {"local": True}, "trust": [(), ()], "expressions": []}
+    )
+    binding.import_targets()
+    binding.visit(values["model"], ("model",))
+    assert not binding.problems, "it needs no consent"
+    network = instantiate(config.model.network)
+    assert sum(each.numel() for each in network.parameters()) == 1_598_378
+    with torch.no_grad():
+        for size, positions in ((32, 2), (48, 3), (64, 4), (96, 6)):
+            images = torch.randn(2, 3, size, size)
+            assert network.forward_features(images).shape == (2, 256, positions, positions)
+            assert network(images).shape == (2, 10)

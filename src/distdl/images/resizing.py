@@ -9,8 +9,8 @@ from typing import Any
 from distdl.util.errors import Problem
 from distdl.util.suggest import did_you_mean
 
-MULTIPLE = 32  # total stride of most networks; other sizes waste work at the edges
-KEYS = ("from", "to", "from_epoch", "until_epoch")
+MULTIPLE = 32  # by default: the total stride of most networks; other sizes waste work at the edges
+KEYS = ("from", "to", "from_epoch", "until_epoch", "multiple")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Resizing:
     """`data.resize`: the size of training images as a function of the epoch alone.
 
     It is `start` until `from_epoch`, `stop` from `until_epoch` on, and interpolated linearly
-    between them, rounded to multiples of 32. This is ffcv-imagenet's get_resolution
+    between them, rounded to multiples of `multiple`. This is ffcv-imagenet's get_resolution
     (https://github.com/libffcv/ffcv-imagenet/blob/main/train_imagenet.py; its ResNet-50 of 88
     epochs goes from 160 to 192 between epochs 65 and 76).
     """
@@ -27,14 +27,17 @@ class Resizing:
     stop: int
     from_epoch: int
     until_epoch: int
+    multiple: int = MULTIPLE
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | None) -> Resizing | None:
-        """From {from, to, from_epoch (default 0), until_epoch}; None if `config` is empty."""
+        """From {from, to, from_epoch (default 0), until_epoch, multiple (default 32)}; None if
+        `config` is empty."""
         if not config:
             return None
         first = config.get("from_epoch", 0)
-        return cls(config["from"], config["to"], first, config["until_epoch"])
+        multiple = config.get("multiple", MULTIPLE)
+        return cls(config["from"], config["to"], first, config["until_epoch"], multiple)
 
     @staticmethod
     def check(config: Mapping[str, Any] | None) -> Iterable[Problem]:
@@ -65,10 +68,19 @@ class Resizing:
             )
         if wrong:
             return
+        multiple = config.get("multiple", MULTIPLE)
+        if multiple < 1:
+            yield Problem(
+                "resize.multiple",
+                f"is {multiple}, not a number of pixels",
+                f"data.resize.multiple={MULTIPLE}",
+                code="out-of-range",
+            )
+            return
         for key in ("from", "to"):
-            if config[key] < MULTIPLE or config[key] % MULTIPLE:
-                what = f"is {config[key]}, not a multiple of {MULTIPLE}"
-                nearest = max(MULTIPLE, round(config[key] / MULTIPLE) * MULTIPLE)
+            if config[key] < multiple or config[key] % multiple:
+                what = f"is {config[key]}, not a multiple of {multiple}"
+                nearest = max(multiple, round(config[key] / multiple) * multiple)
                 yield Problem(
                     f"resize.{key}", what, f"data.resize.{key}={nearest}", code="out-of-range"
                 )
@@ -87,4 +99,4 @@ class Resizing:
         """Height and width in pixels; epochs count from 0."""
         done = (epoch - self.from_epoch) / (self.until_epoch - self.from_epoch)
         size = self.start + min(max(done, 0.0), 1.0) * (self.stop - self.start)
-        return round(size / MULTIPLE) * MULTIPLE
+        return round(size / self.multiple) * self.multiple

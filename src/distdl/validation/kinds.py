@@ -78,6 +78,8 @@ PARTS = (
     "distdl.models.torchvision_detector",
     "timm.create_model",
     "timm.data.create_transform",
+    "timm.models.ByoBlockCfg",
+    "timm.models.ByoModelCfg",
     "torchvision.models.get_model",
     *(f"torchvision.datasets.{name}" for name in DATASETS),
 )

@@ -124,6 +124,10 @@ def test_sizes_grow_by_the_epoch_alone():
     dataset = KeyedDataset(Listed([PLAIN], TrainView(32, resize=RESIZE)), seed=0)
     seen = [dataset[SampleKey(0, epoch, 1.0)]["image"].shape[-1] for epoch in (0, 1, 2, 3, 4, 0)]
     assert seen == [32, 32, 64, 96, 96, 32]
+    finer = {"from": 32, "to": 64, "until_epoch": 4, "multiple": 16}
+    assert not list(check_views({"resize": finer}))
+    view = TrainView(32, resize=finer)
+    assert [view.resizing.size(epoch) for epoch in range(6)] == [32, 32, 48, 64, 64, 64]
 
 
 @pytest.mark.skipif(not works("torchcodec"), reason="no torchcodec")
@@ -208,6 +212,8 @@ REFUSED = [
     ({"resize": {**RESIZE, "from": 170}}, "resize.from:", "data.resize.from=160"),
     ({"resize": {**RESIZE, "to": "192"}}, "resize.to:", "whole number"),
     ({"resize": {**RESIZE, "from_epoch": 3}}, "resize.until_epoch:", "not after from_epoch=3"),
+    ({"resize": {**RESIZE, "to": 100, "multiple": 16}}, "resize.to:", "data.resize.to=96"),
+    ({"resize": {**RESIZE, "multiple": 0}}, "resize.multiple:", "data.resize.multiple=32"),
     ({"resize": 32}, "resize:", "mapping\n    'data.resize={from"),
     ({"image_size": 100_000}, "image_size:", "to 8,192"),
     ({"val_resize_size": 223}, "val_resize_size:", "less than the 224 pixels"),

@@ -1,0 +1,128 @@
+"""The record against the first row of the leaderboard: three seeds, in turn, in one CPU time.
+
+    python -m benchmarks.speedrun --photographs DIR...
+
+The photographs of the lists in photographs/ are looked for below the folders, by class and name:
+1,800 to train on, and 2,000 that the trainings are measured on. They are those of fast.ai's
+imagenette. Each training's result is a file of its own, so the same command goes on where it was
+cut off. It takes about an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from benchmarks.speedrun import folds
+from benchmarks.speedrun.training import Trained, trained
+from benchmarks.table import turned
+
+FIRST = "first"
+BUDGET = 1.00  # of the CPU time of the first row
+SEEDS = 3
+RECORDS = Path(__file__).with_name("records.yaml")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of records.yaml: what a recipe reached when it was measured.
+
+    Args:
+        experiment: A file in conf/experiment.
+        accuracy: Top-1 of each seed, from 0 to 1.
+        cpu: The CPU time of each seed as a share of the first row's in the same round.
+    """
+
+    experiment: str
+    accuracy: list[float]
+    cpu: list[float]
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation of a sample; 0 of a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def rows(file: Path = RECORDS) -> list[Row]:
+    """The rows of records.yaml, oldest first."""
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return [Row(node["experiment"], node["accuracy"], node["cpu"]) for node in content]
+
+
+def verdict(record: Row, arms: Mapping[str, Sequence[Trained]]) -> tuple[str, bool]:
+    """What was measured now, and whether the record holds: accuracy within the spread that its row
+    states, and CPU time within the budget.
+
+    The spread of a difference between two means of n seeds each is the seeds' standard deviation
+    times the square root of 2 / n; twice that covers chance. Three seeds may agree by chance, so
+    their deviation counts as at least half a point.
+
+    Raises:
+        ValueError: The row has no figures yet.
+    """
+    if not record.accuracy:
+        raise ValueError(f"records.yaml has no figures of {record.experiment} yet")
+    ours, first = arms[record.experiment], arms[FIRST]
+    accuracies = [each.accuracy for each in ours]
+    mean = statistics.mean(accuracies)
+    ratio = sum(each.cpu for each in ours) / sum(each.cpu for each in first)
+    stated = statistics.mean(record.accuracy)
+    spread = max(deviation(record.accuracy), deviation(accuracies), 0.005)
+    least = stated - 2 * spread * (2 / len(accuracies)) ** 0.5
+    holds = mean >= least and ratio <= BUDGET
+    lines = [
+        *(_line(name, results) for name, results in arms.items()),
+        f"CPU time of {record.experiment} / {FIRST}: {ratio:.3f} (at most {BUDGET:.2f})",
+        f"the row says {100 * stated:.1f} %; at least {100 * least:.1f} % is within its spread",
+        f"the record {'holds' if holds else 'does not hold'}",
+    ]
+    return "\n".join(lines), holds
+
+
+def _line(name: str, results: Sequence[Trained]) -> str:
+    accuracies = [100 * each.accuracy for each in results]
+    spread = f" ± {statistics.stdev(accuracies):.1f}" if len(accuracies) > 1 else ""
+    each = ", ".join(f"{accuracy:.1f}" for accuracy in accuracies)
+    cpu = statistics.mean(result.cpu for result in results)
+    mean = f"{statistics.mean(accuracies):.1f}{spread} %"
+    return f"{name}: {mean} of {results[0].samples} ({each}), {cpu:.0f} CPU s"
+
+
+def main(typed: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speedrun", description=__doc__.splitlines()[0]
+    )
+    folds.add_photographs(parser)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--results", type=Path, default=Path("outputs/speedrun/measure"))
+    args = parser.parse_args(typed)
+    record = rows()[-1]
+    try:
+        splits = {
+            "train": folds.found(args.lists / "train.txt", args.photographs),
+            "val": folds.found(args.lists / "val.txt", args.photographs),
+        }
+        root = folds.link((args.results / "photographs").resolve(), splits)
+        names = list(dict.fromkeys([FIRST, record.experiment]))
+        arms: dict[str, list[Trained]] = {name: [] for name in names}
+        for seed in range(args.seeds):
+            for name in turned(names, seed):
+                at = args.results / f"{name}-seed{seed}.json"
+                result = trained(at, root, [f"+experiment={name}"], seed)
+                arms[name].append(result)
+                print(f"seed {seed}: {_line(name, [result])}", file=sys.stderr, flush=True)
+        text, holds = verdict(record, arms)
+    except ValueError as error:
+        parser.error(str(error))
+    print(text)
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

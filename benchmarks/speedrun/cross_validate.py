@@ -1,0 +1,115 @@
+"""Does an idea help? Five folds of the 1,800 photographs, against the recipe that it changes.
+
+    python -m benchmarks.speedrun.cross_validate bf16 narrow --photographs DIR
+    python -m benchmarks.speedrun.cross_validate bf16 --photographs DIR --folds 0 1  # a look
+    python -m benchmarks.speedrun.cross_validate  # the table of what was trained
+
+The photographs of photographs/train.txt are looked for below DIR. Each training is started as a
+user starts it, with two processes, and its result is a file of its own: the same command goes on
+where it was cut off. An idea and what it builds on take turns, fold by fold. A training takes about
+7 CPU minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.speedrun import folds, ideas, table
+from benchmarks.speedrun.training import Trained, trained
+from benchmarks.table import turned
+
+MEASURED = Path(__file__).with_name("measured")
+LINKS = Path("outputs/speedrun/folds")
+NICENESS = 19
+
+
+def place_of(file: Path) -> tuple[str, table.Place] | None:
+    """The idea, and its fold and seed, of a result's file; None: it is no result of a fold."""
+    name, _, rest = file.stem.rpartition("-fold")
+    fold, _, seed = rest.partition("-seed")
+    return (name, (int(fold), int(seed))) if fold.isdigit() and seed.isdigit() else None
+
+
+def known(measured: Path) -> dict[str, dict[table.Place, Trained]]:
+    """The results of a folder, by idea, fold and seed."""
+    found: dict[str, dict[table.Place, Trained]] = {}
+    for file in sorted(measured.glob("*.json")):
+        if of := place_of(file):
+            name, place = of
+            result = Trained(**json.loads(file.read_text(encoding="utf-8")))
+            found.setdefault(name, {})[place] = result
+    return found
+
+
+def markdown(all_ideas: Mapping[str, ideas.Idea], measured: Path) -> str:
+    """The table of the ideas that were trained at all, in the order of the file."""
+    results = known(measured)
+    rows = []
+    for name in all_ideas:
+        if name in results:
+            other = ideas.compared_with(all_ideas, name)
+            compared = table.compared(results[name], results.get(other or name, {}))
+            rows.append(table.row(name, other, compared))
+    return "\n".join([table.HEADER, *rows])
+
+
+def main(typed: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speedrun.cross_validate", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("idea", nargs="*", help="names in ideas.yaml; none: only the table")
+    folds.add_photographs(parser)
+    parser.add_argument("--folds", type=int, nargs="+", default=list(range(folds.FOLDS)))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--measured", type=Path, default=MEASURED, help="where results are kept")
+    parser.add_argument("--links", type=Path, default=LINKS, help="where the folds are linked")
+    parser.add_argument("--alone", action="store_true", help="not what an idea is compared with")
+    args = parser.parse_args(typed)
+    try:
+        all_ideas = ideas.read()
+        arms = {name: ideas.arguments(all_ideas, name) for name in args.idea}
+        if arms:
+            if not args.photographs:
+                parser.error("--photographs says below which folders the photographs are")
+            if not set(args.folds) <= set(range(folds.FOLDS)):
+                parser.error(f"--folds are from 0 to {folds.FOLDS - 1}")
+            if not args.alone:
+                others = [ideas.compared_with(all_ideas, name) for name in args.idea]
+                before = {each: ideas.arguments(all_ideas, each) for each in others if each}
+                arms = {**before, **arms}
+            _train(arms, args)
+        print(markdown(all_ideas, args.measured))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _train(arms: Mapping[str, list[str]], args: argparse.Namespace) -> None:
+    listing = folds.found(args.lists / "train.txt", args.photographs)
+    for seed in args.seeds:
+        for fold in args.folds:
+            train, held_out = folds.fold_of(listing, fold)
+            root = folds.link(args.links.resolve() / str(fold), {"train": train, "val": held_out})
+            for name in turned(list(arms), fold):
+                at = args.measured / f"{name}-fold{fold}-seed{seed}.json"
+                if at.is_file():
+                    trained(at, root, arms[name], seed)  # refuses what has other arguments
+                    continue
+                started = time.perf_counter()
+                result = trained(at, root, arms[name], seed)
+                print(
+                    f"{name}, fold {fold}, seed {seed}: {100 * result.accuracy:.1f} %, "
+                    f"{result.cpu:.0f} CPU s in {time.perf_counter() - started:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    os.nice(NICENESS)  # it takes what other work leaves
+    main()

@@ -1,0 +1,88 @@
+"""`make speedrun` and its cross-validation on drawn photographs: real trainings of two ranks."""
+
+import json
+import os
+import subprocess
+import sys
+
+from benchmarks.speedrun import cross_validate, ideas, training
+from distdl.config.compose import compose
+from distdl.data.synthetic_jpeg import jpegs
+from distdl.validation.validate import problems_of
+from tests.conftest import ROOT, matrix_only
+
+IDEAS = """
+first:
+  overrides: [+experiment=first, trainer.max_epochs=1, data.image_size=32, data.batch_size=4]
+  why: small
+half:
+  builds_on: first
+  overrides: [trainer.precision=bf16-mixed]
+  why: faster
+"""
+
+
+def drawn(root, each):
+    lines = []
+    for number, data in enumerate(jpegs(10 * each, 10, 48, 40, 2_000, seed=each)):
+        path = root / f"class{number % 10}" / f"{each}-{number:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        lines.append(f"{path.parent.name}/{path.name}\n")
+    (root.parent / f"{root.name}.txt").write_text("".join(lines))
+
+
+def started(cwd, *words):
+    command = [sys.executable, "-m", *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+@matrix_only
+def test_a_cross_validation_goes_on_where_it_was_cut_off(tmp_path, monkeypatch, capsys):
+    drawn(tmp_path / "train", 10)
+    file = tmp_path / "ideas.yaml"
+    file.write_text(IDEAS)
+    monkeypatch.setattr(cross_validate.ideas, "read", lambda: read)
+    read = ideas.read(file)
+    monkeypatch.chdir(tmp_path)
+    where = ["--photographs", "train", "--lists", ".", "--measured", "measured"]
+    words = ["half", *where, "--folds", "0", "1"]
+    cross_validate.main(words)
+    printed = capsys.readouterr()
+    assert printed.err.count(" CPU s in ") == 4
+    assert "| half | first | 2 (2) | " in printed.out
+    lost = tmp_path / "measured" / "half-fold1-seed0.json"
+    before = json.loads(lost.read_text())
+    assert before["samples"] == 20
+    assert before["cpu"] > 5
+    lost.unlink()
+    cross_validate.main(words)
+    printed = capsys.readouterr()
+    assert printed.err.count(" CPU s in ") == 1
+    assert json.loads(lost.read_text())["accuracy"] == before["accuracy"]
+
+
+@matrix_only
+def test_the_record_is_measured_beside_the_first_row(tmp_path):
+    drawn(tmp_path / "train", 8)
+    drawn(tmp_path / "val", 5)
+    words = ("--photographs", "train", "val", "--lists", ".", "--seeds", "1")
+    done = started(tmp_path, "benchmarks.speedrun", *words)
+    assert done.returncode in (0, 1), done.stderr
+    assert "CPU time of " in done.stdout
+    assert "% of 50 (" in done.stdout
+    results = {file.name for file in (tmp_path / "outputs/speedrun/measure").glob("*.json")}
+    assert "first-seed0.json" in results
+
+
+@matrix_only
+def test_every_idea_is_a_config_that_may_start(tmp_path):
+    all_ideas = ideas.read()
+    for name in all_ideas:
+        said = [*ideas.arguments(all_ideas, name), *training.MEASURED, f"data.root={tmp_path}"]
+        config = compose(said, [str(training.CONF)])
+        problems = [each for each in problems_of(config) if not each.path.startswith("data.root")]
+        assert not problems, (name, problems)
+        assert config.trainer.devices == 2
+        assert config.data.num_classes == 10

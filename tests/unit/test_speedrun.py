@@ -1,0 +1,202 @@
+"""`make speedrun` without a training: folds, ideas, pairing, the verdict, a tree's CPU time."""
+
+import json
+import sys
+from dataclasses import asdict
+from itertools import chain
+
+import pytest
+
+from benchmarks.speedrun import __main__ as speedrun
+from benchmarks.speedrun import cross_validate, folds, ideas, table, training
+from benchmarks.speedrun.training import Trained
+
+
+def listing(root, classes=3, each=11):
+    lines = []
+    for name in range(classes):
+        folder = root / f"class{name}"
+        folder.mkdir(parents=True)
+        for number in range(each):
+            (folder / f"{name}-{number}.jpg").write_bytes(b"%d" % number)
+            lines.append(f"class{name}/{name}-{number}.jpg\n")
+    root.with_suffix(".txt").write_text("".join(lines))
+    return folds.found(root.with_suffix(".txt"), [root])
+
+
+def result(accuracy, cpu=100.0, arguments=()):
+    return Trained(accuracy, cpu, 360, list(arguments))
+
+
+def test_each_photograph_is_held_out_once_and_each_class_evenly(tmp_path):
+    whole = listing(tmp_path / "train")
+    seen = []
+    for number in range(folds.FOLDS):
+        train, held_out = folds.fold_of(whole, number)
+        for name, files in whole.items():
+            assert sorted([*train[name], *held_out[name]]) == files
+            assert len(held_out[name]) in (2, 3)
+        seen += [file for files in held_out.values() for file in files]
+    assert sorted(seen) == sorted(file for files in whole.values() for file in files)
+    backwards = {name: files[::-1] for name, files in whole.items()}
+    assert folds.fold_of(backwards, 1) == folds.fold_of(whole, 1)
+    # Chosen once: another choice would make old and new results look like pairs.
+    assert [file.name for file in folds.fold_of(whole, 0)[1]["class0"]] == FIRST_FOLD
+
+
+FIRST_FOLD = ["0-4.jpg", "0-7.jpg", "0-8.jpg"]
+
+
+def test_links_are_made_once_and_nothing_of_the_users_is_replaced(tmp_path):
+    train, held_out = folds.fold_of(listing(tmp_path / "train"), 0)
+    root = folds.link(tmp_path / "fold", {"train": train, "val": held_out})
+    assert folds.link(root, {"train": train, "val": held_out}) == root
+    assert len(list((root / "val" / "class1").iterdir())) == len(held_out["class1"])
+    with pytest.raises(ValueError, match="does not belong there"):
+        folds.link(root, {"train": train})
+    name = held_out["class0"][0].name
+    own = root / "val" / "class0" / name
+    own.unlink()
+    own.write_bytes(b"mine")
+    with pytest.raises(ValueError, match="not a link: choose another folder"):
+        folds.link(root, {"train": train, "val": held_out})
+    assert own.read_bytes() == b"mine"
+
+
+def test_what_is_listed_is_found_in_any_folder_and_nothing_else_is_taken(tmp_path):
+    whole = listing(tmp_path / "some" / "train")
+    (tmp_path / "some" / "train" / "class0" / "stranger.jpg").write_bytes(b"")
+    lists = tmp_path / "some" / "train.txt"
+    again = folds.found(lists, [tmp_path / "some", tmp_path / "some" / "train"])
+    assert again == whole
+    (tmp_path / "more" / "class0").mkdir(parents=True)
+    file = whole["class0"][3]
+    moved = file.rename(tmp_path / "more" / "class0" / file.name)
+    with pytest.raises(ValueError, match=rf"1 of the 33 .* first class0/{file.name}"):
+        folds.found(lists, [tmp_path / "some"])
+    assert folds.found(lists, [tmp_path])["class0"][3] == moved
+    file.write_bytes(b"other")
+    with pytest.raises(ValueError, match="differ: leave one of them out"):
+        folds.found(lists, [tmp_path])
+
+
+def test_the_lists_share_no_photograph():
+    train = folds.listed(folds.LISTS / "train.txt")
+    measured = folds.listed(folds.LISTS / "val.txt")
+    assert [len(names) for names in train.values()] == [180] * 10
+    assert [len(names) for names in measured.values()] == [200] * 10
+    assert not {*chain(*train.values())} & {*chain(*measured.values())}
+
+
+IDEAS = """
+first: {overrides: [+experiment=first], why: it is first}
+fast: {builds_on: first, overrides: [a=1], why: it is fast}
+faster: {builds_on: fast, overrides: [a=2], why: it is faster}
+other: {builds_on: first, against: fast, overrides: [b=1], why: it takes a out}
+"""
+
+
+def test_an_idea_comes_after_what_it_builds_on(tmp_path):
+    file = tmp_path / "ideas.yaml"
+    file.write_text(IDEAS)
+    read = ideas.read(file)
+    assert ideas.arguments(read, "faster") == ["+experiment=first", "a=1", "a=2"]
+    assert [ideas.compared_with(read, name) for name in read] == [None, "first", "fast", "fast"]
+    with pytest.raises(ValueError, match="slow is no idea; there are: first, fast, faster, other"):
+        ideas.arguments(read, "slow")
+    for text, problem in (
+        (IDEAS.replace("builds_on: fast", "builds_on: quick"), "faster.builds_on is quick"),
+        (IDEAS.replace("builds_on: first", "builds_on: faster"), "builds on itself"),
+        (IDEAS.replace("why: it is fast}", "because: 1}"), "fast needs overrides and why"),
+        (IDEAS.replace("against: fast", "against: quick"), "other.against is quick"),
+        (IDEAS.replace("[a=1]", "a=1"), "fast.overrides is not a list"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=problem):
+            ideas.read(file)
+    ideas.read()
+
+
+def test_only_places_that_both_were_trained_at_are_compared():
+    on = {(0, 0): result(0.60), (1, 0): result(0.70, 200), (2, 0): result(0.10)}
+    idea = {(0, 0): result(0.63, 50), (1, 0): result(0.75, 50), (0, 1): result(0.99)}
+    compared = table.compared(idea, on)
+    assert compared.pairs == 2
+    assert compared.folds == 2
+    assert compared.accuracy == pytest.approx(0.69)
+    assert compared.difference == pytest.approx(0.04)
+    assert compared.error == pytest.approx(0.01)  # of 0.03 and 0.05
+    assert compared.cpu == pytest.approx((0.5 + 0.25) / 2)
+    assert table.compared({(0, 1): result(0.9)}, on) is None
+    assert table.row("b", "a", compared) == "| b | a | 2 (2) | 69.0 % | +4.0 ± 1.0 | 0.38 |"
+
+
+def write(folder, name, trained):
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(asdict(trained)))
+
+
+def test_the_table_of_what_was_trained(tmp_path):
+    file = tmp_path / "ideas.yaml"
+    file.write_text(IDEAS)
+    measured = tmp_path / "measured"
+    write(measured, "first-fold0-seed0", result(0.6))
+    write(measured, "fast-fold0-seed0", result(0.65, 110))
+    write(measured, "other-fold0-seed0", result(0.64, 110))
+    write(measured, "first-seed0", result(0.9))  # of the final measure
+    assert cross_validate.markdown(ideas.read(file), measured).splitlines()[2:] == [
+        "| first |  | 1 (1) | 60.0 % |  |  |",
+        "| fast | first | 1 (1) | 65.0 % | +5.0 | 1.10 |",
+        "| other | fast | 1 (1) | 64.0 % | -1.0 | 1.00 |",
+    ]
+
+
+def test_what_is_there_is_not_trained_again_and_not_taken_for_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "cpu_of", lambda *args: pytest.fail("trained again"))
+    said = ["+experiment=first", *training.MEASURED, "seed=3"]
+    write(tmp_path, "first-fold0-seed3", result(0.5, arguments=said))
+    at = tmp_path / "first-fold0-seed3.json"
+    assert training.trained(at, tmp_path, ["+experiment=first"], 3).accuracy == 0.5
+    with pytest.raises(ValueError, match="with other arguments"):
+        training.trained(at, tmp_path, ["+experiment=first", "a=1"], 3)
+
+
+def test_a_record_holds_within_its_spread_and_in_the_first_rows_time():
+    row = speedrun.Row("record", [0.70, 0.71, 0.72], [0.97, 0.98, 0.99])
+    first = [result(0.60)] * 3
+    for accuracies, cpu, holds in (
+        ([0.69, 0.70, 0.70], 99, True),
+        ([0.66, 0.67, 0.68], 99, False),
+        ([0.70, 0.71, 0.72], 101, False),
+    ):
+        record = [result(accuracy, cpu) for accuracy in accuracies]
+        text, held = speedrun.verdict(row, {"first": first, "record": record})
+        assert held is holds
+        assert f"the record {'holds' if holds else 'does not hold'}" in text
+    with pytest.raises(ValueError, match="no figures of record yet"):
+        speedrun.verdict(speedrun.Row("record", [], []), {})
+    assert speedrun.rows()[0].experiment == "first"
+
+
+def test_cpu_time_counts_what_outlives_its_parent(tmp_path):
+    burn = "import time\nwhile time.process_time() < 0.5: pass"
+    script = f"'{sys.executable}' -S -c '{burn}' >/dev/null 2>&1 &"
+    assert 0.5 <= training.cpu_of(["/bin/sh", "-c", script], tmp_path) < 5
+    with pytest.raises(RuntimeError, match="ended with 3: no room"):
+        training.cpu_of(["/bin/sh", "-c", "echo no room; exit 3"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["first", "--photographs", "none", "--folds", "5"], "--folds are from 0 to 4"),
+        (["first"], "--photographs says below"),
+        (["fsirt"], "fsirt is no idea; there are: first"),
+        (["first", "--photographs", "none"], "1800 of the 1800 photographs"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_training(words, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cross_validate.main(words)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
