@@ -192,7 +192,7 @@ def test_the_network_for_small_images_keeps_twice_the_positions():
     binding.import_targets()
     binding.visit(values["model"], ("model",))
     assert not binding.problems, "it needs no consent"
-    network = instantiate(config.model.network)
+    network = instantiate(config.model.network, _convert_="all")
     assert sum(each.numel() for each in network.parameters()) == 1_598_378
     with torch.no_grad():
         for size, positions in ((32, 2), (48, 3), (64, 4), (96, 6)):
