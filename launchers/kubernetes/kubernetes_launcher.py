@@ -58,6 +58,11 @@ class KubernetesLauncher(KubernetesSettings, LauncherBase[KubernetesRequest]):
         return True
 
     @staticmethod
+    def hides_files(node: Mapping[str, Any]) -> str:
+        is_volume = PVC.fullmatch(str(node.get("store")))
+        return "launcher.store=s3://BUCKET/FOLDER, or azure://..." if is_volume else ""
+
+    @staticmethod
     def splits_store(node: Mapping[str, Any]) -> str:
         return "" if PVC.fullmatch(str(node.get("store"))) else "launcher.store=pvc://..."
 

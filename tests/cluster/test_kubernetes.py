@@ -21,7 +21,7 @@ from distdl.launchers.kubernetes.names import ENDED
 from distdl.util.errors import Forgotten, NoRight, NotSignedIn, UserError
 from tests.aws import REGION, moto
 from tests.cluster import witness
-from tests.cluster.kube import BARE, Kube, index_of, why_not
+from tests.cluster.kube import BARE, Kube, has, index_of, why_not
 from tests.cluster.witness import seen
 from tests.conftest import TINY, UNCHECKED, distdl, free_port, last_step, matrix_only
 from tests.waiting import until
@@ -585,3 +585,67 @@ def test_a_program_of_ones_own_runs_in_two_pods(training_kube, project):
     said = project("jobs", "logs", str(project.run))
     for rank in (0, 1):
         assert f"hello from {rank} of 2 at default-x-001-" in said
+
+
+def jobs_of(kube):
+    """All jobs, and those that have not ended."""
+    jobs = kube.all("jobs")
+    return jobs, [job for job in jobs if not (has(job, "Complete") or has(job, "Failed"))]
+
+
+@matrix_only
+def test_a_search_has_a_job_for_each_trial_and_goes_on(training_kube, project, background):
+    """Two pods at most at once; the command killed and typed again; the results are fetched."""
+    pytest.importorskip("optuna")
+    kube = training_kube
+    typed = (
+        "tune",
+        *TINY,
+        *("launcher=kubernetes", "launcher.image=distdl:1", "launcher.store=s3://runs/search"),
+        *("launcher.sync=5", "launcher.shm=null", "trainer.devices=1", "trainer.max_epochs=1"),
+        *("data.train_samples=32", "data.val_samples=8", "name=s", "--json"),
+        *("optimizer.lr=0.01,0.05,0.1", "--sampler", "grid", "--parallel", "2"),
+    )
+    most = 0
+    job = background(*typed, cwd=project.folder, module=UNCHECKED, env=project.env)
+
+    def one_has_ended():
+        nonlocal most
+        jobs, at_work = jobs_of(kube)
+        most = max(most, len(at_work))
+        return len(jobs) > len(at_work)
+
+    job.until(one_has_ended, 240)
+    job.process.kill()
+    job.process.wait()
+    job = background(*typed, cwd=project.folder, module=UNCHECKED, env=project.env)
+    while job.process.poll() is None:
+        one_has_ended()
+        time.sleep(0.05)
+    assert job.wait() == 0, job.output()
+    answer = next(line for line in job.output().splitlines() if line.startswith('{"schema"'))
+    trials = json.loads(answer)["answer"]["trials"]
+    assert [each["end"] for each in trials] == ["COMPLETE"] * 3
+    assert len(kube.all("jobs")) == 3
+    assert most == 2
+    for each in trials:
+        run = project.folder / each["run"]
+        (attempt,) = run.glob("attempts/*")
+        metrics = json.loads((attempt / "status.json").read_text())["metrics"]
+        assert each["values"] == [metrics["val/acc1"]]
+        assert last_step(run) == 4
+
+
+@matrix_only
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("launcher.store=pvc://runs/team",), "launcher.store: a search reads"),
+        (("launcher.store=s3://runs/s", "--pruner", "asha"), "--pruner asha: reads the journals"),
+    ],
+)
+def test_a_search_that_could_not_read_its_trials_is_refused(project, words, text):
+    typed = ("tune", *TINY, "launcher=kubernetes", "launcher.image=distdl:1", "trainer.devices=1")
+    said = project(*typed, "optimizer.lr=0.01,0.1", "name=s", *words, code=2)
+    assert text in said
+    assert not project.run.parent.exists()

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -358,3 +359,46 @@ def test_ctrl_c_saves_the_trials_and_the_same_command_goes_on(background, tmp_pa
     accounted_once(found, 3)
     for trial in found["trials"]:
         assert not trained_twice(trial, tmp_path), "they have saved where they ended"
+
+
+@matrix_only
+def test_four_trials_at_once_share_the_cores_and_go_on(background, tmp_path):
+    """The search is killed while four trials are under way, and typed again."""
+    rates = ("optimizer.lr=range(0.01,0.085,0.01)", "--sampler", "grid", "--parallel", "4")
+    words = (*rates, "--pruner", "asha", "--metric", "val/loss:min", "trainer.max_epochs=6")
+    own = os.sched_getaffinity(0)
+    at_once = []
+
+    def look():
+        """Counts the trials at work; none may have more cores than its share."""
+        cores = []
+        for file in (tmp_path / STUDY).glob("*/attempts/*/status.json"):
+            with suppress(OSError, psutil.Error):
+                record = json.loads(file.read_text())
+                if record["state"] == "RUNNING":
+                    cores += psutil.Process(record["pid"]).cpu_affinity()
+        at_once.append(len(cores) // max(1, len(own) // 4))
+        assert max((cores.count(core) for core in own), default=0) <= math.ceil(4 / len(own))
+        return at_once[-1]
+
+    job = background("tune", *TINY, *SHORT, *words, cwd=tmp_path, module=UNCHECKED)
+    job.until(lambda: look() == 4)
+    job.process.kill()
+    job.process.wait()
+    until(lambda: not left(tmp_path), 30, lambda: left(tmp_path))
+    job = background("tune", *TINY, *SHORT, *words, cwd=tmp_path, module=UNCHECKED)
+    while job.process.poll() is None:
+        look()
+    assert job.wait() == 0, job.output()
+    found = json.loads(job.output().splitlines()[-1])["answer"]
+    accounted_once(found, 8)
+    assert max(at_once) == 4
+    assert ("4 trials at once share" in job.output()) == (len(own) < 4)
+    assert len({each["run"] for each in found["trials"]}) == 8
+    assert {each["end"] for each in found["trials"]} == {"COMPLETE", "PRUNED"}
+    until(lambda: not left(tmp_path), 30, lambda: left(tmp_path))
+    for trial in found["trials"]:
+        last = attempts(trial, tmp_path)[-1].status()
+        assert last["state"] == ("PRUNED" if trial["end"] == "PRUNED" else "SUCCEEDED")
+        if trial["end"] == "COMPLETE":
+            assert epochs(trial, tmp_path) == [*range(6)]

@@ -217,6 +217,12 @@ class LauncherBase(Generic[R]):
         return False
 
     @staticmethod
+    def hides_files(node: Mapping[str, Any]) -> str:
+        """What to write instead, if `fetch` cannot copy what a job writes into the run's folder, as
+        that is in a volume of the platform; "" if it can, or the folder is here."""
+        return ""
+
+    @staticmethod
     def notes(node: Mapping[str, Any]) -> Iterator[str]:
         """Yields notes for the user, on what could not be checked."""
         yield from ()

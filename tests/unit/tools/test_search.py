@@ -21,11 +21,12 @@ from distdl.runs.checkpoints import CheckpointStore
 from distdl.runs.directory import RunDirectory
 from distdl.runs.records import encode
 from distdl.runs.verdicts import SearchVerdict, Verdicts, Word
-from distdl.tools.search import files, halving, pruning, slots, spaces, trials
+from distdl.tools.search import files, halving, objectives, pruning, slots, spaces, trials
 from distdl.tools.search.engine import SearchEngine, TrialEnd
 from distdl.tools.search.halving import Rungs, Standing
 from distdl.tools.search.objectives import Objective
 from distdl.tools.search.patience import Patience, unwritable
+from distdl.tools.search.search import Search
 from distdl.tools.search.storage import JOURNAL
 from distdl.util.errors import UserError
 from tests.conftest import TINY
@@ -129,6 +130,8 @@ def test_what_is_refused_before_anything_starts(words, command, no_child, tmp_pa
 # Those for which the model's class must be known.
 LATER = {
     "--metric val/acc2:max": "val/acc2 is never logged",
+    "--metric vall/loss:min": "vall/loss is never logged",
+    "--metric trian/loss:min": "trian/loss is never logged",
     "--metric val/loss": "does not say whether more",
     "checkpoint.monitor=val/loss": "checkpoint.mode: is missing",
     "checkpoint.monitor=null": "no metric judges",
@@ -157,6 +160,15 @@ def test_what_is_refused_once_the_metrics_are_known(words, command, known_metric
     assert said.code == 2, said
     assert LATER[words] in said.err
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_callback_of_ones_own_may_log_anything():
+    own = {"mine": {"_target_": "mine.Logs"}, "progress": {"_target_": "distdl.callbacks.Progress"}}
+    plan = SimpleNamespace(config={"callbacks": own}, metrics=LOGGED)
+    assert objectives.chosen(["val/f1:max"], plan, ()) == [Objective("val/f1", "max")]
+    del own["mine"]
+    with pytest.raises(UserError, match="val/f1 is never logged"):
+        objectives.chosen(["val/f1:max"], plan, ())
 
 
 # ------------------------------------------------------------------------------------- slots
@@ -462,6 +474,34 @@ def test_what_cannot_be_written_for_minutes_ends_the_search(monkeypatch, capsys)
         patience.wait(error)
     patience.end()
     assert not patience.is_early
+
+
+def test_a_metric_that_is_not_logged_ends_the_search_after_one_trial(command, trained, monkeypatch):
+    monkeypatch.setitem(LOGGED, "logged", None)  # a module of somebody else's
+    words = ("optimizer.lr=0.1,0.2", "--sampler", "grid", "--metric", "vall/acc1:max")
+    said = command("tune", *TINY, "name=s", "trainer.max_epochs=9", *words)
+    assert said.code == 2, said
+    assert "--metric: vall/acc1 is not logged; trial 0 has logged val/acc1" in said.err
+    assert "--metric val/acc1:max name=STUDY" in said.err
+    assert len({rate for rate, _ in trained.epochs}) == 1
+
+
+def test_what_a_job_has_written_is_fetched_as_soon_as_its_platform_answers(monkeypatch, capsys):
+    def fetch(to):
+        if code := codes.pop(0):
+            raise UserError.at("s3://b", "no answer", code=code)
+
+    job = SimpleNamespace(is_remote=True, fetch=fetch)
+    monkeypatch.setattr("distdl.launch.jobs.job_of", lambda attempt: job)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    attempt = SimpleNamespace(job=lambda: {"handle": "x"})
+    trial = SimpleNamespace(number=3, last_attempt=attempt, run=SimpleNamespace(path=None))
+    codes = ["unreachable", "unreachable", ""]
+    assert Search._fetch(trial)
+    assert "trial 3 is not fetched: no answer: trying again" in capsys.readouterr().out
+    codes = ["platform-refuses"]
+    assert not Search._fetch(trial)
+    assert "It stays open: the same command fetches it" in capsys.readouterr().out
 
 
 def test_halving_trains_no_epoch_twice(command, trained):

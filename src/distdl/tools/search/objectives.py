@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,10 @@ MODES = ("max", "min")
 MONITOR, MODE, OPTION = "checkpoint.monitor", "checkpoint.mode", "--metric"
 OF_VALIDATION = "val"
 DEFAULT = "val/acc1"  # as in conf/distdl.yaml, where nobody has chosen it
-# Metrics that are no result of a validation.
+# Metrics that are no result of a validation, as any module may name them.
 CONTINUAL = ("train", "perf/", "lr", "system/", "epoch")
+# Those that distdl logs itself, besides the results of a validation.
+OF_TRAINING = re.compile(r"(train|perf|system)/.+|lr([-/].+)?|epoch")
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ def chosen(words: Sequence[str], plan: Plan, typed: Collection[str]) -> list[Obj
     names = [each.metric for each in found]
     for name in {name for name in names if names.count(name) > 1}:
         problems.append(Problem(OPTION, f"names {name} twice", code="ambiguous"))
-    problems += _never_logged(found, plan.metrics, OPTION if words else MONITOR)
+    logged = [] if _has_own_callbacks(plan.config) else plan.metrics.get("logged") or []
+    problems += _never_logged(found, logged, OPTION if words else MONITOR)
     if problems:
         raise UserError(*problems)
     return found
@@ -104,15 +108,29 @@ def _of_runs(
     return Objective(str(monitor), str(settings.get("mode")))
 
 
+def _has_own_callbacks(config: Mapping[str, Any]) -> bool:
+    """Whether a callback of the user's may log further metrics."""
+    nodes = (config.get("callbacks") or {}).values()
+    targets = [str(node["_target_"]) for node in nodes if node and "_target_" in node]
+    return any(
+        not target.startswith(("distdl.", "lightning.", "pytorch_lightning.")) for target in targets
+    )
+
+
 def _never_logged(
-    found: Sequence[Objective], known: Mapping[str, Any], where: str
+    found: Sequence[Objective], logged: Sequence[str], where: str
 ) -> Iterator[Problem]:
-    logged: list[str] = known.get("logged") or []
+    """
+    Args:
+        logged: What a validation logs; empty: unknown.
+    """
     for each in found:
-        is_known = bool(logged) and each.metric.startswith(f"{OF_VALIDATION}/")
-        if is_known and each.metric not in logged:
-            near = closest(each.metric, logged)
-            value = near or logged[0]
-            remedy = f"{OPTION} {value}:{each.mode}" if where == OPTION else f"{where}={value}"
+        if logged and each.metric not in logged and not OF_TRAINING.fullmatch(each.metric):
             what = f"{each.metric} is never logged; a validation logs {', '.join(logged)}"
-            yield Problem(where, what, remedy, code="not-found")
+            yield Problem(where, what, instead(each, logged, where), code="not-found")
+
+
+def instead(objective: Objective, logged: Sequence[str], where: str = OPTION) -> str:
+    """What to type for a metric that is not among those that are logged."""
+    value = closest(objective.metric, logged) or logged[0]
+    return f"{OPTION} {value}:{objective.mode}" if where == OPTION else f"{where}={value}"

@@ -61,6 +61,7 @@ def prepare(
         raise UserError(*problems)
     plans = _planned(searched)
     programs.refuse(plans[0].config, "tune")
+    _refuse_hidden(plans[0])
     if plans[0].launch.is_local and plans[0].config.trainer.get("devices") in FREE_DEVICES:
         # More devices make a training faster, and a search slower: they would exchange gradients.
         searched = replace(searched, fixed=(*searched.fixed, "trainer.devices=1"))
@@ -72,6 +73,15 @@ def prepare(
     if problems := pruning.problems(pruner, found, first, searched.keys):
         raise UserError(*problems)
     return PreparedSearch(searched, own, first, found, slots.slots_of(first, parallel))
+
+
+def _refuse_hidden(plan: Plan) -> None:
+    """Refuses a place for runs from which the results of trials cannot be read."""
+    launcher = plan.launch.launcher
+    remedy = launcher.hides_files(configs.plain(plan.config.launcher)) if launcher else ""
+    if remedy:
+        what = "a search reads what its trials have logged, and cannot read what is in a volume"
+        raise UserError.at("launcher.store", what, remedy, code="unsupported")
 
 
 def _key(word: str) -> str:

@@ -44,6 +44,10 @@ def begin(search: Search, sampler: str) -> None:
     names = ", ".join(map(str, search.engine.objectives))
     say(f"study   {shown(search.folder)}: {search.most} trials{at_once}, {sampler}, by {names}")
     say(escaped(f"kept    {search.engine.place}"))
+    shared = [core for slot in search.free for core in slot.cores]
+    cores = len({*shared})
+    if cores < len(shared):
+        say(f"note    {slots} trials at once share {cores} {plural('core', cores)}: each is slower")
 
 
 def told(search: Search, trial: SearchTrial) -> None:

@@ -16,8 +16,8 @@ from distdl.launch import jobs, planning, sweeps
 from distdl.launch.planning import Plan
 from distdl.runs.directory import RunDirectory, shown
 from distdl.tools.search.engine import Proposal, SearchEngine, TrialEnd
-from distdl.tools.search.objectives import Objective
-from distdl.tools.search.patience import Patience, store_fails, try_store, unwritable
+from distdl.tools.search.objectives import OPTION, Objective, instead
+from distdl.tools.search.patience import PATIENCE_S, Patience, store_fails, try_store, unwritable
 from distdl.tools.search.pruning import Pruning
 from distdl.tools.search.slots import Slot
 from distdl.tools.search.spaces import Searched
@@ -30,6 +30,7 @@ ASK_S = 5.0  # between two questions to a platform
 ENOUGH = 2  # trials that are refused, before any has a value
 DISK_FULL = os.strerror(errno.ENOSPC)
 MOST_RESTARTS = 3  # of a trial that was preempted or killed
+MOST_PAUSE_S = 30.0  # between two tries to fetch
 
 Told = Callable[["Search", SearchTrial], None]
 
@@ -217,7 +218,9 @@ class Search:
         if recorded is JobState.FAILED and trial.failed_with_store:
             return False
         if recorded in (JobState.SUCCEEDED, JobState.FAILED):
-            self._conclude(trial, recorded)
+            if self._fetch(trial):
+                trial.curve.read()
+                self._conclude(trial, recorded)
             return True
         return False
 
@@ -338,10 +341,14 @@ class Search:
 
     def _ended(self, trial: SearchTrial, state: JobState) -> None:
         self.free.append(trial.free())
-        self._fetch(trial)
+        if not self._fetch(trial):
+            return
         trial.curve.read()
         if self.pruning is not None:
             self.pruning.word(trial)  # the engine gets to know the last values, too
+        trial.note_refusal()
+        if trial.refused or state is JobState.SUCCEEDED:
+            self._refuse_unlogged(trial)
         if trial.refused:
             self._refuse_all(self._refusal(trial))
         failed = state is JobState.FAILED and not trial.refused
@@ -365,18 +372,42 @@ class Search:
         return trial.failed_with_store
 
     @staticmethod
-    def _fetch(trial: SearchTrial) -> None:
-        """Copies what a job has written, if its platform keeps that elsewhere."""
+    def _fetch(trial: SearchTrial) -> bool:
+        """Copies what a job has written, if its platform keeps that elsewhere. False: it cannot be
+        copied now."""
         last = trial.last_attempt
         if last is None or not last.job():
-            return
+            return True
         job = jobs.job_of(last)
-        if job.is_remote:
+        until = time.monotonic() + PATIENCE_S
+        pause = 1.0
+        while job.is_remote:
             try:
                 job.fetch(trial.run.path)
             except UserError as error:
-                text = f"note    trial {trial.number} is not fetched: {error.problems[0].what}"
-                say(escaped(text))
+                what = f"note    trial {trial.number} is not fetched: {error.problems[0].what}"
+                lasts = any(problem.code != "unreachable" for problem in error.problems)
+                if lasts or time.monotonic() > until:
+                    say(escaped(f"{what}. It stays open: the same command fetches it"))
+                    return False
+                if pause == 1.0:
+                    say(escaped(f"{what}: trying again"))
+            else:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, MOST_PAUSE_S)
+        return True
+
+    def _refuse_unlogged(self, trial: SearchTrial) -> None:
+        """Raises an error, after the first trial, if its module logs no metric of that name."""
+        if any(each.results for each in self.trials):
+            return
+        names = trial.logged
+        for objective in self.engine.objectives:
+            if trial.lacks(objective):
+                what = f"{objective.metric} is not logged; trial {trial.number} has logged "
+                remedy = f"{instead(objective, names)} name=STUDY: a study keeps its metric"
+                raise Unfinished.at(OPTION, what + ", ".join(names), remedy, code="not-found")
 
     def _refusal(self, trial: SearchTrial) -> UserError:
         what = f"is refused, as the trials before it: {trial.error or f'see {shown(trial.log)}'}"

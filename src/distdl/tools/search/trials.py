@@ -25,7 +25,7 @@ from distdl.runs.checkpoints import CheckpointStore
 from distdl.runs.directory import Attempt, RunDirectory
 from distdl.runs.verdicts import SearchVerdict, Word
 from distdl.tools.search.engine import Proposal, TrialEnd
-from distdl.tools.search.objectives import Objective
+from distdl.tools.search.objectives import OF_VALIDATION, Objective
 from distdl.tools.search.slots import Slot
 from distdl.util.errors import Damaged
 from distdl.util.exit_codes import EXIT_REFUSED
@@ -41,6 +41,7 @@ class TrialCurve:
     def __init__(self, run: Path, metric: str) -> None:
         self.path = records.journal_path(run)
         self.metric = metric
+        self.names: set[str] = set()  # of all metrics that the run has logged
         self._offset = 0
         self._values: dict[int, float] = {}
 
@@ -53,6 +54,7 @@ class TrialCurve:
                 self._values = {}
             for record in records.read(self.path, self._offset):
                 self._offset = record.end
+                self.names |= record.metrics.keys()
                 if self.metric in record.metrics:
                     # A validation that a resumed run repeats has the step of before.
                     self._values.setdefault(record.step, record.metrics[self.metric])
@@ -116,6 +118,12 @@ class SearchTrial:
         """Whether its run has stopped at the search's word, and may go on."""
         return self.end is None and self.recorded is JobState.PRUNED
 
+    def note_refusal(self) -> None:
+        """Of a job on a platform, which no exit code of a process tells."""
+        last = self.last_attempt
+        if last is not None and last.status().get("exit_code") == EXIT_REFUSED:
+            self.refused = True
+
     @property
     def recorded(self) -> JobState:
         """The state that the run has recorded itself; UNKNOWN: it has not."""
@@ -141,6 +149,20 @@ class SearchTrial:
             return score.value
         value = metrics.get(objective.metric)
         return float(value) if isinstance(value, int | float) else math.nan
+
+    @property
+    def logged(self) -> list[str]:
+        """The names of all metrics that its run has logged."""
+        last = self.last_attempt
+        metrics = (last.status().get("metrics") if last else None) or {}
+        return sorted(self.curve.names | metrics.keys())
+
+    def lacks(self, objective: Objective) -> bool:
+        """Whether the run has ended, or was refused after a validation, and has logged no metric of
+        that name."""
+        names = self.logged
+        validated = any(name.startswith(OF_VALIDATION) for name in names)
+        return bool(names) and objective.metric not in names and (validated or not self.refused)
 
     def start(self, plan: Plan, slot: Slot, *, key: str, judged: bool) -> None:
         """Starts the run, or follows it if it is under way already.
