@@ -8,8 +8,9 @@ from itertools import chain
 import pytest
 
 from benchmarks.speedrun import __main__ as speedrun
-from benchmarks.speedrun import cross_validate, folds, ideas, table, training
+from benchmarks.speedrun import bare_loop, cross_validate, folds, ideas, table, training
 from benchmarks.speedrun.training import Trained
+from distdl.images.resizing import Resizing
 
 
 def listing(root, classes=3, each=11):
@@ -200,3 +201,14 @@ def test_what_does_not_fit_is_refused_before_a_training(words, text, capsys):
         cross_validate.main(words)
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_the_loop_is_of_the_same_sizes_and_is_beaten_only_beyond_the_spread():
+    resize = {"from": 32, "to": 64, "until_epoch": 9, "multiple": 16}
+    same = Resizing.from_config(resize)
+    for epoch in range(12):
+        assert bare_loop.size_of({"resize": resize}, epoch) == same.size(epoch)
+    ours = [result(0.70, 104), result(0.72, 104)]
+    for accuracy, cpu, passes in ((0.72, 100, True), (0.73, 100, False), (0.70, 98, False)):
+        _, passed = bare_loop.verdict(ours, [result(accuracy, cpu)] * 2)
+        assert passed is passes, accuracy
