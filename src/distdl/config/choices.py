@@ -34,6 +34,7 @@ CHOICES = {
             "strategy.stage",
         ),
     ),
+    "recompute": MeasuredChoice("model.recompute", "auto", ("model.recompute",)),
     "compile": MeasuredChoice("model.compile", "measured", ("model.compile",)),
 }
 

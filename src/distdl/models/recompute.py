@@ -29,7 +29,7 @@ from distdl.validation.meta import build_on_meta, targets_own
 
 KEY = "recompute"
 PATH = f"model.{KEY}"
-WORDS = ("none", "blocks")
+AUTO = "auto"  # none or blocks, which a training chooses before it builds the module
 
 Choice = str | Sequence[str] | None
 
@@ -104,9 +104,9 @@ def apply(module: nn.Module, choice: Choice) -> list[str]:
     """Lets blocks of a module recompute, in place.
 
     Args:
-        choice: "none"; "blocks": the blocks at which a pipeline would divide the module, else the
-            items of its lists of layers; or names of submodules, and patterns such as
-            `network.layer[34].*`.
+        choice: "none", or "auto" where nothing is trained; "blocks": the blocks at which a pipeline
+            would divide the module, else the items of its lists of layers; or names of submodules,
+            and patterns such as `network.layer[34].*`.
 
     Returns:
         The names of the blocks. One that lies inside another is left out.
@@ -114,13 +114,13 @@ def apply(module: nn.Module, choice: Choice) -> list[str]:
     Raises:
         UserError: The module has no blocks, or nothing has such a name.
     """
-    if choice is None or choice == "none":
+    if choice in (None, "none", AUTO):
         return []
     if choice == "blocks":
         names = _own_blocks(module)
     elif isinstance(choice, str):
         raise UserError.at(
-            PATH, f"is {choice!r}", "none, blocks, or a list of names", code="wrong-choice"
+            PATH, f"is {choice!r}", "none, blocks, auto, or a list of names", code="wrong-choice"
         )
     else:
         names = _named(module, choice)
@@ -147,7 +147,7 @@ class Check:
             Problems, with paths relative to the model's node; a text, if it cannot be built so.
         """
         choice = node.get(KEY)
-        if choice in (None, "none"):
+        if choice in (None, "none", AUTO):
             return
         try:
             module = build_on_meta(targets_own(node))

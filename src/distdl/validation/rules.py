@@ -309,6 +309,14 @@ def chosen_batch(resolved: Resolved) -> Iterator[Problem]:
         yield Problem(path, what, number, code="unsupported")
 
 
+def chosen_recompute(resolved: Resolved) -> Iterator[Problem]:
+    """Where `model.recompute=auto` has nothing to choose by."""
+    if resolved.batch_chosen_later and resolved.section("model").get("recompute") == "auto":
+        what = "auto is chosen for a batch, and data.batch_size=auto is the largest one without it"
+        remedy = "model.recompute=blocks or none, or a number for data.batch_size"
+        yield Problem("model.recompute", what, remedy, code="conflict")
+
+
 def secrets(resolved: Resolved) -> Iterator[Problem]:
     """Literal secrets: config.yaml is kept and shared, so it may name a secret but not hold it."""
     values = dict(walk(resolved.values))

@@ -78,6 +78,7 @@ def problems_in(
         *rules.classes(resolved),
         *rules.layer_rates(resolved),
         *rules.chosen_batch(resolved),
+        *rules.chosen_recompute(resolved),
         *rules.secrets(resolved),
     ]
     # A value that did not resolve is None now, and must not be reported a second time.

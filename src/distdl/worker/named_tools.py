@@ -21,6 +21,7 @@ from distdl.worker.rank_context import RankContext
 
 EXAMINER, EXPORT = "distdl.tools.doctor.examiner", "distdl.tools.serving.export"
 PLANNER = "distdl.tools.measure.largest_batch"
+RECOMPUTE = "distdl.tools.measure.recompute_choice"
 
 
 class Examiner(Protocol):
@@ -56,6 +57,21 @@ class Planner(Protocol):
         measurement without memory (`distdl plan`); raises a UserError if not one sample fits."""
 
 
+class RecomputeChoice(Protocol):
+    """A value of `model.recompute`, and the numbers that say so."""
+
+    value: str
+    reason: str
+
+
+class RecomputePlanner(Protocol):
+    def recompute_for(
+        self, config: DictConfig, global_batch: int, devices: int, memory: float
+    ) -> RecomputeChoice:
+        """none if a step fits `memory` bytes of a device, else blocks, by a measurement without
+        memory (`distdl plan`); raises a UserError if it fits with neither."""
+
+
 def examiner(config: DictConfig) -> Examiner | None:
     """What examines this job at its start; None: nothing."""
     if config.get("preflight") or task_facts.of(config).examines:
@@ -71,6 +87,11 @@ def exporter() -> Exporter:
 
 def planner() -> Planner:
     tool: Any = _tool("data.batch_size", PLANNER)
+    return tool
+
+
+def recompute_planner() -> RecomputePlanner:
+    tool: Any = _tool("model.recompute", RECOMPUTE)
     return tool
 
 

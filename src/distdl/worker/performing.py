@@ -30,6 +30,7 @@ from distdl.worker import (
     kept_choices,
     named_tools,
     reading_order,
+    recomputing,
     summary,
 )
 from distdl.worker.build import Built, build, make
@@ -101,6 +102,8 @@ def tune(config: DictConfig, context: RankContext) -> DictConfig:
     config = kept_choices.kept(config, context)
     if choices.asks(config, "batch_size"):
         config = batch_size.tuned(config, context)
+    if choices.asks(config, "recompute"):
+        config = recomputing.tuned(config, context)
     if choices.asks(config, "order") and configs.is_own(config.data.get("_target_")):
         config = reading_order.tuned(config, context)
     if choices.asks(config, "autotune"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +16,6 @@ from distdl.config.heaviest import heaviest
 from distdl.job import JobState, Resources
 from distdl.launch import planning, resuming, submitting
 from distdl.ranks.stopping import Stopped, StopRequest
-from distdl.runs.directory import RunDirectory
 from distdl.tools.measure import largest_batch
 from distdl.tools.measure.estimate import Machine, by_strategy, estimates
 from distdl.tools.measure.step_profile import measure
@@ -90,19 +88,6 @@ with request.outcomes.open("a") as file:
         if batch >= 8:
             sys.exit(1)
 """
-
-
-@pytest.fixture
-def context(tmp_path):
-    """Of rank 0 of one, in an attempt of a new run."""
-    run = RunDirectory(tmp_path / "run")
-    run.create("seed: 1\n", {})
-    launch = {"run_id": "e/r", "where": {}, "changes": {}, "global_batch_size": None}
-    attempt = run.begin_attempt(launch)
-    names = ("rank", "local_rank", "world_size", "local_world_size")
-    environment = SimpleNamespace(**dict(zip(names, (0, 0, 1, 1), strict=True)))
-    size = Resources(1, 1, "cpu")
-    return RankContext(attempt, attempt.launch(), size, environment, StopRequest())
 
 
 def test_a_process_of_its_own_tries(context, tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from distdl.config import (
 )
 from distdl.job import Resources
 from distdl.launch.launch import root_of
+from distdl.tools.measure import recompute_choice
 from distdl.tools.measure.estimate import Estimate, Machine, by_strategy, estimates
 from distdl.tools.measure.largest_batch import KEY, largest_batch
 from distdl.tools.measure.recommendation import StrategyAdvice, advise, gib
@@ -95,6 +96,10 @@ def plan_strategy(
         OmegaConf.update(config, KEY, found.batch)
         notes = [f"{KEY}=auto is {found.batch}: {found.reason}", *notes]
     global_batch = batches.global_batch_size(config, size) or devices
+    if choices.asks(config, "recompute"):
+        value, reason = _recompute_chosen(config, global_batch, devices, memory)
+        OmegaConf.update(config, recompute_choice.KEY, value)
+        notes = [f"{recompute_choice.KEY}=auto is {value}: {reason}", *notes]
     measured = measure(config, global_batch)
     machine = Machine(devices, memory, link, flops)
     rows = estimates(measured, machine)
@@ -126,6 +131,17 @@ def fast_path(config: DictConfig, machine: Machine) -> list[str]:
     if machine.devices == 1:
         notes.append("ddp: on one device it has no wrapper, and is as fast as single")
     return notes
+
+
+def _recompute_chosen(
+    config: DictConfig, global_batch: int, devices: int, memory: float
+) -> tuple[str, str]:
+    """What `model.recompute=auto` is, and why. If nothing fits, the advice goes on from `none`."""
+    try:
+        found = recompute_choice.recompute_for(config, global_batch, devices, memory)
+    except UserError as error:
+        return "none", error.problems[0].what
+    return found.value, found.reason
 
 
 def _simplest(machine: Machine) -> str:

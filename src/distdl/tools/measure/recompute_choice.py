@@ -1,0 +1,58 @@
+"""Whether blocks have to recompute so that a batch fits the memory, by the numbers of `plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf
+
+from distdl.config import recipe as configs
+from distdl.config.heaviest import heaviest
+from distdl.tools.measure.estimate import Estimate, Machine, by_strategy, estimates
+from distdl.tools.measure.largest_batch import row_name
+from distdl.tools.measure.recommendation import gib
+from distdl.tools.measure.step_profile import MeasuredStep, measure
+from distdl.util.errors import UserError
+
+KEY = "model.recompute"
+
+
+@dataclass(frozen=True)
+class RecomputeChoice:
+    """A value of `model.recompute`, and the numbers that say so."""
+
+    value: str
+    reason: str
+
+
+def recompute_for(
+    config: DictConfig, global_batch: int, devices: int, memory: float
+) -> RecomputeChoice:
+    """See `distdl.worker.named_tools.RecomputePlanner`. Without recomputing the step must fit
+    `estimate.USABLE` of the memory, and with it all of the memory."""
+    config = heaviest(config)
+    machine = Machine(devices, memory, link=1.0, flops=1.0)
+    name = row_name(config.get("strategy"), devices)
+
+    def taken(value: str) -> tuple[MeasuredStep, Estimate]:
+        changed = configs.merge(config, OmegaConf.create({}), {KEY: value})
+        measured = measure(changed, global_batch)
+        return measured, by_strategy(estimates(measured, machine))[name]
+
+    plain, before = taken("none")
+    needs = f"{name} takes {gib(before.total)} of {gib(memory)} GiB"
+    if before.missing or before.fits(machine):
+        return RecomputeChoice("none", before.missing or needs)
+    remedy = "docs/memory.md says what to try"
+    try:
+        recomputed, after = taken("blocks")
+    except UserError as error:
+        what = f"{needs}, and {error.problems[0].what}"
+        raise UserError.at(KEY, what, remedy, code="not-enough") from error
+    if after.total > memory:
+        what = f"{needs}, and {gib(after.total)} if all blocks recompute"
+        raise UserError.at(KEY, what, remedy, code="not-enough")
+    work = recomputed.flops / plain.flops - 1 if plain.flops else 0.0
+    rest = "" if after.fits(machine) else ", which leaves little for the allocator"
+    reason = f"{needs} without it, and {gib(after.total)} with {100 * work:.0f}% more operations"
+    return RecomputeChoice("blocks", reason + rest)
