@@ -7,6 +7,7 @@ which prints a table. `$DISTDL_SEED` chooses moments, ranks and signals.
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ import torch
 
 from distdl.runs.checkpoints import CheckpointStore
 from distdl.util.exit_codes import EXIT_PREEMPTED
-from tests.conftest import UNCHECKED, distdl, samples, status
+from tests.conftest import UNCHECKED, distdl, losses, samples, status
 from tests.multiprocess import disturbed
 
 MATRIX = bool(os.environ.get("DISTDL_MATRIX"))
@@ -181,11 +182,13 @@ def undisturbed(folder: Path, words: tuple[str, ...]) -> Path:
     return folder / "outputs/e/whole"
 
 
-def disturb(whole: Path, words: tuple[str, ...], each: Disturbance, ranks: int) -> tuple[str, Any]:
+def disturb(
+    whole: Path, words: tuple[str, ...], each: Disturbance, ranks: int, name: str = ""
+) -> tuple[str, Any]:
     """Runs once more, disturbed, and resumes if it did not succeed; a row of the table, and what is
     wrong with it."""
     folder = whole.parents[2]
-    name = each.phase.replace("-", "")
+    name = name or each.phase.replace("-", "")
     run = whole.parent / name
     flag = folder / f"flag-{name}"
     points = json.loads((folder / f"counts-{each.rank}.json").read_text())
@@ -252,3 +255,49 @@ if MATRIX:
         each = Disturbance(phase, ranks - 1, number, "rank", 0.5)
         row, wrong = disturb(undisturbed(tmp_path, words), words, each, ranks)
         assert not wrong, row
+
+    # Before, at and after the epoch from which on more is trained.
+    AROUND = [
+        ("training", signal.SIGKILL, 0.2),
+        ("training", signal.SIGTERM, 0.5),
+        ("training", signal.SIGKILL, 0.9),
+        ("end", signal.SIGKILL, 0.0),
+        ("set-up", signal.SIGKILL, 0.99),
+        ("set-up", signal.SIGTERM, 0.99),
+    ]
+    LATER = (
+        "model.freeze=['1','2']",
+        "model.unfreeze_at=1",
+        "optimizer.layer_decay=0.5",
+        "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping",
+        "+callbacks.stop.monitor=val/loss",
+        "+callbacks.stop.patience=9",
+        "tracking=csv",
+        "trainer.log_every_n_steps=1",
+    )
+
+    @pytest.mark.timeout(1200)
+    @pytest.mark.parametrize("strategy", ["ddp", *STRATEGIES[1:]])
+    def test_any_strategy_unfreezes_as_if_undisturbed(strategy, tmp_path, capsys):
+        project(tmp_path, model=IMAGES)
+        alone = strategy == "pipeline"  # a rank whose batch is the global one
+        more = [f"data.batch_size={4 if alone else 2}", "trainer.devices=2"]
+        more += ["strategy.micro_batches=2"] if alone else []
+        words = (*COMMON, *SYNTHETIC, "checkpoint.every_n_steps=2", f"strategy={strategy}", *more)
+        words = (*(word for word in words if not word.startswith("tracking=")), *LATER)
+        whole = undisturbed(tmp_path, words)
+        # One attempt, in which the loggers have each step and each validation once.
+        read_by = 2 if alone else 1  # both stages of a pipeline read a sample
+        assert {len(ids) for ids in surviving(whole).values()} == {4 * read_by}
+        assert [path.name for path in (whole / "attempts").iterdir()] == ["001"]
+        (table,) = whole.rglob("metrics.csv")
+        rows = [*csv.DictReader(table.open())]
+        assert [row["epoch"] for row in rows if row.get("val/loss")] == ["0", "1", "2"]
+        assert [*losses(whole)] == [*range(1, 3 * disturbed.STEPS + 1)]
+        results = [
+            disturb(whole, words, Disturbance(phase, 1, number, "rank", share), 2, f"r{index}")
+            for index, (phase, number, share) in enumerate(AROUND)
+        ]
+        with capsys.disabled():
+            print("", *(f"{strategy:16} {row}" for row, _ in results), sep="\n", end=" ")
+        assert not [wrong for _, wrong in results if wrong]

@@ -122,6 +122,7 @@ def trained(case):
     from distdl.distributed import process_group
     from distdl.job import JobState
     from distdl.ranks.stopping import Stopped, StopRequest
+    from distdl.worker import performing
 
     seen = Seen()
     mine = {}
@@ -138,19 +139,28 @@ def trained(case):
                 stop.state = JobState.PREEMPTED
                 stop.signal = "SIGTERM"
 
-    built = built_of(case, stop)
-    built.trainer.callbacks.insert(0, Watch())
+    built = None
+
+    def build(again=False):
+        nonlocal built
+        built = built_of(case, stop, again)
+        built.trainer.callbacks.insert(0, Watch())
+        return built
+
     if case.fit:
         with suppress(Stopped):
-            seen.metrics = tasks.train().run(built)
+            _, seen.metrics = performing.built_and_performed(tasks.train(), build)
+    else:
+        build()
     if case.validate:
         mine["validated"] = seen.validated = tasks.validate("last").run(built)
     seen.ranks = process_group.gather(mine)
     return seen
 
 
-def built_of(case, stop=None):
-    """A case from the command line's words on, as the worker builds it."""
+def built_of(case, stop=None, again=False):
+    """A case from the command line's words on, as the worker builds it; `again`: once its fit was
+    left."""
     from distdl.checkpoint import fetching
     from distdl.config import compose, resources
     from distdl.config import recipe as configs
@@ -158,6 +168,7 @@ def built_of(case, stop=None):
     from distdl.ranks import environment
     from distdl.ranks.stopping import StopRequest
     from distdl.runs.directory import Attempt, RunDirectory
+    from distdl.worker import performing
     from distdl.worker.build import build
 
     here = environment.resolve()
@@ -165,10 +176,11 @@ def built_of(case, stop=None):
     size = resources.resolve(Size.of(configs.plain(config.trainer)), local=True)
     run = RunDirectory(Path(case.folder))
     run.path.mkdir(parents=True, exist_ok=True)
-    chosen = fetching.provide(str(case.resume) if case.resume else None, run.path, here)
+    resumed = (again and performing.newest_checkpoint(config, run)) or case.resume
+    chosen = fetching.provide(str(resumed) if resumed else None, run.path, here)
     attempt = Attempt(run.path / "attempts/001")
     stop = StopRequest() if stop is None else stop  # one that is not asked is false
-    return build(config, run, attempt, here, size, stop, [], chosen)
+    return build(config, run, attempt, here, size, stop, [], chosen, again=again)
 
 
 def main(accelerator):

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from tests.conftest import matrix_only
 from tests.strategies import matrix
-from tests.strategies.matrix import HALF, MATRIX, SAME_TO, STEPS, TOPOLOGIES, step
+from tests.strategies.matrix import HALF, MATRIX, SAME_TO, STEPS, step, two
 
 # The files of this folder share the ranks.
 pytestmark = pytest.mark.xdist_group("strategies")
 
+TOPOLOGIES = {**matrix.TOPOLOGIES, "zero2 x2": two("deepspeed_zero2")}
 # All that the first stage of the pipeline has, or less than that.
 FIRST = ("conv1", "bn1", "layer1") if MATRIX else ("stem", "body")
 LAST = ("layer4", "fc") if MATRIX else ("wide", "fc")
@@ -56,14 +58,22 @@ def at(files, number):
     return files / f"epoch_{epoch:03d}{of_step}.ckpt"
 
 
-@pytest.mark.parametrize("name", ["single", "ddp x2", "fsdp x2"] if MATRIX else ["ddp x2"])
+DRIFTS = two("local_sgd", *matrix.batch(4), "strategy.sync_every=2")
+UNFREEZING = {**TOPOLOGIES, "local_sgd x2": DRIFTS}
+
+
+@pytest.mark.parametrize("name", UNFREEZING if MATRIX else ["ddp x2", "zero2 x2"])
 def test_a_resume_before_and_after_the_unfreezing_is_exact(name, runs):
-    topology = TOPOLOGIES[name].plus(*THAWING)
+    topology = UNFREEZING[name].plus(*THAWING)
     whole = runs.train(f"thaws {name}", topology)
     before, between, after = (parts(at(whole, n), FIRST) for n in (1, HALF, STEPS))
     assert equal(before, between)
-    assert not any(torch.equal(between[key], after[key]) for key in between), "all are trained"
-    for number in (HALF - 1, HALF + 1) if MATRIX else (HALF - 1,):
+    still = {key for key in between if torch.equal(between[key], after[key])}
+    # A residual branch that begins at zero moves its first norm by less than the last digit.
+    assert not {key for key in still if not (MATRIX and key.endswith(".bn1.weight"))}, "all train"
+    seen = runs.seen[f"thaws {name}"]
+    assert len(seen.losses) == 24 // 8 * 2 * (2 if name == "single" else 1), "each batch once"
+    for number in (HALF - 1, HALF, HALF + 1) if MATRIX else (HALF - 1,):
         again = runs.train(f"thaws {name} from {number}", topology, resume=at(whole, number))
         one, other = (matrix.read(at(files, STEPS)) for files in (whole, again))
         assert equal(one["state_dict"], other["state_dict"])
@@ -75,7 +85,25 @@ def test_a_resume_before_and_after_the_unfreezing_is_exact(name, runs):
     ordered = [*rates.values()]
     assert ordered == sorted(ordered, reverse=True)
     assert next(iter(rates)) == "fc"
-    if name != "single" and MATRIX:
+    if name not in ("single", "local_sgd x2") and MATRIX:
         alone = runs.train("thaws single", TOPOLOGIES["single"].plus(*THAWING))
-        both = (matrix.read(at(files, STEPS))["state_dict"] for files in (alone, whole))
-        assert matrix.apart(*both) < SAME_TO
+        both = (matrix.read(at(files, STEPS)) for files in (alone, whole))
+        assert matrix.apart(*(each["state_dict"] for each in both)) < SAME_TO
+
+
+@matrix_only
+@pytest.mark.parametrize("name", ["zero1 x2", "zero2 x2", "zero3 x2", "pipeline x2", "fsdp x2"])
+def test_weights_that_are_trained_later_begin_at_their_first_step(name, runs):
+    # Adam's steps differ by parameter: those that were frozen have none when the others have three.
+    adam = ("optimizer=adamw", "optimizer.lr=0.05", *(o for o in THAWING if o not in RATES))
+    found = []
+    for each in ("single", name):
+        files = runs.train(f"adam {each}", TOPOLOGIES[each].plus(*adam))
+        saved = matrix.read(at(files, STEPS))
+        (state,) = saved["optimizer_states"]
+        steps = {
+            float(held["step"]) for k, held in state["state"].items() if k.split(".")[1] in FIRST
+        }
+        assert steps == {float(HALF)}
+        found.append(saved["state_dict"])
+    assert matrix.apart(*found) < 1e-4

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch.utils.data import DataLoader
 
 from distdl.loops import connectors, fit, trainer, validation
@@ -50,7 +51,7 @@ OVERRIDDEN = {
         ),
         (connectors.DataConnector, _DataConnector, "_prepare_dataloader"),
         (connectors.SignalConnector, _SignalConnector, "register_signal_handlers"),
-        (trainer.Trainer, pl.Trainer, "save_checkpoint"),
+        (trainer.Trainer, pl.Trainer, "save_checkpoint fit"),
     )
     for name in names.split()
 }
@@ -187,6 +188,25 @@ def test_the_hooks_at_an_epochs_end_run_inside_on_advance_end_of_the_epochs() ->
     seen = [callers for hook, callers in lightning()[1].seen if hook == "on_train_epoch_end"]
     assert len(seen) == EPOCHS
     assert all("_FitLoop.on_advance_end" in callers for callers in seen)
+
+
+def test_one_exception_leaves_a_fit_torn_down_and_neither_failed_nor_at_its_end() -> None:
+    class Leaves(Net):
+        def on_train_epoch_end(self):
+            raise _TunerExitException
+
+        def teardown(self, stage):
+            self.note("teardown")
+
+        def on_train_end(self):
+            self.note("on_train_end")
+
+        def on_exception(self, exception):
+            self.note("on_exception")
+
+    made, module = lightning(Leaves())
+    assert {hook for hook, _ in module.seen} == {"validation_step", "teardown"}
+    assert made.fit_loop.epoch_progress.current.completed == 0
 
 
 def test_an_epoch_is_completed_at_the_end_of_on_advance_end(calls) -> None:

@@ -106,6 +106,8 @@ class Checkpointer(LeanCallback, Decides):
         minutes = settings.every_minutes
         self.every_seconds = minutes * 60 if minutes else math.inf
         self.best = Best(settings.monitor, settings.mode, typed=monitor_typed)
+        # Before this epoch everything is built again, as for a resume; None: never.
+        self.rebuild_at: int | None = None
         self.verdicts: Verdicts | None = None  # on rank 0 of a trial of a search
         # The step that the journal has for a validation of which the search was not asked yet.
         self._unjudged: int | None = None
@@ -181,6 +183,8 @@ class Checkpointer(LeanCallback, Decides):
         self._given_before = rank_buffers.will_be_given(trainer)
         if self._stop_now():
             self._end(trainer)
+        if self._rebuilds(trainer.current_epoch):  # the checkpoint was saved after that epoch
+            self._leave(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.position.epoch != trainer.current_epoch:
@@ -299,12 +303,26 @@ class Checkpointer(LeanCallback, Decides):
         self.position.consumed = 0
         best = self.best.improved(trainer)
         missing = self.best.missing(trainer)  # the next epoch would be refused
-        if stop or last or best or missing or epoch % self.settings.every_n_epochs == 0:
+        due = stop or last or best or missing or self._rebuilds(epoch)
+        if due or epoch % self.settings.every_n_epochs == 0:
             self._save(trainer, "epoch", best=best)
         if last:  # hooks at the end of the training may read the checkpoint
             self.saver.settle()
         elif stop:
             self._end(trainer)
+        elif self._rebuilds(epoch):
+            self._refuse_missing_metric(trainer)
+            self._leave(trainer)
+
+    def _rebuilds(self, epoch: int) -> bool:
+        return self.rebuild_at is not None and epoch >= self.rebuild_at
+
+    def _leave(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            log.info("more weights are trained from here on: everything is built again for them")
+        self.saver.settle()
+        self.saver.free()
+        fit_loop_of(trainer).leave()
 
     def _ask_search(self) -> None:
         """Raises the flag to stop, if the search whose trial this run is says so of the validation

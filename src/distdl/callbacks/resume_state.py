@@ -21,6 +21,7 @@ from distdl.distributed import process_group
 from distdl.loops.generators import set_rng_state
 from distdl.optim import learning_rates
 from distdl.optim import optimizers as optim
+from distdl.optim.parameter_groups import plain_name
 
 log = logging.getLogger(__name__)
 
@@ -145,9 +146,11 @@ def _means(
 
 
 def restore_parameters(module: nn.Module, saved: dict[str, Any]) -> None:
-    """Restores accumulated gradients, and freezes the same parameters (BackboneFinetuning)."""
+    """Restores accumulated gradients, and freezes the same parameters (BackboneFinetuning), but for
+    those that the module itself trains from some epoch on."""
+    own = getattr(module, "trained_later", ())
     for name, parameter in module.named_parameters() if "frozen" in saved else ():
-        if parameter.requires_grad == (name in saved["frozen"]):
+        if parameter.requires_grad == (name in saved["frozen"]) and plain_name(name) not in own:
             parameter.requires_grad_(name not in saved["frozen"])
         if name not in saved["gradients"]:
             continue

@@ -158,9 +158,14 @@ class RankHeartbeat:
     def watch(self, trainer: Trainer) -> None:
         """Follows a Trainer, whatever its strategy and profiler are."""
         self._trainer = trainer
+        self._timing = False  # another Trainer's profiler
         training_step = self._counted(trainer.strategy.training_step)
         trainer.strategy.training_step = training_step  # type: ignore[method-assign]
         trainer.fit_loop.after_batches = self._share  # type: ignore[attr-defined]
+
+    def let_go(self) -> None:
+        """Forgets the Trainer, which then takes no memory, until the next one is watched."""
+        self._trainer = None
 
     def _counted(self, training_step: Callable[P, R]) -> Callable[P, R]:
         def counted(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -186,9 +191,11 @@ class RankHeartbeat:
         self.action = action
         fetches = any(file.endswith(FETCHERS) for file, _, _ in stack)
         # The wait for the first batch is that for the workers, which start and open their files.
-        self.in_step = in_batch and not (fetches and self._trainer.has_no_batch)
+        trainer = self._trainer
+        self.in_step = in_batch and not (fetches and (trainer is None or trainer.has_no_batch))
         if phase is None:
-            phase = END if self.count and self._trainer.state.fn == "fit" else SET_UP
+            ends = self.count and trainer is not None and trainer.state.fn == "fit"
+            phase = END if ends else SET_UP
         self.phase = phase
 
     @property
@@ -205,15 +212,16 @@ class RankHeartbeat:
 
     def time_steps(self, wanted: bool) -> None:
         """Begins or ends to add to `steps`."""
-        if self._trainer is None or wanted == self._timing:
+        trainer = self._trainer
+        if trainer is None or wanted == self._timing:
             return
-        profiler = self._trainer.profiler
+        profiler = trainer.profiler
         self._timing = wanted
         for name in ("profile", "start"):
             if wanted:
                 setattr(profiler, name, self._timed(getattr(profiler, name)))
             else:
-                vars(profiler).pop(name)
+                vars(profiler).pop(name, None)
 
     def _timed(self, method: Callable[[str], R]) -> Callable[[str], R]:
         def timed(action: str) -> R:

@@ -16,6 +16,8 @@ Lightning's loops (2.6) with what an exact resume needs besides. It rests on thi
 3. An epoch that was cut goes on with its next batch. Its loaders, generators, sums of metrics and
    callbacks are as they were; what sets up an epoch does not run again.
 4. An epoch that has ended is not begun again, whatever limit (`max_steps`, `max_time`) ended it.
+5. A strategy that lays out, once, what is trained cannot train more later. Its fit is left at the
+   end of an epoch (`FitLoop.leave`), and goes on as a resume does, in the same processes.
 """
 
 from __future__ import annotations
@@ -23,15 +25,20 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from distdl.loops.decides import Decides, who_decides
 from distdl.loops.generators import rng_state
 from distdl.loops.validation import ValidationLoop
+
+
+class Rebuilt(Exception):
+    """A fit was left, to go on from the newest checkpoint with everything built again."""
 
 
 class EpochLoop(_TrainingEpochLoop):
@@ -149,6 +156,7 @@ class FitLoop(_FitLoop):
         # Called after the last batch of an epoch, before the hooks at its end.
         self.after_batches: Callable[[], None] | None = None
         self._states_before: list[Any] = []  # of the loaders, before the last batch was fetched
+        self.was_left = False
 
     def on_run_start(self) -> None:
         self.epoch_loop.decides = who_decides(self.trainer)
@@ -176,6 +184,12 @@ class FitLoop(_FitLoop):
             self.epoch_loop.decides.epoch_ended(self.trainer)
         finally:
             progress.increment_completed()
+
+    def leave(self) -> NoReturn:
+        """Leaves the fit, which ends with `Rebuilt`. Callbacks, loggers and data are torn down as
+        after any fit; no hook takes it for the end of the training, or for a failure."""
+        self.was_left = True
+        raise _TunerExitException
 
     @property
     def loader_states(self) -> list[Any]:

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer as LightningTrainer
 from distdl.loops.averaged import averaged
 from distdl.loops.connectors import CheckpointConnector, DataConnector, Restores, SignalConnector
 from distdl.loops.decides import who_decides
-from distdl.loops.fit import FitLoop
+from distdl.loops.fit import FitLoop, Rebuilt
 
 
 class Trainer(LightningTrainer):
@@ -31,6 +31,12 @@ class Trainer(LightningTrainer):
         self._checkpoint_connector = CheckpointConnector(self)
         self._data_connector = DataConnector(self)
         self._signal_connector = SignalConnector(self)
+
+    @functools.wraps(LightningTrainer.fit)  # type: ignore[override]
+    def fit(self, *args: Any, **options: Any) -> None:
+        super().fit(*args, **options)
+        if self.fit_loop.was_left:
+            raise Rebuilt
 
     @property
     def has_no_batch(self) -> bool:

@@ -49,6 +49,11 @@ class Evaluated(LightningModule):
         prefix = "" if self._frozen_in is self else "network."
         return frozenset(f"{prefix}{name}" for name in self.frozen.weights)
 
+    def lay_out_all(self) -> None:
+        """For a strategy that lays out what is trained once (`unfreezes = False`), before it does:
+        what is frozen is due in the first epoch that this process trains."""
+        self.frozen.thaw(self._frozen_in)
+
     def on_train_epoch_start(self) -> None:
         self._unfreeze_when_due()
 

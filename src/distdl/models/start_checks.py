@@ -14,8 +14,8 @@ from distdl.models.weights import NEW, fit_to, located, read_weights
 from distdl.util.errors import Problem, UserError
 from distdl.validation.meta import on_meta
 
-# They lay out what is trained once, at the start: flat partitions, stages, averages.
-FIXED = ("DeepSpeedStrategy", "PipelineStrategy", "LocalSGDStrategy", "ModelParallelStrategy")
+# They lay out once what is trained. distdl's own that do so are built again, all but the first.
+MODEL_PARALLEL, ZERO = "ModelParallelStrategy", "DeepSpeedStrategy"
 
 
 def problems(
@@ -90,10 +90,16 @@ def _unfreezing(patterns: object, context: Mapping[str, object] | None) -> Itera
     config = (context or {}).get("config")
     strategy = config.get("strategy") if isinstance(config, Mapping) else None
     target = str(strategy.get("_target_")) if isinstance(strategy, Mapping) else ""
-    if name := next((kind for kind in FIXED if target.endswith(kind)), ""):
-        what = f"{name} is built for the weights that are trained at the start"
-        remedy = "strategy=ddp, fsdp or single; or two runs, the second with model.weights=FILE"
+    kind = target.rpartition(".")[2]
+    if kind == MODEL_PARALLEL or (kind == ZERO and not target.startswith("distdl.")):
+        what = f"{kind} is built for the weights that are trained at the start"
+        remedy = "strategy=fsdp or deepspeed_zero3; or a second run with model.weights=FILE"
         yield Problem("unfreeze_at", what, remedy, code="unsupported")
+    checkpoint = config.get("checkpoint") if isinstance(config, Mapping) else None
+    sharded = isinstance(checkpoint, Mapping) and checkpoint.get("sharded")
+    if kind == ZERO and sharded:
+        what = "ZeRO reads its own folders only as they were trained, with these weights frozen"
+        yield Problem("unfreeze_at", what, "checkpoint.sharded=false", code="conflict")
 
 
 def _text(value: object) -> str | None:

@@ -51,7 +51,9 @@ def parameter_groups(
     heads: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
     """The parameters that are trained, each once: at most two groups for an optimizer, or for each
-    of `rates`; decayed ones first. With `heads`, the decayed ones are two groups.
+    of `rates`; decayed ones first. With `heads`, the decayed ones are two groups. Those that are
+    trained later have such groups of their own, which come last: ZeRO keeps one number of steps for
+    all parameters of a group, and sets groups aside that are not trained yet.
 
     Parameters of normalisation layers and biases are not decayed (Goyal et al. 2017, section 5.3;
     He et al. 2019, "Bag of Tricks"), unless `decay_norm_and_bias`. Normalisation layers are found
@@ -65,7 +67,7 @@ def parameter_groups(
     """
     rate_of_name = {name: rate for rate in rates for name in rate.parameters}
     full = LayerRate("others", 1.0, frozenset())
-    together: dict[LayerRate, Members] = {rate: Members() for rate in (*rates, full)}
+    members_of = {(after, rate): Members() for after in (False, True) for rate in (*rates, full)}
     seen: set[int] = set()
     for path, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -74,7 +76,7 @@ def parameter_groups(
                 continue
             seen.add(id(parameter))
             spare = is_norm(owner) or _is_bias(owner, name)
-            members = together[rate_of_name.get(whole, full)]
+            members = members_of[whole in later, rate_of_name.get(whole, full)]
             if spare and not decay_norm_and_bias:
                 members.spared.append(parameter)
             elif heads is None or (_is_matrix(owner, name) and whole not in heads):
@@ -84,7 +86,7 @@ def parameter_groups(
     first = {} if weight_decay is None else {"weight_decay": weight_decay}
     groups: list[dict[str, Any]] = []
     fallback = {} if heads is None else {FALLBACK: True}
-    for rate, members in together.items():
+    for (_, rate), members in members_of.items():
         layer = {LAYER: rate.name, FACTOR: rate.factor} if rates else {}
         groups.append({"params": members.decayed, **first, **layer})
         groups.append({"params": members.others, **first, **layer, **fallback})

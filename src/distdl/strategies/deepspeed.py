@@ -57,6 +57,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     """
 
     ends_between_steps = False  # gradients that wait for a step are each rank's own
+    unfreezes = False  # what is trained is laid out once, at the start
 
     def __init__(
         self,
@@ -93,6 +94,8 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         self.autotune = autotune
         self._engine: Any = None
         self._names: list[list[str]] = []
+        # The optimizer's groups, if nothing is trained yet of some of them.
+        self._groups: list[dict[str, Any]] = []
         self._indexed = False
 
     @staticmethod
@@ -225,11 +228,19 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         # Read the names first: afterwards the optimizer has flat partitions.
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._names = portable.names_of(optimizer, model) if optimizer else [trained]
+        if optimizer is not None and self._flattens:
+            self._groups = deepspeed_state.set_aside_frozen(optimizer, lr_scheduler)
         sharing.to_default_layout(model)
         with self._device_index():
             engine, optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         engine.set_gradient_accumulation_boundary(True)
         return engine, optimizer
+
+    @property
+    def _flattens(self) -> bool:
+        """Whether ZeRO flattens the parameters: in stages 1 to 3."""
+        assert isinstance(self.config, dict)
+        return bool((self.config.get("zero_optimization") or {}).get("stage"))
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         assert isinstance(self.config, dict)
@@ -278,7 +289,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         """The state as in `distdl.checkpoint.portable`, complete on rank 0. Collective."""
         if self.sharded_checkpoints:
             return {}
-        parts = self._engine, self.lightning_module, self._names, self.root_device
+        parts = self._engine, self.lightning_module, self._names, self._groups, self.root_device
         return deepspeed_state.optimizer_state(*parts, keep=self.is_global_zero)
 
     def save_checkpoint(
@@ -306,7 +317,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         engine, module = self._engine, self.lightning_module
         (state,) = checkpoint["optimizer_states"]
-        deepspeed_state.load_optimizer_state(engine, module, self._names, state)
+        deepspeed_state.load_optimizer_state(engine, module, self._names, self._groups, state)
         if engine.bfloat16_enabled() or engine.fp16_enabled():
             deepspeed_state.load_masters(engine, module, checkpoint["state_dict"])
 

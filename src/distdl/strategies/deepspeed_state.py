@@ -49,13 +49,48 @@ def is_sharded(engine: DeepSpeedEngine) -> bool:
     return not isinstance(engine.optimizer, Optimizer)
 
 
+class WithAllGroups:
+    """An optimizer as its schedule sees it, with the groups that the optimizer has lost."""
+
+    def __init__(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        self.param_groups = groups
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._optimizer, name)
+
+
+def set_aside_frozen(optimizer: Optimizer, schedule: object) -> list[dict[str, Any]]:
+    """Takes groups out of which nothing is trained, since ZeRO cannot flatten nothing. A schedule
+    goes on to set their rates, with which they are trained later. Returns all groups; empty if none
+    was taken out."""
+    groups = [*optimizer.param_groups]
+    trained = [group for group in groups if any(p.requires_grad for p in group["params"])]
+    if len(trained) == len(groups):
+        return []
+    optimizer.param_groups[:] = trained
+    for each in _schedules_in(schedule):
+        each.optimizer = WithAllGroups(optimizer, groups)
+    return groups
+
+
+def _schedules_in(schedule: object) -> Iterator[Any]:
+    """A schedule, and those that it is made of (SequentialLR, ChainedScheduler)."""
+    if schedule is not None:
+        yield schedule
+    for each in getattr(schedule, "_schedulers", ()):
+        yield from _schedules_in(each)
+
+
 def fragment(engine: DeepSpeedEngine, parameter: nn.Parameter) -> Fragment:
-    """Where this rank keeps its part of a trainable parameter.
+    """Where this rank keeps its part of a parameter; of a frozen one it has none.
 
     Raises:
         UserError: DeepSpeed keeps the parameter in a form that distdl cannot read.
     """
     zero = engine.optimizer
+    if not parameter.requires_grad:
+        return Fragment()
     if hasattr(parameter, "ds_id"):
         group, at, size = zero.grad_position[zero.get_param_id(parameter)]
         if zero._swappable_optimizer_subgroup(group):
@@ -111,9 +146,18 @@ def weights(
 
 
 def optimizer_state(
-    engine: DeepSpeedEngine, module: nn.Module, names: Names, device: torch.device, keep: bool
+    engine: DeepSpeedEngine,
+    module: nn.Module,
+    names: Names,
+    groups: Sequence[Mapping[str, Any]],
+    device: torch.device,
+    keep: bool,
 ) -> dict[str, Any]:
-    """The optimizer's state in the form of `checkpoint.portable`, if `keep`. Collective."""
+    """The optimizer's state in the form of `checkpoint.portable`, if `keep`. Collective.
+
+    Args:
+        groups: Of the optimizer, also those that were set aside; empty if none was.
+    """
     if not is_sharded(engine):
         return portable.name_state(engine.optimizer.state_dict(), names)
     base: Optimizer = engine.optimizer.optimizer
@@ -128,11 +172,11 @@ def optimizer_state(
         }
         if keep and entry:
             state[name] = {key: on_host(full) for key, full in entry.items()}
-    groups = [
+    named = [
         {**group, **dict.fromkeys(KERNELS & group.keys()), "params": list(group_names)}
-        for group, group_names in zip(base.param_groups, names, strict=True)
+        for group, group_names in zip(groups or base.param_groups, names, strict=True)
     ]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": named}
 
 
 def state_entries(
@@ -150,9 +194,14 @@ def state_entries(
 
 
 def load_optimizer_state(
-    engine: DeepSpeedEngine, module: nn.Module, names: Names, state: Mapping[str, Any]
+    engine: DeepSpeedEngine,
+    module: nn.Module,
+    names: Names,
+    groups: Sequence[dict[str, Any]],
+    state: Mapping[str, Any],
 ) -> None:
-    """Puts a portable (or position-keyed) state into ZeRO's partitions.
+    """Puts a portable (or position-keyed) state into ZeRO's partitions. `groups` are those of
+    `optimizer_state`.
 
     Raises:
         ValueError: The state does not fit the optimizer.
@@ -163,7 +212,7 @@ def load_optimizer_state(
         engine.optimizer.load_state_dict(indexed)
         return
     base: Optimizer = engine.optimizer.optimizer
-    for group, saved in zip(base.param_groups, indexed["param_groups"], strict=True):
+    for group, saved in zip(groups or base.param_groups, indexed["param_groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k not in {"params", *KERNELS}})
     parameters = dict(module.named_parameters())
     for name in itertools.chain.from_iterable(names):

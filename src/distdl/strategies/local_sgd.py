@@ -42,6 +42,7 @@ class LocalSGDStrategy(DriftingStrategy):
     """
 
     ends_between_steps = False  # gradients that wait for a step are each rank's own
+    unfreezes = False  # what is trained is laid out once, at the start
 
     def __init__(
         self,

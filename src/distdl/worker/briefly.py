@@ -47,5 +47,4 @@ def train_briefly(
         trainer: Any = built.trainer
         trainer.callbacks = [*(c for c in trainer.callbacks if not isinstance(c, without)), *more]
         trainer.fit(built.module, datamodule=built.datamodule)
-        if (engine := getattr(trainer.strategy, "_engine", None)) is not None:
-            engine.destroy()
+        built.release()

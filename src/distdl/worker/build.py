@@ -73,6 +73,12 @@ class Built:
         """The `_target_` of the data, or of the model if it has its own loaders."""
         return str((self.config.get("data") or self.config.model).get("_target_"))
 
+    def release(self) -> None:
+        """Frees what outlives the Trainer: DeepSpeed's engine."""
+        engine = getattr(self.trainer.strategy, "_engine", None)
+        if engine is not None:
+            engine.destroy()
+
     @property
     def has_trained(self) -> bool:
         """Whether any attempt of this run trains."""
@@ -90,6 +96,7 @@ def build(
     checkpoint: str | None = None,
     *,
     monitor_typed: bool = False,
+    again: bool = False,
 ) -> Built:
     """Builds the run on this rank.
 
@@ -97,6 +104,7 @@ def build(
         config: The recipe merged with where the attempt runs.
         checkpoint: To resume from, the same on all ranks.
         monitor_typed: Whether the user has typed `checkpoint.monitor`.
+        again: Whether a fit was left (`loops.fit.Rebuilt`), to go on with this one.
     """
     _, _, accumulate = batches.factors(config, resources)
     global_batch = batches.global_batch_size(config, resources)
@@ -152,8 +160,26 @@ def build(
     if config.model.get(lora.KEY) is not None:
         callbacks.append(Adapters(module))
     trainer = build_trainer(config, strategy, environment, resources, callbacks, loggers, run)
+    if isinstance(module, Evaluated) and not getattr(strategy, "unfreezes", True):
+        unfreeze_at = module.unfreeze_at
+        if unfreeze_at is None or not (again or next_epoch(checkpoint, run) >= unfreeze_at):
+            checkpointer.rebuild_at = unfreeze_at
+        else:
+            module.lay_out_all()
     parts = (config, run, trainer, module, datamodule, metrics, checkpointer)
     return Built(*parts, checkpoint, own_optimizer)
+
+
+def next_epoch(checkpoint: str | None, run: RunDirectory) -> int:
+    """The epoch that a resume from a checkpoint begins with or goes on in, by its manifest; 0 if it
+    is not one of this run, of which a new run may take the weights alone."""
+    if checkpoint is None or not Path(checkpoint).is_relative_to(run.path):
+        return 0
+    manifest = manifest_at(Path(checkpoint))
+    epoch = manifest.get("epoch")
+    if not isinstance(epoch, int):
+        return 0
+    return epoch + (manifest.get("reason") == "epoch")
 
 
 def data_share(strategy: object, environment: Environment) -> tuple[int, int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
@@ -16,6 +18,7 @@ from distdl.config import choices, schema
 from distdl.config import recipe as configs
 from distdl.distributed import process_group, rank_table
 from distdl.job import JobState
+from distdl.loops.fit import Rebuilt
 from distdl.ranks.stopping import Stopped
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory
@@ -50,12 +53,38 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
     config = tune(config, context)
     tracker = track(config, context)
     with outcome_told(context, tracker):
-        built = build_run(config, context, tracker, checkpoint)
-        if task.evaluates and built.has_trained:
-            name_by_task(built.trainer.loggers, str(config.task._target_).rpartition(".")[2])
-        metrics = perform_task(task, built)
+
+        def build_once(again: bool) -> Built:
+            newest = starting_point(config, context) if again else checkpoint
+            built = build_run(config, context, tracker, newest, again)
+            if task.evaluates and built.has_trained:
+                name_by_task(built.trainer.loggers, str(config.task._target_).rpartition(".")[2])
+            return built
+
+        built, metrics = built_and_performed(task, build_once)
         end(built, context, tracker, metrics)
     return metrics
+
+
+def built_and_performed(
+    task: Task[Built], build_once: Callable[[bool], Built]
+) -> tuple[Built, dict[str, float]]:
+    """Builds the run and performs the task; again if its fit was left for that, as often as it is.
+
+    Args:
+        build_once: Takes whether it builds again; then from the newest checkpoint.
+    """
+    again = False
+    while True:
+        built = build_once(again)
+        try:
+            return built, perform_task(task, built)
+        except Rebuilt:
+            built.release()
+        del built  # before another one needs the memory
+        gc.collect()
+        torch.cuda.empty_cache()
+        again = True
 
 
 def announce(context: RankContext) -> None:
@@ -145,12 +174,15 @@ def outcome_told(context: RankContext, tracker: Tracking) -> Iterator[None]:
 
 
 def build_run(
-    config: DictConfig, context: RankContext, tracker: Tracking, checkpoint: str | None
+    config: DictConfig, context: RankContext, tracker: Tracking, checkpoint: str | None, again: bool
 ) -> Built:
-    """Builds the run, which its watchdog, its trackers and the start of the output then know."""
+    """Builds the run, which its watchdog, its trackers and, the first time, the start of the output
+    then know."""
     attempt = context.attempt
     rank = context.environment.rank
     watchdog = context.watchdog
+    if watchdog:
+        watchdog.heartbeat.let_go()
     built = build(
         config,
         context.run,
@@ -161,6 +193,7 @@ def build_run(
         tracker.loggers,
         checkpoint,
         monitor_typed="checkpoint.monitor" in context.run.typed_keys(context.launch),
+        again=again,
     )
     tracker.settle()
     context.stop.check()
@@ -175,7 +208,7 @@ def build_run(
         watchdog.heartbeat.watch(built.trainer)
     if rank == 0 and (context.launch.get("search") or {}).get("judged"):
         built.checkpointer.verdicts = Verdicts(context.run.path)
-    if rank == 0:
+    if rank == 0 and not again:
         # Count now: later a strategy may leave only a part of the model on each rank.
         counts = summary.parameters_of(built.module)
         summary.print_start(built, context.resources, context.launch)

@@ -277,11 +277,23 @@ def test_what_is_trained_later_is_in_the_optimizer_from_the_start():
 def test_unfreezing_where_it_cannot_be():
     network = {"_target_": "torchvision.models.resnet18"}
     node = {"network": network, "num_classes": 1000, "freeze": ["conv1"], "unfreeze_at": 1}
-    for strategy, refused in (("DDPStrategy", False), ("FSDPStrategy", False),
-                              ("DeepSpeedStrategy", True), ("PipelineStrategy", True)):  # fmt: skip
-        config = {"strategy": {"_target_": f"distdl.strategies.{strategy}"}}
+    kinds = {
+        "distdl.strategies.FSDPStrategy": False,
+        "distdl.strategies.DeepSpeedStrategy": False,
+        "distdl.strategies.PipelineStrategy": False,
+        "lightning.pytorch.strategies.DeepSpeedStrategy": True,
+        "lightning.pytorch.strategies.ModelParallelStrategy": True,
+    }
+    for target, refused in kinds.items():
+        config = {"strategy": {"_target_": target}}
         context = {"local": True, "config": config, "refused": []}
         problems = [*ImageClassifier.check(node, context)]
         assert [problem.path for problem in problems] == ["unfreeze_at"] * refused
+    for target in [*kinds][:3]:
+        config = {"strategy": {"_target_": target}, "checkpoint": {"sharded": True}}
+        problems = [*ImageClassifier.check(node, context | {"config": config})]
+        assert [each.remedy for each in problems] == (
+            ["checkpoint.sharded=false"] if "DeepSpeed" in target else []
+        )
     problems = [*ImageClassifier.check(node | {"freeze": []}, context | {"config": {}})]
     assert [problem.what for problem in problems] == ["has no effect without model.freeze"]

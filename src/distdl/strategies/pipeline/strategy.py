@@ -67,6 +67,7 @@ class PipelineStrategy(StagedStrategy):
 
     compiles = False  # the stages are called, not the network
     ends_between_steps = False  # gradients that wait for a step are each rank's own
+    unfreezes = False  # what is trained is laid out once, at the start
 
     def __init__(
         self,
