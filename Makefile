@@ -63,6 +63,7 @@ MATRIX := $(addprefix tests/, \
 	multiprocess/test_torchvision_detectors.py \
 	packaging/test_added_parts.py \
 	packaging/test_wheel.py \
+	serving/test_adapters.py \
 	serving/test_detector.py \
 	serving/test_export.py \
 	serving/test_foreign_exports.py \
@@ -77,6 +78,7 @@ MATRIX := $(addprefix tests/, \
 	unit/cli/test_scale.py \
 	unit/images/test_native.py \
 	unit/launch/test_would_fit.py \
+	unit/models/test_recompute.py \
 	unit/test_website.py \
 	unit/util/test_helpers.py \
 	unit/worker/test_compiling.py \

@@ -16,6 +16,7 @@ from distdl.runs.directory import RunDirectory
 from distdl.tools.measure import would_fit as tool
 from distdl.tools.measure.estimate import Machine, by_strategy, estimates
 from distdl.tools.measure.step_profile import measure
+from distdl.util.errors import UserError
 from tests.conftest import TINY, UNCHECKED, distdl, matrix_only, status
 
 MESSAGE = (
@@ -95,6 +96,41 @@ def test_each_proposal_fits_by_the_numbers_of_plan():
             assert float(said.split()[0]) == pytest.approx(needed / 2**30, rel=0.01)
     # It fits by plan's numbers: something else holds the memory.
     assert tool.would_fit(compose.compose([*words]), 2, 100 * memory).instead == ()
+
+
+def test_what_does_not_fit_is_not_proposed(monkeypatch):
+    words = (*TINY, "data.batch_size=64", "strategy=ddp", "trainer.accumulate_grad_batches=2")
+    config = compose.compose([*words])
+    steps = {
+        value: measure(compose.compose([*words, f"model.recompute={value}"]), 256)
+        for value in ("none", "blocks")
+    }
+
+    def measured(config, global_batch):
+        return steps[config.model.get("recompute", "none")]
+
+    def not_one_sample(*_):
+        raise UserError.at("data.batch_size", "not one sample fits", "less", code="not-enough")
+
+    monkeypatch.setattr(tool, "measure", measured)
+    monkeypatch.setattr(tool, "largest_batch", not_one_sample)
+    machine = Machine(2, 0.0, 1.0, 1.0)
+    plain, less = (by_strategy(estimates(each, machine)) for each in steps.values())
+    needed = less["ddp"].total / 0.9
+    strategies = set()
+    for memory in (1.02 * needed, 0.98 * needed, 0.5 * needed, 0.01 * needed):
+        found = dict(tool.would_fit(config, 2, memory).instead)
+        assert ("model.recompute=blocks" in found) == (memory > needed)
+        named = {word.removeprefix("strategy=") for word in found if word.startswith("strategy=")}
+        assert named == {n for n in tool.STRATEGIES if 0 < plain[n].total <= 0.9 * memory}
+        strategies |= named
+        for word in found:
+            if "accumulate" in word:
+                parts = [int(each.partition("=")[2]) for each in word.split()]
+                assert parts[0] * parts[1] == 64 * 2, "the global batch stays"
+                assert parts[1] > 2
+    assert not found, "nothing fits a hundredth"
+    assert strategies
 
 
 MODEL = f'''

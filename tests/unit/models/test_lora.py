@@ -53,6 +53,7 @@ def test_adapters_are_beside_all_layers_but_the_head_which_is_trained_whole():
     assert not module.train().network.stem[1].training, "its statistics stay"
     assert torch.equal(module.eval()(IMAGES), plain.eval()(IMAGES)), "B is zero at first"
     kept = lora.trained_names(module)
+    assert {name for name, _ in module.named_buffers()} <= kept
     assert {n for n in kept if "running" not in n and "tracked" not in n} == {
         f"network.{name}" for name in learnt
     }

@@ -7,9 +7,12 @@ import torch
 import torchvision
 from torch import nn
 from torch.nn import functional as F
+from torchvision.models.resnet import Bottleneck
 
 from distdl.models import recompute
+from distdl.models.detection_network import torchvision_detector
 from distdl.util.errors import UserError
+from tests.conftest import matrix_only
 
 
 class Dropping(nn.Module):
@@ -116,6 +119,59 @@ def test_compiled(name):
     for network in (plain, other):
         network.compile(backend="aot_eager")
     equal(trained(other), trained(plain))
+
+
+def short() -> nn.Module:
+    return torchvision.models.ResNet(Bottleneck, [1, 1, 1, 1], num_classes=10)
+
+
+class Features(nn.Module):
+    """A detector's backbone with its pyramid, which is what can be compiled of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        detector = torchvision_detector("retinanet_resnet50_fpn", 10, "resnet18")
+        self.backbone = detector.backbone
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, images):
+        maps = self.backbone(images).values()
+        return self.head(sum(each.mean((2, 3)) for each in maps))
+
+
+def steps(network, count=12):
+    """The losses of a training, and the weights and buffers at its end."""
+    torch.manual_seed(1)
+    network.train()
+    optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum=0.9)
+    images = torch.rand(4, 3, 32, 32, dtype=torch.float64)
+    labels = torch.randint(0, 10, (4,))
+    losses = []
+    for _ in range(count):
+        loss = F.cross_entropy(network(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return {"losses": torch.stack(losses), **network.state_dict()}
+
+
+@matrix_only
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("build", [short, Features, Dropping])
+def test_under_inductor(build, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    plain = build().double()
+    other = copy.deepcopy(plain)
+    assert recompute.apply(other, "blocks")
+    other.compile()
+    if build is Dropping:  # Inductor draws other numbers than torch
+        plain.compile()
+    wanted, found = steps(plain), steps(other)
+    assert wanted["losses"].min() < wanted["losses"][0], "it trains"
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
 
 
 class Counting(nn.Module):
