@@ -32,8 +32,8 @@ class Trainer(LightningTrainer):
         self._data_connector = DataConnector(self)
         self._signal_connector = SignalConnector(self)
 
-    @functools.wraps(LightningTrainer.fit)  # type: ignore[override]
-    def fit(self, *args: Any, **options: Any) -> None:
+    @functools.wraps(LightningTrainer.fit)
+    def fit(self, *args: Any, **options: Any) -> None:  # type: ignore[override]
         super().fit(*args, **options)
         if self.fit_loop.was_left:
             raise Rebuilt

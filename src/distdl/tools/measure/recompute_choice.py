@@ -18,7 +18,7 @@ KEY = "model.recompute"
 
 
 @dataclass(frozen=True)
-class RecomputeChoice:
+class RecomputeVerdict:
     """A value of `model.recompute`, and the numbers that say so."""
 
     value: str
@@ -27,7 +27,7 @@ class RecomputeChoice:
 
 def recompute_for(
     config: DictConfig, global_batch: int, devices: int, memory: float
-) -> RecomputeChoice:
+) -> RecomputeVerdict:
     """See `distdl.worker.named_tools.RecomputePlanner`. Without recomputing the step must fit
     `estimate.USABLE` of the memory, and with it all of the memory."""
     config = heaviest(config)
@@ -42,7 +42,7 @@ def recompute_for(
     plain, before = taken("none")
     needs = f"{name} takes {gib(before.total)} of {gib(memory)} GiB"
     if before.missing or before.fits(machine):
-        return RecomputeChoice("none", before.missing or needs)
+        return RecomputeVerdict("none", before.missing or needs)
     remedy = "docs/memory.md says what to try"
     try:
         recomputed, after = taken("blocks")
@@ -55,4 +55,4 @@ def recompute_for(
     work = recomputed.flops / plain.flops - 1 if plain.flops else 0.0
     rest = "" if after.fits(machine) else ", which leaves little for the allocator"
     reason = f"{needs} without it, and {gib(after.total)} with {100 * work:.0f}% more operations"
-    return RecomputeChoice("blocks", reason + rest)
+    return RecomputeVerdict("blocks", reason + rest)

@@ -252,7 +252,7 @@ def test_recomputing_is_counted_and_proposed(command, without_stage_2):
     assert 15 < work < 35  # a forward is a third of a step, and its start and end are no blocks
     again = command(*typed, "model.recompute=auto")
     said = " ".join(again.out.split())
-    assert f"model.recompute=auto is blocks: single takes {plain:g} of 0.3 GiB" in said
+    assert f"model.recompute=auto is blocks: single takes {plain / 1024:.3g} of 0.3 GiB" in said
     (single,) = [line.split() for line in again.out.splitlines() if line.startswith("single ")]
     assert float(single[6]) == approx(after, rel=0.01)
     assert "or      model" not in again.out
