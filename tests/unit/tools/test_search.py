@@ -548,11 +548,17 @@ def test_checkpoints_of_pruned_trials_are_removed_if_that_is_said(command, train
 
 
 def test_a_budget_that_is_used_up_leaves_the_best_open(command, trained, monkeypatch):
+    trained.seen["checkpoint"] = b"x"
     words = ("optimizer.lr=0.1,0.2,0.3", "--sampler", "grid", "--pruner", "halving")
+    words += ("--pruned-checkpoints", "remove")
     monkeypatch.setattr("distdl.tools.search.search.Search.is_over", property(over := _After(3)))
     found = tuned(command, *words, "--budget", "1h")
     ends = [each["end"] for each in found["trials"]]
     assert (ends.count("PRUNED"), ends.count(None)) == (2, 1), "the best of the rung is paused"
+    over.calls = 0
+    assert tuned(command, *words, "--budget", "1h")["best"] is None
+    (paused,) = (each for each in found["trials"] if each["end"] is None)
+    assert (RunDirectory.open(paused["run"]).checkpoints / "last.ckpt").exists()
     over.calls = -1000
     found = tuned(command, *words, "--budget", "1h")
     assert {each["end"] for each in found["trials"]} == {"COMPLETE", "PRUNED"}
