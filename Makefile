@@ -30,6 +30,7 @@ MATRIX := $(addprefix tests/, \
 	cli/test_new_project.py \
 	cli/test_published_weights.py \
 	cli/test_schema.py \
+	cli/test_training_refusals.py \
 	cluster/test_azureml.py \
 	cluster/test_azurite.py \
 	cluster/test_kubernetes.py \
@@ -73,6 +74,8 @@ MATRIX := $(addprefix tests/, \
 	strategies/test_detectors.py \
 	strategies/test_equality.py \
 	strategies/test_fine_tuning.py \
+	strategies/test_memory.py \
+	strategies/test_model_parallel.py \
 	strategies/test_pipeline.py \
 	strategies/test_sharded.py \
 	unit/cli/test_scale.py \

@@ -154,6 +154,21 @@ def test_detection_from_the_zips_to_predictions(tmp_path):
     assert page.index("Best images") < page.index("AP by category")
 
 
+@matrix_only
+def test_a_mesh_of_devices(tmp_path):
+    """The page's module, on two groups of two ranks; then whole, from the same checkpoint."""
+    page = "strategies/model_parallel.md"
+    write(tmp_path, {path: body for _, path, body in fences(page) if path})
+    few = ("data.val_samples=40", "trainer.limit_val_batches=1.0")
+    printed = run_page(page, tmp_path, "name=mesh", "tracking=none", *few)
+    assert "mesh    2 tensor-parallel groups x 2 ranks in each group" in printed
+    run = tmp_path / "outputs/default/mesh"
+    on_mesh = metrics_of(run)
+    one = ("strategy=single", "trainer.devices=1")
+    command("resume", str(run), "task=validate", "task.checkpoint=last", *one, cwd=tmp_path)
+    assert metrics_of(run)["val/loss"] == pytest.approx(on_mesh["val/loss"], abs=1e-5)
+
+
 def test_the_example_of_another_domain(tmp_path):
     """examples/segmentation: masks, which distdl does not know, trained, measured and predicted."""
     project = tmp_path / "segmentation"

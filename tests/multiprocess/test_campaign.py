@@ -212,6 +212,7 @@ def disturb(
 def project(folder: Path, **files: str) -> None:
     """A folder with the code, and configs by group."""
     shutil.copy(disturbed.__file__, folder / "mine.py")
+    shutil.copy(Path(disturbed.__file__).with_name("meshed.py"), folder)
     for group, text in files.items():
         (folder / "conf" / group).mkdir(parents=True)
         (folder / f"conf/{group}/ours.yaml").write_text(text)
@@ -241,12 +242,14 @@ if MATRIX:
     FREE = ("optimizer=schedulefree", "schedule=constant", NORMED)
     ALL = [(strategy, ()) for strategy in STRATEGIES]
     ALL += [(strategy, FREE) for strategy in ("single", "ddp", "fsdp")]
+    # Two groups of two ranks.
+    ALL += [("model_parallel", ("model._target_=meshed.Meshed", "strategy.data_parallel_size=2"))]
 
     @pytest.mark.parametrize(("phase", "number"), ENDINGS)
     @pytest.mark.parametrize(("strategy", "free"), ALL)
     def test_any_strategy_ends_as_if_undisturbed(strategy, free, phase, number, tmp_path):
         project(tmp_path, model=IMAGES)
-        ranks = 1 if strategy == "single" else 2
+        ranks = {"single": 1, "model_parallel": 4}.get(strategy, 2)
         alone = strategy in ("single", "pipeline")  # a rank whose batch is the global one
         more = [f"data.batch_size={4 if alone else 2}", f"trainer.devices={ranks}"]
         more += ["strategy.micro_batches=2"] if strategy == "pipeline" else []

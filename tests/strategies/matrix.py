@@ -67,6 +67,16 @@ def staged(count, rows, micro_batches, *overrides, repeat=1):
     return Topology(count, (*pipeline, micro, *batch(rows, repeat), *overrides))
 
 
+MESHED = "model._target_=tests.strategies.small.Meshed"
+
+
+def mesh(groups, ranks, *overrides):
+    """Groups of ranks that divide layers among them."""
+    sizes = f"strategy.data_parallel_size={groups}", f"strategy.tensor_parallel_size={ranks}"
+    own = ("strategy=model_parallel", *sizes, MESHED, WIDE)
+    return Topology(groups * ranks, (*own, *(overrides or batch(8 // groups))))
+
+
 TOPOLOGIES = {
     # Two micro-batches of 4, as two ranks have them.
     "single": Topology(1, ("strategy=single", *batch(4, 2))),

@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -190,6 +191,51 @@ class TensorParallel(ImageClassifier):
     def training_step(self, batch):
         loss = super().training_step(batch, 0)["loss"]
         return DTensor.from_local(loss, self.device_mesh["tensor_parallel"], [Replicate()])
+
+
+class Meshed(ImageClassifier):
+    """Divides its last two layers, and everything over the groups; whole without a mesh."""
+
+    averages = True
+    style = "columns and rows"
+
+    def configure_model(self):
+        mesh = self.device_mesh
+        if mesh is None or isinstance(self.network.fc.weight, DTensor):
+            return
+        if self.style == "columns and rows":
+            plan = {"wide": ColwiseParallel(), "fc": RowwiseParallel()}
+        else:  # the layer between them gets a part of the features, and is not told so
+            plan = {"fc": RowwiseParallel(input_layouts=Shard(-1))}
+            self.network.wide.register_forward_hook(self.own_part)
+        parallelize_module(self.network, mesh["tensor_parallel"], plan)
+        if self.averages:
+            fully_shard(self.network.wide, mesh=mesh["data_parallel"])
+            fully_shard(self, mesh=mesh["data_parallel"])
+
+    def own_part(self, layer, inputs, output):
+        mesh = self.device_mesh["tensor_parallel"]
+        return output.chunk(mesh.size(), -1)[mesh.get_local_rank()]
+
+
+class Undivided(Meshed):
+    """Its groups do not average their gradients."""
+
+    averages = False
+
+
+class Untold(Meshed):
+    """Its ranks have other gradients of a layer that they all hold."""
+
+    style = "in parts"
+
+
+class OwnBatches(Meshed):
+    """Takes other samples on each rank of a group."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        super().on_train_batch_start(batch, batch_idx)
+        batch["image"] += torch.distributed.get_rank()
 
 
 class Numbered(ImageClassifier):

@@ -11,6 +11,7 @@ from distdl.strategies.deepspeed_precision import AutocastPrecision
 from distdl.strategies.deepspeed_settings import settings_of
 from distdl.util.errors import UserError
 from distdl.validation.child import Binding
+from tests.conftest import ROOT
 
 EMA = {"callbacks": {"ema": {"_target_": "distdl.callbacks.EMAWeightAveraging"}}}
 BY_VALUE = {"trainer": {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}}
@@ -20,7 +21,21 @@ CLASSIFIER = {"_target_": "distdl.models.ImageClassifier", "num_classes": 10}
 RESNET = {"model": {**CLASSIFIER, "network": {"_target_": "torchvision.models.resnet18"}}}
 RECOMPUTED = {"model": {**RESNET["model"], "recompute": "blocks"}}  # not an argument of the class
 VIT = {"model": {**CLASSIFIER, "network": {"_target_": "torchvision.models.vit_b_32"}}}
+ADAFACTOR = {"optimizer": {"_target_": "torch.optim.Adafactor"}}
+LAMB = {"optimizer": {"_target_": "timm.optim.Lamb"}}
+GROUPS = {"data_parallel_size": 2}
 PLAIN = {"model": {"_target_": "lightning.pytorch.demos.boring_classes.BoringModel"}}
+
+
+def meshed(kind):
+    """A module of tests/strategies/small.py, which divides itself."""
+    network = {"_target_": "tests.strategies.small.Wide", "zero_init_residual": False}
+    own = {"_target_": f"tests.strategies.small.{kind}", "num_classes": 10}
+    return {"model": {**own, "network": {**network, "num_classes": 10}}}
+
+
+def apart(world):
+    return {"world": world, **meshed("Undivided")}
 
 
 def refused(name, node, world=2, rows=8, **more):
@@ -28,7 +43,8 @@ def refused(name, node, world=2, rows=8, **more):
     context = {"world_size": world, "accelerator": "cpu", "local": True}
     strategy = {"_target_": f"distdl.strategies.{name}Strategy", **node}
     config = {"trainer": {}, "data": {"batch_size": rows}, "strategy": strategy, **more}
-    request = {"config": config, "supplied": {}, "context": context, "trust": [[], []]}
+    trust = [[str(ROOT)], []]
+    request = {"config": config, "supplied": {}, "context": context, "trust": trust}
     binding = Binding({**request, "expressions": []})
     binding.called[("strategy",)] = binding.locate(strategy["_target_"], ("strategy",))
     binding.visit(strategy, ("strategy",))
@@ -71,7 +87,6 @@ TOGETHER = [
     ("DeepSpeed", {}, BY_VALUE, "", "gradient_clip_algorithm=norm"),
     ("DeepSpeed", {}, SYNC, "", "sync_batchnorm=false"),
     ("Pipeline", {}, {"world": 1}, "", "at least two devices"),
-    ("Pipeline", {"stages": 3}, {"world": 4}, "stages", "do not divide the 4 devices"),
     # One sample in each of four would not divide either, for a batch norm.
     ("Pipeline", {}, {"rows": 4}, "micro_batches", "micro_batches=2, or data.batch_size=16"),
     ("Pipeline", {}, {"rows": 2}, "micro_batches", "micro-batches data.batch_size=16"),
@@ -84,6 +99,15 @@ TOGETHER = [
     ("Pipeline", {}, {"world": 16, "rows": 64, **RECOMPUTED}, "stages", "than the 11"),
     ("Pipeline", {}, VIT, "", "cannot be divided into a chain of blocks"),
     ("Pipeline", {}, PLAIN, "", "no pipeline_blocks()"),
+    ("ModelParallel", {}, {"world": 1}, "", "at least two devices"),
+    ("ModelParallel", {}, FP16, "", "precision=bf16-mixed"),
+    ("ModelParallel", {}, SYNC, "", "sync_batchnorm=false"),
+    ("ModelParallel", {}, EMA, "", "callbacks.ema averages full weights"),
+    ("ModelParallel", {}, ADAFACTOR, "", "Adafactor computes something of whole layers"),
+    ("ModelParallel", {}, LAMB, "", "optimizer.max_grad_norm=null"),
+    ("ModelParallel", {}, PLAIN, "", "BoringModel does not parallelise itself"),
+    ("ModelParallel", {}, RESNET, "", "write a configure_model that calls parallelize"),
+    ("ModelParallel", GROUPS, apart(4), "", "no gradients of network.stem.0.weight and 14"),
 ]
 
 
@@ -105,6 +129,8 @@ def test_accepted():
         ("DeepSpeed", {"stage": 2}, EMA),
         ("Pipeline", {"schedule": "gpipe", "stages": 2, "micro_batches": 4}, {"world": 4}),
         ("Pipeline", {"schedule": "interleaved", "stages": 2, "micro_batches": 4}, {"world": 4}),
+        ("ModelParallel", {"tensor_parallel_size": 2}, {"world": 4, **meshed("Meshed")}),
+        ("ModelParallel", {}, meshed("Undivided")),  # one group, which averages with no other
     ):
         assert refused(name, node, **more) == [], (name, node)
 

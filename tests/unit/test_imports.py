@@ -62,7 +62,7 @@ distdl.launchers: sagemaker.SageMakerLauncher slurm.SlurmLauncher
 distdl.models: Detector ImageClassifier torchvision_detector
 distdl.optim: constant warmup_cosine warmup_linear warmup_step
 distdl.strategies: DDPStrategy DeepSpeedStrategy FSDPStrategy LocalSGDStrategy PipelineStrategy
-distdl.strategies: auto single
+distdl.strategies: ModelParallelStrategy auto single
 distdl.tasks: benchmark doctor predict test train validate
 distdl.tracking: clearml.ClearMLLogger mlflow.MLflowLogger
 """

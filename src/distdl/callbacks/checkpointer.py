@@ -164,7 +164,10 @@ class Checkpointer(LeanCallback, Decides):
             held.name_unrepeatable()
         if self._loaded is not None:
             seed = self.seed + trainer.global_step
-            resume_state.restore_rng(self._loaded["rng"], held, seed, trainer.global_rank)
+            share, shares = resume_state.shares_of(trainer)
+            same = self._loaded.get("shares", shares) == shares
+            own = trainer.global_rank if same else None
+            resume_state.restore_rng(self._loaded["rng"], held, seed, own, share)
             resume_state.restore_parameters(pl_module, self._loaded)
             rank_buffers.restore(trainer, self._loaded)
             if self._loaded.get(BETWEEN_STEPS) and trainer.is_global_zero:
@@ -378,6 +381,7 @@ class Checkpointer(LeanCallback, Decides):
             "samples_per_batch": self.samples_per_batch,
             "rates": self.rates,
             "world_size": trainer.world_size,
+            "shares": resume_state.shares_of(trainer)[1],
             "classes": domain_of(data, pl_module).names(data),
             **self.best.state(),
             "rng": process_group.gather(epoch_loop.generators or epoch_loop.rng_state()),

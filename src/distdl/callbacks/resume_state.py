@@ -103,15 +103,27 @@ def built_rates(optimizers: list[Any]) -> list[list[float]]:
     return [[float(g.get("initial_lr", g["lr"])) for g in groups] for groups in optimizers]
 
 
-def restore_rng(states: list[dict[str, Any]], held: HeldGenerators, seed: int, rank: int) -> None:
-    """Restores this rank's state; at another world size, reseeds from `seed` and `rank`."""
+def shares_of(trainer: Trainer) -> tuple[int, int]:
+    """This rank's share of the samples, and how many there are: ranks that work on the same
+    samples have one."""
+    shares = trainer.distributed_sampler_kwargs or {}
+    rank = shares.get("rank", trainer.global_rank)
+    return rank, shares.get("num_replicas", trainer.world_size)
+
+
+def restore_rng(
+    states: list[dict[str, Any]], held: HeldGenerators, seed: int, own: int | None, share: int
+) -> None:
+    """Restores the state of rank `own`. At another world size, or if None (ranks share samples in
+    other groups), reseeds from `seed` and the `share` of the samples: ranks with the same samples
+    must drop the same activations."""
     from lightning.pytorch import seed_everything
 
-    if len(states) != process_group.world_size():
-        seed_everything(seed + 1000 * rank, verbose=False)
-        held.restore_shared([each.get("held") or {} for each in states], seed, rank)
+    if own is None or len(states) != process_group.world_size():
+        seed_everything(seed + 1000 * share, verbose=False)
+        held.restore_shared([each.get("held") or {} for each in states], seed, share)
         return
-    set_rng_state(states[rank], held)
+    set_rng_state(states[own], held)
 
 
 def of_parameters(trainer: Trainer, waiting: Sequence[Optimizer]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from distdl.config.degrees import EACH, division_of
 from distdl.job import Resources
 from distdl.util.errors import UserError
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from distdl.config.schema import Size
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-DATA, TENSOR = "data_parallel_size", "tensor_parallel_size"  # of ModelParallelStrategy
 
 
 def visible_gpus() -> int:
@@ -175,35 +175,11 @@ def loader_workers(cores: int) -> int:
 
 def replicas(strategy: Mapping[str, Any] | None, ranks: int, nodes: int = 1) -> int:
     """The number of shares of the data: one for each rank, or one for all ranks that work on the
-    same samples: a pipeline of the strategy's `stages`, or a tensor-parallel group of a strategy of
-    Lightning's. Validation reports `stages` that do not divide the ranks; Lightning, the sizes."""
-    node = strategy or {}
-    if "stages" in node:
-        together = node["stages"] or ranks
-    elif is_tensor_parallel(node):
-        together = tensor_parallel_size(node.get(DATA), node.get(TENSOR), ranks, nodes)
-    else:
-        return ranks
-    return max(1, ranks // together) if isinstance(together, int) and together > 0 else ranks
+    same samples: a pipeline, or a tensor-parallel group."""
+    return division_of(strategy).shares(strategy or {}, ranks, nodes)
 
 
 def share_kind(strategy: Mapping[str, Any] | None, shares: int, ranks: int) -> str:
     """What takes one of the shares of `replicas`, in the singular."""
-    if shares == ranks:
-        return "device"
-    return "tensor-parallel group" if is_tensor_parallel(strategy or {}) else "pipeline"
-
-
-def is_tensor_parallel(strategy: object) -> bool:
-    if not isinstance(strategy, Mapping):  # a name, as Lightning takes one: refused elsewhere
-        return False
-    named = str(strategy.get("_target_")).endswith(".ModelParallelStrategy")
-    return named or DATA in strategy or TENSOR in strategy
-
-
-def tensor_parallel_size(data: object, tensor: object, ranks: int, nodes: int) -> int:
-    """The ranks of one group, by the two arguments of Lightning's ModelParallelStrategy. "auto" (or
-    None) is its default: a group is a node."""
-    if isinstance(tensor, int):
-        return tensor
-    return ranks // data if isinstance(data, int) and data > 0 else ranks // nodes
+    division = EACH if shares == ranks else division_of(strategy)
+    return division.degrees[0].one

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distdl.config import batches, programs
+from distdl.config import batches, degrees, programs
 from distdl.job import LauncherBase
 from distdl.launch import program_checks, submitting
 from distdl.launch.answers import ShownRequest
@@ -60,6 +60,7 @@ def _parts(planned: Plan) -> tuple[str, str]:
     lines = [
         f"run        {shown(planned.run.path)}" + (" (resumes)" if attempt.number > 1 else ""),
         f"resources  {size.num_nodes} x {size.devices} {size.accelerator}",
+        *(f"mesh       {words}" for words in degrees.described(planned.config, size)),
         *([f"batch      {batch}"] if batch else []),
         *program_lines(planned),
         *([f"code       {code.describe()}"] if code else []),

@@ -34,6 +34,9 @@ OF_A_LAYER = {
     "SOAP",
     "Shampoo",
 }
+# Those of them that compute the same where a layer is a DTensor, divided over two dimensions of a
+# mesh; others fail there in torch 2.15 (AdamP, SGDP, NvNovoGrad, Adafactor), or were not tried.
+OF_DTENSORS = {"LAMB", "LARS", "Lamb", "Lars", "Muon"}
 CLIPS_ALL = {"LAMB", "Lamb"}  # by `max_grad_norm`, the norm of all gradients
 
 
@@ -52,6 +55,17 @@ def refuse_some_layers(name: str, most: float | None) -> Iterator[Problem]:
         yield Problem("", what, "strategy=ddp, or another optimizer", code="unsupported")
     if name in CLIPS_ALL and most:
         what = f"{name} clips the norm of all gradients, of which each stage has some"
+        remedy = f"optimizer.max_grad_norm=null trainer.gradient_clip_val={most}"
+        yield Problem("", what, remedy, code="unsupported")
+
+
+def refuse_slices(name: str, most: float | None) -> Iterator[Problem]:
+    """For a strategy whose layers are DTensors on several meshes. `most`: its max_grad_norm."""
+    if name in OF_A_LAYER - OF_DTENSORS:
+        what = f"{name} computes something of whole layers, which tensor parallelism divides"
+        yield Problem("", what, "an optimizer such as adamw, sgd or muon", code="unsupported")
+    if name in CLIPS_ALL and most:
+        what = f"{name} clips the norm of all gradients, which lie on several meshes"
         remedy = f"optimizer.max_grad_norm=null trainer.gradient_clip_val={most}"
         yield Problem("", what, remedy, code="unsupported")
 

@@ -9,6 +9,7 @@ _MODULES = {
     "LocalSGDStrategy": "local_sgd",
     "FSDPStrategy": "fsdp",
     "DeepSpeedStrategy": "deepspeed",
+    "ModelParallelStrategy": "model_parallel",
     "PipelineStrategy": "pipeline.strategy",
 }
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import (
@@ -24,18 +21,14 @@ from torch.distributed.fsdp import (
     FSDPModule,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 
-from distdl.checkpoint import portable, sharded_folder
 from distdl.strategies import sharing
-from distdl.strategies.fsdp_limits import refuse_second_order, show_arguments, watch_weights
+from distdl.strategies.fsdp_limits import refuse_second_order
+from distdl.strategies.sharded import ShardedStrategy
 from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import Positive
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # Modules whose forward reads weights of submodules without calling the submodules' forward.
 READ_SUBMODULES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # Modules without a forward: no hook could gather their weights.
@@ -43,7 +36,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "bf16-true")
 
 
-class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
+class FSDPStrategy(ShardedStrategy):
     """Shards weights, gradients and optimizer state over all ranks.
 
     Weights are gathered in units. These are the blocks of the module's `pipeline_blocks()`, or
@@ -120,19 +113,7 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             frees = self.reshard_after_forward and unit is not module
             fully_shard(unit, mesh=mesh, reshard_after_forward=frees, offload_policy=policy)
             refuse_second_order(unit)
-        # Lightning calls these, not `forward`.
-        steps = {step: getattr(module, step) for step in STEPS}
-        if not manual:
-            watch_weights(module)
-        for step, method in steps.items():
-            register_fsdp_forward_method(module, step)
-            show_arguments(getattr(module, step), method)
-
-    def reshard(self) -> None:
-        """Frees weights that stay gathered after a forward without a backward."""
-        for module in self.lightning_module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self.gather_in_steps(module)
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         super().pre_backward(closure_loss)
@@ -141,74 +122,6 @@ class FSDPStrategy(sharing.Sliced, ModelParallelStrategy):
             # FSDP2 hooks the output of each unit. Under manual optimization, this loss never leaves
             # the outermost unit, so hook it here.
             closure_loss.register_hook(module._get_fsdp_state()._pre_backward)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full weights on rank 0; for a sharded checkpoint, each rank's slices. Collective."""
-        sharing.agree_on_buffers(self.lightning_module)
-        self.reshard()
-        return self._outgoing(self.lightning_module.state_dict())
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state as in `distdl.checkpoint.portable`: full on rank 0, or slices. Collective."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        self.reshard()
-        named = portable.to_names(optimizer.state_dict(), optimizer, self.lightning_module)
-        return {**named, "state": {k: self._outgoing(v) for k, v in named["state"].items()}}
-
-    def _outgoing(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        if self.sharded_checkpoints:
-            return dict(values)
-        return {key: self._full(value) for key, value in values.items()}  # one at a time
-
-    def _full(self, value: object) -> object:
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        return sharing.on_host(full) if self.is_global_zero else None
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None
-    ) -> None:
-        if self.sharded_checkpoints:
-            path = Path(self.broadcast(str(filepath)))
-            sharded_folder.write(checkpoint, path, write_rest=self.is_global_zero)
-        else:
-            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.reshard()
-        slices = self.lightning_module.state_dict()
-        full = checkpoint["state_dict"]
-        sliced = {name: sliced_like(value, slices.get(name)) for name, value in full.items()}
-        self.lightning_module.load_state_dict(sliced, strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.reshard()
-        for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
-            # A state by position fits these groups, which are the same as without sharding.
-            named = portable.to_names(state, optimizer, self.lightning_module)
-            indexed = portable.to_indices(named, optimizer, self.lightning_module)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            indexed["state"] = {
-                index: {key: sliced_like(value, parameters[index]) for key, value in entry.items()}
-                for index, entry in indexed["state"].items()
-            }
-            optimizer.load_state_dict(indexed)
-        if not self.offload:
-            _optimizers_to_device(self.optimizers, self.root_device)
-
-
-def sliced_like(full: object, parameter: object) -> object:
-    """This rank's slice of a full tensor, cut like `parameter`, without communication.
-
-    A tensor of another shape (Adam's step) is the same on every rank and is returned unchanged.
-    """
-    if not isinstance(parameter, DTensor) or not isinstance(full, torch.Tensor):
-        return full
-    if full.shape != parameter.shape:
-        return full
-    mesh = parameter.device_mesh
-    full = full.to(parameter.device)
-    # A copy, else the slice would keep the full tensor alive.
-    return distribute_tensor(full, mesh, parameter.placements, src_data_rank=None).clone()
 
 
 def units(module: nn.Module, minimum: int, every_part: bool = False) -> list[nn.Module]:

@@ -48,7 +48,11 @@ def watch_weights(module: Any) -> None:  # noqa: ANN401 - a method of it is repl
 
     def changed() -> list[str]:
         # Weights of inner units are DTensors here: a change of their slices is kept.
-        gathered = [(n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor)]
+        gathered = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if isinstance(slices[name], DTensor) and not isinstance(parameter, DTensor)
+        ]
         differ = []
         for name, parameter in gathered:
             kept = slices[name]

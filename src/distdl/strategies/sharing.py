@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torchmetrics
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distdl.checkpoint import formats
 from distdl.distributed import process_group
@@ -24,6 +26,7 @@ class Sliced(Strategy):
 
     lightning_module: Any  # set before Lightning calls any of these methods
     sharded_checkpoints = False  # `checkpoint.sharded`
+    replicas: dist.ProcessGroup | None = None  # whose buffers must agree; None: all ranks
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -34,7 +37,7 @@ class Sliced(Strategy):
         return True
 
     def on_validation_start(self) -> None:
-        agree_on_buffers(self.lightning_module)
+        agree_on_buffers(self.lightning_module, self.replicas)
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -45,14 +48,48 @@ class Sliced(Strategy):
         return formats.load(Path(checkpoint_path), weights_only=weights_only, mmap=True)
 
 
+class Replicated(ParallelStrategy):
+    """Base of strategies in which several ranks have the same samples: a number is reduced over
+    `replicas`, which has one rank of each share of the data."""
+
+    replicas: Any  # a dist.ProcessGroup, set before Lightning calls any of these methods
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        reduce_op: dist.ReduceOp | str | None = "mean",
+    ) -> torch.Tensor:
+        value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return super().reduce(value, group or self.replicas, reduce_op)  # type: ignore[safe-super]
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        return super().all_gather(tensor, group or self.replicas, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # Every rank has a vote, not only one of each share.
+        votes = process_group.gather(bool(decision))
+        return min(votes) if all else max(votes)
+
+    def count_once(self, module: nn.Module) -> None:
+        """Lets torchmetrics' metrics of a module count each sample once."""
+        for metric in module.modules():
+            if isinstance(metric, torchmetrics.Metric):
+                metric.process_group = self.replicas
+
+
 def agree_on_buffers(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Broadcasts the buffers (batch norm's running statistics) of `group`'s first rank. Collective.
+    One that is divided over the ranks of a mesh (a DTensor) is the module's own matter.
 
     DDP does so before every forward. Training does not read the statistics, so broadcasting them
     before a validation and before saving is enough.
     """
     for buffer in module.buffers() if process_group.world_size() > 1 else ():
-        dist.broadcast(buffer.data, group=group, group_src=0)
+        if not isinstance(buffer, DTensor):
+            dist.broadcast(buffer.data, group=group, group_src=0)
 
 
 def buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
@@ -80,12 +117,14 @@ def to_default_layout(module: nn.Module) -> None:
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
-def refuse_averaging(config: Mapping[str, Any]) -> Iterator[Problem]:
+def refuse_averaging(
+    config: Mapping[str, Any], instead: str = "strategy=deepspeed_zero2 or strategy=ddp"
+) -> Iterator[Problem]:
     """Refuses Lightning's weight averaging: it needs full weights, and would fail in a step."""
     for name, callback in (config.get("callbacks") or {}).items():
         if str((callback or {}).get("_target_", "")).endswith("WeightAveraging"):
             what = f"callbacks.{name} averages full weights, and here a rank has only slices"
-            remedy = f"strategy=deepspeed_zero2 or strategy=ddp, or leave it out: ~callbacks.{name}"
+            remedy = f"{instead}, or leave it out: ~callbacks.{name}"
             yield Problem("", what, remedy, code="unsupported")
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from distdl.config import epochs, task_facts
 from distdl.config import recipe as configs
+from distdl.config.degrees import EACH, at_strategy, division_of
 from distdl.config.hints import lightning_1, words
 from distdl.config.paths import path_text, walk
-from distdl.config.resources import is_tensor_parallel, replicas, share_kind
+from distdl.config.resources import replicas, share_kind
 from distdl.config.schema import COLLECTIONS, COMPONENTS, known_paths
 from distdl.job import Resources, unprintable, variable_problems
 from distdl.util.errors import Problem
@@ -237,8 +238,15 @@ def topology(resolved: Resolved, size: Resources | None, local: bool) -> Iterato
         yield Problem(
             "trainer.devices", "an Apple GPU is one device", "trainer.devices=1", code="unsupported"
         )
+    yield from _degrees(resolved, size)
     yield from _batches(resolved, size.world_size)
     yield from _epochs(resolved, size.world_size)
+
+
+def _degrees(resolved: Resolved, size: Resources) -> Iterator[Problem]:
+    """Whether the degrees of the strategy make up the ranks of the run."""
+    node = resolved.section("strategy")
+    yield from map(at_strategy, division_of(node).problems(node, size.world_size, size.num_nodes))
 
 
 def classes(resolved: Resolved) -> Iterator[Problem]:
@@ -301,7 +309,7 @@ def chosen_batch(resolved: Resolved) -> Iterator[Problem]:
     if not resolved.batch_chosen_later:
         return
     strategy = resolved.section("strategy")
-    if "stages" in strategy or is_tensor_parallel(strategy):
+    if division_of(strategy) is not EACH:
         what = "auto is for strategies in which each device has a batch of its own"
         yield Problem(path, what, number, code="unsupported")
     elif not task_facts.of(resolved.values).trains:

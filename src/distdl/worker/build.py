@@ -26,9 +26,8 @@ from distdl.callbacks.adapters import Adapters
 from distdl.callbacks.averages import AveragedWeights
 from distdl.checkpoint import portable
 from distdl.checkpoint.formats import AnyCheckpoint
-from distdl.config import batches, schema, task_facts
+from distdl.config import batches, degrees, schema, task_facts
 from distdl.config.recipe import plain
-from distdl.config.resources import tensor_parallel_size
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
@@ -47,7 +46,6 @@ from distdl.runs.checkpoints import CheckpointStore, manifest_at
 from distdl.runs.directory import Attempt, RunDirectory
 from distdl.strategies import PipelineStrategy
 from distdl.strategies.sharing import to_default_layout
-from distdl.util.errors import UserError
 from distdl.validation.meta import targets_own
 from distdl.validation.signatures import with_dtypes
 
@@ -191,15 +189,14 @@ def data_share(strategy: object, environment: Environment) -> tuple[int, int]:
         return share_of(rank, world_size)
     if not isinstance(strategy, ModelParallelStrategy):
         return rank, world_size
-    data, tensor = strategy._data_parallel_size, strategy._tensor_parallel_size
+    sizes = {
+        degrees.DATA: strategy._data_parallel_size,
+        degrees.TENSOR: strategy._tensor_parallel_size,
+    }
     nodes = max(1, world_size // environment.local_world_size)
-    together = tensor_parallel_size(data, tensor, world_size, nodes)
-    if together < 1 or world_size % together:
-        what = f"{together} does not divide the {world_size} ranks"
-        raise UserError.at(
-            "strategy.tensor_parallel_size", what, f"a divisor of {world_size}", code="indivisible"
-        )
-    return rank // together, world_size // together
+    degrees.MESH.refuse(sizes, world_size, nodes)
+    shares = degrees.MESH.shares(sizes, world_size, nodes)
+    return rank // (world_size // shares), shares
 
 
 def make(node: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - whatever the node names

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from distdl.config import batches, task_facts
+from distdl.config import batches, degrees, task_facts
 from distdl.config import recipe as configs
 from distdl.config.recipe import longer, plain, unit_of
 from distdl.job import Resources
@@ -58,6 +58,8 @@ def print_batch(
         say(f"memory  {len(blocks)} blocks recompute: {first_few(blocks)}")
     config = built.config
     position = built.checkpointer.position
+    for words in degrees.described(config, size):
+        say(f"mesh    {words}")
     declared, shares, _ = batches.factors(config, size)
     global_batch = built.checkpointer.global_batch_size
     if position.samples:

@@ -15,15 +15,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from distdl.checkpoint.portable import index_state, name_state, names_of
+from distdl.config.degrees import PIPELINE, at_strategy
 from distdl.distributed import process_group
 from distdl.strategies.pipeline import stage_rules
 from distdl.strategies.pipeline.first_stage_loader import FirstStageLoader
 from distdl.strategies.pipeline.stage_rules import StagePosition
-from distdl.strategies.sharing import agree_on_buffers
+from distdl.strategies.sharing import Replicated, agree_on_buffers
 from distdl.util.errors import UserError
 
 
-class StagedStrategy(DDPStrategy):
+class StagedStrategy(Replicated, DDPStrategy):
     """The parts of PipelineStrategy that do not depend on a schedule.
 
     The stages of a pipeline have the same data and metrics, but different weights.
@@ -38,7 +39,6 @@ class StagedStrategy(DDPStrategy):
     pieces_per_stage: int
     position: StagePosition
     pipeline: dist.ProcessGroup  # the stages of this rank's pipeline
-    replicas: dist.ProcessGroup  # the copies of this rank's stage
     names: list[str]  # the keys of the complete module's state, in order
     optimizer_names: list[list[list[str]]]  # parameter names by optimizer and group
 
@@ -53,8 +53,9 @@ class StagedStrategy(DDPStrategy):
         Raises:
             UserError: The settings do not fit the world size.
         """
+        PIPELINE.refuse(self.settings, world_size)
         if problems := list(stage_rules.problems(self.settings, world_size)):
-            raise UserError(*map(stage_rules.at_strategy, problems))
+            raise UserError(*map(at_strategy, problems))
         stages = self.settings["stages"] or world_size
         return StagePosition.of_rank(rank, world_size, stages, self.settings["across"])
 
@@ -88,25 +89,6 @@ class StagedStrategy(DDPStrategy):
         batch = module._call_batch_hook("on_before_batch_transfer", batch, dataloader_idx)
         batch = tree_map(move, batch)
         return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
-
-    def reduce(
-        self,
-        tensor: torch.Tensor,
-        group: dist.ProcessGroup | None = None,
-        reduce_op: dist.ReduceOp | str | None = "mean",
-    ) -> torch.Tensor:
-        """Reduces over the replicas: all stages of a pipeline have the same value."""
-        return super().reduce(tensor, group or self.replicas, reduce_op)
-
-    def all_gather(
-        self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
-    ) -> torch.Tensor:
-        return super().all_gather(tensor, group or self.replicas, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        # Every rank has a vote, not only the replicas of one stage.
-        votes = process_group.gather(bool(decision))
-        return min(votes) if all else max(votes)
 
     def on_validation_start(self) -> None:
         agree_on_buffers(self.lightning_module, self.replicas)

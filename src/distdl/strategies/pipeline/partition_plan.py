@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from distdl.config.degrees import at_strategy
 from distdl.distributed import process_group
 from distdl.strategies.pipeline import balance, probe, stage_rules
 from distdl.strategies.pipeline.probe import Edge
@@ -42,7 +43,7 @@ def make(strategy: StagedStrategy, trainer: Trainer, blocks: Sequence[Block]) ->
     stages = strategy.position.stages
     problems = [*stage_rules.too_many(stages, strategy.pieces_per_stage, len(blocks))]
     if problems:
-        raise UserError(*map(stage_rules.at_strategy, problems))
+        raise UserError(*map(at_strategy, problems))
     plan = None
     if trainer.global_rank == 0:
         plan = _measured(strategy, trainer, blocks)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hydra.errors import InstantiationException
 from torch.distributed.device_mesh import init_device_mesh
 
+from distdl.config.degrees import PIPELINE
 from distdl.optim import layerwise
 from distdl.strategies.pipeline import balance, splitting
 from distdl.strategies.pipeline.balance import SEVERAL_PIECES
@@ -83,11 +84,6 @@ def splits_backward() -> bool:
     return torch.__version__ >= ZERO_BUBBLE_SINCE
 
 
-def at_strategy(problem: Problem) -> Problem:
-    """The problem with its full path, `strategy...`."""
-    return replace(problem, path=f"strategy.{problem.path}".removesuffix("."))
-
-
 def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Problem | str]:
     """The strategy's validation hook: checks settings, batch, precision and model.
 
@@ -109,7 +105,7 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
         remedy = "trainer.sync_batchnorm=false; model.norm=group does not depend on the batch"
         yield Problem("", what, remedy, code="unsupported")
     yield from layerwise.refuse_some_layers(*layerwise.of_config(config))
-    if not unfit:
+    if not unfit and not [*PIPELINE.problems(node, context["world_size"])]:
         stages = node.get("stages") or context["world_size"]
         yield from _batch(node, stages, (config.get("data") or {}).get("batch_size"))
         if "model" not in context.get("refused", ()):
@@ -117,7 +113,10 @@ def check(node: Mapping[str, Any], context: Mapping[str, Any]) -> Iterator[Probl
 
 
 def problems(node: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
-    """Problems of the settings for this number of ranks; paths are relative to the node."""
+    """Problems of the settings for this number of ranks; paths are relative to the node.
+
+    Whether the stages divide the ranks is asked for every strategy, by `distdl.config.degrees`.
+    """
     cut = node.get("balance", "measured")
     if isinstance(cut, str) and cut not in BALANCES:
         near = closest(cut, BALANCES)
@@ -125,18 +124,14 @@ def problems(node: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
         remedy = f"did you mean strategy.balance={near}?" if near else listed
         yield Problem("balance", f"is {cut!r}", remedy, code="wrong-choice")
     stages = node.get("stages") or world_size
-    if world_size < 2:
+    if world_size < 2 and not node.get("stages"):
         what = "a pipeline needs at least two devices, and there is one"
         yield Problem("", what, "trainer.devices=2", code="not-enough")
     elif stages < 2:
         yield Problem(
             "stages", "a pipeline needs at least two stages", "strategy=ddp", code="not-enough"
         )
-    elif world_size % stages:
-        fit = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
-        what = f"{stages} stages do not divide the {world_size} devices"
-        yield Problem("stages", what, f"strategy.stages={' or '.join(fit)}", code="indivisible")
-    else:
+    elif not [*PIPELINE.problems(node, world_size)]:
         yield from _micro_batches(node, stages)
 
 

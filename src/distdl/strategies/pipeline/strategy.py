@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -178,9 +177,7 @@ class PipelineStrategy(StagedStrategy):
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_by_global_norm  # type: ignore[method-assign]
         module.forward = self._forward  # type: ignore[method-assign]
-        for metric in module.modules():
-            if isinstance(metric, torchmetrics.Metric):  # equal on all stages of a pipeline
-                metric.process_group = self.replicas
+        self.count_once(module)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         module = trainer.lightning_module
