@@ -104,7 +104,8 @@ def estimates(measured: MeasuredStep, machine: Machine) -> list[Estimate]:
     frozen = measured.weights - trained  # includes buffers; no strategy partitions them
     activations = measured.activations + measured.transient
     buckets = 2 * DEEPSPEED_BUCKET if gradients else 0.0  # `overlap_comm` needs two
-    complete = Estimate("single", measured.weights, gradients, state, activations, batches=n)
+    alone = activations if measured.alone is None else measured.alone
+    complete = Estimate("single", measured.weights, gradients, state, alone, batches=n)
     partitioned: dict[str, Any] = {"other": buckets, "sent": once * (2 * trained + gradients)}
     # Optimizer state and gradients are on the host.
     offload = Estimate(
@@ -116,7 +117,7 @@ def estimates(measured: MeasuredStep, machine: Machine) -> list[Estimate]:
     )
     if n == 1:
         return [complete, offload]
-    ddp = replace(complete, name="ddp", batches=1)
+    ddp = replace(complete, name="ddp", activations=activations, batches=1)
     buffers = once * measured.buffers
     # DeepSpeed's optimizer steps on a copy of the rank's partition: count it as optimizer state.
     state_in_parts = (state + trained) / n
@@ -141,7 +142,8 @@ def pipeline(measured: MeasuredStep, n: int) -> Estimate:
     """Estimates one 1F1B pipeline over all devices, with stages of even forward cost.
 
     Stage s of n holds at most n - s micro-batches [P]. At each cut, a micro-batch sends its
-    activation forward and its gradient back.
+    activation forward and its gradient back. torch receives each micro-batch of a batch into a
+    buffer of its own. A weight's gradient is computed beside the sum to which it is added.
     """
     if measured.no_blocks or len(measured.blocks) < n:
         few = f"{len(measured.blocks)} blocks for {n} stages"
@@ -157,18 +159,26 @@ def pipeline(measured: MeasuredStep, n: int) -> Estimate:
 
     def of_stage(number: int, stage: Sequence[MeasuredBlock]) -> Estimate:
         weights, gradients = (sum(getattr(b, k) for b in stage) for k in ("weights", "gradients"))
-        kept = min(n - number, micro_batches) * sum(block.activations for block in stage)
-        activations = share * (kept + measured.transient)
+        each = [block.activations for block in stage]
+        others = (min(n - number, micro_batches) - 1) * sum(each)
+        # One micro-batch goes back: a block's backward comes when those after it are freed.
+        going_back = [
+            before + (measured.transient if block.transient is None else block.transient)
+            for block, before in zip(stage, itertools.accumulate(each), strict=True)
+        ]
+        added = share * (others + sum(each)) + max(block.largest for block in stage)
+        activations = max(share * (others + max(going_back)), added)
+        activations += 0 if number else n * measured.inputs
         crossing = stage[-1].output if number + 1 < n else 0
         crossing += stages[number - 1][-1].output if number else 0
-        state, sent = ratio * gradients, crossing * n
-        memory = weights, gradients, state, activations
+        received = sent = crossing * n
+        memory = weights, gradients, ratio * gradients, activations, received
         return Estimate("pipeline", *memory, sent=sent, overlap=1.0)
 
-    each = [of_stage(number, stage) for number, stage in enumerate(stages)]
+    rows = [of_stage(number, stage) for number, stage in enumerate(stages)]
     flops = [sum(block.flops or 1.0 for block in stage) for stage in stages]
     return replace(
-        max(each, key=lambda stage: stage.total),
-        sent=max(stage.sent for stage in each),
+        max(rows, key=lambda row: row.total),
+        sent=max(row.sent for row in rows),
         idle=bubble("1f1b", flops, 1, micro_batches),
     )

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import recipe as configs
+from distdl.config.degrees import MESH
 from distdl.config.heaviest import heaviest
-from distdl.tools.measure.estimate import Estimate, Machine, by_strategy, estimates
+from distdl.tools.measure.estimate import Estimate, Machine
+from distdl.tools.measure.mesh import NAME, rows_of
 from distdl.tools.measure.recommendation import gib
 from distdl.tools.measure.step_profile import measure
 from distdl.util.errors import UserError
@@ -40,7 +42,8 @@ def row_name(strategy: Mapping[str, object] | None, devices: int) -> str:
         return "single" if devices == 1 else f"deepspeed_zero{node.get('stage')}"
     if devices == 1:
         return "single"
-    return {"FSDPStrategy": "fsdp", "PipelineStrategy": "pipeline"}.get(kind, "ddp")
+    rows = {"FSDPStrategy": "fsdp", "PipelineStrategy": "pipeline", MESH.target: NAME}
+    return rows.get(kind, "ddp")
 
 
 def largest_batch(config: DictConfig, devices: int, memory: float) -> Largest:
@@ -51,7 +54,7 @@ def largest_batch(config: DictConfig, devices: int, memory: float) -> Largest:
 
     def taken(batch: int) -> Estimate:
         sized = configs.merge(config, OmegaConf.create({}), {KEY: batch})
-        return by_strategy(estimates(measure(sized, batch * devices), machine))[name]
+        return rows_of(sized, measure(sized, batch * devices), machine, [name])[name]
 
     batch = _solved(taken, machine.usable)
     if batch is None:

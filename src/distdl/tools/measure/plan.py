@@ -24,6 +24,7 @@ from distdl.launch.launch import root_of
 from distdl.tools.measure import recompute_choice
 from distdl.tools.measure.estimate import Estimate, Machine, by_strategy, estimates
 from distdl.tools.measure.largest_batch import KEY, largest_batch
+from distdl.tools.measure.mesh import NAME, NOTE, rows_of
 from distdl.tools.measure.recommendation import StrategyAdvice, advise, gib
 from distdl.tools.measure.step_profile import MeasuredStep, measure
 from distdl.util.errors import UserError
@@ -102,7 +103,10 @@ def plan_strategy(
         notes = [f"{recompute_choice.KEY}=auto is {value}: {reason}", *notes]
     measured = measure(config, global_batch)
     machine = Machine(devices, memory, link, flops)
-    rows = estimates(measured, machine)
+    by_name = rows_of(config, measured, machine)
+    rows = [*by_name.values()]
+    if NAME in by_name:
+        notes = [*notes, NOTE]
     advice = advise(measured, rows, machine)
     if note:
         notes = [note, *notes]

@@ -37,6 +37,8 @@ from distdl.util.errors import UserError
 from distdl.validation.meta import without_weights
 from distdl.worker.build import configures_optimizers, make, make_module
 
+# What grows with the samples.
+SCALED = {"activations", "transient", "inputs", "alone", "output", "flops"}
 SAMPLES = 4  # that are loaded; fake tensors have the size of the full batch
 AUTOCAST = ("16-mixed", "bf16-mixed", "16", "bf16", "transformer-engine-float16")
 HALF = ("16-true", "bf16-true", "transformer-engine")
@@ -51,6 +53,8 @@ class MeasuredBlock:
     activations: int = 0  # kept for the backward, for the whole batch
     output: int = 0  # passed to the next block, for the whole batch
     flops: float = 0.0
+    largest: int = 0  # the gradient of one parameter
+    transient: int | None = None  # as of a step, in its own backward; None: unknown
 
 
 @dataclass
@@ -62,7 +66,11 @@ class MeasuredStep:
         gradients, optimizer: Of the trained parameters.
         activations: Memory at the end of the forward besides weights: what the backward needs, and
             the batch.
-        transient: Additional memory of the backward at its peak, without gradients.
+        transient: Additional memory at the peak, without gradients.
+        inputs: The batch alone.
+        alone: The same two where no buckets hold the gradients: those of the last step stay until
+            the backward begins, which makes new ones while it frees activations. None: unknown,
+            both at once.
         flops: Floating-point operations of forward and backward.
         unit: Weights of the largest part that FSDP gathers at once.
         blocks: Between which a pipeline can cut; if it cannot, `no_blocks` gives the reason.
@@ -76,6 +84,8 @@ class MeasuredStep:
     optimizer: int = 0
     activations: int = 0
     transient: int = 0
+    inputs: int = 0
+    alone: int | None = None
     flops: float = 0.0
     unit: int = 0
     blocks: list[MeasuredBlock] = field(default_factory=list)
@@ -91,7 +101,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0.0
-        self.now = self.gradients = self.most_beside_gradients = 0
+        self.now = self.most = self.gradients = self.most_beside_gradients = 0
+        self.most_of_block = 0  # beside gradients, since this was set
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -116,9 +127,11 @@ class LiveBytes(TorchDispatchMode):
             if key not in self._known:
                 self._known.add(key)
                 self.now += size
+                self.most = max(self.most, self.now)
                 weakref.finalize(storage, self._gone, key, size)
                 beside = self.now - self.gradients
                 self.most_beside_gradients = max(self.most_beside_gradients, beside)
+                self.most_of_block = max(self.most_of_block, beside)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Excludes tensors that existed before this mode was active."""
@@ -145,16 +158,10 @@ def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
     samples, batch = a_batch(config)
     size = int((config.get("data") or {}).get("batch_size") or samples)
 
-    def stretched(tensor: Tensor) -> Tensor:
-        shape = list(tensor.shape)
-        if shape and shape[0] == samples:
-            shape[0] = size
-        return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-
     try:
-        module = _in_precision(_without_memory(config.model), config)
+        module = without_memory(config)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            fake = tree_map_only(Tensor, stretched, batch)
+            fake = tree_map_only(Tensor, stretched(samples, size), batch)
             return _step(_as_fake(module), fake, size, config, global_batch)
     except Exception as error:  # the step reads values, or the model is built in an unusual way
         why = _short(error)
@@ -166,6 +173,18 @@ def measure(config: DictConfig, global_batch: int) -> MeasuredStep:
         ) from error
     measured.notes.append(f"measured on the CPU with {samples} samples and scaled ({why})")
     return measured
+
+
+def stretched(samples: int, size: int) -> Callable[[Tensor], Tensor]:
+    """Makes a batch of `size` samples of one of a few, without values."""
+
+    def stretch(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        if shape and shape[0] == samples:
+            shape[0] = size
+        return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    return stretch
 
 
 def a_batch(config: DictConfig) -> tuple[int, Any]:
@@ -189,15 +208,15 @@ def a_batch(config: DictConfig) -> tuple[int, Any]:
     return batch_size_of(batch) or 1, batch
 
 
-def _without_memory(node: DictConfig) -> LightningModule:
+def without_memory(config: DictConfig) -> LightningModule:
     """The module on the meta device, if it can be built there; else on the CPU."""
-    bare = without_weights(plain(node))
+    bare = without_weights(plain(config.model))
     bare.pop("compile", None)
     try:
         with torch.device("meta"):
-            return make_module(bare)
+            return _in_precision(make_module(bare), config)
     except Exception:  # timm, for example, reads values while building
-        return make_module(bare)
+        return _in_precision(make_module(bare), config)
 
 
 def _as_fake(module: LightningModule) -> LightningModule:
@@ -240,9 +259,10 @@ def _extrapolated(
     )
     steps = (size - samples) / (samples - few) if samples > few else 0.0
     for small, large in zip((less, *less.blocks), (more, *more.blocks), strict=True):
-        for name in {"activations", "transient", "output", "flops"} & vars(large).keys():
-            value = getattr(large, name)
-            setattr(large, name, round(value + steps * (value - getattr(small, name))))
+        for name in SCALED & vars(large).keys():
+            value, less_value = getattr(large, name), getattr(small, name)
+            if value is not None and less_value is not None:
+                setattr(large, name, round(value + steps * (value - less_value)))
     more.batch_size = size
     return more
 
@@ -251,16 +271,14 @@ def _step(
     module: LightningModule, batch: object, size: int, config: DictConfig, global_batch: int
 ) -> MeasuredStep:
     """Forward, backward and optimizer step of a module, real or fake."""
-    precision = TrainerArguments.of(config.trainer).precision_name
-    if precision in HALF:
-        batch = tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, batch)
+    batch = _batch_in_precision(batch, config)
     module.train()
     trained = [p for p in module.parameters() if p.requires_grad]
     tensors = [*module.parameters(), *module.buffers()]
     bytes_of = _total(tensors), _total(module.buffers()), _total(trained)
     measured = MeasuredStep(size, *bytes_of)
     live = LiveBytes()
-    before = _total(_tensors(batch))
+    before = measured.inputs = _total(_tensors(batch))
     live.ignore(tensors)
     with ExitStack() as stack:
         stack.enter_context(_blocks_watched(module, measured, before, live))
@@ -269,18 +287,37 @@ def _step(
             stack.callback(hook.remove)
         stack.enter_context(live)
         live.add(batch)
-        with torch.autocast("cpu", torch.bfloat16) if precision in AUTOCAST else nullcontext():
-            numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-            output: Any = module.training_step(*((batch, 0) if numbered else (batch,)))
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        del output
+        loss = _loss_in_precision(module, batch, config)
         measured.activations = live.now
+        forward = live.most
+        live.most = live.now
         loss.backward()
         measured.transient = max(0, live.most_beside_gradients - measured.activations)
+        measured.alone = max(forward, live.most - measured.gradients)
     measured.flops = live.flops
     measured.optimizer = _optimizer_state(module, config, global_batch, measured)
     measured.unit = _largest_unit(module, measured)
     return measured
+
+
+def loss_of(module: LightningModule, batch: object, config: DictConfig) -> Tensor:
+    """The loss of a batch, in the run's precision."""
+    return _loss_in_precision(module, _batch_in_precision(batch, config), config)
+
+
+def _batch_in_precision(batch: object, config: DictConfig) -> object:
+    if TrainerArguments.of(config.trainer).precision_name not in HALF:
+        return batch
+    return tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, batch)
+
+
+def _loss_in_precision(module: LightningModule, batch: object, config: DictConfig) -> Tensor:
+    precision = TrainerArguments.of(config.trainer).precision_name
+    with torch.autocast("cpu", torch.bfloat16) if precision in AUTOCAST else nullcontext():
+        numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        output: Any = module.training_step(*((batch, 0) if numbered else (batch,)))
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+    return loss
 
 
 @contextmanager
@@ -300,6 +337,12 @@ def _blocks_watched(
         yield
         return
     seen: list[tuple[int, float]] = [(before, 0.0)]
+    going_back: list[tuple[MeasuredBlock, int]] = []
+
+    def end_block() -> None:
+        if going_back:
+            block, kept = going_back.pop()
+            block.transient = max(0, live.most_of_block - kept)
 
     def watch(block: MeasuredBlock) -> Callable[..., None]:
         def after(_: nn.Module, __: object, output: object) -> None:
@@ -309,17 +352,29 @@ def _blocks_watched(
             block.output = _total(_tensors(output))
             seen.append((memory, live.flops))
 
+            def goes_back(gradient: Tensor) -> None:
+                end_block()
+                live.most_of_block = live.now - live.gradients
+                going_back.append((block, memory))
+
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(goes_back)
+
         return after
 
     with ExitStack() as stack:
         for stage in stated:
             tensors = [t for part in stage.modules for t in (*part.parameters(), *part.buffers())]
-            block = MeasuredBlock(_total(tensors), _total(t for t in tensors if t.requires_grad))
+            trained = [t for t in tensors if t.requires_grad]
+            largest = max((_total([t]) for t in trained), default=0)
+            block = MeasuredBlock(_total(tensors), _total(trained), largest=largest)
             measured.blocks.append(block)
             # Steps without a name (a flatten) are not modules of the network, so no hook runs.
             last = [part for name, part in stage.parts if name is not None][-1]
             stack.callback(last.register_forward_hook(watch(block)).remove)
         yield
+        end_block()
 
 
 def _optimizer_state(

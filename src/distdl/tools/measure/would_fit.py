@@ -23,8 +23,9 @@ from distdl.config.schema import TrainerArguments
 from distdl.job import Resources
 from distdl.runs.bundle import Bundle
 from distdl.runs.directory import Attempt, RunDirectory
-from distdl.tools.measure.estimate import Estimate, Machine, by_strategy, estimates
+from distdl.tools.measure.estimate import Estimate, Machine
 from distdl.tools.measure.largest_batch import largest_batch, row_name
+from distdl.tools.measure.mesh import rows_of
 from distdl.tools.measure.recommendation import accumulated, gib
 from distdl.tools.measure.step_profile import MeasuredStep, measure
 from distdl.util.errors import UserError
@@ -60,7 +61,7 @@ def would_fit(config: DictConfig, devices: int, memory: float) -> WouldFit:
     size = Resources(1, devices, "gpu")
     global_batch = batches.global_batch_size(config, size) or devices
     measured = measure(config, global_batch)
-    rows = by_strategy(estimates(measured, machine))
+    rows = rows_of(config, measured, machine)
     name = row_name(config.get("strategy"), devices)
     now = f"{gib(rows[name].total)} of {gib(memory)} GiB under {name}"
     found = _instead(config, measured, rows, name, machine)
@@ -80,7 +81,7 @@ def _instead(
         with suppress(UserError):  # a model without blocks
             changed = configs.merge(config, OmegaConf.create({}), {"model.recompute": "blocks"})
             again = measure(changed, measured.batch_size * machine.devices)
-            row = by_strategy(estimates(again, machine))[name]
+            row = rows_of(changed, again, machine, [name])[name]
             if row.fits(machine):
                 yield RECOMPUTE, row.total
     before = TrainerArguments.of(config.trainer).accumulate_grad_batches
