@@ -8,8 +8,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import recipe as configs
 from distdl.config.heaviest import heaviest
-from distdl.tools.measure.estimate import Estimate, Machine, by_strategy, estimates
+from distdl.tools.measure.estimate import Estimate, Machine
 from distdl.tools.measure.largest_batch import row_name
+from distdl.tools.measure.mesh import rows_of
 from distdl.tools.measure.recommendation import gib
 from distdl.tools.measure.step_profile import MeasuredStep, measure
 from distdl.util.errors import UserError
@@ -37,7 +38,7 @@ def recompute_for(
     def taken(value: str) -> tuple[MeasuredStep, Estimate]:
         changed = configs.merge(config, OmegaConf.create({}), {KEY: value})
         measured = measure(changed, global_batch)
-        return measured, by_strategy(estimates(measured, machine))[name]
+        return measured, rows_of(changed, measured, machine, [name])[name]
 
     plain, before = taken("none")
     needs = f"{name} takes {gib(before.total)} of {gib(memory)} GiB"
