@@ -44,7 +44,8 @@ def study(folder, count, words=WORDS, *, validations=5, why="", seed=0):
         lines = (encode(0.0, n, 1, {"val/acc1": value}) for n, value in enumerate(values))
         curve.path.write_bytes(b"".join(lines))
         curve.read()
-        trial = SearchTrial(Proposal(number, proposal.values), "x=1", run, curve, {}, end=end)
+        told = Proposal(number, proposal.values)
+        trial = SearchTrial(told, "x=<b onclick=alert(1)>", run, curve, {}, end=end)
         trial.results = [max(values)] if end is TrialEnd.COMPLETE else []
         trial.why = why if end is TrialEnd.FAILED else ""
         engine.tell(number, end, trial.results)
