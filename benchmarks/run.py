@@ -20,6 +20,7 @@ from benchmarks.table import HEADER, Goal, machine
 # The short ones first; each has `main() -> Part`.
 CPU = (
     "startup",
+    "search",
     "listing",
     "secrets",
     "overhead",
