@@ -60,6 +60,7 @@ MATRIX := $(addprefix tests/, \
 	multiprocess/test_signals.py \
 	multiprocess/test_speedrun_ranks.py \
 	multiprocess/test_stopping.py \
+	multiprocess/test_time_limit.py \
 	multiprocess/test_tune.py \
 	multiprocess/test_torchvision_detectors.py \
 	packaging/test_added_parts.py \

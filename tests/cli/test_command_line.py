@@ -155,6 +155,14 @@ def test_a_dry_run_shows_what_would_run_and_writes_nothing(said, without_stage_2
     shown = said("trainer.devices=2", "trainer.accelerator=cpu", "name=x", "dry_run=true")
     assert "# 2 processes under torch's elastic agent, each:\nDISTDL_LAUNCHER=local" in shown
     assert "batch      64 x 2 devices = 128 per step" in shown
+    assert "time  " not in shown
+    timed = ("schedule=cosine", "trainer.max_time={hours:2}", "trainer.max_epochs=9")
+    words = " ".join(said(*timed, "dry_run=true").split())  # lines are fitted to the terminal
+    assert "time 2 hours for the training, or less by trainer.max_epochs=9;" in words
+    assert "the learning rate falls to its end with the first" in words
+    shown = said("schedule=constant", "trainer.max_time=00:02:00:00", "dry_run=true")
+    assert "time 00:02:00:00 for the training, or less by" in " ".join(shown.split())
+    assert "falls to its end" not in shown
     shown = said("-m", "seed=1,2", "name=s", "dry_run=true")
     assert shown.count("run        outputs/default/s/") == 2
     assert list(tmp_path.iterdir()) == []

@@ -38,6 +38,7 @@ from distdl.loops.fit import fit_loop_of
 from distdl.loops.trainer import Trainer as RunTrainer
 from distdl.optim import learning_rates
 from distdl.optim.averages import exchanges
+from distdl.optim.budget import Reading, TimeBudget
 from distdl.ranks.stopping import StopRequest
 from distdl.runs.checkpoints import BETWEEN_STEPS, CheckpointStore
 from distdl.runs.verdicts import DONE, Verdicts
@@ -47,6 +48,7 @@ from distdl.validation import misfits
 log = logging.getLogger(__name__)
 
 KEY = "distdl"
+BUDGET = "budget"
 SAVE = 1  # the index of the save flag in `Checkpointer._flags`
 BETWEEN = (
     "this checkpoint was saved between batches whose gradients are accumulated, and has none of "
@@ -60,6 +62,12 @@ def rounds(trainer: Trainer) -> bool:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     kept = any(isinstance(each, Averages) for each in callbacks)
     return not kept and any(map(exchanges, trainer.optimizers))
+
+
+def steps_before(trainer: Trainer) -> int:
+    """`steps_of` as it was before the batch that is being trained."""
+    by_hand = not trainer.lightning_module.automatic_optimization
+    return steps_of(trainer) - by_hand
 
 
 class Checkpointer(LeanCallback, Decides):
@@ -78,6 +86,7 @@ class Checkpointer(LeanCallback, Decides):
         modules: Adds the state of layers to checkpoints.
         settings: The config's section `checkpoint`.
         monitor_typed: Whether the user has typed `checkpoint.monitor`, so that it is no default.
+        budget: The time that the training has; None: no limit.
     """
 
     def __init__(
@@ -93,6 +102,7 @@ class Checkpointer(LeanCallback, Decides):
         modules: ModuleState | None = None,
         settings: Checkpoint,
         monitor_typed: bool = False,
+        budget: TimeBudget | None = None,
     ) -> None:
         self.stop = stop
         self.position = position
@@ -102,6 +112,8 @@ class Checkpointer(LeanCallback, Decides):
         self.saver = Saver(store, keep_last=settings.keep_last, background=settings.background)
         self._declared = global_batch_size
         self.accumulate = accumulate
+        self.budget = budget
+        self._no_reading = () if budget is None else Reading().numbers
         self.seed = seed
         minutes = settings.every_minutes
         self.every_seconds = minutes * 60 if minutes else math.inf
@@ -145,7 +157,8 @@ class Checkpointer(LeanCallback, Decides):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         apart.separate_folders(trainer, self.saver.store.folder)  # a `setup` may set one
-        self._agreement = Agreement(3)
+        self._agreement = Agreement(3 + len(self._no_reading))
+        self._end_in_time(trainer)  # an earlier attempt may have used all of it
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = fit_loop_of(trainer)
@@ -184,21 +197,27 @@ class Checkpointer(LeanCallback, Decides):
             resume_state.rescale(trainer, self.optimizer, before, self.global_batch_size)
             self._loaded = None
         self._given_before = rank_buffers.will_be_given(trainer)
-        if self._stop_now():
+        if self._stop_now(trainer):
             self._end(trainer)
         if self._rebuilds(trainer.current_epoch):  # the checkpoint was saved after that epoch
             self._leave(trainer)
+        if self.budget is not None:
+            self.budget.begin()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.position.epoch != trainer.current_epoch:
             self.position.epoch = trainer.current_epoch
             self.position.consumed = 0
+        if self.budget is not None:
+            self.budget.pause()
         self._refuse_missing_metric(trainer)  # the last epoch's metrics are logged by now
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
         self._stepped.clear()
+        if self.budget is not None:
+            self.budget.begin_step(steps_before(trainer))
 
     def on_train_batch_end(
         self,
@@ -210,6 +229,8 @@ class Checkpointer(LeanCallback, Decides):
     ) -> None:
         self.position.consumed += self.samples_per_batch
         self._given_before = rank_buffers.will_be_given(trainer)
+        if not fit_loop_of(trainer).epoch_loop.accumulates:
+            self._end_in_time(trainer)
 
     def batch_ended(self, trainer: Trainer, *, before_validation: bool) -> None:
         self._validates = before_validation
@@ -219,10 +240,10 @@ class Checkpointer(LeanCallback, Decides):
     def _batch_ended(self, trainer: Trainer, step: int) -> None:
         elapsed = time.monotonic() - self._saved_at
         overdue = trainer.global_rank == 0 and elapsed >= self.every_seconds
-        stop, save, failed = self._agreement.exchange(*self._flags(overdue))
+        stop, save, failed = self._exchange(trainer, *self._flags(overdue))
         if fit_loop_of(trainer).epoch_loop.is_over:
             if stop or failed:  # exchange these flags again: the epoch's end handles them
-                self._agreement.exchange(stop, False, failed)
+                self._exchange(trainer, stop, False, failed)
             return
         self._obey(trainer, stop, failed)
         every = self.settings.every_n_steps or math.inf
@@ -244,7 +265,7 @@ class Checkpointer(LeanCallback, Decides):
         if not self._common_batches:
             return False
         self._common_batches -= 1
-        stop, _save, failed = self._agreement.exchange(*self._flags())
+        stop, _save, failed = self._exchange(trainer, *self._flags())
         if failed:
             self.saver.settle()
         return stop
@@ -277,6 +298,8 @@ class Checkpointer(LeanCallback, Decides):
             self.best.missing(trainer, early=True)  # called for its warning
         elif trainer.state.fn == "fit":
             self.best.validated = True
+            if self.budget is not None:
+                self.budget.pause()
             self._unjudged = self._write_journal(trainer) if self.verdicts else None
 
     def validated(self, trainer: Trainer, *, between_steps: bool) -> None:
@@ -287,11 +310,14 @@ class Checkpointer(LeanCallback, Decides):
             self._save(trainer, "monitor")
             self._refuse_missing_metric(trainer)
         self._ask_search()
+        if self.budget is not None and not between_steps:
+            self._stop_now(trainer)  # for the clock: a flag to stop stays up
+            self._end_in_time(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not fit_loop_of(trainer).epoch_loop.is_over:
             # max_steps, max_time or early stopping ended the epoch before its last batch.
-            self._stop_now()
+            self._stop_now(trainer)
             self._save(trainer, "cut")
             self.saver.settle()
 
@@ -301,7 +327,9 @@ class Checkpointer(LeanCallback, Decides):
         last = last or trainer.global_step >= trainer.max_steps > -1
         if not last:
             self._ask_search()
-        stop = self._stop_now()
+        stop = self._stop_now(trainer)
+        self._end_in_time(trainer)
+        last = last or trainer.should_stop
         self.position.epoch = epoch
         self.position.consumed = 0
         best = self.best.improved(trainer)
@@ -356,12 +384,31 @@ class Checkpointer(LeanCallback, Decides):
         """This rank's flags: it was asked to stop, a save is due, a save has failed."""
         return bool(self.stop), save, bool(self.saver.error)
 
-    def _stop_now(self) -> bool:
+    def _exchange(
+        self, trainer: Trainer, *flags: bool, now: bool = False
+    ) -> tuple[bool, bool, bool]:
+        """The flags that the ranks have raised. With them goes what rank 0's clock says."""
+        exchange = self._agreement.now if now else self._agreement.exchange
+        if self.budget is None or not self.budget.has_begun:
+            stop, save, failed, *_ = exchange(*flags, *self._no_reading)
+            return bool(stop), bool(save), bool(failed)
+        reading = self.budget.look(steps_of(trainer))
+        numbers = reading.numbers if trainer.global_rank == 0 else self._no_reading
+        stop, save, failed, *seen = exchange(*flags, *numbers)
+        self.budget.agreed(Reading.of(seen))
+        return bool(stop), bool(save), bool(failed)
+
+    def _stop_now(self, trainer: Trainer) -> bool:
         """Whether any rank was asked to end. Raises if a save has failed. Collective, and slow."""
-        stop, _, failed = self._agreement.now(*self._flags())
+        stop, _, failed = self._exchange(trainer, *self._flags(), now=True)
         if failed:
             self.saver.settle()
         return stop
+
+    def _end_in_time(self, trainer: Trainer) -> None:
+        """Ends the training if its time is used up: on all ranks, as they know the same clock."""
+        if self.budget is not None and self.budget.is_over:
+            trainer.should_stop = True
 
     # ------------------------------------------------------------- the state in a checkpoint
 
@@ -388,6 +435,7 @@ class Checkpointer(LeanCallback, Decides):
             "epoch_metrics": process_group.gather(epoch_metrics(trainer)),
             "loaders": process_group.gather(fit_loop_of(trainer).loader_states),
             BETWEEN_STEPS: self._between_steps,
+            BUDGET: process_group.gather(self.budget.state())[0] if self.budget else None,
             rank_buffers.KEY: rank_buffers.of_ranks(trainer, given),
             **resume_state.of_parameters(trainer, self._waiting(trainer)),
         }
@@ -406,6 +454,9 @@ class Checkpointer(LeanCallback, Decides):
         if trainer.state.fn != "fit":
             return
         resume_state.remove_rate_finder(trainer)
+        if self.budget is not None:
+            used = resume_state.used_by_timer(checkpoint)
+            self.budget.load((loaded or {}).get(BUDGET) or {"used": used})
         if loaded is None:
             return
         self.position.epoch = loaded["epoch"]

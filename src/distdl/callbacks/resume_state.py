@@ -21,6 +21,7 @@ from distdl.distributed import process_group
 from distdl.loops.generators import set_rng_state
 from distdl.optim import learning_rates
 from distdl.optim import optimizers as optim
+from distdl.optim.budget import MICRO
 from distdl.optim.parameter_groups import plain_name
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,13 @@ log = logging.getLogger(__name__)
 # Callbacks whose `on_train_epoch_start` sets up the epoch and may run twice. Lightning skips this
 # hook when it resumes inside an epoch.
 SET_UP_THE_EPOCH = (lightnings.GradientAccumulationScheduler, lightnings.StochasticWeightAveraging)
+
+
+def used_by_timer(checkpoint: Mapping[str, Any]) -> int:
+    """Microseconds that a training has used by Lightning's Timer, which counted `trainer.max_time`
+    before distdl did."""
+    timer = checkpoint.get("callbacks", {}).get("Timer", {})
+    return round(timer.get("time_elapsed", {}).get("train", 0.0) * MICRO)
 
 
 def restart_validation(fit_loop: dict[str, Any]) -> None:

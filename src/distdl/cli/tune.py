@@ -32,8 +32,8 @@ tune=NAME stands for the lines of conf/tune/NAME.yaml. The same command goes on 
   python -m distdl tune +experiment=resnet50_ddp 'optimizer.lr=log(0.01,1)' --trials 30 --budget 2h
   python -m distdl tune model=resnet18 tune=sgd --pruner halving --parallel 2
 """
-BUDGET = re.compile(r"(\d+\.?\d*)\s*(s|min|h|d)", re.ASCII)
-SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+BUDGET = re.compile(r"(\d+\.?\d*)\s*(s|min|m|h|d)", re.ASCII)
+SECONDS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 SAMPLERS = ("tpe", "random", "grid", "qmc", "cmaes")
 PRUNERS = ("asha", "hyperband", "median", "halving")
 CHECKPOINTS = ("keep", "remove")
@@ -43,7 +43,7 @@ TRIALS = 20
 def main(argv: Sequence[str]) -> Answer:
     """Runs the trials that are missing; the exit code is 1 if none has a value."""
     options = parsed(argv)
-    seconds = checked(options)
+    seconds, trial_seconds = checked(options)
     if importlib.util.find_spec("optuna") is None:
         raise UserError.at("tune", "needs Optuna", install("optuna"), code="not-installed")
 
@@ -60,6 +60,7 @@ def main(argv: Sequence[str]) -> Answer:
         pruner=options.pruner,
         metrics=options.metric,
         parallel=options.parallel,
+        trial_seconds=trial_seconds,
     )
     screen.spaces(prepared.searched)
     if prepared.first.config.dry_run:
@@ -88,6 +89,8 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     about = f"of the study in all, earlier commands included ({TRIALS}; --sampler grid: all points)"
     parser.add_argument("--trials", type=int, metavar="N", help=about)
     parser.add_argument("--budget", metavar="TIME", help="no trial starts after it: 90min, 2h")
+    about = "of each trial's training, whose schedule ends with it: 10min (trainer.max_time)"
+    parser.add_argument("--trial-budget", metavar="TIME", help=about)
     about = "trials at once (as many as groups of GPUs here, else 1)"
     parser.add_argument("--parallel", type=int, metavar="N", help=about)
     parser.add_argument("--sampler", choices=SAMPLERS, default="tpe", help="who proposes (tpe)")
@@ -102,8 +105,8 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(list(argv))
 
 
-def checked(options: argparse.Namespace) -> float | None:
-    """The budget in seconds; None: there is none."""
+def checked(options: argparse.Namespace) -> tuple[float | None, int | None]:
+    """The budget and that of a trial, in seconds; None: there is none."""
     problems = []
     for flag in ("trials", "parallel"):
         value = getattr(options, flag)
@@ -114,13 +117,24 @@ def checked(options: argparse.Namespace) -> float | None:
         what = "no trial is pruned without --pruner"
         flag = "--pruned-checkpoints remove"
         problems.append(Problem(flag, what, f"{flag} --pruner halving", code="conflict"))
-    found = BUDGET.fullmatch(options.budget) if options.budget is not None else None
-    if options.budget is not None and (found is None or not float(found[1])):
+    whole = _seconds(options.budget)
+    if options.budget is not None and not whole:
         what = f"{options.budget!r} is no time in which a trial can start"
         problems.append(Problem("--budget", what, "--budget 90min or 2h", code="wrong-kind"))
+    each = _seconds(options.trial_budget)
+    if options.trial_budget is not None and each < 1:
+        what = f"{options.trial_budget!r} is no time in which a trial can train, a second or more"
+        remedy = "--trial-budget 10min or 1h"
+        problems.append(Problem("--trial-budget", what, remedy, code="wrong-kind"))
     if problems:
         raise UserError(*problems)
-    return float(found[1]) * SECONDS[found[2]] if found else None
+    return whole or None, round(each) or None
+
+
+def _seconds(text: str | None) -> float:
+    """Of a time as it is typed; 0 if it is none."""
+    found = BUDGET.fullmatch(text) if text is not None else None
+    return float(found[1]) * SECONDS[found[2]] if found else 0.0
 
 
 def search_of(

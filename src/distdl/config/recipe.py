@@ -166,20 +166,33 @@ def _twice_count(value: object) -> str:
 
 
 def twice_time(value: object) -> str:
-    """Twice a `trainer.max_time`, as `dd:hh:mm:ss`, which Lightning reads; empty if it is none."""
+    """Twice a `trainer.max_time`, as `dd:hh:mm:ss`; empty if it is none."""
     try:
-        if isinstance(value, Mapping):
-            parts = {str(key): float(part) for key, part in value.items() if key != "_target_"}
-        else:
-            words = str(value).split(":")
-            parts = dict(zip(UNITS_OF_TIME, map(float, words), strict=True))
-        seconds = round(2 * timedelta(**parts).total_seconds())
+        return time_text(round(2 * seconds_of(value)))
     except (TypeError, ValueError):
         return ""
-    minutes, seconds = divmod(seconds, 60)
+
+
+def seconds_of(value: object) -> float:
+    """The seconds of a `trainer.max_time`: `dd:hh:mm:ss`, or the arguments of a timedelta.
+
+    Raises:
+        TypeError, ValueError: It is none.
+    """
+    if isinstance(value, Mapping):
+        parts = {str(key): float(part) for key, part in value.items() if key != "_target_"}
+    else:
+        words = str(value).split(":")
+        parts = dict(zip(UNITS_OF_TIME, map(float, words), strict=True))
+    return timedelta(**parts).total_seconds()
+
+
+def time_text(seconds: int) -> str:
+    """A time as Lightning reads it for `trainer.max_time`: `dd:hh:mm:ss`."""
+    minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    return f"{days:02}:{hours:02}:{minutes:02}:{seconds:02}"
+    return f"{days:02}:{hours:02}:{minutes:02}:{rest:02}"
 
 
 def unit_of(data: object) -> str:

@@ -39,47 +39,48 @@ def refuse_uneven(batches: float) -> None:
 
 
 class Agreement:
-    """Flags that any rank may raise, seen by all ranks at the same step.
+    """Numbers that any rank may raise, seen by all ranks at the same step: flags, of which 1 is up,
+    and what one rank knows, where the others give 0.
 
     A MAX all-reduce of a few bytes on gloo is started at one step and read at the next, so no step
     waits for the network. All ranks must call `exchange` equally often.
     """
 
     def __init__(self, size: int) -> None:
-        self._flags = torch.zeros(size, dtype=torch.int64)
+        self._numbers = torch.zeros(size, dtype=torch.int64)
         self._work: dist.Work | None = None
         self._withdrawn: set[int] = set()
         self._alone = process_group.world_size() == 1
 
-    def exchange(self, *flags: bool) -> list[bool]:
-        """Raises our flags and returns those that the ranks raised at the previous call."""
+    def exchange(self, *numbers: int) -> list[int]:
+        """Gives our numbers and returns the largest that the ranks gave at the previous call."""
         if self._alone:
-            return list(flags)
+            return list(numbers)
         agreed = self._read()
-        self._flags = torch.tensor([int(flag) for flag in flags])
-        self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, async_op=True)
+        self._numbers = torch.tensor([int(number) for number in numbers])
+        self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, async_op=True)
         return agreed
 
-    def now(self, *flags: bool) -> list[bool]:
+    def now(self, *numbers: int) -> list[int]:
         """Like `exchange` but without the lag, for rare moments; it waits for the slowest rank."""
-        before = self.exchange(*flags)
+        before = self.exchange(*numbers)
         if self._alone:
             return before
-        return [a or b for a, b in zip(before, self._read(), strict=True)]
+        return [*map(max, before, self._read())]
 
-    def withdraw(self, number: int) -> None:
+    def withdraw(self, index: int) -> None:
         """Drops a flag that is being exchanged: its request has just been fulfilled.
 
         All ranks must call this between the same two exchanges.
         """
-        self._withdrawn.add(number)
+        self._withdrawn.add(index)
 
-    def _read(self) -> list[bool]:
+    def _read(self) -> list[int]:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        flags = enumerate(self._flags.tolist())
-        agreed = [bool(flag) and number not in self._withdrawn for number, flag in flags]
-        self._flags = torch.zeros_like(self._flags)
+        numbers: list[int] = self._numbers.tolist()
+        agreed = [0 if i in self._withdrawn else number for i, number in enumerate(numbers)]
+        self._numbers = torch.zeros_like(self._numbers)
         self._withdrawn.clear()
         return agreed

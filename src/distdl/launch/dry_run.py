@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distdl.config import batches, degrees, programs
+from distdl.config import batches, degrees, programs, task_facts
+from distdl.config.recipe import plain
 from distdl.job import LauncherBase
 from distdl.launch import program_checks, submitting
 from distdl.launch.answers import ShownRequest
@@ -23,6 +24,8 @@ from distdl.util.answers import Answer
 from distdl.util.errors import UserError
 from distdl.util.redact import redact
 from distdl.util.screen import escaped, say
+
+BY_CLOCK = ("distdl.optim.warmup_cosine", "distdl.optim.warmup_linear")
 
 
 def answer(planned: Plan) -> Answer:
@@ -62,6 +65,7 @@ def _parts(planned: Plan) -> tuple[str, str]:
         f"resources  {size.num_nodes} x {size.devices} {size.accelerator}",
         *(f"mesh       {words}" for words in degrees.described(planned.config, size)),
         *([f"batch      {batch}"] if batch else []),
+        *time_lines(planned),
         *program_lines(planned),
         *([f"code       {code.describe()}"] if code else []),
         *(f"left out   {line}" for line in (code.lines_left_out() if code else ())),
@@ -71,6 +75,25 @@ def _parts(planned: Plan) -> tuple[str, str]:
         *(f"file       {shown(file)}" for file in files),
     ]
     return escaped("\n".join(lines)), escaped(request.render())
+
+
+def time_lines(planned: Plan) -> Iterator[str]:
+    """When a training with `trainer.max_time` ends, and what its rate does."""
+    if programs.is_program(planned.config) or not task_facts.of(planned.config).trains:
+        return
+    trainer = plain(planned.config.trainer)
+    limit = trainer.get("max_time")
+    if limit is None:
+        return
+    if isinstance(limit, dict):  # {hours: 12}, maybe of a timedelta's node
+        limit = " ".join(f"{value} {key}" for key, value in limit.items() if key != "_target_")
+    limits = {key: trainer.get(key) for key in ("max_epochs", "max_steps")}
+    ends = [f"trainer.{key}={value}" for key, value in limits.items() if value not in (None, -1)]
+    text = f"time       {limit} for the training" + "".join(f", or less by {end}" for end in ends)
+    schedule = plain(planned.config.get("schedule"))
+    if schedule.get("_target_") in BY_CLOCK and not {"max_epochs", "total_steps"} & schedule.keys():
+        text += f"; the learning rate falls to its end with {'the first' if ends else 'it'}"
+    yield text
 
 
 def program_lines(planned: Plan) -> Iterator[str]:

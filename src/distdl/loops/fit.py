@@ -7,7 +7,7 @@ Lightning's loops (2.6) with what an exact resume needs besides. It rests on thi
      the step's hooks and loggers, and never between batches whose gradients are accumulated. If a
      validation follows, before it, since it may take long: a resume begins with that validation.
      What a validation between such batches finds best is best.ckpt alone, which no resume of the
-     run begins with. What ends the training there (`max_time`) saves those gradients as well, or
+     run begins with. What ends the training there (a Timer) saves those gradients as well, or
      waits for their step where a strategy cannot save them (`waits_for_step`);
    - inside a validation that a signal cuts short (`loops/validation.py`), as it was before it;
    - at the end of an epoch (`FitLoop.on_advance_end`), after all hooks and plateau schedules.

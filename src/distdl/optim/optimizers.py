@@ -6,6 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distdl.optim.averages import exchanges
+from distdl.optim.budget import StepsLeft
 from distdl.optim.learning_rates import OF_LAYERS, LayerRate, rate_of
 from distdl.optim.parameter_groups import FACTOR, WITH_FALLBACK, parameter_groups
-from distdl.optim.schedules import constant
+from distdl.optim.schedules import constant, warmup_step
 from distdl.optim.schedules import rescale_schedule as rescale_schedule
-from distdl.util.errors import UserError
+from distdl.util.errors import Problem, UserError
 
 # Keys of an optimizer node that are ours; all others are arguments of the optimizer's class.
 OUR_OPTIMIZER_KEYS = (
@@ -31,6 +33,8 @@ OUR_OPTIMIZER_KEYS = (
 )
 # Keys of a schedule node that tell Lightning when to step it; all others are arguments.
 OUR_SCHEDULE_KEYS = ("_target_", "interval", "frequency", "monitor", "strict", "name")
+LENGTHS = ("total_steps", "max_epochs")  # arguments of schedules that depend on the end
+WITHOUT_END = (constant, warmup_step)  # whose rates do not, though they take them
 # Keys of a parameter group that are null in a checkpoint: each run keeps its own values.
 KERNELS = {"fused", "foreach"}
 
@@ -167,12 +171,13 @@ def build_schedule(
     steps_per_epoch: int,
     max_epochs: int,
     total_steps: float | None = None,
+    budget: StepsLeft | None = None,
 ) -> dict[str, Any]:
     """Builds a schedule as Lightning's `lr_scheduler` dict; {} for an empty node.
 
-    A target that takes `steps_per_epoch`, `max_epochs` or `total_steps` gets them, unless the node
-    sets them. A schedule of ours, or one that takes `total_steps`, steps once per optimizer step;
-    others step once per epoch. The node's `interval` overrides this.
+    A target that takes `steps_per_epoch`, `max_epochs`, `total_steps` or `budget` gets them, unless
+    the node sets them. A schedule of ours, or one that takes `total_steps`, steps once per
+    optimizer step; others step once per epoch. The node's `interval` overrides this.
 
     Args:
         config: `_target_`, arguments of the target, and Lightning's settings (interval, frequency,
@@ -181,25 +186,34 @@ def build_schedule(
         max_epochs: Of the complete training.
         total_steps: Optimizer steps of the complete training, which may end within an epoch;
             infinity: unknown; None: the training ends with the last epoch.
+        budget: `trainer.max_time`; None: there is none. A node that sets the length itself has a
+            schedule of that length, whatever the time is.
 
     Raises:
-        UserError: The target needs the length of the training, which is unknown.
+        UserError: The target needs the length of the training, which is unknown, or which ends on
+            a clock that it cannot follow.
     """
     config = _plain(config or {})
     if not config:
         return {}
     target = _target(config, "schedule", "schedule=cosine")
     taken = inspect.signature(target).parameters
-    supplied = {
+    supplied: dict[str, object] = {
         "steps_per_epoch": steps_per_epoch,
         "max_epochs": max_epochs,
         "total_steps": steps_per_epoch * max_epochs if total_steps is None else total_steps,
     }
-    endless = {"max_epochs", "total_steps"} if total_steps == math.inf else set()
-    if endless & taken.keys() - config.keys() and target is not constant:
+    lengths = {*LENGTHS} & taken.keys() - config.keys()
+    follows = budget is not None and "budget" in taken and not {*LENGTHS} & config.keys()
+    problem = clock_problem(config, target) if budget is not None else None
+    if problem is not None:
+        raise UserError(replace(problem, path="schedule"))
+    if total_steps == math.inf and lengths and not follows and target is not constant:
         what = "depends on the length of the training, which is unknown"
         remedy = "trainer.max_steps=STEPS, or schedule=constant"
         raise UserError.at("schedule", what, remedy, code="unreadable")
+    if follows:
+        supplied["budget"] = budget
     arguments = {name: value for name, value in supplied.items() if name in taken}
     arguments |= {k: v for k, v in config.items() if k not in OUR_SCHEDULE_KEYS}
     ours = target.__module__.startswith("distdl.optim.")
@@ -207,6 +221,28 @@ def build_schedule(
     defaults = {"interval": "step" if per_step else "epoch", "frequency": 1}
     for_lightning = {k: v for k, v in config.items() if k in OUR_SCHEDULE_KEYS[1:]}
     return {"scheduler": target(optimizer, **arguments), **defaults, **for_lightning}
+
+
+def clock_problem(config: Mapping[str, Any], target: Callable[..., Any]) -> Problem | None:
+    """Why a schedule does not go with `trainer.max_time`: it gets the training's length, which the
+    clock may cut short, and does not look at the clock.
+
+    Args:
+        config: The schedule's node.
+        target: What its `_target_` names.
+    """
+    taken = inspect.signature(target).parameters
+    lengths = [name for name in LENGTHS if name in taken and name not in config]
+    if not lengths or "budget" in taken or target in WITHOUT_END:
+        return None
+    name = getattr(target, "__name__", "it")
+    what = (
+        f"{name} takes the length of the training ({lengths[0]}), and cannot follow "
+        "trainer.max_time, which may end the training earlier"
+    )
+    own = f"schedule.{lengths[0]}={lengths[0].rpartition('_')[2].upper()}"
+    remedy = f"schedule=cosine or linear, or {own}, or no trainer.max_time"
+    return Problem("", what, remedy, code="conflict")
 
 
 def _target(config: Mapping[str, Any], node: str, remedy: str) -> Callable[..., Any]:

@@ -6,14 +6,18 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from distdl.optim.budget import StepsLeft
 from distdl.util.ranges import AboveZero, NotNegative
 
 log = logging.getLogger(__name__)
+
+EARLY = 10  # before a tenth of a training nobody is told that its time is too short
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ def warmup_cosine(
     min_lr_ratio: NotNegative = 0.0,
     warmup_from: float | str = 0.0,
     total_steps: float | None = None,
+    budget: StepsLeft | None = None,
 ) -> LambdaLR:
     """Linear warm-up, then half a cosine to `min_lr_ratio` of the full rate (Loshchilov 2017).
 
@@ -57,17 +62,16 @@ def warmup_cosine(
             batch has no warm-up. The k-th of w steps has the share start + (1 - start) * k / w, so
             the first step's rate is above 0 even if the start is 0.
         total_steps: Of the complete training, which may end within an epoch.
+        budget: The cosine ends with this time, if it comes first (`OnTheClock`).
 
     If the warm-up is longer than the training, the training ends within it, with a warning.
     """
-    warmup, total = _steps(steps_per_epoch, max_epochs, total_steps, warmup_epochs)
-    decay = max(1, total - warmup)
+    length = (steps_per_epoch, max_epochs, total_steps, warmup_epochs)
 
-    def after(step: int) -> float:
-        cosine = (1 + math.cos(math.pi * min(1.0, (step - warmup) / decay))) / 2
-        return min_lr_ratio + (1 - min_lr_ratio) * cosine
+    def cosine(place: float) -> float:
+        return min_lr_ratio + (1 - min_lr_ratio) * (1 + math.cos(math.pi * place)) / 2
 
-    return _warmed_up(optimizer, warmup, warmup_from, after)
+    return _to_the_end(optimizer, _steps(*length), warmup_from, cosine, budget)
 
 
 def warmup_linear(
@@ -78,17 +82,16 @@ def warmup_linear(
     min_lr_ratio: NotNegative = 0.0,
     warmup_from: float | str = 0.0,
     total_steps: float | None = None,
+    budget: StepsLeft | None = None,
 ) -> LambdaLR:
     """Linear warm-up, then a line down to `min_lr_ratio` of the full rate (Li et al. 2020,
     "Budgeted Training", https://arxiv.org/abs/1905.04753). Arguments: see `warmup_cosine`."""
-    warmup, total = _steps(steps_per_epoch, max_epochs, total_steps, warmup_epochs)
-    decay = max(1, total - warmup)
+    length = (steps_per_epoch, max_epochs, total_steps, warmup_epochs)
 
-    def after(step: int) -> float:
-        left = 1 - min(1.0, (step - warmup) / decay)
-        return min_lr_ratio + (1 - min_lr_ratio) * left
+    def line(place: float) -> float:
+        return min_lr_ratio + (1 - min_lr_ratio) * (1 - place)
 
-    return _warmed_up(optimizer, warmup, warmup_from, after)
+    return _to_the_end(optimizer, _steps(*length), warmup_from, line, budget)
 
 
 def warmup_step(
@@ -142,20 +145,119 @@ def _steps(
     return warmup, total
 
 
+def _to_the_end(
+    optimizer: Optimizer,
+    steps: tuple[int, float],
+    warmup_from: float | str,
+    curve: Callable[[float], float],
+    budget: StepsLeft | None,
+) -> LambdaLR:
+    """A warm-up, and a curve that ends with the training.
+
+    Args:
+        steps: Of the warm-up and of the training.
+        curve: See `OnTheClock`.
+    """
+    warmup, total = steps
+    if budget is not None:
+        start = _start_of(optimizer, warmup_from)
+        return OnTheClock(optimizer, warmup, start, curve, total, budget)
+    decay = max(1, total - warmup)
+
+    def after(step: int) -> float:
+        return curve(min(1.0, (step - warmup) / decay))
+
+    return _warmed_up(optimizer, warmup, warmup_from, after)
+
+
 def _warmed_up(
     optimizer: Optimizer, warmup: int, warmup_from: float | str, after: Callable[[int], float]
 ) -> LambdaLR:
-    if warmup_from == "reference":
-        group = optimizer.param_groups[0]
-        start = min(1.0, group.get("reference_lr", group["lr"]) / (group["lr"] or 1.0))
-    else:
-        start = float(warmup_from)
+    start = _start_of(optimizer, warmup_from)
 
     # A plain function: LambdaLR does not save it, so its state holds only numbers.
     def share(step: int) -> float:
-        return start + (1 - start) * (step + 1) / warmup if step < warmup else after(step)
+        return _rising(start, step, warmup) if step < warmup else after(step)
 
     return LambdaLR(optimizer, share)
+
+
+def _start_of(optimizer: Optimizer, warmup_from: float | str) -> float:
+    """The share of the full rate with which a warm-up starts."""
+    if warmup_from != "reference":
+        return float(warmup_from)
+    group = optimizer.param_groups[0]
+    return min(1.0, float(group.get("reference_lr", group["lr"]) / (group["lr"] or 1.0)))
+
+
+def _rising(start: float, step: int, warmup: int) -> float:
+    return start + (1 - start) * (step + 1) / warmup
+
+
+class OnTheClock(LambdaLR):
+    """A warm-up of a number of steps, then a curve whose end is that of a training's time.
+
+    How many steps are left is an estimate, which changes. So each step goes the same share of what
+    is left of the curve, and not to the place that the newest estimate would give it: the rate has
+    no jump, never rises again, and reaches the curve's end with the last step.
+
+    Args:
+        start: The share of the full rate with which the warm-up starts.
+        curve: The share of the full rate at each place, from 0 after the warm-up to 1 at the end.
+        total: Steps after which the training ends in any case; infinity: none.
+
+    Attributes:
+        place: On the curve; in a checkpoint.
+        meant_for: The whole time and `total` that `place` was found for; in a checkpoint. A resumed
+            run with others, or without a time before, finds its place anew.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup: int,
+        start: float,
+        curve: Callable[[float], float],
+        total: float,
+        budget: StepsLeft,
+    ) -> None:
+        self.place = 0.0
+        self.meant_for: list[float] = []
+        self._parts = (warmup, total, budget)  # not in a checkpoint: see `state_dict`
+        self._warned = False
+
+        def share(step: int) -> float:
+            return _rising(start, step, warmup) if step < warmup else curve(self.place)
+
+        super().__init__(optimizer, share)
+
+    def step(self, epoch: int | None = None) -> None:
+        self._go_on(self.last_epoch + 1)
+        super().step(epoch)
+
+    def _go_on(self, step: int) -> None:
+        """Finds the place on the curve for the rate of a step, of which the first is 0."""
+        warmup, total, budget = self._parts
+        left = min(total - step, budget.steps_left)
+        if math.isinf(left):
+            return
+        if step + left < warmup and step >= left / EARLY and not self._warned:
+            self._warned = True
+            log.warning(
+                f"the warm-up of {warmup} optimizer steps is longer than the training, which has "
+                f"time for some {step + left:.0f}: schedule.warmup_epochs=0, or a longer "
+                "trainer.max_time"
+            )
+        limits = [budget.seconds, float(total)]
+        if step > warmup and self.meant_for == limits:
+            self.place += (1 - self.place) / (max(0.0, left) + 1)
+        elif step > warmup:
+            self.place = (step - warmup) / max(1.0, step - warmup + left)
+        self.meant_for = limits
+
+    def state_dict(self) -> dict[str, Any]:
+        own = ("_parts", "_warned")
+        return {key: value for key, value in super().state_dict().items() if key not in own}
 
 
 def rescale_schedule(

@@ -1,4 +1,4 @@
-"""Whether an optimizer takes its arguments, found by one step of it before anything starts."""
+"""Whether an optimizer and a schedule fit their config, found before anything starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distdl.optim import averages
-from distdl.optim.optimizers import build_optimizer
+from distdl.optim.optimizers import build_optimizer, clock_problem
 from distdl.util.errors import Problem, UserError
 from distdl.validation.meta import on_meta, targets_own
 
@@ -52,3 +52,19 @@ class OneStep:
             yield from (replace(p, path=p.path.removeprefix("optimizer.")) for p in error.problems)
         except Exception:  # it needs more than a layer: a process group, a device
             return
+
+
+class ByClock:
+    """What the validation asks of the schedule, whatever its class is."""
+
+    @staticmethod
+    def check(
+        node: Mapping[str, Any], context: Mapping[str, Any] | None = None
+    ) -> Iterator[Problem]:
+        """Yields a problem, if `trainer.max_time` is set and the schedule cannot follow it."""
+        trainer = ((context or {}).get("config") or {}).get("trainer") or {}
+        target: Any = pydoc.locate(str(node.get("_target_")))
+        if trainer.get("max_time") is None:
+            return
+        if problem := clock_problem(node, target):
+            yield problem

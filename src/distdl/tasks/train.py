@@ -54,12 +54,15 @@ def warn_of_time_limit(context: Built) -> None:
     """Warns if a time limit has ended the training, which looks like any other end."""
     trainer = context.trainer
     limit = context.config.trainer.get("max_time")
+    budget = context.checkpointer.budget
+    own = budget is not None and budget.is_over
     timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
-    if not trainer.should_stop or all((timer.time_remaining() or 1) > 0 for timer in timers):
+    others = any((timer.time_remaining() or 1) <= 0 for timer in timers)
+    if not trainer.should_stop or not (own or others):
         return
-    cause = f"trainer.max_time={limit} is used up" if limit else "the Timer's time is used up"
-    twice = f"trainer.max_time={twice_time(limit)}"
+    cause = f"trainer.max_time={limit} is used up" if own else "the Timer's time is used up"
+    twice = f"trainer.max_time={twice_time(limit)}" if own else ""
     resume = f"python -m distdl resume {shown(context.run.path)} {twice}"
     text = "%s, in all attempts together: the training ended at step %d, in epoch %d%s"
-    more = f". To continue: {resume}" if limit else ""
+    more = f". To continue: {resume}" if own else ""
     log.warning(text, cause, steps_of(trainer), trainer.current_epoch, more)

@@ -46,6 +46,7 @@ HOOK = "check"  # the method by which a target checks its own node
 OF_NODES: dict[Path, tuple[str, ...]] = {
     ("model",): ("distdl.models.recompute.Check", "distdl.models.lora.LoraCheck"),
     ("optimizer",): ("distdl.optim.trial.OneStep",),
+    ("schedule",): ("distdl.optim.trial.ByClock",),
 }
 UNKNOWN = "takes no argument"
 # Functions that pass **kwargs to a model: only building the model shows which are valid.
@@ -75,7 +76,7 @@ SUPPLIED: dict[str, dict[str, tuple[str, ...]]] = {
     "schedule": {
         "supplied": ("optimizer",),
         "consumed": ("interval",),
-        "offered": ("steps_per_epoch", "max_epochs", "total_steps"),
+        "offered": ("steps_per_epoch", "max_epochs", "total_steps", "budget"),
     },
     "task": {"supplied": ("context",)},  # to a function; a class is made of the node's own keys
 }

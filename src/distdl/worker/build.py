@@ -27,7 +27,7 @@ from distdl.callbacks.averages import AveragedWeights
 from distdl.checkpoint import portable
 from distdl.checkpoint.formats import AnyCheckpoint
 from distdl.config import batches, degrees, schema, task_facts
-from distdl.config.recipe import plain
+from distdl.config.recipe import plain, seconds_of
 from distdl.data.loading import distribute
 from distdl.data.sampling import TrainPosition
 from distdl.distributed import process_group
@@ -39,6 +39,7 @@ from distdl.models.parts import layers_in
 from distdl.models.weights import read_published_without_code
 from distdl.optim import learning_rates, optimizers, parameter_groups
 from distdl.optim.averages import exchanges
+from distdl.optim.budget import TimeBudget
 from distdl.optim.schedules import length_of
 from distdl.ranks.environment import Environment
 from distdl.ranks.stopping import StopRequest
@@ -118,8 +119,10 @@ def build(
     strategy = make(config.strategy)
     if checkpoint and isinstance(strategy, PipelineStrategy):
         strategy.kept_split = manifest_at(Path(checkpoint)).get("split")
+    limit = config.trainer.get("max_time")
+    budget = None if limit is None else TimeBudget(seconds_of(limit))
     if not own_optimizer:
-        attach_optimizer(module, config, global_batch, position)
+        attach_optimizer(module, config, global_batch, position, budget)
     if isinstance(strategy, ModelParallelStrategy):
         to_default_layout(module)  # torch sends the weights of a file by their order in memory
     rank, world_size = data_share(strategy, environment)
@@ -145,6 +148,7 @@ def build(
         modules=modules,
         settings=schema.Checkpoint.of(config.checkpoint),
         monitor_typed=monitor_typed,
+        budget=budget,
     )
     for callback in callbacks:
         if isinstance(callback, RecordSamples):
@@ -241,10 +245,15 @@ def configures_optimizers(module: LightningModule) -> bool:
 
 
 def attach_optimizer(
-    module: LightningModule, config: DictConfig, declared: int | None, position: TrainPosition
+    module: LightningModule,
+    config: DictConfig,
+    declared: int | None,
+    position: TrainPosition,
+    budget: TimeBudget | None = None,
 ) -> None:
     """Makes the module's `configure_optimizers` build the config's optimizer and schedule, for the
-    global batch of the loaders (`position`) or, if they do not state it, the `declared` one."""
+    global batch of the loaders (`position`) or, if they do not state it, the `declared` one, and
+    for the time of the training, if that is limited."""
     optimizer_node = plain(config.get("optimizer"))
     schedule_node = plain(config.get("schedule"))
     if not optimizer_node:
@@ -278,7 +287,7 @@ def attach_optimizer(
                 "self.lr_schedulers().step() in training_step, or set schedule=none"
             )
         schedule: Any = optimizers.build_schedule(
-            optimizer, schedule_node, **dataclasses.asdict(length_of(self.trainer))
+            optimizer, schedule_node, **dataclasses.asdict(length_of(self.trainer)), budget=budget
         )
         both: OptimizerLRSchedulerConfig = {"optimizer": optimizer, "lr_scheduler": schedule}
         return both
@@ -326,6 +335,9 @@ def build_trainer(
     """Builds the Trainer. distdl sets its devices, plugins, callbacks and loggers."""
     arguments = dict(make(config.trainer))  # a profiler or a timedelta may be a node
     arguments.pop("use_distributed_sampler", None)  # see below
+    # Lightning's Timer would broadcast its answer at every step: the Checkpointer counts the time.
+    if arguments.pop("max_time", None) is not None and arguments.get("max_epochs") is None:
+        arguments["max_epochs"] = -1
     arguments.update(
         accelerator=process_group.accelerator_of(environment, resources.accelerator),
         devices=environment.local_world_size,

@@ -13,6 +13,7 @@ from rich.console import Console
 from distdl.callbacks import progress
 from distdl.callbacks.progress import Progress, described
 from distdl.config.recipe import unit_of
+from distdl.optim.budget import TimeBudget
 from distdl.tasks.train import warn_of_time_limit
 from distdl.util.progress_bar import Line
 
@@ -78,13 +79,19 @@ def test_an_end_by_time_is_reported(caplog, tmp_path):
     module = SimpleNamespace(automatic_optimization=True)
     counts = {"should_stop": True, "current_epoch": 2, "global_step": 41, "callbacks": [timer]}
     trainer = SimpleNamespace(**counts, lightning_module=module)
-    config = {"max_time": "00:00:00:03"}
-    run = SimpleNamespace(path=tmp_path)
-    built = SimpleNamespace(trainer=trainer, config=SimpleNamespace(trainer=config), run=run)
+    config = SimpleNamespace(trainer={"max_time": "00:00:00:04"})
+    budget = TimeBudget(4.0)
+    parts = {"run": SimpleNamespace(path=tmp_path), "checkpointer": SimpleNamespace(budget=budget)}
+    built = SimpleNamespace(trainer=trainer, config=config, **parts)
     warn_of_time_limit(built)
     assert not caplog.text, "it was stopped by another one"
     timer.load_state_dict({"time_elapsed": {"train": 4}})
     warn_of_time_limit(built)
-    assert "trainer.max_time=00:00:00:03 is used up" in caplog.text
+    assert "the Timer's time is used up" in caplog.text
+    assert "distdl resume" not in caplog.text
+    caplog.clear()
+    budget.load({"used": 4_000_000})
+    warn_of_time_limit(built)
+    assert "trainer.max_time=00:00:00:04 is used up" in caplog.text
     assert "ended at step 41, in epoch 2" in caplog.text
     assert "distdl resume" in caplog.text

@@ -109,6 +109,8 @@ WRONG = {
     "seed=1,2 --trials 0": "--trials: must be 1 or more",
     "seed=1,2 --budget 0h": "--budget: '0h' is no time",
     "seed=1,2 --budget soon": "--budget: 'soon' is no time",
+    "seed=1,2 --trial-budget 0.1s": "--trial-budget: '0.1s' is no time",
+    "trainer.max_time={hours:1} seed=1,2 --trial-budget 9m": "--trial-budget: is trainer.max_time",
     "seed=1,2 --parallel 0": "--parallel: must be 1 or more",
     "seed=1,2 --pruned-checkpoints remove": "no trial is pruned without --pruner",
     "optimizer.lr=log(0.1,1) --sampler grid": "an interval has no step",
@@ -144,6 +146,7 @@ LATER = {
         "not on this machine"
     ),
     "trainer.max_steps=5 --pruner halving": "must know how many validations",
+    "--trial-budget 5m --pruner halving": "must know how many validations",
     "launcher=mpi trainer.devices=1 --parallel 2": "has no queue",
 }
 
@@ -563,6 +566,14 @@ def test_a_budget_that_is_used_up_leaves_the_best_open(command, trained, monkeyp
     found = tuned(command, *words, "--budget", "1h")
     assert {each["end"] for each in found["trials"]} == {"COMPLETE", "PRUNED"}
     assert len(trained.epochs) == len({*trained.epochs})
+
+
+def test_each_trial_has_the_same_time_and_the_next_training_has_more(command, trained):
+    found = tuned(command, "optimizer.lr=0.1,0.2", "--sampler", "grid", "--trial-budget", "90min")
+    for each in found["trials"]:
+        recipe = RunDirectory(Path(each["run"])).recipe()
+        assert recipe.trainer.max_time == "00:01:30:00"
+    assert "trainer.max_time=00:03:00:00" in found["next"]
 
 
 class _After:

@@ -199,6 +199,15 @@ def test_what_does_not_bind_is_one_problem(typed, parts, project, monkeypatch):
     assert "very-private" not in "".join(found)
 
 
+def test_a_schedule_must_follow_the_clock_or_have_a_length_of_its_own(project):
+    timed = {"trainer.max_time": "00:00:10:00"}
+    found = problems({**timed, "schedule": node("mine.schedule")}, project)
+    assert [problem.path for problem in found] == ["schedule"]
+    check_parts(str(found[0]), ["takes the length of the training (max_epochs)", "max_time"])
+    assert not problems({**timed, "schedule": node("mine.schedule", max_epochs=3)}, project)
+    assert not problems({"schedule": node("mine.schedule")}, project)
+
+
 # All that plain Lightning takes, and distdl does not own; the values of a line go together.
 TAKEN = """
 devices="2" precision=16 max_epochs=null max_time=00:12:00:00 limit_train_batches=3

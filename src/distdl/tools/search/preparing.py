@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distdl.config import programs
@@ -16,6 +16,7 @@ from distdl.tools.search.slots import Slot
 from distdl.tools.search.spaces import Searched, Space
 from distdl.util.errors import Problem, UserError
 
+MAX_TIME = "trainer.max_time"
 FREE_DEVICES = ("auto", -1, None)  # of trainer.devices: as many as there are
 
 
@@ -25,6 +26,7 @@ class PreparedSearch:
 
     Args:
         own: The words that the user has typed, without the spaces.
+        trial_seconds: Of each trial's training, if `--trial-budget` gives them.
         first: The plan of some trial, whose classes were checked.
     """
 
@@ -33,6 +35,7 @@ class PreparedSearch:
     first: Plan
     objectives: Sequence[Objective]
     slots: Sequence[Slot]
+    trial_seconds: int | None = None
 
 
 def prepare(
@@ -42,12 +45,14 @@ def prepare(
     pruner: str | None,
     metrics: Sequence[str],
     parallel: int | None,
+    trial_seconds: int | None = None,
 ) -> PreparedSearch:
     """
     Args:
         words: Of the command line: overrides, spaces, and `tune=NAME`.
         metrics: Of `--metric`.
         parallel: How many trials run at once; None: as many as the devices allow.
+        trial_seconds: Of each trial's training (`trainer.max_time`); None: as the words say.
 
     Raises:
         UserError: What is wrong with any of it.
@@ -55,7 +60,8 @@ def prepare(
     searched = spaces.parsed(files.expanded(words))
     own = searched.fixed
     typed = {_key(word) for word in own}
-    searched = replace(searched, fixed=(*own, *objectives.of_words(metrics, typed)))
+    more = [*objectives.of_words(metrics, typed), *_time_words(trial_seconds, searched, typed)]
+    searched = replace(searched, fixed=(*own, *more))
     searched = _named(searched)
     if problems := [*sampler_problems(sampler, searched.spaces)]:
         raise UserError(*problems)
@@ -72,7 +78,22 @@ def prepare(
     found = objectives.chosen(metrics, first, typed)
     if problems := pruning.problems(pruner, found, first, searched.keys):
         raise UserError(*problems)
-    return PreparedSearch(searched, own, first, found, slots.slots_of(first, parallel))
+    places = slots.slots_of(first, parallel)
+    return PreparedSearch(searched, own, first, found, places, trial_seconds)
+
+
+def _time_words(seconds: int | None, searched: Searched, typed: Collection[str]) -> Iterator[str]:
+    """The time of a trial as an override.
+
+    Raises:
+        UserError: It is typed, or searched, as well.
+    """
+    if seconds is None:
+        return
+    if MAX_TIME in typed or MAX_TIME in searched.keys:
+        what = f"is {MAX_TIME} of each trial, which is given as well"
+        raise UserError.at("--trial-budget", what, "one of the two", code="conflict")
+    yield f"{MAX_TIME}={configs.time_text(seconds)}"
 
 
 def _refuse_hidden(plan: Plan) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 from omegaconf import OmegaConf
 
+from distdl.config.recipe import time_text, twice_time
 from distdl.runs.directory import shown
 from distdl.tools.compare.screen import print_note
 from distdl.tools.pages import data
 from distdl.tools.search import study_page
 from distdl.tools.search.engine import TrialEnd
-from distdl.tools.search.preparing import PreparedSearch
+from distdl.tools.search.preparing import MAX_TIME, PreparedSearch
 from distdl.tools.search.search import Search
 from distdl.tools.search.spaces import Searched
 from distdl.tools.search.trials import SearchTrial
@@ -175,4 +176,6 @@ def following(search: Search, prepared: PreparedSearch) -> str:
         if isinstance(length, int) and length > 0 and key not in search.searched.keys:
             words = [word for word in words if not word.startswith(f"{key}=")]
             words.append(f"{key}={LONGER * length}")
+    if prepared.trial_seconds is not None:
+        words.append(f"{MAX_TIME}={twice_time(time_text(prepared.trial_seconds))}")
     return shlex.join(["python", "-m", "distdl", *redact_command(words)])
