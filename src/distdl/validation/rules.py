@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distdl.config import epochs, task_facts
 from distdl.config import recipe as configs
-from distdl.config.degrees import EACH, at_strategy, division_of
+from distdl.config.degrees import EACH, MESH, at_strategy, division_of
 from distdl.config.hints import lightning_1, words
 from distdl.config.paths import path_text, walk
 from distdl.config.resources import replicas, share_kind
@@ -319,10 +319,15 @@ def chosen_batch(resolved: Resolved) -> Iterator[Problem]:
 
 def chosen_recompute(resolved: Resolved) -> Iterator[Problem]:
     """Where `model.recompute=auto` has nothing to choose by."""
-    if resolved.batch_chosen_later and resolved.section("model").get("recompute") == "auto":
+    if resolved.section("model").get("recompute") != "auto":
+        return
+    path, value = "model.recompute", "model.recompute=blocks or none"
+    if resolved.batch_chosen_later:
         what = "auto is chosen for a batch, and data.batch_size=auto is the largest one without it"
-        remedy = "model.recompute=blocks or none, or a number for data.batch_size"
-        yield Problem("model.recompute", what, remedy, code="conflict")
+        yield Problem(path, what, f"{value}, or a number for data.batch_size", code="conflict")
+    if division_of(resolved.section("strategy")) is MESH:
+        what = "the memory of a module that divides itself is not known among its ranks"
+        yield Problem(path, what, value, code="unsupported")
 
 
 def secrets(resolved: Resolved) -> Iterator[Problem]:

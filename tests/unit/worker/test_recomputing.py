@@ -83,3 +83,11 @@ def test_beside_the_largest_batch_it_is_refused(tmp_path, monkeypatch, no_child)
     problem = refusal(planning.plan, compose.compose([*AUTO, "data.batch_size=auto"]))
     assert problem.path == "model.recompute"
     assert "the largest one without it" in problem.what
+
+
+def test_for_a_module_that_divides_itself_it_is_refused(tmp_path, monkeypatch, no_child):
+    monkeypatch.chdir(tmp_path)
+    words = [*AUTO, "strategy=model_parallel", "trainer.devices=2"]
+    problem = refusal(planning.plan, compose.compose(words))
+    assert problem.path == "model.recompute"
+    assert "a module that divides itself" in problem.what
