@@ -121,5 +121,6 @@ def test_functions_of_a_kind_are_known_by_what_they_return():
         "warmup_cosine",
         "warmup_linear",
         "warmup_step",
+        "_to_the_end",
         "_warmed_up",
     }
