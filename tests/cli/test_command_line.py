@@ -66,7 +66,7 @@ def test_completion(tmp_path):
     write(tmp_path, {"conf/model/res_of_mine.yaml": "_target_: mine.Model\n"})
     done = distdl("-sc", "query=bash", cwd=tmp_path, env={"COMP_LINE": "distdl model=res"})
     resnets = [f"model=resnet{depth}" for depth in (101, 152, 18, 34, 50)]
-    assert done.stdout.split() == ["model=res_of_mine", *resnets]
+    assert done.stdout.split() == ["model=res_of_mine", *resnets, "model=resnet_small"]
 
 
 @pytest.mark.parametrize("name", ["logging.py", "numpy/__init__.py"])

@@ -68,7 +68,9 @@ def validators(found) -> dict[str, Draft7Validator]:
 def kind_of(file: str) -> str:
     """The schema of a file of `conf`."""
     group = Path(file).parent.name
-    return "experiment" if group in ("experiment", "debug", "size") else group
+    if group in ("experiment", "debug", "size"):
+        return "experiment"
+    return "spaces" if group == "tune" else group
 
 
 def mistakes(validator: Draft7Validator, text: str) -> set[int]:

@@ -25,6 +25,7 @@ else in the one that is named behind it, with the reason.
   + CannotStart: no start of a pod could succeed (launchers/kubernetes/entry.py: caught there)
   + Stopped: ends an attempt on all ranks (distdl/ranks/stopping.py: holds a state of jobs)
   + ProgramFailed: a program, which is recorded (distdl/program/running.py: holds an exit code)
+  + Rebuilt: a fit goes on once everything is built again (distdl/loops/fit.py: caught in a worker)
   + NotSmall: a value that is not copied (distdl/loops/small_state.py: caught there)
   + UploadStopped: another file failed (distdl/tools/prepare/upload.py: caught there)
   + _Seen: a command has made its parser (distdl/cli/completion_index.py: caught there)

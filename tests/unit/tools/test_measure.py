@@ -122,7 +122,7 @@ WAITS = {"host_paced": 0.8, "mfu": 0.07}
 FASTER = ["trainer.precision=bf16-mixed", "model.compile=true"]
 # Shares of a step, the setting, what limits it, in this order what to do, and what not.
 VERDICTS = [
-    ({}, {}, "compute", ["data.batch_size=<more than 8>"], "other"),
+    ({}, {}, "compute", ["data.batch_size=16"], "other"),
     ({}, GPU, "compute", FASTER, "more devices"),
     ({"mfu": 0.7}, {}, "compute", ["more devices"], "data.batch_size"),
     ({"other": 0.3}, {}, "compute", ["30 % of a step is outside forward"], "more devices"),
@@ -133,7 +133,7 @@ VERDICTS = [
     ({**WAITS, **SENDS}, {}, "communication", ["hook=bf16"], "kernel"),
     ({**SLOWED, "communication": 0.2}, {}, "data", ["more workers"], "hook"),
     # Slower, and nobody waited: a busy machine is no slow loader.
-    (BUSY, {"workers": 2}, "compute", ["data.num_workers=<fewer>"], "more workers"),
+    (BUSY, {"workers": 2}, "compute", ["fewer data.num_workers"], "more workers"),
     # Not traced: that is no 0 %.
     (UNKNOWN, {}, "not data", ["task.trace=3"], "data.batch_size"),
     ({**SENDS, "lost_to_data": 0.2, "waiting": 0.2}, {}, "communication", ["hook=bf16"], "workers"),

