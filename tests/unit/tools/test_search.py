@@ -29,7 +29,7 @@ from distdl.tools.search.patience import Patience, unwritable
 from distdl.tools.search.search import Search
 from distdl.tools.search.storage import JOURNAL
 from distdl.util.errors import UserError
-from tests.conftest import TINY
+from tests.conftest import TINY, matrix_only
 
 pytest.importorskip("optuna")
 
@@ -517,6 +517,7 @@ def test_halving_trains_no_epoch_twice(command, trained):
     assert found["trials"][found["best"]]["overrides"] == "optimizer.lr=0.05"
 
 
+@matrix_only
 def test_asha_ends_trials_for_good(command, trained):
     words = ("optimizer.lr=range(0.05,0.475,0.05)", "--sampler", "grid", "--pruner", "asha")
     found = tuned(command, *words)
@@ -526,6 +527,7 @@ def test_asha_ends_trials_for_good(command, trained):
     assert len(trained.epochs) == len({*trained.epochs}) < 50
 
 
+@matrix_only
 def test_checkpoints_of_pruned_trials_are_removed_if_that_is_said(command, trained):
     trained.seen["checkpoint"] = b"x" * 1000
     rates = ("optimizer.lr=range(0.05,0.475,0.05)", "--sampler", "grid", "--pruner", "halving")
@@ -550,6 +552,7 @@ def test_checkpoints_of_pruned_trials_are_removed_if_that_is_said(command, train
             assert (RunDirectory.open(each["run"]).checkpoints / "last.ckpt").exists()
 
 
+@matrix_only
 def test_a_budget_that_is_used_up_leaves_the_best_open(command, trained, monkeypatch):
     trained.seen["checkpoint"] = b"x"
     words = ("optimizer.lr=0.1,0.2,0.3", "--sampler", "grid", "--pruner", "halving")
