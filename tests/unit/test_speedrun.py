@@ -7,9 +7,11 @@ from itertools import chain
 
 import pytest
 
+from benchmarks import fine_tuning
 from benchmarks.speedrun import __main__ as speedrun
 from benchmarks.speedrun import bare_loop, cross_validate, folds, ideas, table, training
 from benchmarks.speedrun.training import Trained
+from distdl.config import compose
 from distdl.images.resizing import Resizing
 
 
@@ -212,3 +214,37 @@ def test_the_loop_is_of_the_same_sizes_and_is_beaten_only_beyond_the_spread():
     for accuracy, cpu, passes in ((0.72, 100, True), (0.73, 100, False), (0.70, 98, False)):
         _, passed = bare_loop.verdict(ours, [result(accuracy, cpu)] * 2)
         assert passed is passes, accuracy
+
+
+def ways(tuned=0.7, scratch=0.5):
+    """Results of all trainings of benchmarks.fine_tuning; the second rate is the best of each."""
+    found = {}
+    for kind, rates in fine_tuning.RATES.items():
+        for number, rate in enumerate(rates):
+            for epochs in fine_tuning.EPOCHS:
+                for seed in fine_tuning.SEEDS:
+                    level = tuned if kind == fine_tuning.TUNED else scratch
+                    better = 0.01 if number == 1 else 0.0
+                    way = fine_tuning.Way(kind, rate, epochs, seed)
+                    found[way] = result(level + better + 0.001 * seed)
+    return found
+
+
+def test_fine_tuning_is_compared_at_the_best_rate_of_each_kind():
+    done = ways()
+    assert fine_tuning.best_rates(done) == {"fine-tuned": 0.05, "from scratch": 0.4}
+    assert fine_tuning.gained(done).measured == pytest.approx(20.0)
+    assert fine_tuning.gained(done).state == "reached"
+    assert fine_tuning.gained(ways(scratch=0.65)).state == "not reached"
+    text = fine_tuning.markdown(done)
+    assert "| fine-tuned | 0.05 (of 0.025, 0.05, 0.1) | 71.1 % (sd 0.1) |" in text
+    assert text.endswith("**20.0** (goal: at least 10: reached).")
+
+
+def test_its_trainings_are_configs_that_may_start(tmp_path):
+    for kind in fine_tuning.RATES:
+        words = fine_tuning.Way(kind, 0.05, 2, 1).arguments(tmp_path / "base")
+        config = compose.compose([*words, *training.MEASURED, f"data.root={tmp_path}"])
+        assert config.data.num_classes == 5
+        assert config.trainer.max_epochs == 2
+        assert config.optimizer.lr == 0.05
