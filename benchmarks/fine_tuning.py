@@ -29,7 +29,7 @@ CHOSEN_AT = 5
 SEEDS = (0, 1, 2)
 TUNED, SCRATCH = "fine-tuned", "from scratch"
 # Per 256 images, as `optimizer.lr` is.
-RATES = {TUNED: (0.025, 0.05, 0.1), SCRATCH: (0.2, 0.4, 0.8)}
+RATES = {TUNED: (0.2, 0.4, 0.8), SCRATCH: (0.2, 0.4, 0.8)}
 GAINED = "points of top-1 that fine-tuning gains at 5 epochs"
 
 
@@ -61,7 +61,10 @@ class Way:
             # A ninth, as the experiment has it.
             warm_up = f"schedule.warmup_epochs={self.epochs / 9:.3f}"
             return ["+experiment=imagenette_cpu", *changed, warm_up]
-        tuned = [f"model.weights={weights}", "model.unfreeze_at=1"]  # 1: also of two epochs
+        # Few photographs have made these weights, so that early layers have much to learn as well:
+        # with the experiment's layer_decay=0.75 a held-out fifth of the training photographs had
+        # 49 to 54 % at these rates, and 57 % without. 1: also of two epochs.
+        tuned = [f"model.weights={weights}", "model.unfreeze_at=1", "optimizer.layer_decay=null"]
         return ["+experiment=finetune_cpu", *changed, *tuned]
 
 

@@ -232,12 +232,12 @@ def ways(tuned=0.7, scratch=0.5):
 
 def test_fine_tuning_is_compared_at_the_best_rate_of_each_kind():
     done = ways()
-    assert fine_tuning.best_rates(done) == {"fine-tuned": 0.05, "from scratch": 0.4}
+    assert fine_tuning.best_rates(done) == {"fine-tuned": 0.4, "from scratch": 0.4}
     assert fine_tuning.gained(done).measured == pytest.approx(20.0)
     assert fine_tuning.gained(done).state == "reached"
     assert fine_tuning.gained(ways(scratch=0.65)).state == "not reached"
     text = fine_tuning.markdown(done)
-    assert "| fine-tuned | 0.05 (of 0.025, 0.05, 0.1) | 71.1 % (sd 0.1) |" in text
+    assert "| fine-tuned | 0.4 (of 0.2, 0.4, 0.8) | 71.1 % (sd 0.1) |" in text
     assert text.endswith("**20.0** (goal: at least 10: reached).")
 
 
