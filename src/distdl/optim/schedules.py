@@ -66,12 +66,12 @@ def warmup_cosine(
 
     If the warm-up is longer than the training, the training ends within it, with a warning.
     """
-    length = (steps_per_epoch, max_epochs, total_steps, warmup_epochs)
+    steps = _steps(steps_per_epoch, max_epochs, total_steps, warmup_epochs)
 
     def cosine(place: float) -> float:
         return min_lr_ratio + (1 - min_lr_ratio) * (1 + math.cos(math.pi * place)) / 2
 
-    return _to_the_end(optimizer, _steps(*length), warmup_from, cosine, budget)
+    return _to_the_end(optimizer, steps, warmup_from, cosine, budget)
 
 
 def warmup_linear(
@@ -86,12 +86,12 @@ def warmup_linear(
 ) -> LambdaLR:
     """Linear warm-up, then a line down to `min_lr_ratio` of the full rate (Li et al. 2020,
     "Budgeted Training", https://arxiv.org/abs/1905.04753). Arguments: see `warmup_cosine`."""
-    length = (steps_per_epoch, max_epochs, total_steps, warmup_epochs)
+    steps = _steps(steps_per_epoch, max_epochs, total_steps, warmup_epochs)
 
     def line(place: float) -> float:
         return min_lr_ratio + (1 - min_lr_ratio) * (1 - place)
 
-    return _to_the_end(optimizer, _steps(*length), warmup_from, line, budget)
+    return _to_the_end(optimizer, steps, warmup_from, line, budget)
 
 
 def warmup_step(
