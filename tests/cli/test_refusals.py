@@ -61,6 +61,8 @@ strategy=single trainer.devices=4 trainer.accelerator=cpu | strategy: single tra
 trainer.devices=2 trainer.accelerator=mps | trainer.devices: an Apple GPU is one device
 {4 devices} +data.global_batch_size=100 | 100 is not 8 (data.batch_size) x 4 | batch_size=25
 {4 devices} +data.global_batch_size=98 | and not divisible | data.global_batch_size=96
+data.batch_size=auto +data.global_batch_size=96 | has no effect beside data.batch_size=auto
+data.batch_size=Auto | data.batch_size: must be an integer | write data.batch_size=auto, or a number
 launcher=slurm trainer.devices=[0,1] | a list names devices of this machine | trainer.devices=2
 launcher=slurm trainer.devices=1 data.cache_dir=${oc.env:HOME} | data.cache_dir: reads the \
 environment variable HOME | launcher.forward_env=[HOME]

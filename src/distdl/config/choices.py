@@ -46,6 +46,14 @@ def asks(config: DictConfig, choice: str) -> bool:
     return type(value) is type(word) and value == word
 
 
+def word_of(key: str) -> str:
+    """The word that asks for a choice in place of a value; empty: the key takes none."""
+    for choice in CHOICES.values():
+        if choice.key == key and isinstance(choice.word, str):
+            return choice.word
+    return ""
+
+
 def made_in(launch: Mapping[str, object]) -> dict[str, dict[str, Value]]:
     """What the attempt of a launch.yaml has chosen: choice -> changes to the config, by path. The
     file may be somebody else's: what no choice sets is left out, with all of its choice."""

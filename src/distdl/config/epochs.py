@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from distdl.config import task_facts
+from distdl.config.recipe import is_own
 from distdl.config.resources import replicas
 from distdl.util.errors import Problem
+from distdl.util.wording import plural
 
 
 def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterator[Problem]:
@@ -42,6 +44,33 @@ def problems(config: Mapping[str, Any], samples: int, world_size: int) -> Iterat
         what = f"is {interval}, and an epoch has {trained} batches"
         remedy = f"{trained} or less; to count over epochs: trainer.check_val_every_n_epoch=null"
         yield Problem("trainer.val_check_interval", what, remedy, code="mismatch")
+
+
+def unreached(config: Mapping[str, Any]) -> Iterator[str]:
+    """What a config asks for after its last epoch, in a sentence each: nothing of it happens."""
+    trainer = config.get("trainer") or {}
+    last = trainer.get("max_epochs")
+    if not task_facts.of(config).trains or not is_count(last):
+        return
+    ends = f"the training ends after {last} {plural('epoch', last)}"
+    model = config.get("model") or {}
+    schedule = config.get("schedule") or {}
+    unfreeze_at = model.get("unfreeze_at")
+    if is_count(unfreeze_at) and unfreeze_at >= last:
+        yield f"model.unfreeze_at={unfreeze_at}: {ends}, so nothing is unfrozen"
+    every = trainer.get("check_val_every_n_epoch")
+    if is_count(every) and every > last:
+        yield f"trainer.check_val_every_n_epoch={every}: {ends}, so nothing is validated"
+    if not is_own(schedule.get("_target_")):
+        return
+    warmup = schedule.get("warmup_epochs")
+    if isinstance(warmup, int | float) and warmup >= last:
+        yield f"schedule.warmup_epochs={warmup:g}: {ends}, so all of it is warm-up"
+    milestones = schedule.get("milestones")
+    late = [m for m in milestones or () if isinstance(m, int | float) and m >= last]
+    if late:
+        listed = ", ".join(f"{each:g}" for each in late)
+        yield f"schedule.milestones: {ends}, so the rate does not fall at {listed}"
 
 
 def batch_sizes(config: Mapping[str, Any], world_size: int) -> tuple[int, int] | None:

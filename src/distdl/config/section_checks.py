@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from distdl.config import choices
 from distdl.config.hints import words
 from distdl.config.paths import path_text
 from distdl.config.programs import is_program
@@ -16,7 +17,7 @@ from distdl.config.recipe import LAYERS
 from distdl.config.schema import COLLECTIONS, COMPONENTS, Config, ProgramConfig
 from distdl.util import typed
 from distdl.util.errors import Problem
-from distdl.util.suggest import did_you_mean, respelt, written
+from distdl.util.suggest import did_you_mean, meanings, written
 from distdl.util.typed import Misfit, Path
 
 Known = Callable[[], Iterable[str]]
@@ -126,10 +127,12 @@ def _remedy(path: Path, expected: str, values: Mapping[str, Any]) -> str:
     if expected == "a string" and isinstance(value, (int, float)):
         # Without the inner quotes Hydra reads digits as a number again.
         return f"""write {text}='"{value}"'"""
-    meant = respelt(value)
-    if not path or repr(meant) == repr(value):
-        return ""
-    section = str(path[0])
-    changed = {**values, section: _replaced(values[section], path[1:], meant)}
-    fits = path not in (misfit.path for misfit in _misfits(changed))
-    return f"write {written(text, meant)}" if fits else ""
+    word = choices.word_of(text)
+    if word and isinstance(value, str):
+        return f"write {written(text, word)}, or a number"
+    for meant in meanings(value) if path else ():
+        section = str(path[0])
+        changed = {**values, section: _replaced(values[section], path[1:], meant)}
+        if path not in (misfit.path for misfit in _misfits(changed)):
+            return f"write {written(text, meant)}"
+    return ""

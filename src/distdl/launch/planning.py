@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distdl.config import batches, choices, compose, consent, grammar, programs, task_facts
+from distdl.config import (
+    batches,
+    choices,
+    compose,
+    consent,
+    epochs,
+    grammar,
+    programs,
+    task_facts,
+)
 from distdl.config import recipe as configs
 from distdl.job import JobState, Resources
 from distdl.launch import inputs, one_attempt, program_checks
@@ -295,6 +304,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
         notes.append("the model's configure_optimizers is used; optimizer= and schedule= are not")
     planned.imported = facts.get("imported") or ()
     planned.metrics = facts.get("metrics") or {}
+    notes += epochs.unreached(launch.resolved.values)
     planned.notes += [*notes, *launch.launcher_notes()]
 
 

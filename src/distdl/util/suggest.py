@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from difflib import SequenceMatcher
 
@@ -96,8 +96,22 @@ def respelt(value: object) -> object:
     return value
 
 
+_NAME = re.compile(r"[A-Za-z_][\w./-]*")
+
+
+def meanings(value: object) -> Iterator[object]:
+    """Other values that a user may have meant: `respelt`, then a list with a name in it."""
+    meant = respelt(value)
+    if repr(meant) != repr(value):
+        yield meant
+    elif isinstance(value, str) and _NAME.fullmatch(value):
+        yield [value]
+
+
 def plain_text(value: object) -> str:
-    """A plain value in YAML."""
+    """A plain value in YAML, or a list of such."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(plain_text, value))}]"
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

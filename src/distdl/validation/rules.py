@@ -286,6 +286,11 @@ def _epochs(resolved: Resolved, world: int) -> Iterator[Problem]:
 def _batches(resolved: Resolved, world: int) -> Iterator[Problem]:
     data = resolved.section("data")
     total = data.get("global_batch_size")
+    if total is not None and resolved.batch_chosen_later:
+        what = f"{total} has no effect beside data.batch_size=auto, which decides the global batch"
+        remedy = "leave it out, or a number for data.batch_size"
+        yield Problem("data.global_batch_size", what, remedy, code="conflict")
+        return
     batch = data.get("batch_size", 1)
     accumulate = resolved.section("trainer").get("accumulate_grad_batches", 1)
     if not all(type(value) is int and value > 0 for value in (total, batch, accumulate)):

@@ -21,7 +21,7 @@ from typing import Any, Literal, Union
 from annotated_types import Ge, Gt
 
 from distdl.util.errors import Problem
-from distdl.util.suggest import closest, respelt, written
+from distdl.util.suggest import closest, meanings, written
 from distdl.validation import kinds
 
 # Lightning's strategies that pass their **kwargs to a class that is not their base.
@@ -159,10 +159,10 @@ def bind(
             yield Problem(name, what, "remove it", code="conflict")
         elif name in names and not _fits(value, called[name]):
             expected = _name_of(called[name].annotation)
-            meant = respelt(value)
-            fits = repr(meant) != repr(value) and _fits(meant, called[name])
-            remedy = f"write {written(f'{{}}{name}', meant)}" if fits else ""
-            remedy = remedy or near_dtype(value, expected)
+            fitting = [each for each in meanings(value) if _fits(each, called[name])]
+            remedy = near_dtype(value, expected)
+            if fitting:
+                remedy = f"write {written(f'{{}}{name}', fitting[0])}"
             yield Problem(name, f"must be {expected}, not {{}}", remedy, code="wrong-type")
         elif name not in names and not takes_anything(called):
             free = [n for n in names if n not in filled]

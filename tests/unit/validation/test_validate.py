@@ -167,6 +167,7 @@ model = node("mine.Model", recompute="blocks") | model.recompute: Model has no b
 model = ours(recompte="blocks") | 'recompte' | did you mean model.recompute?
 model = ours(recompute=["network.layr1.*"]) | no layer of ImageClassifier has the name
 model = resnet(recompute="blocks") | model.inner.recompute: torchvision.models.resnet18: takes no
+model = ours(freeze="conv1") | model.freeze: must be a list, not 'conv1' | model.freeze=[conv1]
 # What binds.
 model = ours(recompute=["network.layer1.*"])
 optimizer = node("torch.optim.Rprop", lr=0.1, fused=None)
