@@ -135,6 +135,7 @@ LATER = {
     "--metric vall/loss:min": "vall/loss is never logged",
     "--metric trian/loss:min": "trian/loss is never logged",
     "--metric val/loss": "does not say whether more",
+    "--metric val/acc1:maximize": "--metric val/acc1:max or --metric val/acc1:min",
     "checkpoint.monitor=val/loss": "checkpoint.mode: is missing",
     "checkpoint.monitor=null": "no metric judges",
     "--metric val/acc1:max --metric val/loss:min --pruner asha": "several objectives",

@@ -73,7 +73,8 @@ def chosen(words: Sequence[str], plan: Plan, typed: Collection[str]) -> list[Obj
             found.append(own)
         else:
             what = f"{word!r} does not say whether more of it is better, or less"
-            remedy = f"{OPTION} {word}:max or {OPTION} {word}:min"
+            meant = name if name and mode.isalpha() else word  # val/acc1:maximize
+            remedy = f"{OPTION} {meant}:max or {OPTION} {meant}:min"
             problems.append(Problem(OPTION, what, remedy, code="incomplete"))
     if not words:
         if isinstance(own, Problem):
