@@ -227,7 +227,7 @@ class Collector(Callback):
             samples.names = np.array([*map(self.dataset.sample_name, numbers)], dtype=object)
             samples.known = self.dataset.known(numbers)
             samples.errors = columns.pop("error")
-            samples.classes = self.context.checkpointer.classes or self._names_of_data() or ()
+            samples.classes = self.context.checkpointer.state.classes or self._names_of_data() or ()
         rows = self.kept.table(columns, samples)
         self.rows.add(rows.columns, rows.missing, **rows.counts)
 

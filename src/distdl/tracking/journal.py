@@ -9,7 +9,7 @@ import threading
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -196,3 +196,14 @@ class Journal(Logger):
         if topic not in self._warned:
             self._warned.add(topic)
             log.warning("%s", text)
+
+
+def write_all(loggers: Iterable[Logger]) -> int:
+    """Writes what the journals among some loggers have queued; the step of the last line, 0 without
+    a journal."""
+    step = 0
+    for logger in loggers:
+        if isinstance(logger, Journal):
+            logger.flush()
+            step = logger.last_step
+    return step

@@ -20,8 +20,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from distdl.callbacks import module_state
 from distdl.callbacks.adapters import adapters_of
-from distdl.callbacks.checkpointer import KEY
 from distdl.callbacks.resume_state import built_rates
+from distdl.callbacks.training_state import KEY
 from distdl.checkpoint.settled import refuse_unsettled
 from distdl.models import lora
 from distdl.optim.optimizers import KERNELS
@@ -132,9 +132,9 @@ class InitialState:
         trainer.restore_everything()  # without a limit, as Lightning's error names no file
         trainer.fit_loop.max_epochs = longest
         ours = checkpoint.get(KEY) or {}
-        ratio = self.context.checkpointer.batch_ratio(ours)
+        ratio = self.context.checkpointer.state.batch_ratio(ours)
         apply_settings(trainer, configured, ours.get("rates"), self.file, ratio)
-        self.context.checkpointer.rates = built_rates(configured)
+        self.context.checkpointer.state.rates = built_rates(configured)
         self._refuse_finished()
         if foreign:
             self._take_position()

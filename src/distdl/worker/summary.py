@@ -61,7 +61,7 @@ def print_batch(
     for words in degrees.described(config, size):
         say(f"mesh    {words}")
     declared, shares, _ = batches.factors(config, size)
-    global_batch = built.checkpointer.global_batch_size
+    global_batch = built.checkpointer.state.global_batch_size
     if position.samples:
         rows = position.samples // shares
         record["loaders"] = dataclasses.asdict(batches.Loaders(rows, declared, shares))

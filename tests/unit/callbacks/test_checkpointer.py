@@ -37,7 +37,7 @@ def test_what_is_due_by_time_is_saved_once(tmp_path, monkeypatch, every_n_steps)
     sent = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(agreement, "process_group", ranks)
     monkeypatch.setattr(agreement.dist, "all_reduce", lambda *_, **__: sent)
-    monkeypatch.setattr("distdl.callbacks.checkpointer.time", clock)
+    monkeypatch.setattr("distdl.callbacks.save_times.time", clock)
     tick = after_batch(lambda trainer: setattr(clock, "now", float(trainer.global_step)))
     often = {"every_minutes": 10 / 60, "every_n_steps": every_n_steps}
     ours = checkpointing.checkpointer(tmp_path, **often)

@@ -14,8 +14,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from distdl.callbacks.checkpointer import KEY
 from distdl.callbacks.module_state import apply, changed, for_inference
+from distdl.callbacks.training_state import KEY
 from distdl.checkpoint import adapters
 from distdl.checkpoint.formats import read
 from distdl.checkpoint.settled import refuse_unsettled
