@@ -10,7 +10,8 @@ from distdl.strategies import DeepSpeedStrategy
 from distdl.strategies.deepspeed_precision import AutocastPrecision
 from distdl.strategies.deepspeed_settings import settings_of
 from distdl.util.errors import UserError
-from distdl.validation.child import Binding
+from distdl.validation.binding import Binding
+from distdl.validation.located import locate
 from tests.conftest import ROOT
 
 EMA = {"callbacks": {"ema": {"_target_": "distdl.callbacks.EMAWeightAveraging"}}}
@@ -46,9 +47,12 @@ def refused(name, node, world=2, rows=8, **more):
     trust = [[str(ROOT)], []]
     request = {"config": config, "supplied": {}, "context": context, "trust": trust}
     binding = Binding({**request, "expressions": []})
-    binding.called[("strategy",)] = binding.locate(strategy["_target_"], ("strategy",))
+    target = strategy["_target_"]
+    called = locate(target, ("strategy",), binding.trust, binding.findings)
+    assert called is not None
+    binding.called[("strategy",)] = called
     binding.visit(strategy, ("strategy",))
-    return [(p.path[8:].removeprefix("."), p.what, p.remedy) for p in binding.problems]
+    return [(p.path[8:].removeprefix("."), p.what, p.remedy) for p in binding.findings.problems]
 
 
 # One setting: the first value is refused, for this reason; the others are needed for that.

@@ -15,7 +15,7 @@ from distdl.config.compose import compose
 from distdl.models import ImageClassifier
 from distdl.models.classifier import with_group_norm
 from distdl.models.mixing import mix
-from distdl.validation.child import Binding
+from distdl.validation.binding import Binding
 from distdl.validation.resolve import resolve
 from tests.prepared import quiet_trainer, refusal
 from tests.unit.sample_data import classifier, share, synthetic
@@ -191,7 +191,7 @@ def test_the_network_for_small_images_keeps_twice_the_positions():
     )
     binding.import_targets()
     binding.visit(values["model"], ("model",))
-    assert not binding.problems, "it needs no consent"
+    assert not binding.findings.problems, "it needs no consent"
     network = instantiate(config.model.network, _convert_="all")
     assert sum(each.numel() for each in network.parameters()) == 1_598_378
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """The typed shape of a composed config, section by section (pydantic, no torch).
 
 Sections that distdl reads itself have fixed keys. A component section (`model`, `data`, ...) names
-a class by `_target_`; its other keys are that class's arguments, which `validation.child` checks
+a class by `_target_`; its other keys are that class's arguments, which `validation.binder` checks
 against the signature. For `trainer` the types of Lightning's arguments are listed here, so that
 most mistakes are found without importing Lightning; binding finds unknown arguments.
 """

@@ -3,7 +3,7 @@
 Launching asks before anything is imported: torch takes seconds, and the user's own modules may
 print, hang or crash. So a task says these things by literals in the body of its class
 (`distdl.tasks.Task`), and they are read here without running anything. Later, validation imports
-the class and compares (`validation.child`), so that a class that says them in another way is
+the class and compares (`validation.own_tasks`), so that a class that says them in another way is
 refused and never misread.
 """
 

@@ -25,7 +25,7 @@ def problems(
     the network can be built on `meta`; if not, the start of the ranks finds it.
 
     Args:
-        context: As `validation.child` gives it to a `check`; None: a call without a config.
+        context: As `validation.own_checks` gives it to a `check`; None: a call without a config.
         classifies: Whether `weights` are all of the network's, and its head gives `num_classes`. Of
             another model its own check says what does not fit the network.
     """

@@ -6,7 +6,7 @@ Lightning's Callback, `optimizer` subclasses of torch's Optimizer, and so on. No
 are parts: layers, networks, transforms, ... from the modules that are listed here. The user's own
 code, and code that `project.allow` names, may be of any kind.
 
-Validation checks this (`distdl.validation.child`), and each worker again before it builds
+Validation checks this (`distdl.validation.located`), and each worker again before it builds
 (`refuse`).
 """
 

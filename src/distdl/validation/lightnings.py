@@ -7,36 +7,34 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distdl.config import task_facts
 from distdl.config.hints import lightning_1
-from distdl.config.hints.words import TRAINER_OWNED
 from distdl.config.paths import path_text
 from distdl.util.errors import Problem
 from distdl.util.typed import Path
 from distdl.validation import misfits
-from distdl.validation.targets import lies_in
-
-if TYPE_CHECKING:
-    from distdl.validation.child import Binding
+from distdl.validation.findings import ConfigFindings
+from distdl.validation.targets import Trust, lies_in
 
 
-def component(binding: Binding, called: Callable[..., Any], path: Path) -> None:
+def component(
+    called: Callable[..., Any], path: Path, trust: Trust, findings: ConfigFindings, *, sharded: bool
+) -> None:
     """Checks a component: the base class of model and data, whether the strategy can shard
-    checkpoints if the config asks for it, and hooks and arguments of Lightning 1."""
+    checkpoints if the config asks for it (`sharded`), and hooks and arguments of Lightning 1."""
     if path[0] == "launcher":  # no part of Lightning's, whose import takes seconds
         return
     import lightning.pytorch as pl
 
     bases = {"model": pl.LightningModule, "data": pl.LightningDataModule}
-    sharded = (binding.config.get("checkpoint") or {}).get("sharded")
     if path == ("strategy",) and sharded and not hasattr(called, "sharded_checkpoints"):
         what = f"{called.__name__} writes each checkpoint as one file"
         remedy = "checkpoint.sharded=false, or strategy=fsdp"
-        binding.add(("checkpoint", "sharded"), what, remedy, code="unsupported")
+        findings.add(("checkpoint", "sharded"), what, remedy, code="unsupported")
     if not inspect.isclass(called):
         return
     section = str(path[0])
@@ -46,43 +44,43 @@ def component(binding: Binding, called: Callable[..., Any], path: Path) -> None:
         if section == "model":
             remedy += ", or pass it to distdl's: model._target_=distdl.models.ImageClassifier"
         what = f"{called.__name__} is not a {base.__name__}"
-        binding.add((section, "_target_"), what, remedy, code="wrong-kind")
+        findings.add((section, "_target_"), what, remedy, code="wrong-kind")
     elif base is pl.LightningModule:
         default = pl.LightningModule.configure_optimizers
         method = getattr(called, "configure_optimizers", None)
-        binding.facts["model_configures_optimizers"] = method is not default
-    is_users = partial(lies_in, folders=binding.trust.folders)
+        findings.facts["model_configures_optimizers"] = method is not default
+    is_users = partial(lies_in, folders=trust.folders)
     for kind in (*bases.values(), pl.Callback):
         if issubclass(called, kind):
             for what, remedy in lightning_1.problems(called, kind, is_users):
-                binding.add((*path, "_target_"), what, remedy, code="unsupported")
+                findings.add((*path, "_target_"), what, remedy, code="unsupported")
 
 
-def trainer(binding: Binding, node: dict[str, Any]) -> None:
-    """Checks the Trainer's arguments: builds a Trainer from those that bind, and reports
-    combinations that do not work."""
-    from lightning.pytorch import Trainer
-
-    binding.visit(node, ("trainer",))
-    # Stage 1 reports the arguments that distdl sets itself.
-    arguments = {key: value for key, value in node.items() if key not in TRAINER_OWNED}
-    binding.bind(Trainer, arguments, ("trainer",), "lightning's Trainer")
-    wrong = {problem.path for problem in binding.problems}
+def trainer(arguments: Mapping[str, Any], findings: ConfigFindings) -> None:
+    """Builds a Trainer from those arguments that fit, and reports what Lightning refuses."""
+    wrong = {problem.path for problem in findings.problems}
     plain = {k: v for k, v in arguments.items() if f"trainer.{k}" not in wrong}
     refused = try_trainer({k: v for k, v in plain.items() if "_target_" not in str(v)})
     if isinstance(refused, str):
-        binding.absent(refused, ("trainer",))
+        findings.absent(refused, ("trainer",))
     elif refused is not None:
-        binding.problems.append(refused)
-    if "training_step" in task_facts.of(binding.config).calls:
-        classes = {path: each for path, each in binding.called.items() if inspect.isclass(each)}
-        binding.problems += misfits.misfits(
-            node,
-            {path_text(path): cls for path, cls in classes.items() if path[0] == "callbacks"},
-            classes.get(("model",)),
-            str((binding.config.get("strategy") or {}).get("_target_")),
-            int(binding.context.get("world_size", 1)),
-        )
+        findings.problems.append(refused)
+
+
+def misfits_of(
+    config: Mapping[str, Any], called: Mapping[Path, Callable[..., Any]], world_size: int
+) -> Iterable[Problem]:
+    """Combinations that do not work, of a config whose task trains."""
+    if "training_step" not in task_facts.of(config).calls:
+        return ()
+    classes = {path: each for path, each in called.items() if inspect.isclass(each)}
+    return misfits.misfits(
+        config["trainer"],
+        {path_text(path): cls for path, cls in classes.items() if path[0] == "callbacks"},
+        classes.get(("model",)),
+        str((config.get("strategy") or {}).get("_target_")),
+        world_size,
+    )
 
 
 def try_trainer(arguments: Mapping[str, Any]) -> Problem | str | None:

@@ -1,4 +1,4 @@
-"""What a class or function takes, and whether the arguments of a node fit (see `validation.child`).
+"""What a class or function takes, and whether a node's arguments fit (see `validation.binder`).
 
 If a signature is unknown, every argument is accepted: a false refusal is worse than an overlooked
 mistake, which the worker reports later anyway.

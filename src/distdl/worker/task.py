@@ -65,7 +65,7 @@ class Task(ABC, Generic[Received]):
         Args:
             node: The task's node, resolved.
             context: "config", resolved; "refused", the components that must not be imported;
-                "local"; "world_size" (see `validation.child`).
+                "local"; "world_size" (see `validation.own_checks`).
         """
         yield from missing_methods(cls.calls, context)
 

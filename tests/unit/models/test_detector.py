@@ -334,7 +334,7 @@ KEYPOINTS = "model.network.name=keypointrcnn_resnet50_fpn"
     ],
 )
 def test_is_refused_before_the_start(words, path, what):
-    from distdl.validation.child import Binding
+    from distdl.validation.binding import Binding
     from distdl.validation.resolve import resolve
 
     config = compose.compose(["model=maskrcnn", "+data.num_classes=80", *words])
@@ -349,8 +349,8 @@ def test_is_refused_before_the_start(words, path, what):
     )
     binding.import_targets()
     binding.visit(values["model"], ("model",))
-    found = [problem for problem in binding.problems if problem.path == path]
-    assert any(what in problem.what for problem in found), binding.problems
+    found = [problem for problem in binding.findings.problems if problem.path == path]
+    assert any(what in problem.what for problem in found), binding.findings.problems
 
 
 def test_a_head_for_other_categories_and_targets_without_masks_are_refused():

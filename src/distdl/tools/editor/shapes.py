@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from distdl.config.schema import Component, Data, Optimizer, Schedule
 from distdl.tools.editor.algebra import Schema, both, described, of_pydantic, united
 from distdl.tools.editor.arguments import PART, Arguments
-from distdl.validation.child import SUPPLIED
+from distdl.validation.binder import SUPPLIED
 
 # Sections with keys that distdl reads itself.
 TYPED: Mapping[str, type[BaseModel]] = {"data": Data, "optimizer": Optimizer, "schedule": Schedule}
