@@ -13,7 +13,8 @@ from distdl.config import user_conf
 from distdl.config.recipe import LAYERS
 from distdl.tools.editor.arguments import PART
 from distdl.tools.editor.options import OptionFile
-from distdl.tools.editor.schemas import CONFIG, EXPERIMENT, SPACES, SPACES_GROUP, Schemas
+from distdl.tools.editor.schemas import CONFIG, SPACES, SPACES_GROUP, Schemas
+from distdl.tools.editor.section_schemas import EXPERIMENT
 from distdl.util.atomic_files import write_bytes
 from distdl.util.errors import UserError
 
