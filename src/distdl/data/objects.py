@@ -16,8 +16,9 @@ from distdl.data import coco_folder
 from distdl.data.coco_folder import PREDICTS, CocoFolder
 from distdl.data.encoded import EncodedData, OnDamaged
 from distdl.data.sampling import Groups
+from distdl.data.shard_reading import Order
 from distdl.data.shards import ShardSamples
-from distdl.data.stored_data import Order, StoredData
+from distdl.data.stored_data import StoredData
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.datasets.left_out import LeftOut
 from distdl.datasets.reading import DataSet

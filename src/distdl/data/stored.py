@@ -14,7 +14,9 @@ from distdl.data.encoded import OnDamaged
 from distdl.data.folder import FolderImages, check_folder, count_up_to
 from distdl.data.images import WorkerKind
 from distdl.data.listed import ListedImages
-from distdl.data.stored_data import QUICK, Order, StoredData, expanded, is_prepared
+from distdl.data.roots import QUICK, cache_root, expanded, is_prepared
+from distdl.data.shard_reading import Order
+from distdl.data.stored_data import StoredData
 from distdl.datasets.image_headers import MOST_PIXELS
 from distdl.datasets.left_out import LeftOut
 from distdl.datasets.reading import DataSet, open_data_set
@@ -22,7 +24,6 @@ from distdl.domains.classification.domain import Classification
 from distdl.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from distdl.images.views import EvalView
 from distdl.stores.walking import ClassFolders, class_names
-from distdl.util.cache_folder import default_root
 from distdl.util.errors import Problem, UserError
 from distdl.util.ranges import AboveZero, Positive
 from distdl.util.wording import first_few, plural
@@ -258,9 +259,8 @@ def _classes(root: str, config: Mapping[str, Any]) -> Sequence[str]:
     """The names of a set's classes, in the order of the labels."""
     if not is_prepared(expanded(root)):
         return class_names(Path(expanded(root), "train"))
-    folder = config.get("cache_dir")
-    cache_root = Path(folder).expanduser() if folder else default_root()
-    return open_data_set(expanded(root), patience=QUICK, cache_root=cache_root).manifest.classes
+    folder = cache_root(config.get("cache_dir"))
+    return open_data_set(expanded(root), patience=QUICK, cache_root=folder).manifest.classes
 
 
 def _differing(

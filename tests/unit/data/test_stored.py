@@ -252,7 +252,7 @@ def test_ranks_that_see_different_data_sets_are_refused(tmp_path, monkeypatch):
         met.append(value)
         return [met[0], value]
 
-    monkeypatch.setattr("distdl.data.stored_data.process_group.gather", gather)
+    monkeypatch.setattr("distdl.data.same_data.process_group.gather", gather)
     monkeypatch.setattr("distdl.data.stored_data.name_different_decoders", lambda decoder: None)
     for train in (1, 2):
         write_photographs(tmp_path / f"folder {train}", "ab", train=train, val=1)

@@ -15,8 +15,8 @@ from distdl.data import StoredImages, TrainPosition
 from distdl.data.images import ImageData
 from distdl.data.keyed import KeyedDataset
 from distdl.data.loading import distribute
+from distdl.data.same_data import name_different_decoders
 from distdl.data.sampling import SampleKey
-from distdl.data.stored_data import name_different_decoders
 from distdl.data.threads import Lent, ThreadLoader
 from distdl.datasets.reading import Shards
 from distdl.images import decoding
