@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 from torchvision.models import WeightsEnum
 
-from distdl.tools.measure import step_profile
+from distdl.tools.measure import step_parts
 from distdl.validation import meta
 
 RETINANET = {"_target_": "torchvision.models.detection.retinanet_resnet50_fpn", "num_classes": 5}
@@ -27,5 +27,5 @@ def test_a_plan_of_a_detector_downloads_no_backbone(monkeypatch):
 
     monkeypatch.setattr(WeightsEnum, "get_state_dict", download)
     node = {"_target_": "distdl.models.Detector", "network": RETINANET, "num_classes": 4}
-    module = step_profile.without_memory(OmegaConf.create({"model": node, "trainer": {}}))
+    module = step_parts.without_memory(OmegaConf.create({"model": node, "trainer": {}}))
     assert module.network.backbone is not None

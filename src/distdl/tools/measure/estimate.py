@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distdl.tools.measure.step_profile import MeasuredBlock, MeasuredStep
+from distdl.tools.measure.measured_step import MeasuredBlock, MeasuredStep
 
 GIB = 2**30
 # The rest is for kernel workspaces, fragmentation of the allocator and the CUDA context.

@@ -16,8 +16,8 @@ from distdl.config.recipe import plain
 from distdl.strategies.mesh_rules import rehearsed, undivided
 from distdl.tools.measure import sharded_step
 from distdl.tools.measure.estimate import Estimate, Machine, by_strategy, estimates
+from distdl.tools.measure.measured_step import MeasuredStep
 from distdl.tools.measure.sharded_step import Divides
-from distdl.tools.measure.step_profile import MeasuredStep
 from distdl.util.errors import UserError
 
 NAME = "model_parallel"

@@ -24,9 +24,10 @@ from distdl.launch.launch import root_of
 from distdl.tools.measure import recompute_choice
 from distdl.tools.measure.estimate import Estimate, Machine, by_strategy, estimates
 from distdl.tools.measure.largest_batch import KEY, largest_batch
+from distdl.tools.measure.measured_step import MeasuredStep
 from distdl.tools.measure.mesh import NAME, NOTE, rows_of
 from distdl.tools.measure.recommendation import StrategyAdvice, advise, gib
-from distdl.tools.measure.step_profile import MeasuredStep, measure
+from distdl.tools.measure.step_profile import measure
 from distdl.util.errors import UserError
 from distdl.validation import validate
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distdl.tools.measure.estimate import GIB, Estimate, Machine, by_strategy
-from distdl.tools.measure.step_profile import MeasuredStep
+from distdl.tools.measure.measured_step import MeasuredStep
 
 # A link is too slow if communication adds more than this share to a step's time.
 SLOW = 0.25

@@ -10,9 +10,10 @@ from distdl.config import recipe as configs
 from distdl.config.heaviest import heaviest
 from distdl.tools.measure.estimate import Estimate, Machine
 from distdl.tools.measure.largest_batch import row_name
+from distdl.tools.measure.measured_step import MeasuredStep
 from distdl.tools.measure.mesh import rows_of
 from distdl.tools.measure.recommendation import gib
-from distdl.tools.measure.step_profile import MeasuredStep, measure
+from distdl.tools.measure.step_profile import measure
 from distdl.util.errors import UserError
 
 KEY = "model.recompute"

@@ -26,7 +26,7 @@ from distdl.optim import optimizers as optim
 from distdl.strategies.fsdp import units
 from distdl.strategies.mesh_rules import imagined_mesh
 from distdl.strategies.sharing import to_default_layout
-from distdl.tools.measure import step_profile
+from distdl.tools.measure import step_parts
 from distdl.worker.build import configures_optimizers
 
 
@@ -76,9 +76,9 @@ def peak(config: DictConfig, data: int, tensor: int, divide: Divides) -> int:
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    samples, batch = step_profile.a_batch(config)
+    samples, batch = step_parts.a_batch(config)
     size = int((config.get("data") or {}).get("batch_size") or samples)
-    module: Any = step_profile.without_memory(config)
+    module: Any = step_parts.without_memory(config)
     with imagined_mesh(data, tensor) as mesh:
         module = module.to("meta")
         to_default_layout(module)  # as a worker does
@@ -89,7 +89,7 @@ def peak(config: DictConfig, data: int, tensor: int, divide: Divides) -> int:
         with FakeTensorMode(allow_non_fake_inputs=True):
             module.to_empty(device="cpu")
             module.train()
-            fake = tree_map_only(torch.Tensor, step_profile.stretched(samples, size), batch)
+            fake = tree_map_only(torch.Tensor, step_parts.stretched(samples, size), batch)
             optimizers = optimizers_of(module, config)
             # As after a step: the states exist, and gradients stay until the backward begins.
             for parameter in module.parameters():
@@ -102,7 +102,7 @@ def peak(config: DictConfig, data: int, tensor: int, divide: Divides) -> int:
             inputs = [leaf for leaf in tree_leaves(fake) if isinstance(leaf, torch.Tensor)]
             tracker.track_external(module, *optimizers, *inputs)
             with tracker:
-                loss = step_profile.loss_of(module, fake, config)
+                loss = step_parts.loss_of(module, fake, config)
                 for each in optimizers:
                     each.zero_grad()
                 loss.backward()

@@ -25,9 +25,10 @@ from distdl.runs.bundle import Bundle
 from distdl.runs.directory import Attempt, RunDirectory
 from distdl.tools.measure.estimate import Estimate, Machine
 from distdl.tools.measure.largest_batch import largest_batch, row_name
+from distdl.tools.measure.measured_step import MeasuredStep
 from distdl.tools.measure.mesh import rows_of
 from distdl.tools.measure.recommendation import accumulated, gib
-from distdl.tools.measure.step_profile import MeasuredStep, measure
+from distdl.tools.measure.step_profile import measure
 from distdl.util.errors import UserError
 from distdl.validation import kinds
 from distdl.validation.resolve import resolve

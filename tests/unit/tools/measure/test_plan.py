@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves
 from distdl.config import compose
 from distdl.tools.measure import estimate
 from distdl.tools.measure.estimate import GIB, Estimate, Machine, by_strategy, estimates
+from distdl.tools.measure.measured_step import MeasuredBlock, MeasuredStep
 from distdl.tools.measure.plan import fast_path, how_many
 from distdl.tools.measure.recommendation import advise
-from distdl.tools.measure.step_profile import MeasuredBlock, MeasuredStep, measure
+from distdl.tools.measure.step_profile import measure
 from distdl.util.errors import UserError
 from distdl.worker.build import make
 from tests.conftest import RESNET18
