@@ -20,8 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.conftest import ROOT, environment, free_port
 from tests.warm import Popen
+
+MOST_MEMORY = 3 << 30  # bytes of a rank
 
 
 @dataclass
@@ -53,22 +57,39 @@ class Ranks:
 
     def __init__(self, size, folder, accelerator="cpu", **more):
         self.log = folder / f"ranks-{size}.log"
-        more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        more |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "DISTDL_LAUNCHER": "local"}
-        self._output = self.log.open("w")
+        self.size = size
+        self.accelerator = accelerator
+        sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        self.more = {**more, **sizes, "MASTER_ADDR": "127.0.0.1", "DISTDL_LAUNCHER": "local"}
+        self._start()
+
+    def _start(self):
+        port = str(free_port())
+        self._output = self.log.open("a")
         options = {"cwd": ROOT, "stdin": subprocess.PIPE, "stderr": self._output, "text": True}
         self._ranks = [
             Popen(
-                [sys.executable, "-m", __name__, accelerator],
-                env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **more),
+                [sys.executable, "-m", __name__, self.accelerator],
+                env=environment(
+                    RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port, **self.more
+                ),
                 stdout=self._output if rank else subprocess.PIPE,
                 **options,
             )
-            for rank in range(size)
+            for rank in range(self.size)
         ]
+
+    def _refresh(self):
+        """Starts them anew if a training before has ended them, or many have filled their memory:
+        engines and graphs of a hundred trainings stay in it."""
+        used = [memory_of(rank.pid) for rank in self._ranks]
+        if min(used) == 0 or max(used) > MOST_MEMORY:
+            self.close()
+            self._start()
 
     def train(self, case, timeout=120):
         """Trains it on all ranks, and fails with the ranks' own traceback."""
+        self._refresh()
         line = json.dumps(vars(case), default=str) + "\n"
         for rank in self._ranks:
             rank.stdin.write(line)
@@ -83,12 +104,20 @@ class Ranks:
 
     def close(self):
         for rank in self._ranks:
-            rank.stdin.close()
+            with suppress(BrokenPipeError):
+                rank.stdin.close()
         for rank in self._ranks:
             with suppress(subprocess.TimeoutExpired):
                 rank.wait(20)
             rank.kill()
         self._output.close()
+
+
+def memory_of(pid):
+    """The bytes in memory of a process; 0: it has ended."""
+    with suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_info().rss)
+    return 0
 
 
 @functools.cache
