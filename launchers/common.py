@@ -12,7 +12,9 @@ import inspect
 import os
 import re
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
@@ -22,13 +24,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from distdl.job import JobSpec
 from distdl.util import walltime
 from distdl.util.attribute_docs import attribute_docs
-from distdl.util.errors import Problem, Refused, UserError
+from distdl.util.errors import Problem, Refused, StoreError, UserError
 from distdl.util.ranges import AboveZero, Count, Positive
 from distdl.util.suggest import did_you_mean_word
 from distdl.util.typed import problems
 
 if TYPE_CHECKING:
     from distdl.runs.attempt import Attempt
+    from distdl.stores import Store
 
 __all__ = ["AboveZero", "Count", "Positive"]  # for the launchers' settings
 
@@ -251,6 +254,34 @@ def pack(folder: Path, archive: Path, is_sent: Callable[[str], bool] = lambda na
 
 
 # ---- a run's files in another store -------------------------------------------------------------
+
+PART = 8 << 20  # bytes of a growing file that are read at once
+
+
+@contextmanager
+def store_errors(where: str = "") -> Iterator[None]:
+    """Turns a StoreError in the block into a UserError with the path `where`."""
+    try:
+        yield
+    except StoreError as error:
+        raise UserError.at(where, str(error), error.remedy, code=error.code) from error
+
+
+def read_on(store: Store, name: str, start: int) -> bytes | None:
+    """`JobBase.read_on`, of a job whose run is in this store. Raises a StoreError."""
+    size = store.size(name) or 0
+    if size < start:
+        return None
+    count = min(size - start, PART)
+    return store.read_part(name, start, count) if count else b""
+
+
+def leave(store: Store, name: str, content: bytes) -> None:
+    """`JobBase.leave`, to this store. Raises a StoreError."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "content")
+        file.write_bytes(content)
+        store.replace(file, name)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from distdl.job import JobState
 from distdl.launchers.azureml import datastore
 from distdl.launchers.azureml.client import Connection, Workspace, azure_errors
 from distdl.launchers.azureml.run_history import LogFile, RunHistory, by_rank
+from distdl.launchers.common import leave, read_on, store_errors
 from distdl.launchers.queried_job import QueriedJob, from_pages, pace
 from distdl.util.errors import NoRight, UserError
 
@@ -161,10 +163,27 @@ class AzureMLJob(QueriedJob[dict[str, Any]]):
 
     def fetch(self, to: Path) -> None:
         """Copies the store (checkpoints, logs, status) into a folder, with `fetch_files`."""
+        datastore.fetch(self._connection, self._address, Path(to))
+
+    @functools.cached_property
+    def _address(self) -> str:
         with azure_errors(self.handle):
             path = str(self._connection.client.jobs.get(self._name).outputs["store"].path)
-        address = f"{path.rstrip('/')}/{self._member}" if self._member else path
-        datastore.fetch(self._connection, address, Path(to))
+        return f"{path.rstrip('/')}/{self._member}" if self._member else path
+
+    @functools.cached_property
+    def _followed(self) -> datastore.DatastoreFolder:
+        return datastore.DatastoreFolder(self._connection, self._address, patience=0.0)
+
+    def read_on(self, name: str, start: int) -> bytes | None:
+        """The job's mount writes there."""
+        with store_errors(self.handle):
+            return read_on(self._followed, name, start)
+
+    def leave(self, name: str, content: bytes) -> None:
+        """Rank 0 reads the blob itself: a mount never looks again at what it knows of a file."""
+        with store_errors(self.handle):
+            leave(self._followed, name, content)
 
     def _run(self) -> str | None:
         """Azure's name of the job or trial; None for a member of a sweep that has not started."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distdl.launchers.azureml.client import Connection, azure_errors
-from distdl.launchers.common import RemoteFile, fetch_files
+from distdl.launchers.common import RemoteFile, fetch_files, store_errors
 from distdl.stores.azure import BlobStore
-from distdl.util.errors import StoreError, UserError
+from distdl.util.errors import UserError
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
@@ -28,7 +27,7 @@ class DatastoreFolder(BlobStore):
         UserError: The datastore does not store blobs, or Azure rejects the request.
     """
 
-    def __init__(self, connection: Connection, address: str) -> None:
+    def __init__(self, connection: Connection, address: str, *, patience: float = PATIENCE) -> None:
         if (match := ADDRESS.fullmatch(address)) is None:
             raise UserError.at(
                 address, "is not the address of a folder in a datastore", code="wrong-kind"
@@ -41,11 +40,16 @@ class DatastoreFolder(BlobStore):
             raise UserError.at(name, what, code="wrong-kind")
         account = facts.account_name
         endpoint = f"{facts.protocol}://{account}.blob.{facts.endpoint}"
-        super().__init__(address, container, folder, account, endpoint, patience=PATIENCE)
+        super().__init__(address, container, folder, account, endpoint, patience=patience)
         signature = getattr(facts.credentials, "sas_token", None)
         if key := getattr(facts.credentials, "account_key", None):
             signature = {"account_name": account, "account_key": key}
         self._secret = signature or connection.credential
+
+    @property
+    def url(self) -> str:
+        """Its address for `open_store`, without a credential."""
+        return f"{self._endpoint}/{self._container}/{self._folder}"
 
     def _credential(self, account: str) -> str | dict[str, str] | TokenCredential:
         return self._secret
@@ -80,11 +84,3 @@ def send(connection: Connection, address: str, files: Mapping[str, Path]) -> int
         for name in missing:
             folder.upload(files[name], name)
     return len(missing)
-
-
-@contextmanager
-def store_errors() -> Iterator[None]:
-    try:
-        yield
-    except StoreError as error:
-        raise UserError.at("", str(error), error.remedy, code=error.code) from error

@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         )
         print(message, file=sys.stderr, flush=True)
         sys.exit(EXIT_REFUSED)
+    if client := os.environ.get("DEFAULT_IDENTITY_CLIENT_ID"):
+        os.environ.setdefault("AZURE_CLIENT_ID", client)  # by which azure-identity finds it
     if not (options.bundle / "code").exists():  # the members of a sweep share one copy
         with suppress(FileExistsError):  # another rank of this node was faster
             (options.bundle / "code").symlink_to(code)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
 
-from distdl.job import JobSpec, LauncherBase
+from distdl.job import VERDICTS, JobSpec, LauncherBase
+from distdl.launchers.azureml import datastore, submit, vm_sizes
 from distdl.launchers.azureml import request as requests
-from distdl.launchers.azureml import submit, vm_sizes
 from distdl.launchers.azureml.azure_job import AzureMLJob
 from distdl.launchers.azureml.client import Connection, Workspace, parse
 from distdl.launchers.azureml.request import AzureMLRequest
@@ -52,6 +52,11 @@ class AzureMLLauncher(AzureSettings, LauncherBase[AzureMLRequest]):
     @staticmethod
     def keeps_files_elsewhere(node: Mapping[str, Any]) -> bool:
         return True
+
+    @classmethod
+    def hides_trials(cls, node: Mapping[str, Any]) -> str:
+        """The ranks have no token of the user's for the datastore."""
+        return "launcher.identity=managed" if node.get("identity") == "user" else ""
 
     @staticmethod
     def network_gbps(node: Mapping[str, Any]) -> int | None:
@@ -114,6 +119,9 @@ class AzureMLLauncher(AzureSettings, LauncherBase[AzureMLRequest]):
             job = submit.with_variable(job, "DISTDL_KEY_VAULT", vault)
         for spec in request.specs:
             submit.send_checkpoint(connection, requests.output(self, spec.name)["path"], spec)
+        if request.specs[0].judged:
+            place = datastore.DatastoreFolder(connection, job["outputs"]["store"]["path"])
+            job = submit.with_variable(job, VERDICTS, place.url)
         name = submit.new_name(request)
         if job["type"] == "command":
             submit.create_job(connection, job, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import queue
 import re
@@ -17,7 +18,14 @@ from typing import Any
 from urllib.parse import quote
 
 from distdl.job import JobState
-from distdl.launchers.common import RemoteFile, attempt_at, fetch_files
+from distdl.launchers.common import (
+    RemoteFile,
+    attempt_at,
+    fetch_files,
+    leave,
+    read_on,
+    store_errors,
+)
 from distdl.launchers.kubernetes import states
 from distdl.launchers.kubernetes.cluster import Cluster
 from distdl.launchers.kubernetes.kubernetes_settings import PVC
@@ -171,11 +179,11 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
 
     # ---- the store ------------------------------------------------------------------------------
 
-    def store(self) -> Store | None:
-        """The run's store, if it can be read from here."""
+    def store(self, patience: float = 10.0) -> Store | None:
+        """The run's store, if it can be read from here; `patience` as for `open_store`."""
         if not self.root or not self.name.run or PVC.fullmatch(self.root):
             return None
-        return open_store(f"{self.root.rstrip('/')}/{self.name.run}", patience=10)
+        return open_store(f"{self.root.rstrip('/')}/{self.name.run}", patience=patience)
 
     @property
     def folder(self) -> str:
@@ -197,12 +205,8 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
 
     def fetch(self, to: Path) -> None:
         """Copies the run's store into a folder; `fetch_files` says what it skips."""
-        store = self.store()
-        if store is None:
-            what = "its store is a volume of the cluster, which this machine does not see"
-            remedy = "kubectl cp from a pod that mounts the claim"
-            raise UserError.at(self.handle, what, remedy, code="unreadable")
-        try:
+        store = self._seen(self.store())
+        with store_errors(self.handle):
             names = [name for name in store.names() if not name.startswith("bundles/")]
             with ThreadPoolExecutor(8) as pool:
                 sizes = [*pool.map(store.size, names)]
@@ -213,8 +217,27 @@ class KubernetesJob(QueriedJob[JobObjects | StoredEnd]):
             now = time.time()
             files = {n: RemoteFile(s, now if s < SMALL else 0.0) for n, s in found.items()}
             fetch_files(to, files, store.download)
-        except StoreError as error:
-            raise UserError.at(self.handle, str(error), error.remedy, code=error.code) from error
+
+    def _seen(self, store: Store | None) -> Store:
+        if store is None:
+            what = "its store is a volume of the cluster, which this machine does not see"
+            remedy = "kubectl cp from a pod that mounts the claim"
+            raise UserError.at(self.handle, what, remedy, code="unreadable")
+        return store
+
+    @functools.cached_property
+    def _followed(self) -> Store | None:
+        return self.store(patience=0.0)
+
+    def read_on(self, name: str, start: int) -> bytes | None:
+        """The first pod copies the run there every `launcher.sync` seconds."""
+        with store_errors(self.handle):
+            return read_on(self._seen(self._followed), name, start)
+
+    def leave(self, name: str, content: bytes) -> None:
+        """The ranks read it in the store itself."""
+        with store_errors(self.handle):
+            leave(self._seen(self._followed), name, content)
 
     # ---- the end --------------------------------------------------------------------------------
 

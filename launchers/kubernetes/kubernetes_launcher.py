@@ -57,6 +57,10 @@ class KubernetesLauncher(KubernetesSettings, LauncherBase[KubernetesRequest]):
     def keeps_files_elsewhere(node: Mapping[str, Any]) -> bool:
         return True
 
+    @classmethod
+    def hides_trials(cls, node: Mapping[str, Any]) -> str:
+        return cls.hides_files(node)
+
     @staticmethod
     def hides_files(node: Mapping[str, Any]) -> str:
         is_volume = PVC.fullmatch(str(node.get("store")))

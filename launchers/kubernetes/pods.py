@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distdl.job import variables
+from distdl.job import VERDICTS, variables
 from distdl.launchers.kubernetes.names import CONTAINER, RUN, JobNames
 from distdl.util.exit_codes import EXIT_NOT_STARTED as NO_PYTHON
 
@@ -76,6 +76,7 @@ class PodTemplate:
             **variables(settings.env, self.job.spec.env),
             **inputs,
             "DISTDL_LAUNCHER": "kubernetes",
+            **({VERDICTS: self.job.key} if self.job.spec.judged else {}),
         }
         references = {
             **{name: (each["secret"], each["key"]) for name, each in settings.secrets.items()},

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl.job import JobState
-from distdl.launchers.common import RemoteFile, fetch_files
+from distdl.launchers.common import RemoteFile, fetch_files, leave, read_on, store_errors
 from distdl.launchers.queried_job import QueriedJob, from_pages
 from distdl.launchers.sagemaker.aws import Aws, aws_errors, code_of
+from distdl.launchers.sagemaker.sagemaker_request import verdicts_of
+from distdl.stores.s3 import S3Store
 from distdl.util.errors import Forgotten, Lasting, Problem, UserError
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 LABEL = re.compile(r"\[algo-(\d{1,5})\] ")  # of lines of hosts other than the first
@@ -43,6 +49,18 @@ def state_of(described: Mapping[str, Any]) -> JobState:
     if status in ("InProgress", "Stopped"):
         return SECONDARY_STATES.get(described.get("SecondaryStatus", ""), JobState.UNKNOWN)
     return STATES.get(status, JobState.UNKNOWN)
+
+
+class JobPrefix(S3Store):
+    """A prefix in S3, read with the clients of a job; each request is tried as often as they do."""
+
+    def __init__(self, aws: Aws, uri: str) -> None:
+        bucket, _, folder = uri.removeprefix("s3://").partition("/")
+        super().__init__(bucket, folder, patience=0.0)
+        self._aws = aws
+
+    def _connect(self) -> BaseClient:
+        return self._aws("s3")
 
 
 class SageMakerJob(QueriedJob[Mapping[str, Any]]):
@@ -189,9 +207,7 @@ class SageMakerJob(QueriedJob[Mapping[str, Any]]):
         """Copies the run's store from S3 into a folder; `fetch_files` says what it skips."""
         from distdl.launchers.sagemaker.uploads import objects
 
-        if not (uri := (self.describe().get("CheckpointConfig") or {}).get("S3Uri")):
-            raise UserError.at(self.handle, "has no store", code="incomplete")
-        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        bucket, _, prefix = self._store.removeprefix("s3://").partition("/")
         start = f"{prefix.rstrip('/')}/"
         with aws_errors():
             s3 = self.aws("s3")
@@ -201,3 +217,27 @@ class SageMakerJob(QueriedJob[Mapping[str, Any]]):
                 if not key.endswith("/")
             }
             fetch_files(to, files, lambda n, path: s3.download_file(bucket, start + n, str(path)))
+
+    @functools.cached_property
+    def _store(self) -> str:
+        if not (uri := (self.describe().get("CheckpointConfig") or {}).get("S3Uri")):
+            raise UserError.at(self.handle, "has no store", code="incomplete")
+        return str(uri)
+
+    @functools.cached_property
+    def _followed(self) -> JobPrefix:
+        return JobPrefix(self.aws, self._store)
+
+    @functools.cached_property
+    def _verdicts(self) -> JobPrefix:
+        return JobPrefix(self.aws, verdicts_of(self._store))
+
+    def read_on(self, name: str, start: int) -> bytes | None:
+        """SageMaker copies the store to S3 while it changes."""
+        with store_errors(self.handle):
+            return read_on(self._followed, name, start)
+
+    def leave(self, name: str, content: bytes) -> None:
+        """Rank 0 reads it in S3 with the job's role."""
+        with store_errors(self.handle):
+            leave(self._verdicts, name, content)

@@ -68,6 +68,11 @@ class SageMakerLauncher(SageMakerSettings, LauncherBase[SageMakerRequest]):
     def keeps_files_elsewhere(node: Mapping[str, Any]) -> bool:
         return True
 
+    @classmethod
+    def hides_trials(cls, node: Mapping[str, Any]) -> str:
+        """A container without a network does not hear what the search says."""
+        return "launcher.network_isolation=false" if node.get("network_isolation") else ""
+
     @staticmethod
     def splits_store(node: Mapping[str, Any]) -> str:
         """Each host has /opt/ml/checkpoints of its own, which SageMaker copies to one place."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distdl.job import JobSpec, variables
+from distdl.job import VERDICTS, JobSpec, variables
 from distdl.launchers.common import digest, slug
 from distdl.launchers.sagemaker.instances import Instance, alike, instances
 from distdl.launchers.sagemaker.sagemaker_settings import (
@@ -171,6 +171,8 @@ class SageMakerRequest:
             env[SECRETS if number == 1 else f"{SECRETS}_{number}"] = json.dumps(part)
         if region:
             env[REGION] = region
+        if self.spec.judged:
+            env[VERDICTS] = verdicts_of(self.uri(self.store_key))
         return env
 
     def render(self) -> str:
@@ -211,6 +213,12 @@ class SageMakerRequest:
             hint = f"; one host is enough: {larger.name} ({larger.gpus} GPUs)" if larger else ""
             speed = f"{instance.network} Gbit/s of Ethernet{hint}"
             yield f"{name} has no EFA: {size.num_nodes} hosts exchange gradients over {speed}"
+
+
+def verdicts_of(store: str) -> str:
+    """Where a search leaves its verdicts on a run: beside its store, which SageMaker fills a
+    container's disk from and then overwrites from there."""
+    return f"{store.rstrip('/').rpartition('/')[0]}/search"
 
 
 def channel(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,15 @@ from tests.aws import REGION, moto
 from tests.cluster import witness
 from tests.cluster.kube import BARE, Kube, has, index_of, why_not
 from tests.cluster.witness import seen
-from tests.conftest import TINY, UNCHECKED, distdl, free_port, last_step, matrix_only
+from tests.conftest import (
+    TINY,
+    UNCHECKED,
+    distdl,
+    free_port,
+    last_step,
+    matrix_only,
+    samples,
+)
 from tests.waiting import until
 from tests.written import write
 
@@ -636,12 +644,97 @@ def test_a_search_has_a_job_for_each_trial_and_goes_on(training_kube, project, b
         assert last_step(run) == 4
 
 
+class Away:
+    """A server of S3 that can be away for a while, and keeps what it has."""
+
+    def __init__(self):
+        self.port = free_port()
+        self.come()
+
+    def come(self):
+        server = pytest.importorskip("moto.server")
+        self.server = server.ThreadedMotoServer("127.0.0.1", self.port, verbose=False)
+        self.server.start()
+
+    def go(self):
+        listening = self.server._server
+        self.server.stop()
+        listening.server_close()
+
+
+@pytest.fixture
+def away(monkeypatch):
+    store = Away()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{store.port}")
+    yield store
+    store.go()
+
+
+def epochs_of(run):
+    """Those of each batch that was trained, once for each time."""
+    return sorted(step[0] for each in samples(run).values() for step in each)
+
+
+PRUNED = (
+    *("tune", *TINY, "launcher=kubernetes", "launcher.image=distdl:1", "launcher.sync=5"),
+    *("launcher.shm=null", "trainer.devices=1", "data.train_samples=32", "data.val_samples=8"),
+    *("+callbacks.witness._target_=witness.Witness", "--json", "--metric", "val/loss:min"),
+    *("--sampler", "grid", "checkpoint.background=false"),
+)
+
+
+@matrix_only
+@pytest.mark.timeout(900)
+def test_a_trial_is_pruned_by_a_verdict_that_comes_late(
+    training_kube, project, away, background, monkeypatch
+):
+    """Through a store that is away for a while. A validation is judged once its journal is there,
+    and the run hears of it at a later one."""
+    pytest.importorskip("optuna")
+    kube = training_kube
+    project.env["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{away.port}"
+    typed = (*PRUNED, "launcher.store=s3://runs/pruned", "name=p", "--pruner", "asha")
+    # The last one comes first, and the others are far too large.
+    typed += ("optimizer.lr=300,500,400,0.01", "--parallel", "2", "trainer.max_epochs=7")
+    typed += ("+callbacks.witness.pause=2.5",)
+    job = background(*typed, cwd=project.folder, module=UNCHECKED, env=project.env)
+    job.until(lambda: any("epoch 1 " in log(pod) for pod in kube.pods()), 300)
+    away.go()
+    time.sleep(12)
+    away.come()
+    assert job.wait(600) == 0, job.output()
+    answer = next(line for line in job.output().splitlines() if line.startswith('{"schema"'))
+    trials = json.loads(answer)["answer"]["trials"]
+    assert {each["end"] for each in trials} == {"COMPLETE", "PRUNED"}
+    assert re.search(r"trial \d cannot be (followed|told) \(.*: trying again", job.output())
+    assert job.output().count("cannot be followed") <= 4
+    for each in trials:
+        run = project.folder / each["run"]
+        (attempt,) = run.glob("attempts/*")
+        status = json.loads((attempt / "status.json").read_text())
+        assert status["state"] == {"COMPLETE": "SUCCEEDED"}.get(each["end"], each["end"])
+        assert status["exit_code"] == 0
+        trained = {*epochs_of(run)}
+        assert len(trained) == len(each["validations"])
+        if each["end"] == "PRUNED":
+            assert 2 <= len(trained) < 7, "it has trained on until it heard"
+            assert "pruned by its search at step" in status["error"]
+            assert last_step(run) == 4 * len(trained)
+        else:
+            assert len(trained) == 7
+        assert each["end"].replace("COMPLETE", "SUCCEEDED") in project("jobs", "list", str(run))
+    jobs, at_work = jobs_of(kube)
+    assert len(jobs) == len(trials)
+    assert not at_work
+    assert all(has(each, "Complete") for each in jobs)
+
+
 @matrix_only
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (("launcher.store=pvc://runs/team",), "launcher.store: a search reads"),
-        (("launcher.store=s3://runs/s", "--pruner", "asha"), "--pruner asha: reads the journals"),
+        (("launcher.store=pvc://runs/s", "--pruner", "asha"), "launcher.store: a search reads"),
     ],
 )
 def test_a_search_that_could_not_read_its_trials_is_refused(project, words, text):

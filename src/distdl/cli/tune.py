@@ -61,6 +61,7 @@ def main(argv: Sequence[str]) -> Answer:
         metrics=options.metric,
         parallel=options.parallel,
         trial_seconds=trial_seconds,
+        discards=options.pruned_checkpoints == "remove",
     )
     screen.spaces(prepared.searched)
     if prepared.first.config.dry_run:

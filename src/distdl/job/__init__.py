@@ -7,6 +7,7 @@ can be watched. Before that, the run has been composed, validated and frozen.
 from distdl.job.adapter import adapted_job, adapted_launcher, is_launcher
 from distdl.job.base import Job, JobBase, Launcher, LauncherBase, Request
 from distdl.job.spec import (
+    VERDICTS,
     JobSpec,
     JobState,
     Resources,
@@ -31,6 +32,7 @@ __all__ = [
     "EXIT_PREEMPTED",
     "EXIT_REFUSED",
     "EXIT_SUCCESS",
+    "VERDICTS",
     "Job",
     "JobBase",
     "JobSpec",

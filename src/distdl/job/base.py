@@ -122,6 +122,22 @@ class JobBase:
     def fetch(self, to: Path) -> None:
         """Copies a store that is not on this machine into the folder `to`."""
 
+    def read_on(self, name: str, start: int) -> bytes | None:
+        """What a file of the run has got behind byte `start`, or a part of it, if the platform
+        keeps the run's files elsewhere while the job is under way. None if it has fewer bytes.
+
+        Raises:
+            UserError: It cannot be read now.
+        """
+        return b""
+
+    def leave(self, name: str, content: bytes) -> None:
+        """Puts a small file to where the ranks look for it, if that is not the run's folder here.
+
+        Raises:
+            UserError: It cannot be written now.
+        """
+
     def first_end(self, logs: Path) -> tuple[int, int, str] | None:
         """If only the platform saw the ranks end: rank, exit code (-N for signal N) and host of the
         first rank that failed. `logs` is the attempt's folder of logs."""
@@ -213,8 +229,14 @@ class LauncherBase(Generic[R]):
     @staticmethod
     def keeps_files_elsewhere(node: Mapping[str, Any]) -> bool:
         """Whether what a job writes into the run's folder is not there for this machine until
-        `fetch` copies it, so that nobody here can follow its journal."""
+        `fetch` copies it."""
         return False
+
+    @classmethod
+    def hides_trials(cls, node: Mapping[str, Any]) -> str:
+        """What to write instead, if a search can neither follow a job while it is under way nor end
+        it early (`JobBase.read_on` and `leave`); "" if it can."""
+        return "launcher=slurm" if cls.keeps_files_elsewhere(node) else ""
 
     @staticmethod
     def hides_files(node: Mapping[str, Any]) -> str:

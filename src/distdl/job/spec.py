@@ -62,6 +62,8 @@ class Resources:
         return self.num_nodes * self.devices
 
 
+# A variable of the ranks: the address of the store in which a search leaves its verdicts.
+VERDICTS = "DISTDL_VERDICTS"
 # Names of environment variables that every shell, mpirun, srun, Azure ML and SageMaker accept.
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -141,6 +143,9 @@ class JobSpec:
         env: Variables that each rank gets, none of them secret.
         forward_env: Names of further variables for each rank, whose values must not be written
             anywhere. When a job is submitted, all of them are set in this process.
+        judged: Whether the ranks ask a search after each validation. If the run's folder is not
+            the one here, they need the variable VERDICTS: the address to which `leave` of the job
+            writes.
 
     Raises:
         UserError: The name or a path has an unprintable character, or a variable is not valid.
@@ -153,6 +158,7 @@ class JobSpec:
     resources: Resources
     env: Mapping[str, str] = field(default_factory=dict)
     forward_env: tuple[str, ...] = ()
+    judged: bool = False
 
     def __post_init__(self) -> None:
         node = {"env": self.env, "forward_env": self.forward_env}

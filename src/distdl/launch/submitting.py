@@ -230,6 +230,7 @@ def specs_of(planned: Sequence[Plan], attempts: Sequence[Attempt]) -> list[JobSp
             attempt=attempt.number,
             resources=each.resources,
             forward_env=each.launch.forwarded_names,
+            judged=bool((each.search or {}).get("judged")),
         )
         for each, attempt in zip(planned, attempts, strict=True)
     ]

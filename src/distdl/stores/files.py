@@ -46,6 +46,16 @@ class FileStore:
         except OSError as error:
             raise StoreError(f"{self.folder / name}: {error.strerror}") from error
 
+    def read_part(self, name: str, start: int, count: int) -> bytes:
+        try:
+            with regular(self.folder / name) as file:
+                data = os.pread(file, count, start)
+        except OSError as error:
+            raise StoreError(f"{self.folder / name}: {error.strerror}") from error
+        if len(data) != count:
+            raise StoreError(f"{self.folder / name}: {len(data)} of {count} bytes are there")
+        return data
+
     def download(self, name: str, to: Path, progress: Progress | None = None) -> None:
         try:
             source = (self.folder / name).open("rb")

@@ -36,6 +36,10 @@ class Store(Protocol):
         """The content of a small file."""
         ...
 
+    def read_part(self, name: str, start: int, count: int) -> bytes:
+        """`count` bytes of a file from `start` on, which it must have."""
+        ...
+
     def download(self, name: str, to: Path, progress: Progress | None = None) -> None:
         """Downloads a file to `to`, which is overwritten, with parallel range requests.
 

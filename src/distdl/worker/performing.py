@@ -207,7 +207,7 @@ def build_run(
     if watchdog:
         watchdog.heartbeat.watch(built.trainer)
     if rank == 0 and (context.launch.get("search") or {}).get("judged"):
-        built.checkpointer.search.verdicts = Verdicts(context.run.path)
+        built.checkpointer.search.verdicts = Verdicts.of(context.run.path)
     if rank == 0 and not again:
         # Count now: later a strategy may leave only a part of the model on each rank.
         counts = summary.parameters_of(built.module)

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from distdl.incident import causes
-from distdl.job import JobSpec, JobState, Resources
+from distdl.job import VERDICTS, JobSpec, JobState, Resources
 from distdl.launchers.kubernetes import KubernetesLauncher, entry, first_process, pod_ranks, states
 from distdl.launchers.kubernetes.cluster import refusal
 from distdl.launchers.kubernetes.manifests import KubernetesRequest, to_yaml
@@ -86,6 +86,17 @@ def test_the_manifests(name, monkeypatch, pytestconfig):
     assert "canary" not in text
     kubernetes_objects.check(made.secret_of({"HF_TOKEN": "x"}))
     assert refusals(**NODES[name]) == {}
+
+
+def test_the_ranks_of_a_trial_hear_its_search_in_the_store():
+    def variables(**fields):
+        (container,) = request(**fields).job()["spec"]["template"]["spec"]["containers"]
+        return {each["name"]: each.get("value") for each in container["env"]}
+
+    assert variables(judged=True)[VERDICTS] == f"{NODE['store']}/resnet50_ddp/x"
+    assert VERDICTS not in variables()
+    assert not KubernetesLauncher.hides_trials(NODE)
+    assert "s3://" in KubernetesLauncher.hides_trials({**NODE, "store": "pvc://claim"})
 
 
 @pytest.mark.parametrize(

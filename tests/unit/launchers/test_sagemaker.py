@@ -14,15 +14,17 @@ import time
 import pytest
 import yaml
 
-from distdl.job import JobSpec, JobState, Resources
+from distdl.job import VERDICTS, JobSpec, JobState, Resources
 from distdl.launch import asking
 from distdl.launchers.heartbeat import Heartbeat, HostEnd
 from distdl.launchers.sagemaker import SageMakerLauncher, entry, limits, sagemaker_job, uploads
+from distdl.launchers.sagemaker.aws import Aws
 from distdl.launchers.sagemaker.entry import Hosts
 from distdl.launchers.sagemaker.instances import instances
 from distdl.launchers.sagemaker.sagemaker_job import SageMakerJob
 from distdl.launchers.sagemaker.sagemaker_request import LONGEST_VALUE, SageMakerRequest
 from distdl.launchers.sagemaker.sagemaker_settings import MOST_INPUTS
+from distdl.stores import open_store
 from distdl.util.errors import UserError
 from tests.aws import REGION, aws, moto
 from tests.conftest import ROOT, check_golden, free_port
@@ -446,6 +448,31 @@ def test_fetch_copies_the_store(submit, aws, tmp_path):
         put(aws, key, b"x")
     job.fetch(to)
     assert {p.relative_to(to).as_posix() for p in to.rglob("*") if p.is_file()} == good
+
+
+def test_a_search_follows_a_job_and_answers_beside_its_store(submit, aws, monkeypatch):
+    """What SageMaker has copied to a disk it may copy back: so the answer is not in the store."""
+    judged = SageMakerRequest(spec(judged=True), SageMakerLauncher(**NODE)).environment(REGION)
+    assert VERDICTS not in SageMakerRequest(spec(), SageMakerLauncher(**NODE)).environment(REGION)
+    job = submit()
+    assert job.read_on("logs/metrics.jsonl", 0) == b""
+    put(aws, f"{STORE}/logs/metrics.jsonl", b"0123456789")
+    assert job.read_on("logs/metrics.jsonl", 0) == b"0123456789"
+    assert job.read_on("logs/metrics.jsonl", 7) == b"789"
+    assert job.read_on("logs/metrics.jsonl", 10) == b""
+    assert job.read_on("logs/metrics.jsonl", 11) is None
+    job.leave("verdict.json", b"old")
+    job.leave("verdict.json", b"new")
+    assert open_store(judged[VERDICTS]).read("verdict.json") == b"new"
+    assert not [key for key in keys(aws) if key.startswith(f"{STORE}/verdict")]
+    cut = SageMakerJob(job.name, Aws(REGION))
+    monkeypatch.setattr(cut, "_store", job._store, raising=False)
+    monkeypatch.setattr("distdl.launchers.sagemaker.aws.TRIES", 1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    for action in (lambda: cut.read_on("x", 0), lambda: cut.leave("x", b"")):
+        with pytest.raises(UserError, match="Could not connect") as error:
+            action()
+        assert error.value.problems[0].code == "unreachable"
 
 
 def test_a_stranger_at_the_port_of_the_hosts_is_sent_away():

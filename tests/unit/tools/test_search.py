@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,18 +16,21 @@ import yaml
 from distdl.cli import tune
 from distdl.config import recipe as configs
 from distdl.config import resources
-from distdl.job import JobState, Resources
+from distdl.job import JobBase, JobState, Resources
+from distdl.launchers.common import leave, read_on
 from distdl.runs import verdicts
 from distdl.runs.checkpoints import CheckpointStore
 from distdl.runs.directory import RunDirectory
 from distdl.runs.records import encode
 from distdl.runs.verdicts import SearchVerdict, Verdicts, Word
+from distdl.stores.files import FileStore
 from distdl.tools.search import files, halving, objectives, pruning, slots, spaces, trials
 from distdl.tools.search.engine import SearchEngine, TrialEnd
 from distdl.tools.search.halving import Rungs, Standing
 from distdl.tools.search.objectives import Objective
 from distdl.tools.search.patience import Patience, unwritable
 from distdl.tools.search.search import Search
+from distdl.tools.search.slots import Slot
 from distdl.tools.search.storage import JOURNAL
 from distdl.util.errors import UserError
 from tests.conftest import TINY, matrix_only
@@ -129,6 +133,7 @@ def test_what_is_refused_before_anything_starts(words, command, no_child, tmp_pa
     assert [*tmp_path.iterdir()] == []
 
 
+SAGEMAKER = "launcher=sagemaker trainer.devices=1 launcher.instance_type=ml.g5.xlarge"
 # Those for which the model's class must be known.
 LATER = {
     "--metric val/acc2:max": "val/acc2 is never logged",
@@ -143,8 +148,12 @@ LATER = {
     "--metric train/loss:min --pruner asha": "no result of one",
     "trainer.max_epochs=1 --pruner halving": "nothing to end early",
     "trainer.max_epochs=1 --pruner median": "nothing to end early",
-    "launcher=sagemaker trainer.devices=1 launcher.instance_type=ml.g5.xlarge --pruner asha": (
-        "not on this machine"
+    f"{SAGEMAKER} launcher.network_isolation=true --pruner asha": (
+        "launcher.network_isolation=false, or no --pruner"
+    ),
+    f"{SAGEMAKER} --pruner asha --pruned-checkpoints remove": "--pruned-checkpoints keep",
+    "launcher=azureml launcher.identity=user trainer.devices=1 --pruner halving": (
+        "launcher.identity=managed, or no --pruner"
     ),
     "trainer.max_steps=5 --pruner halving": "must know how many validations",
     "--trial-budget 5m --pruner halving": "must know how many validations",
@@ -298,6 +307,66 @@ def test_of_several_validations_at_once_each_counts(tmp_path):
     assert word([0.1, 0.2]) is Word.PRUNE
 
 
+class Killed(BaseException):
+    pass
+
+
+def decides_early(study, number):
+    """Of hyperband's brackets only the first decides after one validation."""
+    pruner = study.pruner
+    if not hasattr(pruner, "_get_bracket_id"):
+        return True
+    if not pruner._pruners:
+        pruner._try_initialization(study)
+    return pruner._get_bracket_id(study, study.trials[number]) == 0
+
+
+def killed(*_, **__):
+    raise Killed
+
+
+@pytest.mark.parametrize("pruner", ["asha", "hyperband"])
+@pytest.mark.parametrize("moment", ["set_user_attr", "set_trial_system_attr", "the end"])
+def test_a_killed_search_says_the_same_again(pruner, moment, tmp_path, monkeypatch):
+    """Killed before the answer is kept, before Optuna's own notes are, and before the run hears:
+    Optuna asks what is left of a rung, and forgets what it has answered."""
+    from optuna import Trial
+    from optuna.storages import JournalStorage
+
+    def opened():
+        made = pruning.of_engine(pruner, 9)
+        return pruning.EnginePruning(
+            SearchEngine(searched(), tmp_path, "s", [ACCURACY], pruner=made)
+        )
+
+    def trial(number, *values):
+        curve = SimpleNamespace(values=[*values])
+        return SimpleNamespace(number=number, reported=0, curve=curve)
+
+    first = opened()
+    numbers = [first.engine.propose().number for _ in range(9)]
+    good, worse = [n for n in numbers if decides_early(first.engine.study, n)][:2]
+    assert first.word(trial(good, 0.9)) is Word.GO_ON
+    with monkeypatch.context() as patch:
+        if moment != "the end":
+            patch.setattr({"set_user_attr": Trial}.get(moment, JournalStorage), moment, killed)
+            with pytest.raises(Killed):
+                first.word(trial(worse, 0.1))
+        else:
+            assert first.word(trial(worse, 0.1)) is Word.PRUNE
+    again = opened()
+    assert again.word(trial(good, 0.9)) is Word.GO_ON
+    late = trial(worse, 0.1)
+    assert again.word(late) is Word.PRUNE
+    late.curve.values.append(0.95)  # it has trained on meanwhile
+    assert again.word(late) is Word.PRUNE
+    assert again.word(late) is Word.PRUNE, "it is told once more"
+    assert opened().word(trial(worse, 0.1, 0.95)) is Word.PRUNE
+    known = again.engine.study.trials[worse]
+    assert known.system_attrs["completed_rung_0"] == 0.1
+    assert known.intermediate_values == {1: 0.1, 2: 0.95}
+
+
 # ----------------------------------------------------------------------------------- halving
 
 
@@ -345,6 +414,140 @@ def test_a_rank_waits_for_its_verdict_but_not_for_ever(tmp_path):
     assert waits.after(24) is Word.PRUNE
     (tmp_path / verdicts.FILE).write_text("{")
     assert Verdicts(tmp_path, patience=0.0).after(1) is Word.GO_ON
+
+
+def test_a_verdict_in_a_store_is_not_waited_for_and_counts_when_it_comes(
+    tmp_path, monkeypatch, caplog
+):
+    """The search sees a validation once the platform has copied the journal."""
+    monkeypatch.setenv("DISTDL_VERDICTS", f"file://{tmp_path}/there")
+    verdicts.write(tmp_path, SearchVerdict(Word.PRUNE, 1))  # not there
+    waits = Verdicts.of(tmp_path)
+    began = time.monotonic()
+    assert waits.after(4) is Word.GO_ON
+    (tmp_path / "there").mkdir()
+    verdicts.write(tmp_path / "there", SearchVerdict(Word.GO_ON, 4))
+    assert waits.after(9) is Word.GO_ON
+    verdicts.write(tmp_path / "there", SearchVerdict(Word.PRUNE, 4))
+    assert waits.after(14) is Word.PRUNE
+    assert time.monotonic() - began < 1
+    monkeypatch.setenv("DISTDL_VERDICTS", "s3://")
+    deaf = Verdicts.of(tmp_path)
+    assert {deaf.after(4), deaf.after(9)} == {Word.GO_ON}
+    said = [record.message for record in caplog.records if "names no bucket" in record.message]
+    assert len(said) == 1
+    assert "is not heard, and the run trains on" in said[0]
+
+
+def test_what_was_read_too_late_is_read_again(tmp_path, monkeypatch):
+    """As the first look, for which rank 0 imports the client of the store."""
+    answers = iter([b"", verdicts.encoded(SearchVerdict(Word.PRUNE, 4))])
+    waits = Verdicts(f"file://{tmp_path}", patience=0.05)
+
+    def content():
+        answer = next(answers)
+        time.sleep(0 if answer else 0.2)
+        return answer
+
+    monkeypatch.setattr(waits, "_content", content)
+    assert waits.after(4) is Word.GO_ON
+    waits._thread.join()
+    assert waits.after(9) is Word.PRUNE
+
+
+class ElsewhereJob(JobBase):
+    """Of a platform that keeps the run's files elsewhere; `away`: why it does not answer."""
+
+    def __init__(self, folder):
+        self.store = FileStore(folder)
+        self.away = ""
+
+    def read_on(self, name, start):
+        self._answer()
+        return read_on(self.store, name, start)
+
+    def leave(self, name, content):
+        self._answer()
+        leave(self.store, name, content)
+
+    def _answer(self):
+        if self.away:
+            raise UserError.at("elsewhere", self.away, code="unreachable")
+
+
+def test_a_journal_is_read_on_where_its_platform_keeps_it(tmp_path):
+    job = ElsewhereJob(tmp_path / "there")
+    curve = trials.TrialCurve(tmp_path / "run", "val/acc1")
+    (tmp_path / "run").mkdir()
+    there = tmp_path / "there/logs/metrics.jsonl"
+
+    def brought():
+        curve.bring(job)
+        return curve.read()
+
+    assert not brought()
+    there.parent.mkdir(parents=True)
+    lines = [encode(0.0, step, 1, {"val/acc1": step / 100}) for step in (4, 9, 14)]
+    there.write_bytes(lines[0] + lines[1][:10])
+    assert brought()
+    assert curve.values == [0.04]
+    there.write_bytes(b"".join(lines))
+    assert brought()
+    assert curve.values == [0.04, 0.09, 0.14]
+    assert not brought()
+    assert (tmp_path / "run/logs/metrics.jsonl").read_bytes() == there.read_bytes()
+    there.write_bytes(lines[2])  # the run was started anew
+    assert brought() is False
+    assert curve.values == [0.14]
+
+
+def test_a_trial_is_told_again_until_it_hears(tmp_path, monkeypatch, capsys):
+    """Its platform is away for a while: that is said once, and ends nothing."""
+    engine = SearchEngine(searched(), tmp_path, "s", [ACCURACY])
+    curve = trials.TrialCurve(tmp_path / "run", "val/acc1")
+    run = RunDirectory(tmp_path / "run")
+    trial = trials.SearchTrial(engine.propose(), "x", run, curve, {})
+    job = ElsewhereJob(tmp_path / "there")
+    monkeypatch.setattr(trials.SearchTrial, "job", job)
+    (tmp_path / "there/logs").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    line = encode(0.0, 4, 1, {"val/acc1": 0.1})
+    (tmp_path / "there/logs/metrics.jsonl").write_bytes(line)
+    trial.slot = Slot(0)
+    words = iter([Word.PRUNE] * 9)
+    search = SimpleNamespace(
+        under_way=[trial],
+        is_local=False,
+        _asked_at=-math.inf,
+        _states=lambda trials: [JobState.RUNNING for _ in trials],
+        pruning=SimpleNamespace(word=lambda trial: next(words)),
+        _follow=Search._follow,
+    )
+    search._judge = lambda *given: Search._judge(search, *given)
+
+    def look():
+        search._asked_at = -math.inf
+        Search._look(search)
+        return verdicts.read((tmp_path / "there" / verdicts.FILE).read_bytes())
+
+    def away(why):
+        job.away = why
+        with suppress(FileNotFoundError):
+            look()
+        with suppress(FileNotFoundError):
+            look()
+        job.away = ""
+        return capsys.readouterr().out
+
+    said = away("no route")
+    assert said.count("trial 0 cannot be followed (no route)") == 1
+    assert "told" not in said
+    trial.curve.bring(job)
+    said = away("no route")
+    assert said.count("trial 0 cannot be told (no route)") == 1
+    assert look() == SearchVerdict(Word.PRUNE, 4)
+    assert len([*words]) == 9 - 3
+    assert look() == SearchVerdict(Word.PRUNE, 4), "nobody has asked again"
 
 
 # ---------------------------------------------------------------------------------- the loop
@@ -506,6 +709,38 @@ def test_what_a_job_has_written_is_fetched_as_soon_as_its_platform_answers(monke
     codes = ["platform-refuses"]
     assert not Search._fetch(trial)
     assert "It stays open: the same command fetches it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+@pytest.mark.parametrize("moment", ["it ends", "the command was killed then"])
+def test_a_job_that_was_pruned_has_not_succeeded(pauses, moment):
+    """Its platform sees exit code 0 alone; what the run has recorded comes with its files."""
+
+    def fetch(trial):
+        trial.recorded = JobState.PRUNED
+        return True
+
+    told = []
+    trial = SimpleNamespace(
+        recorded=JobState.SUCCEEDED,
+        failed_with_store=False,
+        refused=False,
+        curve=SimpleNamespace(read=bool),
+        free=lambda: Slot(0),
+        note_refusal=bool,
+    )
+    search = SimpleNamespace(
+        free=[],
+        _fetch=fetch,
+        pruning=SimpleNamespace(pauses=pauses, word=bool),
+        _end=lambda trial, end: told.append(end),
+        _conclude=lambda *_: pytest.fail("it is not complete"),
+    )
+    if moment == "it ends":
+        Search._ended(search, trial, JobState.SUCCEEDED)
+    else:
+        assert Search._settled(search, trial)
+    assert told == ([] if pauses else [TrialEnd.PRUNED])
 
 
 def test_halving_trains_no_epoch_twice(command, trained):

@@ -6,6 +6,7 @@ so that other tools (optuna-dashboard) read it meanwhile.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 import json
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage
 
 SAMPLERS = ("tpe", "random", "grid", "qmc", "cmaes")
 # Attributes of the study and of its trials.
 SEARCHED = "distdl.searched"
 SEED = "distdl.seed"
 RUN = "distdl.run"
+JUDGED = "distdl.judged"
 DIRECTIONS: Mapping[str, Direction] = {"max": "maximize", "min": "minimize"}
 PATIENCE_S = 300.0  # for which a storage may fail
 MOST_POINTS = 1_000_000  # of a grid
@@ -202,14 +205,33 @@ class SearchEngine:
         self._patiently(lambda: self._trial(number).set_user_attr(RUN, run))
 
     def report(self, number: int, validation: int, value: float) -> bool:
-        """Tells the value of a validation, counted from 1; whether the trial is to be pruned."""
+        """Tells the value of a validation, counted from 1; whether the trial is to be pruned. "Yes"
+        is final, and a command that goes on with the study gets the same answer."""
 
         def tell() -> bool:
             trial = self._trial(number)
-            trial.report(value, validation)
-            return trial.should_prune()
+            judged = trial.user_attrs.get(JUDGED) or {"validation": 0, "prune": False, "notes": {}}
+            if validation > judged["validation"]:
+                trial.report(value, validation)
+                prune, notes = (True, {}) if judged["prune"] else self._asked(trial._trial_id)
+                if notes or prune > judged["prune"]:
+                    judged = {"validation": validation, "prune": prune, "notes": notes}
+                    trial.set_user_attr(JUDGED, judged)
+            storage = self.study._storage
+            noted = storage.get_trial(trial._trial_id).system_attrs
+            for key in judged["notes"].keys() - noted.keys():
+                storage.set_trial_system_attr(trial._trial_id, key, judged["notes"][key])
+            return bool(judged["prune"])
 
         return self._patiently(tell)
+
+    def _asked(self, trial_id: int) -> tuple[bool, dict[str, Any]]:
+        """Whether the pruner ends a trial, and what it would note about it. A pruner that finds its
+        own note answers about the next rung: so the answer is kept before the notes are."""
+        notes: dict[str, Any] = {}
+        study = copy.copy(self.study)
+        study._storage = _Noting(self.study._storage, notes)  # type: ignore[assignment]
+        return self.study.pruner.prune(study, self.study._storage.get_trial(trial_id)), notes
 
     def tell(self, number: int, end: TrialEnd, values: Sequence[float] = ()) -> None:
         """How a trial ended, with a value for each objective if it is complete."""
@@ -263,6 +285,20 @@ class SearchEngine:
                         say(escaped(f"note    the study cannot be written ({why}): trying again"))
             time.sleep(pause)
             pause = min(2 * pause, 10.0)
+
+
+class _Noting:
+    """A storage that keeps what a pruner would write into it."""
+
+    def __init__(self, storage: BaseStorage, notes: dict[str, Any]) -> None:
+        self._own = storage
+        self._notes = notes
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as the storage's own
+        return getattr(self._own, name)
+
+    def set_trial_system_attr(self, _trial_id: int, key: str, value: object) -> None:
+        self._notes[key] = value
 
 
 def sampler_problems(name: str, spaces: Sequence[Space]) -> Iterator[Problem]:

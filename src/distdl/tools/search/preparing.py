@@ -46,6 +46,7 @@ def prepare(
     metrics: Sequence[str],
     parallel: int | None,
     trial_seconds: int | None = None,
+    discards: bool = False,
 ) -> PreparedSearch:
     """
     Args:
@@ -53,6 +54,7 @@ def prepare(
         metrics: Of `--metric`.
         parallel: How many trials run at once; None: as many as the devices allow.
         trial_seconds: Of each trial's training (`trainer.max_time`); None: as the words say.
+        discards: Whether pruned trials lose their checkpoints.
 
     Raises:
         UserError: What is wrong with any of it.
@@ -76,7 +78,7 @@ def prepare(
     for plan in plans[: len(_options_of(searched))]:
         planning.check_classes(plan, apart=True)
     found = objectives.chosen(metrics, first, typed)
-    if problems := pruning.problems(pruner, found, first, searched.keys):
+    if problems := pruning.problems(pruner, found, first, searched.keys, discards=discards):
         raise UserError(*problems)
     places = slots.slots_of(first, parallel)
     return PreparedSearch(searched, own, first, found, places, trial_seconds)

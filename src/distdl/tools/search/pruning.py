@@ -60,15 +60,16 @@ class EnginePruning(Pruning):
 
     def __init__(self, engine: SearchEngine) -> None:
         self.engine = engine
+        self.pruned: set[int] = set()  # by the numbers of the trials
 
     def word(self, trial: SearchTrial) -> Word:
         values = trial.curve.values
-        is_pruned = False
         for position in range(trial.reported, len(values)):
-            # Several have come at once, if the trial did not wait: the first "no" counts.
-            is_pruned |= self.engine.report(trial.number, position + 1, values[position])
+            # A trial that did not wait has more values than one, and trains on until it hears.
+            if self.engine.report(trial.number, position + 1, values[position]):
+                self.pruned.add(trial.number)
         trial.reported = len(values)
-        return Word.PRUNE if is_pruned else Word.GO_ON
+        return Word.PRUNE if trial.number in self.pruned else Word.GO_ON
 
 
 class Halving(Pruning):
@@ -157,22 +158,25 @@ def of_engine(name: str | None, validations: int | None) -> Callable[[], BasePru
 
 
 def problems(
-    name: str | None, objectives: Sequence[Objective], first: Plan, searched: Sequence[str]
+    name: str | None,
+    objectives: Sequence[Objective],
+    first: Plan,
+    searched: Sequence[str],
+    *,
+    discards: bool,
 ) -> list[Problem]:
     """Why a search cannot prune in this way.
 
     Args:
         first: The plan of some trial.
         searched: The keys that have a space.
+        discards: Whether pruned trials lose their checkpoints.
     """
     if name is None:
         return []
     flag = f"--pruner {name}"
-    launcher = first.launch.launcher
-    node = configs.plain(first.config.launcher)
-    if launcher is not None and launcher.keeps_files_elsewhere(node):
-        what = "reads the journals of the trials, which are not on this machine with this launcher"
-        return [Problem(flag, what, "no --pruner, or launcher=slurm", code="unsupported")]
+    if problem := _out_of_reach(flag, first, discards):
+        return [problem]
     if len(objectives) > 1:
         what = "compares trials by one metric, and there are several objectives"
         return [Problem(flag, what, "one --metric, or no --pruner", code="conflict")]
@@ -183,6 +187,22 @@ def problems(
     if problem is None and not {*halving.LENGTHS} & {*searched}:
         problem = _too_short(flag, first.config)
     return [problem] if problem else []
+
+
+def _out_of_reach(flag: str, first: Plan, discards: bool) -> Problem | None:
+    """A trial's journal, or its checkpoints, are where a search cannot work with them."""
+    launcher = first.launch.launcher
+    if launcher is None:
+        return None
+    node = configs.plain(first.config.launcher)
+    if remedy := launcher.hides_trials(node):
+        what = "must follow trials and answer them while they train, which these settings prevent"
+        return Problem(flag, what, f"{remedy}, or no --pruner", code="unsupported")
+    if discards and launcher.keeps_files_elsewhere(node):
+        what = "removes no checkpoints from a platform's store: delete them there"
+        remove = "--pruned-checkpoints remove"
+        return Problem(remove, what, "--pruned-checkpoints keep", code="unsupported")
+    return None
 
 
 def _too_short(flag: str, config: DictConfig) -> Problem | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from distdl.job import JobState
 from distdl.launch import jobs, planning, sweeps
+from distdl.launch.jobs import Platforms
 from distdl.launch.planning import Plan
 from distdl.runs.directory import RunDirectory, shown
 from distdl.tools.search.engine import Proposal, SearchEngine, TrialEnd
@@ -77,6 +78,7 @@ class Search:
         self.left: list[SearchTrial] = []
         self.stopped = False
         self.patience = Patience()
+        self.platforms = Platforms()
         self._by_run: dict[RunDirectory, SearchTrial] = {}
         self._refusals = 0
         self._asked_at = -math.inf
@@ -161,6 +163,7 @@ class Search:
         run = RunDirectory(self.folder / sweeps.name_of(words, self.searched.keys))
         curve = TrialCurve(run.path, self.objective.metric)
         trial = SearchTrial(proposal, text, run, curve, self.settings, end=proposal.end)
+        trial.platforms = self.platforms
         trial.results = [*proposal.results]
         trial.repeats = self._by_run.get(run)
         self._by_run.setdefault(run, trial)
@@ -211,16 +214,18 @@ class Search:
         """Whether the run of a trial needs no start, as it has ended before: the command was killed
         before it told the engine. A run that was lost with its process, or preempted, goes on."""
         recorded = trial.recorded
-        if recorded is JobState.PRUNED:
-            if self.pruning is None or not self.pruning.pauses:
-                self._end(trial, TrialEnd.PRUNED)
-            return True
         if recorded is JobState.FAILED and trial.failed_with_store:
             return False
         if recorded in (JobState.SUCCEEDED, JobState.FAILED):
-            if self._fetch(trial):
-                trial.curve.read()
+            if not self._fetch(trial):
+                return True
+            trial.curve.read()
+            if trial.recorded is not JobState.PRUNED:
                 self._conclude(trial, recorded)
+                return True
+        if trial.recorded is JobState.PRUNED:
+            if self.pruning is None or not self.pruning.pauses:
+                self._end(trial, TrialEnd.PRUNED)
             return True
         return False
 
@@ -248,6 +253,8 @@ class Search:
         self.patience.end()
         trial.failed_with_store = False
         self.engine.note_run(trial.number, str(trial.run.path))
+        if self.pruning is not None and trial.curve.values:
+            self._judge(trial, self.pruning)  # a command before this one may not have come to it
         return True
 
     def _planned(self, trial: SearchTrial) -> Plan:
@@ -301,10 +308,27 @@ class Search:
         if is_due:
             self._asked_at = time.monotonic()
         for trial, state in zip(trials, states, strict=True):
-            if trial.curve.read() and self.pruning is not None and not state.ended:
+            if self.pruning is not None and is_due and not (self.is_local or state.ended):
+                self._follow(trial)
+            has_news = trial.curve.read() or (is_due and trial.unheard)
+            if has_news and self.pruning is not None and not state.ended:
                 self._judge(trial, self.pruning)
             if state.ended:
                 self._ended(trial, state)
+
+    @staticmethod
+    def _follow(trial: SearchTrial) -> None:
+        """Reads on in the journal of a trial whose platform keeps it elsewhere."""
+        before = trial.unseen
+        trial.unseen = ""
+        try:
+            if job := trial.job:
+                trial.curve.bring(job)
+        except (OSError, UserError) as error:
+            trial.unseen = _reason(error)
+            if not before:
+                what = f"note    trial {trial.number} cannot be followed ({trial.unseen})"
+                say(escaped(f"{what}: trying again"))
 
     def _states(self, trials: Sequence[SearchTrial]) -> list[JobState]:
         """RUNNING until a trial's process, or its job, has ended."""
@@ -333,19 +357,28 @@ class Search:
             return JobState.FAILED
 
     def _judge(self, trial: SearchTrial, pruning: Pruning) -> None:
+        """Tells a run how it goes on. One that cannot be told trains on, and is told later."""
         word = pruning.word(trial)
+        before = trial.unheard
+        trial.unheard = ""
         try:
             trial.say(word)
-        except OSError as error:  # the run trains on, and asks again after its next validation
-            say(f"note    trial {trial.number} cannot be told ({error})")
+        except (OSError, UserError) as error:
+            trial.unheard = _reason(error)
+            if not before:
+                what = f"note    trial {trial.number} cannot be told ({trial.unheard})"
+                say(escaped(f"{what}: trying again"))
 
     def _ended(self, trial: SearchTrial, state: JobState) -> None:
         self.free.append(trial.free())
         if not self._fetch(trial):
             return
         trial.curve.read()
+        trial.unheard = ""
         if self.pruning is not None:
             self.pruning.word(trial)  # the engine gets to know the last values, too
+        if state is JobState.SUCCEEDED and trial.recorded is JobState.PRUNED:
+            state = JobState.PRUNED  # its platform sees exit code 0 alone
         trial.note_refusal()
         if trial.refused or state is JobState.SUCCEEDED:
             self._refuse_unlogged(trial)
@@ -458,3 +491,7 @@ class Search:
                 trial.end = before.end
                 if self.told is not None:
                     self.told(self, trial)
+
+
+def _reason(error: OSError | UserError) -> str:
+    return error.problems[0].what if isinstance(error, UserError) else str(error)

@@ -16,8 +16,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from distdl.job import JobState
+from distdl.job import JobBase, JobState
 from distdl.launch import submitting, sweeps
+from distdl.launch.jobs import Platforms
 from distdl.launch.planning import Plan
 from distdl.ranks import stopping
 from distdl.runs import judging, records, verdicts
@@ -44,6 +45,20 @@ class TrialCurve:
         self.names: set[str] = set()  # of all metrics that the run has logged
         self._offset = 0
         self._values: dict[int, float] = {}
+
+    def bring(self, job: JobBase) -> None:
+        """Adds to the journal here what that of a job has got, if its platform keeps that
+        elsewhere. Raises a UserError if it cannot be read, and an OSError."""
+        name = self.path.relative_to(self.path.parents[1]).as_posix()
+        here = self.path.stat().st_size if self.path.exists() else 0
+        new = job.read_on(name, here)
+        if new is None:  # of a run that was started anew
+            self.path.unlink()
+            new = job.read_on(name, 0)
+        if new:
+            self.path.parent.mkdir(exist_ok=True)
+            with self.path.open("ab") as file:
+                file.write(new)
 
     def read(self) -> bool:
         """Whether there are new values. A store that fails has none."""
@@ -83,6 +98,8 @@ class SearchTrial:
         repeats: The trial before it that has the same values, whose run is its own.
         freed: The bytes of its checkpoints, if they were removed.
         failed_with_store: Whether its run has failed while nothing could be written, and goes on.
+        unheard: Why the search's newest word has not reached its run; empty: it has.
+        unseen: Why its journal cannot be read now; empty: it can.
     """
 
     proposal: Proposal
@@ -103,7 +120,11 @@ class SearchTrial:
     refused: bool = False
     freed: int = 0
     failed_with_store: bool = False
+    unheard: str = ""
+    unseen: str = ""
+    platforms: Platforms | None = None
     reported: int = 0  # validations that the engine knows
+    _job: tuple[Attempt, JobBase] | None = None
 
     @property
     def number(self) -> int:
@@ -112,6 +133,17 @@ class SearchTrial:
     @property
     def last_attempt(self) -> Attempt | None:
         return self.run.last_attempt() if self.run.exists else None
+
+    @property
+    def job(self) -> JobBase | None:
+        """That of its last attempt on a platform; None: there is none."""
+        last = self.last_attempt
+        if last is None or not last.job():
+            return None
+        if self._job is None or self._job[0] != last:
+            self.platforms = self.platforms or Platforms()
+            self._job = (last, self.platforms.job(last))
+        return self._job[1]
 
     @property
     def is_paused(self) -> bool:
@@ -175,12 +207,12 @@ class SearchTrial:
         self.plan = plan
         self.slot = slot
         self.began = time.monotonic()
-        if self.run.exists and judged:
-            self.say(Word.GO_ON)
         plan.launch = plan.launch.followed()
         last = plan.last_attempt
         if last is not None and last.state() in (JobState.PENDING, JobState.RUNNING):
             return
+        if self.run.exists and judged:
+            self.say(Word.GO_ON)
         if not plan.launch.in_turn:
             submitting.move_failed_run(plan)
             submitting.submit(plan, sys.argv)
@@ -197,8 +229,11 @@ class SearchTrial:
         return self.run.path.parent / "logs" / f"trial-{self.number:04d}.log"
 
     def say(self, word: Word) -> None:
-        """Raises an OSError if the run's store fails."""
-        verdicts.write(self.run.path, SearchVerdict(word, self.curve.last_step))
+        """Raises an OSError if the run's folder fails, and a UserError if its platform does."""
+        verdict = SearchVerdict(word, self.curve.last_step)
+        verdicts.write(self.run.path, verdict)
+        if job := self.job:
+            job.leave(verdicts.FILE, verdicts.encoded(verdict))
 
     def discard(self) -> None:
         """Removes the checkpoints of a run that was pruned, unless somebody has trained it since.
