@@ -18,7 +18,8 @@ outputs, as a head of 20 classes has | model.num_classes outputs
 model.head=new | model.head: has no effect without model.weights | model.weights=FILE
 # What is frozen.
 model.freeze=[layr1.*] | model.freeze: | 'layr1.*' | layer1
-model.freeze=[backbon] | model.freeze: ResNet has no module or parameter 'backbon' | conv1
+model.freeze=[backbon] | model.freeze: ResNet has no module or parameter \
+'backbon' | did you mean backbone
 model.freeze=["*"] | model.freeze: nothing is left to train in ResNet | model.freeze=[backbone]
 model.unfreeze_at=3 | model.unfreeze_at: has no effect without model.freeze
 # Weights.

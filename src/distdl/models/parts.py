@@ -12,7 +12,7 @@ from distdl.domains.detection.network_parts import part_of
 from distdl.models.blocks import blocks_of
 from distdl.optim.parameter_groups import is_norm
 from distdl.util.errors import UserError
-from distdl.util.suggest import did_you_mean_word
+from distdl.util.suggest import closest_pattern
 
 BACKBONE = "backbone"  # all but the head, in a network without a module of this name
 LISTS = (nn.Sequential, nn.ModuleList)
@@ -73,8 +73,10 @@ def chosen(network: nn.Module, patterns: Sequence[str], heads: Sequence[str], ke
         if not matching:
             first = ", ".join(name for name, _ in network.named_children())
             what = f"{type(network).__name__} has no module or parameter {pattern!r}"
-            hint = did_you_mean_word(pattern, names) or f"its parts are {first}"
-            raise UserError.at(key, what, hint, code="incomplete")
+            # A name for the whole of it is no name that it has.
+            near = closest_pattern(pattern, [*names, BACKBONE] if heads else names)
+            remedy = f"did you mean {near}?" if near else f"its parts are {first}"
+            raise UserError.at(key, what, remedy, code="incomplete")
         found.update(matching)
     return found
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distdl.models.blocks import blocks_of
 from distdl.util.errors import Problem, UserError
-from distdl.util.suggest import closest
+from distdl.util.suggest import closest_pattern
 from distdl.validation.meta import build_on_meta, targets_own
 
 KEY = "recompute"
@@ -173,7 +173,7 @@ def _named(module: nn.Module, patterns: Iterable[str]) -> list[str]:
     for pattern in patterns:
         matching = [name for name in known if fnmatchcase(name, pattern)]
         if not matching:
-            near = closest(pattern, known)
+            near = closest_pattern(pattern, known)
             remedy = f"did you mean '{PATH}=[{near}]'?" if near else f"{PATH}=blocks"
             what = f"no layer of {type(module).__name__} has the name {pattern!r}"
             raise UserError.at(PATH, what, remedy, code="wrong-choice")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -11,6 +12,7 @@ _CLOSE = 0.65  # "lrr" and "lr" score 0.8, "epochs" and "max_epochs" 0.75, unrel
 _SWAPPED = 0.95  # of words in which two letters have changed places
 _NUMBERS = 0.3  # the most that numbers reduce the similarity
 _NUMBER = re.compile(r"[0-9]{1,9}")
+_WILDCARD = re.compile(r"[*?\[]")
 _OTHER_SECTION = 0.05  # of equal names, that in the section that the user wrote is preferred
 
 
@@ -47,6 +49,26 @@ def did_you_mean_word(word: object, known: Iterable[str]) -> str:
     """`did you mean X?` for a word that is no path; "" if nothing is close."""
     near = closest(str(word), known)
     return f"did you mean {near}?" if near else ""
+
+
+def closest_pattern(pattern: str, names: Iterable[str]) -> str:
+    """The pattern of `fnmatch` that the user may have meant by one that fits none of the names, or
+    "" if nothing is close: `layr[34].*` for `layer[34].*`, `layer1` for `network.layer1`, or the
+    other way round."""
+    known = [*names]
+    outermost = {name.partition(".")[0] for name in known}
+    _, _, within = pattern.partition(".")
+    for moved in (within, *(f"{part}.{pattern}" for part in sorted(outermost))):
+        if moved and not _WILDCARD.match(moved) and fnmatch.filter(known, moved):
+            return moved
+    literal = _WILDCARD.split(pattern)[0]
+    wild = pattern[len(literal) :]
+    if not wild:
+        return closest(pattern, known)
+    fits = re.compile(fnmatch.translate(wild)).match
+    heads = {name[:end] for name in known for end in range(len(name)) if fits(name[end:])}
+    near = closest(literal, heads)
+    return f"{near}{wild}" if near else closest(pattern, known)
 
 
 def did_you_mean(path: str, known: Iterable[str]) -> str:

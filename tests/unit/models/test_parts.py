@@ -147,6 +147,8 @@ def test_blocks_patterns_and_parameters_are_frozen_by_name():
 def test_misspelt_patterns_and_nothing_left_to_train():
     for patterns, what, remedy in (
         (["layr1"], "ResNet has no module or parameter 'layr1'", "did you mean layer1?"),
+        (["layr[12].*"], "no module or parameter 'layr[12].*'", "did you mean layer[12].*?"),
+        (["backbon"], "no module or parameter 'backbon'", "did you mean backbone?"),
         (["zzz"], "no module or parameter 'zzz'", "its parts are conv1, bn1, relu"),
         (["*"], "nothing is left to train in ResNet", "model.freeze=[backbone]"),
     ):

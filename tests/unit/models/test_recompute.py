@@ -13,6 +13,7 @@ from distdl.models import recompute
 from distdl.models.detection_network import torchvision_detector
 from distdl.util.errors import UserError
 from tests.conftest import matrix_only
+from tests.prepared import refusal
 
 
 class Dropping(nn.Module):
@@ -193,6 +194,8 @@ def test_what_cannot_be_recomputed_is_refused():
     with pytest.raises(UserError, match=r"no layer of ResNet has the name 'layr1\.0'") as error:
         recompute.apply(resnet(), ["layer1.*", "layr1.0"])
     assert "did you mean 'model.recompute=[layer1.0]'" in str(error.value)
+    problem = refusal(recompute.apply, resnet(), ["layr[12].*"])
+    assert problem.remedy == "did you mean 'model.recompute=[layer[12].*]'?"
     with pytest.raises(UserError, match="is 'all'"):
         recompute.apply(resnet(), "all")
     counting = nn.Sequential(Counting(), Counting())
