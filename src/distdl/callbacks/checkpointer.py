@@ -33,7 +33,7 @@ from distdl.loops.averaged import averaged
 from distdl.loops.decides import Decides
 from distdl.loops.fit import fit_loop_of
 from distdl.loops.trainer import Trainer as RunTrainer
-from distdl.optim.budget import TimeBudget
+from distdl.optim.budget import TimeBudget, UsedTime
 from distdl.ranks.stopping import StopRequest
 from distdl.runs.checkpoints import BETWEEN_STEPS, CheckpointStore
 from distdl.tracking import journal
@@ -74,6 +74,7 @@ class Checkpointer(LeanCallback, Decides):
         self.position = position
         self.settings = settings
         self.budget = budget
+        self.clock = UsedTime() if budget is None else budget
         self.saver = Saver(store, keep_last=settings.keep_last, background=settings.background)
         self.times = SaveTimes(settings)
         self.best = Best(settings.monitor, settings.mode, typed=monitor_typed)
@@ -87,7 +88,7 @@ class Checkpointer(LeanCallback, Decides):
             optimizer=optimizer,
             seed=seed,
             modules=modules,
-            budget=budget,
+            clock=self.clock,
         )
         # Before this epoch everything is built again, as for a resume; None: never.
         self.rebuild_at: int | None = None
@@ -125,8 +126,7 @@ class Checkpointer(LeanCallback, Decides):
             self._end(trainer)
         if self._rebuilds(trainer.current_epoch):  # the checkpoint was saved after that epoch
             self._leave(trainer)
-        if self.budget is not None:
-            self.budget.begin()
+        self.clock.begin()
 
     # -------------------------------------------------------------------- in the training
 

@@ -24,7 +24,7 @@ from distdl.domains.domain import domain_of
 from distdl.loops.epoch_metrics import epoch_metrics, restore_epoch_metrics
 from distdl.loops.fit import fit_loop_of
 from distdl.optim import learning_rates
-from distdl.optim.budget import TimeBudget
+from distdl.optim.budget import UsedTime
 from distdl.runs.checkpoints import BETWEEN_STEPS
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class TrainingState:
             another global batch; None if the module configures its own optimizer.
         seed: Reseeds the generators if a run resumes at another world size.
         modules: Adds the state of layers to checkpoints.
-        budget: The time that the training has; None: no limit.
+        clock: The time that the training has used, which counts as well while it has no limit.
 
     Attributes:
         rates: The learning rates with which the optimizers of this run were built.
@@ -71,7 +71,7 @@ class TrainingState:
         optimizer: dict[str, Any] | None,
         seed: int,
         modules: ModuleState | None,
-        budget: TimeBudget | None,
+        clock: UsedTime,
     ) -> None:
         self.position = position
         self.best = best
@@ -79,7 +79,7 @@ class TrainingState:
         self.optimizer = optimizer
         self.seed = seed
         self.modules = modules
-        self.budget = budget
+        self.clock = clock
         self.rates: list[list[float]] | None = None
         self.classes: list[Any] | None = None
         self.reason = ""
@@ -167,7 +167,7 @@ class TrainingState:
             "epoch_metrics": process_group.gather(epoch_metrics(trainer)),
             "loaders": process_group.gather(fit_loop_of(trainer).loader_states),
             BETWEEN_STEPS: self.between_steps,
-            BUDGET: process_group.gather(self.budget.state())[0] if self.budget else None,
+            BUDGET: process_group.gather(self.clock.state())[0],
             rank_buffers.KEY: rank_buffers.of_ranks(trainer, given),
             **resume_state.of_parameters(trainer, self._waiting(trainer)),
         }
@@ -195,9 +195,8 @@ class TrainingState:
         if trainer.state.fn != "fit":
             return
         resume_state.remove_rate_finder(trainer)
-        if self.budget is not None:
-            used = resume_state.used_by_timer(checkpoint)
-            self.budget.load((loaded or {}).get(BUDGET) or {"used": used})
+        used = resume_state.used_by_timer(checkpoint)
+        self.clock.load((loaded or {}).get(BUDGET) or {"used": used})
         if loaded is None:
             return
         self.position.epoch = loaded["epoch"]

@@ -165,10 +165,16 @@ def _twice_count(value: object) -> str:
     return str(2 * value) if isinstance(value, int) and value > 0 else ""
 
 
-def twice_time(value: object) -> str:
-    """Twice a `trainer.max_time`, as `dd:hh:mm:ss`; empty if it is none."""
+def twice_time(value: object, least: float = 0.0) -> str:
+    """Twice a `trainer.max_time`, as `dd:hh:mm:ss`; empty if it is none.
+
+    Args:
+        least: Seconds that are used already. If twice as much is not more than them, the time
+            itself is added to them.
+    """
     try:
-        return time_text(round(2 * seconds_of(value)))
+        seconds = seconds_of(value)
+        return time_text(round(2 * seconds if 2 * seconds > least else least + seconds))
     except (TypeError, ValueError):
         return ""
 
@@ -193,6 +199,19 @@ def time_text(seconds: int) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     return f"{days:02}:{hours:02}:{minutes:02}:{rest:02}"
+
+
+def max_time_text(value: object) -> str:
+    """A `trainer.max_time` as it is typed: `dd:hh:mm:ss`, or with parts of a second
+    `{seconds:0.5}`.
+
+    Raises:
+        TypeError, ValueError: It is no time.
+    """
+    if not isinstance(value, Mapping):
+        return str(value)
+    seconds = seconds_of(value)
+    return time_text(int(seconds)) if seconds.is_integer() else f"{{seconds:{seconds:g}}}"
 
 
 def unit_of(data: object) -> str:

@@ -122,7 +122,46 @@ class Reading:
         return self.used, self.step, int(self.paused)
 
 
-class TimeBudget:
+class UsedTime:
+    """The time that a training has used in all of its attempts, whether or not it is limited.
+
+    Args:
+        clock: In seconds, from any moment on.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._before = 0  # microseconds of earlier attempts
+        self._began: float | None = None
+
+    @property
+    def used(self) -> int:
+        """Microseconds, by this rank's clock."""
+        here = 0.0 if self._began is None else self._clock() - self._began
+        return self._before + round(here * MICRO)
+
+    @property
+    def seconds_used(self) -> float:
+        return self.used / MICRO
+
+    @property
+    def has_begun(self) -> bool:
+        return self._began is not None
+
+    def begin(self) -> None:
+        """The training begins, or goes on."""
+        self._began = self._clock()
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, as plain numbers; rank 0's is everybody's."""
+        return {"used": self.used}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from where `state` was taken, which may be that of a `TimeBudget`."""
+        self._before = int(state["used"])
+
+
+class TimeBudget(UsedTime):
     """`trainer.max_time` of a run.
 
     Each rank looks at its own clock; what counts is `agreed`, which is called on every rank with
@@ -134,11 +173,9 @@ class TimeBudget:
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self.seconds = seconds
         self.pace = Pace()
-        self._clock = clock
-        self._before = 0  # microseconds of earlier attempts
-        self._began: float | None = None
         self._paused = False  # since the latest look
         self._looked = Reading()  # the latest look, which ranks may not know yet
         self._known = Reading()  # the latest that they know
@@ -146,20 +183,6 @@ class TimeBudget:
         self._pause_known = False  # since that one
         self._open = Reading()  # what no rank had got when the checkpoint was saved
         self._doing = 0
-
-    @property
-    def used(self) -> int:
-        """Microseconds, by this rank's clock."""
-        here = 0.0 if self._began is None else self._clock() - self._began
-        return self._before + round(here * MICRO)
-
-    @property
-    def has_begun(self) -> bool:
-        return self._began is not None
-
-    def begin(self) -> None:
-        """The training begins, or goes on."""
-        self._began = self._clock()
 
     def pause(self) -> None:
         """Something other than a step takes time now."""
@@ -215,9 +238,8 @@ class TimeBudget:
     # ------------------------------------------------------------------------ in a checkpoint
 
     def state(self) -> dict[str, Any]:
-        """As plain numbers; rank 0's is everybody's."""
         return {
-            "used": self.used,
+            **super().state(),
             "pace": asdict(self.pace),
             "known": [*self._known.numbers],
             "learnt": [*self._learnt.numbers],
@@ -227,8 +249,8 @@ class TimeBudget:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from where `state` was taken, which may have no more than `used`."""
-        self._before = int(state["used"])
+        """As of `UsedTime`, whose state has no more than `used`."""
+        super().load(state)
         self.pace = Pace(**state.get("pace", {}))
         self._known = Reading.of(state.get("known"))
         self._learnt = Reading.of(state.get("learnt"))

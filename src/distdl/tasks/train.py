@@ -7,7 +7,7 @@ import logging
 from lightning.pytorch.callbacks import Timer
 
 from distdl.callbacks.metrics import steps_of
-from distdl.config.recipe import twice_time
+from distdl.config.recipe import max_time_text, twice_time
 from distdl.runs.directory import shown
 from distdl.worker.build import Built
 from distdl.worker.initial_state import start
@@ -55,14 +55,18 @@ def warn_of_time_limit(context: Built) -> None:
     trainer = context.trainer
     limit = context.config.trainer.get("max_time")
     budget = context.checkpointer.budget
-    own = budget is not None and budget.is_over
+    used_up = budget if budget is not None and budget.is_over else None
     timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
     others = any((timer.time_remaining() or 1) <= 0 for timer in timers)
-    if not trainer.should_stop or not (own or others):
+    if not trainer.should_stop or not (used_up or others):
         return
-    cause = f"trainer.max_time={limit} is used up" if own else "the Timer's time is used up"
-    twice = f"trainer.max_time={twice_time(limit)}" if own else ""
-    resume = f"python -m distdl resume {shown(context.run.path)} {twice}"
+    cause = "the Timer's time is used up"
+    more = ""
+    if used_up is not None:
+        cause = f"trainer.max_time={max_time_text(limit)} is used up"
+        # What an attempt without a limit has used may be more than twice this one.
+        longer = twice_time(limit, least=used_up.seconds_used)
+        resume = f"python -m distdl resume {shown(context.run.path)} trainer.max_time={longer}"
+        more = f". To continue: {resume}"
     text = "%s, in all attempts together: the training ended at step %d, in epoch %d%s"
-    more = f". To continue: {resume}" if own else ""
     log.warning(text, cause, steps_of(trainer), trainer.current_epoch, more)

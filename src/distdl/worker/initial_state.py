@@ -23,6 +23,7 @@ from distdl.callbacks.adapters import adapters_of
 from distdl.callbacks.resume_state import built_rates
 from distdl.callbacks.training_state import KEY
 from distdl.checkpoint.settled import refuse_unsettled
+from distdl.config.recipe import max_time_text, time_text, twice_time
 from distdl.models import lora
 from distdl.optim.optimizers import KERNELS
 from distdl.runs.directory import shown
@@ -159,6 +160,10 @@ class InitialState:
     def _refuse_finished(self) -> None:
         trainer, file = self.trainer, self.file
         epochs, _ = self._epochs()
+        alone = (
+            "resume_from a file with its weights alone: "
+            f"python -m distdl convert {file} --to weights"
+        )
         limits = (
             ("epochs", epochs, trainer.fit_loop.max_epochs),
             ("steps", trainer.global_step, trainer.max_steps),
@@ -166,11 +171,19 @@ class InitialState:
         for unit, done, limit in limits:
             if limit not in (None, -1) and done >= limit:
                 what = f"is {limit}, but {file} was already trained for {done} {unit}"
-                remedy = (
-                    f"trainer.max_{unit}={done + limit}, or resume_from a file with its weights "
-                    f"alone: python -m distdl convert {file} --to weights"
-                )
+                remedy = f"trainer.max_{unit}={done + limit}, or {alone}"
                 raise UserError.at(f"trainer.max_{unit}", what, remedy, code="mismatch")
+        budget = self.context.checkpointer.budget
+        if budget is not None and budget.is_over:
+            limit = self.context.config.trainer.max_time
+            used = time_text(round(budget.seconds_used))
+            longer = twice_time(limit, least=budget.seconds_used)
+            raise UserError.at(
+                "trainer.max_time",
+                f"is {max_time_text(limit)}, but {file} was already trained for {used}",
+                f"trainer.max_time={longer}, or {alone}",
+                code="mismatch",
+            )
 
     def _take_position(self) -> None:
         """The position in the data, of a checkpoint that does not list it."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import Timer
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from distdl.callbacks import progress
@@ -95,3 +96,6 @@ def test_an_end_by_time_is_reported(caplog, tmp_path):
     assert "trainer.max_time=00:00:00:04 is used up" in caplog.text
     assert "ended at step 41, in epoch 2" in caplog.text
     assert "distdl resume" in caplog.text
+    config.trainer["max_time"] = OmegaConf.create({"minutes": 1.5})
+    warn_of_time_limit(built)
+    assert "trainer.max_time=00:00:01:30 is used up" in caplog.text

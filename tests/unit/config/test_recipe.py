@@ -34,3 +34,22 @@ def test_an_export_that_is_refused_says_what_to_type():
 )
 def test_a_longer_training_can_be_typed(trainer, text):
     assert recipe.longer(OmegaConf.create({"trainer": trainer})) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("00:00:01:00", "00:00:01:00"),
+        ({"minutes": 90}, "00:01:30:00"),
+        ({"_target_": "datetime.timedelta", "days": 2}, "02:00:00:00"),
+        ({"seconds": 1.5}, "{seconds:1.5}"),
+    ],
+)
+def test_a_time_is_shown_as_it_can_be_typed(value, text):
+    shown = recipe.max_time_text(OmegaConf.create({"time": value}).time)
+    assert shown == text
+
+
+def test_more_time_than_an_attempt_without_a_limit_has_used():
+    assert recipe.twice_time("00:01:00:00", least=3600) == "00:02:00:00"
+    assert recipe.twice_time("00:01:00:00", least=3 * 3600) == "00:04:00:00"

@@ -332,3 +332,25 @@ def test_the_time_of_lightnings_timer_counts(tmp_path):
     checkpointing.fit(Timed(budget), [clock, ours], *data, resume=str(path), **options)
     assert budget.used > 19e6
     assert manifest_at(newest(tmp_path))["step"] <= 9
+
+
+def test_the_time_of_an_attempt_without_a_limit_counts(tmp_path):
+    """It is in the checkpoint, so that a limit that is set again counts all of the training."""
+
+    def attempt(budget: TimeBudget | None, clock: Clock, **more: Any) -> Any:
+        ours = checkpointing.checkpointer(tmp_path / "checkpoints", budget=budget)
+        ours.clock._clock = lambda: clock.now
+        callbacks = [clock, ours]
+        options = {"default_root_dir": tmp_path, **more}
+        return checkpointing.fit(checkpointing.OneWeight(), callbacks, numbers(BATCHES), **options)
+
+    first = Clock(0.0)
+    attempt(None, first, max_steps=9)
+    kept = torch.load(newest(tmp_path), weights_only=True)["distdl"]["budget"]
+    assert kept == {"used": round(first.now * 1e6)}
+    budget = TimeBudget(20.0)
+    again = Clock(5000.0)
+    limited = attempt(budget, again, max_epochs=-1, resume=newest(tmp_path))
+    assert budget.used / 1e6 == pytest.approx(20, abs=1.5)
+    assert again.now - 5000 == pytest.approx(20 - first.now, abs=1.5)
+    assert limited.global_step > 9

@@ -273,3 +273,16 @@ def test_what_an_optimizer_counts_is_no_setting():
     apply_settings(trainer, [[{**g} for g in made(0.8).param_groups]], None, "a.ckpt", 1.0)
     assert group["momentum"] == 0.8
     assert (group["k"], group["weight_sum"], group["lr_max"]) == (7, 0.5, 0.1)
+
+
+def test_a_time_that_another_run_has_used_is_refused(ours, tmp_path):
+    """It had no limit, so nothing has ended it."""
+    train(ours("a"))
+    path = tmp_path / "a/checkpoints/last.ckpt"
+    saved = torch.load(path, weights_only=True)
+    saved["distdl"]["budget"] = {"used": 7_000_000}
+    torch.save(saved, tmp_path / "long.ckpt")
+    limit = "trainer.max_time={seconds:3}"
+    with pytest.raises(UserError, match=r"is 00:00:00:03, but .*long.ckpt .* for 00:00:00:07") as e:
+        train(ours("b", tmp_path / "long.ckpt", "trainer.max_epochs=9", limit))
+    assert "trainer.max_time=00:00:00:10, or" in str(e.value)
