@@ -33,6 +33,7 @@ from distdl.loops.averaged import averaged
 from distdl.loops.decides import Decides
 from distdl.loops.fit import fit_loop_of
 from distdl.loops.trainer import Trainer as RunTrainer
+from distdl.optim import uncovered
 from distdl.optim.budget import TimeBudget, UsedTime
 from distdl.ranks.stopping import StopRequest
 from distdl.runs.checkpoints import BETWEEN_STEPS, CheckpointStore
@@ -104,6 +105,9 @@ class Checkpointer(LeanCallback, Decides):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         apart.separate_folders(trainer, self.saver.store.folder)  # a `setup` may set one
+        # ZeRO has flat partitions by now, and has looked before.
+        if trainer.optimizers and trainer.strategy.lightning_restore_optimizer:
+            uncovered.look(pl_module, trainer.optimizers, speaks=trainer.is_global_zero)
         self.flags.connect()
         self._end_in_time(trainer)  # an earlier attempt may have used all of it
 

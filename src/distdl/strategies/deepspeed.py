@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distdl.checkpoint import deepspeed_folder, portable, sharded_folder
 from distdl.distributed import process_group
-from distdl.optim import layerwise
+from distdl.optim import layerwise, uncovered
 from distdl.runs.checkpoints import remove
 from distdl.strategies import deepspeed_state, sharing
 from distdl.strategies.deepspeed_precision import AutocastPrecision
@@ -225,6 +225,7 @@ class DeepSpeedStrategy(sharing.Sliced, LightningDeepSpeed):
         if optimizer is not None:
             name, _ = layerwise.of_optimizer(optimizer)
             layerwise.refuse_own(layerwise.refuse_parts(name, "ZeRO"))
+            uncovered.look(self.lightning_module, [optimizer], speaks=self.is_global_zero)
         # Read the names first: afterwards the optimizer has flat partitions.
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._names = portable.names_of(optimizer, model) if optimizer else [trained]

@@ -67,6 +67,8 @@ class Net(LightningModule):
         adam = torch.optim.Adam
         if self.kind == "sgd":
             return torch.optim.SGD(first + last, 0.01, 0.9)
+        if self.kind == "first":
+            return adam(first, self.lr)
         if self.kind == "bare":
             return adam(first + last, self.lr)
         halves = [{"params": first}, {"params": last}]
@@ -273,6 +275,14 @@ def test_what_an_optimizer_counts_is_no_setting():
     apply_settings(trainer, [[{**g} for g in made(0.8).param_groups]], None, "a.ckpt", 1.0)
     assert group["momentum"] == 0.8
     assert (group["k"], group["weight_sum"], group["lr_max"]) == (7, 0.5, 0.1)
+
+
+def test_parameters_that_no_optimizer_has_are_counted(ours, caplog):
+    train(ours("all"))
+    assert "in no optimizer" not in caplog.text
+    train(ours("first", kind="first"))
+    left_out = "2 of 4 trainable parameters are in no optimizer, and stay as they are: layers.2."
+    assert left_out in caplog.text
 
 
 def test_a_time_that_another_run_has_used_is_refused(ours, tmp_path):
