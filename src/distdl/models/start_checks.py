@@ -1,4 +1,4 @@
-"""Whether a model's `weights`, `head` and `freeze` fit its network, before anything starts."""
+"""Whether a model's `weights`, `head`, `freeze` and `norm` fit its network, before the start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from distdl.config import published
-from distdl.models import freezing
+from distdl.models import freezing, lone_values
 from distdl.models.parts import heads_of
 from distdl.models.weights import NEW, fit_to, located, read_weights
 from distdl.util.errors import Problem, UserError
@@ -50,7 +50,10 @@ def problems(
     except UserError as error:
         yield from _within_model(error)
         return
-    if context is None or not classifies or not (patterns or reads):
+    lone = lone_values.size_of_one(context) if context is not None and classifies else None
+    if config.get("norm") == "group":
+        lone = None
+    if context is None or not classifies or not (patterns or reads or lone):
         return
     network = network_of(config, context)
     if network is None:
@@ -60,10 +63,17 @@ def problems(
     try:
         if reads:
             fit_to(network, str(file), read_weights(str(file)), _text(head), classes)
+        frozen = freezing.Frozen()
         if isinstance(patterns, list) and patterns:
-            freezing.freeze(network, patterns, heads_of(network, classes))
+            frozen = freezing.freeze(network, patterns, heads_of(network, classes))
     except UserError as error:
         yield from _within_model(error)
+        return
+    if config.get("unfreeze_at") is not None:
+        frozen = freezing.Frozen()  # of which nothing is left by then
+    wrong = lone_values.problem(network, frozen, lone) if lone else None
+    if wrong is not None:
+        yield wrong
 
 
 def _within_model(error: UserError) -> Iterator[Problem]:

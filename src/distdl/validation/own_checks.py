@@ -56,8 +56,9 @@ class OwnChecks:
         """Calls a static or class method `check(node[, context])`, if there is one.
 
         It returns Problems, with paths relative to the node, and strings that say what it could
-        not check. The context has the number of devices, whether the run is `local`, the `config`,
-        and the `refused` components, which must not be imported: `model`, `callbacks.stop`. A data
+        not check. The context has the number of devices, whether the run is `local`, whether a
+        `data.batch_size` of 1 stands for one that is chosen later, the `config`, and the `refused`
+        components, which must not be imported: `model`, `callbacks.stop`. A data
         node's check without a context looks at files, so it is called for local runs only.
         """
         static = inspect.getattr_static(called, HOOK, None)

@@ -147,7 +147,13 @@ def check_bindings(
     known = size or Resources(accelerator="auto")
     trust = _trust(resolved, folders)
     here = is_local(resolved, local)
-    more = {"world_size": known.world_size, "local": here, "new": new, "fetched": fetched}
+    more = {
+        "world_size": known.world_size,
+        "local": here,
+        "new": new,
+        "fetched": fetched,
+        "batch_chosen_later": resolved.batch_chosen_later,
+    }
     unused = () if builds else {*BUILT} - {"task", "launcher"}
     request = {
         "config": {key: value for key, value in resolved.values.items() if key not in unused},
