@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import statistics
 import tempfile
@@ -101,6 +102,7 @@ class Distdl(Arm):
 
     def __init__(self, folder: Path) -> None:
         from distdl.callbacks import Checkpointer
+        from distdl.config.schema import Checkpoint
         from distdl.data.sampling import TrainPosition
         from distdl.ranks.stopping import StopRequest
         from distdl.runs.checkpoints import CheckpointStore
@@ -111,7 +113,7 @@ class Distdl(Arm):
             StopRequest(),
             TrainPosition(),
             global_batch_size=1,
-            keep_last=1,
+            settings=Checkpoint(keep_last=1),
         )
 
     @property
@@ -119,7 +121,7 @@ class Distdl(Arm):
         return [self, self.ours]
 
     def save(self, trainer: Trainer, step: int) -> None:
-        self.ours.every_n_steps = step if step in (1, WARM_UP) else None
+        self.ours.times.every_n_steps = step if step in (1, WARM_UP) else math.inf
 
     def settle(self) -> None:
         self.ours.saver.settle()
