@@ -290,8 +290,8 @@ if MATRIX:
         more += ["strategy.micro_batches=2"] if alone else []
         words = (*COMMON, *SYNTHETIC, "checkpoint.every_n_steps=2", f"strategy={strategy}", *more)
         words = (*(word for word in words if not word.startswith("tracking=")), *LATER)
-        if strategy == "local_sgd":  # a save for a signal is one more meeting, after any step
-            words = (*words, "strategy.sync_every=1")
+        if strategy == "local_sgd":  # a save for a signal is one more meeting, as any save is
+            words = (*words, "checkpoint.every_n_steps=1")
         whole = undisturbed(tmp_path, words)
         # One attempt, in which the loggers have each step and each validation once.
         read_by = 2 if alone else 1  # both stages of a pipeline read a sample
