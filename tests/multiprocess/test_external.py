@@ -72,7 +72,7 @@ def test_a_finished_run_is_left_alone_and_trains_longer(tmp_path):
     assert "has finished: nothing to do" in succeeds(tmp_path, *typed)
     succeeds(tmp_path, "resume", str(run), "trainer.max_epochs=2")
     assert sorted(losses(run)) == list(range(1, 9))
-    assert len(samples(run)[3]) == 4
+    assert len(samples(run)[2]) == 4
     launch = OmegaConf.load(run / "attempts/002/launch.yaml")
     assert launch.changes == {"trainer.max_epochs": 2}
 
