@@ -69,9 +69,15 @@ def facts(pid: int, free: dict[str, int], kills: int = 0) -> dict[str, Any]:
     """All of the above, as a sight has it; without the first `kills` of the control group. `free`
     is from `disk`, which a store that hangs blocks."""
     used = memory(pid)
-    used["oom_kills"] = used.get("oom_kills", kills) - kills
+    used["oom_kills"] = _since(used.get("oom_kills", kills), kills)
     return {**state(pid), "memory": used, "disk": free}
 
 
-def oom_kills(pid: int) -> int:
-    return memory(pid).get("oom_kills", 0)
+def oom_kills(pid: int, before: int = 0) -> int:
+    """How many processes of its control group were killed, without the first `before`."""
+    return _since(memory(pid).get("oom_kills", 0), before)
+
+
+def _since(kills: int, before: int) -> int:
+    # Fewer than before: it was moved into another group, whose kills are all new to it.
+    return kills - before if kills >= before else kills

@@ -127,7 +127,7 @@ class Monitor:
         if aborted and main and flight.waits_in(main[0][0], int(main[0][1])):
             how = "aborted"
             self.pulse["collective"] = {"op": "a collective", "where": where}
-        self.facts["memory"]["oom_kills"] = self.machine.oom_kills(os.getpid()) - self.kills
+        self.facts["memory"]["oom_kills"] = self.machine.oom_kills(os.getpid(), self.kills)
         sights.write(self.attempt, {**self.pulse, **self.facts, "how": how}, stacks)
 
 

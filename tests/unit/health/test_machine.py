@@ -51,3 +51,12 @@ def test_a_control_group_with_its_limit_and_kills():
             == 0
         )
         watcher.stdin.close()
+
+
+def test_a_process_that_was_moved_counts_the_kills_of_its_new_group(monkeypatch):
+    kills = {"oom_kills": 1}
+    monkeypatch.setattr(machine, "memory", lambda pid: {**kills})
+    assert machine.facts(1, {}, kills=4)["memory"]["oom_kills"] == 1
+    assert machine.oom_kills(1, before=4) == 1
+    kills["oom_kills"] = 6
+    assert machine.facts(1, {}, kills=4)["memory"]["oom_kills"] == 2
