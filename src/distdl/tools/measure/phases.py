@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch.profilers import Profiler
 
+from distdl.loops.fit import EpochLoop
 from distdl.tools.measure import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER
 from distdl.tools.measure.clock import Timeline
 
@@ -30,7 +31,7 @@ HOOKS = {
     ".optimizer_step": OPTIMIZER,
 }
 # Only these contain the whole phase; a module's own hook is called inside them.
-OWNERS = ("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]")
+OWNERS = ("[Strategy]", f"[{EpochLoop.__name__}]", "[LightningModule]")
 PREFIX = "distdl::"
 
 
