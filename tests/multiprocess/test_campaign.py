@@ -127,9 +127,7 @@ def command(folder: Path, *arguments: str, **env: str) -> Any:
 
 
 def differing(one: Any, other: Any, where: str = "") -> list[str]:
-    """The places at which two checkpoints differ, but for the time that each has taken."""
-    if where == ".distdl.budget.used":
-        return []
+    """The places at which two checkpoints differ."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return [name for key in one for name in differing(one[key], other[key], f"{where}.{key}")]
     if isinstance(one, list | tuple) and type(one) is type(other) and len(one) == len(other):

@@ -50,7 +50,7 @@ class TrainingState:
             another global batch; None if the module configures its own optimizer.
         seed: Reseeds the generators if a run resumes at another world size.
         modules: Adds the state of layers to checkpoints.
-        clock: The time that the training has used, which counts as well while it has no limit.
+        clock: The time that the training has used, which goes on while it has no limit.
 
     Attributes:
         rates: The learning rates with which the optimizers of this run were built.

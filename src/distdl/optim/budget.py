@@ -123,13 +123,16 @@ class Reading:
 
 
 class UsedTime:
-    """The time that a training has used in all of its attempts, whether or not it is limited.
+    """The time that a training has used since it had a limit first, in all attempts, also in those
+    without one. A training that never had a limit is not timed: its checkpoints are equal to those
+    of another one.
 
     Args:
         clock: In seconds, from any moment on.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.is_kept = False
         self._clock = clock
         self._before = 0  # microseconds of earlier attempts
         self._began: float | None = None
@@ -152,13 +155,14 @@ class UsedTime:
         """The training begins, or goes on."""
         self._began = self._clock()
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint, as plain numbers; rank 0's is everybody's."""
-        return {"used": self.used}
+    def state(self) -> dict[str, Any] | None:
+        """For a checkpoint, as plain numbers; rank 0's is everybody's. None: nothing is kept."""
+        return {"used": self.used} if self.is_kept else None
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from where `state` was taken, which may be that of a `TimeBudget`."""
         self._before = int(state["used"])
+        self.is_kept = self.is_kept or self._before > 0
 
 
 class TimeBudget(UsedTime):
@@ -174,6 +178,7 @@ class TimeBudget(UsedTime):
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
+        self.is_kept = True
         self.seconds = seconds
         self.pace = Pace()
         self._paused = False  # since the latest look
@@ -239,7 +244,7 @@ class TimeBudget(UsedTime):
 
     def state(self) -> dict[str, Any]:
         return {
-            **super().state(),
+            "used": self.used,
             "pace": asdict(self.pace),
             "known": [*self._known.numbers],
             "learnt": [*self._learnt.numbers],

@@ -334,23 +334,30 @@ def test_the_time_of_lightnings_timer_counts(tmp_path):
     assert manifest_at(newest(tmp_path))["step"] <= 9
 
 
-def test_the_time_of_an_attempt_without_a_limit_counts(tmp_path):
-    """It is in the checkpoint, so that a limit that is set again counts all of the training."""
+def test_the_time_of_an_attempt_without_a_limit_counts_once_there_was_one(tmp_path):
+    """It is in the checkpoint, so that a limit that is set again counts all since the first."""
 
     def attempt(budget: TimeBudget | None, clock: Clock, **more: Any) -> Any:
         ours = checkpointing.checkpointer(tmp_path / "checkpoints", budget=budget)
         ours.clock._clock = lambda: clock.now
         callbacks = [clock, ours]
         options = {"default_root_dir": tmp_path, **more}
-        return checkpointing.fit(checkpointing.OneWeight(), callbacks, numbers(BATCHES), **options)
+        fitted = checkpointing.fit(
+            checkpointing.OneWeight(), callbacks, numbers(BATCHES), **options
+        )
+        return fitted, torch.load(newest(tmp_path), weights_only=True)["distdl"]["budget"]
 
+    _, kept = attempt(None, Clock(0.0), max_steps=3)
+    assert kept is None, "the checkpoints of equal trainings are equal"
     first = Clock(0.0)
-    attempt(None, first, max_steps=9)
-    kept = torch.load(newest(tmp_path), weights_only=True)["distdl"]["budget"]
-    assert kept == {"used": round(first.now * 1e6)}
-    budget = TimeBudget(20.0)
+    _, kept = attempt(TimeBudget(1000.0), first, max_steps=6, resume=newest(tmp_path))
+    assert kept["used"] == round(first.now * 1e6)
+    second = Clock(70.0)
+    _, kept = attempt(None, second, max_steps=9, resume=newest(tmp_path))
+    before = first.now + second.now - 70
+    assert kept == {"used": pytest.approx(before * 1e6, abs=1)}
+    budget = TimeBudget(before + 9.0)
     again = Clock(5000.0)
-    limited = attempt(budget, again, max_epochs=-1, resume=newest(tmp_path))
-    assert budget.used / 1e6 == pytest.approx(20, abs=1.5)
-    assert again.now - 5000 == pytest.approx(20 - first.now, abs=1.5)
+    limited, _ = attempt(budget, again, max_epochs=-1, resume=newest(tmp_path))
+    assert again.now - 5000 == pytest.approx(9, abs=1.5)
     assert limited.global_step > 9
