@@ -7,15 +7,22 @@ its rank says so, or when the rank is gone.
 - It is born with these signals held back (`held`): a signal during its start is not lost on it.
 - It handles them by a function that does nothing (`outlive`). This holds for all its threads,
   unlike a mask, and not in the programs that it starts, unlike an ignored signal.
+
+A forked process also gives a sign of life, or it is forked again (`fork_until_begun`): up to Python
+3.11 a fork hangs if another thread, such as one of gloo's, was just making itself known to Python
+(PyOS_AfterFork_Child takes the lock of all threads' states before it renews it).
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import popen_fork, util
@@ -24,6 +31,10 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, Protocol
 
+log = logging.getLogger(__name__)
+
+BIRTH_S = 10.0  # in which a forked process gives a sign of life; it has run no code of anybody's
+MOST_FORKS = 5  # of one process
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # How a rank says so to a process that may have a handler of its own for SIGTERM.
 END = getattr(signal, "SIGRTMIN", signal.SIGKILL)
@@ -113,7 +124,10 @@ def outlived_by_helpers() -> None:
     def held_start(popen: popen_fork.Popen, process: BaseProcess) -> None:
         vars(popen)["ended_by"] = signal.SIGKILL if process.daemon else END
         with held():
-            start(popen, process)
+            if popen.method == "fork":
+                fork_until_begun(popen, lambda: start(popen, process))
+            else:
+                start(popen, process)
 
     def held_spawn(path: bytes, arguments: Sequence[Any], files: Sequence[int]) -> int:
         with held():  # also multiprocessing's resource tracker and its server of forks
@@ -136,10 +150,52 @@ def outlived_by_helpers() -> None:
 
 class Started:
     outlives = False  # whether `outlived_by_helpers` was called in this process
+    lock = threading.Lock()  # one process begins at a time
+    pipe: tuple[int, int] | None = None  # by which it gives its sign of life
+
+
+def fork_until_begun(popen: popen_fork.Popen, fork: Callable[[], None]) -> None:
+    """Forks a process, and again if it does not begin.
+
+    Args:
+        fork: Makes `popen` a new process.
+
+    Raises:
+        RuntimeError: No process has begun.
+    """
+    with Started.lock:
+        for _ in range(MOST_FORKS):
+            reads, writes = os.pipe()
+            Started.pipe = reads, writes
+            try:
+                fork()
+                os.close(writes)  # if the child ends without a sign, its end is one
+                began, _, _ = select.select([reads], [], [], BIRTH_S)
+            finally:
+                Started.pipe = None
+                os.close(reads)
+            if began:
+                return
+            log.warning("process %d did not begin after its fork: it is forked again", popen.pid)
+            os.kill(popen.pid, signal.SIGKILL)
+            os.waitpid(popen.pid, 0)
+    raise RuntimeError(f"{MOST_FORKS} forks of this process did not begin")
+
+
+def _gives_sign() -> None:
+    if Started.pipe is None:
+        return
+    Started.lock = threading.Lock()  # the parent's is held
+    reads, writes = Started.pipe
+    Started.pipe = None
+    os.write(writes, b".")
+    os.close(reads)
+    os.close(writes)
 
 
 def _began(_: object = None) -> None:
     """Runs in a process that multiprocessing has started, before anything else."""
+    _gives_sign()
     outlive()
     # A loader's worker installs torch's handlers next, of which that of SIGTERM would end it.
     if torchs := sys.modules.get("torch.utils.data._utils.signal_handling"):

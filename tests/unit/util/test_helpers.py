@@ -148,3 +148,43 @@ def test_a_loader_outlives_the_signals(start, tmp_path):
     command = [sys.executable, "-W", "ignore::UserWarning", "rank.py", start]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# The first fork hangs where Python 3.11 does: before anything of the child's own.
+HANGS = """
+import multiprocessing, os, time
+from distdl.util import helpers
+
+fork = os.fork
+forks = []
+
+def hanging():
+    forks.append(1)
+    pid = fork()
+    if pid == 0 and len(forks) == 1:
+        time.sleep(60)
+    return pid
+
+if __name__ == "__main__":
+    helpers.outlived_by_helpers()
+    helpers.BIRTH_S = 0.5
+    os.fork = hanging
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    def nested():
+        child = context.Process(target=theirs.send, args=("begun",))
+        child.start()
+        child.join()
+    process = context.Process(target=nested)
+    process.start()
+    process.join()
+    print(len(forks), process.exitcode, ours.recv())
+"""
+
+
+def test_a_fork_that_hangs_is_repeated(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    command = [sys.executable, str(tmp_path / "hangs.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["2", "0", "begun"], done
+    assert "did not begin after its fork" in done.stderr
