@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from distdl.callbacks import apart
@@ -105,8 +106,8 @@ class Checkpointer(LeanCallback, Decides):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         apart.separate_folders(trainer, self.saver.store.folder)  # a `setup` may set one
-        # ZeRO has flat partitions by now, and has looked before.
-        if trainer.optimizers and trainer.strategy.lightning_restore_optimizer:
+        # ZeRO has given the optimizers tensors of its own by now. distdl's has looked before.
+        if trainer.optimizers and not isinstance(trainer.strategy, DeepSpeedStrategy):
             uncovered.look(pl_module, trainer.optimizers, speaks=trainer.is_global_zero)
         self.flags.connect()
         self._end_in_time(trainer)  # an earlier attempt may have used all of it
