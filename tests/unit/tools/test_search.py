@@ -151,6 +151,7 @@ LATER = {
     f"{SAGEMAKER} launcher.network_isolation=true --pruner asha": (
         "launcher.network_isolation=false, or no --pruner"
     ),
+    f"{SAGEMAKER} --pruner halving": "a verdict in a platform's store comes later",
     f"{SAGEMAKER} --pruner asha --pruned-checkpoints remove": "--pruned-checkpoints keep",
     "launcher=azureml launcher.identity=user trainer.devices=1 --pruner halving": (
         "launcher.identity=managed, or no --pruner"

@@ -175,7 +175,7 @@ def problems(
     if name is None:
         return []
     flag = f"--pruner {name}"
-    if problem := _out_of_reach(flag, first, discards):
+    if problem := _out_of_reach(name, first, discards):
         return [problem]
     if len(objectives) > 1:
         what = "compares trials by one metric, and there are several objectives"
@@ -189,15 +189,19 @@ def problems(
     return [problem] if problem else []
 
 
-def _out_of_reach(flag: str, first: Plan, discards: bool) -> Problem | None:
+def _out_of_reach(name: str, first: Plan, discards: bool) -> Problem | None:
     """A trial's journal, or its checkpoints, are where a search cannot work with them."""
     launcher = first.launch.launcher
     if launcher is None:
         return None
+    flag = f"--pruner {name}"
     node = configs.plain(first.config.launcher)
     if remedy := launcher.hides_trials(node):
         what = "must follow trials and answer them while they train, which these settings prevent"
         return Problem(flag, what, f"{remedy}, or no --pruner", code="unsupported")
+    if name == HALVING and launcher.keeps_files_elsewhere(node):
+        what = "pauses trials at the end of a rung, and a verdict in a platform's store comes later"
+        return Problem(flag, what, "--pruner asha", code="unsupported")
     if discards and launcher.keeps_files_elsewhere(node):
         what = "removes no checkpoints from a platform's store: delete them there"
         remove = "--pruned-checkpoints remove"
