@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -41,12 +42,21 @@ def wrong(rows: list[dict[str, Any]]) -> set[tuple[str, str]]:
     return {(r["check"], r["state"]) for r in rows if r["state"] in ("warn", "fail")}
 
 
+def had_no_core(rows: list[dict[str, Any]]) -> bool:
+    """Whether a rank was slow since another program, such as another test, had its core."""
+    shares = (re.search(r"had (\d+) % of a core", row["remedy"]) for row in rows)
+    return any(share is not None and int(share[1]) < 80 for share in shares)
+
+
 @pytest.mark.parametrize("number", range(RUNS))
 def test_nothing_is_wrong_with_two_healthy_ranks(number: int, tmp_path: Path) -> None:
-    started = time.monotonic()
-    done = distdl(*DOCTOR, "trainer.devices=2", "--json", cwd=tmp_path)
+    for _ in range(3):
+        started = time.monotonic()
+        done = distdl(*DOCTOR, "trainer.devices=2", "--json", cwd=tmp_path)
+        rows = json.loads(done.stdout)["answer"]["report"]["checks"]  # nothing else is there
+        if not had_no_core(rows):
+            break
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(done.stdout)["answer"]["report"]["checks"]  # nothing else is there
     assert rows == checks(tmp_path), done.stderr
     assert wrong(rows) == set(), done.stderr
     names = {"link", "transport", "matrix product", "disk of the run", "writing", "versions"}
