@@ -19,13 +19,12 @@ import atexit
 import logging
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import popen_fork, util
+from multiprocessing import connection, popen_fork, util
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -168,9 +167,11 @@ def fork_until_begun(popen: popen_fork.Popen, fork: Callable[[], None]) -> None:
             reads, writes = os.pipe()
             Started.pipe = reads, writes
             try:
-                fork()
-                os.close(writes)  # if the child ends without a sign, its end is one
-                began, _, _ = select.select([reads], [], [], BIRTH_S)
+                try:
+                    fork()
+                finally:
+                    os.close(writes)  # if the child ends without a sign, its end is one
+                began = connection.wait([reads], BIRTH_S)  # also above file 1023, unlike select
             finally:
                 Started.pipe = None
                 os.close(reads)

@@ -152,7 +152,7 @@ def test_a_loader_outlives_the_signals(start, tmp_path):
 
 # The first fork hangs where Python 3.11 does: before anything of the child's own.
 HANGS = """
-import multiprocessing, os, time
+import multiprocessing, os, resource, time
 from distdl.util import helpers
 
 fork = os.fork
@@ -168,6 +168,8 @@ def hanging():
 if __name__ == "__main__":
     helpers.outlived_by_helpers()
     helpers.BIRTH_S = 0.5
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, 2000))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # select takes 1024 files
     os.fork = hanging
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
