@@ -325,10 +325,7 @@ class Search:
             if job := trial.job:
                 trial.curve.bring(job)
         except (OSError, UserError) as error:
-            trial.unseen = _reason(error)
-            if not before:
-                what = f"note    trial {trial.number} cannot be followed ({trial.unseen})"
-                say(escaped(f"{what}: trying again"))
+            trial.unseen = _trouble(trial, "followed", error, said=bool(before))
 
     def _states(self, trials: Sequence[SearchTrial]) -> list[JobState]:
         """RUNNING until a trial's process, or its job, has ended."""
@@ -364,10 +361,7 @@ class Search:
         try:
             trial.say(word)
         except (OSError, UserError) as error:
-            trial.unheard = _reason(error)
-            if not before:
-                what = f"note    trial {trial.number} cannot be told ({trial.unheard})"
-                say(escaped(f"{what}: trying again"))
+            trial.unheard = _trouble(trial, "told", error, said=bool(before))
 
     def _ended(self, trial: SearchTrial, state: JobState) -> None:
         self.free.append(trial.free())
@@ -493,5 +487,9 @@ class Search:
                     self.told(self, trial)
 
 
-def _reason(error: OSError | UserError) -> str:
-    return error.problems[0].what if isinstance(error, UserError) else str(error)
+def _trouble(trial: SearchTrial, done: str, error: OSError | UserError, *, said: bool) -> str:
+    """Why a trial cannot be followed or told now, which is said once until it has gone."""
+    reason = error.problems[0].what if isinstance(error, UserError) else str(error)
+    if not said:
+        say(escaped(f"note    trial {trial.number} cannot be {done} ({reason}): trying again"))
+    return reason
