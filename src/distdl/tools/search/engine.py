@@ -231,7 +231,8 @@ class SearchEngine:
         notes: dict[str, Any] = {}
         study = copy.copy(self.study)
         study._storage = _Noting(self.study._storage, notes)  # type: ignore[assignment]
-        return self.study.pruner.prune(study, self.study._storage.get_trial(trial_id)), notes
+        prune = self.study.pruner.prune(study, self.study._storage.get_trial(trial_id))
+        return bool(prune), notes  # a pruner may answer with a bool of NumPy's
 
     def tell(self, number: int, end: TrialEnd, values: Sequence[float] = ()) -> None:
         """How a trial ended, with a value for each objective if it is complete."""
