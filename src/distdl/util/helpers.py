@@ -16,6 +16,7 @@ A forked process also gives a sign of life, or it is forked again (`fork_until_b
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -41,6 +42,9 @@ END = getattr(signal, "SIGRTMIN", signal.SIGKILL)
 
 class Sends(Protocol):
     """What is used here of multiprocessing's Popen."""
+
+    pid: int
+    returncode: int | None
 
     def _send_signal(self, sig: int) -> None: ...
 
@@ -85,12 +89,23 @@ def _end(number: int, frame: FrameType | None) -> None:
     """Does what SIGTERM would do in a process that is no helper."""
     if signal.getsignal(signal.SIGTERM) is _stay:
         _default(signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _default(number: int) -> None:
     signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+    signal.raise_signal(number)
+
+
+def _end_by_main_thread(popen: Sends) -> None:
+    """Sends END to the main thread of a process, as only this one runs Python's handlers: a signal
+    for the whole process may be taken by another thread, that was just woken by a signal before,
+    and a main thread that waits in a system call does not hear of it."""
+    to_thread = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc from 2.30 on; musl has none
+    if to_thread is None:
+        popen._send_signal(END)
+    elif popen.returncode is None:
+        to_thread(popen.pid, popen.pid, END)
 
 
 class _Inherited:
@@ -133,7 +148,11 @@ def outlived_by_helpers() -> None:
             return spawn(path, arguments, files)
 
     def terminate(popen: Sends) -> None:
-        popen._send_signal(getattr(popen, "ended_by", signal.SIGTERM))
+        number = getattr(popen, "ended_by", signal.SIGTERM)
+        if number is END and END is not signal.SIGKILL:
+            _end_by_main_thread(popen)
+        else:
+            popen._send_signal(number)
 
     replaced: list[tuple[object, str, Any]] = [
         (popen_fork.Popen, "__init__", held_start),  # the other start methods' are subclasses

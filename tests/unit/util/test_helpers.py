@@ -190,3 +190,36 @@ def test_a_fork_that_hangs_is_repeated(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["2", "0", "begun"], done
     assert "did not begin after its fork" in done.stderr
+
+
+# A signal for the whole process would go to the other thread here; one for the main thread waits.
+TAKEN = """
+import multiprocessing, signal, threading, time
+from distdl.util import helpers
+
+def work(connection):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [helpers.END])
+    connection.send("ready")
+    connection.recv()
+    connection.send(helpers.END in signal.sigpending())
+
+if __name__ == "__main__":
+    helpers.outlived_by_helpers()
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=work, args=(theirs,))
+    process.start()
+    ours.recv()
+    process.terminate()
+    ours.send("terminated")
+    print(ours.recv())
+    process.kill()
+"""
+
+
+def test_terminate_reaches_the_main_thread(tmp_path):
+    """Only this one runs a handler of Python's: a main thread that waits would never end."""
+    (tmp_path / "taken.py").write_text(TAKEN)
+    command = [sys.executable, str(tmp_path / "taken.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n", done
