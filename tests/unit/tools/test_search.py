@@ -308,6 +308,26 @@ def test_of_several_validations_at_once_each_counts(tmp_path):
     assert word([0.1, 0.2]) is Word.PRUNE
 
 
+def test_median_ends_a_trial_that_is_worse_than_most(tmp_path):
+    """Once some trials have ended; its answer is a bool of NumPy's, which no storage takes."""
+    made = pruning.of_engine("median", 9)
+    engine = SearchEngine(searched(), tmp_path, "s", [ACCURACY], pruner=made)
+    decides = pruning.EnginePruning(engine)
+
+    def word(number, *values):
+        curve = SimpleNamespace(values=[*values])
+        return decides.word(SimpleNamespace(number=number, reported=0, curve=curve))
+
+    for value in range(pruning.STARTUP_TRIALS):
+        number = engine.propose().number
+        assert word(number, 0.1 * value) is Word.GO_ON
+        engine.tell(number, TrialEnd.COMPLETE, [0.1 * value])
+    assert word(engine.propose().number, 0.9) is Word.GO_ON
+    worse = engine.propose().number
+    assert word(worse, 0.05) is Word.PRUNE
+    assert word(worse, 0.05, 0.9) is Word.PRUNE
+
+
 class Killed(BaseException):
     pass
 
