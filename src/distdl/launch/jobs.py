@@ -161,6 +161,12 @@ class Unqueried(JobBase):
 
     wait = cancel = logs
 
+    def read_on(self, name: str, start: int) -> NoReturn:
+        raise UserError(self._problem)
+
+    def leave(self, name: str, content: bytes) -> NoReturn:
+        raise UserError(self._problem)
+
 
 def job_from_handle(handle: str) -> JobBase:
     """The job of a handle such as `slurm://123`, attached with the launcher's default settings."""

@@ -214,4 +214,6 @@ def test_a_copys_job_is_not_asked_or_cancelled(tmp_path, monkeypatch):
     copy = jobs.job_of(Attempt(tmp_path / "copy/attempts/001"))
     with pytest.raises(UserError, match="of which this is a copy"):
         copy.cancel()
+    with pytest.raises(UserError, match="of which this is a copy"):
+        copy.leave("verdict.json", b"{}")  # a search's word would go to the original
     assert asked == ["slurm://12"]
