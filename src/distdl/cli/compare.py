@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> Answer:
         checked = limits.check(comparison, wanted)
         for damaged in (text for run in comparison.runs for text in run.reported.damage):
             say(escaped(f"warning: {damaged}"), to=sys.stderr)
-        screen.show(comparison)
+        screen.show(comparison, complete=options.no_page)
         if not options.no_page:
             page.write(output, comparison, checked, " ".join(["compare", *options.runs[:3]]))
             say(f"page    {escaped(str(output))}")

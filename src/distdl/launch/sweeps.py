@@ -292,12 +292,13 @@ def _print_next(results: Sequence[Ended]) -> None:
     if best is None and len(succeeded) > 1 and not of_programs:
         judged = [score_of(each).judged for each in succeeded]
         metrics = sorted({str(each.monitor) for each in judged})
-        lacks = f"no two runs have a {metrics[0]} at their end"
+        choose = ": checkpoint.monitor=NAME checkpoint.mode=min|max"
+        lacks = f"no run has a {metrics[0]} at its end"
         if len(metrics) > 1:
-            lacks = f"the runs are judged by different metrics ({', '.join(metrics)})"
+            lacks = f"the runs are judged by different metrics ({', '.join(metrics)}){choose}"
         elif judged[0].monitor is None:
-            lacks = "no metric is chosen"
-        say(f"best    unknown, as {lacks}: checkpoint.monitor=NAME checkpoint.mode=min|max")
+            lacks = f"no metric is chosen{choose}"
+        say(f"best    unknown, as {lacks}")
     chosen = succeeded[:1]
     if best is not None:
         text, each, _ = results[best]

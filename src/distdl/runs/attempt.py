@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from distdl.config.recipe import to_yaml
 from distdl.job import JobState, Resources
-from distdl.runs import conclusion, failures, files
+from distdl.runs import conclusion, failures, files, records
 from distdl.runs.files import write_json
 from distdl.util.errors import Damaged
 from distdl.util.processes import is_alive, this_process
@@ -215,6 +215,9 @@ class Attempt:
         fields |= concluded.fields
         if concluded.state is JobState.FAILED and concluded.code is not None and concluded.code > 0:
             fields["exit_code"] = concluded.code
+        journal = records.journal_path(self.path.parents[1])
+        with suppress(OSError):
+            fields["journal_bytes"] = journal.stat().st_size  # a shorter one was cut since
         self.update(**fields, concluded=True)
         return concluded.state
 

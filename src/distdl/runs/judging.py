@@ -40,11 +40,12 @@ def score(folder: Path, settings: Mapping[str, Any], metrics: object) -> Score:
 
 
 def best_of(scores: Mapping[int, Score]) -> int | None:
-    """The key of the best score; None if no two runs have a value, or they are judged by different
-    metrics."""
+    """The key of the best score; NaN is worse than any other value. None if none has a value, or
+    no two are judged by the same metric, or those with a value by different ones."""
     valued = {key: each for key, each in scores.items() if not math.isnan(each.value)}
     judged = {each.judged for each in valued.values()}
-    if len(valued) < LEAST or len(judged) > 1:
+    compared = [each for each in scores.values() if each.judged in judged]
+    if len(judged) != 1 or len(compared) < LEAST:
         return None
     choose = max if judged.pop().mode == "max" else min
     return choose(valued, key=lambda key: valued[key].value)

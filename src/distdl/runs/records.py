@@ -69,11 +69,17 @@ def read(path: Path, offset: int = 0) -> Iterator[Record]:
     A last line without its newline is either complete (then it is read) or still being written
     (then it is left for the next call): an incomplete JSON object never parses.
     """
+    return (record for record in lines(path, offset) if record is not None)
+
+
+def lines(path: Path, offset: int = 0) -> Iterator[Record | None]:
+    """As `read`, with None for each line that cannot be read and is not still being written."""
     with Path(path).open("rb") as file:
         file.seek(offset)
         for line in file:
             offset += len(line)
-            if record := _decode(line, offset):
+            record = _decode(line, offset)
+            if record is not None or line.endswith(b"\n"):
                 yield record
 
 

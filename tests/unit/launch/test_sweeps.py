@@ -53,7 +53,9 @@ def test_the_end_of_a_sweep_marks_the_best_and_says_what_to_type(tmp_path, monke
     assert "failed  python -m distdl jobs status outputs/default/sweep/4" in printed
     assert "again   python -m distdl -m seed=1,2,3" in printed
     none = [member(tmp_path, str(n), "val/f1") for n in (1, 2)]
-    assert "best    unknown, as no two runs have a val/f1" in end(*none)
+    assert "best    unknown, as no run has a val/f1 at its end\n" in end(*none)
+    diverged = member(tmp_path, "5", acc1=float("nan"))
+    assert "best    seed=3: val/acc1 0.7\n" in end(made[2], diverged), "NaN is worse"
     detectors = [judged(tmp_path, f"d{n}", "val/box_ap", box_ap=n / 8) for n in (1, 3, 2)]
     printed = end(*detectors)
     assert "best    seed=d3: val/box_ap 0.5\n" in printed

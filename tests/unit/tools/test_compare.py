@@ -161,6 +161,58 @@ def test_a_run_that_ended_with_nan_is_worse(folder, capsys):
     assert "is nan, so that nothing is worse" in refused("b", "a", "--fail-worse", "val/acc1:5%")
 
 
+@pytest.mark.parametrize("end", ["FAILED", "RUNNING", "PRUNED", "unreadable"])
+def test_a_run_that_has_not_succeeded_keeps_no_limit(folder, end, capsys):
+    """Its best value so far may be better, and nobody knows how it would have ended."""
+    run(folder, "a", (0.5,))
+    attempt = Attempt(run(folder, "b", (0.9,)) / "attempts/001")
+    if end == "unreadable":
+        (attempt.path / "status.json").write_text("hello <script>")
+    else:
+        attempt.update(state=end, host="another")
+    said = "UNKNOWN" if end == "unreadable" else end
+    compared("a", "b", "--no-page", "--fail-worse", "val/acc1:5%", code=1)
+    assert f"and the run is {said} (limit 5 %)" in capsys.readouterr().err
+    assert f"b is {said}, so it is no measure" in refused("b", "a", "--fail-worse", "val/acc1:5%")
+    compared("a", "b", "--no-page")
+
+
+def test_the_time_of_an_attempt_that_was_killed_ends_with_its_last_line(folder):
+    """Its status says RUNNING for ever: it would cost more with each look."""
+    run(folder, "a")
+    made = RunDirectory(run(folder, "b"))
+    first = made.attempts()[0]
+    second = made.begin_attempt(first.launch())
+    first.update(state="RUNNING", ended=None)
+    second.end(JobState.SUCCEEDED, metrics={"val/acc1": 0.9})
+    second.update(started=5000.0, ended=5060.0)
+    with (made.path / "logs/metrics.jsonl").open("ab") as file:
+        file.write(encode(1300.0, 15, 1, {"val/acc1": 0.3}))
+    assert compared("a", "b", "--no-page").runs[1]["seconds"] == 300.0 + 60.0
+    second.update(state="RUNNING", ended=None, pid=2**22 + 1)  # and so is the last one
+    (_, killed) = compared("a", "b", "--no-page").runs
+    assert (killed["state"], killed["seconds"]) == ("FAILED", 300.0)
+
+
+@pytest.mark.parametrize("left", [0, 0.5, 1.5])
+def test_a_journal_that_lacks_something_is_named(folder, left, capsys):
+    """Cut at the end of a line it can be read, and says less than the run has logged."""
+    run(folder, "a")
+    path = run(folder, "b")
+    journal = path / "logs/metrics.jsonl"
+    first, second = journal.read_bytes().splitlines(keepends=True)
+    Attempt(path / "attempts/001").conclude(JobState.SUCCEEDED)
+    compared("a", "b", "--no-page")
+    assert "damaged" not in capsys.readouterr().err
+    kept = {0: b"", 0.5: first, 1.5: first[:-9] + b"\n" + second}[left]
+    journal.write_bytes(kept)
+    compared("a", "b", "--no-page")
+    said = capsys.readouterr().err
+    assert f"{journal.relative_to(folder)}: is damaged: " in said.replace(f"{folder}/", "")
+    assert ("1 line cannot be read" in said) == (left == 1.5)
+    assert "bytes that the run has written are left" in said
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [
@@ -249,6 +301,17 @@ def test_the_end_of_a_sweep_has_a_table_and_a_page(folder, capsys):
     # The same of the sweep's folder, later.
     compared("sweep")
     assert "page    sweep/compare.html" in capsys.readouterr().out
+
+
+def test_without_a_page_all_differences_are_printed(folder, capsys):
+    run(folder, "a")
+    run(folder, "b", data={f"key{n}": n for n in range(40)})
+    compared("a", "b")
+    assert "10 more differences on the page" in capsys.readouterr().out
+    compared("a", "b", "--no-page")
+    printed = capsys.readouterr().out
+    assert "on the page" not in printed
+    assert printed.count("data.key") == 40
 
 
 def test_members_of_two_sweeps_with_the_same_values_are_told_apart(folder, capsys):

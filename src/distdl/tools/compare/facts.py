@@ -6,18 +6,16 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from distdl.runs import judging
-from distdl.runs.directory import Attempt, RunDirectory
+from distdl.runs.directory import RunDirectory
 from distdl.runs.judging import Score
 from distdl.stores import is_remote
 from distdl.tools.compare.finding import FoundRun
 from distdl.tools.pages import data
 from distdl.tools.pages.data import ReportedAttempt, ReportedRun, mapping
-from distdl.util.errors import Damaged
 
 SEED = "seed"
 SPEED = "perf/images_per_second"
@@ -83,7 +81,7 @@ class ComparedRun:
 
 def facts_of(run: FoundRun, *, label: str = "", state: str = "") -> ComparedRun:
     """Reads a run. `label` and `state` are what the caller knows better."""
-    reported = data.load(run.path)
+    reported = data.load(run.path, is_copy=is_remote(run.name))
     trained = [each for each in reported.attempts if not each.task]
     last = next(reversed(trained or reported.attempts), None)
     config = reported.settings()
@@ -101,7 +99,7 @@ def facts_of(run: FoundRun, *, label: str = "", state: str = "") -> ComparedRun:
         facts=_facts(reported, last),
         packages=_packages(reported.provenance),
         score=score,
-        state=state or (_state(run, last) if last else "UNKNOWN"),
+        state=state or (last.state if last else "UNKNOWN"),
         devices=_devices(size),
     )
     for attempt in trained:
@@ -115,14 +113,6 @@ def facts_of(run: FoundRun, *, label: str = "", state: str = "") -> ComparedRun:
     if not math.isnan(score.value) and made.monitor:
         made.values[made.monitor] = score.value
     return made
-
-
-def _state(run: FoundRun, attempt: ReportedAttempt) -> str:
-    """The recorded state; of a run on this host, FAILED if its process is gone."""
-    if not is_remote(run.name):
-        with suppress(Damaged):
-            return str(Attempt(run.path / "attempts" / f"{attempt.number:03d}").state())
-    return attempt.state
 
 
 def _value(run: ComparedRun, name: str) -> float:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from distdl.job import JobState
 from distdl.tools.compare.comparison import Comparison
 from distdl.tools.compare.facts import SPEED, ComparedRun
 from distdl.util.errors import Problem, UserError
@@ -33,14 +34,19 @@ class RunLimit:
 
 @dataclass(frozen=True)
 class LimitResult:
-    """How one run keeps one limit. `loss` is how much worse it is; below 0: it is better."""
+    """How one run keeps one limit. `loss` is how much worse it is; below 0: it is better. A run
+    that has not succeeded keeps none: nobody knows where it would have ended."""
 
     limit: RunLimit
     name: str
     first: float
     value: float
     loss: float
-    passed: bool
+    state: str
+
+    @property
+    def passed(self) -> bool:
+        return self.state == JobState.SUCCEEDED and self.loss <= self.limit.amount
 
     def __str__(self) -> str:
         how = "better" if self.loss < 0 else "worse"
@@ -50,6 +56,8 @@ class LimitResult:
         what = f"{self.limit.metric} {self.value:.6g}, {by} {how} than {self.first:.6g}"
         if math.isnan(self.value):
             what = f"{self.limit.metric} is NaN, and the first run's {self.first:.6g}"
+        if self.state != JobState.SUCCEEDED:
+            what += f", and the run is {self.state}"
         return f"{what} (limit {self.limit})"
 
 
@@ -91,10 +99,15 @@ def check(comparison: Comparison, limits: Sequence[RunLimit]) -> list[LimitResul
     """Each run but the first, by each limit.
 
     Raises:
-        UserError: A run has no value of a metric, or nobody knows which value is better.
+        UserError: A run has no value of a metric, or nobody knows which value is better, or the
+            first run has not succeeded.
     """
     first, *others = comparison.runs
     problems: list[Problem] = []
+    if limits and first.state != JobState.SUCCEEDED:
+        what = f"{first.name} is {first.state}, so it is no measure for the others"
+        remedy = "name a run first that has succeeded"
+        problems.append(Problem(limits[0].flag, what, remedy, code="conflict"))
     results = []
     for limit in limits:
         problems += _problems(comparison, limit)
@@ -106,7 +119,7 @@ def check(comparison: Comparison, limits: Sequence[RunLimit]) -> list[LimitResul
             value = _value(run, limit.metric)
             lost = start - value if mode == "max" else value - start
             loss = lost / abs(start) if limit.is_share else lost
-            results.append(LimitResult(limit, run.name, start, value, loss, loss <= limit.amount))
+            results.append(LimitResult(limit, run.name, start, value, loss, run.state))
     if problems:
         raise UserError(*problems)
     return results

@@ -27,14 +27,16 @@ UNKNOWN_BECAUSE = {
 Row = tuple[str, ...]
 
 
-def show(comparison: Comparison) -> None:
-    """Prints the runs, what differs, and what the seed does."""
+def show(comparison: Comparison, *, complete: bool = False) -> None:
+    """Prints the runs, what differs, and what the seed does. `complete`: all of what differs, as
+    there is no page that has the rest."""
     table.show(*runs_table(comparison))
     say()
     if comparison.differences:
         columns, rows = differences_table(comparison)
-        table.show(columns, rows[:MOST_ROWS])
-        left = len(rows) - MOST_ROWS
+        most = len(rows) if complete else MOST_ROWS
+        table.show(columns, rows[:most])
+        left = len(rows) - most
         if left > 0:
             say(f"{left} more {plural('difference', left)} on the page")
         say()

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -17,11 +17,13 @@ import yaml
 
 from distdl.config import task_facts
 from distdl.config.recipe import unit_of
+from distdl.job import JobState
 from distdl.runs.checkpoints import judged_by
-from distdl.runs.directory import RunDirectory
-from distdl.runs.records import journals, read
+from distdl.runs.directory import Attempt, RunDirectory
+from distdl.runs.records import Record, journal_path, journals, lines
 from distdl.util.errors import Damaged
 from distdl.util.strict_json import numbers
+from distdl.util.wording import plural
 
 MOST_VALUES = 8  # of the validation, in the summary
 # COCO's numbers, such as val/box_ap_small: -1 is its word for "there is no such object".
@@ -39,7 +41,12 @@ class MetricSeries:
 
 @dataclass
 class ReportedAttempt:
-    """One start of the run; times are seconds since 1970. `task` is "" for training."""
+    """One start of the run; times are seconds since 1970. `task` is "" for training.
+
+    Args:
+        state: The recorded one; FAILED if it cannot be under way any more.
+        ended: When it ended; of one that was killed, when it last logged; None: unknown.
+    """
 
     number: int
     task: str
@@ -84,19 +91,52 @@ class ReportedRun:
         return unit_of(mapping(self.settings().get("data")).get("_target_"))
 
 
-def load(path: Path) -> ReportedRun:
+def load(path: Path, *, is_copy: bool = False) -> ReportedRun:
+    """Reads a run. `is_copy` says that its files were fetched from a store: then no process of this
+    machine tells whether it is under way."""
     folders = sorted(p for p in path.glob("attempts/*") if p.name.isdigit())
     launches = {f: _parsed(_read(f / "launch.yaml", path), safe_yaml) for f in folders}
     run_ids = [str(launch["run_id"]) for launch in launches.values() if launch.get("run_id")]
+    logged, unreadable = _logged(path)
+    attempts = [_attempt(folder, launch, path) for folder, launch in launches.items()]
+    _end_lost(attempts, logged, None if is_copy else RunDirectory(path))
     return ReportedRun(
         path=path,
         run_id=run_ids[-1] if run_ids else "/".join(path.absolute().parts[-2:]),
-        attempts=[_attempt(folder, launch, path) for folder, launch in launches.items()],
+        attempts=attempts,
         provenance=read_json(path / "provenance.json", path),
         config=_read(path / "config.yaml", path),
-        series=_series(path),
-        damage=_damage(RunDirectory(path)),
+        series=_series(logged),
+        damage=[*_damage(RunDirectory(path)), *_damaged_journals(path, folders, unreadable)],
     )
+
+
+def _end_lost(
+    attempts: Sequence[ReportedAttempt], logged: Iterable[Record], run: RunDirectory | None
+) -> None:
+    """Ends attempts that were killed before they could record it, at the last thing they logged: a
+    run trains once at a time, so one is over if another one began to train after it."""
+    times = {record.attempt: record.time for record in sorted(logged, key=lambda r: r.time)}
+    trainings = [each.number for each in attempts if not each.task]
+    states = {} if run is None else {a.number: _state_of(a) for a in run.attempts()}
+    for attempt in attempts:
+        if attempt.ended is not None or attempt.started is None:
+            continue
+        if attempt.state == JobState.RUNNING:
+            followed = not attempt.task and attempt.number < trainings[-1]
+            known = states.get(attempt.number, attempt.state)
+            attempt.state = JobState.FAILED if followed else known
+        last = times.get(attempt.number, 0.0)
+        if attempt.state != JobState.RUNNING and last > attempt.started:
+            attempt.ended = last
+
+
+def _state_of(attempt: Attempt) -> str:
+    """The state as far as this machine knows it, see `Attempt.state`."""
+    try:
+        return attempt.state()
+    except Damaged:
+        return JobState.UNKNOWN
 
 
 def _damage(run: RunDirectory) -> list[str]:
@@ -116,6 +156,22 @@ def _damage(run: RunDirectory) -> list[str]:
             except Damaged as error:
                 damage.append(str(error))
     return damage
+
+
+def _damaged_journals(
+    run: Path, attempts: Sequence[Path], unreadable: Mapping[Path, int]
+) -> Iterator[str]:
+    """A message for each journal of which something is missing."""
+    recorded = [read_json(folder / "status.json", run).get("journal_bytes") for folder in attempts]
+    most = max((each for each in recorded if isinstance(each, int)), default=0)
+    journal = journal_path(run)
+    size = journal.stat().st_size if is_of(journal, run) else 0
+    if size < most:
+        what = f"{size:,} of the {most:,} bytes that the run has written are left"
+        yield str(Damaged(journal, what, "what it logged after that is missing: copy it again"))
+    for path, count in unreadable.items():
+        what = f"{count} {plural('line', count)} cannot be read, and are left out"
+        yield str(Damaged(path, what, "a kill -9 or a full disk may have cut them off"))
 
 
 def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> ReportedAttempt:
@@ -139,21 +195,35 @@ def _attempt(folder: Path, launch: dict[str, Any], run: Path) -> ReportedAttempt
     )
 
 
-def _series(run: Path) -> dict[str, MetricSeries]:
+def _logged(run: Path) -> tuple[list[Record], dict[Path, int]]:
+    """What all nodes have logged, and how many lines of which journals cannot be read."""
+    logged: list[Record] = []
+    unreadable: dict[Path, int] = {}
+    for path in journals(run).values():
+        if not is_of(path, run):
+            continue
+        for record in lines(path):
+            if record is None:
+                unreadable[path] = unreadable.get(path, 0) + 1
+            else:
+                logged.append(record)
+    return logged, unreadable
+
+
+def _series(logged: Iterable[Record]) -> dict[str, MetricSeries]:
     """Every metric of every node.
 
     After a crash, steps are repeated. Where a later attempt covers a range of steps, its values
     replace all values of earlier attempts in that range, even at steps that it did not log. System
     metrics belong to a time, not to a step, and all are kept.
     """
-    logged: dict[str, dict[int, list[tuple[int, float, float]]]] = {}  # name, attempt -> points
-    for path in journals(run).values():
-        for record in read(path) if is_of(path, run) else ():
-            for name, value in record.metrics.items():
-                points = logged.setdefault(name, {}).setdefault(record.attempt, [])
-                points.append((record.step, record.time, value))
+    named: dict[str, dict[int, list[tuple[int, float, float]]]] = {}  # name, attempt -> points
+    for record in logged:
+        for name, value in record.metrics.items():
+            points = named.setdefault(name, {}).setdefault(record.attempt, [])
+            points.append((record.step, record.time, value))
     series = {}
-    for name, attempts in logged.items():
+    for name, attempts in named.items():
         kept: list[tuple[int, float, float]] = []
         by_time = name.startswith("system/")
         for _, points in sorted(attempts.items()):
@@ -186,7 +256,7 @@ def summary(run: ReportedRun) -> list[tuple[str, str]]:
 def seconds(run: ReportedRun, attempt: ReportedAttempt | None = None) -> float:
     """How long the attempts that train have taken together, or one attempt."""
     counted = [a for a in run.attempts if not a.task] if attempt is None else [attempt]
-    times = ((each.started, _end(run, each)) for each in counted)
+    times = ((each.started, _end(each)) for each in counted)
     return sum(end - started for started, end in times if started and end)
 
 
@@ -230,12 +300,9 @@ def better(name: str, mode: str) -> Callable[[list[float]], float] | None:
     return max if "acc" in name else None
 
 
-def _end(run: ReportedRun, attempt: ReportedAttempt) -> float | None:
-    """When an attempt ended; if it recorded no end, when it last logged."""
-    if attempt.ended or attempt.state == "RUNNING":
-        return attempt.ended or time.time()
-    last = max((s.times[-1] for s in run.series.values()), default=0)
-    return last if attempt.started and last > attempt.started else None
+def _end(attempt: ReportedAttempt) -> float | None:
+    """When an attempt ended, or this moment; None: nobody knows."""
+    return time.time() if attempt.state == JobState.RUNNING else attempt.ended
 
 
 def duration(seconds: float) -> str:
