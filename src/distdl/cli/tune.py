@@ -8,7 +8,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,8 @@ def main(argv: Sequence[str]) -> Answer:
     )
     screen.spaces(prepared.searched)
     if prepared.first.config.dry_run:
+        flags = ("trials", "budget", "sampler", "pruner", "storage")
+        screen.dry(prepared, {f"--{flag}": getattr(options, flag) for flag in flags})
         return dry_run.answer(prepared.first)
     folder = prepared.first.run.path.parent
     with alone(folder):
@@ -191,12 +193,23 @@ def run(search: Search) -> int:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Refuses a second search of one study at the same time on this machine."""
+    """Refuses a second search of one study at the same time on this machine. A search that is
+    refused leaves no folder behind that was not there before it."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".tune.lock").open("a") as file:
+    lock = folder / ".tune.lock"
+    with lock.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             what = "another search of this study is at work"
             raise UserError.at(str(folder), what, "wait for it", code="under-way") from None
-        yield
+        try:
+            yield
+        except UserError:
+            if made and [*folder.iterdir()] == [lock]:
+                lock.unlink()
+                with suppress(OSError):  # another command may have begun beside it
+                    for each in made:
+                        each.rmdir()
+            raise

@@ -89,6 +89,7 @@ def map_all(
     items: Sequence[Item],
     kind: type[UserError],
     name: Callable[[Item], str],
+    kind_of_item: str = "member",
 ) -> list[Result]:
     """The function's result for each item. Raises the problems of all items, each problem once. If
     only some items have a problem, it has the name of the first."""
@@ -102,7 +103,9 @@ def map_all(
                 problems.setdefault(problem, []).append(name(item))
     if problems:
         suffixes = {
-            p: f", in the member {of[0]}" for p, of in problems.items() if len(of) < len(items)
+            p: f", in the {kind_of_item} {of[0]}"
+            for p, of in problems.items()
+            if len(of) < len(items)
         }
         raise kind(*(replace(p, what=p.what + suffixes.get(p, "")) for p in problems))
     return results

@@ -245,6 +245,8 @@ def test_wrong_input_gets_one_message(folder, words, what, capsys):
 def test_a_hostile_run_is_shown_and_harms_nothing(folder, capsys):
     run(folder, "a")
     run(folder, "b", swept=[f"model={HOSTILE}"], **{HOSTILE: "<img src=x onerror=alert(1)>"})
+    with (folder / "b/logs/metrics.jsonl").open("ab") as file:
+        file.write(encode(1002.0, 30, 1, {f"val/{HOSTILE}": 0.5}))
     (folder / "private").write_text("model: {secret: of the reader}\n")
     linked = run(folder, "c")
     (linked / "config.yaml").unlink()
@@ -264,6 +266,8 @@ def test_a_hostile_run_is_shown_and_harms_nothing(folder, capsys):
     source = (folder / "compare.html").read_text()
     assert "<script" not in source
     assert "<img" not in source
+    assert "\x1b" not in source
+    assert "Glyph" not in printed.err, "no font has a control character"
     assert "of the reader" not in source + printed.out
     assert "is damaged" in printed.err
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -102,7 +103,12 @@ WRONG = {
     "optimizer.lr=interval(1,0)": "holds no values",
     "optimizer.lr=log(1,0.01)": "'optimizer.lr=log(0.01,1)'",
     "optimizer.lr=tag(log,interval(0,1))": "no logarithm",
-    "optimizer.lr=log(0.1,fast)": "is not an override",
+    "optimizer.lr=log(0.1,fast)": "is no space: ",
+    "optimizer.lr=log(0,0.00001)": "'optimizer.lr=log(1e-08,1e-05)'",
+    "optimizer.lr=loguniform(0.01,1)": "'optimizer.lr=log(0.01,1)'",
+    "optimizer.lr=choice()": "optimizer.lr=a,b, choice(a,b)",
+    "data.batch_size=range(9,1)": "'data.batch_size=range(1,9)'",
+    "seed=choice(1)": "has one value",
     "checkpoint.keep_last=interval(1,9)": "checkpoint.keep_last=int(interval(1,9))",
     "seed=1": "nothing to search",
     "seed=3,3": "twice",
@@ -115,6 +121,10 @@ WRONG = {
     "seed=1,2 --budget soon": "--budget: 'soon' is no time",
     "seed=1,2 --trial-budget 0.1s": "--trial-budget: '0.1s' is no time",
     "trainer.max_time={hours:1} seed=1,2 --trial-budget 9m": "--trial-budget: is trainer.max_time",
+    "seed=1,2 --metric val/acc1:maximize": "--metric val/acc1:max or --metric val/acc1:min",
+    "seed=1,2 --metric val/loss:min --metric val/loss:min": "twice",
+    "seed=1,2 --metric a:max --metric b:min --pruner asha": "several objectives",
+    "optimizer.lr=interval(-1,1)": "in the trial optimizer.lr=-1.0",
     "seed=1,2 --parallel 0": "--parallel: must be 1 or more",
     "seed=1,2 --pruned-checkpoints remove": "no trial is pruned without --pruner",
     "optimizer.lr=log(0.1,1) --sampler grid": "an interval has no step",
@@ -140,11 +150,10 @@ LATER = {
     "--metric vall/loss:min": "vall/loss is never logged",
     "--metric trian/loss:min": "trian/loss is never logged",
     "--metric val/loss": "does not say whether more",
-    "--metric val/acc1:maximize": "--metric val/acc1:max or --metric val/acc1:min",
+    "--storage sqlite:////nonexistent/dir/a.db": "cannot be used",
+    "--storage foo://x": "cannot be used",
     "checkpoint.monitor=val/loss": "checkpoint.mode: is missing",
     "checkpoint.monitor=null": "no metric judges",
-    "--metric val/acc1:max --metric val/loss:min --pruner asha": "several objectives",
-    "--metric val/loss:min --metric val/loss:min": "twice",
     "--metric train/loss:min --pruner asha": "no result of one",
     "trainer.max_epochs=1 --pruner halving": "nothing to end early",
     "trainer.max_epochs=1 --pruner median": "nothing to end early",
@@ -217,6 +226,29 @@ def searched(*words):
     return spaces.parsed(words or ("optimizer.lr=log(0.01,1)", "optimizer=sgd,adamw"))
 
 
+@pytest.mark.parametrize(
+    ("words", "judge", "said"),
+    [
+        (("seed=range(1,9)", "trainer.max_epochs=3"), ACCURACY, "has another space of seed$"),
+        (
+            ("seed=range(1,5)", "trainer.max_epochs=4"),
+            ACCURACY,
+            r"other settings \(trainer.max_epochs=3 then, trainer.max_epochs=4 now\)$",
+        ),
+        (
+            ("seed=range(1,5)", "trainer.max_epochs=3"),
+            Objective("val/acc1", "min"),
+            r"other objectives \(val/acc1:max then, val/acc1:min now\)$",
+        ),
+    ],
+)
+def test_another_search_of_a_study_is_told_what_differs(words, judge, said, tmp_path):
+    SearchEngine(searched("seed=range(1,5)", "trainer.max_epochs=3"), tmp_path, "s", [ACCURACY])
+    with pytest.raises(UserError) as caught:
+        SearchEngine(searched(*words), tmp_path, "s", [judge])
+    assert re.search(said, caught.value.problems[0].what)
+
+
 def test_a_study_goes_on_behind_a_line_that_was_cut(tmp_path):
     engine = SearchEngine(searched(), tmp_path, "s", [ACCURACY], seed=0)
     first = engine.propose()
@@ -234,7 +266,7 @@ def test_a_study_goes_on_behind_a_line_that_was_cut(tmp_path):
     ]
     assert again[1].values == second.values
     assert len({each.values["optimizer.lr"] for each in (first, second, third)}) == 3
-    with pytest.raises(UserError, match="other spaces"):
+    with pytest.raises(UserError, match="another space of optimizer, "):
         SearchEngine(searched("seed=1,2"), tmp_path, "s", [ACCURACY])
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from distdl.tools.pages.data import MetricSeries, is_absent
 from distdl.util.colours import LINES
+from distdl.util.screen import escaped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -139,7 +140,7 @@ def picture(title: str, height: float) -> Iterator[tuple[Axes, Callable[[], str]
     style = {**STYLE, "axes.prop_cycle": cycler(color=LINES)}
     with plt.rc_context(style):
         figure, axes = plt.subplots(figsize=(6.4, height), layout="constrained")
-        axes.set_title(title, loc="left")
+        axes.set_title(escaped(title), loc="left")
 
         def finish() -> str:
             buffer = io.StringIO()
@@ -202,6 +203,7 @@ def _line(
     axes: Axes, label: str, series: MetricSeries, times_from: float | None, scale: float
 ) -> None:
     """Draws over minutes since `times_from`, or over optimizer steps if that is None."""
+    label = escaped(label)
     x = np.array(series.steps, dtype=float)
     if times_from is not None:
         x = (np.array(series.times) - times_from) / 60

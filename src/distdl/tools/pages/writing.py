@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from distdl.util.errors import UserError
+from distdl.util.screen import escaped
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -38,12 +39,20 @@ def output_of(to: str | None, folder: Path, verb: str) -> Path:
     return output
 
 
+def _without_controls(value: object) -> object:
+    """A run's text with its control characters written out, as in a terminal; not what a template
+    has marked as HTML itself."""
+    return escaped(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def template(name: str, folder: Path) -> Template:
     """A template of a folder, which may use those of this package. It escapes every value: a run's
     files may come from anyone."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader([folder, HERE])
-    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    pages.filters["lines"] = lambda text: Markup("<br>").join(str(text).split("\n"))
+    pages = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_without_controls
+    )
+    pages.filters["lines"] = lambda text: Markup("<br>").join(escaped(str(text)).split("\n"))
     return pages.get_template(name)

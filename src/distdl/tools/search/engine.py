@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import random
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from distdl.tools.search.spaces import Searched, Space, Value
 from distdl.tools.search.storage import Address, Direction
 from distdl.util.errors import Problem, UserError
 from distdl.util.extras import install
+from distdl.util.redact import redact
 from distdl.util.screen import escaped, say
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ JUDGED = "distdl.judged"
 DIRECTIONS: Mapping[str, Direction] = {"max": "maximize", "min": "minimize"}
 PATIENCE_S = 300.0  # for which a storage may fail
 MOST_POINTS = 1_000_000  # of a grid
+KEY_OF_SPACE = re.compile(r"^Space\(key='([^']*)'")
 
 Result = TypeVar("Result")
 
@@ -129,7 +132,7 @@ class SearchEngine:
     def _refuse_another(self, mine: str, directions: Sequence[Direction]) -> None:
         theirs = self.study.user_attrs.get(SEARCHED)
         if theirs not in (None, mine):
-            what = f"the study {self.study.study_name} has other spaces, settings or objectives"
+            what = f"the study {self.study.study_name} has {_other(theirs, mine)}"
             raise UserError.at("name", what, "choose another name=STUDY", code="mismatch")
         differs = [each.name.lower() for each in self.study.directions] != [*directions]
         if differs or (theirs is None and self.study.get_trials(deepcopy=False)):
@@ -300,6 +303,33 @@ class _Noting:
 
     def set_trial_system_attr(self, _trial_id: int, key: str, value: object) -> None:
         self._notes[key] = value
+
+
+def _other(theirs: object, mine: str) -> str:
+    """In what a study that was described before differs from the one that is asked for now."""
+    try:
+        before = [{*map(str, each)} for each in json.loads(str(theirs))]
+    except (ValueError, TypeError):
+        before = []
+    if len(before) != 3:
+        return "other spaces, settings or objectives"
+    settings, spaces, objectives = before
+    new_settings, new_spaces, new_objectives = map(set, json.loads(mine))
+    found = []
+    if spaces != new_spaces:
+        keys = {key for each in spaces ^ new_spaces for key in KEY_OF_SPACE.findall(each)}
+        found.append(f"another space of {', '.join(sorted(keys))}")
+    if settings != new_settings:
+        found.append(f"other settings ({_change(settings, new_settings)})")
+    if objectives != new_objectives:
+        found.append(f"other objectives ({_change(objectives, new_objectives)})")
+    return redact(", and ".join(found))
+
+
+def _change(before: set[str], now: set[str]) -> str:
+    gone = ", ".join(sorted(before - now)) or "nothing"
+    come = ", ".join(sorted(now - before)) or "nothing"
+    return f"{gone} then, {come} now"
 
 
 def sampler_problems(name: str, spaces: Sequence[Space]) -> Iterator[Problem]:

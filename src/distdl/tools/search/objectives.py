@@ -49,6 +49,22 @@ def of_words(words: Sequence[str], typed: Collection[str]) -> list[str]:
     return [f"{MONITOR}={name}", f"{MODE}={mode}"] if is_whole else []
 
 
+def problems_of(words: Sequence[str]) -> Iterator[Problem]:
+    """What is wrong with `--metric` whatever the trials log."""
+    for word in words:
+        name, _, mode = word.rpartition(":")
+        if name and mode.isalpha() and mode not in MODES:  # val/acc1:maximize
+            yield _undirected(word, name)
+    for word in dict.fromkeys(words):
+        if words.count(word) > 1:
+            yield Problem(OPTION, f"names {word} twice", code="ambiguous")
+
+
+def _undirected(word: str, name: str) -> Problem:
+    what = f"{word!r} does not say whether more of it is better, or less"
+    return Problem(OPTION, what, f"{OPTION} {name}:max or {OPTION} {name}:min", code="incomplete")
+
+
 def chosen(words: Sequence[str], plan: Plan, typed: Collection[str]) -> list[Objective]:
     """The objectives of a search.
 
@@ -72,10 +88,7 @@ def chosen(words: Sequence[str], plan: Plan, typed: Collection[str]) -> list[Obj
         elif isinstance(own, Objective) and word == own.metric:
             found.append(own)
         else:
-            what = f"{word!r} does not say whether more of it is better, or less"
-            meant = name if name and mode.isalpha() else word  # val/acc1:maximize
-            remedy = f"{OPTION} {meant}:max or {OPTION} {meant}:min"
-            problems.append(Problem(OPTION, what, remedy, code="incomplete"))
+            problems.append(_undirected(word, word))
     if not words:
         if isinstance(own, Problem):
             problems.append(own)

@@ -59,6 +59,8 @@ def prepare(
     Raises:
         UserError: What is wrong with any of it.
     """
+    if problems := [*objectives.problems_of(metrics), *pruning.problems_of(pruner, metrics)]:
+        raise UserError(*problems)
     searched = spaces.parsed(files.expanded(words))
     own = searched.fixed
     typed = {_key(word) for word in own}
@@ -140,7 +142,11 @@ def _planned(searched: Searched) -> list[Plan]:
     corners = [searched.overrides(values) for values in searched.corners()]
     options = _options_of(searched)
     others = [words for words in corners if words not in options]
-    return sweeps.map_all(plan, [*options, *others], UserError, " ".join)
+
+    def varied(words: Sequence[str]) -> str:
+        return " ".join(word for word in words if _key(word) in swept)
+
+    return sweeps.map_all(plan, [*options, *others], UserError, varied, "trial")
 
 
 def _options_of(searched: Searched) -> list[list[str]]:

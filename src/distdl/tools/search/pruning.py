@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
@@ -157,6 +157,13 @@ def of_engine(name: str | None, validations: int | None) -> Callable[[], BasePru
     return make
 
 
+def problems_of(name: str | None, metrics: Sequence[str]) -> Iterator[Problem]:
+    """What is wrong with a pruner whatever the trials are. `metrics`: of `--metric`."""
+    if name is not None and len(metrics) > 1:
+        what = "compares trials by one metric, and there are several objectives"
+        yield Problem(f"--pruner {name}", what, "one --metric, or no --pruner", code="conflict")
+
+
 def problems(
     name: str | None,
     objectives: Sequence[Objective],
@@ -177,9 +184,6 @@ def problems(
     flag = f"--pruner {name}"
     if problem := _out_of_reach(name, first, discards):
         return [problem]
-    if len(objectives) > 1:
-        what = "compares trials by one metric, and there are several objectives"
-        return [Problem(flag, what, "one --metric, or no --pruner", code="conflict")]
     if not objectives[0].of_validation:
         what = f"compares validations, and {objectives[0].metric} is no result of one"
         return [Problem(flag, what, "--metric val/loss:min, or no --pruner", code="conflict")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from omegaconf import OmegaConf
 
@@ -38,6 +38,15 @@ def spaces(searched: Searched) -> None:
         say(escaped(f"space   {space.key}: {space}"))
 
 
+def dry(prepared: PreparedSearch, options: Mapping[str, object]) -> None:
+    """Says how it would be searched. `options`: of the command, by their flags."""
+    names = ", ".join(map(str, prepared.objectives))
+    slots = len(prepared.slots)
+    at_once = f", {slots} at once" if slots > 1 else ""
+    given = "".join(f", {flag} {value}" for flag, value in options.items() if value is not None)
+    say(escaped(f"study   {shown(prepared.first.run.path.parent)}: by {names}{at_once}{given}"))
+
+
 def begin(search: Search, sampler: str) -> None:
     """Says how it is searched, and where that is kept."""
     slots = len(search.free)
@@ -65,7 +74,9 @@ def told(search: Search, trial: SearchTrial) -> None:
     if best is not None:
         ending.append(f"best {_number(best.results[0])} (trial {best.number})")
     ending += _left(search)
-    say(escaped("  ".join(parts) + f"  [{', '.join(ending)}]"))
+    if ending:
+        parts.append(f"[{', '.join(ending)}]")
+    say(escaped("  ".join(parts)))
 
 
 def _left(search: Search) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,12 +12,24 @@ from typing import TYPE_CHECKING
 from distdl.config import grammar, groups
 from distdl.config.recipe import WHERE
 from distdl.util.errors import Problem, UserError
+from distdl.util.redact import redact
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from optuna.distributions import BaseDistribution
 
 LEAST = 2  # values of a space
+DECADES = 1000  # between the ends of a proposed space by the logarithm
+CALL = re.compile(r"[+]{0,2}([^=]+)=\s*(\w+)\(.*\)\s*", re.DOTALL)
+# What other tools call a space, and Hydra's word for it.
+OTHER_WORDS = {
+    "loguniform": "log(0.01,1)",
+    "log_uniform": "log(0.01,1)",
+    "uniform": "interval(0,1)",
+    "quniform": "range(0,1,0.1)",
+    "randint": "range(1,9)",
+    "categorical": "choice(a,b)",
+}
 LOG = re.compile(r"([^=]+)=\s*log\((.*)\)\s*", re.DOTALL)
 FORMS = "a,b, choice(a,b), range(1,9), interval(0,1), int(interval(1,9)) or log(0.01,1)"
 DIGITS = 6  # of a number, as a run gets it: no result depends on more
@@ -140,6 +153,8 @@ def parsed(words: Sequence[str]) -> Searched:
     Raises:
         UserError: All words that are no overrides, and all spaces that are none.
     """
+    if unreadable := [*_unreadable(words)]:
+        raise UserError(*unreadable)
     rewritten = {word: long for word in words if (long := in_full(word)) != word}
     overrides = grammar.parse_overrides([rewritten.get(word, word) for word in words])
     spaces: list[Space] = []
@@ -170,6 +185,31 @@ def in_full(word: str) -> str:
     return f"{short[1]}=tag(log, interval({short[2]}))" if short else word
 
 
+def _unreadable(words: Sequence[str]) -> Iterator[Problem]:
+    """Words that look like spaces, and that Hydra cannot read: quoted, as it advises for other
+    words, they would be texts."""
+    from hydra.errors import HydraException
+
+    for word in words:
+        call = CALL.fullmatch(word)
+        if call is None:
+            continue
+        try:
+            grammar.parsed(in_full(word))
+        except HydraException as error:
+            key, name = call.groups()
+            reason = grammar.first_lines(error).partition("\n")[0]
+            meant = OTHER_WORDS.get(name.lower())
+            remedy = f"{key}={FORMS}" if meant is None else _typed(key, meant)
+            what = redact(f"{word!r} is no space: {reason}")
+            yield Problem(key, what, remedy, code="wrong-kind")
+
+
+def _typed(key: str, space: str) -> str:
+    """A space as a shell takes it."""
+    return shlex.quote(f"{key}={space}")
+
+
 def _problems(override: Override, given: Sequence[str]) -> Iterator[Problem]:
     from hydra.core.override_parser.types import Glob, IntervalSweep, RangeSweep
 
@@ -178,23 +218,28 @@ def _problems(override: Override, given: Sequence[str]) -> Iterator[Problem]:
     if reserved := _reserved(key, given):
         yield reserved
     elif isinstance(value, Glob):
-        remedy = f"list them: {key}=choice(a,b)"
+        remedy = f"list them: {_typed(key, 'choice(a,b)')}"
         yield Problem(key, "a pattern is no space", remedy, code="unsupported")
     elif isinstance(value, IntervalSweep | RangeSweep) and groups.is_group(key):
         options = ",".join(groups.group_options(key)[:4])
         what = "is a group of options, and a range holds numbers"
-        yield Problem(key, what, f"{key}=choice({options})", code="wrong-type")
+        yield Problem(key, what, _typed(key, f"choice({options})"), code="wrong-type")
     elif isinstance(value, IntervalSweep):
         yield from _of_interval(key, value)
     elif getattr(value, "tags", None):
-        remedy = f"{key}=tag(log, interval(0.01,1))"
+        remedy = _typed(key, "log(0.01,1)")
         yield Problem(key, "only an interval has a tag", remedy, code="conflict")
+    elif isinstance(value, RangeSweep) and not [*value.range()]:
+        start, stop = float(value.start or 0), float(value.stop or 0)
+        what = f"the range from {start:g} to {stop:g} holds no values"
+        remedy = _typed(key, f"range({stop:g},{start:g})" if stop < start else "range(1,9)")
+        yield Problem(key, what, remedy, code="out-of-range")
     else:
         values = [*map(str, override.sweep_string_iterator())]
         if len({*values}) < len(values):
             yield Problem(key, "lists a value twice", f"{key}=a,b", code="ambiguous")
         elif len(values) < LEAST:
-            what = f"has {len(values)} value: there is nothing to choose"
+            what = "has one value: there is nothing to choose"
             yield Problem(key, what, f"{key}={FORMS}", code="not-enough")
 
 
@@ -224,13 +269,14 @@ def _of_interval(key: str, interval: object) -> Iterator[Problem]:
         what = f"the interval from {start:g} to {end:g} holds no values"
         low, high = sorted((start, end)) if end < start else (0.01, 1.0)
         name = "log" if "log" in tags else "interval"
-        yield Problem(key, what, f"'{key}={name}({low:g},{high:g})'", code="out-of-range")
+        yield Problem(key, what, _typed(key, f"{name}({low:g},{high:g})"), code="out-of-range")
     elif "log" in tags and start <= 0:
         what = f"begins at {start:g}, which has no logarithm"
-        yield Problem(key, what, f"{key}=tag(log, interval(0.0001,{end:g}))", code="out-of-range")
+        low, high = (end / DECADES, end) if end > 0 else (0.01, 1.0)
+        yield Problem(key, what, _typed(key, f"log({low:g},{high:g})"), code="out-of-range")
     if unknown := tags - {"log"}:
         what = f"there is no tag {min(map(str, unknown))!r}"
-        yield Problem(key, what, f"{key}=tag(log, interval(0.01,1))", code="wrong-choice")
+        yield Problem(key, what, _typed(key, "log(0.01,1)"), code="wrong-choice")
 
 
 def _space(override: Override) -> Space:

@@ -54,6 +54,7 @@ def render(search: Search) -> str:
         spaces=ReportTable("Spaces", ("key", "values"), _space_rows(search)),
         figures=[*_figures(search, trials)],
         importance=_importance(search),
+        unimportant=f"from {LEAST_FOR_IMPORTANCE} complete trials on, with one objective",
         trials=_table(search, trials),
     )
     return page.strip() + "\n"
@@ -152,6 +153,7 @@ def _history(search: Search, trials: Sequence[SearchTrial]) -> ReportFigure:
             numbers = [trial.number for trial in done]
             axes.step(numbers, best.accumulate(values), where="post", color=BEST)
         axes.set_xlabel("trial")
+        axes.locator_params(axis="x", integer=True)
         axes.set_ylabel(search.objective.metric)
         return ReportFigure(finish(), [("best so far", BEST), *_kinds(trials)])
 
