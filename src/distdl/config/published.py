@@ -38,4 +38,7 @@ def instead_of(file: object) -> str:
     for pattern, source in ((_ENUM, TORCHVISION), (_TIMMS, TIMM)):
         if found := pattern.fullmatch(text):
             return f"{KEY}={source}{found[1]}"
-    return "a .pth, .safetensors or .ckpt file, or a name: timm:NAME or torchvision:NAME"
+    return (
+        "a .pth, .safetensors or .ckpt file, the folder of a run, or a name: timm:NAME or "
+        "torchvision:NAME"
+    )

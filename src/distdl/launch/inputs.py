@@ -1,4 +1,5 @@
-"""Fetches the weights that a config names, before anything starts, on the machine that submits."""
+"""Fetches the weights that a config names, before anything starts, on the machine that submits, and
+keeps those that the run needs again."""
 
 from __future__ import annotations
 
@@ -8,17 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import published
+from distdl.runs.checkpoints import located
 from distdl.runs.directory import RunDirectory
-from distdl.runs.inputs import FOLDER, StoredInput, sha256_in, stored
+from distdl.runs.inputs import FOLDER, StoredInput, sha256_in, sha256_of, stored
 from distdl.util.errors import UserError
 from distdl.util.redact import redact
 
 
 def provide(config: DictConfig, run: RunDirectory | None) -> list[StoredInput]:
-    """The files that a config names: those of the run if it has them, else fetched.
+    """The files that a config names: those of the run if it has them, else fetched, or found.
 
     Args:
         run: None: a new one, also where a failed one of its name makes room.
@@ -26,21 +28,42 @@ def provide(config: DictConfig, run: RunDirectory | None) -> list[StoredInput]:
     Raises:
         UserError: A file cannot be fetched, is damaged, or is another one than the run began with.
     """
-    name = published.name_in(config)
+    published_name = published.name_in(config)
+    name = published_name or beside_adapters(config)
     if name is None:
         return []
-    if run is None or not run.exists:
-        return [fetch(name)]
-    record = run.provenance()
-    if kept := stored(record, run.path, published.KEY, name):
+    record = run.provenance() if run is not None and run.exists else {}
+    if run is not None and (kept := stored(record, run.path, published.KEY, name)):
         return [kept]
-    found = fetch(name)
+    found = [fetch(name)] if published_name else found_here(name)
     began = sha256_in(record, published.KEY)
-    if began and began != found.sha256:
+    if run is not None and began and began not in [each.sha256 for each in found]:
         what = f"{name} is another file now than the run began with (SHA-256 {began[:12]}...)"
         remedy = f"put that file back into {run.path / FOLDER}, or start a new run"
         raise UserError.at(published.KEY, what, remedy, code="mismatch")
-    return [found]
+    return found
+
+
+def beside_adapters(config: DictConfig) -> str | None:
+    """The value of `model.weights` if the run trains adapters alone: its checkpoints lack these
+    weights, which must not become others later, as a run's best.ckpt does. None: it does not."""
+    model = config.get("model") or {}
+    weights = OmegaConf.select(config, published.KEY, throw_on_resolution_failure=False)
+    return str(weights) if model.get("lora") and weights else None
+
+
+def found_here(named: str) -> list[StoredInput]:
+    """The file of a path or of a run's folder; none if it is a folder of several files, or lies
+    where this machine does not see it."""
+    try:
+        path = located(named).resolve()
+    except UserError:  # which a run on this machine is told by its model's own checks
+        return []
+    if not path.is_file():
+        return []
+    digest = sha256_of(path)
+    file = f"{path.stem}-{digest[:8]}{path.suffix}"
+    return [StoredInput(published.KEY, named, path, file, digest, str(path))]
 
 
 @functools.cache

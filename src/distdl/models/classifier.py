@@ -95,7 +95,7 @@ class ImageClassifier(Evaluated):
     ) -> None:
         super().__init__()
         node = {"norm": norm, "label_smoothing": label_smoothing, "mixup": mixup, "cutmix": cutmix}
-        problems = list(self.check(node))
+        problems = [each for each in self.check(node) if isinstance(each, Problem)]
         if problems:
             raise UserError(*(replace(p, path=f"model.{p.path}") for p in problems))
         if weights is not None:
@@ -120,8 +120,8 @@ class ImageClassifier(Evaluated):
     @staticmethod
     def check(
         config: Mapping[str, Any], context: Mapping[str, Any] | None = None
-    ) -> Iterable[Problem]:
-        """Problems of the arguments; paths are relative to the model node."""
+    ) -> Iterable[Problem | str]:
+        """Problems of the arguments, and notes; paths are relative to the model node."""
         yield from start_checks.problems(config, context, classifies=True)
         if config.get("norm", "batch") not in ("batch", "group"):
             yield Problem(

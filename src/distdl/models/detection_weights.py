@@ -20,7 +20,7 @@ from distdl.checkpoint.convert import plain_weights
 from distdl.checkpoint.settled import refuse_unsettled
 from distdl.domains.detection.categories import Categories
 from distdl.models.detection_network import body_of
-from distdl.models.weights import located
+from distdl.runs.checkpoints import located
 from distdl.util.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -127,8 +126,10 @@ class Detector(Evaluated):
         self.domain = Detection(None, keypoint_sigmas, self._needs)
 
     @staticmethod
-    def check(config: Mapping[str, object], context: Mapping[str, object]) -> Iterable[Problem]:
-        """Problems of the arguments; paths are relative to the model node."""
+    def check(
+        config: Mapping[str, object], context: Mapping[str, object]
+    ) -> Iterable[Problem | str]:
+        """Problems of the arguments, and notes; paths are relative to the model node."""
         whole = cast("Mapping[str, Mapping[str, object]]", context["config"])
         yield from start_checks.problems(config, context, classifies=False)
         if context["local"] and find_spec("faster_coco_eval") is None:
@@ -239,5 +240,4 @@ def _refused(config: Mapping[str, object], network: nn.Module) -> Iterator[Probl
         try:
             Detector(network, **options)
         except UserError as error:
-            for problem in error.problems:
-                yield replace(problem, path=problem.path.removeprefix("model."))
+            yield from start_checks.within_model(error)

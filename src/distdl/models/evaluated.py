@@ -40,6 +40,11 @@ class Evaluated(LightningModule):
         self.frozen.keep_statistics(self._frozen_in)
         return self
 
+    def on_fit_start(self) -> None:
+        # Lightning warns of modules in evaluation mode; those that are kept there are no mistake.
+        kept = len(self.frozen.norms)
+        warnings.filterwarnings("ignore", message=rf"Found {kept} module\(s\) in eval mode")
+
     @property
     def trained_later(self) -> frozenset[str]:
         """The names of frozen parameters that will be trained. The optimizer has them from the

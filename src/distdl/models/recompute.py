@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distdl.models.blocks import blocks_of
 from distdl.util.errors import Problem, UserError
-from distdl.util.suggest import closest_pattern
+from distdl.util.suggest import closest_pattern, did_you_mean_word
 from distdl.validation.meta import build_on_meta, targets_own
 
 KEY = "recompute"
@@ -119,9 +119,9 @@ def apply(module: nn.Module, choice: Choice) -> list[str]:
     if choice == "blocks":
         names = _own_blocks(module)
     elif isinstance(choice, str):
-        raise UserError.at(
-            PATH, f"is {choice!r}", "none, blocks, auto, or a list of names", code="wrong-choice"
-        )
+        near = did_you_mean_word(choice, ("none", "blocks", AUTO))
+        remedy = near or "none, blocks, auto, or a list of names"
+        raise UserError.at(PATH, f"is {choice!r}", remedy, code="wrong-choice")
     else:
         names = _named(module, choice)
     outermost = [name for name in names if not any(name.startswith(f"{n}.") for n in names)]

@@ -10,8 +10,9 @@ from torch import nn
 from distdl.config import published
 from distdl.models import freezing, lone_values
 from distdl.models.parts import heads_of
-from distdl.models.weights import NEW, fit_to, located, read_weights
-from distdl.util.errors import Problem, UserError
+from distdl.models.weights import NEW, fit_to, read_weights
+from distdl.runs.checkpoints import located
+from distdl.util.errors import Note, Problem, UserError
 from distdl.validation.meta import on_meta
 
 # They lay out once what is trained. distdl's own that do so are built again, all but the first.
@@ -20,9 +21,9 @@ MODEL_PARALLEL, ZERO = "ModelParallelStrategy", "DeepSpeedStrategy"
 
 def problems(
     config: Mapping[str, object], context: Mapping[str, object] | None, classifies: bool
-) -> Iterator[Problem]:
-    """Problems of a model node; paths are relative to it. What depends on the network is found if
-    the network can be built on `meta`; if not, the start of the ranks finds it.
+) -> Iterator[Problem | str]:
+    """Problems of a model node, and notes; paths are relative to it. What depends on the network is
+    found if the network can be built on `meta`; if not, the start of the ranks finds it.
 
     Args:
         context: As `validation.own_checks` gives it to a `check`; None: a call without a config.
@@ -36,6 +37,8 @@ def problems(
         what = "has no effect without model.weights"
         remedy = "model.weights=FILE, timm:NAME or torchvision:NAME, or model.head=null"
         yield Problem("head", what, remedy, code="conflict")
+    if config.get("lora") and not file and not _is_pretrained(config.get("network")):
+        yield Note("model.lora without model.weights: adapters are trained beside random weights")
     if config.get("unfreeze_at") is not None:
         yield from _unfreezing(patterns, context)
     # A name that nobody has fetched: nothing is about to start (`distdl plan`).
@@ -48,7 +51,7 @@ def problems(
         if reads:
             located(str(file))
     except UserError as error:
-        yield from _within_model(error)
+        yield from within_model(error)
         return
     lone = lone_values.size_of_one(context) if context is not None and classifies else None
     if config.get("norm") == "group":
@@ -62,12 +65,16 @@ def problems(
     classes = count if isinstance(count, int) else None
     try:
         if reads:
-            fit_to(network, str(file), read_weights(str(file)), _text(head), classes)
+            fit = fit_to(network, str(file), read_weights(str(file)), _text(head), classes)
+            whole = context.get("config")
+            is_dry = isinstance(whole, Mapping) and whole.get("dry_run")
+            if is_dry or not context["local"]:  # elsewhere rank 0 says it
+                yield Note(fit.said(located(str(file)), len(network.state_dict())))
         frozen = freezing.Frozen()
         if isinstance(patterns, list) and patterns:
             frozen = freezing.freeze(network, patterns, heads_of(network, classes))
     except UserError as error:
-        yield from _within_model(error)
+        yield from within_model(error)
         return
     if config.get("unfreeze_at") is not None:
         frozen = freezing.Frozen()  # of which nothing is left by then
@@ -76,9 +83,21 @@ def problems(
         yield wrong
 
 
-def _within_model(error: UserError) -> Iterator[Problem]:
+def _is_pretrained(network: object) -> bool:
+    """Whether the node of a network asks timm or torchvision for published weights itself."""
+    node = network if isinstance(network, Mapping) else {}
+    return bool(node.get("pretrained") or node.get("weights"))
+
+
+def within_model(error: UserError) -> Iterator[Problem]:
+    """The problems of a network that is built, as a check of the section `model` names them. Those
+    of a file are about the key that names it."""
     for problem in error.problems:
-        yield replace(problem, path=problem.path.removeprefix("model."))
+        key = problem.path.removeprefix("model.")
+        if key == problem.path:
+            yield replace(problem, path="weights", what=f"{problem.path}: {problem.what}")
+        else:
+            yield replace(problem, path=key)
 
 
 def network_of(

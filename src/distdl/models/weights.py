@@ -16,10 +16,8 @@ from distdl.checkpoint import formats
 from distdl.checkpoint.adapters import refuse_adapters
 from distdl.checkpoint.convert import plain_weights
 from distdl.checkpoint.settled import refuse_unsettled
-from distdl.config import published
 from distdl.models.parts import heads_of, inside
-from distdl.runs import checkpoints
-from distdl.runs.project import is_run
+from distdl.runs.checkpoints import located
 from distdl.util.errors import UserError
 from distdl.util.wording import first_few
 
@@ -46,7 +44,7 @@ class Taken:
         taken: Of the network.
         new: Of the network, which keep their initial values.
         left: Of the file.
-        misfits: Names that must fit and do not; empty: the file may be loaded.
+        misfits: What must fit and does not, in a few words each; empty: the file may be loaded.
     """
 
     taken: list[str]
@@ -76,31 +74,28 @@ class Taken:
         unknown = sorted(given.keys() - wanted.keys())
         other = [n for n in wanted if n in given and wanted[n].shape != given[n].shape]
         one_layer = len({name.rpartition(".")[0] for name in other}) <= 1
-        misfits = [*other, *missing, *unknown]
-        if not missing and not unknown and one_layer and heads is None:
-            misfits = []
         taken = [name for name in wanted if name in given and name not in other]
+        fits = not missing and not unknown and one_layer and heads is None
+        shapes = [f"{n} {[*given[n].shape]} in place of {[*wanted[n].shape]}" for n in other]
+        misfits: list[str] = []
+        for word, names in (("has", shapes), ("lacks", missing), ("also has", unknown)):
+            if names and not (fits and taken):
+                misfits.append(f"it {word} {first_few(names)}")
         new = [_sized(name, value) for name, value in own.items() if name not in taken]
         left = [_sized(name, value) for name, value in weights.items() if name not in taken]
-        return cls(taken, [n for n in new if COUNTED not in n], left, misfits if taken else [*own])
+        if not taken and not misfits:
+            misfits = ["it has none of the network's weights"]
+        return cls(taken, [n for n in new if COUNTED not in n], left, misfits)
+
+    def said(self, file: str | Path, count: int) -> str:
+        """How many of the network's `count` weights are from the file, and which are not."""
+        parts = [f"new: {_listed(self.new)}", f"left in the file: {_listed(self.left)}"]
+        counts = f"{len(self.taken)} of {count} weights and buffers are from {file}"
+        return f"model.weights: {counts}; {'; '.join(parts)}"
 
 
 def _sized(name: str, value: torch.Tensor) -> str:
     return f"{name} {[*value.shape]}"
-
-
-def located(named: str | Path) -> Path:
-    """The file that `model.weights` names: of a run's directory best.ckpt, or else last.ckpt.
-
-    Raises:
-        UserError: There is none.
-    """
-    path = Path(named)
-    file = checkpoints.best_or_last(path / "checkpoints") if is_run(path) else path
-    if not file.exists():
-        what = f"no such file: {named}" if file == path else f"{named} has no checkpoint"
-        raise UserError.at(published.KEY, what, published.instead_of(named), code="not-found")
-    return file
 
 
 def read_weights(file: str | Path) -> dict[str, torch.Tensor]:
@@ -136,11 +131,20 @@ def fit_to(
         raise UserError.at("model.head", what, remedy, code="mismatch")
     fit = Taken.of(network.state_dict(), weights, heads)
     if fit.misfits:
-        shown = first_few(fit.misfits)
-        what = f"{file} holds the weights of another network than {kind}: {shown}"
+        what = f"{file} holds the weights of another network than {kind}: {'; '.join(fit.misfits)}"
         remedy = "choose the model that the weights belong to"
         raise UserError.at("model.weights", what, remedy, code="mismatch")
+    refuse_broken(file, {name: weights[name] for name in fit.taken})
     return fit
+
+
+def refuse_broken(file: str | Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raises a UserError if some values are NaN or infinite: nothing could be trained from them."""
+    wrong = [name for name, value in weights.items() if not torch.isfinite(value).all()]
+    if wrong:
+        what = f"{file} has NaN or infinite values in {first_few(wrong)}"
+        remedy = "weights of a training that did not diverge"
+        raise UserError.at("model.weights", what, remedy, code="damaged-file")
 
 
 def load_weights(
@@ -163,9 +167,7 @@ def load_weights(
     weights = read_weights(file)
     fit = fit_to(network, file, weights, head, classes)
     if head == NEW:
-        counts = f"{len(fit.taken)} of {len(network.state_dict())} weights and buffers"
-        parts = "; ".join([f"new: {_listed(fit.new)}", f"left in the file: {_listed(fit.left)}"])
-        log.info("model.weights: %s are from %s; %s", counts, file, parts)
+        log.info("%s", fit.said(file, len(network.state_dict())))
     elif fit.new:
         names = ", ".join(name.partition(" ")[0] for name in fit.new)
         log.warning("not loaded from %s, because the shapes differ: %s", file, names)

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+from distdl.config import published
 from distdl.runs.directory import read_json, sync, write_json
+from distdl.runs.project import is_run
 from distdl.util.errors import UserError
 from distdl.util.strict_json import numbers
 
@@ -299,6 +301,20 @@ def best_or_last(folder: Path) -> Path:
     """Which checkpoint of a run is meant if none is named."""
     path = folder / "best.ckpt"
     return path if path.exists() else folder / "last.ckpt"
+
+
+def located(named: str | Path) -> Path:
+    """The file that `model.weights` names: of a run's directory best.ckpt, or else last.ckpt.
+
+    Raises:
+        UserError: There is none.
+    """
+    path = Path(named)
+    file = best_or_last(path / "checkpoints") if is_run(path) else path
+    if not file.exists():
+        what = f"no such file: {named}" if file == path else f"{named} has no checkpoint"
+        raise UserError.at(published.KEY, what, published.instead_of(named), code="not-found")
+    return file
 
 
 def identity(path: Path) -> str:

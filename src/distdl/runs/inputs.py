@@ -1,4 +1,5 @@
-"""Files that a run starts from, kept with it: weights that were fetched by their name.
+"""Files that a run starts from, kept with it: weights that were fetched by their name, and those
+beside which adapters are trained (`model.lora`), without which these say nothing.
 
     outputs/<experiment>/<name>/inputs/
         resnet50-11ad3fa6.pth
@@ -83,7 +84,7 @@ def stored(provenance: Mapping[str, Any], folder: Path, key: str, name: str) -> 
     found = StoredInput(key, name, path, file, str(entry.get("sha256")), str(entry.get("source")))
     if path.is_symlink() or sha256_of(path) != found.sha256:
         what = f"it is not the file of {name} that was stored with the run"
-        raise Damaged(path, what, f"remove it, and resume the run: {name} is fetched again")
+        raise Damaged(path, what, f"remove it, and resume the run: {name} is stored again")
     return found
 
 
@@ -115,7 +116,7 @@ def remove(folder: Path) -> None:
 
 
 def placed(config: DictConfig, folder: Path, provenance: Mapping[str, Any]) -> DictConfig:
-    """The config with the path of the stored file in place of a name.
+    """The config with the path of the stored file in place of what the run's `model.weights` named.
 
     Args:
         folder: Of the run, or the bundle.
@@ -123,13 +124,16 @@ def placed(config: DictConfig, folder: Path, provenance: Mapping[str, Any]) -> D
     Raises:
         UserError: The file is missing, or is not what was stored.
     """
-    name = published.name_in(config)
+    entry = (provenance.get(RECORD) or {}).get(published.KEY)
+    named = OmegaConf.select(config, published.KEY, throw_on_resolution_failure=False)
+    is_kept = isinstance(entry, Mapping) and named is not None and entry.get("name") == str(named)
+    name = str(named) if is_kept else published.name_in(config)
     if name is None:
         return config
     found = stored(provenance, folder, published.KEY, name)
     if found is None:
         what = f"the file of {name} is not in {folder / FOLDER}"
-        remedy = "start the job by distdl, which fetches it and sends it along"
+        remedy = "start the job by distdl, which stores it there and sends it along"
         raise UserError.at(published.KEY, what, remedy, code="not-found")
     OmegaConf.update(config, published.KEY, str(found.path))
     return config

@@ -70,6 +70,11 @@ from distdl.util.refusal_codes import OTHER
 _NOTE = re.compile(r"\n    \[([a-z-]+)\]$")
 
 
+class Note(str):
+    """What a class's own check tells the user without refusing anything. (A plain string says what
+    it could not check.)"""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong."""

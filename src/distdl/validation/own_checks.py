@@ -10,6 +10,7 @@ from typing import Any
 
 from distdl.config.paths import path_text
 from distdl.config.schema import COLLECTIONS
+from distdl.util.errors import Note
 from distdl.util.typed import Path
 from distdl.validation.findings import ConfigFindings
 from distdl.validation.located import in_short, origin
@@ -75,7 +76,9 @@ class OwnChecks:
             context = {**self.context, "config": self.config, "refused": refused}
             arguments = (node, context) if wants_context else (node,)
             for problem in check(*arguments) or ():
-                if isinstance(problem, str):
+                if isinstance(problem, Note):
+                    self.findings.notes.append(str(problem))
+                elif isinstance(problem, str):
                     self.findings.notes.append(f"not checked: {start}: {problem}")
                 else:
                     location = f"{start}.{problem.path}" if problem.path else start

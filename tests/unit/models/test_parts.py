@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -159,7 +160,12 @@ def test_misspelt_patterns_and_nothing_left_to_train():
 
 
 def test_a_model_node_is_checked_before_the_start(tmp_path):
-    torch.save(resnet18(num_classes=10).state_dict(), tmp_path / "base.pth")
+    weights = resnet18(num_classes=10).state_dict()
+    torch.save(weights, tmp_path / "base.pth")
+    broken = (tmp_path / "base.pth").read_bytes()[:1000]
+    (tmp_path / "cut.pth").write_bytes(broken)
+    torch.save({**weights, "conv1.weight": torch.zeros(64, 3, 5, 5)}, tmp_path / "wide.pth")
+    torch.save({**weights, "bn1.bias": torch.full([64], math.nan)}, tmp_path / "nan.pth")
     network = {"_target_": "torchvision.models.resnet18", "num_classes": 4}
     node = {"network": network, "num_classes": 4, "weights": str(tmp_path / "base.pth")}
     context = {"local": True, "config": {}, "refused": []}
@@ -171,10 +177,30 @@ def test_a_model_node_is_checked_before_the_start(tmp_path):
         ({"head": "new", "num_classes": 7}, "head", "has 7 outputs"),
         ({"network": {"_target_": "torchvision.models.resnet34"}}, "weights", "another network"),
         ({"weights": "nowhere.pth"}, "weights", "no such file"),
+        ({"weights": f"{tmp_path}/cut.pth"}, "weights", f"{tmp_path}/cut.pth: is not a checkpoint"),
+        (
+            {"weights": f"{tmp_path}/wide.pth"},
+            "weights",
+            "it has conv1.weight [64, 3, 5, 5] in place of [64, 3, 7, 7], fc.weight [10, 512] in",
+        ),
+        (
+            {"network": {"_target_": "torchvision.models.resnet34"}, "num_classes": 1000},
+            "weights",
+            "it lacks layer1.2.bn1.bias, layer1.2.bn1.running_mean, ",
+        ),
+        ({"weights": f"{tmp_path}/nan.pth", "head": "new"}, "weights", "infinite values in bn1.b"),
     ):
         problems = [*ImageClassifier.check(node | more, context)]
         assert [problem.path for problem in problems] == [path]
         assert text in problems[0].what
+    lora = {**node, "weights": None, "lora": {"rank": 2}}
+    assert "beside random weights" in next(iter(ImageClassifier.check(lora, context)))
+    pretrained = {**lora, "network": {**network, "weights": "DEFAULT"}}
+    assert not [*ImageClassifier.check(pretrained, context)]
+    dry = {"local": True, "config": {"dry_run": True}, "refused": []}
+    (note,) = ImageClassifier.check({**node, "head": "new"}, dry)
+    assert "120 of 122 weights and buffers are from" in note
+    assert "new: fc.weight [4, 512], fc.bias [4]; left in the file: fc.weight [10, 512]" in note
 
 
 def test_layers_in_the_order_of_forward():

@@ -47,6 +47,41 @@ def test_a_name_becomes_the_file_in_the_run_and_in_a_bundle(tmp_path, run):
     assert inputs.placed(other, run.path, run.provenance()) == other
 
 
+def trained(folder, number: int) -> None:
+    """A run's folder, with a best checkpoint of an epoch."""
+    (folder / "attempts").mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text("seed: 1\n")
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    best = folder / "checkpoints/best.ckpt"
+    best.unlink(missing_ok=True)
+    best.write_text(f"epoch {number}")
+
+
+def test_weights_beside_adapters_stay_with_the_run(tmp_path, monkeypatch):
+    """Its checkpoints lack them, and the best checkpoint of another run is another one later."""
+    monkeypatch.chdir(tmp_path)
+    trained(tmp_path / "base", 1)
+    config = OmegaConf.create({"model": {"weights": "base", "lora": {"rank": 2}}})
+    (found,) = fetching.provide(config, None)
+    run = RunDirectory(tmp_path / "outputs/e/r")
+    inputs.store([found], run.path)
+    run.create("seed: 1\n", {inputs.RECORD: {found.key: found.record()}})
+    trained(tmp_path / "base", 2)
+    (kept,) = fetching.provide(config, run)
+    assert kept.path.read_text() == "epoch 1"
+    placed = inputs.placed(config.copy(), run.path, run.provenance())
+    assert placed.model.weights == str(kept.path)
+    kept.path.unlink()
+    with pytest.raises(UserError, match="base is another file now than the run began with"):
+        fetching.provide(config, run)
+    trained(tmp_path / "base", 1)
+    assert [each.sha256 for each in fetching.provide(config, run)] == [found.sha256]
+    (tmp_path / "base/checkpoints/best.ckpt").unlink()
+    assert fetching.provide(config, None) == [], "the model's own check says that it is missing"
+    whole = OmegaConf.create({"model": {"weights": "base", "lora": None}})
+    assert fetching.provide(whole, None) == [], "a checkpoint of it has all weights"
+
+
 def test_a_changed_or_missing_file_is_refused(run):
     file = run.path / "inputs/tiny.safetensors"
     file.unlink()

@@ -26,7 +26,7 @@ from distdl.domains.domain import domain_of
 from distdl.domains.exports import Exports
 from distdl.models import lora
 from distdl.models.weights import load_weights
-from distdl.runs import checkpoints
+from distdl.runs import checkpoints, inputs
 from distdl.runs.directory import RunDirectory, shown
 from distdl.tools.serving import formats, model_folder, registry
 from distdl.tools.serving.scorer import Scorer
@@ -135,7 +135,8 @@ class Export:
         if adapters.KEY not in saved:
             return None
         refuse_unsettled(saved, shown(file))
-        module = make_module(self.config.model)
+        kept = inputs.placed(self.config.copy(), self.run.path, self.run.provenance())
+        module = make_module(kept.model)
         trained = lora.trained_names(module)
         digest = lora.digest_of(module, trained) if self.config.model.get(lora.KEY) else ""
         lora.refuse_others(saved, shown(file), digest)
