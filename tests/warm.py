@@ -49,7 +49,7 @@ SET_PARENT_DEATH_SIGNAL = 1  # linux/prctl.h
 # Of Python. A spawned process gets those of the one that starts it, and torchrun's ranks get `-u`.
 FLAGS = ("-P", "-B", "-u")
 # Read when Python or a library starts: with other values a fork would not be the same.
-AT_START = ("PYTHON", "LD_", "OMP_", "MKL_")
+AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "HF_")
 PATH = "PYTHONPATH"  # but these folders are added, unless something in them would be imported first
 LATER = (PATH, "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
