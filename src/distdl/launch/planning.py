@@ -295,6 +295,7 @@ def check_classes(planned: Plan, *, apart: bool = False) -> None:
             launch.trust.folders,
             in_process=trains_here or (program is not None and own_launcher),
             new=not planned.run.exists,
+            resumes=any(planned.run.checkpoints.glob("*.ckpt")),
             builds=builds,
             fetched=bool(planned.inputs),
         )

@@ -45,8 +45,8 @@ def problems(
     named = not file or published.is_name(file)
     here = context is not None and bool(context["local"] or context.get("fetched"))
     reads = here and not named
-    if not classifies:  # of a run that exists, the checkpoint has all weights
-        reads = reads and bool((context or {}).get("new", True))
+    if not config.get("lora"):  # of a run that has a checkpoint, that has all weights
+        reads = reads and not (context or {}).get("resumes")
     try:
         if reads:
             located(str(file))

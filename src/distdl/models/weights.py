@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from distdl.checkpoint import formats
 from distdl.checkpoint.adapters import refuse_adapters
 from distdl.checkpoint.convert import plain_weights
 from distdl.checkpoint.settled import refuse_unsettled
+from distdl.config.recipe import is_own
 from distdl.models.parts import heads_of, inside
 from distdl.runs.checkpoints import located
 from distdl.util.errors import UserError
@@ -96,6 +98,14 @@ class Taken:
 
 def _sized(name: str, value: torch.Tensor) -> str:
     return f"{name} {[*value.shape]}"
+
+
+def starting_keys(node: Mapping[Any, Any]) -> list[str]:
+    """The keys of a model's node by which it loads a file of weights: without them it is built for
+    a checkpoint that has all of them. The file may be gone by then, or be another one. A class of
+    somebody else's keeps its own arguments."""
+    is_ours = is_own(node.get("_target_"))
+    return [key for key in ("weights", "head") if is_ours and key in node]
 
 
 def read_weights(file: str | Path) -> dict[str, torch.Tensor]:

@@ -123,6 +123,7 @@ def check_bindings(
     local: bool | None = None,
     in_process: bool = False,
     new: bool = False,
+    resumes: bool = False,
     builds: bool = True,
     fetched: bool = False,
 ) -> tuple[list[Problem], list[str], dict[str, Any]]:
@@ -134,6 +135,7 @@ def check_bindings(
         size: The size of the run; None if only the launcher knows it.
         in_process: Import everything in this process, which becomes the worker afterwards.
         new: Whether the run has no attempt yet: a resume is not refused for its tracker.
+        resumes: Whether the run has a checkpoint here, and so needs no other weights.
         builds: Whether the task needs the built run; else only the task and the launcher are
             imported.
         fetched: Whether the files that the config names are on this machine, wherever it runs.
@@ -151,6 +153,7 @@ def check_bindings(
         "world_size": known.world_size,
         "local": here,
         "new": new,
+        "resumes": resumes,
         "fetched": fetched,
         "batch_chosen_later": resolved.batch_chosen_later,
     }

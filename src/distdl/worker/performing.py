@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from distdl import tracking
 from distdl.checkpoint import fetching
@@ -19,6 +19,8 @@ from distdl.config import recipe as configs
 from distdl.distributed import process_group, rank_table
 from distdl.job import JobState
 from distdl.loops.fit import Rebuilt
+from distdl.models import lora
+from distdl.models.weights import starting_keys
 from distdl.ranks.stopping import Stopped
 from distdl.runs import checkpoints
 from distdl.runs.directory import RunDirectory
@@ -56,7 +58,7 @@ def build_and_run(config: DictConfig, context: RankContext) -> dict[str, float]:
 
         def build_once(again: bool) -> Built:
             newest = starting_point(config, context) if again else checkpoint
-            built = build_run(config, context, tracker, newest, again)
+            built = build_run(begun(config, newest), context, tracker, newest, again)
             if task.evaluates and built.has_trained:
                 name_by_task(built.trainer.loggers, str(config.task._target_).rpartition(".")[2])
             return built
@@ -114,6 +116,17 @@ def starting_point(config: DictConfig, context: RankContext) -> str | None:
     """The checkpoint to start from, where this rank can read it."""
     newest = newest_checkpoint(config, context.run) if context.environment.rank == 0 else None
     return fetching.provide(newest, context.run.path, context.environment)
+
+
+def begun(config: DictConfig, checkpoint: str | None) -> DictConfig:
+    """The config without the file of weights that the run began with, once a checkpoint of its own
+    has all of them: the file may be gone, or be another one now. Adapters need it for ever."""
+    model = config.get("model") or {}
+    own = checkpoint is not None and not schema.Checkpoint.of(config.checkpoint).resume_from
+    if not own or model.get(lora.KEY):
+        return config
+    without = dict.fromkeys(f"model.{key}" for key in starting_keys(model))
+    return configs.merge(config, OmegaConf.create(), without)
 
 
 def newest_checkpoint(config: DictConfig, run: RunDirectory) -> str | None:

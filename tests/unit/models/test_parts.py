@@ -193,6 +193,9 @@ def test_a_model_node_is_checked_before_the_start(tmp_path):
         problems = [*ImageClassifier.check(node | more, context)]
         assert [problem.path for problem in problems] == [path]
         assert text in problems[0].what
+    gone = {**node, "weights": "nowhere.pth"}
+    assert not [*ImageClassifier.check(gone, {**context, "resumes": True})]
+    assert [*ImageClassifier.check({**gone, "lora": {"rank": 2}}, {**context, "resumes": True})]
     lora = {**node, "weights": None, "lora": {"rank": 2}}
     assert "beside random weights" in next(iter(ImageClassifier.check(lora, context)))
     pretrained = {**lora, "network": {**network, "weights": "DEFAULT"}}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR
 
@@ -16,6 +17,27 @@ from distdl.runs.checkpoints import manifest_of
 from distdl.runs.directory import RunDirectory
 from distdl.strategies import deepspeed_state
 from distdl.worker import build, performing
+
+OWN = "distdl.models.ImageClassifier"
+
+
+@pytest.mark.parametrize(
+    ("model", "checkpoint", "left"),
+    [
+        ({"_target_": OWN}, None, ("a.pth", "new")),
+        ({"_target_": OWN}, "run/checkpoints/epoch_000.ckpt", (None, None)),
+        ({"_target_": OWN, "lora": {"rank": 2}}, "run/checkpoints/last.ckpt", ("a.pth", "new")),
+        ({"_target_": "mine.Module"}, "run/checkpoints/last.ckpt", ("a.pth", "new")),
+    ],
+)
+def test_a_run_with_a_checkpoint_needs_no_other_weights(model, checkpoint, left):
+    """The file that it began with may be gone. Adapters are nothing without it."""
+    config = OmegaConf.create(
+        {"model": {**model, "weights": "a.pth", "head": "new"}, "checkpoint": {}}
+    )
+    begun = performing.begun(config, checkpoint).model
+    assert (begun.weights, begun.head) == left
+    assert config.model.weights == "a.pth", "what is recorded stays"
 
 
 class Large:

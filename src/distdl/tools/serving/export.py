@@ -25,7 +25,7 @@ from distdl.domains.answers import Answers
 from distdl.domains.domain import domain_of
 from distdl.domains.exports import Exports
 from distdl.models import lora
-from distdl.models.weights import load_weights
+from distdl.models.weights import load_weights, starting_keys
 from distdl.runs import checkpoints, inputs
 from distdl.runs.directory import RunDirectory, shown
 from distdl.tools.serving import formats, model_folder, registry
@@ -82,14 +82,15 @@ def export(
     return target, verified
 
 
-def without_lora(node: DictConfig) -> dict[str, Any]:
-    """A model's node for weights of which adapters are a part."""
-    return {key: value for key, value in plain(node).items() if key != lora.KEY}
+def for_whole_weights(node: DictConfig) -> dict[str, Any]:
+    """A model's node for weights of which adapters are a part, and that are loaded afterwards."""
+    left_out = {lora.KEY, *starting_keys(node)}
+    return {key: value for key, value in plain(node).items() if key not in left_out}
 
 
 def random_network(config: DictConfig) -> nn.Module:
     """The network of a run's config as its module has it, with any weights."""
-    module: Any = make_module(without_lora(config.model))
+    module: Any = make_module(for_whole_weights(config.model))
     network: nn.Module = module.network
     return network
 
@@ -124,7 +125,7 @@ class Export:
     def _module(self, weights: Path) -> LightningModule:
         module: Any = self._adapted(weights)
         if module is None:
-            module = make_module(without_lora(self.config.model))
+            module = make_module(for_whole_weights(self.config.model))
             load_weights(module.network, weights)
         module.float().eval().requires_grad_(False)
         return module
@@ -195,7 +196,7 @@ class Export:
         # First: an exporter may leave its own tensors in what the network keeps.
         expected = self.leaves.expected(answers, samples)
         description = dict(self._description(kind, answers))
-        node = without_lora(self.config.model)
+        node = for_whole_weights(self.config.model)
         description |= formats.write(kind, self.leaves, answers, samples, folder, node)
         model_folder.describe(folder, description)
         scored = self._scored(kind, answers, samples, folder)
