@@ -208,8 +208,13 @@ def alone(folder: Path) -> Iterator[None]:
             yield
         except UserError:
             if made and [*folder.iterdir()] == [lock]:
-                lock.unlink()
-                with suppress(OSError):  # another command may have begun beside it
-                    for each in made:
-                        each.rmdir()
+                _remove(lock, made)
             raise
+
+
+def _remove(lock: Path, made: Sequence[Path]) -> None:
+    """Removes what a refused search has made. `made`: its folders, the innermost first."""
+    lock.unlink()
+    with suppress(OSError):  # another command may have written into one of them meanwhile
+        for folder in made:
+            folder.rmdir()

@@ -28,20 +28,25 @@ def provide(config: DictConfig, run: RunDirectory | None) -> list[StoredInput]:
     Raises:
         UserError: A file cannot be fetched, is damaged, or is another one than the run began with.
     """
-    published_name = published.name_in(config)
-    name = published_name or beside_adapters(config)
+    name = published.name_in(config) or beside_adapters(config)
     if name is None:
         return []
-    record = run.provenance() if run is not None and run.exists else {}
-    if run is not None and (kept := stored(record, run.path, published.KEY, name)):
+    if run is None or not run.exists:
+        return _found(name)
+    record = run.provenance()
+    if kept := stored(record, run.path, published.KEY, name):
         return [kept]
-    found = [fetch(name)] if published_name else found_here(name)
+    found = _found(name)
     began = sha256_in(record, published.KEY)
-    if run is not None and began and began not in [each.sha256 for each in found]:
+    if began and began not in [each.sha256 for each in found]:
         what = f"{name} is another file now than the run began with (SHA-256 {began[:12]}...)"
         remedy = f"put that file back into {run.path / FOLDER}, or start a new run"
         raise UserError.at(published.KEY, what, remedy, code="mismatch")
     return found
+
+
+def _found(name: str) -> list[StoredInput]:
+    return [fetch(name)] if published.is_name(name) else found_here(name)
 
 
 def beside_adapters(config: DictConfig) -> str | None:

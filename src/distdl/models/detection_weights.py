@@ -20,6 +20,7 @@ from distdl.checkpoint.convert import plain_weights
 from distdl.checkpoint.settled import refuse_unsettled
 from distdl.domains.detection.categories import Categories
 from distdl.models.detection_network import body_of
+from distdl.models.weights import refuse_broken
 from distdl.runs.checkpoints import located
 from distdl.util.errors import UserError
 
@@ -66,6 +67,7 @@ def load_detector_weights(
     refuse_unsettled(checkpoint, str(file))
     weights = plain_weights(checkpoint["state_dict"])
     weights = {name: value for name, value in weights.items() if not name.endswith(COUNTED)}
+    refuse_broken(file, weights)
     if fitting := _of_backbone(network, weights):
         network.load_state_dict(fitting, strict=False)
         left = [name for name in weights if name.startswith(CLASSIFIERS_HEAD)]

@@ -79,10 +79,10 @@ class Taken:
         taken = [name for name in wanted if name in given and name not in other]
         fits = not missing and not unknown and one_layer and heads is None
         shapes = [f"{n} {[*given[n].shape]} in place of {[*wanted[n].shape]}" for n in other]
-        misfits: list[str] = []
-        for word, names in (("has", shapes), ("lacks", missing), ("also has", unknown)):
-            if names and not (fits and taken):
-                misfits.append(f"it {word} {first_few(names)}")
+        differing = {"has": shapes, "lacks": missing, "also has": unknown}
+        misfits = [f"it {word} {first_few(names)}" for word, names in differing.items() if names]
+        if fits and taken:
+            misfits = []
         new = [_sized(name, value) for name, value in own.items() if name not in taken]
         left = [_sized(name, value) for name, value in weights.items() if name not in taken]
         if not taken and not misfits:

@@ -119,11 +119,11 @@ def starting_point(config: DictConfig, context: RankContext) -> str | None:
 
 
 def begun(config: DictConfig, checkpoint: str | None) -> DictConfig:
-    """The config without the file of weights that the run began with, once a checkpoint of its own
-    has all of them: the file may be gone, or be another one now. Adapters need it for ever."""
+    """The config without the file of weights that the run began with, once there is a checkpoint,
+    which has all of them: the file may be gone, or be another one now. Adapters need it for ever.
+    """
     model = config.get("model") or {}
-    own = checkpoint is not None and not schema.Checkpoint.of(config.checkpoint).resume_from
-    if not own or model.get(lora.KEY):
+    if checkpoint is None or model.get(lora.KEY):
         return config
     without = dict.fromkeys(f"model.{key}" for key in starting_keys(model))
     return configs.merge(config, OmegaConf.create(), without)

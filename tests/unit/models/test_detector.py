@@ -224,6 +224,9 @@ def test_weights_of_a_classifier_are_those_of_the_backbone(tmp_path):
     other = small(backbone="resnet34")
     problem = refusal(load_detector_weights, other, file, COCOS_IDS)
     assert "another network than MaskRCNN or its backbone" in problem.what
+    torch.save({**state, "bn1.bias": torch.full([64], torch.nan)}, file)
+    problem = refusal(load_detector_weights, small(), file, COCOS_IDS)
+    assert "has NaN or infinite values in bn1.bias" in problem.what
 
 
 @pytest.mark.parametrize("name", ["maskrcnn_resnet50_fpn", "retinanet_resnet50_fpn"])

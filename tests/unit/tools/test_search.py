@@ -107,6 +107,7 @@ WRONG = {
     "optimizer.lr=log(0,0.00001)": "'optimizer.lr=log(1e-08,1e-05)'",
     "optimizer.lr=loguniform(0.01,1)": "'optimizer.lr=log(0.01,1)'",
     "optimizer.lr=choice()": "optimizer.lr=a,b, choice(a,b)",
+    "tags=run(1)": "quote a text with special characters",
     "data.batch_size=range(9,1)": "'data.batch_size=range(1,9)'",
     "seed=choice(1)": "has one value",
     "checkpoint.keep_last=interval(1,9)": "checkpoint.keep_last=int(interval(1,9))",

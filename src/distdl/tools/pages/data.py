@@ -116,26 +116,28 @@ def _end_lost(
 ) -> None:
     """Ends attempts that were killed before they could record it, at the last thing they logged: a
     run trains once at a time, so one is over if another one began to train after it."""
-    times = {record.attempt: record.time for record in sorted(logged, key=lambda r: r.time)}
+    times: dict[int, float] = {}
+    for record in logged:
+        times[record.attempt] = max(record.time, times.get(record.attempt, 0.0))
     trainings = [each.number for each in attempts if not each.task]
-    states = {} if run is None else {a.number: _state_of(a) for a in run.attempts()}
     for attempt in attempts:
         if attempt.ended is not None or attempt.started is None:
             continue
         if attempt.state == JobState.RUNNING:
             followed = not attempt.task and attempt.number < trainings[-1]
-            known = states.get(attempt.number, attempt.state)
-            attempt.state = JobState.FAILED if followed else known
+            attempt.state = JobState.FAILED if followed else _state_now(attempt, run)
         last = times.get(attempt.number, 0.0)
         if attempt.state != JobState.RUNNING and last > attempt.started:
             attempt.ended = last
 
 
-def _state_of(attempt: Attempt) -> str:
+def _state_now(attempt: ReportedAttempt, run: RunDirectory | None) -> str:
     """The state as far as this machine knows it, see `Attempt.state`."""
+    if run is None:
+        return attempt.state
     try:
-        return attempt.state()
-    except Damaged:
+        return Attempt(run.path / "attempts" / f"{attempt.number:03d}").state()
+    except Damaged:  # which the page names
         return JobState.UNKNOWN
 
 

@@ -203,7 +203,6 @@ def _line(
     axes: Axes, label: str, series: MetricSeries, times_from: float | None, scale: float
 ) -> None:
     """Draws over minutes since `times_from`, or over optimizer steps if that is None."""
-    label = escaped(label)
     x = np.array(series.steps, dtype=float)
     if times_from is not None:
         x = (np.array(series.times) - times_from) / 60

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 LEAST = 2  # values of a space
-DECADES = 1000  # between the ends of a proposed space by the logarithm
+SPAN = 1000  # the factor between the ends of a proposed space by the logarithm
 CALL = re.compile(r"[+]{0,2}([^=]+)=\s*(\w+)\(.*\)\s*", re.DOTALL)
+OF_SPACES = ("choice", "range", "interval", "log", "tag")
 # What other tools call a space, and Hydra's word for it.
 OTHER_WORDS = {
     "loguniform": "log(0.01,1)",
@@ -186,13 +187,13 @@ def in_full(word: str) -> str:
 
 
 def _unreadable(words: Sequence[str]) -> Iterator[Problem]:
-    """Words that look like spaces, and that Hydra cannot read: quoted, as it advises for other
+    """Words that are meant as spaces, and that Hydra cannot read: quoted, as is advised for other
     words, they would be texts."""
     from hydra.errors import HydraException
 
     for word in words:
         call = CALL.fullmatch(word)
-        if call is None:
+        if call is None or call[2].lower() not in (*OF_SPACES, *OTHER_WORDS):
             continue
         try:
             grammar.parsed(in_full(word))
@@ -272,7 +273,7 @@ def _of_interval(key: str, interval: object) -> Iterator[Problem]:
         yield Problem(key, what, _typed(key, f"{name}({low:g},{high:g})"), code="out-of-range")
     elif "log" in tags and start <= 0:
         what = f"begins at {start:g}, which has no logarithm"
-        low, high = (end / DECADES, end) if end > 0 else (0.01, 1.0)
+        low, high = (end / SPAN, end) if end > 0 else (0.01, 1.0)
         yield Problem(key, what, _typed(key, f"log({low:g},{high:g})"), code="out-of-range")
     if unknown := tags - {"log"}:
         what = f"there is no tag {min(map(str, unknown))!r}"
