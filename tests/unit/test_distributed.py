@@ -4,6 +4,8 @@ on simulated cards."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -82,12 +84,36 @@ def test_without_bf16_the_way_out_is_named(monkeypatch, caplog):
     device["get_device_properties"] = properties = SimpleNamespace(major=7)
     for name, value in device.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    rank_table.warn_without_bf16("gpu", "bf16-mixed")
+    rank_table.warn_of_slow_bf16("gpu", "bf16-mixed")
     assert caplog.text.count("trainer.precision=16-mixed") == 1
-    rank_table.warn_without_bf16("gpu", "16-mixed")
+    rank_table.warn_of_slow_bf16("gpu", "16-mixed")
     properties.major = 8
-    rank_table.warn_without_bf16("gpu", "bf16-mixed")
+    rank_table.warn_of_slow_bf16("gpu", "bf16-mixed")
     assert len(caplog.records) == 1
+
+
+def test_a_processor_that_imitates_bf16_is_named():
+    """oneDNN, restricted to the instructions of an older processor, in a process of its own."""
+    code = """
+import torch
+from distdl.distributed import rank_table
+before = torch.get_rng_state()
+rank_table.warn_of_slow_bf16("cpu", "32-true")
+rank_table.warn_of_slow_bf16("cpu", "bf16-mixed")
+print(torch.equal(torch.get_rng_state(), before))
+"""
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n", "the training draws what it would have drawn"
+    assert done.stderr.count("this processor imitates bf16, and takes ") == 1
+    assert "trainer.precision=32-true is faster here" in done.stderr
+
+
+def test_where_bf16_is_faster_nothing_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(rank_table, "bf16_by_float32", lambda: 0.6)
+    rank_table.warn_of_slow_bf16("cpu", "bf16-mixed")
+    assert not caplog.records
 
 
 def test_the_group_is_bound_to_the_ranks_gpu(sees, monkeypatch):

@@ -109,7 +109,7 @@ def examine(config: DictConfig, context: RankContext) -> None:
         examiner.examine(config, context, None)
     accelerator = context.resources.accelerator
     precision = config.trainer.get("precision")
-    rank_table.warn_without_bf16(accelerator, precision)
+    rank_table.warn_of_slow_bf16(accelerator, precision)
 
 
 def starting_point(config: DictConfig, context: RankContext) -> str | None:
