@@ -79,6 +79,7 @@ MATRIX := $(addprefix tests/, \
 	strategies/test_model_parallel.py \
 	strategies/test_pipeline.py \
 	strategies/test_sharded.py \
+	tracking/test_mlflow_server.py \
 	unit/cli/test_scale.py \
 	unit/images/test_native.py \
 	unit/launch/test_would_fit.py \

@@ -3,9 +3,9 @@
     python -m benchmarks.fine_tuning --photographs DIR...        # about 40 CPU minutes
 
 The photographs are those of `make speedrun`, ten classes. A ResNet-18 is trained on the first five
-(`+experiment=imagenette_cpu`). Then the other five are learnt in 2, 5 and 10 epochs: from its
-weights with a new head (`+experiment=finetune_cpu`), and from random weights. Each way has the best
-of three rates, which are fixed here, by the first seed at 5 epochs; there are three seeds.
+(`+experiment=first`, the first row there). Then the other five are learnt in 2, 5 and 10 epochs:
+from its weights with a new head (`+experiment=finetune_cpu`), and from random weights. Each way has
+the best of three rates, which are fixed here, by the first seed at 5 epochs; there are three seeds.
 
 Each training is one command, as a user types it, and its result a file of its own below `--to`: the
 same command goes on where it was cut off.
@@ -60,7 +60,7 @@ class Way:
         if self.kind == SCRATCH:
             # A ninth, as the experiment has it.
             warm_up = f"schedule.warmup_epochs={self.epochs / 9:.3f}"
-            return ["+experiment=imagenette_cpu", *changed, warm_up]
+            return ["+experiment=first", *changed, warm_up]
         # Few photographs have made these weights, so that early layers have much to learn as well:
         # with the experiment's layer_decay=0.75 a held-out fifth of the training photographs had
         # 49 to 54 % at these rates, and 57 % without. 1: also of two epochs.
@@ -86,7 +86,7 @@ def divided(root: Path, lists: Path, photographs: Sequence[Path]) -> tuple[Path,
 def measured(to: Path, first: Path, second: Path) -> dict[Way, Trained]:
     """All trainings, of which those that have a result in `to` are not repeated."""
     base = to / "base.json"
-    learnt = ["+experiment=imagenette_cpu", f"data.num_classes={CLASSES}"]
+    learnt = ["+experiment=first", f"data.num_classes={CLASSES}"]
     source = trained(base, first, learnt, SEEDS[0], keep=True)
     print(f"the first five classes: {100 * source.accuracy:.1f} %", flush=True)
     weights = base.with_suffix(".run") / "speedrun" / "run"

@@ -2,10 +2,10 @@
 
     python -m benchmarks.run serving
 
-A ResNet-18 at 64 pixels (the network of `+experiment=imagenette_cpu`, with random weights)
-classifies JPEGs of 224 pixels. Each server is a process of its own. A client process with 8
-connections that stay open sends the next image on each as soon as the last one is answered. The
-servers take turns of some seconds; the hand-written app has two (A/A).
+A ResNet-18 at 64 pixels, with random weights, classifies JPEGs of 224 pixels. Each server is a
+process of its own. A client process with 8 connections that stay open sends the next image on each
+as soon as the last one is answered. The servers take turns of some seconds; the hand-written app
+has two (A/A).
 """
 
 from __future__ import annotations

@@ -169,6 +169,7 @@ def test_a_mesh_of_devices(tmp_path):
     assert metrics_of(run)["val/loss"] == pytest.approx(on_mesh["val/loss"], abs=1e-5)
 
 
+@matrix_only
 def test_the_example_of_another_domain(tmp_path):
     """examples/segmentation: masks, which distdl does not know, trained, measured and predicted."""
     project = tmp_path / "segmentation"

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT, TINY, UNCHECKED, distdl, last_step, losses
+from tests.conftest import ROOT, TINY, UNCHECKED, distdl, last_step, losses, matrix_only
 from tests.waiting import until
 from tests.written import write
 
@@ -125,6 +125,7 @@ def test_it_must_be_allowed_and_its_yaml_may_come_with_it(there, project, withou
     assert "nice -n 10" in there(*typed)
 
 
+@matrix_only
 def test_where_nothing_queues_a_sweep_runs_in_turn(there, project, without_stage_2):
     there("-m", *CPU, *LAUNCHER, "launcher._target_=more.Alone", "seed=1,2", "name=turns")
     jobs = [*(project / "outputs/default/turns").glob("*/attempts/001")]

@@ -84,6 +84,7 @@ if os.environ.get('RANK') == '0':
 """
 
 
+@matrix_only
 def test_torchrun_names_rank_0_as_the_cause_of_a_refusal(tmp_path, tmp_path_factory):
     """However long that rank takes to end: torchrun names the first that does."""
     slow = tmp_path_factory.mktemp("slow")

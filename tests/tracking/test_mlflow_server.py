@@ -15,7 +15,7 @@ import pytest
 from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
 
-from tests.conftest import free_port
+from tests.conftest import free_port, matrix_only
 from tests.tracking.conftest import Tracked, draw, logger
 from tests.waiting import until
 
@@ -59,6 +59,7 @@ def server(tmp_path_factory):
     server.kill()
 
 
+@matrix_only
 def test_a_server_that_is_down_comes_up_fails_and_comes_back(server, tmp_path, caplog):
     """One story, because a server takes long to start: a run that outlives two outages."""
     missed = run_without_its_server(server, tmp_path, caplog)

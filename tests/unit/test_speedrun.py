@@ -216,6 +216,18 @@ def test_the_loop_is_of_the_same_sizes_and_is_beaten_only_beyond_the_spread():
         assert passed is passes, accuracy
 
 
+def test_cpu_time_is_undecided_where_equal_runs_differ_by_more_than_the_limit():
+    loop = [result(0.7, 100.0), result(0.7, 101.0)]
+    text, passed = bare_loop.verdict([result(0.7, 108.0), result(0.7, 109.0)], loop)
+    assert not passed
+    assert "undecided" not in text
+    text, passed = bare_loop.verdict([result(0.7, 102.0), result(0.7, 115.0)], loop)
+    assert passed
+    assert "undecided: equal runs differ by up to 1.127" in text
+    _, passed = bare_loop.verdict([result(0.5, 102.0), result(0.5, 115.0)], loop)
+    assert not passed, "accuracy is decided all the same"
+
+
 def ways(tuned=0.7, scratch=0.5):
     """Results of all trainings of benchmarks.fine_tuning; the second rate is the best of each."""
     found = {}
@@ -244,7 +256,9 @@ def test_fine_tuning_is_compared_at_the_best_rate_of_each_kind():
 def test_its_trainings_are_configs_that_may_start(tmp_path):
     for kind in fine_tuning.RATES:
         words = fine_tuning.Way(kind, 0.05, 2, 1).arguments(tmp_path / "base")
-        config = compose.compose([*words, *training.MEASURED, f"data.root={tmp_path}"])
+        config = compose.compose(
+            [*words, *training.MEASURED, f"data.root={tmp_path}"], [str(training.CONF)]
+        )
         assert config.data.num_classes == 5
         assert config.trainer.max_epochs == 2
         assert config.optimizer.lr == 0.05

@@ -73,6 +73,7 @@ def test_it_is_said_after_the_report_and_written_into_it(failed, monkeypatch, ca
     assert not capsys.readouterr().err
 
 
+@matrix_only
 def test_each_proposal_fits_by_the_numbers_of_plan():
     words = (*TINY, "data.batch_size=64", "strategy=ddp")
 
