@@ -25,7 +25,16 @@ from distdl.runs.directory import RunDirectory
 from distdl.runs.records import encode
 from distdl.runs.verdicts import SearchVerdict, Verdicts, Word
 from distdl.stores.files import FileStore
-from distdl.tools.search import files, halving, objectives, pruning, slots, spaces, trials
+from distdl.tools.search import (
+    files,
+    following,
+    halving,
+    objectives,
+    pruning,
+    slots,
+    spaces,
+    trials,
+)
 from distdl.tools.search.engine import SearchEngine, TrialEnd
 from distdl.tools.search.halving import Rungs, Standing
 from distdl.tools.search.objectives import Objective
@@ -573,11 +582,10 @@ def test_a_trial_is_told_again_until_it_hears(tmp_path, monkeypatch, capsys):
         under_way=[trial],
         is_local=False,
         _asked_at=-math.inf,
-        _states=lambda trials: [JobState.RUNNING for _ in trials],
         pruning=SimpleNamespace(word=lambda trial: next(words)),
-        _follow=Search._follow,
     )
     search._judge = lambda *given: Search._judge(search, *given)
+    monkeypatch.setattr(following, "states", lambda trials: [JobState.RUNNING for _ in trials])
 
     def look():
         search._asked_at = -math.inf
@@ -758,16 +766,16 @@ def test_what_a_job_has_written_is_fetched_as_soon_as_its_platform_answers(monke
     attempt = SimpleNamespace(job=lambda: {"handle": "x"})
     trial = SimpleNamespace(number=3, last_attempt=attempt, run=SimpleNamespace(path=None))
     codes = ["unreachable", "unreachable", ""]
-    assert Search._fetch(trial)
+    assert following.fetch(trial)
     assert "trial 3 is not fetched: no answer: trying again" in capsys.readouterr().out
     codes = ["platform-refuses"]
-    assert not Search._fetch(trial)
+    assert not following.fetch(trial)
     assert "It stays open: the same command fetches it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("pauses", [False, True])
 @pytest.mark.parametrize("moment", ["it ends", "the command was killed then"])
-def test_a_job_that_was_pruned_has_not_succeeded(pauses, moment):
+def test_a_job_that_was_pruned_has_not_succeeded(pauses, moment, monkeypatch):
     """Its platform sees exit code 0 alone; what the run has recorded comes with its files."""
 
     def fetch(trial):
@@ -785,11 +793,11 @@ def test_a_job_that_was_pruned_has_not_succeeded(pauses, moment):
     )
     search = SimpleNamespace(
         free=[],
-        _fetch=fetch,
         pruning=SimpleNamespace(pauses=pauses, word=bool),
         _end=lambda trial, end: told.append(end),
         _conclude=lambda *_: pytest.fail("it is not complete"),
     )
+    monkeypatch.setattr(following, "fetch", fetch)
     if moment == "it ends":
         Search._ended(search, trial, JobState.SUCCEEDED)
     else:

@@ -12,18 +12,19 @@ from dataclasses import replace
 from typing import Any
 
 from distdl.job import JobState
-from distdl.launch import jobs, planning, sweeps
+from distdl.launch import planning, sweeps
 from distdl.launch.jobs import Platforms
 from distdl.launch.planning import Plan
 from distdl.runs.directory import RunDirectory, shown
+from distdl.tools.search import following
 from distdl.tools.search.engine import Proposal, SearchEngine, TrialEnd
 from distdl.tools.search.objectives import OPTION, Objective, instead
-from distdl.tools.search.patience import PATIENCE_S, Patience, store_fails, try_store, unwritable
+from distdl.tools.search.patience import Patience, store_fails, try_store, unwritable
 from distdl.tools.search.pruning import Pruning
 from distdl.tools.search.slots import Slot
 from distdl.tools.search.spaces import Searched
 from distdl.tools.search.trials import SearchTrial, TrialCurve
-from distdl.util.errors import Damaged, Unfinished, UserError
+from distdl.util.errors import Unfinished, UserError
 from distdl.util.screen import escaped, say
 
 POLL_S = 0.1  # between two looks at the trials
@@ -31,7 +32,6 @@ ASK_S = 5.0  # between two questions to a platform
 ENOUGH = 2  # trials that are refused, before any has a value
 DISK_FULL = os.strerror(errno.ENOSPC)
 MOST_RESTARTS = 3  # of a trial that was preempted or killed
-MOST_PAUSE_S = 30.0  # between two tries to fetch
 
 Told = Callable[["Search", SearchTrial], None]
 
@@ -217,7 +217,7 @@ class Search:
         if recorded is JobState.FAILED and trial.failed_with_store:
             return False
         if recorded in (JobState.SUCCEEDED, JobState.FAILED):
-            if not self._fetch(trial):
+            if not following.fetch(trial):
                 return True
             trial.curve.read()
             if trial.recorded is not JobState.PRUNED:
@@ -304,68 +304,25 @@ class Search:
     def _look(self) -> None:
         trials = self.under_way
         is_due = self.is_local or time.monotonic() >= self._asked_at + ASK_S
-        states = self._states(trials) if is_due else [JobState.RUNNING] * len(trials)
+        states = following.states(trials) if is_due else [JobState.RUNNING] * len(trials)
         if is_due:
             self._asked_at = time.monotonic()
         for trial, state in zip(trials, states, strict=True):
             if self.pruning is not None and is_due and not (self.is_local or state.ended):
-                self._follow(trial)
+                following.read_on(trial)
             has_news = trial.curve.read() or (is_due and trial.unheard)
             if has_news and self.pruning is not None and not state.ended:
                 self._judge(trial, self.pruning)
             if state.ended:
                 self._ended(trial, state)
 
-    @staticmethod
-    def _follow(trial: SearchTrial) -> None:
-        """Reads on in the journal of a trial whose platform keeps it elsewhere."""
-        before = trial.unseen
-        trial.unseen = ""
-        try:
-            if job := trial.job:
-                trial.curve.bring(job)
-        except (OSError, UserError) as error:
-            trial.unseen = _trouble(trial, "followed", error, said=bool(before))
-
-    def _states(self, trials: Sequence[SearchTrial]) -> list[JobState]:
-        """RUNNING until a trial's process, or its job, has ended."""
-        own = [trial for trial in trials if trial.process is not None]
-        ended = {id(trial) for trial in own if trial.process_ended()}
-        others = [trial for trial in trials if trial not in own]
-        last = [trial.last_attempt for trial in others]
-        asked = iter(jobs.states([attempt for attempt in last if attempt is not None]))
-        by_others = {
-            id(trial): JobState.FAILED if attempt is None else next(asked)
-            for trial, attempt in zip(others, last, strict=True)
-        }
-        return [
-            by_others[id(trial)] if id(trial) in by_others else self._state_here(trial, ended)
-            for trial in trials
-        ]
-
-    @staticmethod
-    def _state_here(trial: SearchTrial, ended: set[int]) -> JobState:
-        if id(trial) not in ended:
-            return JobState.RUNNING
-        last = trial.last_attempt
-        try:
-            return last.state() if last else JobState.FAILED
-        except Damaged:
-            return JobState.FAILED
-
     def _judge(self, trial: SearchTrial, pruning: Pruning) -> None:
         """Tells a run how it goes on. One that cannot be told trains on, and is told later."""
-        word = pruning.word(trial)
-        before = trial.unheard
-        trial.unheard = ""
-        try:
-            trial.say(word)
-        except (OSError, UserError) as error:
-            trial.unheard = _trouble(trial, "told", error, said=bool(before))
+        following.tell(trial, pruning.word(trial))
 
     def _ended(self, trial: SearchTrial, state: JobState) -> None:
         self.free.append(trial.free())
-        if not self._fetch(trial):
+        if not following.fetch(trial):
             return
         trial.curve.read()
         trial.unheard = ""
@@ -397,33 +354,6 @@ class Search:
         """Whether a failed trial would not have failed with a disk that it can write to."""
         trial.failed_with_store = DISK_FULL in trial.error or store_fails(self.folder)
         return trial.failed_with_store
-
-    @staticmethod
-    def _fetch(trial: SearchTrial) -> bool:
-        """Copies what a job has written, if its platform keeps that elsewhere. False: it cannot be
-        copied now."""
-        last = trial.last_attempt
-        if last is None or not last.job():
-            return True
-        job = jobs.job_of(last)
-        until = time.monotonic() + PATIENCE_S
-        pause = 1.0
-        while job.is_remote:
-            try:
-                job.fetch(trial.run.path)
-            except UserError as error:
-                what = f"note    trial {trial.number} is not fetched: {error.problems[0].what}"
-                lasts = any(problem.code != "unreachable" for problem in error.problems)
-                if lasts or time.monotonic() > until:
-                    say(escaped(f"{what}. It stays open: the same command fetches it"))
-                    return False
-                if pause == 1.0:
-                    say(escaped(f"{what}: trying again"))
-            else:
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, MOST_PAUSE_S)
-        return True
 
     def _refuse_unlogged(self, trial: SearchTrial) -> None:
         """Raises an error, after the first trial, if its module logs no metric of that name."""
@@ -485,11 +415,3 @@ class Search:
                 trial.end = before.end
                 if self.told is not None:
                     self.told(self, trial)
-
-
-def _trouble(trial: SearchTrial, done: str, error: OSError | UserError, *, said: bool) -> str:
-    """Why a trial cannot be followed or told now, which is said once until it has gone."""
-    reason = error.problems[0].what if isinstance(error, UserError) else str(error)
-    if not said:
-        say(escaped(f"note    trial {trial.number} cannot be {done} ({reason}): trying again"))
-    return reason
