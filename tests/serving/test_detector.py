@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from distdl.cli import serve
-from distdl.runs.checkpoints import sha256
 from distdl.tools.serving.formats import answered_alone
 from distdl.tools.serving.packaged import RunsCode
 from distdl.tools.serving.scorer import Scorer
+from distdl.util.digests import sha256_of
 from distdl.util.errors import UserError
 from tests import drawn_coco
 from tests.cluster.test_score_scripts import AZURE, clean, needs_azure, running
@@ -231,7 +231,7 @@ def test_a_package_runs_no_code_unless_it_is_trusted(package, tmp_path):
     mark = tmp_path / "executed"
     code = copy / "distdl_scoring/detection_network.py"
     code.write_text(f"open({str(mark)!r}, 'w')\n")
-    description["files"]["distdl_scoring/detection_network.py"] = sha256(code)
+    description["files"]["distdl_scoring/detection_network.py"] = sha256_of(code)
     for says in (True, False, None):
         (copy / "model.json").write_text(json.dumps({**description, "runs_code": says}))
         with pytest.raises(UserError, match=r"--trust, if you would run code of whoever wrote it"):

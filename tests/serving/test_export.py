@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 from distdl.cli.export import HERE
 from distdl.domains.classification.exports import of_classifier
 from distdl.launch import resuming
-from distdl.runs.checkpoints import judged_by, sha256
+from distdl.runs.checkpoints import judged_by
 from distdl.runs.directory import RunDirectory
 from distdl.tools.serving import formats
 from distdl.tools.serving.export import Export
@@ -23,6 +23,7 @@ from distdl.tools.serving.model_folder import describe, export_of
 from distdl.tools.serving.registry import DATA as DATA_TAG
 from distdl.tools.serving.registry import METRIC, SHA256, VALUE, _register, succeeds
 from distdl.tools.serving.scorer import Scorer
+from distdl.util.digests import sha256_of
 from distdl.util.errors import Disagrees, UserError
 from tests.conftest import UNCHECKED, matrix_only, status
 from tests.serving.conftest import RUN, VAL, accuracy, export, outside, validation_images
@@ -261,7 +262,7 @@ def truncate(folder):
 def pickle(folder):
     torch.save(torch.zeros(1), folder / "model.pt2")
     fields = json.loads((folder / "model.json").read_text())
-    fields["files"]["model.pt2"] = sha256(folder / "model.pt2")
+    fields["files"]["model.pt2"] = sha256_of(folder / "model.pt2")
     (folder / "model.json").write_text(json.dumps(fields))
 
 

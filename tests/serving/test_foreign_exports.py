@@ -19,10 +19,10 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from distdl.domains.classification.exports import of_classifier
-from distdl.runs.checkpoints import sha256
 from distdl.tools.serving import formats, model_folder
 from distdl.tools.serving.exported_program import expression
 from distdl.tools.serving.scorer import Scorer
+from distdl.util.digests import sha256_of
 from distdl.util.json_rules import Unsafe
 from tests.conftest import distdl
 from tests.serving.colours import photo
@@ -129,7 +129,7 @@ class Foreign:
         """Writes the hashes that the files have now, as somebody would who changed them."""
         described = json.loads((self.folder / "model.json").read_text())
         for name in described["files"]:
-            described["files"][name] = sha256(self.folder / name)
+            described["files"][name] = sha256_of(self.folder / name)
         (self.folder / "model.json").write_text(json.dumps(described))
 
 

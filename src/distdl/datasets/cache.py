@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import itertools
 import logging
 import os
@@ -32,6 +31,7 @@ from distdl.datasets.format import File
 from distdl.stores import Progress, Store
 from distdl.stores.files import reserved
 from distdl.util.atomic_files import sync, write_bytes
+from distdl.util.digests import sha256_of
 from distdl.util.errors import NoRoom, StoreError, UserError
 
 log = logging.getLogger(__name__)
@@ -235,8 +235,7 @@ def difference(path: Path, file: File) -> str:
     size = path.stat().st_size
     if size != file.bytes:
         return f"it has {size} bytes instead of {file.bytes}"
-    with path.open("rb") as copy:
-        sha256 = hashlib.file_digest(copy, "sha256").hexdigest()
+    sha256 = sha256_of(path)
     return "" if sha256 == file.sha256 else f"its sha256 is {sha256[:12]}..., not {file.sha256}"
 
 

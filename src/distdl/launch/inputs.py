@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from distdl.config import published
 from distdl.runs.checkpoints import located
 from distdl.runs.directory import RunDirectory
-from distdl.runs.inputs import FOLDER, StoredInput, sha256_in, sha256_of, stored
+from distdl.runs.inputs import FOLDER, StoredInput, sha256_in, stored
+from distdl.util.digests import sha256_of
 from distdl.util.errors import UserError
 from distdl.util.redact import redact
 

@@ -28,6 +28,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from distdl.config.published import KEY, TIMM, TORCHVISION
+from distdl.util.digests import sha256_of
 from distdl.util.errors import Problem, UserError
 from distdl.util.suggest import did_you_mean_word
 
@@ -69,7 +70,7 @@ def _of_torchvision(name: str) -> dict[str, str]:
     mirror = os.environ.get(MIRROR)
     address = f"{mirror.rstrip('/')}{url.removeprefix(PUBLISHER)}" if mirror else url
     target = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
-    digest = _sha256(target) if target.is_file() else ""
+    digest = sha256_of(target) if target.is_file() else ""
     if not digest.startswith(hashed[1]):
         target.parent.mkdir(parents=True, exist_ok=True)
         _say(f"{TORCHVISION}{name}", address)
@@ -84,7 +85,7 @@ def _of_torchvision(name: str) -> dict[str, str]:
         except RuntimeError as error:  # torch's, of a hash
             what = f"what {_shown(address)} sent for {name} is damaged or cut off: {error}"
             raise UserError.at(KEY, what, "try again", code="damaged-file") from None
-        digest = _sha256(target)
+        digest = sha256_of(target)
     return {"path": str(target), "file": target.name, "sha256": digest, "source": url}
 
 
@@ -134,7 +135,7 @@ def _checked(path: Path, stated: str) -> str:
     """The SHA-256 of a file in Hugging Face's cache; "" if it has another hash than `stated`, and
     then it is removed."""
     blob = path.resolve()
-    digest = _sha256(blob)
+    digest = sha256_of(blob)
     if len(stated) == 40:  # a file that is not in LFS has git's hash
         with blob.open("rb") as file:
             head = f"blob {blob.stat().st_size}\0".encode()
@@ -184,11 +185,6 @@ def _shown(url: str) -> str:
     """An address without what may be a secret: a user, a signature."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _no_such_name(what: str, hint: str) -> UserError:

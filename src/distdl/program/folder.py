@@ -12,7 +12,6 @@ finished, and the copy keeps the version that it had before.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import shutil
@@ -26,12 +25,12 @@ from typing import Any, NamedTuple
 
 from distdl.ranks.stopping import StopRequest
 from distdl.stores import Store, StoreError, open_store
+from distdl.util.digests import sha256_of
 from distdl.util.errors import NotRun
 from distdl.util.redact import redact
 
 log = logging.getLogger(__name__)
 
-READ = 1 << 22  # bytes
 QUIET_S = 2.0  # a file that is written to for as long is not finished
 TICK_S = 0.1
 LISTED = 8  # digits of a list's number
@@ -156,7 +155,7 @@ class SyncedFolder:
                 if known and known.get("state") == state:
                     files[name] = known
                 elif finished or Version.of(link) == state:
-                    sha256 = _digest(link)
+                    sha256 = sha256_of(link)
                     new = {"size": state.size, "sha256": sha256, "state": state}
                     if self._upload(link, new):
                         files[name] = new
@@ -227,12 +226,12 @@ class SyncedFolder:
         if not target.resolve().is_relative_to(self.path.resolve()):
             raise ValueError(f"{name!r} leads out of the folder")
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_file() and _digest(target) == file["sha256"]:
+        if target.is_file() and sha256_of(target) == file["sha256"]:
             return
         part = target.with_name(f".{target.name}.part")
         part.unlink(missing_ok=True)
         self._store.download(f"{self._prefix}files/{file['sha256']}", part)
-        if _digest(part) != file["sha256"]:
+        if sha256_of(part) != file["sha256"]:
             raise ValueError(f"{name} is not what was copied")
         shutil.move(part, target)
 
@@ -258,11 +257,3 @@ def _files(content: object) -> Files:
 
 def _contents(files: Files) -> dict[str, str]:
     return {name: str(file["sha256"]) for name, file in files.items()}
-
-
-def _digest(path: Path) -> str:
-    sha256 = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(READ):
-            sha256.update(data)
-    return sha256.hexdigest()

@@ -8,7 +8,6 @@ not exist) with their own manifests; see `BETWEEN_STEPS` for a `best.ckpt` of it
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from distdl.config import published
 from distdl.runs.directory import read_json, sync, write_json
 from distdl.runs.project import is_run
+from distdl.util.digests import sha256_of
 from distdl.util.errors import UserError
 from distdl.util.strict_json import numbers
 
@@ -51,7 +51,7 @@ class CheckpointStore:
         files = {
             (PurePath(name) / written.relative_to(temporary)).as_posix(): {
                 "size": written.stat().st_size,
-                "sha256": sha256(written),
+                "sha256": sha256_of(written),
             }
             for written in sorted(filter(Path.is_file, parts_of(temporary)))
         }
@@ -208,7 +208,7 @@ def damage_of(path: Path) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != entry["size"]:
             return f"{name} has {file.stat().st_size} bytes, and {entry['size']} were written"
-        if sha256(file) != entry["sha256"]:
+        if sha256_of(file) != entry["sha256"]:
             return f"{name} is not what was written (sha256 differs)"
     return None
 
@@ -322,9 +322,4 @@ def identity(path: Path) -> str:
     files = manifest_at(path).get("files") or {}
     if not files and path.is_dir():
         return str(path)
-    return "+".join(each["sha256"] for each in files.values()) or sha256(path)
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return "+".join(each["sha256"] for each in files.values()) or sha256_of(path)

@@ -10,7 +10,6 @@ has the files too, so that no node downloads anything.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distdl.config import published
 from distdl.util.atomic_files import atomic_file
+from distdl.util.digests import sha256_of
 from distdl.util.errors import Damaged, UserError
 
 FOLDER = "inputs"
@@ -52,11 +52,6 @@ class StoredInput:
         size = self.path.stat().st_size
         known = {"name": self.name, "file": self.file, "sha256": self.sha256}
         return {**known, "bytes": size, "source": self.source}
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_in(provenance: Mapping[str, Any], key: str) -> str:

@@ -8,6 +8,7 @@ from distdl.launch import inputs as fetching
 from distdl.runs import inputs
 from distdl.runs.directory import RunDirectory
 from distdl.runs.inputs import StoredInput
+from distdl.util.digests import sha256_of
 from distdl.util.errors import UserError
 
 NAME = "timm:tiny.in1k"
@@ -20,7 +21,7 @@ def fetched(tmp_path) -> StoredInput:
     (tmp_path / "blob").write_bytes(b"weights")
     path = tmp_path / "model.safetensors"
     path.symlink_to("blob")
-    sha256 = inputs.sha256_of(path)
+    sha256 = sha256_of(path)
     return StoredInput(published.KEY, NAME, path, "tiny.safetensors", sha256, "https://hub/tiny")
 
 
@@ -113,7 +114,7 @@ def test_a_resume_fetches_nothing_unless_the_file_is_gone(run, fetched, monkeypa
     assert fetching.provide(config, run) == [fetched]
     assert asked == [NAME]
     fetched.path.resolve().write_bytes(b"another version")
-    newer = StoredInput(*[*vars(fetched).values()][:4], inputs.sha256_of(fetched.path), "")
+    newer = StoredInput(*[*vars(fetched).values()][:4], sha256_of(fetched.path), "")
     monkeypatch.setattr(fetching, "fetch", lambda name: newer)
     with pytest.raises(UserError, match="is another file now than the run began with"):
         fetching.provide(config, run)

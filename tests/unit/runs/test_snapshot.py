@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 import os
 import random
@@ -196,6 +197,7 @@ def test_outside_git_every_gitignore_counts_and_nothing_is_missed(project):
 
 def as_another_user(root: Path) -> str:
     """What a refusal says if this process is no administrator, who may read everything."""
+    codecs.lookup("utf-8-sig")  # another user may not read this Python's modules
     reading, writing = os.pipe()
     if os.fork() == 0:
         try:

@@ -16,6 +16,7 @@ from distdl.config.recipe import hash_of
 from distdl.domains.served import UNNAMED
 from distdl.runs import checkpoints, files
 from distdl.runs.directory import shown
+from distdl.util.digests import sha256_of
 from distdl.util.errors import UserError
 
 DESCRIPTION = "model.json"
@@ -93,7 +94,7 @@ def describe(folder: Path, description: Mapping[str, Any]) -> None:
 
 def _checksums(folder: Path) -> dict[str, str]:
     paths = [path for path in sorted(folder.rglob("*")) if path.suffix in CHECKED]
-    return {path.relative_to(folder).as_posix(): checkpoints.sha256(path) for path in paths}
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
 
 
 def read(folder: Path) -> dict[str, Any]:
