@@ -212,6 +212,7 @@ gpu-proof: setup  ## what a lent GPU can still show in MINUTES=14, most valuable
 	$(BIN)/python -m benchmarks.gpu_proof --minutes $(or $(MINUTES),14)
 
 speedrun: setup  ## the most accurate training in the CPU time of the first, three seeds: PHOTOGRAPHS="DIR DIR2"
+	@test -n "$(PHOTOGRAPHS)" || { echo 'speedrun: write PHOTOGRAPHS="DIR DIR2", the folders with the photographs that benchmarks/speedrun/photographs lists' >&2; exit 2; }
 	$(BIN)/python -m benchmarks.speedrun --photographs $(PHOTOGRAPHS)
 
 bench: setup  ## every benchmark that fits this machine, each against its competitor

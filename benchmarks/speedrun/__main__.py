@@ -1,6 +1,7 @@
 """The record against the first row of the leaderboard: three seeds, in turn, in one CPU time.
 
     python -m benchmarks.speedrun --photographs DIR...
+    python -m benchmarks.speedrun                          # the leaderboard
 
 The photographs of the lists in photographs/ are looked for below the folders, by class and name:
 1,800 to train on, and 2,000 that the trainings are measured on. They are those of fast.ai's
@@ -27,6 +28,7 @@ FIRST = "first"
 BUDGET = 1.00  # of the CPU time of the first row
 SEEDS = 3
 RECORDS = Path(__file__).with_name("records.yaml")
+COLUMNS = ("date", "commit", "experiment", "accuracy", "CPU ratio", "what changed and why")
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,17 @@ class Row:
         experiment: A file in conf/experiment.
         accuracy: Top-1 of each seed, from 0 to 1.
         cpu: The CPU time of each seed as a share of the first row's in the same round.
+        date: When it was measured, YYYY-MM-DD.
+        commit: Of distdl, which measured it.
+        why: What changed since the row before, and why.
     """
 
     experiment: str
     accuracy: list[float]
     cpu: list[float]
+    date: str = ""
+    commit: str = ""
+    why: str = ""
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -52,7 +60,26 @@ def deviation(values: Sequence[float]) -> float:
 def rows(file: Path = RECORDS) -> list[Row]:
     """The rows of records.yaml, oldest first."""
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return [Row(node["experiment"], node["accuracy"], node["cpu"]) for node in content]
+    return [Row(**node) for node in content]
+
+
+def markdown(records: Sequence[Row]) -> str:
+    """The leaderboard, as RECORDS.md has it."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for record in records:
+        percent = [100 * each for each in record.accuracy]
+        seeds = ", ".join(f"{each:.1f}" for each in percent)
+        accuracy = f"{statistics.mean(percent):.1f} ± {deviation(percent):.1f} % ({seeds})"
+        cells = (
+            record.date,
+            record.commit,
+            f"[{record.experiment}](conf/experiment/{record.experiment}.yaml)",
+            accuracy,
+            f"{statistics.mean(record.cpu):.2f}",
+            record.why.strip(),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def verdict(record: Row, arms: Mapping[str, Sequence[Trained]]) -> tuple[str, bool]:
@@ -94,6 +121,10 @@ def _line(name: str, results: Sequence[Trained]) -> str:
     return f"{name}: {mean} of {results[0].samples} ({each}), {cpu:.0f} CPU s"
 
 
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def main(typed: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speedrun", description=__doc__.splitlines()[0]
@@ -103,6 +134,9 @@ def main(typed: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path("outputs/speedrun/measure"))
     args = parser.parse_args(typed)
     record = rows()[-1]
+    if not args.photographs:
+        print(markdown(rows()))
+        return 0
     try:
         splits = {
             "train": folds.found(args.lists / "train.txt", args.photographs),
@@ -113,10 +147,13 @@ def main(typed: Sequence[str] | None = None) -> int:
         arms: dict[str, list[Trained]] = {name: [] for name in names}
         for seed in range(args.seeds):
             for name in turned(names, seed):
+                number = sum(map(len, arms.values())) + 1
+                of = f"training {number} of {args.seeds * len(names)}"
+                say(f"{of}: {name}, seed {seed} (about 4 minutes on two idle cores)")
                 at = args.results / f"{name}-seed{seed}.json"
                 result = trained(at, root, [f"+experiment={name}"], seed)
                 arms[name].append(result)
-                print(f"seed {seed}: {_line(name, [result])}", file=sys.stderr, flush=True)
+                say(_line(name, [result]))
         text, holds = verdict(record, arms)
     except ValueError as error:
         parser.error(str(error))

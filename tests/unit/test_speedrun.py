@@ -1,6 +1,7 @@
 """`make speedrun` without a training: folds, ideas, pairing, the verdict, a tree's CPU time."""
 
 import json
+import statistics
 import sys
 from dataclasses import asdict
 from itertools import chain
@@ -179,6 +180,17 @@ def test_a_record_holds_within_its_spread_and_in_the_first_rows_time():
     with pytest.raises(ValueError, match="no figures of record yet"):
         speedrun.verdict(speedrun.Row("record", [], []), {})
     assert speedrun.rows()[0].experiment == "first"
+
+
+def test_the_page_has_what_was_measured_and_each_row_keeps_the_budget(capsys):
+    assert speedrun.main([]) == 0
+    page = speedrun.RECORDS.with_name("RECORDS.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out in page, "python -m benchmarks.speedrun prints the table"
+    assert cross_validate.markdown(ideas.read(), cross_validate.MEASURED) in page
+    for row in speedrun.rows():
+        assert (training.CONF / "experiment" / f"{row.experiment}.yaml").is_file()
+        assert statistics.mean(row.cpu) <= speedrun.BUDGET
+        assert len(row.accuracy) == len(row.cpu) == speedrun.SEEDS
 
 
 def test_cpu_time_counts_what_outlives_its_parent(tmp_path):
