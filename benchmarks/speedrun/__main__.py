@@ -21,12 +21,11 @@ from pathlib import Path
 import yaml
 
 from benchmarks.speedrun import folds
-from benchmarks.speedrun.training import Trained, trained
+from benchmarks.speedrun.training import Trained, add_seeds, trained
 from benchmarks.table import turned
 
 FIRST = "first"
 BUDGET = 1.00  # of the CPU time of the first row
-SEEDS = 3
 RECORDS = Path(__file__).with_name("records.yaml")
 COLUMNS = ("date", "commit", "experiment", "accuracy", "CPU ratio", "what changed and why")
 
@@ -60,26 +59,32 @@ def deviation(values: Sequence[float]) -> float:
 def rows(file: Path = RECORDS) -> list[Row]:
     """The rows of records.yaml, oldest first."""
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return [Row(**node) for node in content]
+    return [Row(**{**node, "date": str(node["date"])}) for node in content]  # YAML knows dates
 
 
 def markdown(records: Sequence[Row]) -> str:
     """The leaderboard, as RECORDS.md has it."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for record in records:
-        percent = [100 * each for each in record.accuracy]
-        seeds = ", ".join(f"{each:.1f}" for each in percent)
-        accuracy = f"{statistics.mean(percent):.1f} ± {deviation(percent):.1f} % ({seeds})"
         cells = (
             record.date,
             record.commit,
             f"[{record.experiment}](conf/experiment/{record.experiment}.yaml)",
-            accuracy,
-            f"{statistics.mean(record.cpu):.2f}",
+            *_figures(record),
             record.why.strip(),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _figures(record: Row) -> tuple[str, str]:
+    """The accuracy and the CPU ratio of a row."""
+    if not record.accuracy:
+        return "not measured yet", ""
+    percent = [100 * each for each in record.accuracy]
+    seeds = ", ".join(f"{each:.1f}" for each in percent)
+    accuracy = f"{statistics.mean(percent):.1f} ± {deviation(percent):.1f} % ({seeds})"
+    return accuracy, f"{statistics.mean(record.cpu):.2f}"
 
 
 def verdict(record: Row, arms: Mapping[str, Sequence[Trained]]) -> tuple[str, bool]:
@@ -130,8 +135,7 @@ def main(typed: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.speedrun", description=__doc__.splitlines()[0]
     )
     folds.add_photographs(parser)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--results", type=Path, default=Path("outputs/speedrun/measure"))
+    add_seeds(parser)
     args = parser.parse_args(typed)
     record = rows()[-1]
     if not args.photographs:

@@ -223,7 +223,7 @@ def by_hand(at: Path, root: Path, arguments: Sequence[str], seed: int) -> Any:
 
 def main(typed: Sequence[str] | None = None) -> int:
     from benchmarks.speedrun import folds, ideas
-    from benchmarks.speedrun.training import trained
+    from benchmarks.speedrun.training import add_seeds, trained
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speedrun.bare_loop",
@@ -231,8 +231,7 @@ def main(typed: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("idea", help="a name in ideas.yaml")
     folds.add_photographs(parser)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=Path("outputs/speedrun/measure"))
+    add_seeds(parser)
     args = parser.parse_args(typed)
     try:
         said = ideas.arguments(ideas.read(), args.idea)

@@ -6,6 +6,7 @@ so an interrupted series loses one training and goes on.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -28,6 +29,23 @@ MEASURED = (
     "checkpoint.monitor=null",
     "tracking=none",
 )
+
+
+SEEDS = 3
+
+
+def add_seeds(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say how often a recipe is trained, and where the results are kept."""
+    parser.add_argument("--seeds", type=at_least_one, default=SEEDS, help=f"default: {SEEDS}")
+    where = Path("outputs/speedrun/measure")
+    parser.add_argument("--results", type=Path, default=where, help=f"default: {where}")
+
+
+def at_least_one(text: str) -> int:
+    """A type of argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
+    return int(text)
 
 
 @dataclass(frozen=True)

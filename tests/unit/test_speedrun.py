@@ -190,7 +190,15 @@ def test_the_page_has_what_was_measured_and_each_row_keeps_the_budget(capsys):
     for row in speedrun.rows():
         assert (training.CONF / "experiment" / f"{row.experiment}.yaml").is_file()
         assert statistics.mean(row.cpu) <= speedrun.BUDGET
-        assert len(row.accuracy) == len(row.cpu) == speedrun.SEEDS
+        assert len(row.accuracy) == len(row.cpu) == training.SEEDS
+
+
+@pytest.mark.parametrize("command", [speedrun.main, bare_loop.main])
+def test_no_seed_is_refused(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command(["small", "--seeds", "0"] if command is bare_loop.main else ["--seeds", "0"])
+    assert ended.value.code == 2
+    assert "argument --seeds: 0 is not a number from 1 on" in capsys.readouterr().err
 
 
 def test_cpu_time_counts_what_outlives_its_parent(tmp_path):
